@@ -1,0 +1,19 @@
+"""Train any Keras 3 model on several devices, with the numbers and files of one."""
+
+import os as _os
+
+from lockstep import errors as errors
+from lockstep.distribute import devices as devices
+from lockstep.distribute import distribute as distribute
+from lockstep.distribute import multi_gpu_model as multi_gpu_model
+from lockstep.distribute import release as release
+from lockstep.rehearsal import rehearse as rehearse
+from lockstep.rehearsal import rehearse_from_environment as _rehearse_from_environment
+from lockstep.rescue.front import inspect as inspect
+from lockstep.rescue.front import load_weights as load_weights
+from lockstep.rescue.front import rescue as rescue
+from lockstep.verify import verify as verify
+
+__version__ = "0.1.0"
+
+_rehearse_from_environment(_os.environ)

@@ -1,0 +1,68 @@
+"""The line that says what runs."""
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.devices import names_in_words, rehearsed_devices
+from lockstep.shards import shard_rows
+
+
+def wants_words(fit: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call of `fit` asked for any output."""
+    return bool(_argument("verbose", "auto", fit, args, kwargs))
+
+
+def fit_line(
+    backend: str,
+    devices: tuple[str, ...],
+    fit: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> str:
+    """What runs: backend, devices, global and per-replica batch, in one line.
+
+    Args:
+        backend: The name of the backend.
+        devices: The names of the devices.
+        fit: The method that is called, for its signature.
+        args: What it is called with.
+        kwargs: What it is called with by name.
+    """
+    count = len(devices)
+    rehearsed = ", rehearsed" if rehearsed_devices(os.environ) else ""
+    plural = "device" if count == 1 else "devices"
+    return (
+        f"lockstep: {backend}, {count} {plural} ({names_in_words(devices)}{rehearsed}), "
+        + _batch_words(
+            _argument("batch_size", None, fit, args, kwargs),
+            _argument("x", None, fit, args, kwargs),
+            count,
+        )
+    )
+
+
+def _batch_words(batch_size: int | None, data: Any, replicas: int) -> str:
+    if batch_size is None:
+        batch_size = getattr(data, "batch_size", None)
+    if batch_size is None and (hasattr(data, "shape") or isinstance(data, list | tuple | dict)):
+        batch_size = 32  # what Keras takes for arrays where nothing is said
+    if batch_size is None:
+        return f"batches as the data gives them, each split over {replicas}"
+    largest = len(shard_rows(batch_size, replicas)[0])
+    up_to = "up to " if batch_size % replicas else ""
+    return f"global batch {batch_size} = {up_to}{largest} per replica"
+
+
+def _argument(
+    name: str,
+    default: Any,
+    fit: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    try:
+        return inspect.signature(fit).bind(*args, **kwargs).arguments.get(name, default)
+    except TypeError:  # a wrong call is for fit itself to refuse
+        return default

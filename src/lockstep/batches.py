@@ -1,0 +1,105 @@
+"""The first batches of any data, as host arrays."""
+
+from collections.abc import Iterable, Iterator
+from itertools import cycle, islice
+from typing import Any
+
+import numpy as np
+
+from lockstep.errors import UnusableData
+
+Batch = tuple[Any, Any, Any]
+"""Inputs, targets and sample weights, as arrays or nests of arrays; the last may be None."""
+
+
+def first_batches(data: Any, count: int, batch_size: int | None) -> list[Batch]:
+    """The first `count` batches; where the data is shorter, it starts again.
+
+    Args:
+        data: `(x, y)` or `(x, y, sample_weight)` of arrays or nests of arrays, cut
+            into batches in order; or anything that gives batches of that form: a
+            `PyDataset`, `tf.data.Dataset`, torch `DataLoader` or generator.
+        count: How many, at least 1.
+        batch_size: Rows per batch where `data` is arrays. Defaults to 32.
+
+    Raises:
+        UnusableData: If there is no batch in it, or `batch_size` has no use.
+    """
+    arrays = isinstance(data, tuple | list)
+    if batch_size is not None and not arrays:
+        raise UnusableData(
+            f"batch_size={batch_size} was given, and the data is a {type(data).__name__}, which "
+            "makes its own batches.\nLeave batch_size out."
+        )
+    every = list(islice(_cut(data, batch_size or 32) if arrays else _given(data), count))
+    if not every:
+        raise UnusableData(
+            f"Batches to train on were expected, and the {type(data).__name__} holds none.\n"
+            "Hand over (x, y) or a data set with at least one batch."
+        )
+    return list(islice(cycle(every), count))
+
+
+def turned_round(batch: Batch) -> Batch:
+    """The same batch, its rows in reverse order."""
+    import keras
+
+    turned: Batch = keras.tree.map_structure(
+        lambda leaf: leaf if leaf is None else leaf[::-1].copy(), batch
+    )
+    return turned
+
+
+def rows_of(batch: Batch) -> int:
+    """The rows of a batch."""
+    import keras
+
+    return int(next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None).shape[0])
+
+
+def _cut(data: Any, batch_size: int) -> Iterator[Batch]:
+    import keras
+
+    whole = _batch(data)
+    counts = {leaf.shape[:1] for leaf in keras.tree.flatten(whole) if leaf is not None}
+    if len(counts) != 1 or counts == {()}:
+        raise UnusableData(
+            f"Arrays with one number of rows were expected, and they have {sorted(counts)}.\n"
+            "Hand over (x, y) or (x, y, sample_weight) with as many rows in each."
+        )
+    ((rows,),) = counts
+    for start in range(0, rows, batch_size):
+        part = slice(start, start + batch_size)
+        yield keras.tree.map_structure(
+            lambda leaf, part=part: leaf if leaf is None else leaf[part], whole
+        )
+
+
+def _given(data: Any) -> Iterator[Batch]:
+    if hasattr(data, "__getitem__") and hasattr(data, "num_batches"):
+        # A PyDataset can be indexed, and does not end when it is iterated over.
+        data = map(data.__getitem__, range(data.num_batches))
+    if not isinstance(data, Iterable):
+        raise UnusableData(
+            f"Data to train on was expected, and this is a {type(data).__name__}.\n"
+            "Hand over (x, y), or a data set that gives such batches."
+        )
+    for item in data:
+        yield _batch(item)
+
+
+def _batch(item: Any) -> Batch:
+    import keras
+
+    if not isinstance(item, tuple | list):
+        item = (item,)
+    if not 1 <= len(item) <= 3:
+        raise UnusableData(
+            f"(x, y) or (x, y, sample_weight) was expected, and this has {len(item)} parts.\n"
+            "Put several inputs into a list or dict of their own."
+        )
+    x, y, sample_weight = [*item, None, None][:3]
+    as_arrays: Batch = keras.tree.map_structure(
+        lambda leaf: leaf if leaf is None else np.asarray(leaf), (x, y, sample_weight)
+    )
+    return as_arrays

@@ -1,0 +1,147 @@
+"""The command: what `lockstep ...` does."""
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from lockstep import __version__
+from lockstep.errors import LockstepError
+from lockstep.rescue.commands import inspect_command, rescue_command
+
+
+class Commands(click.Group):
+    """Shows a lockstep error as its text, without a traceback."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command; exit with 1 and the text where lockstep refused."""
+        try:
+            return super().invoke(ctx)
+        except LockstepError as error:
+            click.secho(f"{type(error).__name__}: {error}", fg="red", err=True)
+            sys.exit(1)
+
+
+@click.group(cls=Commands)
+@click.version_option(__version__, package_name="keras-lockstep")
+def main() -> None:
+    """Train Keras models on several devices, with the numbers and files of one."""
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+
+
+@main.command()
+@click.option("--devices", default=4, show_default=True, help="Virtual devices for the second run.")
+@click.option("--epochs", default=8, show_default=True, type=click.IntRange(min=1))
+@click.option(
+    "--output",
+    default="lockstep-demo",
+    show_default=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for the model and the picture.",
+)
+def demo(devices: int, epochs: int, output: Path) -> None:
+    """Train on real digits over rehearsed devices, and prove it equal to one."""
+    missing = [name for name in ("sklearn", "matplotlib") if not _is_installed(name)]
+    if missing:
+        raise click.ClickException(
+            f"The demo needs {' and '.join(missing)}, which is not installed here.\n"
+            'Install what it needs with: pip install "keras-lockstep[demo]"'
+        )
+    from lockstep.demo import run_demo
+
+    result = run_demo(devices, epochs, output)
+    _show_demo(result, devices)
+    sys.exit(0 if result.holds else 1)
+
+
+@main.command()
+def devices() -> None:
+    """What is here."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from lockstep.engines import current_engine
+
+    table = Table("device", "kind", "memory")
+    for device in current_engine().devices():
+        memory = "" if device.memory is None else f"{device.memory / 2**30:.1f} GiB"
+        table.add_row(device.name, device.kind, memory)
+    Console().print(table)
+
+
+@main.command()
+@click.argument("target")
+@click.option("--devices", default=None, help="How many, or which: 4, 0,2 or gpu:0,gpu:1.")
+@click.option("--steps", default=20, show_default=True, type=click.IntRange(min=1))
+@click.option("--batch-size", type=click.IntRange(min=1), help="Where the data is arrays.")
+@click.option("--rehearse", is_flag=True, help="Make as many virtual CPU devices.")
+@click.option("--json", "as_json_", is_flag=True, help="Print JSON instead of a table.")
+def verify(
+    target: str,
+    devices: str | None,
+    steps: int,
+    batch_size: int | None,
+    rehearse: bool,
+    as_json_: bool,
+) -> None:
+    """Train on one device and on several, and compare every step.
+
+    TARGET is file.py:function or package.module:function; the function returns
+    (model, data), the model compiled. Exit code 0 says equal, 1 that they part.
+    """
+    import lockstep
+    from lockstep.report.verification import as_json, show_verification
+    from lockstep.targets import model_and_data
+
+    asked = int(devices) if devices is not None and devices.isdecimal() else devices
+    if rehearse:
+        if not isinstance(asked, int):
+            raise click.UsageError("--rehearse needs --devices with a number.")
+        lockstep.rehearse(asked)
+    model, data = model_and_data(target)
+    found = lockstep.verify(model, data, asked, steps, batch_size=batch_size)
+    if as_json_:
+        click.echo(as_json(found))
+    else:
+        show_verification(found)
+    sys.exit(0 if found.equal else 1)
+
+
+main.add_command(inspect_command)
+main.add_command(rescue_command)
+
+
+def _show_demo(result: object, devices: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from lockstep.demo import DemoResult
+
+    assert isinstance(result, DemoResult)
+    table = Table("", "one device", f"{devices} devices", "apart")
+    loss, accuracy = result.losses, result.accuracies
+    table.add_row("training loss", *(f"{v:.7f}" for v in loss), f"{abs(loss[0] - loss[1]):.1e}")
+    table.add_row(
+        "held-out accuracy",
+        *(f"{v:.4f}" for v in accuracy),
+        f"{abs(accuracy[0] - accuracy[1]):.1e}",
+    )
+    table.add_row("weights, at most", "", "", f"{result.weight_difference:.1e}")
+    same = "same structure" if result.same_files else "they differ"
+    table.add_row("files", "", "", same)
+    table.add_row("the same, by plain Keras", "", f"{result.plain_accuracy:.4f}", "")
+    console = Console()
+    console.print()
+    console.print(table)
+    console.print(f"Saved: {result.folder / 'digits.keras'}, {result.folder / 'digits.png'}")
+    if result.holds:
+        console.print(f"{devices} devices gave what one device gives.")
+    else:
+        console.print("[red]The runs differ. Please report this, with the table above.[/red]")
+
+
+def _is_installed(module: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(module) is not None

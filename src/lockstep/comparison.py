@@ -1,0 +1,236 @@
+"""Several runs of one model, held against the first."""
+
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.batches import Batch, turned_round
+from lockstep.engines.engine import Engine
+from lockstep.errors import UnsplitBatchWarning
+from lockstep.values import Values, assign, distance, moved_by_last_bit, read, values_of, write
+from lockstep.verification import BOUND, Difference, Verification
+
+
+def compare(
+    engine: Engine,
+    model: Any,
+    batches: list[Batch],
+    names: tuple[str, ...],
+    rows: tuple[int, int],
+) -> Verification:
+    """Train on one device, again, under rounding, and on several; leave no trace.
+
+    Args:
+        engine: The engine of the model's backend.
+        model: A compiled Keras model.
+        batches: What to train on, a batch a step.
+        names: The devices to compare with one.
+        rows: The smallest and largest number of rows of a batch.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder,
+        _untouched(engine, model, batches[0]),
+    ):
+        comparison = _Comparison(engine, model, batches, Path(folder))
+        comparison.run(names)
+    return Verification(
+        devices=names,
+        steps=len(batches),
+        rows=rows,
+        control=comparison.control,
+        differences=comparison.differences(),
+        notes=tuple(comparison.notes),
+        first_step=comparison.first_step,
+        first_layer=comparison.first_layer,
+        cause=comparison.cause,
+    )
+
+
+@dataclass
+class _Comparison:
+    """Runs of one model from one start, each held against the first one."""
+
+    engine: Engine
+    model: Any
+    batches: list[Batch]
+    folder: Path
+    control: str = ""
+    notes: list[str] = field(default_factory=list)
+    first_step: int | None = None
+    first_layer: str | None = None
+    cause: str | None = None
+
+    def __post_init__(self) -> None:
+        self._probe = self.engine.probe(self.model)
+        self._start = values_of(self.model)
+        self._rounding: list[dict[str, float]] = []
+        self._apart: list[dict[str, float]] = []
+
+    def run(self, names: tuple[str, ...]) -> None:
+        with self._probe.precise():
+            self.engine.detach(self.model)
+            for step, values in self._steps(self.batches):
+                write(self._file(step), values)
+            again = self._distances(self.batches)
+            unsteady = [n for n, step in enumerate(again, 1) if not max(step.values()) <= BOUND]
+            if unsteady:
+                self.control = "nothing, because two runs on one device differ"
+                self._rounding = [dict.fromkeys(step, 0.0) for step in again]
+            else:
+                self._rounding = self._measure_rounding()
+            self.engine.attach(self.model, names)
+            self._apart = self._distances(self.batches, note_unsplit=True)
+            self._find_first(unsteady, names)
+
+    def differences(self) -> tuple[Difference, ...]:
+        found = []
+        for name in self._apart[0]:
+            bounds = self._bounds(name)
+            apart = [step[name] for step in self._apart]
+            over = [n for n, (d, b) in enumerate(zip(apart, bounds, strict=True), 1) if not d <= b]
+            largest = float(np.max(apart))  # NaN stays NaN
+            found.append(Difference(name, largest, bounds[-1], over[0] if over else None))
+        return tuple(sorted(found, key=lambda d: (d.first_step is None, -d.largest)))
+
+    # --------------------------------------------------------------------------- runs
+
+    def _steps(
+        self, batches: list[Batch], start: Values | None = None
+    ) -> Iterator[tuple[int, Values]]:
+        """Train from the start; the values after each step."""
+        assign(self.model, start or self._start)
+        self._probe.fresh()
+        for step, (x, y, sample_weight) in enumerate(batches, 1):
+            logs = self.model.train_on_batch(x, y, sample_weight=sample_weight, return_dict=True)
+            named = {name: np.asarray(value) for name, value in logs.items()}
+            yield step, {**named, **values_of(self.model)}
+
+    def _distances(
+        self, batches: list[Batch], start: Values | None = None, *, note_unsplit: bool = False
+    ) -> list[dict[str, float]]:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", UnsplitBatchWarning)
+            found = [
+                {name: distance(mine, self._first_run(step)[name]) for name, mine in values.items()}
+                for step, values in self._steps(batches, start)
+            ]
+        for warning in said:
+            if not issubclass(warning.category, UnsplitBatchWarning):
+                warnings.warn_explicit(
+                    warning.message, warning.category, warning.filename, warning.lineno
+                )
+            elif note_unsplit:
+                self.notes.append(" ".join(str(warning.message).split("\n")))
+        return found
+
+    def _measure_rounding(self) -> list[dict[str, float]]:
+        if self._draws_random_numbers():
+            self.control = "each weight moved by its last bit"
+            random = np.random.default_rng(0)
+            moved = {name: moved_by_last_bit(value, random) for name, value in self._start.items()}
+            return self._distances(self.batches, moved)
+        self.control = "the rows of each batch turned round"
+        return self._distances([turned_round(batch) for batch in self.batches])
+
+    def _draws_random_numbers(self) -> bool:
+        last = self._first_run(len(self.batches))
+        seeds = [name for name in self._start if name.endswith("seed_generator_state")]
+        return any(np.any(last[name] != self._start[name]) for name in seeds)
+
+    def _bounds(self, name: str) -> np.ndarray:
+        rounding = np.array([step[name] for step in self._rounding])
+        bounds: np.ndarray = np.maximum(BOUND, 10 * np.maximum.accumulate(np.nan_to_num(rounding)))
+        return bounds
+
+    def _file(self, step: int) -> Path:
+        return self.folder / f"{step}.npz"
+
+    def _first_run(self, step: int) -> Values:
+        return read(self._file(step))
+
+    # --------------------------------------------------------------------------- cause
+
+    def _find_first(self, unsteady: list[int], names: tuple[str, ...]) -> None:
+        over = [d.first_step for d in self.differences() if d.first_step is not None]
+        if not over and not unsteady:
+            return
+        self.first_step = min([*unsteady, *over])
+        batch = self.batches[self.first_step - 1]
+        start = self._start if self.first_step == 1 else self._first_run(self.first_step - 1)
+
+        def look(devices: tuple[str, ...] | None) -> tuple[Values, Values]:
+            self.engine.detach(self.model)
+            if devices is not None:
+                self.engine.attach(self.model, devices)
+            assign(self.model, start)
+            return self._probe.look(batch)
+
+        self.first_layer, what = _first_apart(look(None), look(None if unsteady else names))
+        self.cause = _unsteady(self.first_layer) if unsteady else _cause(self.first_layer, what)
+
+
+def _unsteady(layer: str | None) -> str:
+    return (
+        "The model is not deterministic: two runs on one device from the same start differ as "
+        f"well. {_where(layer)}It may draw random numbers, or keep state, in Python when it is "
+        "traced: keep them in a keras.random.SeedGenerator or a keras.Variable."
+    )
+
+
+def _cause(layer: str | None, what: str | None) -> str:
+    if what == "activation":
+        return (
+            f"{_where(layer)}From the same weights and inputs it gives something else on "
+            "several devices. It may read the number of devices, or state that a device keeps."
+        )
+    if what == "gradient":
+        return (
+            f"The forward pass is the same; the gradient of {layer} is the first that differs. "
+            "A gradient that jumps (a ReLU, a max pooling, a sort) can turn rounding into that; "
+            "a custom gradient that reads the devices would too."
+        )
+    return (
+        "From the same weights, this step alone agrees: rounding grew over the steps before, "
+        "beyond ten times what it did in the control on one device. A network with many kinks "
+        "(ReLU, max pooling) or a high learning rate does that."
+    )
+
+
+def _where(layer: str | None) -> str:
+    return f"The first layer that differs is {layer!r}. " if layer else ""
+
+
+def _first_apart(
+    one: tuple[Values, Values], other: tuple[Values, Values]
+) -> tuple[str | None, str | None]:
+    """The first layer, or else gradient, that is apart by more than rounding."""
+    for what, mine, theirs in zip(("activation", "gradient"), one, other, strict=True):
+        for name, value in mine.items():
+            scale = max(1.0, float(np.max(np.abs(value), initial=0.0)))
+            if name not in theirs or not distance(value, theirs[name]) <= 1e-4 * scale:
+                return (name.partition("/")[2] if what == "activation" else name), what
+    return None, None
+
+
+@contextmanager
+def _untouched(engine: Engine, model: Any, batch: Batch) -> Iterator[None]:
+    """Whatever happens inside, the model is afterwards what it was."""
+    if not model.built:
+        model(batch[0])
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    before, start = engine.attached(model), values_of(model)
+    try:
+        yield
+    finally:
+        engine.detach(model)
+        assign(model, start)
+        model.reset_metrics()
+        if before is not None:
+            engine.attach(model, before)

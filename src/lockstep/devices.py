@@ -1,0 +1,233 @@
+"""Device names: what `devices=` may say, and which devices it means."""
+
+import operator
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.errors import DeviceError, DeviceNotFound, DuplicateDevice
+
+_NAME = re.compile(r"^/?(?:device:)?(?P<platform>[a-z]+):(?P<number>\d+)$")
+REHEARSE = "LOCKSTEP_REHEARSE"
+"""The environment variable that asks for virtual CPU devices."""
+
+_ALIASES = {"cuda": "gpu", "rocm": "gpu"}
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device as an engine sees it.
+
+    Attributes:
+        name: What `devices=` calls it, for example `"gpu:0"`.
+        kind: What the hardware calls itself, for example `"NVIDIA H200"`.
+        memory: Bytes of memory that a program may use, `None` where unknown.
+    """
+
+    name: str
+    kind: str
+    memory: int | None = None
+
+    @property
+    def platform(self) -> str:
+        """The part of the name before the colon: `"cpu"`, `"gpu"` or `"tpu"`."""
+        return self.name.split(":")[0]
+
+
+def parse_devices(asked: object, here: Sequence[Device]) -> tuple[str, ...]:
+    """Turn what a user wrote for `devices=` into names of devices that are here.
+
+    Args:
+        asked: `None` for every device of the default platform; a count; a device
+            number or name; several of these in a sequence; or one string with
+            commas, as in `CUDA_VISIBLE_DEVICES`. Old spellings such as
+            `"/gpu:0"`, `"/device:GPU:0"` and `"cuda:0"` are understood.
+        here: The devices that are here, those of the default platform first.
+
+    Returns:
+        The names, at least one, in the order asked for.
+
+    Raises:
+        DeviceNotFound: If more devices, or others, are asked for than are here.
+        DuplicateDevice: If one device is asked for twice.
+        DeviceError: If `asked` is none of the above.
+
+    Example:
+        >>> here = [Device("gpu:0", ""), Device("gpu:1", ""), Device("cpu:0", "")]
+        >>> parse_devices(None, here)
+        ('gpu:0', 'gpu:1')
+        >>> parse_devices("/device:GPU:1", here)
+        ('gpu:1',)
+    """
+    default = [device for device in here if device.platform == here[0].platform]
+    if asked is None:
+        return tuple(device.name for device in default)
+    count = _as_int(asked)
+    if count is not None:
+        return _first(count, default)
+    names = tuple(_name(item, asked, default[0].platform) for item in _items(asked))
+    _check_names(names, asked, here)
+    return names
+
+
+def names_in_words(names: Sequence[str]) -> str:
+    """Device names in a sentence: runs of one platform are shortened.
+
+    Example:
+        >>> names_in_words(["cpu:0", "cpu:1", "cpu:2"])
+        'cpu:0 to cpu:2'
+        >>> names_in_words(["gpu:0", "gpu:2"])
+        'gpu:0, gpu:2'
+    """
+    platform, _, first = names[0].partition(":")
+    run = [f"{platform}:{int(first) + offset}" for offset in range(len(names))]
+    if len(names) > 2 and list(names) == run:
+        return f"{names[0]} to {names[-1]}"
+    return ", ".join(names)
+
+
+def check_visible(here: Sequence[Device], environ: Mapping[str, str]) -> None:
+    """Refuse to go on where `CUDA_VISIBLE_DEVICES` was set too late to count.
+
+    The variable is read once, when CUDA starts. A script that sets it after that
+    would silently train on devices it meant to leave alone.
+
+    Args:
+        here: The devices that are here.
+        environ: The environment, usually `os.environ`.
+
+    Raises:
+        DeviceError: If more GPUs are here than the variable names.
+    """
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return
+    named = [item for item in visible.split(",") if item.strip() not in ("", "-1")]
+    gpus = [device.name for device in here if device.platform == "gpu"]
+    if len(gpus) > len(named):
+        raise DeviceError(
+            f'CUDA_VISIBLE_DEVICES="{visible}" names {len(named)} devices, and '
+            f"{len(gpus)} are in use: {names_in_words(gpus)}.\n"
+            "It was set after the backend had started, which reads it once.\n"
+            "Set it before Python starts, or before the first Keras operation."
+        )
+
+
+def rehearsed_devices(environ: Mapping[str, str]) -> int | None:
+    """How many virtual devices the environment asks for, `None` for no rehearsal.
+
+    Raises:
+        DeviceError: If the variable holds no number of at least 1.
+    """
+    asked = environ.get(REHEARSE, "").strip()
+    return count_to_rehearse(asked, f"{REHEARSE}={asked}") if asked else None
+
+
+def count_to_rehearse(value: object, said: str) -> int:
+    """A number of virtual devices, out of what somebody said it is.
+
+    Raises:
+        DeviceError: If it is no whole number of at least 1.
+    """
+    try:
+        count = int(str(value))
+    except ValueError:
+        count = 0
+    if count < 1 or isinstance(value, bool):
+        raise DeviceError(
+            f"{said} was asked for, and a rehearsal needs a whole number of at least 1.\n"
+            "Say for example LOCKSTEP_REHEARSE=4 or lockstep.rehearse(devices=4)."
+        )
+    return count
+
+
+def _as_int(value: object) -> int | None:
+    if isinstance(value, bool):
+        raise DeviceError(
+            f"devices={value} was asked for, and True or False is no number of devices.\n"
+            "Say how many (devices=4), which ([0, 2] or 'gpu:0,gpu:1'), or None for all."
+        )
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _first(count: int, default: Sequence[Device]) -> tuple[str, ...]:
+    if count < 1:
+        raise DeviceError(
+            f"devices={count} was asked for, and at least one device has to train.\n"
+            f"Say 1 to {len(default)}, or None for all that are here: "
+            f"{names_in_words([device.name for device in default])}."
+        )
+    if count > len(default):
+        raise DeviceNotFound(_not_enough(count, default))
+    return tuple(device.name for device in default[:count])
+
+
+def _items(asked: object) -> list[Any]:
+    if isinstance(asked, str):
+        items: list[Any] = [item.strip() for item in asked.split(",")]
+        items = [int(item) if item.isdecimal() else item for item in items]
+    elif isinstance(asked, Iterable):
+        items = list(asked)
+    else:
+        items = [asked]
+    if not items or items == [""]:
+        raise DeviceError(
+            f"devices={asked!r} names no device, and at least one has to train.\n"
+            "Say how many (devices=4), which ([0, 2] or 'gpu:0,gpu:1'), or None for all."
+        )
+    return items
+
+
+def _name(item: object, asked: object, platform: str) -> str:
+    number = _as_int(item)
+    if number is not None:
+        return f"{platform}:{number}"
+    match = _NAME.match(str(item).strip().lower()) if isinstance(item, str) else None
+    if match is None:
+        raise DeviceError(
+            f"devices={asked!r} was asked for, and {item!r} is no device name.\n"
+            "Names look like 'gpu:0'; numbers like 0 count devices of the default platform."
+        )
+    found = match["platform"]
+    return f"{_ALIASES.get(found, found)}:{int(match['number'])}"
+
+
+def _check_names(names: tuple[str, ...], asked: object, here: Sequence[Device]) -> None:
+    known = [device.name for device in here]
+    for position, name in enumerate(names):
+        if name not in known:
+            raise DeviceNotFound(
+                f"devices={asked!r} was asked for, and {name} is not among the "
+                f"{len(known)} here: {names_in_words(known)}.\n"
+                + _rehearsal_hint(max(int(n.split(":")[1]) for n in names) + 1)
+            )
+        if name in names[:position]:
+            raise DuplicateDevice(
+                f"devices={asked!r} names {name} twice, and a device holds one replica.\n"
+                f"Name each device once; {len(known)} are here: {names_in_words(known)}."
+            )
+    platforms = sorted({name.split(":")[0] for name in names})
+    if len(platforms) > 1:
+        raise DeviceError(
+            f"devices={asked!r} mixes {' and '.join(platforms)}, and one program runs on "
+            "one kind of device.\nName devices of one kind."
+        )
+
+
+def _not_enough(count: int, default: Sequence[Device]) -> str:
+    verb = "is" if len(default) == 1 else "are"
+    return (
+        f"devices={count} was asked for, and {len(default)} {verb} here: "
+        f"{names_in_words([device.name for device in default])}.\n" + _rehearsal_hint(count)
+    )
+
+
+def _rehearsal_hint(count: int) -> str:
+    return (
+        f"To rehearse on virtual CPU devices, set LOCKSTEP_REHEARSE={count} before Python "
+        f"starts\n(or call lockstep.rehearse(devices={count}) before the first Keras operation)."
+    )

@@ -1,0 +1,24 @@
+"""The engine that serves the backend Keras runs on."""
+
+from lockstep.engines.engine import Engine
+from lockstep.errors import UnsupportedBackend
+
+
+def current_engine() -> Engine:
+    """The engine for Keras's backend; imports Keras, and no other framework.
+
+    Raises:
+        UnsupportedBackend: If no engine serves that backend yet.
+    """
+    import keras
+
+    backend = keras.backend.backend()
+    if backend == "jax":
+        from lockstep.engines.jax import JaxEngine
+
+        return JaxEngine()
+    raise UnsupportedBackend(
+        f"Keras runs on {backend!r}, and lockstep has an engine for 'jax' so far.\n"
+        "A .keras file moves between backends as it is.\n"
+        "Set KERAS_BACKEND=jax in the environment before Keras is imported."
+    )

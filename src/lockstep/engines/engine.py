@@ -1,0 +1,65 @@
+"""What an engine is: the interface behind `distribute`."""
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from lockstep.devices import Device
+
+
+class Engine(Protocol):
+    """Runs Keras models of one backend on several devices.
+
+    The contract is a post-condition, not this list of verbs: after `attach`, one
+    training step over all devices equals that step on one device. The conformance
+    suite is that sentence; whatever passes it is an engine.
+    """
+
+    name: str
+    """The name of the Keras backend it serves."""
+
+    def devices(self) -> tuple[Device, ...]:
+        """The devices that are here, those of the default platform first."""
+        ...
+
+    def rehearse(self, devices: int) -> None:
+        """Make `devices` virtual CPU devices, and hide accelerators.
+
+        Raises:
+            RehearsalTooLate: If the backend has started with other devices.
+        """
+        ...
+
+    def attach(self, model: Any, devices: tuple[str, ...]) -> None:
+        """Make `model` run on `devices`, in place; on failure leave it as it was."""
+        ...
+
+    def detach(self, model: Any) -> None:
+        """Make `model` run on one device again; does nothing where it does already."""
+        ...
+
+    def attached(self, model: Any) -> tuple[str, ...] | None:
+        """The devices `model` runs on, `None` where it is not attached."""
+        ...
+
+    def probe(self, model: Any) -> "Probe":
+        """A way to look inside the steps of `model`, attached or not."""
+        ...
+
+
+class Probe(Protocol):
+    """Looks inside the training steps of one model, for `verify`."""
+
+    def precise(self) -> AbstractContextManager[object]:
+        """While it lasts, matrix products have the full precision of their type."""
+        ...
+
+    def fresh(self) -> None:
+        """Trace the model anew at its next step, as a new process would."""
+        ...
+
+    def look(self, batch: tuple[Any, Any, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What each layer gives for `batch`, in order, and the gradient of each variable.
+
+        Nothing of the model changes.
+        """
+        ...

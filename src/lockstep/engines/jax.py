@@ -1,0 +1,348 @@
+"""The JAX engine: one program over a mesh that sees the global batch."""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from lockstep.announce import fit_line, wants_words
+from lockstep.devices import Device, names_in_words
+from lockstep.engines import jax_devices, jax_states
+from lockstep.engines.jax_probe import JaxProbe
+from lockstep.engines.jax_steps import State, StepFunction, Steps
+from lockstep.errors import LayoutConflict, UnsupportedBackend, UnsupportedModel
+
+_ATTACHMENT = "_lockstep"
+_HOLDERS = "_lockstep_holders"
+
+
+class JaxEngine:
+    """Runs Keras models on JAX devices; see `Engine` for the contract."""
+
+    name = "jax"
+
+    def devices(self) -> tuple[Device, ...]:
+        """The devices JAX has, those of its default backend first."""
+        return jax_devices.list_devices()
+
+    def rehearse(self, devices: int) -> None:
+        """Make `devices` virtual CPU devices, and hide accelerators."""
+        jax_devices.make_virtual(devices)
+
+    def attach(self, model: Any, devices: tuple[str, ...]) -> None:
+        """Make `model` run on `devices`, in place; on failure leave it as it was."""
+        before = self.attached(model)
+        if before == devices:
+            return
+        # A fit may be running, with its state outside of the variables:
+        # keras/src/backend/jax/trainer.py, JAXTrainer.jax_state_sync.
+        model.jax_state_sync()
+        attachment = Attachment(model, devices)
+        attachment.check()
+        self.detach(model)
+        try:
+            attachment.take_over()
+        except BaseException:
+            attachment.give_back()
+            if before is not None:
+                Attachment(model, before).take_over()
+            raise
+
+    def detach(self, model: Any) -> None:
+        """Make `model` run on one device again; does nothing where it does already."""
+        attachment = vars(model).get(_ATTACHMENT)
+        if attachment is not None:
+            attachment.give_back()
+
+    def attached(self, model: Any) -> tuple[str, ...] | None:
+        """The devices `model` runs on, `None` where it is not attached."""
+        attachment = vars(model).get(_ATTACHMENT)
+        return None if attachment is None else attachment.devices
+
+    def probe(self, model: Any) -> JaxProbe:
+        """A way to look inside the steps of `model`, attached or not."""
+        return JaxProbe(model)
+
+
+class Attachment:
+    """One model on one mesh.
+
+    It stands in the model's `__dict__`, beside the methods of the instance that it
+    replaces there, and nothing else of the model changes. Keras saves and tracks
+    lists, dicts and its own objects; a plain object and functions are neither.
+
+    Attributes:
+        model: The model.
+        devices: The names of its devices.
+    """
+
+    def __init__(self, model: Any, devices: tuple[str, ...]) -> None:
+        self.model = model
+        self.devices = devices
+        self._steps = Steps(jax_devices.find(devices))
+        self._split: frozenset[int] = frozenset()
+        self._hooks = {
+            "make_train_function": self._make_train_function,
+            "make_test_function": self._make_test_function,
+            "make_predict_function": self._make_predict_function,
+            "reset_states": self._reset_states,
+            "fit": self._fitting(model.fit),
+            "call": self._calling(model.call),
+            "get_state_tree": self._on_one_device(model.get_state_tree),
+        }
+
+    # ------------------------------------------------------------ on and off the mesh
+
+    def check(self) -> None:
+        """Raise where this model cannot be attached to these devices."""
+        _check_mode()
+        _check_no_distribution()
+        _check_class(self.model)
+        for variable in _variables(self.model):
+            _check_layout(self.model, variable)
+            self._check_holders(variable)
+
+    def take_over(self) -> None:
+        """Move the variables to the mesh, and replace the step functions."""
+        self._place_variables()
+        vars(self.model)[_ATTACHMENT] = self
+        vars(self.model).update(self._hooks)
+        self._remake_functions()
+
+    def give_back(self) -> None:
+        """Undo `take_over`, also where it broke off half way."""
+        self.model.jax_state_sync()
+        attributes = vars(self.model)
+        attributes.pop(_ATTACHMENT, None)
+        for name, hook in self._hooks.items():
+            if attributes.get(name) is hook:
+                del attributes[name]
+        variables = _variables(self.model)
+        for variable in variables:
+            _holders(variable).discard(self)
+        if not any(_holders(state) for state in jax_states.states_of(self.model)):
+            jax_states.drop_states(self.model)
+        for variable in variables:
+            if not _holders(variable) and variable.value.committed:
+                # Through the host: what JAX copies between devices stays committed
+                # to them, and would not mix with a new array later.
+                variable.assign(jnp.asarray(np.asarray(variable.value)))
+        self._remake_functions()
+
+    def _place_variables(self) -> None:
+        self._adopt()
+        for variable in _variables(self.model):  # one by one, so that each old array goes
+            variable.assign(jax.device_put(variable.value, self._steps.replicated))
+
+    def _remake_functions(self) -> None:
+        model = self.model
+        for name in ("train", "test", "predict"):
+            if getattr(model, f"{name}_function", None) is not None:
+                getattr(model, f"make_{name}_function")(force=True)
+
+    def _check_holders(self, variable: Any) -> None:
+        for other in _holders(variable):
+            if other.model is not self.model and other.devices != self.devices:
+                raise LayoutConflict(
+                    f"{self.model.name!r} was asked onto {names_in_words(self.devices)}, and its "
+                    f"variable {variable.path!r} is shared with {other.model.name!r} on "
+                    f"{names_in_words(other.devices)}.\n"
+                    "A variable has one layout. Distribute both to the same devices, or call\n"
+                    "lockstep.release on the other one first."
+                )
+
+    # ------------------------------------------------------------- replaced methods
+
+    def _make_train_function(self, force: bool = False) -> None:
+        # keras/src/backend/jax/trainer.py, JAXTrainer.make_train_function
+        model = self.model
+        self._adopt()
+        if model.train_function is None or force:
+            step = self._step_function(model.train_step)
+            model.train_function = self._repeated(step)
+
+    def _make_test_function(self, force: bool = False) -> None:
+        # keras/src/backend/jax/trainer.py, JAXTrainer.make_test_function
+        model = self.model
+        self._adopt()
+        if model.test_function is None or force:
+            step = self._step_function(model.test_step)
+            model.test_function = self._repeated(step)
+
+    def _make_predict_function(self, force: bool = False) -> None:
+        # keras/src/backend/jax/trainer.py, JAXTrainer.make_predict_function
+        model = self.model
+        self._adopt()
+        if model.predict_function is None or force:
+
+            def predict_step(state: State, data: Any) -> tuple[Any, State]:
+                outputs, non_trainable_variables = model.predict_step(state, data)
+                return outputs, (state[0], non_trainable_variables)
+
+            step = self._step_function(predict_step, per_row_outputs=True)
+            model.predict_function = self._repeated(step, concatenate=True)
+
+    def _fitting(self, fit: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fit)
+        def announced_fit(*args: Any, **kwargs: Any) -> Any:
+            if wants_words(fit, args, kwargs):
+                print(fit_line("jax", self.devices, fit, args, kwargs), flush=True)
+            return fit(*args, **kwargs)
+
+        return announced_fit
+
+    def _calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def call_on_mesh(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = keras.tree.map_structure(self._steps.on_mesh, (args, kwargs))
+            return call(*args, **kwargs)
+
+        return call_on_mesh
+
+    def _on_one_device(self, get_state_tree: Callable[..., Any]) -> Callable[..., Any]:
+        # keras.callbacks.OrbaxCheckpoint writes down the devices of what it gets here,
+        # and its checkpoint would load on no others.
+        @functools.wraps(get_state_tree)
+        def undistributed_state_tree(*args: Any, **kwargs: Any) -> Any:
+            return keras.tree.map_structure(_first_copy, get_state_tree(*args, **kwargs))
+
+        return undistributed_state_tree
+
+    def _step_function(self, step: Any, *, per_row_outputs: bool = False) -> StepFunction:
+        if self.model.run_eagerly or not self.model.jit_compile:
+            return self._steps.eager(step, self._splits)
+        return self._steps.compiled(step, self._splits, per_row_outputs=per_row_outputs)
+
+    def _repeated(self, step: StepFunction, *, concatenate: bool = False) -> StepFunction:
+        """`steps_per_execution` steps in one call; the iterator may end before."""
+        # keras/src/backend/jax/trainer.py, JAXTrainer._make_function
+        times = self.model.steps_per_execution
+        if times == 1:
+            return step
+
+        def steps(state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
+            outputs, state = step(state, iterator)
+            every = [outputs]
+            try:
+                for _ in range(times - 1):
+                    outputs, state = step(state, iterator)
+                    every.append(outputs)
+            except StopIteration:
+                pass
+            if concatenate:
+                outputs = keras.tree.map_structure(lambda *parts: np.concatenate(parts), *every)
+            return outputs, state
+
+        return steps
+
+    def _adopt(self) -> None:
+        """Take in variables that appeared since, before a fit, evaluate or predict."""
+        _check_no_distribution()
+        jax_states.carry_states(self.model)
+        values: set[int] = set()
+        for variable in _variables(self.model):
+            _holders(variable).add(self)
+            # Of two variables that share an array, as the average of an optimizer and
+            # its variable may, one step would give the array away for both.
+            if id(variable.value) in values:
+                variable.assign(jnp.copy(variable.value))
+            values.add(id(variable.value))
+        states = {id(state) for state in jax_states.states_of(self.model)}
+        self._split = frozenset(
+            position
+            for position, variable in enumerate(self.model.non_trainable_variables)
+            if id(variable) in states and self._steps.divides(variable.shape[0])
+        )
+
+    def _splits(self) -> frozenset[int]:
+        return self._split
+
+    def _reset_states(self) -> None:
+        """Set the states of every stateful RNN layer to zero, as Keras 2 did."""
+        jax_states.reset(jax_states.states_of(self.model))
+
+
+class Holders(weakref.WeakSet[Attachment]):
+    """The attachments that hold a variable; a copy of the variable has none."""
+
+    def __reduce__(self) -> tuple[type["Holders"], tuple[()]]:
+        return Holders, ()
+
+    def __deepcopy__(self, memo: object) -> "Holders":
+        return Holders()
+
+
+def _holders(variable: Any) -> Holders:
+    holders: Holders = vars(variable).setdefault(_HOLDERS, Holders())
+    return holders
+
+
+def _variables(model: Any) -> list[Any]:
+    """Every variable a training step reads or writes, each once."""
+    optimizer = getattr(model, "optimizer", None)
+    found = [*model.variables, *model.metrics_variables]
+    found += optimizer.variables if optimizer is not None else []
+    return list({id(variable): variable for variable in found}.values())
+
+
+def _first_copy(value: Any) -> Any:
+    if not isinstance(value, jax.Array) or len(value.devices()) == 1:
+        return value
+    return value.addressable_data(0)
+
+
+def _check_mode() -> None:
+    # keras/src/backend/config.py: in this mode variables are Flax NNX objects.
+    from keras.src.backend.config import is_nnx_enabled
+
+    if is_nnx_enabled():
+        raise UnsupportedBackend(
+            "Keras runs with KERAS_NNX_ENABLED, and the engine serves plain JAX variables.\n"
+            "Unset KERAS_NNX_ENABLED before Keras is imported."
+        )
+    if jax.process_count() > 1:
+        raise UnsupportedBackend(
+            f"JAX runs in {jax.process_count()} processes, and the engine serves one so far.\n"
+            "Start one process that sees all devices of the machine."
+        )
+
+
+def _check_no_distribution() -> None:
+    distribution = keras.distribution.distribution()
+    if distribution is not None:
+        raise LayoutConflict(
+            f"A global keras.distribution is set ({type(distribution).__name__}), and would lay "
+            "out variables beside lockstep.\n"
+            "Call keras.distribution.set_distribution(None) first, and build the model after it."
+        )
+
+
+def _check_class(model: Any) -> None:
+    # keras/src/backend/jax/trainer.py: the three methods that make step functions.
+    from keras.src.backend.jax.trainer import JAXTrainer
+
+    for name in ("make_train_function", "make_test_function", "make_predict_function"):
+        own = getattr(type(model), name)
+        if own is not getattr(JAXTrainer, name):
+            raise UnsupportedModel(
+                f"{type(model).__name__} has its own {name}, and lockstep has to replace that "
+                "method to run the step on several devices.\n"
+                "Override train_step, test_step or predict_step instead."
+            )
+
+
+def _check_layout(model: Any, variable: Any) -> None:
+    # keras/src/backend/jax/core.py, JaxVariable._initialize_layout
+    layout = variable._layout
+    if layout is None and variable.value.sharding.is_fully_replicated:
+        return
+    raise LayoutConflict(
+        f"Variable {variable.path!r} of {model.name!r} is laid out by another tool "
+        f"({type(layout or variable.value.sharding).__name__}), and lockstep wants to lay it out.\n"
+        "Distribute with one tool: build the model anew without the other one, and load its file."
+    )

@@ -1,0 +1,125 @@
+"""Looks inside one training step on JAX: what each layer gave, and each gradient."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from lockstep.engines.jax_steps import State
+
+
+class JaxProbe:
+    """Looks at one model, attached or not; see `Probe` for the contract."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def precise(self) -> AbstractContextManager[object]:
+        """Matrix products at full float32 precision, which GPUs do not take by default."""
+        precise: AbstractContextManager[object] = jax.default_matmul_precision("highest")
+        return precise
+
+    def fresh(self) -> None:
+        """Trace the model anew at its next step."""
+        self._model.make_train_function(force=True)
+
+    def look(self, batch: tuple[Any, Any, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What each layer gives for `batch`, in order, and the gradient of each variable.
+
+        Nothing of the model changes. Layers are those of the model and of models
+        inside it; a model with a `train_step` of its own has no gradients here.
+        """
+        model = self._model
+        attributes = vars(model)
+        before = attributes.get("train_step")
+        attributes["train_step"] = self._looking_step
+        try:
+            model.make_train_function(force=True)
+            x, y, sample_weight = batch
+            seen = model.train_on_batch(x, y, sample_weight=sample_weight, return_dict=True)
+        finally:
+            if before is None:
+                del attributes["train_step"]
+            else:
+                attributes["train_step"] = before
+            model.make_train_function(force=True)
+        return _part("activation", seen), _part("gradient", seen)
+
+    def _looking_step(self, state: State, data: Any) -> tuple[dict[str, Any], State]:
+        # keras/src/backend/jax/trainer.py, JAXTrainer.train_step
+        from keras.src.backend.jax.trainer import JAXTrainer
+
+        model = self._model
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        trainable, non_trainable, optimizer, metrics = state
+
+        def loss_of(trainable: Any) -> tuple[Any, dict[str, Any]]:
+            with _recorded(model) as activations:
+                loss, _ = model.compute_loss_and_updates(
+                    trainable,
+                    non_trainable,
+                    metrics,
+                    x,
+                    y,
+                    sample_weight,
+                    training=True,
+                    optimizer_variables=optimizer,
+                )
+            return loss, activations
+
+        if type(model).train_step is JAXTrainer.train_step:
+            gradients, activations = jax.grad(loss_of, has_aux=True)(trainable)
+        else:
+            gradients = []
+            with _recorded(model) as activations:
+                model.stateless_call(trainable, non_trainable, x, training=True)
+        seen = {f"activation/{name}": value for name, value in activations.items()}
+        for variable, gradient in zip(model.trainable_variables, gradients, strict=False):
+            seen[f"gradient/{variable.path}"] = gradient
+        return seen, state
+
+
+@contextmanager
+def _recorded(model: Any) -> Iterator[dict[str, Any]]:
+    """Records what the layers of a model give, in the order in which they are called."""
+    seen: dict[str, Any] = {}
+    layers = [layer for layer in _layers(model) if "call" not in vars(layer)]
+
+    def recording(layer: Any) -> Any:
+        call = layer.call
+
+        def record(*args: Any, **kwargs: Any) -> Any:
+            outputs = call(*args, **kwargs)
+            for output in keras.tree.flatten(outputs):
+                if isinstance(output, jax.Array):
+                    # JAX sorts the keys of a dict: the number keeps the order.
+                    seen[f"{len(seen):05d}/{layer.path}"] = output
+            return outputs
+
+        return record
+
+    for layer in layers:
+        vars(layer)["call"] = recording(layer)
+    try:
+        yield seen
+    finally:
+        for layer in layers:
+            del vars(layer)["call"]
+
+
+def _layers(model: Any) -> list[Any]:
+    found: list[Any] = []
+    for layer in model.layers:
+        found += _layers(layer) if isinstance(layer, keras.Model) else [layer]
+    return list({id(layer): layer for layer in found}.values())
+
+
+def _part(prefix: str, seen: dict[str, Any]) -> dict[str, Any]:
+    found = {name: value for name, value in seen.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(f"{prefix}/"): np.asarray(value, "float64")
+        for name, value in sorted(found.items())
+    }

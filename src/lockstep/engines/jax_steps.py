@@ -1,0 +1,252 @@
+"""Keras's JAX steps over a mesh.
+
+A step sees the global batch. The host batch is padded to a multiple of the number
+of devices by repeating its last row, and sharded; inside the compiled step the
+padding is sliced off again under a sharding constraint, for which JAX allows uneven
+shards. So the partitioner handles the uneven split, the mathematics is that of one
+device, and the padding never reaches the model.
+"""
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+from jax.experimental import sparse
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lockstep.engines.jax_unsplit import merging_layers
+from lockstep.errors import UnsplitBatchWarning
+from lockstep.shards import missing_rows
+
+State = tuple[Any, ...]
+Step = Callable[[State, Any], tuple[Any, State]]
+StepFunction = Callable[[State, Iterator[Any]], tuple[Any, State]]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["padded"], meta_fields=["rows"])
+@dataclass(frozen=True)
+class Sharded:
+    """An array split over the mesh by its first dim, with its true number of rows.
+
+    Attributes:
+        padded: Its rows, and after them as many as make the number divisible.
+        rows: How many of them are true. Static: part of the compiled program's key.
+    """
+
+    padded: jax.Array
+    rows: int
+
+
+class Steps:
+    """Turns Keras's steps into step functions over one mesh.
+
+    Attributes:
+        replicated: The layout of variables: a copy on every device.
+        by_rows: The layout of data: split by the first dim.
+    """
+
+    def __init__(self, devices: list[jax.Device]) -> None:
+        self._replicas = len(devices)
+        mesh = Mesh(np.array(devices), ("batch",))
+        self.replicated = NamedSharding(mesh, PartitionSpec())
+        self.by_rows = NamedSharding(mesh, PartitionSpec("batch"))
+
+    def divides(self, rows: int) -> bool:
+        """Whether an array of so many rows can be laid out by rows, and that means a thing."""
+        return self._replicas > 1 and missing_rows(rows, self._replicas) == 0
+
+    # ------------------------------------------------------------ step functions
+
+    def compiled(
+        self, step: Step, split: Callable[[], frozenset[int]], *, per_row_outputs: bool
+    ) -> StepFunction:
+        """A compiled step function: one batch in, outputs and the new state out.
+
+        Args:
+            step: Keras's `train_step` or `test_step`, or a predicting step.
+            split: Says which of the non-trainable variables, by position, are split
+                by rows. All other variables are on every device.
+            per_row_outputs: Whether outputs stay split by rows, as predictions do,
+                or go to every device, as the few numbers of a log do.
+        """
+
+        def program(state: State, batch: Any) -> tuple[Any, State]:
+            layouts = self._layouts(state, split())
+            outputs, state = step(state, self._true_rows(batch))
+            leaves, structure = jax.tree.flatten(state)
+            pairs = zip(leaves, itertools.chain(*layouts), strict=True)
+            leaves = [jax.lax.with_sharding_constraint(leaf, layout) for leaf, layout in pairs]
+            state = jax.tree.unflatten(structure, leaves)
+            return (self._split_outputs(outputs) if per_row_outputs else outputs), state
+
+        looked_at: set[object] = set()
+        outputs_layout = None if per_row_outputs else self.replicated
+        run = jax.jit(program, donate_argnums=0, out_shardings=(outputs_layout, None))
+
+        def step_function(state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
+            batch = self._shard(next(iterator))
+            state = self.settled(state, split())
+            ragged = self._ragged_shapes(batch)
+            if ragged and ragged not in looked_at:
+                looked_at.add(ragged)
+                self._say_if_unsplit(run.trace(state, batch), ragged)
+            outputs, state = run(state, batch)
+            return (_whole_outputs(outputs) if per_row_outputs else outputs), state
+
+        return step_function
+
+    def eager(self, step: Step, split: Callable[[], frozenset[int]]) -> StepFunction:
+        """A step function that runs operation by operation, as `run_eagerly` asks.
+
+        Outside a program JAX splits even shards only: a batch that does not divide
+        goes whole to every device, which is exact and repeats the work.
+        """
+
+        def step_function(state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
+            batch = keras.tree.map_structure(self._place_eagerly, next(iterator))
+            return step(self.settled(state, split()), batch)
+
+        return step_function
+
+    # ------------------------------------------------------------------ placement
+
+    def settled(self, state: State, split: frozenset[int] = frozenset()) -> State:
+        """The same state, every array in its layout and none of them in it twice.
+
+        An array that a callback assigned sits on one device, and would cost a
+        compilation; one that two variables share cannot be donated.
+        """
+        seen: set[int] = set()
+        moved: list[jax.Array] = []
+
+        def settle(value: Any, layout: NamedSharding) -> Any:
+            if id(value) in seen:
+                value = jnp.copy(value)
+            seen.add(id(value))
+            if getattr(value, "sharding", None) == layout:
+                return value
+            moved.append(jax.device_put(value, layout))
+            return moved[-1]
+
+        layouts = self._layouts(state, split)
+        settled = tuple([*map(settle, *pair)] for pair in zip(state, layouts, strict=True))
+        # The step gives these arrays away, and the copy on the first device may be the
+        # very one that the others are still being copied from.
+        jax.block_until_ready(moved)
+        return settled
+
+    def _layouts(self, state: State, split: frozenset[int]) -> list[list[NamedSharding]]:
+        layouts = [[self.replicated] * len(group) for group in state]
+        for position in split:
+            layouts[1][position] = self.by_rows
+        return layouts
+
+    def on_mesh(self, value: Any) -> Any:
+        """The same value, copied to every device where it sits on others.
+
+        Anything but a concrete JAX array committed to devices of its own is left
+        to JAX, which moves it by itself.
+        """
+        if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
+            return value
+        if not value.committed or value.sharding.device_set == self.replicated.device_set:
+            return value
+        return jax.device_put(value, self.replicated)
+
+    def _shard(self, batch: Any) -> Any:
+        return keras.tree.map_structure(self._shard_leaf, batch)
+
+    def _shard_leaf(self, leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        if isinstance(leaf, sparse.JAXSparse):
+            return jax.device_put(leaf, self.replicated)
+        if not isinstance(leaf, jax.Array):
+            leaf = np.asarray(leaf)
+        if leaf.ndim == 0 or leaf.shape[0] == 0:
+            return jax.device_put(leaf, self.replicated)
+        rows = leaf.shape[0]
+        missing = missing_rows(rows, self._replicas)
+        if missing:
+            numpy = jnp if isinstance(leaf, jax.Array) else np
+            leaf = numpy.concatenate([leaf, numpy.repeat(leaf[-1:], missing, axis=0)])
+        return Sharded(jax.device_put(leaf, self.by_rows), rows)
+
+    def _place_eagerly(self, leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        if not isinstance(leaf, jax.Array | sparse.JAXSparse):
+            leaf = np.asarray(leaf)
+        even = leaf.ndim > 0 and leaf.shape[0] % self._replicas == 0
+        even = even and not isinstance(leaf, sparse.JAXSparse)
+        return jax.device_put(leaf, self.by_rows if even else self.replicated)
+
+    # ------------------------------------------------------ inside the compiled step
+
+    def _true_rows(self, batch: Any) -> Any:
+        def slice_rows(leaf: Any) -> Any:
+            if not isinstance(leaf, Sharded):
+                return leaf
+            return jax.lax.with_sharding_constraint(leaf.padded[: leaf.rows], self.by_rows)
+
+        return jax.tree.map(slice_rows, batch, is_leaf=_is_sharded)
+
+    def _split_outputs(self, outputs: Any) -> Any:
+        def pad(leaf: Any) -> Any:
+            if leaf.ndim == 0 or leaf.shape[0] == 0:
+                return leaf
+            rows = leaf.shape[0]
+            padding = [(0, missing_rows(rows, self._replicas))] + [(0, 0)] * (leaf.ndim - 1)
+            padded = jnp.pad(leaf, padding)
+            return Sharded(jax.lax.with_sharding_constraint(padded, self.by_rows), rows)
+
+        return jax.tree.map(pad, outputs)
+
+    # --------------------------------------------------------------- unsplit batches
+
+    def _ragged_shapes(self, batch: Any) -> tuple[tuple[int, ...], ...]:
+        leaves = jax.tree.leaves(batch, is_leaf=_is_sharded)
+        return tuple(
+            (leaf.rows, *leaf.padded.shape)
+            for leaf in leaves
+            if _is_sharded(leaf) and leaf.rows != leaf.padded.shape[0]
+        )
+
+    def _say_if_unsplit(self, traced: Any, ragged: tuple[tuple[int, ...], ...]) -> None:
+        # What is compiled here is what runs: JAX keeps it.
+        program = traced.lower().compile().as_text() or ""
+        layers = merging_layers(traced.jaxpr.jaxpr, program, {rows for rows, *_ in ragged})
+        if not layers:
+            return
+        rows = max(rows for rows, *_ in ragged)
+        warnings.warn(
+            f"A batch of {rows} rows over {self._replicas} devices is exact, but not fully split: "
+            f"{', '.join(layers)}: the batch is merged with another dim, and devices repeat work.\n"
+            f"A batch of {rows + missing_rows(rows, self._replicas)} rows would be split.",
+            UnsplitBatchWarning,
+            stacklevel=3,
+        )
+
+
+def _is_sharded(leaf: Any) -> bool:
+    return isinstance(leaf, Sharded)
+
+
+def _whole_outputs(outputs: Any) -> Any:
+    """Predictions without the padding; only ragged ones are fetched for it."""
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, Sharded):
+            return leaf
+        if leaf.rows == leaf.padded.shape[0]:
+            return leaf.padded
+        return np.asarray(leaf.padded)[: leaf.rows]
+
+    return jax.tree.map(cut, outputs, is_leaf=_is_sharded)

@@ -1,0 +1,127 @@
+"""The errors and warnings lockstep raises.
+
+    LockstepError
+    ├── DeviceError (ValueError)      what was asked of devices=
+    │   ├── DeviceNotFound            more devices, or others, than are here
+    │   ├── DuplicateDevice           one device named twice
+    │   └── RehearsalTooLate          the backend had already started
+    ├── UnsupportedBackend            Keras runs where no engine serves it yet
+    ├── NotAModel (TypeError)         the object is no Keras model
+    ├── UnusableData (ValueError)     what verify was given to train on
+    ├── TargetNotFound (ValueError)   file.py:function names nothing
+    ├── UnsupportedModel              the engine could not keep this model exact
+        ├── LayoutConflict                a variable would need two layouts
+    └── OldFileError (ValueError)     an old file cannot be read or rescued
+        ├── UnreadableFile            no format known here, or damaged beyond reading
+        ├── IncompleteFile            the save that wrote it failed half way
+        ├── HostileFile               links out of the file, absurd sizes
+        ├── NeedsCode                 a custom or Lambda layer, whose code the user has
+        ├── UntranslatableModel       an old architecture that Keras 3 cannot express
+        ├── WeightsDoNotFit           the weights are those of another model
+        ├── AmbiguousWeights          two different assignments both fit
+        ├── OutputMismatch            the rescued model does not give the old outputs
+        └── UnsuitableOutput          the output cannot hold what was asked for
+
+    LockstepWarning (UserWarning)
+    ├── UnsplitBatchWarning           exact, but devices repeat work
+    └── NothingToDoWarning            an old argument that has no meaning now
+
+Every message says what was wrong with both values, why, and the one thing to do
+next, in at most three lines.
+"""
+
+
+class LockstepError(Exception):
+    """Any error that lockstep raises on purpose."""
+
+
+class DeviceError(LockstepError, ValueError):
+    """`devices=` cannot be followed."""
+
+
+class DeviceNotFound(DeviceError):
+    """A device was asked for that is not here."""
+
+
+class DuplicateDevice(DeviceError):
+    """One device was asked for twice."""
+
+
+class RehearsalTooLate(DeviceError):
+    """Virtual devices were asked for after the backend had started."""
+
+
+class UnsupportedBackend(LockstepError):
+    """Keras runs on a backend, or in a mode, that no engine serves yet."""
+
+
+class NotAModel(LockstepError, TypeError):
+    """The object handed over is no Keras model that can be trained."""
+
+
+class UnusableData(LockstepError, ValueError):
+    """The data, or the model, handed to `verify` cannot be trained on."""
+
+
+class TargetNotFound(LockstepError, ValueError):
+    """What a command was told to run cannot be found or does not fit."""
+
+
+class UnsupportedModel(LockstepError):
+    """The engine could not keep this model equal to one device."""
+
+
+class LayoutConflict(LockstepError):
+    """A variable of this model is already laid out in another way."""
+
+
+class OldFileError(LockstepError, ValueError):
+    """An old file cannot be read, or not be rescued as asked."""
+
+
+class UnreadableFile(OldFileError):
+    """The file has no format that is known here, or is damaged beyond reading."""
+
+
+class IncompleteFile(OldFileError):
+    """The save that wrote the file failed half way: weights are missing."""
+
+
+class HostileFile(OldFileError):
+    """The file asks for what no honest file needs: links out of it, absurd sizes."""
+
+
+class NeedsCode(OldFileError):
+    """The model has a custom or Lambda layer; only the user has its code."""
+
+
+class UntranslatableModel(OldFileError):
+    """The old architecture has a part that Keras 3 cannot express."""
+
+
+class WeightsDoNotFit(OldFileError):
+    """The weights in the file are not those of the model."""
+
+
+class AmbiguousWeights(OldFileError):
+    """Two different assignments of the weights both fit, and no name decides."""
+
+
+class OutputMismatch(OldFileError):
+    """The rescued model does not give the outputs it should."""
+
+
+class UnsuitableOutput(OldFileError):
+    """The output's format or place cannot hold what was asked for."""
+
+
+class LockstepWarning(UserWarning):
+    """Any warning that lockstep gives on purpose."""
+
+
+class UnsplitBatchWarning(LockstepWarning):
+    """A ragged batch gave exact results, and the devices repeated work for it."""
+
+
+class NothingToDoWarning(LockstepWarning):
+    """An argument of the old `multi_gpu_model` that has no meaning any more."""

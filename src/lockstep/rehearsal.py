@@ -1,0 +1,59 @@
+"""Rehearsal: many virtual devices on one CPU."""
+
+import os
+import sys
+from collections.abc import MutableMapping
+
+from lockstep.devices import REHEARSE, count_to_rehearse, rehearsed_devices
+from lockstep.errors import RehearsalTooLate
+
+
+def rehearse(devices: int) -> None:
+    """Give this process virtual CPU devices, to try a script without the hardware.
+
+    The numbers are those that as many real devices would give; the speed is not,
+    because the virtual devices share the cores. Accelerators are hidden. Works
+    before or after Keras is imported, as long as no operation has run, and reaches
+    the processes started from this one. `LOCKSTEP_REHEARSE=4` in the environment
+    does the same as soon as lockstep is imported.
+
+    Args:
+        devices: How many, at least 1.
+
+    Raises:
+        RehearsalTooLate: If the backend has already started with other devices.
+        DeviceError: If `devices` is no number of at least 1.
+        UnsupportedBackend: If Keras runs on a backend without an engine.
+
+    Example:
+        >>> lockstep.rehearse(devices=8)
+        >>> lockstep.devices()[:2]
+        ['cpu:0', 'cpu:1']
+    """
+    from lockstep.engines import current_engine
+
+    count = count_to_rehearse(devices, f"devices={devices!r}")
+    current_engine().rehearse(count)
+    os.environ[REHEARSE] = str(count)
+
+
+def rehearse_from_environment(environ: MutableMapping[str, str]) -> None:
+    """Follow `LOCKSTEP_REHEARSE`, without importing a framework.
+
+    Where JAX is not imported yet, its own variables are set for when it is; they
+    are read at its import. Where JAX has already started, nothing happens here, and
+    the first call that needs the devices says so.
+    """
+    count = rehearsed_devices(environ)
+    if count is None:
+        return
+    if "jax" in sys.modules:
+        from lockstep.engines.jax_devices import make_virtual
+
+        try:
+            make_virtual(count)
+        except RehearsalTooLate:
+            return
+    else:
+        environ["JAX_NUM_CPU_DEVICES"] = str(count)
+        environ["JAX_PLATFORMS"] = "cpu"

@@ -1,0 +1,87 @@
+"""The commands `lockstep inspect` and `lockstep rescue`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from lockstep.errors import LockstepError
+
+
+@click.command("inspect")
+@click.argument("file", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+def inspect_command(file: str, as_json: bool) -> None:
+    """Say what the checkpoint FILE is, and the one command that makes it usable."""
+    _told(lambda: _inspect(file, as_json))
+
+
+@click.command("rescue")
+@click.argument("file", type=click.Path())
+@click.option("-o", "output", required=True, type=click.Path(), metavar="OUT",
+              help="To write: .keras, .weights.h5, .h5 (Keras 2) or .safetensors.")  # fmt: skip
+@click.option("--model", metavar="FILE.PY:FUNCTION", help="The template, from your own code.")
+@click.option("--config", metavar="TEMPLATE.JSON", help="The template's old to_json().")
+@click.option("--custom", metavar="FILE.PY", help="Your custom layers and Lambda functions.")
+@click.option("--check", metavar="INPUTS.NPZ", help="Inputs x0.. and expected outputs y0..")
+def rescue_command(
+    file: str,
+    output: str,
+    model: str | None,
+    config: str | None,
+    custom: str | None,
+    check: str | None,
+) -> None:
+    """Write a single-device file from the old multi-GPU FILE, and prove that it did."""
+    _told(lambda: _rescue(file, output, model, config, custom, check))
+
+
+def _inspect(file: str, as_json: bool) -> None:
+    from lockstep.rescue import front, inspection, kinds
+
+    found = front.inspect(file)
+    if as_json:
+        click.echo(kinds.dumps(found))
+    else:
+        inspection.show(found, _console())
+
+
+def _rescue(
+    file: str,
+    output: str,
+    model: str | None,
+    config: str | None,
+    custom: str | None,
+    check: str | None,
+) -> None:
+    from lockstep import targets
+    from lockstep.rescue import front, report
+
+    objects = _public_names(targets.load_module(custom)) if custom else None
+    built = targets.model_alone(model) if model else None
+    done = front.rescue(
+        file, output, model=built, config=config, custom_objects=objects, check=check
+    )
+    report.show(done, _console())
+
+
+def _public_names(module: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if not name.startswith("_")}
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def _told(work: Callable[[], None]) -> None:
+    """Run a command; an error of ours is its message and exit status 1, not a traceback."""
+    try:
+        work()
+    except LockstepError as error:
+        click.echo(f"{type(error).__name__}: {error}", err=True)
+        sys.exit(1)

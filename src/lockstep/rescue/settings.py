@@ -1,0 +1,185 @@
+"""Old values of layer arguments, as Keras 3 objects.
+
+Activations, initializers, regularizers, constraints, dtypes and numbers that old
+libraries wrote as small objects.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.errors import NeedsCode, UntranslatableModel
+
+
+@dataclass
+class Context:
+    """What the user supplied, and what was done that the user should know."""
+
+    custom: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    version: str | None = None
+    """`keras_version` of the old file."""
+
+    @property
+    def early(self) -> bool:
+        """Whether the file is of Keras 2.0 to 2.3, or of tf.keras up to TensorFlow 2.2."""
+        version = self.version or ""
+        return version.endswith("-tf") or version.startswith(("2.0.", "2.1.", "2.2.", "2.3."))
+
+    def note(self, said: str) -> None:
+        """Remember something the user should read, once."""
+        if said not in self.notes:
+            self.notes.append(said)
+
+
+def plain(value: Any) -> Any:
+    """Numbers as numbers: some versions wrote `{"type": "ndarray", "value": 0.3}`."""
+    if isinstance(value, dict):
+        if set(value) == {"type", "value"}:
+            return value["value"]
+        if set(value) == {"class_name", "config"} and value["class_name"] == "TensorShape":
+            return value["config"]
+        if set(value) == {"class_name", "items"} and value["class_name"] == "__tuple__":
+            return tuple(plain(item) for item in value["items"])
+    return value
+
+
+def dtype(value: Any) -> Any:
+    """A dtype or mixed-precision policy by its name."""
+    if isinstance(value, dict):
+        return value.get("config", {}).get("name")
+    return value
+
+
+def old_hard_sigmoid() -> Any:
+    """Keras 2's hard sigmoid, clip(0.2 x + 0.5, 0, 1), from layers of plain Keras 3.
+
+    Keras 3's own `hard_sigmoid` is clip(x / 6 + 0.5, 0, 1), another function. This
+    one loads without lockstep, because it is made of Keras's layers.
+    """
+    import keras
+
+    return keras.Sequential(
+        [
+            keras.layers.Rescaling(0.2, offset=0.5, name="slope"),
+            keras.layers.ReLU(max_value=1.0, name="clip"),
+        ],
+        name="keras2_hard_sigmoid",
+    )
+
+
+def activation(value: Any, context: Context) -> Any:
+    """An old activation; the user's own ones come from `custom`."""
+    import keras
+
+    if value is None or callable(value):
+        return value
+    if isinstance(value, str):
+        if value in context.custom:
+            return context.custom[value]
+        if value == "hard_sigmoid":
+            context.note(
+                "hard_sigmoid is kept as Keras 2 defined it, clip(0.2x + 0.5, 0, 1); "
+                "Keras 3's is another function"
+            )
+            return old_hard_sigmoid()
+        if value in _ACTIVATIONS and not (context.early and value in _LATER):
+            return keras.activations.get(value)
+        raise NeedsCode(
+            f"The activation {value!r} was none of Keras's then, so its code is yours.\n"
+            "Give it with --custom file.py (a function of that name in it), or in code with\n"
+            f"custom_objects={{{value!r}: function}}."
+        )
+    if isinstance(value, dict) and isinstance(value.get("class_name"), str):
+        from lockstep.rescue.layers import layer
+
+        if value["class_name"] == "function" and isinstance(value.get("config"), str):
+            return activation(value["config"], context)
+        if isinstance(value.get("config"), dict):
+            return layer(value["class_name"], value["config"], context)
+    raise UntranslatableModel(
+        f"An activation is written as {str(value)[:80]!r}, a form no Keras version is known for.\n"
+        "Rebuild the template in code and use --model file.py:function."
+    )
+
+
+def initializer(value: Any, context: Context) -> Any:
+    """An old initializer; only its record matters, the weights are replaced."""
+    import keras
+
+    name, config = _named(value)
+    if name is None:
+        return value
+    if name in context.custom:
+        return _made(context.custom[name], config)
+    cls = getattr(keras.initializers, name, None)
+    if not inspect.isclass(cls):
+        context.note(f"the initializer {name} is left out (it only matters before training)")
+        return None
+    if name == "VarianceScaling" and config.get("distribution") == "normal":
+        config = {**config, "distribution": "truncated_normal"}  # what it always meant
+    return _made(cls, config)
+
+
+def regularizer(value: Any, context: Context) -> Any:
+    """An old regularizer, or None with a note where its code is not here."""
+    import keras
+
+    name, config = _named(value)
+    if name is None:
+        return value
+    if name in context.custom:
+        return _made(context.custom[name], config)
+    if name in ("L1L2", "L1", "L2"):
+        return getattr(keras.regularizers, name)(**{k: float(plain(v)) for k, v in config.items()})
+    if inspect.isclass(cls := getattr(keras.regularizers, name, None)):
+        return _made(cls, config)
+    context.note(f"the regularizer {name} is left out: its code is not here (see --custom)")
+    return None
+
+
+def constraint(value: Any, context: Context) -> Any:
+    """An old weight constraint, or None with a note where its code is not here."""
+    import keras
+
+    name, config = _named(value)
+    if name is None:
+        return value
+    if name in context.custom:
+        return _made(context.custom[name], config)
+    if inspect.isclass(cls := getattr(keras.constraints, name, None)):
+        return _made(cls, config)
+    context.note(f"the constraint {name} is left out: its code is not here (see --custom)")
+    return None
+
+
+def _named(value: Any) -> tuple[str | None, dict[str, Any]]:
+    if isinstance(value, dict) and isinstance(value.get("class_name"), str):
+        config = value.get("config")
+        return value["class_name"], dict(config) if isinstance(config, dict) else {}
+    if isinstance(value, str):
+        return "".join(part.capitalize() for part in value.split("_")), {}
+    return None, {}
+
+
+def _made(cls: Any, config: dict[str, Any]) -> Any:
+    """An instance with those settings that the class still takes."""
+    if not inspect.isclass(cls):
+        return cls
+    taken = inspect.signature(cls).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+        return cls(**config)
+    return cls(**{key: plain(value) for key, value in config.items() if key in taken})
+
+
+_ACTIVATIONS = frozenset(
+    {
+        *("linear", "relu", "relu6", "elu", "selu", "leaky_relu", "gelu", "mish", "swish", "silu"),
+        *("softmax", "log_softmax", "sigmoid", "tanh", "softplus", "softsign", "exponential"),
+    }
+)
+
+_LATER = frozenset({"gelu", "mish", "silu", "leaky_relu", "relu6", "log_softmax"})
+"""Not yet in early Keras: such a name was the user's own function, which may be another."""

@@ -1,0 +1,203 @@
+"""What an old file holds, and the model that its weights belong to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.errors import NeedsCode, WeightsDoNotFit
+from lockstep.rescue import blank, graph, leaves, parallel, plan
+from lockstep.rescue.graph import Part
+from lockstep.rescue.keras2 import OldFile
+from lockstep.rescue.leaves import Branch
+from lockstep.rescue.match import Pair, trained
+from lockstep.rescue.parallel import Template
+from lockstep.rescue.plan import Plan
+from lockstep.rescue.settings import Context
+
+
+@dataclass
+class Target:
+    """A Keras 3 model, and the array of the old file for each of its weights."""
+
+    model: Any
+    tree: Branch
+    plan: Plan
+    template: Template | None
+    name: str | None
+    devices: int | None
+    config: dict[str, Any] | None
+    """The old config of the template, where it is known."""
+    live: bool
+    context: Context
+    outputs: tuple[str, ...] = field(default=())
+
+    def by_index(self) -> dict[int, Pair]:
+        """The pairs, by position in `model.variables`."""
+        return {pair.slot.index: pair for pair in self.plan.pairs}
+
+    def trained(self, old: OldFile) -> list[tuple[Any, Any]]:
+        """Arrays and variables that were being trained, in the optimizer's order."""
+        order = [stored for group in old.weighted for stored in group.weights]
+        variables = self.model.variables
+        found = trained(self.tree, self.plan.pairs, order)
+        return [(pair.stored, variables[pair.slot.index]) for pair in found]
+
+
+def from_config(old: OldFile, config: dict[str, Any] | None, context: Context) -> Target:
+    """Build the template from its old config, without weights, and plan its weights.
+
+    Args:
+        old: The open file.
+        config: The template's config, where the file has none.
+        context: The user's classes; gets the notes.
+
+    Raises:
+        NeedsCode: Neither the file nor the caller has a config.
+    """
+    old.require_whole()
+    context.version = old.version
+    inside = parallel.in_config(old.config)
+    own = inside.config if inside else old.config
+    given = own or _unwrapped(config)
+    if given is None:
+        raise NeedsCode(
+            f"{old.path} holds weights and no architecture.\n"
+            "Give the template with --model file.py:function or --config template.json, or take\n"
+            "the arrays alone into a .safetensors file or a .weights.h5 of named arrays."
+        )
+    with blank.weightless():
+        part = graph.build(given, context)
+        if not getattr(part.layer, "built", True) or not part.layer.inputs:
+            raise NeedsCode(
+                f"The model {part.name!r} was saved without its input shape.\n"
+                "Rebuild it in code with an Input and use --model file.py:function."
+            )
+    tree = leaves.of_part(part)
+    known = True if inside else False if own else None
+    found = plan.make(old, tree, parallel=known, trusted=own is not None)
+    grouped = parallel.in_groups(old) if inside is None and found.flat and not own else None
+    _freeze(part)
+    target = Target(
+        model=part.layer,
+        tree=tree,
+        plan=found,
+        template=inside,
+        name=inside.name if inside else grouped[0] if grouped else None,
+        devices=inside.devices if inside else grouped[1] if grouped else None,
+        config=given,
+        live=False,
+        context=context,
+        outputs=_outputs(given),
+    )
+    order = [stored for group in old.weighted for stored in group.weights]
+    still = {pair.slot.index for pair in trained(tree, found.pairs, order)}
+    for leaf in leaves.leaves(tree):
+        natural = {slot.index for slot in leaf.slots if slot.trainable}
+        if leaf.trainable and natural and not natural & still:
+            _layer_of(part, leaf.slots[0].index).trainable = False
+    return target
+
+
+def from_model(old: OldFile, model: Any, context: Context) -> Target:
+    """Plan the weights of an old file for a model that the user built."""
+    old.require_whole()
+    if not model.built:
+        raise NeedsCode(
+            f"The model {model.name!r} has no weights yet, so there is nothing to fill.\n"
+            "Give it an Input, or call it once on a batch before."
+        )
+    tree = leaves.of_model(model)
+    inside = parallel.in_config(old.config)
+    known = True if inside else False if old.config else None
+    try:
+        found = plan.make(old, tree, parallel=known, trusted=False)
+    except WeightsDoNotFit:
+        if known is None or inside:
+            raise
+        found = plan.make(old, tree, parallel=None, trusted=False)
+    grouped = parallel.in_groups(old) if inside is None and found.flat else None
+    return Target(
+        model=model,
+        tree=tree,
+        plan=found,
+        template=inside,
+        name=inside.name if inside else grouped[0] if grouped else None,
+        devices=inside.devices if inside else grouped[1] if grouped else None,
+        config=inside.config if inside else old.config,
+        live=True,
+        context=context,
+    )
+
+
+def _unwrapped(config: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A config as `to_json()` gives it; that of a parallel model gives its template's."""
+    inside = parallel.in_config(config)
+    return inside.config if inside else config
+
+
+def _outputs(model: dict[str, Any]) -> tuple[str, ...]:
+    config = model["config"]
+    if isinstance(config, dict) and "output_layers" in config:
+        return tuple(ref[0] for ref in graph.references(config["output_layers"]))
+    entries = config if isinstance(config, list) else config["layers"]
+    return (str(graph.entry_name(entries[-1])),)
+
+
+def _freeze(part: Part) -> None:
+    """Set the frozen flags of the old config, after the nature of each weight was seen."""
+    for inner in part.parts:
+        _freeze(inner)
+    if not part.is_model and not part.trainable:
+        part.layer.trainable = False
+
+
+def _layer_of(part: Part, index: int) -> Any:
+    root = part.layer
+    wanted = id(root.variables[index])
+
+    def search(one: Part) -> Any:
+        for inner in one.parts:
+            found = search(inner)
+            if found is not None:
+                return found
+        if not one.is_model and any(id(v) == wanted for v in one.layer.weights):
+            return one.layer
+        return None
+
+    return search(part)
+
+
+def doubts(old: OldFile, target: Target) -> list[str]:
+    """What the weights alone cannot tell about a model that the user built."""
+    import keras
+
+    version = old.version or ""
+    early = version.startswith("2.") and (version < "2.3" or version.endswith("-tf"))
+    found = []
+    for pair in target.plan.pairs:
+        layer = _owner(target.model, pair.leaf.slots[0].index)
+        inner = layer.forward_layer if isinstance(layer, keras.layers.Bidirectional) else layer
+        gated = isinstance(inner, keras.layers.LSTM | keras.layers.GRU)
+        plain = early and gated and pair.dialect == "plain"
+        if plain and inner.recurrent_activation is keras.activations.sigmoid:
+            found.append(
+                f"{layer.name} uses sigmoid gates; {old.library} used hard_sigmoid unless told "
+                "otherwise, and weights do not tell. Check outputs, or rescue the full model."
+            )
+    return list(dict.fromkeys(found))
+
+
+def _owner(model: Any, index: int) -> Any:
+    import keras
+
+    wanted = id(model.variables[index])
+    stack = list(model.layers)
+    while stack:
+        layer = stack.pop()
+        inner = layer.layer if isinstance(layer, keras.layers.TimeDistributed) else layer
+        if isinstance(inner, keras.Model):
+            stack += inner.layers
+        elif any(id(variable) == wanted for variable in layer.weights):
+            return layer
+    return None

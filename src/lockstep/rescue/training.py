@@ -1,0 +1,262 @@
+"""Loss, metrics and optimizer of an old file, as far as they still mean something.
+
+Nothing here can make a rescue fail: what cannot be carried is left out, and said.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.rescue import blank, settings
+from lockstep.rescue.keras2 import OldFile, Stored
+from lockstep.rescue.settings import Context
+
+_SLOTS: dict[str, tuple[str, ...]] = {
+    # optimizer: its per-variable state in the order of old files, by Keras 3's names
+    "SGD": ("momentum",),
+    "RMSprop": ("velocity",),
+    "Adagrad": ("accumulator",),
+    "Adadelta": ("accumulated_grad", "accumulated_delta_var"),
+    "Adam": ("momentum", "velocity"),
+    "Adamax": ("momentum", "norm"),
+}
+
+_SETTINGS = frozenset(
+    {
+        *("momentum", "nesterov", "rho", "epsilon", "centered", "beta_1", "beta_2", "amsgrad"),
+        *("clipnorm", "clipvalue", "global_clipnorm", "initial_accumulator_value"),
+        *("learning_rate_power", "l1_regularization_strength", "l2_regularization_strength"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One variable of the new optimizer: a stored array, or one number everywhere."""
+
+    stored: Stored | None
+    number: Any
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class State:
+    """The optimizer's variables in the order in which Keras saves them."""
+
+    entries: tuple[Entry, ...]
+    carried: bool
+
+
+def carry(
+    old: OldFile, model: Any, merges: Sequence[str], outputs: Sequence[str], context: Context
+) -> None:
+    """Compile a model as the old one was compiled, or say why not."""
+    settings_ = old.training
+    if not settings_:
+        return
+    try:
+        optimizer = _optimizer(settings_.get("optimizer_config") or {}, old, context)
+        names = (list(merges), list(outputs))
+        loss = _loss(_per_output(settings_.get("loss"), names), context)
+        if optimizer is None or loss is None:
+            context.note("the model is not compiled: its optimizer or loss is not Keras's own")
+            return
+        weights = _per_output(settings_.get("loss_weights"), names)
+        metrics = [
+            _metrics(_per_output(settings_.get(key), names), context)
+            for key in ("metrics", "weighted_metrics")
+        ]
+        model.compile(
+            optimizer=optimizer,
+            loss=loss,
+            loss_weights=weights or None,
+            metrics=metrics[0],
+            weighted_metrics=metrics[1],
+        )
+    except Exception as error:  # any oddity of an old compile call ends here
+        reason = (str(error).splitlines() or [""])[0][:100]
+        context.note(f"the model is not compiled: Keras 3 does not take its settings ({reason})")
+        model.optimizer = None
+        return
+    if settings_.get("sample_weight_mode"):
+        context.note("sample_weight_mode is left out: Keras 3 has none, give weights per step")
+
+
+def state(
+    old: OldFile, model: Any, in_order: Sequence[tuple[Stored, Any]] | None, context: Context
+) -> State:
+    """What to save as the state of a compiled model's optimizer.
+
+    Args:
+        old: The file.
+        model: The compiled model; its optimizer need not be built.
+        in_order: Arrays of the trained weights in old order, with their Keras 3
+            variables; None where the old state cannot be carried.
+        context: Gets the note when the state is dropped.
+
+    Returns:
+        The old state; a fresh one where it is dropped or there was none.
+    """
+    kind = type(model.optimizer).__name__
+    names = _SLOTS.get(kind)
+    trainable = list(model.trainable_variables)
+    found = _slots(old.optimizer, names, in_order) if names and in_order else None
+    numbers = {id(variable): index for index, variable in enumerate(trainable)}
+    if found is not None and {id(variable) for variable, _ in found} != set(numbers):
+        found = None  # frozen then, trained now, or the other way round
+    values: dict[tuple[int, str], Stored] = {}
+    for variable, arrays in found or ():
+        for name, stored in zip(names or (), arrays, strict=True):
+            values[numbers[id(variable)], name] = stored
+    step = old.optimizer[0] if found and old.optimizer[0].shape == () else None
+    entries: list[Entry] = []
+    for name, slot, number in _layout(model.optimizer, len(trainable)):
+        if slot is not None:
+            shape = tuple(int(n) for n in trainable[slot[0]].shape)
+            entries.append(Entry(values.pop(slot, None), number, shape))
+        else:
+            entries.append(Entry(step if name == "iteration" else None, number, ()))
+    lacking = any(entry.stored is None and entry.shape for entry in entries)
+    # Keras 2's SGD kept a momentum of zeros even where there is none.
+    carried = found is not None and not lacking and (not values or kind == "SGD")
+    if old.optimizer and not carried:
+        context.note(
+            f"the optimizer's state is dropped: what the file has is not what {kind} keeps in "
+            "Keras 3 (training goes on with a fresh state)"
+        )
+        entries = [Entry(None, entry.number, entry.shape) for entry in entries]
+    elif carried and step is None:
+        context.note("the optimizer's step count is not in the file and starts at 0")
+    return State(tuple(entries), carried)
+
+
+def _layout(optimizer: Any, count: int) -> list[tuple[str, tuple[int, str] | None, Any]]:
+    """Name, slot (trainable variable and kind) and initial number of each optimizer variable.
+
+    A copy of the optimizer is built on numbers in place of the weights, so that nothing
+    of the weights' size is made, and Keras itself says what it keeps in which order.
+    """
+    import keras
+
+    copy = type(optimizer).from_config(optimizer.get_config())
+    copy.build([keras.Variable(0.0, name=f"slot{index}") for index in range(count)])
+    found: list[tuple[str, tuple[int, str] | None, Any]] = []
+    for variable in copy.variables:
+        slot = re.fullmatch(r"slot(\d+)_(\w+)", variable.name)
+        place = (int(slot.group(1)), slot.group(2)) if slot else None
+        found.append((variable.name, place, blank.numbers(variable)))
+    return found
+
+
+def _slots(
+    stored: Sequence[Stored], slots: Sequence[str], in_order: Sequence[tuple[Stored, Any]]
+) -> list[tuple[Any, list[Stored]]] | None:
+    """Per trained variable its state arrays; None where the file's list has another form."""
+    rest = list(stored)
+    if rest and rest[0].shape == ():
+        rest = rest[1:]
+    count = len(in_order)
+    if len(slots) == 2 and len(rest) == 3 * count:
+        if any(one.shape != (1,) for one in rest[2 * count :]):
+            return None
+        rest = rest[: 2 * count]  # Keras 2's Adam without amsgrad: a zero for each variable
+    if not count or len(rest) != count * len(slots):
+        return None
+    found = []
+    for position, (weight, variable) in enumerate(in_order):
+        arrays = [rest[slot * count + position] for slot in range(len(slots))]
+        if any(array.shape != weight.shape for array in arrays):
+            return None
+        found.append((variable, arrays))
+    return found
+
+
+def _optimizer(entry: dict[str, Any], old: OldFile, context: Context) -> Any:
+    import keras
+
+    name, config = entry.get("class_name"), dict(entry.get("config") or {})
+    if name in context.custom:
+        return context.custom[name].from_config(config)
+    if not isinstance(name, str) or name not in (*_SLOTS, "Nadam", "Ftrl"):
+        context.note(f"the optimizer {name} is left out: it is none of Keras's")
+        return None
+    rate = config.pop("lr", config.pop("learning_rate", 0.001))
+    decay = float(settings.plain(config.pop("decay", 0.0)) or 0.0)
+    if isinstance(rate, dict):
+        rate = keras.optimizers.schedules.deserialize(rate)
+    elif decay:
+        rate = keras.optimizers.schedules.InverseTimeDecay(float(rate), 1, decay)
+    standalone = not (old.version or "").endswith("-tf") and (old.version or "9") < "2.4"
+    if standalone and "clipnorm" in config:
+        config["global_clipnorm"] = config.pop("clipnorm")  # Keras 2 clipped all together
+    if config.get("epsilon", 0) is None:
+        config["epsilon"] = 1e-7
+    if name == "RMSprop":
+        context.note("RMSprop's epsilon lies inside the square root in Keras 3")
+    kept = {key: settings.plain(value) for key, value in config.items() if key in _SETTINGS}
+    return getattr(keras.optimizers, name)(learning_rate=rate, **kept)
+
+
+def _per_output(value: Any, names: tuple[list[str], list[str]]) -> Any:
+    """Settings by output name as settings by position: the names were the merges' own."""
+    if not isinstance(value, dict) or {"class_name", "config"} <= set(value):
+        return value
+    merges, outputs = names
+    for known in (merges, outputs):
+        if set(value) <= set(known):
+            listed = [value.get(name) for name in known]
+            return listed[0] if len(listed) == 1 else listed
+    raise ValueError(f"settings for outputs {sorted(value)}, and the outputs are {outputs}")
+
+
+def _loss(value: Any, context: Context) -> Any:
+    import keras
+
+    if isinstance(value, list):
+        found = [_loss(one, context) for one in value]
+        return None if None in found else found
+    if isinstance(value, str):
+        if value in context.custom:
+            return context.custom[value]
+        try:
+            keras.losses.get(value)
+        except ValueError:
+            context.note(f"the loss {value!r} is none of Keras's: give it with --custom")
+            return None
+        return value
+    if isinstance(value, dict):
+        name, config = value.get("class_name"), dict(value.get("config") or {})
+        cls = context.custom.get(str(name)) or getattr(keras.losses, str(name), None)
+        if cls is None:
+            context.note(f"the loss {name} is none of Keras's: give it with --custom")
+            return None
+        if config.get("reduction") in ("auto", None):
+            config["reduction"] = "sum_over_batch_size"
+        return cls(**config)
+    return None
+
+
+def _metrics(value: Any, context: Context) -> Any:
+    import keras
+
+    if isinstance(value, (list, tuple)):
+        found = [_metrics(one, context) for one in value]
+        kept = [one for one in found if one is not None]
+        return kept or None
+    if isinstance(value, dict):
+        config = dict(value.get("config") or {})
+        value = config.get("fn") or config.get("name") or value.get("class_name")
+    if value is None:
+        return None
+    if value in context.custom:
+        return context.custom[value]
+    try:
+        if value not in ("accuracy", "acc"):
+            keras.metrics.get(value)
+    except ValueError:
+        context.note(f"the metric {value!r} is left out: it is none of Keras's (see --custom)")
+        return None
+    return value

@@ -1,0 +1,102 @@
+"""Functions named on a command line."""
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lockstep.errors import TargetNotFound
+
+
+def call_target(target: str) -> Any:
+    """Call `path/to/file.py:function` or `package.module:function`, and return its result.
+
+    Raises:
+        TargetNotFound: If there is no such file, module or function.
+    """
+    place, _, name = target.rpartition(":")
+    if not place:
+        raise TargetNotFound(
+            f"{target!r} names no function.\nWrite file.py:function or package.module:function."
+        )
+    function = getattr(load_module(place), name, None)
+    if not callable(function):
+        raise TargetNotFound(
+            f"{target!r} was asked for, and {place} has no function {name!r}.\n"
+            "Name a function that returns a compiled model, or (model, data)."
+        )
+    return function()
+
+
+def model_and_data(target: str) -> tuple[Any, Any]:
+    """The `(model, data)` that a target returns.
+
+    Raises:
+        TargetNotFound: If it returns anything else.
+    """
+    result = call_target(target)
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise TargetNotFound(
+            f"{target} returned a {type(result).__name__}, and (model, data) was expected.\n"
+            "Return a compiled model and (x, y), or a data set of such batches."
+        )
+    return result
+
+
+def model_alone(target: str) -> Any:
+    """The model that a target returns, alone or first of `(model, data)`.
+
+    Raises:
+        TargetNotFound: If it returns anything else.
+    """
+    import keras
+
+    result = call_target(target)
+    model = result[0] if isinstance(result, tuple) and result else result
+    if not isinstance(model, keras.Model):
+        raise TargetNotFound(
+            f"{target} returned a {type(model).__name__}, and a Keras model was expected.\n"
+            "Let the function return the model, built and with its weights made."
+        )
+    return model
+
+
+def load_module(place: str) -> ModuleType:
+    """The module in a file, or by its name.
+
+    A file is run as a module of its own, with its folder on the import path, as Python
+    does with a script.
+
+    Raises:
+        TargetNotFound: If there is no such file or module.
+    """
+    if place.endswith(".py"):
+        return _load_file(Path(place))
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is None or not place.startswith(error.name):
+            raise  # what the user's own module lacks is for it to say
+        raise TargetNotFound(
+            f"{place!r} was asked for, and there is no module {error.name!r}.\n"
+            f"Modules are looked for from {Path.cwd()} and in the environment."
+        ) from None
+
+
+def _load_file(file: Path) -> ModuleType:
+    if not file.is_file():
+        raise TargetNotFound(
+            f"{str(file)!r} was asked for, and there is no file {file}.\n"
+            f"Files are looked for from {Path.cwd()}."
+        )
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None, "a name that ends in .py has a loader"
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(file.parent.resolve()))
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,105 @@
+"""Optimizers, their features, precisions, and ways to run a step."""
+
+import keras
+from keras import layers, optimizers
+from keras.optimizers import schedules
+
+from tests.conformance.cases.case import EVERYTHING, LEARNED, Case, fitted_with, on_arrays
+
+
+def _network(policy=None):
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(5, activation="tanh", dtype=policy),
+            layers.Dense(2, dtype=policy),
+        ]
+    )
+
+
+def _with(optimizer, policy=None, **options):
+    def make(sizes):
+        model = _network(policy)
+        model.compile(optimizer(), "mse", metrics=["mae"], **options)
+        return model
+
+    return make
+
+
+def _sgd(**options):
+    return lambda: optimizers.SGD(**{"learning_rate": 0.05, "momentum": 0.9, **options})
+
+
+def _adaptive(optimizer, **options):
+    return Case(_with(lambda: optimizer(**options)), control=LEARNED)
+
+
+def _scaled(inner):
+    # The scale grows after five good steps, and falls where float16 overflows.
+    return lambda: optimizers.LossScaleOptimizer(inner(), 2.0**10, dynamic_growth_steps=5)
+
+
+def _half(policy, optimizer, control=EVERYTHING):
+    return Case(_with(optimizer, policy), control=control)
+
+
+def _frozen_and_back(model, training, held_out, sizes):
+    """A layer is frozen for the second fit, and learns again in the third."""
+    outcome = {}
+    for position, trainable in enumerate((True, False, True)):
+        model.layers[0].trainable = trainable
+        model.compile(_sgd()(), "mse")
+        outcome[f"fit {position}"] = model.fit(
+            *training, batch_size=sizes.batch, shuffle=False, verbose=0
+        ).history
+    return outcome | on_arrays(model, training, held_out, sizes)
+
+
+def _several(steps):
+    return Case(_with(_sgd(), steps_per_execution=steps), live=fitted_with(in_batches=True))
+
+
+OPTIMIZERS = {
+    "SGD, Nesterov": Case(_with(_sgd(nesterov=True))),
+    "gradient accumulation over 3 steps": Case(_with(_sgd(gradient_accumulation_steps=3))),
+    "gradient accumulation with Adam": _adaptive(
+        optimizers.Adam, learning_rate=0.01, gradient_accumulation_steps=4
+    ),
+    "clipvalue": Case(_with(_sgd(clipvalue=0.02))),
+    "clipnorm": Case(_with(_sgd(clipnorm=0.1))),
+    "global_clipnorm": Case(_with(_sgd(global_clipnorm=0.1))),
+    "weight decay": Case(_with(_sgd(weight_decay=0.01))),
+    "Adam": _adaptive(optimizers.Adam, learning_rate=0.01),
+    "Adam, amsgrad": _adaptive(optimizers.Adam, learning_rate=0.01, amsgrad=True),
+    "AdamW": _adaptive(optimizers.AdamW, learning_rate=0.01),
+    "Adamax": _adaptive(optimizers.Adamax, learning_rate=0.01),
+    "Nadam": _adaptive(optimizers.Nadam, learning_rate=0.01),
+    "RMSprop, centered": _adaptive(optimizers.RMSprop, learning_rate=0.01, centered=True),
+    "Adagrad": _adaptive(optimizers.Adagrad, learning_rate=0.05),
+    "Adadelta": _adaptive(optimizers.Adadelta, learning_rate=1.0),
+    "Adafactor": _adaptive(optimizers.Adafactor, learning_rate=0.01),
+    "Lion": _adaptive(optimizers.Lion, learning_rate=0.003),
+    "Ftrl": _adaptive(optimizers.Ftrl, learning_rate=0.05),
+    "Lamb": _adaptive(optimizers.Lamb, learning_rate=0.01),
+    "Muon": _adaptive(optimizers.Muon, learning_rate=0.01),
+    "schedule: cosine with warm-up": Case(
+        _with(
+            lambda: optimizers.SGD(
+                schedules.CosineDecay(0.0, 15, warmup_target=0.1, warmup_steps=5), momentum=0.9
+            )
+        )
+    ),
+    "schedule: piecewise": Case(
+        _with(lambda: optimizers.SGD(schedules.PiecewiseConstantDecay([4, 9], [0.1, 0.03, 0.01])))
+    ),
+    "loss scaling in float32": Case(_with(_scaled(_sgd()))),
+    "mixed_bfloat16": _half("mixed_bfloat16", _sgd()),
+    "mixed_bfloat16 with Adam": _half("mixed_bfloat16", lambda: optimizers.Adam(0.01)),
+    "mixed_float16, loss scaled": _half("mixed_float16", _scaled(_sgd())),
+    "trainable toggled between fits": Case(_with(_sgd()), live=_frozen_and_back),
+    "jit_compile=False": Case(_with(_sgd(), jit_compile=False)),
+    "run_eagerly=True": Case(_with(_sgd(), run_eagerly=True)),
+    "steps_per_execution=2": _several(2),
+    "steps_per_execution=3": _several(3),
+    "steps_per_execution beyond the epoch": _several(100),
+}

@@ -1,0 +1,155 @@
+"""Batches of every size: no row dropped or doubled, none on too many devices."""
+
+import re
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+import lockstep
+from lockstep.errors import UnsplitBatchWarning
+from tests.conformance.common import assert_same, data, fit, model, weights
+
+
+@pytest.mark.parametrize("devices", [2, 3, 8])
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 11])
+def test_one_batch_of_any_size(rows, devices):
+    alone, made = model(), lockstep.distribute(model(), devices)
+    x, y = data(rows)
+    for _ in range(3):
+        assert_same(made.train_on_batch(x, y), alone.train_on_batch(x, y))
+    assert_same(weights(made), weights(alone))
+    assert_same(made.predict(x, verbose=0), alone.predict(x, verbose=0))
+    assert_same(made.evaluate(x, y, verbose=0), alone.evaluate(x, y, verbose=0))
+
+
+def test_no_rows_at_all():
+    made = lockstep.distribute(model(), 3)
+    assert made.predict_on_batch(np.zeros((0, 4), "float32")).shape == (0, 2)
+
+
+def test_every_row_is_seen_once(keras):
+    """A metric that adds up the rows, and a prediction that gives them back."""
+
+    class Total(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="total")
+            self.total = self.add_weight(shape=(), initializer="zeros", name="total")
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.total.assign_add(keras.ops.sum(y_true))
+
+        def result(self):
+            return self.total + 0.0
+
+    made = keras.Sequential([keras.Input((1,)), keras.layers.Identity()])
+    made.compile("sgd", "mse", metrics=[Total()])
+    lockstep.distribute(made, 4)
+    x = np.arange(1, 24, dtype="float32")[:, None]
+    logs = made.evaluate(x, x, batch_size=6, verbose=0, return_dict=True)
+    assert logs["total"] == x.sum()
+    np.testing.assert_array_equal(made.predict(x, batch_size=6, verbose=0), x)
+
+
+def test_no_more_programs_than_keras_compiles(keras):
+    traces = []
+
+    class Traced(keras.layers.Layer):
+        def call(self, x):
+            if isinstance(x, jax.core.Tracer):
+                traces.append(x.shape)
+            return x
+
+    def programs(devices):
+        made = keras.Sequential([keras.Input((4,)), Traced(), keras.layers.Dense(2)])
+        made.compile("sgd", "mse")
+        if devices:
+            lockstep.distribute(made, devices)
+        traces.clear()
+        fit(made, epochs=2)
+        x, y = data()
+        made.evaluate(x, y, batch_size=5, verbose=0)
+        made.predict(x, batch_size=5, verbose=0)
+        return sorted(traces)
+
+    assert programs(4) == programs(None)
+
+
+@pytest.mark.parametrize(("rows", "devices"), [(103, 8), (30, 4), (5, 4), (3, 8)])
+def test_each_device_computes_its_share_of_the_rows(keras, rows, devices):
+    """The compiled program, read: no device multiplies more rows than its share."""
+    width = 32
+    made = keras.Sequential([keras.Input((width,)), keras.layers.Dense(width, use_bias=False)])
+    made.compile("sgd", "mse")
+    lockstep.distribute(made, devices)
+    programs = _programs_of(made, np.ones((rows, width), "float32"))
+    share = -(-rows // devices)
+    found = [shape for text in programs for shape in _shapes(text) if shape[1:] == (width,)]
+    assert found
+    assert max(shape[0] for shape in found if shape != (width, width)) == share
+
+
+def test_a_model_that_merges_the_batch_is_exact_and_says_so_once(keras):
+    def make():
+        keras.utils.set_random_seed(1)
+        ops, layers = keras.ops, keras.layers
+        inputs = keras.Input((10, 4))
+        merged = layers.Lambda(lambda t: ops.reshape(t, (-1, 4)), output_shape=(4,), name="merge")(
+            inputs
+        )
+        split = layers.Lambda(
+            lambda t: ops.reshape(t, (-1, 10, 8)), output_shape=(10, 8), name="split"
+        )
+        made = keras.Model(inputs, split(layers.Dense(8)(merged)))
+        made.compile("sgd", "mse")
+        return made
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(15, 10, 4)).astype("float32")
+    y = rng.normal(size=(15, 10, 8)).astype("float32")
+    alone, made = make(), lockstep.distribute(make(), 4)
+    with pytest.warns(UnsplitBatchWarning, match="15 rows over 4 devices") as said:
+        made.fit(x, y, batch_size=15, epochs=3, verbose=0)
+    assert len(said) == 1
+    assert "merge, split: the batch is merged with another dim" in str(said[0].message)
+    assert "A batch of 16 rows would be split" in str(said[0].message)
+    alone.fit(x, y, batch_size=15, epochs=3, verbose=0)
+    assert_same(weights(made), weights(alone))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnsplitBatchWarning)
+        made.fit(x[:12], y[:12], batch_size=12, verbose=0)
+
+
+def test_shuffling_gives_the_order_of_one_device(keras):
+    def histories(devices):
+        made = model()
+        if devices:
+            lockstep.distribute(made, devices)
+        keras.utils.set_random_seed(21)
+        return fit(made, shuffle=True, epochs=2)
+
+    assert_same(histories(4), histories(None))
+
+
+def _programs_of(made, x):
+    """The text of the program that `train_on_batch` compiles."""
+    texts = []
+    compile_ = jax.stages.Lowered.compile
+
+    def recording(lowered, *args, **kwargs):
+        compiled = compile_(lowered, *args, **kwargs)
+        texts.append(compiled.as_text())
+        return compiled
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.stages.Lowered, "compile", recording)
+        made.train_on_batch(x, x)
+    return texts
+
+
+def _shapes(text):
+    return [
+        tuple(int(dim) for dim in shape.split(","))
+        for shape in re.findall(r"f32\[([\d,]+)\]", text)
+    ]

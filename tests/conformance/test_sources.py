@@ -1,0 +1,43 @@
+"""Every data source gives N devices what it gives one."""
+
+import pytest
+
+from tests.conformance.agreement import assert_agrees, runs
+from tests.processes.common import python
+
+# Keras says this of every source that does not tell its length, at the end of its first
+# epoch, keras/src/trainers/epoch_iterator.py (Keras 3.15.1).
+pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
+
+
+@pytest.mark.parametrize(("family", "case", "devices"), runs("Data"))
+def test_n_devices_equal_one(family, case, devices):
+    assert_agrees(family, case, devices)
+
+
+_NUMPY_ONLY = """
+import sys
+{lockstep}
+import keras, numpy as np
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+model.compile("sgd", "mse")
+{distribute}
+x, y = np.ones((7, 3), "float32"), np.ones((7, 2), "float32")
+model.fit(x, y, batch_size=3, verbose=0)
+model.evaluate(x, y, verbose=0)
+model.predict(x, verbose=0)
+others = {{"tensorflow", "torch", "grain"}}
+print(sorted(others & {{name.split(".")[0] for name in sys.modules}}))
+"""
+
+
+def test_numpy_needs_no_more_than_keras_needs():
+
+    alone = python(_NUMPY_ONLY.format(lockstep="", distribute=""))
+    distributed = python(
+        _NUMPY_ONLY.format(
+            lockstep="import lockstep", distribute="lockstep.distribute(model, devices=3)"
+        ),
+        LOCKSTEP_REHEARSE="3",
+    )
+    assert distributed == alone == "[]"

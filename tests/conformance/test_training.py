@@ -1,0 +1,48 @@
+"""The promise: one training run over N devices equals that run on one device."""
+
+import numpy as np
+import pytest
+
+from tests.conformance.truth import distances, rounding, run
+from tests.conformance.zoo import ZOO
+
+COUNTS = [1, 2, 3, 4, 8]
+BOUND = 1e-5
+
+
+def _cases():
+    for position, (name, optimizer) in enumerate(
+        (n, o) for n, case in ZOO.items() for o in case.optimizers
+    ):
+        # The fixed sample: eight devices for every model, and one other count in turn.
+        sample = {8, COUNTS[position % 4]}
+        for devices in COUNTS:
+            marks = [pytest.mark.xdist_group(f"{name}-{optimizer}")]
+            if devices not in sample:
+                marks.append(pytest.mark.whole)
+            yield pytest.param(name, optimizer, devices, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "optimizer", "devices"), list(_cases()))
+def test_n_devices_equal_one(name, optimizer, devices):
+    one = run(name, optimizer, None)
+    many = run(name, optimizer, devices)
+
+    bounds = dict.fromkeys(one.variables, BOUND)
+    if optimizer != "sgd":
+        bounds |= {path: max(BOUND, 10 * d) for path, d in rounding(name, optimizer).items()}
+    far = {
+        path: distance
+        for path, distance in distances(one.variables, many.variables).items()
+        if not distance <= bounds[path]
+    }
+    assert not far
+
+    assert one.history.keys() == many.history.keys()
+    for key in one.history:
+        np.testing.assert_allclose(many.history[key], one.history[key], rtol=0, atol=BOUND)
+    assert one.evaluated.keys() == many.evaluated.keys()
+    for key in one.evaluated:
+        assert many.evaluated[key] == pytest.approx(one.evaluated[key], rel=0, abs=BOUND)
+    for mine, theirs in zip(many.predicted, one.predicted, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=BOUND)

@@ -1,0 +1,52 @@
+"""One process, eight virtual devices, and nothing left behind."""
+
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("LOCKSTEP_REHEARSE", "8")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import multiprocessing
+import threading
+
+import pytest
+
+import lockstep  # noqa: F401  (follows LOCKSTEP_REHEARSE before anything runs)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--whole", action="store_true", help="the whole conformance matrix, not the fixed sample"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--whole"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("whole")]
+    items[:] = [item for item in items if not item.get_closest_marker("whole")]
+    config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind():
+    """A test that leaves a process or a thread of its own behind fails."""
+    threads = set(threading.enumerate())
+    yield
+    left = [t for t in threading.enumerate() if t not in threads and not t.daemon]
+    for thread in left:
+        thread.join(timeout=5)
+    left = [t.name for t in left if t.is_alive()]
+    children = [child.name for child in multiprocessing.active_children()]
+    assert not left, f"threads left behind: {left}"
+    assert not children, f"processes left behind: {children}"
+
+
+@pytest.fixture
+def keras():
+    import keras
+
+    keras.utils.set_random_seed(7)
+    yield keras
+    keras.utils.clear_session()

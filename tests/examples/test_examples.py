@@ -1,0 +1,57 @@
+"""Each example runs to its end: it trains over several devices, and its file is plain Keras."""
+
+import re
+
+import pytest
+
+from tests.examples.common import FOLDER, run_example
+
+# No batch divides by the number of devices; all of a run have one size, to compile once.
+EXAMPLES = {
+    "xception_random_images.py": (
+        2,
+        "--gpus 2 --samples 3 --size 71 --classes 5 --epochs 1 --batch 3 --file {folder}/x.keras",
+    ),
+    "vgg_two_gpus.py": (
+        2,
+        "--samples 15 --size 32 --epochs 1 --batch 3 --file {folder}/vgg.keras",
+    ),
+    "unet_iou.py": (
+        4,
+        "--samples 50 --size 16 --filters 3 --epochs 2 --batch 10 --folder {folder}",
+    ),
+    "bert_classification.py": (
+        4,
+        "--samples 50 --length 10 --vocabulary 40 --layers 1 --heads 2 --width 8 --epochs 2 "
+        "--batch 5 --folder {folder}",
+    ),
+    "generator_steps.py": (
+        4,
+        "--steps 8 --validation-steps 2 --epochs 3 --batch 30 --logs {folder}/logs "
+        "--file {folder}/spirals.keras",
+    ),
+}
+
+ELSEWHERE = {"check_file.py", "stateful_lstm.py"}
+"""The helper, and the example that test_stateful_example.py runs."""
+
+
+FILES = {
+    "unet_iou.py": r"unet-0[12]-\d\.\d{3}\.keras",
+    "bert_classification.py": r"bert-0[12]-\d\.\d{4}\.keras",
+    "generator_steps.py": r"logs/validation/events\..*",
+}
+"""Files that tell of what an example is about."""
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_it_runs_and_plain_keras_reads_its_file(name, tmp_path):
+    devices, options = EXAMPLES[name]
+    run_example(name, devices, options, tmp_path)
+    if name in FILES:
+        written = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")]
+        assert any(re.fullmatch(FILES[name], file) for file in written), written
+
+
+def test_no_example_is_left_out():
+    assert {path.name for path in FOLDER.glob("*.py")} == EXAMPLES.keys() | ELSEWHERE

@@ -1,0 +1,89 @@
+"""Virtual devices, in either import order, and in words where it is too late."""
+
+import pytest
+
+from tests.processes.common import python
+
+COUNT = "print(lockstep.devices())"
+FOUR = "['cpu:0', 'cpu:1', 'cpu:2', 'cpu:3']"
+
+
+@pytest.mark.parametrize("imports", ["import lockstep, keras", "import keras, lockstep"])
+def test_by_environment_in_either_import_order(imports):
+    assert python(f"{imports}; {COUNT}", LOCKSTEP_REHEARSE="4") == FOUR
+
+
+@pytest.mark.parametrize("imports", ["import lockstep, keras", "import keras, lockstep"])
+def test_by_call_in_either_import_order(imports):
+    assert python(f"{imports}; lockstep.rehearse(devices=4); {COUNT}") == FOUR
+
+
+def test_without_keras_imported():
+    assert python(f"import lockstep; lockstep.rehearse(devices=4); {COUNT}") == FOUR
+
+
+def test_twice_the_same_is_fine():
+    script = f"import lockstep; lockstep.rehearse(4); {COUNT}; lockstep.rehearse(4)"
+    assert python(script) == FOUR
+
+
+def test_a_call_wins_over_the_environment():
+    script = f"import lockstep; lockstep.rehearse(devices=4); {COUNT}"
+    assert python(script, LOCKSTEP_REHEARSE="2") == FOUR
+
+
+def test_processes_started_from_here_rehearse_too():
+    script = (
+        "import lockstep, subprocess, sys; lockstep.rehearse(devices=4)\n"
+        "child = 'import lockstep; print(lockstep.devices())'\n"
+        "subprocess.run([sys.executable, '-c', child], check=True)"
+    )
+    assert python(script) == FOUR
+
+
+def test_multi_gpu_model_accepts_rehearsed_devices():
+    script = (
+        "import keras, lockstep\n"
+        "model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])\n"
+        "lockstep.multi_gpu_model(model, gpus=4)\n"
+        "print(len(model.layers[0].kernel.value.devices()))"
+    )
+    assert python(script, LOCKSTEP_REHEARSE="4", CUDA_VISIBLE_DEVICES="0, 1, 2, 3") == "4"
+
+
+TOO_LATE = """
+import keras, lockstep
+keras.ops.ones(1)
+try:
+    lockstep.rehearse(devices=4)
+except lockstep.errors.RehearsalTooLate as error:
+    print(error)
+"""
+
+
+def test_a_backend_that_has_started_is_told():
+    assert python(TOO_LATE) == (
+        "A rehearsal on 4 virtual CPU devices was asked for, and JAX has started with 1: cpu:0.\n"
+        "Devices are fixed at the first operation. Set LOCKSTEP_REHEARSE=4 before Python starts\n"
+        "(or call lockstep.rehearse(devices=4) before the first Keras operation)."
+    )
+
+
+def test_an_environment_that_came_too_late_is_told_at_the_first_call():
+    script = (
+        "import keras; keras.ops.ones(1)\n"
+        "import lockstep\n"
+        "try: lockstep.devices()\n"
+        "except lockstep.errors.RehearsalTooLate as error: print('told')"
+    )
+    assert python(script, LOCKSTEP_REHEARSE="4") == "told"
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "many", "2.5"])
+def test_a_number_that_is_none(value):
+    script = "try: import lockstep\nexcept ValueError as error: print(error)"
+    assert python(script, LOCKSTEP_REHEARSE=value).startswith(f"LOCKSTEP_REHEARSE={value} was")
+
+
+def test_an_empty_value_is_no_rehearsal():
+    assert python(f"import lockstep; {COUNT}", LOCKSTEP_REHEARSE="") == "['cpu:0']"

@@ -1,0 +1,237 @@
+"""What is carried besides weights, and into which formats."""
+
+import json
+import zipfile
+from pathlib import Path
+
+import h5py
+import keras
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import lockstep
+from tests.rescue import old_files
+from tests.rescue.whole import bytes_of, custom_for
+
+LEGACY = Path(__file__).parents[1] / "files" / "legacy"
+
+
+def rescued(case, output, file="parallel_full.h5", **kwargs):
+    report = lockstep.rescue(
+        LEGACY / case / file, output, custom_objects=custom_for(case), **kwargs
+    )
+    return report, keras.models.load_model(output) if str(output).endswith(".keras") else None
+
+
+def slots(model):
+    return {v.name: np.asarray(v.value) for v in model.optimizer.variables}
+
+
+def test_adam_state_of_tf_keras_lands_at_the_variables_it_names(tmp_path):
+    case = "tfkeras-2.3.4__cnn_bn-g2"
+    report, model = rescued(case, tmp_path / "new.keras")
+    assert report.optimizer == "carried"
+    assert report.compiled
+    found = slots(model)
+    with h5py.File(LEGACY / case / "parallel_full.h5") as old:
+        state = old["optimizer_weights"]
+        assert found["iteration"] == state["Adam/iter:0"][()] > 0
+        for variable in model.trainable_variables:
+            name = variable.path.replace("/", "_")
+            for new, short in (("momentum", "m"), ("velocity", "v")):
+                truth = state[f"Adam/{variable.path}/{short}:0"][()]
+                assert np.abs(truth).max() > 0
+                np.testing.assert_array_equal(found[f"{name}_{new}"], truth)
+
+
+@pytest.mark.parametrize(
+    ("case", "kinds"),
+    [
+        ("keras-2.2.4__mlp4-g2", ("momentum", "velocity")),  # Adam
+        ("keras-2.2.4__rnn-g2", ("momentum",)),  # SGD with momentum
+        ("keras-2.2.4__backbone_frozen-g2", ("momentum", "velocity")),  # only the head trained
+        ("keras-2.2.4__backbone_partfrozen-g4", ("momentum",)),
+        ("keras-2.3.1-tf2.0.4__backbone_frozen-g2", ("momentum", "velocity")),
+        ("keras-2.0.9__cnn_bn-g2-kuza55", ("momentum", "velocity")),
+        ("tfkeras-1.15.5__cnn_bn-g2", ("momentum", "velocity")),
+    ],
+)
+def test_optimizer_state_is_carried_in_the_order_of_old_optimizers(case, kinds, tmp_path):
+    report, model = rescued(case, tmp_path / "new.keras")
+    assert report.optimizer == "carried", report.notes
+    found = slots(model)
+    trained = model.trainable_variables
+    with h5py.File(LEGACY / case / "parallel_full.h5") as old:
+        group = old["optimizer_weights"]
+        arrays = [group[name][()] for name in group.attrs["weight_names"]]
+    assert found["iteration"] == arrays[0] > 0
+    for position, kind in enumerate(kinds):
+        for index, variable in enumerate(trained):
+            truth = arrays[1 + position * len(trained) + index]
+            name = f"{variable.path.replace('/', '_')}_{kind}"
+            np.testing.assert_array_equal(found[name], truth)
+
+
+def test_training_goes_on_where_it_was(tmp_path):
+    _, model = rescued("keras-2.2.4__mlp4-g2", tmp_path / "new.keras")
+    assert type(model.optimizer).__name__ == "Adam"
+    assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(0.01)
+    assert model.loss == "categorical_crossentropy"
+    steps = int(model.optimizer.iterations.numpy())
+    x, y = np.ones((4, 6), "float32"), np.eye(3, dtype="float32")[[0, 1, 2, 0]]
+    history = model.fit(x, y, epochs=1, verbose=0).history
+    assert set(history) == {"accuracy", "loss"}
+    assert int(model.optimizer.iterations.numpy()) == steps + 1
+
+
+def test_a_frozen_backbone_stays_frozen(tmp_path):
+    _, model = rescued("keras-2.2.4__backbone_frozen-g2", tmp_path / "new.keras")
+    assert len(model.trainable_variables) == 4
+    assert len(model.weights) == 28
+
+
+def compiled(tmp_path, training, optimizer=(), units=3, version="2.2.4"):
+    weights = [
+        ("dense_1/kernel:0", np.ones((4, units), "float32")),
+        ("dense_1/bias:0", np.ones(units, "float32")),
+    ]
+    old = old_files.parallel_full(
+        tmp_path / "old.h5", old_files.sequential([old_files.dense(units)], (None, 4)), weights,
+        training=training, optimizer=optimizer, version=version,
+    )  # fmt: skip
+    report = lockstep.rescue(old, tmp_path / "new.keras")
+    return report, keras.models.load_model(tmp_path / "new.keras")
+
+
+def sgd(**config):
+    return {"class_name": "SGD", "config": {"lr": 0.1, "decay": 0.0, "momentum": 0.0, **config}}
+
+
+def test_losses_named_by_the_merge_layers_are_those_of_the_templates_outputs(tmp_path):
+    """multi_gpu_model renamed the outputs; Keras 2.0.9 named them concatenate_1, ..."""
+    _, model = compiled(tmp_path, {"optimizer_config": sgd(), "loss": {"merged": "mse"}})
+    assert model.loss == "mse"
+
+
+def test_decay_goes_on_as_a_schedule(tmp_path):
+    _, model = compiled(tmp_path, {"optimizer_config": sgd(decay=0.5), "loss": "mse"})
+    schedule = keras.optimizers.schedules.deserialize(model.optimizer.get_config()["learning_rate"])
+    for step in (0, 1, 7):
+        assert float(schedule(step)) == pytest.approx(0.1 / (1 + 0.5 * step))
+
+
+def test_clipnorm_of_keras_2_clipped_all_gradients_together(tmp_path):
+    _, model = compiled(tmp_path, {"optimizer_config": sgd(clipnorm=1.5), "loss": "mse"})
+    assert model.optimizer.global_clipnorm == 1.5
+    assert model.optimizer.clipnorm is None
+
+
+def test_a_loss_of_the_users_own_leaves_the_model_uncompiled_and_says_so(tmp_path):
+    report, model = compiled(tmp_path, {"optimizer_config": sgd(), "loss": "my_loss"})
+    assert any("my_loss" in note for note in report.notes)
+    assert not report.compiled
+    assert not model.compiled
+
+
+def test_optimizer_state_that_does_not_fit_is_dropped_and_says_so(tmp_path):
+    wrong = [("SGD/iterations:0", np.int64(3)), ("SGD/v:0", np.ones((9, 9), "float32"))]
+    report, model = compiled(
+        tmp_path, {"optimizer_config": sgd(momentum=0.9), "loss": "mse"}, wrong
+    )
+    assert report.optimizer == "dropped"
+    assert any("dropped" in note for note in report.notes)
+    assert int(model.optimizer.iterations.numpy()) == 0
+
+
+def test_keras_2_layout_is_what_the_template_itself_saved(tmp_path):
+    case = "keras-2.2.4__mlp4-g2"
+    rescued(case, tmp_path / "new.h5")
+    with (
+        h5py.File(tmp_path / "new.h5") as new,
+        h5py.File(LEGACY / case / "template_full.h5") as truth,
+    ):
+        assert json.loads(new.attrs["model_config"]) == json.loads(truth.attrs["model_config"])
+        for key in ("keras_version", "backend"):
+            assert new.attrs[key] == truth.attrs[key]
+        new, truth = new["model_weights"], truth["model_weights"]
+        assert [n.decode() for n in new.attrs["layer_names"]] == [
+            n.decode() for n in truth.attrs["layer_names"]
+        ]
+        for layer in truth:
+            wanted = list(truth[layer].attrs["weight_names"])
+            assert list(new[layer].attrs["weight_names"]) == wanted
+            for name in wanted:
+                np.testing.assert_array_equal(new[layer][name][()], truth[layer][name][()])
+
+
+@pytest.mark.parametrize(
+    "case", [f"keras-2.2.4__{kind}-g2" for kind in ("backbone_frozen", "rnn", "only_nested")]
+)
+def test_keras_2_layout_can_be_rescued_again(case, tmp_path):
+    rescued(case, tmp_path / "new.h5", check=LEGACY / case / "io.npz")
+    again = lockstep.rescue(tmp_path / "new.h5", tmp_path / "again.keras",
+                            check=LEGACY / case / "io.npz")  # fmt: skip
+    assert again.template is None
+    assert again.difference < 1e-5
+
+
+def test_long_names_are_written_in_chunks_as_keras_2_did(tmp_path):
+    case = LEGACY / "keras-2.1.5__longattr-g2" / "parallel_weights.h5"
+    report = lockstep.rescue(case, tmp_path / "new.h5")
+    assert len(report.rows) == 82
+    assert bytes_of(tmp_path / "new.h5") == bytes_of(case)
+
+
+def test_weights_h5_is_loaded_by_plain_keras(tmp_path):
+    case = "keras-2.2.4__only_nested-g2"
+    report, _ = rescued(case, tmp_path / "new.weights.h5", check=LEGACY / case / "io.npz")
+    assert report.difference < 1e-5
+
+
+def test_arrays_alone_keep_their_names_in_safetensors(tmp_path):
+    case = LEGACY / "keras-2.2.4__slashnames-g2"
+    report = lockstep.rescue(case / "parallel_weights.h5", tmp_path / "new.safetensors")
+    found = load_file(tmp_path / "new.safetensors")
+    with h5py.File(case / "template_weights.h5") as truth:
+        for layer in truth.attrs["layer_names"]:
+            for name in truth[layer].attrs["weight_names"]:
+                value = truth[layer][name][()]
+                np.testing.assert_array_equal(found.pop(name.decode().split(":")[0]), value)
+    assert not found
+    assert "arrays alone" in report.notes[-1]
+
+
+def test_arrays_alone_keep_their_names_in_weights_h5(tmp_path):
+    case = LEGACY / "keras-2.2.4__mlp4-g2"
+    lockstep.rescue(case / "parallel_weights.h5", tmp_path / "new.weights.h5")
+    with h5py.File(tmp_path / "new.weights.h5") as new:
+        assert new["dense_1/kernel"].shape == (6, 8)
+
+
+def test_a_keras_archive_is_an_ordinary_zip(tmp_path):
+    rescued("keras-2.2.4__mlp4-g2", tmp_path / "new.keras")
+    with zipfile.ZipFile(tmp_path / "new.keras") as archive:
+        assert archive.testzip() is None
+        assert set(archive.namelist()) == {"metadata.json", "config.json", "model.weights.h5"}
+
+
+def test_it_holds_exactly_the_arrays_that_keras_would_save(tmp_path):
+    """The rescued file and the same model saved by Keras itself have one layout."""
+    _, model = rescued("keras-2.2.4__rnn-g2", tmp_path / "new.keras")
+    model.save(tmp_path / "keras.keras")
+    listings = []
+    for name in ("new", "keras"):
+        with zipfile.ZipFile(tmp_path / f"{name}.keras") as archive:
+            archive.extract("model.weights.h5", tmp_path / name)
+        with h5py.File(tmp_path / name / "model.weights.h5") as handle:
+            found = {}
+            handle.visititems(
+                lambda path, thing, found=found: (
+                    found.update({path: thing[()].tobytes()})
+                    if isinstance(thing, h5py.Dataset)
+                    else None
+                )
+            )
+        listings.append(found)
+    assert listings[0] == listings[1]

@@ -1,0 +1,259 @@
+"""`lockstep inspect`: what a file is, of every kind, and the next command."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import lockstep
+from lockstep.cli import main
+from lockstep.errors import UnreadableFile
+
+LEGACY = Path(__file__).parents[1] / "files" / "legacy"
+
+
+def look(name):
+    return lockstep.inspect(LEGACY / name)
+
+
+@pytest.mark.parametrize(
+    ("file", "library", "template", "devices"),
+    [
+        ("keras-2.2.4__mlp4-g2/parallel_full.h5", "Keras 2.2.4", "sequential_1", 2),
+        ("keras-2.2.4__mlp4-g2/parallel_weights.h5", "Keras 2.2.4", "sequential_1", 2),
+        ("keras-2.2.4__backbone_partfrozen-g4/parallel_full.h5", "Keras 2.2.4", "model_1", 4),
+        ("keras-2.2.4__siamese-g2/parallel_weights.h5", "Keras 2.2.4", "model_1", 2),
+        ("keras-2.0.9__cnn_bn-g2-kuza55/parallel_full.h5", "Keras 2.0.9", "model_1", 2),
+        ("tfkeras-1.15.5__cnn_bn-g2/parallel_full.h5", "2.2.4-tf", "model", 2),
+        ("tfkeras-2.3.4__seq_in_seq-g8/parallel_weights.h5", "tf.keras 2.3", "sequential", 8),
+        ("tfkeras-2.3.4__mimo-g2/parallel_weights.h5", "tf.keras 2.3", "functional_1", 2),
+    ],
+)
+def test_parallel_files_tell_their_template_and_devices(file, library, template, devices):
+    found = look(file)
+    assert found.parallel
+    assert library in found.library
+    assert (found.template, found.devices) == (template, devices)
+    assert found.complete
+    assert found.command.startswith("lockstep rescue ")
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["keras-2.2.4__mlp4-g2/template_full.h5", "keras-2.2.4__lookalike-single/template_full.h5",
+     "keras-2.2.4__rnn-g2/template_weights.h5"],
+)  # fmt: skip
+def test_single_models_are_not_taken_for_parallel_ones(file):
+    found = look(file)
+    assert not found.parallel
+    assert found.complete
+
+
+def test_lambdas_of_the_template_are_named_before_anyone_needs_them():
+    found = look("keras-2.2.4__lookalike-single/template_full.h5")
+    assert found.needs == ("Lambda 'lambda_1'", "Lambda 'lambda_2'")
+    assert "--custom" in found.command
+
+
+@pytest.mark.parametrize(
+    ("file", "said", "arrays"),
+    [
+        ("keras-2.0.9__mlp_act-g2/parallel_full.h5", "no list of layers", 0),
+        ("keras-2.0.9__longattr-g2/parallel_weights.h5", "no list of weights", 0),
+        ("tfkeras-2.3.4__collide-g2/parallel_full.h5", "12 of 18 weights", 6),
+    ],
+)
+def test_what_a_failed_save_left_behind_is_called_damaged(file, said, arrays):
+    found = look(file)
+    assert not found.complete
+    assert said in found.flaw
+    assert len(found.arrays) == arrays
+
+
+def test_files_of_today(tmp_path):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile("adam", "mse")
+    model.fit(np.ones((2, 3)), np.ones((2, 2)), verbose=0)
+    model.save(tmp_path / "m.keras")
+    model.save_weights(tmp_path / "m.weights.h5")
+    for name, kind, contents in (
+        ("m.keras", "keras", "full model"),
+        ("m.weights.h5", "weights.h5", "weights"),
+    ):
+        found = lockstep.inspect(tmp_path / name)
+        assert (found.kind, found.contents, found.parallel) == (kind, contents, False)
+        assert [entry.shape for entry in found.arrays] == [(3, 2), (2,)]
+        assert found.optimizer
+        assert found.complete
+    model.save(tmp_path / "m.h5")
+    found = lockstep.inspect(tmp_path / "m.h5")
+    assert found.library == f"Keras {keras.__version__}"
+    assert "load_model" in found.command
+    with pytest.raises(UnreadableFile, match="nothing to rescue"):
+        lockstep.rescue(tmp_path / "m.keras", tmp_path / "n.keras")
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", ""])
+def test_state_dicts_of_pytorch(prefix, tmp_path):
+    torch = pytest.importorskip("torch")
+    state = {f"{prefix}fc.weight": torch.ones(2, 3), f"{prefix}fc.bias": torch.ones(2)}
+    torch.save(state, tmp_path / "m.pt")
+    torch.save({"state_dict": state, "optimizer": {}, "epoch": 3}, tmp_path / "c.pt")
+    for name in ("m.pt", "c.pt"):
+        found = lockstep.inspect(tmp_path / name)
+        assert found.kind == "torch"
+        assert found.parallel is ("module." in prefix)
+        assert [entry.shape for entry in found.arrays] == [(2, 3), (2,)]
+        assert (f"removeprefix('{prefix}')" in found.command) is bool(prefix)
+    model = torch.nn.Sequential()
+    model.fc = torch.nn.Linear(3, 2)
+    exec(
+        lockstep.inspect(tmp_path / "m.pt").command,
+        {"torch": torch, "model": model},
+    )
+    assert float(model.fc.weight.detach().sum()) == 6.0
+
+
+def test_safetensors(tmp_path):
+    from safetensors.numpy import save_file
+
+    save_file({"module.a": np.ones((2, 3), "float32")}, tmp_path / "m.safetensors")
+    found = lockstep.inspect(tmp_path / "m.safetensors")
+    assert found.kind == "safetensors"
+    assert found.arrays[0].shape == (2, 3)
+    assert any("DataParallel" in note for note in found.notes)
+    content = (tmp_path / "m.safetensors").read_bytes()
+    (tmp_path / "cut.safetensors").write_bytes(content[:-4])
+    with pytest.raises(lockstep.errors.HostileFile, match="cut short"):
+        lockstep.inspect(tmp_path / "cut.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("x.h5", b"", "is empty"),
+        ("x.h5", b"hello world, this is text", "of no known kind"),
+        ("x.keras", b"PK\x03\x04 cut", "is none"),
+        ("model.ckpt.index", b"\x00\x00\x05", "TensorFlow checkpoint"),
+    ],
+)
+def test_other_files_say_what_they_are_not(name, content, said, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UnreadableFile, match=said):
+        lockstep.inspect(tmp_path / name)
+
+
+def test_a_missing_file_and_a_folder_are_said(tmp_path):
+    with pytest.raises(UnreadableFile, match="cannot be opened"):
+        lockstep.inspect(tmp_path / "nothing.h5")
+    with pytest.raises(UnreadableFile, match="a folder"):
+        lockstep.inspect(tmp_path)
+
+
+def test_the_command_prints_a_tree_and_the_next_command():
+    path = str(LEGACY / "keras-2.2.4__mlp4-g2" / "parallel_full.h5")
+    done = CliRunner().invoke(main, ["inspect", path])
+    assert done.exit_code == 0
+    for said in ("Keras 2.2.4", "over 2 devices", "'sequential_1'", "kernel:0  6 x 8  float32",
+                 "optimizer state", "next: lockstep rescue"):  # fmt: skip
+        assert said in done.output
+
+
+def test_json_has_everything():
+    path = str(LEGACY / "keras-2.2.4__mlp4-g2" / "parallel_full.h5")
+    found = json.loads(CliRunner().invoke(main, ["inspect", path, "--json"]).output)
+    assert found["parallel"] is True
+    assert found["devices"] == 2
+    assert found["arrays"][0]["shape"] == [6, 8]
+
+
+def test_errors_are_a_message_and_a_status_not_a_traceback(tmp_path):
+    done = CliRunner().invoke(main, ["inspect", str(tmp_path / "nothing.h5")])
+    assert done.exit_code == 1
+    assert done.output.startswith("UnreadableFile: ")
+    assert "Traceback" not in done.output
+
+
+def test_the_printed_command_is_the_one_that_works(tmp_path):
+    path = str(LEGACY / "keras-2.2.4__mlp4-g2" / "parallel_full.h5")
+    command = lockstep.inspect(path).command.split()
+    assert command[0] == "lockstep"
+    output = tmp_path / command[command.index("-o") + 1]
+    command[command.index("-o") + 1] = str(output)
+    io = str(LEGACY / "keras-2.2.4__mlp4-g2" / "io.npz")
+    done = CliRunner().invoke(main, [*command[1:], "--check", io])
+    assert done.exit_code == 0, done.output
+    assert "8 of 8 weights read back, equal" in done.output
+    assert "outputs: largest difference" in done.output
+    assert output.exists()
+
+
+def test_the_users_files_are_taken_on_the_command_line(tmp_path):
+    case = LEGACY / "tfkeras-2.3.4__custom-g2"
+    base = ["rescue", str(case / "parallel_weights.h5"), "-o", str(tmp_path / "new.keras")]
+    config = ["--config", str(case / "template_config.json")]
+    done = CliRunner().invoke(main, [*base, *config])
+    assert done.exit_code == 1
+    assert "ScaledShift" in done.output
+    custom = ["--custom", str(Path(__file__).parent / "old_layers.py")]
+    done = CliRunner().invoke(main, [*base, *config, *custom, "--check", str(case / "io.npz")])
+    assert done.exit_code == 0, done.output
+    done = CliRunner().invoke(main, base)
+    assert done.exit_code == 1
+    assert "no architecture" in done.output
+    (tmp_path / "mine.py").write_text(
+        "import keras\n"
+        "def build():\n"
+        "    return keras.Sequential([keras.Input((6,)), *(keras.layers.Dense(n, activation=a)\n"
+        "        for n, a in ((8, 'relu'), (8, 'relu'), (6, 'tanh'), (3, 'softmax')))])\n"
+    )
+    case = LEGACY / "keras-2.2.4__mlp4-g2"
+    done = CliRunner().invoke(
+        main,
+        ["rescue", str(case / "parallel_weights.h5"), "-o", str(tmp_path / "mine.keras"),
+         "--model", f"{tmp_path / 'mine.py'}:build", "--check", str(case / "io.npz")],
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+
+
+def test_wrong_outputs_write_nothing(tmp_path):
+    case = LEGACY / "keras-2.2.4__mlp4-g2"
+    with np.load(case / "io.npz") as io:
+        np.savez(tmp_path / "wrong.npz", x0=io["x0"], y0=io["y0"] + 0.001)
+    with pytest.raises(lockstep.errors.OutputMismatch, match="Nothing was written"):
+        lockstep.rescue(
+            case / "parallel_full.h5", tmp_path / "new.keras", check=tmp_path / "wrong.npz"
+        )
+    assert not (tmp_path / "new.keras").exists()
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        "import lockstep",
+        "import lockstep.rescue.commands, lockstep",
+        "from lockstep.rescue import match; import lockstep",
+        "import lockstep.rescue.front; import lockstep",
+        "import lockstep.cli, lockstep; from lockstep.rescue.stream import copy",
+    ],
+)
+def test_the_function_is_not_hidden_by_its_package(statements):
+    script = f"{statements}; assert callable(lockstep.rescue), lockstep.rescue"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_import_and_inspect_need_no_framework():
+    script = (
+        "import sys, lockstep, lockstep.cli\n"
+        "heavy = {'keras', 'jax', 'tensorflow', 'torch', 'h5py', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        f"lockstep.inspect({str(LEGACY / 'keras-2.2.4__mlp4-g2' / 'parallel_full.h5')!r})\n"
+        "heavy = {'keras', 'jax', 'tensorflow', 'torch'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,0 +1,65 @@
+import keras
+import numpy as np
+import pytest
+
+import lockstep
+from lockstep.announce import fit_line, wants_words
+
+GPUS = ("gpu:0", "gpu:1", "gpu:2", "gpu:3")
+
+
+def fit(x=None, y=None, batch_size=None, epochs=1, verbose="auto"):
+    """Only its signature counts."""
+
+
+@pytest.fixture(autouse=True)
+def _no_rehearsal(monkeypatch):
+    monkeypatch.delenv("LOCKSTEP_REHEARSE")
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "batch"),
+    [
+        ((np.zeros((9, 2)), None, 256), {}, "global batch 256 = 64 per replica"),
+        ((np.zeros((9, 2)),), {"batch_size": 10}, "global batch 10 = up to 3 per replica"),
+        ((np.zeros((9, 2)),), {}, "global batch 32 = 8 per replica"),
+        (({"a": np.zeros(9)},), {}, "global batch 32 = 8 per replica"),
+        ((iter([]),), {}, "batches as the data gives them, each split over 4"),
+    ],
+)
+def test_the_line_says_what_runs(args, kwargs, batch):
+    line = fit_line("jax", GPUS, fit, args, kwargs)
+    assert line == f"lockstep: jax, 4 devices (gpu:0 to gpu:3), {batch}"
+
+
+def test_a_data_loader_knows_its_batch():
+    class Loader:
+        batch_size = 8
+
+    line = fit_line("jax", GPUS[:1], fit, (Loader(),), {})
+    assert line == "lockstep: jax, 1 device (gpu:0), global batch 8 = 8 per replica"
+
+
+def test_a_rehearsal_is_named(monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_REHEARSE", "2")
+    line = fit_line("jax", ("cpu:0", "cpu:1"), fit, (), {"batch_size": 2})
+    assert line == (
+        "lockstep: jax, 2 devices (cpu:0, cpu:1, rehearsed), global batch 2 = 1 per replica"
+    )
+
+
+@pytest.mark.parametrize(("verbose", "wanted"), [(0, False), (1, True), (2, True), ("auto", True)])
+def test_silence_is_kept(verbose, wanted):
+    assert wants_words(fit, (), {"verbose": verbose}) is wanted
+
+
+def test_fit_says_one_line_at_its_start(capsys):
+    made = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    made.compile("sgd", "mse")
+    lockstep.distribute(made, 2)
+    made.fit(np.zeros((8, 2)), np.zeros((8, 1)), batch_size=4, verbose=2)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("lockstep: jax, 2 devices (cpu:0, cpu:1")
+    assert sum(line.startswith("lockstep") for line in said) == 1
+    made.fit(np.zeros((8, 2)), np.zeros((8, 1)), verbose=0)
+    assert capsys.readouterr().out == ""

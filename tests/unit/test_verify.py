@@ -1,0 +1,270 @@
+"""`verify` passes what is right, and names what is wrong."""
+
+import json
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import lockstep
+from lockstep.errors import UnusableData
+from lockstep.report.verification import as_json, show_verification
+from tests.conformance.common import devices_of
+from tests.conformance.truth import distances, snapshot
+
+
+def data(rows=70):
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(rows, 6)).astype("float32"), rng.normal(size=(rows, 1)).astype(
+        "float32"
+    )
+
+
+def with_layer(*between, optimizer="sgd"):
+    keras.utils.set_random_seed(0)
+    made = keras.Sequential([keras.Input((6,)), layers.Dense(8, activation="gelu", name="first")])
+    for layer in between:
+        made.add(layer)
+    made.add(layers.Dense(1, name="last"))
+    made.compile(optimizer, "mse", metrics=["mae"])
+    return made
+
+
+def test_a_right_model_is_equal_in_everything():
+    made = with_layer(layers.BatchNormalization(), layers.Dropout(0.2))
+    found = lockstep.verify(made, data(), devices=4, steps=8, batch_size=9)
+    assert found.equal
+    assert found.devices == ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
+    assert (found.steps, found.rows) == (8, (7, 9))
+    names = {difference.name.split("/")[-1] for difference in found.differences}
+    assert {"loss", "mae", "moving_mean", "learning_rate", "seed_generator_state"} <= names
+    assert all(difference.largest <= 1e-5 for difference in found.differences)
+
+
+def test_what_rounding_explains_is_said_to_be_rounding():
+    # The bias has gradient zero: batch norm takes the mean away again.
+    made = with_layer(layers.Dense(8, name="zero"), layers.BatchNormalization(), optimizer="adam")
+    found = lockstep.verify(made, data(), devices=4, batch_size=10)
+    assert found.equal
+    by_rounding = {d.name for d in found.differences if d.by_rounding}
+    assert any(name.endswith("zero/bias") for name in by_rounding)
+    assert "loss" not in by_rounding
+    assert found.control == "the rows of each batch turned round"
+
+
+# -------------------------------------------------------------------- broken on purpose
+
+
+class NumpyNoise(layers.Layer):
+    """Draws its numbers in Python, once for each time that it is traced."""
+
+    def call(self, x):
+        return x + np.random.normal(size=(1,)).astype("float32")
+
+
+class PythonCounter(layers.Layer):
+    """Counts its traces in Python."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.count = 0
+
+    def call(self, x):
+        self.count += 1
+        return x * (1 + 0.1 * self.count)
+
+
+@pytest.mark.parametrize("broken", [NumpyNoise, PythonCounter])
+def test_a_layer_with_state_in_python_is_named(broken):
+    made = with_layer(broken(name="culprit"))
+    found = lockstep.verify(made, data(), devices=4, steps=3)
+    assert not found.equal
+    assert found.first_step == 1
+    assert found.first_layer.endswith("culprit")
+    assert "not deterministic" in found.cause
+
+
+class DeviceReader(layers.Layer):
+    """Multiplies with how many devices the model was on when it was traced."""
+
+    model = None
+
+    def call(self, x):
+        attached = self.model is not None and any("lockstep" in name for name in vars(self.model))
+        return x * (1.5 if attached else 1.0)
+
+
+def test_a_layer_that_reads_the_devices_is_named(monkeypatch):
+    made = with_layer(DeviceReader(name="culprit"))
+    monkeypatch.setattr(DeviceReader, "model", made)
+    found = lockstep.verify(made, data(), devices=4, steps=3)
+    assert not found.equal
+    assert found.first_step == 1
+    assert found.first_layer.endswith("culprit")
+    assert "something else on several devices" in found.cause
+
+
+# ------------------------------------------------------------------------ leaves no trace
+
+
+@pytest.mark.parametrize("devices", [None, 3])
+def test_the_model_is_untouched(devices):
+    made = with_layer(layers.BatchNormalization(), layers.Dropout(0.2), optimizer="adam")
+    if devices:
+        lockstep.distribute(made, devices)
+    made.fit(*data(), verbose=0)
+    before = snapshot(made)
+    lockstep.verify(made, data(), devices=4, steps=2)
+    assert set(distances(before, snapshot(made)).values()) == {0.0}
+    assert devices_of(made) == {devices or 1}
+
+
+def test_the_model_is_untouched_when_training_fails():
+    made = with_layer()
+    made.compile("sgd", lambda y_true, y_pred: keras.ops.mean(y_pred["nothing"]))
+    made.optimizer.build(made.trainable_variables)
+    before = snapshot(made)
+    with pytest.raises(TypeError):
+        lockstep.verify(made, data(), devices=4, steps=2)
+    assert set(distances(before, snapshot(made)).values()) == {0.0}
+    assert devices_of(made) == {1}
+
+
+def test_a_ragged_batch_that_is_not_fully_split_is_noted():
+    made = with_layer(
+        layers.Lambda(lambda t: keras.ops.reshape(t, (-1, 4)), output_shape=(4,)),
+        layers.Dense(4, activation="gelu"),
+        layers.Lambda(lambda t: keras.ops.reshape(t, (-1, 8)), output_shape=(8,)),
+    )
+    found = lockstep.verify(made, data(15), devices=4, steps=2, batch_size=15)
+    assert found.equal
+    assert any("A batch of 16 rows would be split" in note for note in found.notes)
+
+
+# ------------------------------------------------------------------------------- the data
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return data(5)
+
+
+def generator():
+    while True:
+        yield data(5)
+
+
+def tf_data():
+    import tensorflow as tf
+
+    return tf.data.Dataset.from_tensor_slices(data()).batch(5)
+
+
+def data_loader():
+    import torch
+
+    tensors = [torch.from_numpy(part) for part in data()]
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*tensors), batch_size=5)
+
+
+@pytest.mark.parametrize("source", [Batches, generator, tf_data, data_loader])
+def test_data_sets(source):
+    found = lockstep.verify(with_layer(), source(), devices=2, steps=4)
+    assert found.equal
+    assert found.rows == (5, 5)
+
+
+def test_sample_weights_count():
+    x, y = data()
+    found = lockstep.verify(with_layer(), (x, y, np.linspace(0, 2, len(x))), devices=3, steps=3)
+    assert found.equal
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        (lambda x, y: (x, y[:-1]), "one number of rows"),
+        (lambda x, y: iter([]), "holds none"),
+        (lambda x, y: 3, "is a int"),
+        (lambda x, y: (x, y, y, y), "has 4 parts"),
+    ],
+)
+def test_data_that_cannot_be_used(bad, text):
+    with pytest.raises(UnusableData, match=text):
+        lockstep.verify(with_layer(), bad(*data()), devices=2)
+
+
+def test_a_model_that_is_not_compiled():
+    with pytest.raises(UnusableData, match="is not compiled"):
+        lockstep.verify(keras.Sequential([layers.Dense(1)]), data(), devices=2)
+
+
+# ---------------------------------------------------------------------------- its report
+
+
+def test_the_report_as_json():
+    found = lockstep.verify(with_layer(), data(), devices=2, steps=2)
+    read = json.loads(as_json(found))
+    assert read["equal"] is True
+    assert read["devices"] == ["cpu:0", "cpu:1"]
+    assert {d["name"] for d in read["differences"]} == {d.name for d in found.differences}
+
+
+def test_the_report_as_a_table(capsys):
+    show_verification(lockstep.verify(with_layer(), data(), devices=2, steps=2))
+    said = capsys.readouterr().out
+    assert "2 steps of 32 rows, on one device and on 2" in said
+    assert "2 devices give what one device gives." in said
+
+
+SCRIPT = """
+import keras, numpy as np
+from keras import layers
+
+class Noise(layers.Layer):
+    def call(self, x):
+        return x + np.random.normal(size=(1,)).astype("float32")
+
+def build(*between):
+    model = keras.Sequential([keras.Input((2,)), *between, layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model, (np.ones((20, 2), "float32"), np.ones((20, 1), "float32"))
+
+def broken():
+    return build(Noise())
+
+def only_a_model():
+    return build()[0]
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "code", "said"),
+    [
+        ("train.py:build", 0, '"equal": true'),
+        ("train.py:broken", 1, "not deterministic"),
+        ("train.py:only_a_model", 1, "(model, data) was expected"),
+        ("train.py:nothing", 1, "has no function 'nothing'"),
+        ("nowhere.py:build", 1, "there is no file nowhere.py"),
+        ("train:build", 0, '"equal": true'),
+        ("nowhere:build", 1, "there is no module 'nowhere'"),
+    ],
+)
+def test_the_command(tmp_path, target, code, said):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "lockstep", "verify", target]
+    done = subprocess.run(
+        [*command, "--devices", "3", "--rehearse", "--steps", "2", "--json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout + done.stderr

@@ -106,10 +106,8 @@ class _Comparison:
         """Train from the start; the values after each step."""
         assign(self.model, start or self._start)
         self._probe.fresh()
-        for step, (x, y, sample_weight) in enumerate(batches, 1):
-            logs = self.model.train_on_batch(x, y, sample_weight=sample_weight, return_dict=True)
-            named = {name: np.asarray(value) for name, value in logs.items()}
-            yield step, {**named, **values_of(self.model)}
+        for step, batch in enumerate(batches, 1):
+            yield step, {**self._probe.train(batch), **values_of(self.model)}
 
     def _distances(
         self, batches: list[Batch], start: Values | None = None, *, note_unsplit: bool = False

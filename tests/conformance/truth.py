@@ -1,5 +1,6 @@
 """Training runs, and how far two of them are apart."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -7,6 +8,7 @@ import keras
 import numpy as np
 
 import lockstep
+from tests.conformance.stock import every_loss_counted
 from tests.conformance.zoo import OPTIMIZERS, ZOO
 
 ROWS = 197  # 20 steps of 10, the last of 7
@@ -27,6 +29,11 @@ class Run:
 @lru_cache(maxsize=8)
 def run(name, optimizer, devices, *, dropout=True, reverse=False):
     """Train the zoo's model `name`; `devices` None is Keras alone, on one device."""
+    with nullcontext() if devices is not None else every_loss_counted():
+        return _run(name, optimizer, devices, dropout, reverse)
+
+
+def _run(name, optimizer, devices, dropout, reverse):
     case = ZOO[name]
     keras.utils.clear_session()
     keras.utils.set_random_seed(11)

@@ -57,6 +57,13 @@ class Probe(Protocol):
         """Trace the model anew at its next step, as a new process would."""
         ...
 
+    def train(self, batch: tuple[Any, Any, Any]) -> dict[str, Any]:
+        """Train one step on `batch`; the logs it gives.
+
+        What Keras leaves to chance on one device is not left to it here.
+        """
+        ...
+
     def look(self, batch: tuple[Any, Any, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """What each layer gives for `batch`, in order, and the gradient of each variable.
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from lockstep.announce import fit_line, wants_words
 from lockstep.devices import Device, names_in_words
-from lockstep.engines import jax_devices, jax_states
+from lockstep.engines import jax_devices, jax_losses, jax_states
 from lockstep.engines.jax_probe import JaxProbe
 from lockstep.engines.jax_steps import State, StepFunction, Steps
 from lockstep.errors import LayoutConflict, UnsupportedBackend, UnsupportedModel
@@ -93,6 +93,7 @@ class Attachment:
             "reset_states": self._reset_states,
             "fit": self._fitting(model.fit),
             "call": self._calling(model.call),
+            "stateless_call": _keeping_losses(model.stateless_call, model),
             "get_state_tree": self._on_one_device(model.get_state_tree),
         }
 
@@ -265,6 +266,15 @@ class Attachment:
     def _reset_states(self) -> None:
         """Set the states of every stateful RNN layer to zero, as Keras 2 did."""
         jax_states.reset(jax_states.states_of(self.model))
+
+
+def _keeping_losses(stateless_call: Callable[..., Any], model: Any) -> Callable[..., Any]:
+    @functools.wraps(stateless_call)
+    def call_without_old_losses(*args: Any, **kwargs: Any) -> Any:
+        jax_losses.forget(model)
+        return stateless_call(*args, **kwargs)
+
+    return call_without_old_losses
 
 
 class Holders(weakref.WeakSet[Attachment]):

@@ -8,6 +8,7 @@ import jax
 import keras
 import numpy as np
 
+from lockstep.engines import jax_losses
 from lockstep.engines.jax_steps import State
 
 
@@ -26,6 +27,13 @@ class JaxProbe:
         """Trace the model anew at its next step."""
         self._model.make_train_function(force=True)
 
+    def train(self, batch: tuple[Any, Any, Any]) -> dict[str, Any]:
+        """Train one step on `batch`; the logs it gives."""
+        jax_losses.forget(self._model)
+        x, y, sample_weight = batch
+        logs = self._model.train_on_batch(x, y, sample_weight=sample_weight, return_dict=True)
+        return {name: np.asarray(value) for name, value in logs.items()}
+
     def look(self, batch: tuple[Any, Any, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """What each layer gives for `batch`, in order, and the gradient of each variable.
 
@@ -38,8 +46,7 @@ class JaxProbe:
         attributes["train_step"] = self._looking_step
         try:
             model.make_train_function(force=True)
-            x, y, sample_weight = batch
-            seen = model.train_on_batch(x, y, sample_weight=sample_weight, return_dict=True)
+            seen = self.train(batch)
         finally:
             if before is None:
                 del attributes["train_step"]

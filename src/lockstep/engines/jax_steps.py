@@ -124,7 +124,6 @@ class Steps:
         compilation; one that two variables share cannot be donated.
         """
         seen: set[int] = set()
-        moved: list[jax.Array] = []
 
         def settle(value: Any, layout: NamedSharding) -> Any:
             if id(value) in seen:
@@ -132,15 +131,10 @@ class Steps:
             seen.add(id(value))
             if getattr(value, "sharding", None) == layout:
                 return value
-            moved.append(jax.device_put(value, layout))
-            return moved[-1]
+            return jax.device_put(value, layout)
 
         layouts = self._layouts(state, split)
-        settled = tuple([*map(settle, *pair)] for pair in zip(state, layouts, strict=True))
-        # The step gives these arrays away, and the copy on the first device may be the
-        # very one that the others are still being copied from.
-        jax.block_until_ready(moved)
-        return settled
+        return tuple([*map(settle, *pair)] for pair in zip(state, layouts, strict=True))
 
     def _layouts(self, state: State, split: frozenset[int]) -> list[list[NamedSharding]]:
         layouts = [[self.replicated] * len(group) for group in state]

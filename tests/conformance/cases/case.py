@@ -1,11 +1,14 @@
 """A conformance case: a model, its data, and what is done with them, written once."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
 import keras
 import numpy as np
+
+from tests.conformance.stock import every_loss_counted
 
 BOUND = 1e-5
 """What two runs may differ by: rounding of float32 at magnitude one, over 20 steps."""
@@ -120,7 +123,8 @@ def play(case, distribute=None, *, before=None, sizes=RAGGED, reverse=False):
     model = case.make(sizes)
     if distribute is not None:
         distribute(model)
-    outcome = case.live(model, training, held_out, sizes)
+    with nullcontext() if distribute is not None else every_loss_counted():
+        outcome = case.live(model, training, held_out, sizes)
     if reverse:
         outcome["predict"] = keras.tree.map_structure(turned, outcome["predict"])
     found = {

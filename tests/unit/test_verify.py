@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import keras
+import ml_dtypes
 import numpy as np
 import pytest
 from keras import layers
@@ -12,6 +13,7 @@ from keras import layers
 import lockstep
 from lockstep.errors import UnusableData
 from lockstep.report.verification import as_json, show_verification
+from lockstep.values import moved_by_last_bit
 from tests.conformance.common import devices_of
 from tests.conformance.truth import distances, snapshot
 
@@ -53,6 +55,32 @@ def test_what_rounding_explains_is_said_to_be_rounding():
     assert any(name.endswith("zero/bias") for name in by_rounding)
     assert "loss" not in by_rounding
     assert found.control == "the rows of each batch turned round"
+
+
+@pytest.mark.parametrize("half", ["mixed_bfloat16", "mixed_float16"])
+def test_half_precision_is_held_to_its_own_rounding_with_dropout_too(half):
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(half)
+    try:
+        made = with_layer(layers.Dropout(0.2), layers.Dense(8, activation="gelu"))
+    finally:
+        keras.config.set_dtype_policy(before)
+    found = lockstep.verify(made, data(), devices=4, steps=4, batch_size=9)
+    assert found.equal, found.cause
+    assert "that layers compute in" in found.control
+    kernels = [d for d in found.differences if d.name.endswith("kernel")]
+    assert all(d.bound < 0.05 for d in kernels)  # a wrong gradient is further off than that
+
+
+def test_the_last_bit_is_that_of_the_type_a_layer_computes_in():
+    values = np.array([1.0, 3.0, -0.1, 0.0], "float32")
+    for bits, type_ in ((8, ml_dtypes.bfloat16), (11, np.float16), (24, np.float32)):
+        moved = moved_by_last_bit(values, np.random.default_rng(0), bits)
+        apart = np.abs(moved - values)[:3] / np.spacing(np.abs(values[:3]).astype(type_)).astype(
+            "float32"
+        )
+        np.testing.assert_allclose(apart, 1, rtol=1e-6 if bits < 24 else 0)
+    assert moved_by_last_bit(values, np.random.default_rng(0))[3] != 0
 
 
 # -------------------------------------------------------------------- broken on purpose

@@ -108,6 +108,66 @@ def verify(
     sys.exit(0 if found.equal else 1)
 
 
+@main.command()
+@click.argument("target")
+@click.option("--devices", default="1", show_default=True, help="Numbers of devices: 1,2,4.")
+@click.option("--steps", default=50, show_default=True, type=click.IntRange(min=1))
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1))
+@click.option("--batch-size", type=click.IntRange(min=1), help="Where the data is arrays.")
+@click.option("--rehearse", is_flag=True, help="Make as many virtual CPU devices each time.")
+@click.option("--json", "as_json_", is_flag=True, help="Print JSON instead of a table.")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Also write an HTML page with plots here.",
+)
+def bench(
+    target: str,
+    devices: str,
+    steps: int,
+    rounds: int,
+    batch_size: int | None,
+    rehearse: bool,
+    as_json_: bool,
+    output: Path | None,
+) -> None:
+    """Measure how fast a model trains on several numbers of devices.
+
+    TARGET is file.py:function or package.module:function; the function returns
+    (model, data), the model compiled. Each number of devices has its own process.
+    """
+    from lockstep.bench import run_bench
+    from lockstep.report.scaling import as_json, show_scaling, write_page
+
+    if output is not None and not _is_installed("matplotlib"):
+        raise click.ClickException(
+            "The page needs matplotlib, which is not installed here.\n"
+            'Install it with: pip install "keras-lockstep[report]", or leave --output out.'
+        )
+    counts = [part.strip() for part in devices.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in counts):
+        raise click.UsageError(
+            f"--devices={devices} was asked for; write numbers of devices, such as 1,2,4."
+        )
+    found = run_bench(
+        target,
+        [int(part) for part in counts],
+        steps=steps,
+        rounds=rounds,
+        batch_size=batch_size,
+        rehearse=rehearse,
+        say=lambda text: click.echo(text, err=True),
+    )
+    if as_json_:
+        click.echo(as_json(found))
+    else:
+        show_scaling(found)
+    if output is not None:
+        write_page(found, output)
+        click.echo(f"Written: {output}", err=True)
+
+
 main.add_command(inspect_command)
 main.add_command(rescue_command)
 

@@ -9,6 +9,7 @@
     ├── NotAModel (TypeError)         the object is no Keras model
     ├── UnusableData (ValueError)     what verify was given to train on
     ├── TargetNotFound (ValueError)   file.py:function names nothing
+    ├── BenchFailed                   a process that measured did not end well
     ├── UnsupportedModel              the engine could not keep this model exact
         ├── LayoutConflict                a variable would need two layouts
     └── OldFileError (ValueError)     an old file cannot be read or rescued
@@ -65,6 +66,10 @@ class UnusableData(LockstepError, ValueError):
 
 class TargetNotFound(LockstepError, ValueError):
     """What a command was told to run cannot be found or does not fit."""
+
+
+class BenchFailed(LockstepError):
+    """A process that was to measure a model did not end well."""
 
 
 class UnsupportedModel(LockstepError):

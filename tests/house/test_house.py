@@ -15,11 +15,13 @@ FILES_OF = {"rescue/states.py": {"torch"}}
 
 LAYERS = [
     {"errors"},
-    {"devices", "shards", "layout", "values", "verification"},
+    {"devices", "shards", "layout", "scaling", "values", "verification"},
     {"announce"},
     {"engines"},
     {"batches", "comparison", "launch", "targets"},
-    {"distribute", "rehearsal", "checkpoint", "branches", "verify", "plan", "bench", "rescue"},
+    {"distribute", "rehearsal", "checkpoint", "branches", "verify", "plan", "rescue"},
+    {"measurement"},
+    {"bench"},
     {"demo", "report"},
     {"cli", "__init__", "__main__"},
 ]

@@ -46,8 +46,30 @@ class Engine(Protocol):
         ...
 
 
+class Compiling(Protocol):
+    """What was compiled: how many seconds it took."""
+
+    seconds: float
+
+
+class Trace(Protocol):
+    """What the busiest device did: seconds of computation, and of communication."""
+
+    seen: bool
+    compute: float
+    communication: float
+
+
 class Probe(Protocol):
-    """Looks inside the training steps of one model, for `verify`."""
+    """Looks inside the training steps of one model, for `verify` and `bench`."""
+
+    def compiling(self) -> AbstractContextManager[Compiling]:
+        """Count the seconds that are spent on compiling while it lasts."""
+        ...
+
+    def tracing(self) -> AbstractContextManager[Trace]:
+        """Profile the devices while it lasts; filled in when it ends."""
+        ...
 
     def precise(self) -> AbstractContextManager[object]:
         """While it lasts, matrix products have the full precision of their type."""

@@ -8,7 +8,7 @@ import jax
 import keras
 import numpy as np
 
-from lockstep.engines import jax_losses
+from lockstep.engines import jax_losses, jax_profile
 from lockstep.engines.jax_steps import State
 
 
@@ -17,6 +17,14 @@ class JaxProbe:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+
+    def compiling(self) -> AbstractContextManager[jax_profile.Compiling]:
+        """Count the seconds that are spent on compiling while it lasts."""
+        return jax_profile.compiling()
+
+    def tracing(self) -> AbstractContextManager[jax_profile.Trace]:
+        """Profile the devices while it lasts."""
+        return jax_profile.tracing()
 
     def precise(self) -> AbstractContextManager[object]:
         """Matrix products at full float32 precision, which GPUs do not take by default."""

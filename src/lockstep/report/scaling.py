@@ -1,0 +1,143 @@
+"""What bench found, as a table and as a page."""
+
+import html
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lockstep.scaling import Measurement, Scaling
+
+_PARTS = ("input", "host", "compute", "communication")
+_HEADS = (
+    "devices",
+    "rows/s",
+    "step",
+    "spread",
+    "speed-up",
+    "efficiency",
+    *_PARTS,
+    "compile",
+    "checkpoint",
+)
+
+
+def show_scaling(found: Scaling, console: Console | None = None) -> None:
+    """Print what `bench` found: a table, then a verdict in words."""
+    console = console or Console()
+    columns = [_cells(found, measured) for measured in found.measurements]
+    table = Table("devices", *(cells[0] for cells in columns))
+    for head, *cells in list(zip(_HEADS, *columns, strict=True))[1:]:
+        table.add_row(head, *cells)
+    console.print(table)
+    style = "bold red" if found.rehearsed else ""
+    console.print(found.verdict, style=style, highlight=False)
+    for advice in found.advice:
+        console.print(advice, highlight=False)
+
+
+def as_json(found: Scaling) -> str:
+    """The same as JSON."""
+    return json.dumps(found.as_dict(), indent=2)
+
+
+def write_page(found: Scaling, path: Path) -> None:
+    """Write one HTML file with the table, the verdict and two plots, and nothing to load."""
+    rows = "".join(
+        f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in _cells(found, measured))}</tr>"
+        for measured in found.measurements
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    loads = ", ".join(f"{measured.load:.1f}" for measured in found.measurements)
+    page = _PAGE.format(
+        target=html.escape(found.target),
+        verdict=html.escape(found.verdict),
+        kind="loud" if found.rehearsed else "",
+        advice="".join(f"<p>{html.escape(advice)}</p>" for advice in found.advice),
+        heads="".join(f"<th>{head}</th>" for head in _HEADS),
+        rows=rows,
+        plots=_plots(found),
+        machine=html.escape(
+            f"{found.cores} cores; load before each measurement: {loads}; {versions}"
+        ),
+    )
+    aside = path.with_name(path.name + ".part")
+    aside.write_text(page, encoding="utf-8")
+    aside.replace(path)
+
+
+def _cells(found: Scaling, measured: Measurement) -> list[str]:
+    parts = (getattr(measured, part) for part in _PARTS)
+    return [
+        str(len(measured.devices)),
+        f"{measured.rows_per_second:,.0f}",
+        _milliseconds(measured.step),
+        " to ".join(_milliseconds(seconds) for seconds in measured.spread),
+        f"{found.speedup(measured):.2f}",
+        f"{found.efficiency(measured):.0%}",
+        *("" if seconds is None else _milliseconds(seconds) for seconds in parts),
+        f"{measured.compile:.1f} s",
+        f"{measured.checkpoint:.2f} s",
+    ]
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def _plots(found: Scaling) -> str:
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    FigureCanvasSVG(figure)
+    speed, parts = figure.subplots(1, 2)
+    counts = [len(measured.devices) for measured in found.measurements]
+    rates = [measured.rows_per_second for measured in found.measurements]
+    speed.plot(counts, rates, marker="o", label="measured")
+    ideal = [rates[0] * count / counts[0] for count in counts]
+    speed.plot(counts, ideal, linestyle="--", color="grey", label="perfect")
+    speed.set(xlabel="devices", ylabel="rows per second", xticks=counts, ylim=(0, None))
+    speed.legend()
+    places = range(len(counts))
+    width = 0.8 / len(_PARTS)
+    for number, part in enumerate(_PARTS):
+        heights = [(getattr(m, part) or 0) * 1e3 for m in found.measurements]
+        parts.bar([place + number * width for place in places], heights, width, label=part)
+    steps: Any = [m.step * 1e3 for m in found.measurements]
+    parts.plot([place + 1.5 * width for place in places], steps, "k_", markersize=40, label="step")
+    parts.set(xlabel="devices", ylabel="ms per step")
+    parts.set_xticks([place + 1.5 * width for place in places], [str(c) for c in counts])
+    parts.legend()
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg")
+    return drawn.getvalue().partition("<svg")[1] + drawn.getvalue().partition("<svg")[2]
+
+
+_PAGE = """\
+<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<title>lockstep bench: {target}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; }}
+table {{ border-collapse: collapse; }}
+th, td {{ border-bottom: 1px solid #ccc; padding: .3rem .6rem; text-align: right; }}
+.loud {{ color: #b00; font-weight: bold; }}
+small {{ color: #555; }}
+</style>
+<h1>{target}</h1>
+<p class="{kind}">{verdict}</p>
+{advice}
+{plots}
+<table><tr>{heads}</tr>{rows}</table>
+<p><small>A step is the median of the rounds, with its quartiles. Input, host, compute and
+communication overlap, so they do not add up to a step: the longest of them limits it. Input is
+what it takes to prepare a batch with nothing else running; host is the processor time of the
+main thread; compute and communication come from a profile of the busiest device, and waiting
+for the other devices counts as communication. {machine}.</small></p>
+</html>
+"""

@@ -1,0 +1,121 @@
+"""What `bench` says about measurements, and how it comes to them."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from lockstep.bench import run_bench
+from lockstep.errors import BenchFailed
+from lockstep.report.scaling import as_json, show_scaling, write_page
+from lockstep.scaling import Measurement, Scaling
+
+
+def measured(count, step, platform="gpu", **parts):
+    base = {"input": 1e-4, "host": 1e-4, "compute": step * 0.7, "communication": 0.0}
+    return Measurement(
+        devices=tuple(f"{platform}:{n}" for n in range(count)),
+        rows=64,
+        step=step,
+        spread=(step * 0.9, step * 1.1),
+        **{**base, **parts},
+        compile=2.5,
+        checkpoint=0.1,
+        load=0.3,
+    )
+
+
+def scaling(*measurements, rehearsed=False):
+    return Scaling("train.py:build", rehearsed, 2, {"keras": "3"}, measurements)
+
+
+def test_speedup_and_efficiency_are_those_of_rows_per_second():
+    found = scaling(measured(1, 0.010), measured(4, 0.004))
+    last = found.measurements[1]
+    assert last.rows_per_second == pytest.approx(16_000)
+    assert found.speedup(last) == pytest.approx(2.5)
+    assert found.efficiency(last) == pytest.approx(0.625)
+    assert "4 devices are 2.50 times as fast as 1, an efficiency of 62%" in found.verdict
+    assert "the computation itself" in found.verdict
+
+
+@pytest.mark.parametrize(
+    ("parts", "limit", "advice"),
+    [
+        ({"input": 0.02}, "input", "more workers for the data help"),
+        ({"host": 0.02, "compute": 0.004}, "host", r"steps_per_execution=64\b"),
+        ({"communication": 0.012, "compute": 0.004}, "communication", r"batch_size=2048\b"),
+    ],
+)
+def test_what_limits_is_the_longest_part(parts, limit, advice):
+    found = scaling(measured(1, 0.010), measured(4, 0.020, **parts))
+    assert found.measurements[1].limit == limit
+    assert "More devices do not help" in found.verdict
+    assert re.search(advice, " ".join(found.advice))
+
+
+def test_rehearsed_devices_prove_no_speed():
+    found = scaling(measured(1, 0.01, "cpu"), measured(2, 0.005, "cpu"), rehearsed=True)
+    assert "say nothing about speed" in found.verdict
+    assert found.advice == ()
+
+
+def test_the_report_names_every_number():
+    found = scaling(measured(1, 0.010), measured(2, 0.006, communication=None, compute=None))
+    console = Console(file=io.StringIO(), width=80)
+    show_scaling(found, console)
+    shown = console.file.getvalue()
+    for word in ("rows/s", "6,400", "10,667", "1.67", "83%", "9 ms to 11 ms", "2.5 s"):
+        assert word in shown
+    again = json.loads(as_json(found))
+    assert again["measurements"][1]["efficiency"] == pytest.approx(0.8333, abs=1e-3)
+    assert again["measurements"][1]["compute"] is None
+
+
+def test_the_page_loads_nothing(tmp_path):
+    write_page(scaling(measured(1, 0.01), measured(2, 0.006)), tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<svg") == 1
+    assert "2 devices are 1.67 times as fast" in page
+    assert not re.search(r'(src|href)="http|<script|@import', page)
+    assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
+
+
+SCRIPT = """
+import keras, numpy as np
+def build():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(64), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model, (np.ones((35, 3), "float32"), np.ones((35, 1), "float32"))
+"""
+
+
+def test_the_command_measures_each_count_in_its_own_process(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "lockstep", "bench", "train.py:build", "--devices", "3"]
+    command += ["--rehearse", "--steps", "4", "--rounds", "2", "--batch-size", "10", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(done.stdout)["measurements"]
+    assert found["devices"] == ["cpu:0", "cpu:1", "cpu:2"]
+    assert found["rows"] == 10
+    for part in ("step", "host", "compute", "communication", "compile", "checkpoint"):
+        assert found[part] > 0, part
+
+
+def test_a_process_that_fails_is_told_with_its_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("def build():\n    raise ValueError('no such data')\n")
+    with pytest.raises(BenchFailed, match=r"(?s)2 devices ended with 1:\nValueError: no such data"):
+        run_bench("train.py:build", [2])
+
+
+def test_counts_have_to_be_numbers(tmp_path):
+    command = [sys.executable, "-m", "lockstep", "bench", "train.py:build", "--devices", "1,x"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--devices=1,x was asked for" in done.stderr

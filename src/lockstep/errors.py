@@ -9,6 +9,7 @@
     ├── NotAModel (TypeError)         the object is no Keras model
     ├── UnusableData (ValueError)     what verify was given to train on
     ├── TargetNotFound (ValueError)   file.py:function names nothing
+    ├── ProcessesDisagree             several processes would not train one model
     ├── BenchFailed                   a process that measured did not end well
     ├── UnsupportedModel              the engine could not keep this model exact
         ├── LayoutConflict                a variable would need two layouts
@@ -66,6 +67,10 @@ class UnusableData(LockstepError, ValueError):
 
 class TargetNotFound(LockstepError, ValueError):
     """What a command was told to run cannot be found or does not fit."""
+
+
+class ProcessesDisagree(LockstepError):
+    """Several processes were started that would not train one model together."""
 
 
 class BenchFailed(LockstepError):

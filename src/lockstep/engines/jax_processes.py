@@ -1,0 +1,140 @@
+"""Several JAX processes that train one model together.
+
+Every process runs the same script. Between calls each of them has the whole model on a
+device of its own, so that whatever a script or a callback does with it is local; within
+a step the same arrays are one array over all devices of all processes.
+"""
+
+import os
+import random
+import zlib
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+
+from lockstep.errors import ProcessesDisagree
+
+
+def several() -> bool:
+    """Whether JAX runs in more than one process."""
+    count: int = jax.process_count()
+    return count > 1
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes files and prints."""
+    index: int = jax.process_index()
+    return index == 0
+
+
+def check_started() -> None:
+    """Raise where a launcher has started several processes and JAX knows of one.
+
+    Each of them would train alone, on all rows.
+
+    Raises:
+        ProcessesDisagree: If that is so.
+    """
+    asked = os.environ.get("WORLD_SIZE", "")
+    if jax.process_count() == 1 and asked.isdecimal() and int(asked) > 1:
+        raise ProcessesDisagree(
+            f"WORLD_SIZE={asked} processes were started, and JAX knows of one: each would train "
+            "alone.\nCall jax.distributed.initialize(...) before the first Keras operation, "
+            "with the address,\nWORLD_SIZE and RANK, or unset WORLD_SIZE to train in one process."
+        )
+
+
+def check_devices(devices: list[jax.Device]) -> None:
+    """Raise where a process would have no part in a step.
+
+    Raises:
+        ProcessesDisagree: If `devices` leaves out one of those that are here.
+    """
+    if several() and set(devices) != set(jax.devices(devices[0].platform)):
+        raise ProcessesDisagree(
+            f"{len(devices)} devices were asked for, and {jax.device_count()} are in "
+            f"{jax.process_count()} processes, all of which have to take part.\n"
+            "Leave devices out, or start fewer processes."
+        )
+
+
+def put(value: Any, layout: NamedSharding) -> jax.Array:
+    """An array that every process has whole, laid out over the devices of all."""
+    value = local(value)
+    if not layout.is_fully_replicated:
+        host = np.asarray(value)
+        return jax.make_array_from_callback(host.shape, layout, lambda rows: host[rows])
+    mine = [device for device in layout.mesh.devices.flat if device in layout.addressable_devices]
+    copies = [jax.device_put(value, device) for device in mine]
+    return jax.make_array_from_single_device_arrays(np.shape(value), layout, copies)
+
+
+def local(value: Any) -> Any:
+    """The copy that is on the first device of this process, of an array that every device has."""
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return value.addressable_data(0)
+    return value
+
+
+def from_first(values: list[Any]) -> list[np.ndarray]:
+    """The arrays of the first process, in every process."""
+    return [_unpacked(value, got) for value, got in zip(values, _broadcast(values), strict=True)]
+
+
+def share_random_numbers() -> None:
+    """Let every process draw what the first one draws: the order of rows, say."""
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = np.random.get_state(legacy=False)
+    mine = [
+        np.array(words, "uint32"),
+        np.asarray(state["state"]["key"], "uint32"),
+        np.array([state["state"]["pos"], state["has_gauss"]], "int64"),
+        np.array([state["gauss"]], "float64"),
+    ]
+    first_words, key, counts, cached = from_first(mine)
+    random.setstate((version, tuple(int(word) for word in first_words), gauss))
+    np.random.set_state(("MT19937", key, int(counts[0]), int(counts[1]), float(cached[0])))
+
+
+def check_same(batch: Any, batches: int | None) -> None:
+    """Raise where the first batch of an epoch is not the same in every process.
+
+    Raises:
+        ProcessesDisagree: If the rows, or the number of batches, differ.
+    """
+    check = zlib.crc32(repr(batches).encode())
+    for leaf in keras.tree.flatten(batch):
+        if leaf is not None:
+            array = np.asarray(leaf)
+            check = zlib.crc32(repr((array.shape, str(array.dtype))).encode(), check)
+            check = zlib.crc32(array[: 1 << 10].tobytes(), check)
+    every = multihost_utils.process_allgather(np.array([check], "uint32")).ravel()
+    other = np.flatnonzero(every != every[0])
+    if other.size:
+        raise ProcessesDisagree(
+            f"Process {other[0]} has another first batch, or another number of batches, than "
+            "process 0: rows would be lost or trained on twice.\n"
+            "Give every process the same data in the same order (seed what draws the order), and "
+            "the global batch size:\neach process places the rows of its own devices."
+        )
+
+
+def wait_for_all(where: str) -> None:
+    """Wait until every process is there."""
+    multihost_utils.sync_global_devices(where)
+
+
+def _broadcast(values: list[Any]) -> list[np.ndarray]:
+    # As bytes: the broadcast is a sum, which would cut 64 bits to 32 and lose the sign of zero.
+    packed = [np.asarray(value).reshape(-1).view("uint8") for value in values]
+    got = multihost_utils.broadcast_one_to_all(packed)
+    return [np.asarray(part) for part in got]
+
+
+def _unpacked(value: Any, got: np.ndarray) -> np.ndarray:
+    like = np.asarray(value)
+    return np.frombuffer(got.tobytes(), like.dtype).reshape(like.shape)

@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 from lockstep.announce import fit_line, wants_words
 from lockstep.devices import Device, names_in_words
 from lockstep.engines import jax_devices, jax_losses, jax_states
+from lockstep.engines.jax_loop import Loop
 from lockstep.engines.jax_probe import JaxProbe
 from lockstep.engines.jax_steps import State, StepFunction, Steps
 from lockstep.errors import LayoutConflict, UnsupportedBackend, UnsupportedModel
@@ -86,16 +87,22 @@ class Attachment:
         self.devices = devices
         self._steps = Steps(jax_devices.find(devices))
         self._split: frozenset[int] = frozenset()
-        self._hooks = {
+        self._hooks: dict[str, Callable[..., Any]] = {}
+
+    def _new_hooks(self) -> dict[str, Callable[..., Any]]:
+        model = self.model
+        hooks = {
             "make_train_function": self._make_train_function,
             "make_test_function": self._make_test_function,
             "make_predict_function": self._make_predict_function,
             "reset_states": self._reset_states,
-            "fit": self._fitting(model.fit),
+            **self._loops(),
             "call": self._calling(model.call),
             "stateless_call": _keeping_losses(model.stateless_call, model),
-            "get_state_tree": self._on_one_device(model.get_state_tree),
         }
+        if hasattr(model, "get_state_tree"):  # a layer with Keras's Trainer has none
+            hooks["get_state_tree"] = self._on_one_device(model.get_state_tree)
+        return hooks
 
     # ------------------------------------------------------------ on and off the mesh
 
@@ -112,6 +119,7 @@ class Attachment:
         """Move the variables to the mesh, and replace the step functions."""
         self._place_variables()
         vars(self.model)[_ATTACHMENT] = self
+        self._hooks = self._new_hooks()
         vars(self.model).update(self._hooks)
         self._remake_functions()
 
@@ -164,16 +172,14 @@ class Attachment:
         model = self.model
         self._adopt()
         if model.train_function is None or force:
-            step = self._step_function(model.train_step)
-            model.train_function = self._repeated(step)
+            model.train_function = self._step_function(model.train_step)
 
     def _make_test_function(self, force: bool = False) -> None:
         # keras/src/backend/jax/trainer.py, JAXTrainer.make_test_function
         model = self.model
         self._adopt()
         if model.test_function is None or force:
-            step = self._step_function(model.test_step)
-            model.test_function = self._repeated(step)
+            model.test_function = self._step_function(model.test_step)
 
     def _make_predict_function(self, force: bool = False) -> None:
         # keras/src/backend/jax/trainer.py, JAXTrainer.make_predict_function
@@ -185,8 +191,14 @@ class Attachment:
                 outputs, non_trainable_variables = model.predict_step(state, data)
                 return outputs, (state[0], non_trainable_variables)
 
-            step = self._step_function(predict_step, per_row_outputs=True)
-            model.predict_function = self._repeated(step, concatenate=True)
+            model.predict_function = self._step_function(predict_step, per_row_outputs=True)
+
+    def _loops(self) -> dict[str, Callable[..., Any]]:
+        """`fit`, announced; and where the model has none of its own, the faster loops."""
+        loop = Loop(self.model)
+        names = ("fit", "evaluate", "predict")
+        loops = {name: getattr(loop, name) for name in names if loop.replaces(name)}
+        return {**loops, "fit": self._fitting(loops.get("fit", self.model.fit))}
 
     def _fitting(self, fit: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fit)
@@ -215,31 +227,11 @@ class Attachment:
         return undistributed_state_tree
 
     def _step_function(self, step: Any, *, per_row_outputs: bool = False) -> StepFunction:
+        make = self._steps.compiled
         if self.model.run_eagerly or not self.model.jit_compile:
-            return self._steps.eager(step, self._splits)
-        return self._steps.compiled(step, self._splits, per_row_outputs=per_row_outputs)
-
-    def _repeated(self, step: StepFunction, *, concatenate: bool = False) -> StepFunction:
-        """`steps_per_execution` steps in one call; the iterator may end before."""
-        # keras/src/backend/jax/trainer.py, JAXTrainer._make_function
+            make = self._steps.eager
         times = self.model.steps_per_execution
-        if times == 1:
-            return step
-
-        def steps(state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
-            outputs, state = step(state, iterator)
-            every = [outputs]
-            try:
-                for _ in range(times - 1):
-                    outputs, state = step(state, iterator)
-                    every.append(outputs)
-            except StopIteration:
-                pass
-            if concatenate:
-                outputs = keras.tree.map_structure(lambda *parts: np.concatenate(parts), *every)
-            return outputs, state
-
-        return steps
+        return make(step, self._splits, times=times, per_row_outputs=per_row_outputs)
 
     def _adopt(self) -> None:
         """Take in variables that appeared since, before a fit, evaluate or predict."""

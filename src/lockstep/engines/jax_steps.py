@@ -27,7 +27,6 @@ from lockstep.shards import missing_rows
 
 State = tuple[Any, ...]
 Step = Callable[[State, Any], tuple[Any, State]]
-StepFunction = Callable[[State, Iterator[Any]], tuple[Any, State]]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["padded"], meta_fields=["rows"])
@@ -42,6 +41,55 @@ class Sharded:
 
     padded: jax.Array
     rows: int
+
+
+@dataclass(frozen=True)
+class StepFunction:
+    """What Keras calls a step function, and its parts.
+
+    Attributes:
+        place: From a batch of the host to one on the mesh.
+        settle: From a state that was read out of variables to one that `run` takes.
+            What `run` returned needs no settling.
+        look: Says what is to be said of this batch, or `None`.
+        run: State and placed batch in, outputs and the next state out. Where it is
+            compiled, the state that went in is gone afterwards.
+        finish: Of predictions, from what `run` gives to the rows; `None` for logs.
+        times: `steps_per_execution`.
+    """
+
+    place: Callable[[Any], Any]
+    settle: Callable[[State], State]
+    look: Callable[[State, Any], None] | None
+    run: Callable[[State, Any], tuple[Any, State]]
+    finish: Callable[[Any], Any] | None
+    times: int
+
+    def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
+        """`times` steps, or as many as the iterator has batches for, in Keras's protocol."""
+        # keras/src/backend/jax/trainer.py, JAXTrainer._make_function
+        batch = next(iterator)
+        state = self.settle(state)
+        every = []
+        for more in range(self.times - 1, -1, -1):
+            placed = self.place(batch)
+            if self.look is not None:
+                self.look(state, placed)
+            outputs, state = self.run(state, placed)
+            every.append(outputs)
+            batch = next(iterator, None) if more else None
+            if batch is None:
+                break
+        return self.outputs(every), state
+
+    def outputs(self, every: list[Any]) -> Any:
+        """The outputs of one execution, out of those of its steps: all rows, or the last logs."""
+        if self.finish is None:
+            return every[-1]
+        if len(every) == 1:
+            return self.finish(every[0])
+        whole = map(self.finish, every)
+        return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *whole)
 
 
 class Steps:
@@ -65,14 +113,20 @@ class Steps:
     # ------------------------------------------------------------ step functions
 
     def compiled(
-        self, step: Step, split: Callable[[], frozenset[int]], *, per_row_outputs: bool
-    ) -> StepFunction:
-        """A compiled step function: one batch in, outputs and the new state out.
+        self,
+        step: Step,
+        split: Callable[[], frozenset[int]],
+        *,
+        times: int,
+        per_row_outputs: bool,
+    ) -> "StepFunction":
+        """A compiled step function.
 
         Args:
             step: Keras's `train_step` or `test_step`, or a predicting step.
             split: Says which of the non-trainable variables, by position, are split
                 by rows. All other variables are on every device.
+            times: `steps_per_execution`.
             per_row_outputs: Whether outputs stay split by rows, as predictions do,
                 or go to every device, as the few numbers of a log do.
         """
@@ -90,30 +144,46 @@ class Steps:
         outputs_layout = None if per_row_outputs else self.replicated
         run = jax.jit(program, donate_argnums=0, out_shardings=(outputs_layout, None))
 
-        def step_function(state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
-            batch = self._shard(next(iterator))
-            state = self.settled(state, split())
+        def look(state: State, batch: Any) -> None:
             ragged = self._ragged_shapes(batch)
             if ragged and ragged not in looked_at:
                 looked_at.add(ragged)
                 self._say_if_unsplit(run.trace(state, batch), ragged)
-            outputs, state = run(state, batch)
-            return (_whole_outputs(outputs) if per_row_outputs else outputs), state
 
-        return step_function
+        return StepFunction(
+            place=self._shard,
+            settle=lambda state: self.settled(state, split()),
+            look=look if self._replicas > 1 else None,
+            run=run,
+            finish=_whole_outputs if per_row_outputs else None,
+            times=times,
+        )
 
-    def eager(self, step: Step, split: Callable[[], frozenset[int]]) -> StepFunction:
+    def eager(
+        self,
+        step: Step,
+        split: Callable[[], frozenset[int]],
+        *,
+        times: int,
+        per_row_outputs: bool,
+    ) -> "StepFunction":
         """A step function that runs operation by operation, as `run_eagerly` asks.
 
         Outside a program JAX splits even shards only: a batch that does not divide
         goes whole to every device, which is exact and repeats the work.
         """
 
-        def step_function(state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
-            batch = keras.tree.map_structure(self._place_eagerly, next(iterator))
+        def run(state: State, batch: Any) -> tuple[Any, State]:
             return step(self.settled(state, split()), batch)
 
-        return step_function
+        return StepFunction(
+            place=lambda batch: keras.tree.map_structure(self._place_eagerly, batch),
+            settle=lambda state: state,
+            look=None,
+            run=run,
+            finish=(lambda outputs: outputs) if per_row_outputs else None,
+            times=times,
+        )
 
     # ------------------------------------------------------------------ placement
 
@@ -155,7 +225,18 @@ class Steps:
         return jax.device_put(value, self.replicated)
 
     def _shard(self, batch: Any) -> Any:
+        if self._replicas == 1:
+            # Where nothing is split, JAX's own way in is right for a host array, and fast.
+            if type(batch) is tuple and all(type(leaf) is np.ndarray for leaf in batch):
+                return batch
+            return keras.tree.map_structure(self._place_on_one, batch)
         return keras.tree.map_structure(self._shard_leaf, batch)
+
+    def _place_on_one(self, leaf: Any) -> Any:
+        if leaf is None or type(leaf) is np.ndarray:
+            return leaf
+        placed = isinstance(leaf, jax.Array | sparse.JAXSparse)
+        return jax.device_put(leaf if placed else np.asarray(leaf), self.replicated)
 
     def _shard_leaf(self, leaf: Any) -> Any:
         if leaf is None:

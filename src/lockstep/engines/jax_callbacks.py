@@ -1,0 +1,82 @@
+"""Keras's list of callbacks, without a wait for the device at every batch."""
+
+import time
+from typing import Any
+
+import keras
+from keras.src.utils.python_utils import pythonify_logs  # keras/src/utils/python_utils.py
+
+from lockstep.engines.jax_logs import later
+
+
+class Callbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
+    """Calls callbacks in Keras's order, in the calling thread, with logs fetched on demand.
+
+    Keras hands logs of numbers over, for which it waits for the device after each
+    batch, or hands the wait to another thread, which costs more than a small step.
+    Here the numbers are fetched for the first callback that looks at them, and the
+    progress bar is called for the batches at which it draws.
+    """
+
+    def _configure_async_dispatch(self, callbacks: Any) -> None:
+        """Nothing is handed to another thread."""
+        # keras/src/callbacks/callback_list.py: __init__ has set all three to False.
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Call every callback before a batch of training."""
+        logs = pythonify_logs(logs) if logs else {}
+        for callback in self.callbacks:
+            callback.on_train_batch_begin(batch, logs=logs)
+
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Call every callback before a batch of evaluation."""
+        logs = pythonify_logs(logs) if logs else {}
+        for callback in self.callbacks:
+            callback.on_test_batch_begin(batch, logs=logs)
+
+    def on_predict_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Call every callback before a batch of prediction."""
+        logs = pythonify_logs(logs) if logs else {}
+        for callback in self.callbacks:
+            callback.on_predict_batch_begin(batch, logs=logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Call every callback after a batch of training."""
+        logs = later(logs, pythonify_logs)
+        for callback in self.callbacks:
+            if _draws(callback, batch):
+                callback.on_train_batch_end(batch, logs=logs)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Call every callback after a batch of evaluation."""
+        logs = later(logs, pythonify_logs)
+        for callback in self.callbacks:
+            # Within `fit` the progress bar takes no notice of evaluation.
+            if getattr(callback, "_called_in_fit", False) or _draws(callback, batch):
+                callback.on_test_batch_end(batch, logs=logs)
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Call every callback after a batch of prediction."""
+        logs = later(logs, pythonify_logs)
+        for callback in self.callbacks:
+            if _draws(callback, batch):
+                callback.on_predict_batch_end(batch, logs=logs)
+
+
+def _draws(callback: Any, batch: int) -> bool:
+    """Whether a callback may do anything visible after this batch.
+
+    Only Keras's own progress bar may not: between two drawings, which its interval
+    keeps apart, it would fetch the numbers for nothing. What it counts is counted here.
+    """
+    if type(callback) is not keras.callbacks.ProgbarLogger:
+        return True
+    # keras/src/callbacks/progbar_logger.py, ProgbarLogger._update_progbar, and
+    # keras/src/utils/progbar.py, Progbar.update: the first call starts its clock.
+    bar = callback.progbar
+    if callback.verbose != 1 or bar is None or not bar._seen_so_far:
+        return True
+    if time.time() - bar._last_update >= bar.interval:
+        return True
+    callback.seen = bar._seen_so_far = batch + 1
+    return False

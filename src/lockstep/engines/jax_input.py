@@ -1,0 +1,70 @@
+"""Where the batches of an epoch come from: fresh host arrays, one after the other."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.array_slicing import NumpySliceable, convert_to_sliceable
+from keras.src.trainers.epoch_iterator import EpochIterator
+
+
+class HostIterator(EpochIterator):  # type: ignore[misc]
+    """Keras's iterator over epochs, with host arrays that nobody else writes into.
+
+    A step runs while Python goes on, and JAX may read a host array in place for as
+    long. Who yields one array again and again, with new rows in it each time, would
+    train on rows of the next batch.
+
+    Keras's own for JAX puts each batch on the first device of an accelerator.
+    """
+
+    # keras/src/backend/jax/trainer.py, JAXEpochIterator; and the base class,
+    # keras/src/trainers/epoch_iterator.py, which calls both.
+
+    def __next__(self) -> Any:
+        return next(self._epoch_iterator)
+
+    def _get_iterator(self) -> Iterator[Any]:
+        rows = _plain_arrays(self.data_adapter)
+        if rows is not None:
+            return _rows_of_arrays(self.data_adapter, rows)
+        return _fresh(self.data_adapter.get_jax_iterator())
+
+
+def _plain_arrays(adapter: Any) -> tuple[np.ndarray, ...] | None:
+    """The arrays of a data set that is one tuple of NumPy arrays, or `None`."""
+    # keras/src/trainers/data_adapters/array_data_adapter.py, ArrayDataAdapter.__init__
+    if type(adapter) is not ArrayDataAdapter or type(adapter._inputs) is not tuple:
+        return None
+    sliceable = convert_to_sliceable(adapter._inputs, target_backend="jax")
+    if any(type(part) is not NumpySliceable for part in sliceable):
+        return None
+    return tuple(part.array for part in sliceable)
+
+
+def _rows_of_arrays(adapter: Any, arrays: tuple[np.ndarray, ...]) -> Iterator[Any]:
+    """The batches of Keras, in its order and from its random numbers, with less Python."""
+    # keras/src/trainers/data_adapters/array_data_adapter.py, ArrayDataAdapter._get_iterator
+    rows, size, shuffle = adapter._num_samples, adapter._batch_size, adapter._shuffle
+    order = np.random.permutation(rows) if shuffle and shuffle != "batch" else None
+    for start in range(0, rows, size):
+        stop = min(start + size, rows)
+        if order is not None:
+            chosen = order[start:stop]
+            yield tuple([array.take(chosen, axis=0) for array in arrays])
+        elif shuffle:
+            chosen = np.random.permutation(stop - start) + start
+            yield tuple([array.take(chosen, axis=0) for array in arrays])
+        else:
+            yield tuple([array[start:stop].copy() for array in arrays])
+
+
+def _fresh(batches: Iterator[Any]) -> Iterator[Any]:
+    for batch in batches:
+        yield keras.tree.map_structure(_copied, batch)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.copy() if type(leaf) is np.ndarray else leaf

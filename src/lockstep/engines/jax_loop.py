@@ -1,0 +1,362 @@
+"""`fit`, `evaluate` and `predict` of a model on a mesh, with little Python per step.
+
+What they do, and in which order, is Keras's: callbacks, logs, what a callback may read
+and change, and what stops them. What is left out is what Keras does at every step
+for every variable, and the wait for the numbers of every step.
+"""
+
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.backend.jax.trainer import JAXTrainer
+from keras.src.trainers.data_adapters.array_slicing import train_validation_split
+from keras.src.utils.python_utils import pythonify_logs
+from keras.src.utils.traceback_utils import filter_traceback
+
+from lockstep.engines.jax_callbacks import Callbacks
+from lockstep.engines.jax_input import HostIterator
+from lockstep.engines.jax_steps import StepFunction
+
+# Everything private below is what JAXTrainer itself goes by, and has its place in
+# keras/src/backend/jax/trainer.py (the state between steps, `_jax_state`) or
+# keras/src/trainers/trainer.py (the rest).
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Training, evaluating or predicting.
+
+    Attributes:
+        function: Where the model keeps its step function.
+        stop: The attribute by which a callback stops it.
+        state: The groups of variables that a step takes and returns, in its order.
+    """
+
+    function: str
+    stop: str
+    state: tuple[str, ...]
+
+
+_WEIGHTS = ("trainable_variables", "non_trainable_variables")
+_TRAIN = _Kind(
+    "train_function", "stop_training", (*_WEIGHTS, "optimizer_variables", "metrics_variables")
+)
+_TEST = _Kind("test_function", "stop_evaluating", (*_WEIGHTS, "metrics_variables"))
+_PREDICT = _Kind("predict_function", "stop_predicting", _WEIGHTS)
+
+
+class Loop:
+    """The three loops of one model.
+
+    Attributes:
+        model: The model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def replaces(self, name: str) -> bool:
+        """Whether this loop can stand in for the method of the model of that name.
+
+        Not where the model has one of its own, nor where this Keras knows arguments
+        that the loop does not.
+        """
+        keras_own: Callable[..., Any] = getattr(JAXTrainer, name)
+        if getattr(getattr(self.model, name), "__func__", None) is not keras_own:
+            return False
+        mine: Callable[..., Any] = getattr(type(self), name)
+        return _arguments(keras_own) == _arguments(mine)
+
+    # ------------------------------------------------------------------------ fit
+
+    @filter_traceback  # type: ignore[untyped-decorator]
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Any = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: Any = True,
+        class_weight: Any = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: Any = 1,
+    ) -> Any:
+        """Keras's `fit`."""
+        model = self.model
+        model._assert_compile_called("fit")
+        most_epochs = keras.config.max_epochs()
+        if most_epochs and most_epochs < epochs:
+            warnings.warn(f"Limiting epochs to {most_epochs}", stacklevel=4)
+            epochs = most_epochs
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = train_validation_split(
+                (x, y, sample_weight), validation_split=validation_split
+            )
+        held_out: dict[str, Any] | None = None
+        if validation_data is not None:
+            parts = keras.utils.unpack_x_y_sample_weight(validation_data)
+            held_out = dict(zip(("x", "y", "sample_weight"), parts, strict=True))
+            held_out["batch_size"] = validation_batch_size or batch_size
+        model._eval_epoch_iterator = None
+        batches = HostIterator(
+            x=x,
+            y=y,
+            sample_weight=sample_weight,
+            batch_size=batch_size,
+            steps_per_epoch=steps_per_epoch,
+            shuffle=shuffle,
+            class_weight=class_weight,
+            steps_per_execution=model.steps_per_execution,
+        )
+        model._symbolic_build(iterator=batches)
+        batches.reset()
+        callbacks = self._callbacks(callbacks, verbose, epochs, batches, add_history=True)
+        model.make_train_function()
+        model.stop_training = False
+        epoch_logs: dict[str, Any] = {}
+        callbacks.on_train_begin()
+        try:
+            for epoch in range(model._initial_epoch or initial_epoch, epochs):
+                model.reset_metrics()
+                callbacks.on_epoch_begin(epoch)
+                begin, end = callbacks.on_train_batch_begin, callbacks.on_train_batch_end
+                logs = self._steps(_TRAIN, batches, begin, end)
+                model.jax_state_sync()
+                epoch_logs = dict(model._get_metrics_result_or_logs(logs))
+                if held_out is not None and model._should_eval(epoch, validation_freq):
+                    epoch_logs.update(self._validate(held_out, validation_steps, callbacks))
+                callbacks.on_epoch_end(epoch, epoch_logs)
+                if model.stop_training:
+                    break
+        except BaseException:
+            self._after_fit(epochs)
+            raise
+        self._after_fit(epochs)
+        callbacks.on_train_end(logs=epoch_logs)
+        return model.history
+
+    def _validate(
+        self, held_out: dict[str, Any], steps: int | None, callbacks: Any
+    ) -> dict[str, Any]:
+        model = self.model
+        # A model's own `evaluate` may hand this on to Keras's.
+        if getattr(model, "_eval_epoch_iterator", None) is None:
+            model._eval_epoch_iterator = HostIterator(
+                **held_out,
+                steps_per_execution=model.steps_per_execution,
+                steps_per_epoch=steps,
+                shuffle=False,
+            )
+        logs = model.evaluate(
+            **held_out,
+            steps=steps,
+            callbacks=callbacks,
+            return_dict=True,
+            _use_cached_eval_dataset=True,
+        )
+        return {f"val_{name}": value for name, value in logs.items()}
+
+    def _after_fit(self, epochs: int) -> None:
+        model = self.model
+        model.jax_state_sync()
+        if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs > 0:
+            model.optimizer.finalize_variable_values(model.trainable_weights)
+        if getattr(model, "_eval_epoch_iterator", None) is not None:
+            del model._eval_epoch_iterator
+        model._jax_state = None
+
+    # ------------------------------------------------------------------- evaluate
+
+    @filter_traceback  # type: ignore[untyped-decorator]
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Any = None,
+        return_dict: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Keras's `evaluate`."""
+        model = self.model
+        model._assert_compile_called("evaluate")
+        within_fit = kwargs.pop("_use_cached_eval_dataset", False)
+        if kwargs:
+            raise ValueError(f"Arguments not recognized: {kwargs}")
+        batches = (
+            model._eval_epoch_iterator
+            if within_fit
+            else HostIterator(
+                x=x,
+                y=y,
+                sample_weight=sample_weight,
+                batch_size=batch_size,
+                steps_per_epoch=steps,
+                shuffle=False,
+                steps_per_execution=model.steps_per_execution,
+            )
+        )
+        model._symbolic_build(iterator=batches)
+        batches.reset()
+        callbacks = self._callbacks(callbacks, verbose, 1, batches)
+        model.make_test_function()
+        model.stop_evaluating = False
+        callbacks.on_test_begin()
+        model.reset_metrics()
+        logs = self._steps(
+            _TEST, batches, callbacks.on_test_batch_begin, callbacks.on_test_batch_end
+        )
+        model.jax_state_sync()
+        logs = pythonify_logs(model._get_metrics_result_or_logs(logs))
+        callbacks.on_test_end(logs)
+        model._jax_state = None
+        return logs if return_dict else model._flatten_metrics_in_order(logs)
+
+    # -------------------------------------------------------------------- predict
+
+    @filter_traceback  # type: ignore[untyped-decorator]
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        steps: int | None = None,
+        callbacks: Any = None,
+    ) -> Any:
+        """Keras's `predict`."""
+        model = self.model
+        batches = HostIterator(
+            x=x,
+            batch_size=batch_size,
+            steps_per_epoch=steps,
+            shuffle=False,
+            steps_per_execution=model.steps_per_execution,
+        )
+        if not all(layer.built for layer in model._flatten_layers()):
+            for _, _, iterator in batches:
+                inputs, _, _ = keras.utils.unpack_x_y_sample_weight(next(iterator))
+                with keras.StatelessScope():
+                    model(inputs)
+                break
+            batches.reset()
+        callbacks = self._callbacks(callbacks, verbose, 1, batches)
+        model.make_predict_function()
+        model.stop_predicting = False
+        callbacks.on_predict_begin()
+        every: list[Any] = []
+
+        def end(step: int, outputs: Any) -> None:
+            every.append(outputs)
+            callbacks.on_predict_batch_end(step, {"outputs": outputs})
+
+        self._steps(_PREDICT, batches, callbacks.on_predict_batch_begin, end)
+        model.jax_state_sync()
+        callbacks.on_predict_end()
+        model._jax_state = None
+        return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *every)
+
+    # ------------------------------------------------------------------ the steps
+
+    def _callbacks(
+        self, callbacks: Any, verbose: Any, epochs: int, batches: HostIterator, **kwargs: Any
+    ) -> Any:
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            return callbacks
+        return Callbacks(
+            callbacks,
+            add_progbar=verbose != 0,
+            verbose=verbose,
+            epochs=epochs,
+            steps=batches.num_batches,
+            model=self.model,
+            **kwargs,
+        )
+
+    def _steps(
+        self,
+        kind: _Kind,
+        batches: HostIterator,
+        begin: Callable[[int], None],
+        end: Callable[[int, Any], None],
+    ) -> Any:
+        """The steps of one epoch; the outputs of the last one are returned."""
+        model, attributes = self.model, vars(self.model)
+        outputs: Any = {}
+        state: tuple[Any, ...] = ()
+        # Set past the tracking of attributes, which looks at every array of every step.
+        attributes["_jax_state_synced"] = True
+        with batches.catch_stop_iteration():
+            for first, last, iterator in batches:
+                begin(first)
+                step = getattr(model, kind.function)
+                if isinstance(step, StepFunction):
+                    outputs, state = self._execute(step, kind, state, iterator)
+                else:  # a callback has released the model
+                    state = self._read(kind) if attributes["_jax_state_synced"] else state
+                    outputs, state = step(state, iterator)
+                    attributes["_jax_state"] = dict(zip(kind.state, state, strict=True))
+                end(last, outputs)
+                if getattr(model, kind.stop):
+                    break
+        return outputs
+
+    def _execute(
+        self, step: StepFunction, kind: _Kind, state: tuple[Any, ...], iterator: Any
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """`steps_per_execution` steps, or as many as there are batches for."""
+        attributes = vars(self.model)
+        batch = next(iterator)
+        every: list[Any] = []
+        for more in range(step.times - 1, -1, -1):
+            placed = step.place(batch)
+            if attributes["_jax_state_synced"]:  # by a callback, or at the start
+                state = self._read(kind, step)
+            if step.look is not None:
+                step.look(state, placed)
+            results: list[Any] = []
+            try:
+                # An interrupt finds the old state or the new one, never neither: the
+                # program's result is in the list before Python looks for signals.
+                results.extend(map(step.run, (state,), (placed,)))
+            finally:
+                if results:
+                    outputs, state = results[0]
+                    attributes["_jax_state"] = dict(zip(kind.state, state, strict=True))
+            every.append(outputs)
+            batch = next(iterator, None) if more else None
+            if batch is None:
+                break
+        return step.outputs(every), state
+
+    def _read(self, kind: _Kind, step: StepFunction | None = None) -> tuple[Any, ...]:
+        """The state as it stands in the variables, which give it away."""
+        model, attributes = self.model, vars(self.model)
+        groups = dict.fromkeys(kind.state, True)
+        state: tuple[Any, ...] = model._get_jax_state(**groups)
+        if step is not None:
+            state = step.settle(state)
+        # Before the variables let go of it: an exception would otherwise lose it.
+        attributes["_jax_state"] = dict(zip(kind.state, state, strict=True))
+        attributes["_jax_state_synced"] = False
+        model._purge_model_variables(**groups)
+        return state
+
+
+def _arguments(method: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(method).parameters)

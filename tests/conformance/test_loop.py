@@ -1,0 +1,403 @@
+"""The loop of `fit`, `evaluate` and `predict` is Keras's in all but its cost."""
+
+import random
+import signal
+import threading
+
+import keras
+import numpy as np
+import pytest
+
+import lockstep
+from lockstep.engines.jax_steps import Steps
+from tests.conformance import common
+from tests.conformance.common import assert_same, weights
+from tests.conformance.side_by_side import BATCH, assert_same_runs, both, held_out, smooth, train
+from tests.conformance.test_callback_hooks import HOOKS, everything
+
+
+class Notes(keras.callbacks.Callback):
+    """Keeps every call it gets, with the logs as they are handed over."""
+
+    def __init__(self, calls=None):
+        super().__init__()
+        self.calls = [] if calls is None else calls
+
+
+def _note(name):
+    if "batch" in name or "epoch" in name:
+        return lambda self, number, logs=None: self.calls.append((self, name, number, logs))
+    return lambda self, logs=None: self.calls.append((self, name, None, logs))
+
+
+for _name in HOOKS:
+    setattr(Notes, _name, _note(_name))
+
+
+def run_all(made, callbacks, **kwargs):
+    x, y = held_out()
+    train(made, callbacks, **kwargs)
+    made.evaluate(x, y, batch_size=5, verbose=0, callbacks=callbacks)
+    made.predict(x, batch_size=5, verbose=0, callbacks=callbacks)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_order_of_calls_and_logs_are_those_of_keras(devices, tmp_path):
+    def script(made, folder):
+        calls = []
+        both_notes = [Notes(calls), Notes(calls)]
+        run_all(made, both_notes)
+        # Looked at long after the steps that they are from.
+        return [
+            (both_notes.index(who), name, number, list(logs or {}), dict(logs or {}))
+            for who, name, number, logs in calls
+        ]
+
+    one, many = both(script, tmp_path, devices)
+    assert [call[:4] for call in many.returned] == [call[:4] for call in one.returned]
+    for mine, theirs in zip(many.returned, one.returned, strict=True):
+        assert_same(mine[4], theirs[4], atol=0 if devices == 1 else 1e-5)
+        for a, b in zip(mine[4].values(), theirs[4].values(), strict=True):
+            assert type(a) is type(b)
+
+
+def test_nothing_is_fetched_for_callbacks_that_look_at_no_value(monkeypatch):
+    from lockstep.engines.jax_logs import LaterLogs
+
+    made = lockstep.distribute(smooth(), devices=1)
+    notes = Notes()
+    train(made, [notes], validation_data=None)
+    logs = [logs for _, name, _, logs in notes.calls if name == "on_train_batch_end"]
+    assert len(logs) == 14
+    assert all(isinstance(each, LaterLogs) and each._numbers is not None for each in logs)
+
+
+class Total(keras.metrics.Metric):
+    """Gives out the value of its variable itself."""
+
+    def __init__(self):
+        super().__init__(name="total")
+        self.total = self.add_weight(initializer="zeros", name="total")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(keras.ops.sum(y_pred))
+
+    def result(self):
+        return self.total.value
+
+
+def test_a_metric_that_returns_its_own_variable_can_be_looked_at_later(tmp_path):
+    """The next step gives the variable's array away."""
+
+    def script(made, folder):
+        made.compile(made.optimizer, "mse", metrics=[Total()])
+        notes = Notes()
+        train(made, [notes])
+        return [dict(logs or {}) for _, _, _, logs in notes.calls]
+
+    assert_same_runs(*both(script, tmp_path, devices=1))
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_variables_are_looked_at_once_an_epoch(devices, monkeypatch):
+    counted = []
+    settled = Steps.settled
+
+    def counting(self, *args):
+        counted.append(1)
+        return settled(self, *args)
+
+    monkeypatch.setattr(Steps, "settled", counting)
+    made = lockstep.distribute(smooth(), devices)
+    train(made, [Notes()], epochs=3, validation_data=None)
+    assert len(counted) == 3
+    x, y = held_out()
+    made.evaluate(x, y, batch_size=5, verbose=0)
+    assert len(counted) == 4
+
+
+def test_the_progress_bar_shows_the_numbers_of_the_step_it_names(monkeypatch, capsys):
+    """Drawn at every step and at few steps alike."""
+    shown = []
+    defaults = list(keras.utils.Progbar.__init__.__defaults__)
+    assert defaults[2] == 0.05  # the interval; a bar without one draws at each step
+    defaults[2] = -1.0
+    monkeypatch.setattr(keras.utils.Progbar.__init__, "__defaults__", tuple(defaults))
+    for distributed in (False, True):
+        made = smooth()
+        if distributed:
+            lockstep.distribute(made, devices=1)
+            capsys.readouterr()
+        train(made, verbose=1, validation_data=None)
+        lines = capsys.readouterr().out.split("\r")
+        shown.append([(line.split("/")[0][-2:], line.split(" - ")[1:]) for line in lines])
+    mine = [line for line in shown[1] if line[1]]
+    theirs = [line for line in shown[0] if line[1]]
+    assert len(theirs) == 16
+    assert [_without_times(line) for line in mine] == [_without_times(line) for line in theirs]
+
+
+def _without_times(line):
+    number, parts = line
+    return number, [part.strip("\b\n ") for part in parts if ":" in part]
+
+
+def test_between_two_drawings_the_bar_still_counts(capsys):
+    made = lockstep.distribute(smooth(), devices=1)
+    bar = keras.callbacks.ProgbarLogger()
+    data = ((common.data(BATCH)) for _ in range(5))
+    with pytest.warns(UserWarning, match="ran out of data"):
+        made.fit(data, shuffle=False, callbacks=[bar])
+    assert bar.seen == bar.target == 5
+    assert "5/5" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------- stops and errors
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_an_interrupt_at_any_moment_leaves_the_weights_of_some_step(devices):
+    x, y = common.data(40 * BATCH)
+    options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    made = lockstep.distribute(smooth(dropout=0.0), devices)
+    made.fit(x[:BATCH], y[:BATCH], **options)
+    start = everything(made)
+
+    def back():
+        for variable, value in zip(_variables(made), start_values, strict=True):
+            variable.assign(value)
+
+    start_values = [np.asarray(v.value) for v in _variables(made)]
+    assert start
+    right = [weights(made)]
+    keep = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: (made.jax_state_sync(), right.append(weights(made)))
+    )
+    made.fit(x, y, callbacks=[keep], **options)
+    assert len(right) == 41
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    chance = random.Random(3)
+    stopped = 0
+    try:
+        for _ in range(60):
+            back()
+            try:
+                signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.0005, 0.03))
+                made.fit(x, y, **options)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                stopped += 1
+            found = weights(made)
+            assert any(
+                all(np.array_equal(a, b) for a, b in zip(found, each, strict=True))
+                for each in right
+            )
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert stopped
+
+
+def _variables(made):
+    return [*made.variables, *made.optimizer.variables]
+
+
+@pytest.mark.parametrize("devices", [None, 1, 4])
+def test_an_error_of_the_data_comes_through_and_keeps_the_weights(devices):
+    """Also in the first batch of an epoch, after a callback has assigned weights."""
+    made = smooth()
+    if devices:
+        lockstep.distribute(made, devices)
+
+    class Two(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            source.fail = epoch == 1
+            self.model.layers[0].bias.assign(np.full(6, epoch + 2.0, "float32"))
+
+    class Data(keras.utils.PyDataset):
+        fail = False
+
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            if self.fail:
+                raise OSError("the disk is gone")
+            return common.data(BATCH)
+
+    source = Data()
+    with pytest.raises(OSError, match="the disk is gone") as raised:
+        made.fit(source, epochs=2, callbacks=[Two()], verbose=0, shuffle=False)
+    assert any(entry.name == "__getitem__" for entry in raised.traceback)
+    if devices:  # Keras alone goes back to the bias of the epoch before
+        np.testing.assert_array_equal(made.layers[0].bias, np.full(6, 3.0, "float32"))
+    train(made, epochs=1)
+
+
+def test_callbacks_run_in_the_thread_of_the_caller():
+    threads = set()
+
+    class Where(keras.callbacks.Callback):
+        async_safe = True
+
+        def on_train_batch_end(self, batch, logs=None):
+            threads.add(threading.current_thread())
+
+    train(lockstep.distribute(smooth(), 2), [Where()])
+    assert threads == {threading.current_thread()}
+
+
+# -------------------------------------------------------------------- within each other
+
+
+def test_fit_within_fit(tmp_path):
+    x, y = held_out()
+
+    class Inner(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.fit(x, y, batch_size=5, shuffle=False, verbose=0)
+
+    class InnerInBatch(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 2:
+                self.model.predict(x, batch_size=5, verbose=0)
+
+    assert_same_runs(
+        *both(lambda made, _: train(made, [Inner(), InnerInBatch()]), tmp_path, devices=3)
+    )
+
+
+@pytest.mark.parametrize("after", [None, 3])
+def test_released_or_moved_in_the_middle_of_an_epoch(after, tmp_path):
+    class Move(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 3 and lockstep_attached(self.model):
+                if after is None:
+                    lockstep.release(self.model)
+                else:
+                    lockstep.distribute(self.model, after)
+
+    assert_same_runs(*both(lambda made, _: train(made, [Move()]), tmp_path))
+
+
+def lockstep_attached(made):
+    return "_lockstep" in vars(made)
+
+
+def test_moving_a_model_says_its_line_once(capsys):
+    made = smooth()
+    for devices in (2, 4, 1):
+        lockstep.distribute(made, devices)
+    train(made, verbose=2)
+    assert capsys.readouterr().out.count("lockstep: ") == 1
+
+
+# ------------------------------------------------------------------------- the class
+
+
+def test_methods_of_the_class_are_its_own():
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(2)
+            self.called = []
+
+        def call(self, x):
+            return self.dense(x)
+
+        def evaluate(self, *args, **kwargs):
+            self.called.append("evaluate")
+            return super().evaluate(*args, **kwargs)
+
+        def predict(self, *args, **kwargs):
+            self.called.append("predict")
+            return super().predict(*args, **kwargs)
+
+    histories = []
+    for devices in (None, 4):
+        keras.utils.set_random_seed(3)
+        made = Own()
+        made.compile("sgd", "mse", metrics=["mae"])
+        if devices:
+            lockstep.distribute(made, devices)
+        run_all(made, [])
+        assert list(made.called) == ["evaluate", "evaluate", "evaluate", "predict"]
+        histories.append([made.history.history, weights(made)])
+    assert_same(histories[1], histories[0])
+
+
+# --------------------------------------------------------------------------- the data
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_source_that_writes_each_batch_into_one_buffer(devices):
+    """The step runs while Python goes on, and JAX may read a host array in place."""
+    x, y = common.data(40 * BATCH)
+
+    class Batches(keras.utils.PyDataset):
+        def __init__(self, reuse):
+            super().__init__()
+            self.reuse = reuse
+            self.inputs = np.empty((BATCH, 4), "float32")
+            self.targets = np.empty((BATCH, 2), "float32")
+
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, index):
+            rows = slice(index * BATCH, (index + 1) * BATCH)
+            if not self.reuse:
+                return x[rows], y[rows]
+            self.inputs[:], self.targets[:] = x[rows], y[rows]
+            return self.inputs, self.targets
+
+    found = []
+    for reuse in (False, True):
+        made = lockstep.distribute(smooth(), devices)
+        made.fit(Batches(reuse), shuffle=False, verbose=0)
+        found.append(everything(made))
+    assert_same(found[1], found[0], atol=0)
+
+
+@pytest.mark.parametrize("shuffle", [True, "batch", False])
+def test_rows_come_in_the_order_of_keras(shuffle, tmp_path):
+    def script(made, folder):
+        np.random.seed(4)
+        return train(made, shuffle=shuffle), np.random.random()
+
+    one, many = both(script, tmp_path, devices=1)
+    assert_same(many.returned, one.returned, atol=0)
+    assert_same(weights(many.model), weights(one.model), atol=0)
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_generator_loses_no_more_rows_than_with_keras(stop):
+    taken = []
+    for devices in (None, 1, 3):
+        made = smooth()
+        if devices:
+            lockstep.distribute(made, devices)
+        counted = []
+
+        def endless(counted=counted):
+            while True:
+                counted.append(1)
+                yield common.data(BATCH)
+
+        class Stop(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                self.model.stop_training = stop and batch == 3
+
+        source = endless()
+        for _ in range(2):
+            made.fit(
+                source, steps_per_epoch=5, epochs=2, verbose=0, shuffle=False, callbacks=[Stop()]
+            )
+            counted.append("fit")
+        taken.append(counted)
+    assert taken[1] == taken[0]
+    assert taken[2] == taken[0]

@@ -1,0 +1,127 @@
+"""Logs that stay on the device until somebody looks at a value."""
+
+import copy
+import json
+import pickle
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from keras.src.utils.python_utils import pythonify_logs
+
+from lockstep.engines.jax_logs import LaterLogs, later
+
+NUMBERS = {"acc": 0.5, "loss": 2.25}
+
+
+class Count:
+    """Keras's own way to numbers, counted."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, logs):
+        self.calls += 1
+        return pythonify_logs(logs)
+
+
+@pytest.fixture
+def numbers():
+    return Count()
+
+
+@pytest.fixture
+def logs(numbers):
+    return later({"loss": jnp.float32(2.25), "acc": jnp.float32(0.5)}, numbers)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        list,
+        len,
+        bool,
+        lambda logs: "loss" in logs,
+        lambda logs: isinstance(logs, dict),
+        lambda logs: logs or {},
+        lambda logs: [*logs.keys()],
+    ],
+)
+def test_names_are_known_without_a_value(look, logs, numbers):
+    assert look(logs)
+    assert list(logs) == ["acc", "loss"]
+    assert numbers.calls == 0
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        dict,
+        lambda logs: {**logs},
+        lambda logs: {} | logs,
+        lambda logs: logs | {},
+        lambda logs: logs.copy(),
+        copy.copy,
+        copy.deepcopy,
+        lambda logs: pickle.loads(pickle.dumps(logs)),
+        lambda logs: json.loads(json.dumps(logs)),
+        lambda logs: dict(logs.items()),
+        lambda logs: dict(zip(logs, logs.values(), strict=True)),
+        lambda logs: {name: logs[name] for name in logs},
+        lambda logs: {name: logs.get(name) for name in logs},
+        lambda logs: {name: logs.pop(name) for name in ["acc", "loss"]},
+        lambda logs: {name: logs.setdefault(name, None) for name in logs},
+        lambda logs: dict(reversed([logs.popitem(), logs.popitem()])),
+        lambda logs: (lambda **kwargs: kwargs)(**logs),
+        lambda logs: eval(repr(logs)),
+        lambda logs: eval(str(logs)),
+        lambda logs: eval(f"{logs}"),
+        lambda logs: eval("{{'acc': {acc!r}, 'loss': {loss!r}}}".format(**logs)),
+        lambda logs: eval("{'acc': %(acc)r, 'loss': %(loss)r}" % logs),  # noqa: UP031
+        lambda logs: (empty := {}, empty.update(logs))[0],
+    ],
+)
+def test_every_way_to_a_value_sees_plain_numbers(look, logs, numbers):
+    found = look(logs)
+    assert type(found) is dict
+    assert found == NUMBERS
+    assert list(found) == ["acc", "loss"]
+    assert {type(value) for value in found.values()} == {float}
+    assert numbers.calls == 1
+
+
+def test_equal_to_a_plain_dict_from_both_sides(logs):
+    assert logs == NUMBERS
+    assert dict(NUMBERS) == logs
+    assert logs != {"loss": 2.25}
+
+
+def test_a_callback_may_add_and_remove(logs):
+    logs["lr"] = 0.1
+    del logs["acc"]
+    logs |= {"more": 1}
+    assert logs == {"loss": 2.25, "lr": 0.1, "more": 1}
+    logs.clear()
+    assert dict(logs) == {}
+
+
+def test_values_are_fetched_once(logs, numbers):
+    assert logs["loss"] == logs.get("loss") == dict(logs)["loss"] == 2.25
+    assert numbers.calls == 1
+
+
+def test_nested_logs_are_flat_as_keras_makes_them():
+    nested = {"b": {"z": jnp.float32(1), "a": jnp.float32(2)}, "a": jnp.float32(3)}
+    assert list(later(nested, pythonify_logs)) == list(pythonify_logs(nested))
+    assert later(nested, pythonify_logs) == pythonify_logs(nested)
+
+
+def test_arrays_stay_arrays():
+    logs = later({"outputs": jnp.arange(3.0)}, pythonify_logs)
+    assert isinstance(logs, LaterLogs)
+    assert type(logs["outputs"]) is np.ndarray
+
+
+@pytest.mark.parametrize("logs", [None, {}, {"n": 3}, {"outputs": [jnp.ones(2)]}])
+def test_what_is_no_array_is_a_plain_dict_at_once(logs):
+    assert type(later(logs, pythonify_logs)) is dict

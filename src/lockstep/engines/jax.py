@@ -12,7 +12,7 @@ import numpy as np
 
 from lockstep.announce import fit_line, wants_words
 from lockstep.devices import Device, names_in_words
-from lockstep.engines import jax_devices, jax_losses, jax_states
+from lockstep.engines import jax_devices, jax_losses, jax_processes, jax_states
 from lockstep.engines.jax_loop import Loop
 from lockstep.engines.jax_probe import JaxProbe
 from lockstep.engines.jax_steps import State, StepFunction, Steps
@@ -40,6 +40,7 @@ class JaxEngine:
         before = self.attached(model)
         if before == devices:
             return
+        jax_processes.check_started()
         # A fit may be running, with its state outside of the variables:
         # keras/src/backend/jax/trainer.py, JAXTrainer.jax_state_sync.
         model.jax_state_sync()
@@ -85,7 +86,10 @@ class Attachment:
     def __init__(self, model: Any, devices: tuple[str, ...]) -> None:
         self.model = model
         self.devices = devices
-        self._steps = Steps(jax_devices.find(devices))
+        found = jax_devices.find(devices)
+        jax_processes.check_devices(found)
+        self._several = jax_processes.several()
+        self._steps = Steps(found)
         self._split: frozenset[int] = frozenset()
         self._hooks: dict[str, Callable[..., Any]] = {}
 
@@ -102,7 +106,7 @@ class Attachment:
         }
         if hasattr(model, "get_state_tree"):  # a layer with Keras's Trainer has none
             hooks["get_state_tree"] = self._on_one_device(model.get_state_tree)
-        return hooks
+        return jax_processes.together(model, hooks) if self._several else hooks
 
     # ------------------------------------------------------------ on and off the mesh
 
@@ -145,6 +149,8 @@ class Attachment:
 
     def _place_variables(self) -> None:
         self._adopt()
+        if self._several:  # outside of a step, each process has them whole
+            return
         for variable in _variables(self.model):  # one by one, so that each old array goes
             variable.assign(jax.device_put(variable.value, self._steps.replicated))
 
@@ -238,6 +244,9 @@ class Attachment:
         _check_no_distribution()
         jax_states.carry_states(self.model)
         values: set[int] = set()
+        if self._several:
+            new = [v for v in _variables(self.model) if self not in _holders(v)]
+            jax_processes.share_variables(new)
         for variable in _variables(self.model):
             _holders(variable).add(self)
             # Of two variables that share an array, as the average of an optimizer and
@@ -306,11 +315,6 @@ def _check_mode() -> None:
         raise UnsupportedBackend(
             "Keras runs with KERAS_NNX_ENABLED, and the engine serves plain JAX variables.\n"
             "Unset KERAS_NNX_ENABLED before Keras is imported."
-        )
-    if jax.process_count() > 1:
-        raise UnsupportedBackend(
-            f"JAX runs in {jax.process_count()} processes, and the engine serves one so far.\n"
-            "Start one process that sees all devices of the machine."
         )
 
 

@@ -9,6 +9,8 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.array_slicing import NumpySliceable, convert_to_sliceable
 from keras.src.trainers.epoch_iterator import EpochIterator
 
+from lockstep.engines import jax_processes
+
 
 class HostIterator(EpochIterator):  # type: ignore[misc]
     """Keras's iterator over epochs, with host arrays that nobody else writes into.
@@ -27,6 +29,17 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         return next(self._epoch_iterator)
 
     def _get_iterator(self) -> Iterator[Any]:
+        batches = self._batches()
+        return self._checked(batches) if jax_processes.several() else batches
+
+    def _checked(self, batches: Iterator[Any]) -> Iterator[Any]:
+        first = next(batches, None)
+        jax_processes.check_same(first, self.num_batches)
+        if first is not None:
+            yield first
+            yield from batches
+
+    def _batches(self) -> Iterator[Any]:
         rows = _plain_arrays(self.data_adapter)
         if rows is not None:
             return _rows_of_arrays(self.data_adapter, rows)

@@ -5,9 +5,12 @@ device of its own, so that whatever a script or a callback does with it is local
 a step the same arrays are one array over all devices of all processes.
 """
 
+import functools
+import inspect
 import os
 import random
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -75,9 +78,14 @@ def put(value: Any, layout: NamedSharding) -> jax.Array:
 
 def local(value: Any) -> Any:
     """The copy that is on the first device of this process, of an array that every device has."""
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        return value.addressable_data(0)
-    return value
+    if not isinstance(value, jax.Array) or value.is_fully_addressable:
+        return value
+    if not value.is_fully_replicated:
+        raise ProcessesDisagree(
+            f"An array of shape {value.shape} is spread over processes, none of which has it whole."
+            "\nHand over host arrays with all rows; each process places those of its own devices."
+        )
+    return value.addressable_data(0)
 
 
 def from_first(values: list[Any]) -> list[np.ndarray]:
@@ -98,6 +106,14 @@ def share_random_numbers() -> None:
     first_words, key, counts, cached = from_first(mine)
     random.setstate((version, tuple(int(word) for word in first_words), gauss))
     np.random.set_state(("MT19937", key, int(counts[0]), int(counts[1]), float(cached[0])))
+
+
+def share_variables(variables: list[Any]) -> None:
+    """Give every process the values that the first one has."""
+    if variables:
+        values = from_first([np.asarray(variable.value) for variable in variables])
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
 
 
 def check_same(batch: Any, batches: int | None) -> None:
@@ -123,9 +139,93 @@ def check_same(batch: Any, batches: int | None) -> None:
         )
 
 
-def wait_for_all(where: str) -> None:
-    """Wait until every process is there."""
-    multihost_utils.sync_global_devices(where)
+def together(model: Any, hooks: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    """The methods that a model has where several processes train it: these, and more.
+
+    Whatever reads a variable finds it in its own process; one process prints and writes
+    files; and `fit` returns when all have done what they do.
+    """
+    methods = {name: hooks.get(name, getattr(model, name)) for name in _LOUD}
+    if not is_first():
+        methods = {name: _quiet(method) for name, method in methods.items()}
+        methods |= {name: _nothing_written for name in _WRITING if hasattr(model, name)}
+    methods["fit"] = _in_step_with_all(methods["fit"])
+    return {**hooks, **methods, "jax_state_sync": _synced_here(model, model.jax_state_sync)}
+
+
+_LOUD = ("fit", "evaluate", "predict")
+_WRITING = ("save", "save_weights", "export")
+
+
+def _synced_here(model: Any, sync: Callable[[], None]) -> Callable[[], None]:
+    # keras/src/backend/jax/trainer.py, JAXTrainer.jax_state_sync
+    def jax_state_sync() -> None:
+        state = getattr(model, "_jax_state", None)
+        if state and not model._jax_state_synced:
+            here = {name: [local(value) for value in group or ()] for name, group in state.items()}
+            vars(model)["_jax_state"] = here
+        sync()
+
+    return jax_state_sync
+
+
+def _in_step_with_all(fit: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fit)
+    def fit_together(*args: Any, **kwargs: Any) -> Any:
+        share_random_numbers()
+        history = fit(*args, **kwargs)
+        multihost_utils.sync_global_devices("lockstep fit")
+        return history
+
+    return fit_together
+
+
+def _quiet(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same method, without words, and without callbacks that write."""
+
+    @functools.wraps(method)
+    def quiet_method(*args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(method).bind(*args, **kwargs)
+        bound.arguments["verbose"] = 0
+        if "callbacks" in bound.arguments:
+            bound.arguments["callbacks"] = _that_do_not_write(bound.arguments["callbacks"])
+        return method(*bound.args, **bound.kwargs)
+
+    return quiet_method
+
+
+def _nothing_written(*_: Any, **__: Any) -> None:
+    """In the place of what writes a file, in every process but the first."""
+
+
+def _that_do_not_write(callbacks: Any) -> Any:
+    if callbacks is None or isinstance(callbacks, keras.callbacks.CallbackList):
+        return callbacks
+    writing = (
+        keras.callbacks.CSVLogger,
+        keras.callbacks.TensorBoard,
+        keras.callbacks.RemoteMonitor,
+        keras.callbacks.ProgbarLogger,
+    )
+    return [
+        _RestoreOnly(callback)
+        if isinstance(callback, keras.callbacks.BackupAndRestore)
+        else callback
+        for callback in keras.tree.flatten(callbacks)
+        if not isinstance(callback, writing)
+    ]
+
+
+class _RestoreOnly(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
+    """`BackupAndRestore` without the backup."""
+
+    def __init__(self, backup: Any) -> None:
+        super().__init__()
+        self._backup = backup
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._backup.set_model(self.model)
+        self._backup.on_train_begin(logs)
 
 
 def _broadcast(values: list[Any]) -> list[np.ndarray]:

@@ -21,8 +21,9 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from lockstep.engines import jax_processes
 from lockstep.engines.jax_unsplit import merging_layers
-from lockstep.errors import UnsplitBatchWarning
+from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.shards import missing_rows
 
 State = tuple[Any, ...]
@@ -56,6 +57,7 @@ class StepFunction:
             compiled, the state that went in is gone afterwards.
         finish: Of predictions, from what `run` gives to the rows; `None` for logs.
         times: `steps_per_execution`.
+        check: Raises where a batch is not one that every process has, or `None`.
     """
 
     place: Callable[[Any], Any]
@@ -64,11 +66,14 @@ class StepFunction:
     run: Callable[[State, Any], tuple[Any, State]]
     finish: Callable[[Any], Any] | None
     times: int
+    check: Callable[[Any], None] | None = None
 
     def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
         """`times` steps, or as many as the iterator has batches for, in Keras's protocol."""
         # keras/src/backend/jax/trainer.py, JAXTrainer._make_function
         batch = next(iterator)
+        if self.check is not None:
+            self.check(batch)
         state = self.settle(state)
         every = []
         for more in range(self.times - 1, -1, -1):
@@ -105,10 +110,14 @@ class Steps:
         mesh = Mesh(np.array(devices), ("batch",))
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.by_rows = NamedSharding(mesh, PartitionSpec("batch"))
+        self._several = jax_processes.several()
+        self._put: Callable[[Any, NamedSharding], Any] = (
+            jax_processes.put if self._several else jax.device_put
+        )
 
     def divides(self, rows: int) -> bool:
         """Whether an array of so many rows can be laid out by rows, and that means a thing."""
-        return self._replicas > 1 and missing_rows(rows, self._replicas) == 0
+        return self._replicas > 1 and not self._several and missing_rows(rows, self._replicas) == 0
 
     # ------------------------------------------------------------ step functions
 
@@ -138,11 +147,17 @@ class Steps:
             pairs = zip(leaves, itertools.chain(*layouts), strict=True)
             leaves = [jax.lax.with_sharding_constraint(leaf, layout) for leaf, layout in pairs]
             state = jax.tree.unflatten(structure, leaves)
-            return (self._split_outputs(outputs) if per_row_outputs else outputs), state
+            return (self._split_outputs(outputs) if stay_split else outputs), state
 
+        # What stays split over several processes, none of them could read.
+        stay_split = per_row_outputs and not self._several
         looked_at: set[object] = set()
-        outputs_layout = None if per_row_outputs else self.replicated
+        outputs_layout = None if stay_split else self.replicated
         run = jax.jit(program, donate_argnums=0, out_shardings=(outputs_layout, None))
+
+        def run_together(state: State, batch: Any) -> tuple[Any, State]:
+            outputs, state = run(state, batch)
+            return jax.tree.map(jax_processes.local, outputs), state
 
         def look(state: State, batch: Any) -> None:
             ragged = self._ragged_shapes(batch)
@@ -154,9 +169,10 @@ class Steps:
             place=self._shard,
             settle=lambda state: self.settled(state, split()),
             look=look if self._replicas > 1 else None,
-            run=run,
+            run=run_together if self._several else run,
             finish=_whole_outputs if per_row_outputs else None,
             times=times,
+            check=(lambda batch: jax_processes.check_same(batch, None)) if self._several else None,
         )
 
     def eager(
@@ -172,6 +188,11 @@ class Steps:
         Outside a program JAX splits even shards only: a batch that does not divide
         goes whole to every device, which is exact and repeats the work.
         """
+        if self._several:
+            raise UnsupportedModel(
+                "run_eagerly or jit_compile=False was asked for, and JAX runs in several "
+                "processes, where a step\nhas to be one program. Leave both out of compile()."
+            )
 
         def run(state: State, batch: Any) -> tuple[Any, State]:
             return step(self.settled(state, split()), batch)
@@ -201,7 +222,7 @@ class Steps:
             seen.add(id(value))
             if getattr(value, "sharding", None) == layout:
                 return value
-            return jax.device_put(value, layout)
+            return self._put(value, layout)
 
         layouts = self._layouts(state, split)
         return tuple([*map(settle, *pair)] for pair in zip(state, layouts, strict=True))
@@ -220,6 +241,8 @@ class Steps:
         """
         if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
             return value
+        if self._several:  # the variables of a direct call are in this process alone
+            return jax_processes.local(value)
         if not value.committed or value.sharding.device_set == self.replicated.device_set:
             return value
         return jax.device_put(value, self.replicated)
@@ -242,17 +265,22 @@ class Steps:
         if leaf is None:
             return None
         if isinstance(leaf, sparse.JAXSparse):
+            if self._several:
+                raise UnsupportedModel(
+                    "Sparse inputs were given, and JAX runs in several processes, over which "
+                    "sparse arrays\ncannot be laid out. Hand over dense arrays."
+                )
             return jax.device_put(leaf, self.replicated)
         if not isinstance(leaf, jax.Array):
             leaf = np.asarray(leaf)
         if leaf.ndim == 0 or leaf.shape[0] == 0:
-            return jax.device_put(leaf, self.replicated)
+            return self._put(leaf, self.replicated)
         rows = leaf.shape[0]
         missing = missing_rows(rows, self._replicas)
         if missing:
             numpy = jnp if isinstance(leaf, jax.Array) else np
             leaf = numpy.concatenate([leaf, numpy.repeat(leaf[-1:], missing, axis=0)])
-        return Sharded(jax.device_put(leaf, self.by_rows), rows)
+        return Sharded(self._put(leaf, self.by_rows), rows)
 
     def _place_eagerly(self, leaf: Any) -> Any:
         if leaf is None:

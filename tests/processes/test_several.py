@@ -1,0 +1,208 @@
+"""Two processes of two devices train what one device trains, and one of them writes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from tests.conformance.common import assert_same, compile_, data, model
+
+HERE = Path(__file__).parents[2]
+
+SCRIPT = """
+import json, sys
+import lockstep
+import jax
+rank = int(sys.argv[1])
+jax.distributed.initialize(sys.argv[2], 2, rank)
+import keras, numpy as np
+from lockstep.errors import LockstepError
+from tests.conformance.common import compile_, data, model, fit
+from tests.conformance.truth import snapshot
+
+def report(made, history, **more):
+    values = snapshot(made)
+    np.savez(f"rank{{rank}}.npz", **{{k.replace("/", "|"): v for k, v in values.items()}})
+    print("REPORT", json.dumps({{"history": history, **more}}))
+
+{body}
+"""
+
+
+def run_both(body, folder):
+    """Run a script in two processes; what each of them reported, and printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    (folder / "script.py").write_text(SCRIPT.format(body=body))
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("LOCKSTEP", "JAX_", "XLA_"))}
+    more = {"LOCKSTEP_REHEARSE": "2", "KERAS_BACKEND": "jax", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(HERE), str(HERE / "src")])
+    environment = {**clean, **more, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "script.py", str(rank), address],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        said = [process.communicate(timeout=300) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    for process, (out, error) in zip(running, said, strict=True):
+        assert process.returncode == 0, out + error
+    found = []
+    for out, _ in said:
+        (line,) = [line for line in out.splitlines() if line.startswith("REPORT")]
+        found.append(json.loads(line.removeprefix("REPORT ")))
+    return found, [out for out, _ in said]
+
+
+def weights_of(folder, rank):
+    with np.load(folder / f"rank{rank}.npz") as arrays:
+        return {name.replace("|", "/"): arrays[name] for name in arrays}
+
+
+TRAIN = """
+made = model(compiled=False, seed=5 if rank == 0 else 99)
+lockstep.distribute(made)
+compile_(made)
+if rank == 0:
+    np.random.seed(7)  # the order of rows is that of process 0
+stop = keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=10.0)
+callbacks = [
+    stop,
+    keras.callbacks.ModelCheckpoint("best.keras", monitor="val_loss", save_best_only=True),
+    keras.callbacks.ModelCheckpoint("last.weights.h5", save_weights_only=True),
+    keras.callbacks.CSVLogger("log.csv"),
+    keras.callbacks.BackupAndRestore("backup"),
+]
+x, y = data()
+history = made.fit(
+    x, y, batch_size=7, epochs=4, validation_split=0.2, callbacks=callbacks, verbose=2
+).history
+evaluated = made.evaluate(x, y, batch_size=9, verbose=0)
+predicted = made.predict(x, batch_size=9, verbose=0)
+made.save(f"saved-by-{rank}.keras")
+report(made, history, evaluated=evaluated, predicted=predicted.tolist(),
+       devices=len(jax.devices()), stopped=stop.stopped_epoch)
+"""
+
+
+def test_two_processes_give_what_one_device_gives(tmp_path):
+    (first, second), said = run_both(TRAIN, tmp_path)
+    assert first["devices"] == 4
+    assert first == second
+    mine, theirs = weights_of(tmp_path, 0), weights_of(tmp_path, 1)
+    assert all(np.array_equal(mine[name], theirs[name]) for name in mine)
+
+    one = model(compiled=False, seed=5)
+    compile_(one)
+    np.random.seed(7)
+    x, y = data()
+    history = one.fit(x, y, batch_size=7, epochs=2, validation_split=0.2, verbose=0).history
+    assert first["stopped"] == 1
+    assert_same(first["history"], history)
+    assert_same(first["evaluated"], one.evaluate(x, y, batch_size=9, verbose=0))
+    assert_same(np.array(first["predicted"]), one.predict(x, batch_size=9, verbose=0))
+    weights = [value for name, value in mine.items() if not name.startswith("optimizer/")]
+    assert_same(weights[: len(one.variables)], [np.asarray(v.value) for v in one.variables])
+
+    # One of them prints, and one of them writes.
+    assert "lockstep: jax, 4 devices" in said[0]
+    assert "Epoch 1/4" in said[0]
+    assert "Epoch" not in said[1]
+    assert "lockstep:" not in said[1]
+    written = {path.name for path in tmp_path.iterdir()}
+    assert {"best.keras", "last.weights.h5", "log.csv", "saved-by-0.keras"} <= written
+    assert "saved-by-1.keras" not in written
+    assert len((tmp_path / "log.csv").read_text().splitlines()) == 3
+    read = keras.models.load_model(tmp_path / "saved-by-0.keras")
+    assert_same(read.get_weights(), [np.asarray(v.value) for v in one.weights])
+
+
+LATER = """
+made = model(compiled=False, built=False, seed=5 if rank == 0 else 99)
+lockstep.distribute(made)
+compile_(made)
+x, y = data()
+made.fit(x, y, batch_size=7, verbose=0, shuffle=False)
+logs = [made.train_on_batch(x[:5], y[:5]), made.test_on_batch(x[:3], y[:3])]
+one = made.predict_on_batch(x[:3])
+direct = np.asarray(made(x[:3]))
+weights = made.get_weights()
+weights[0] = weights[0] * 2
+made.set_weights(weights)
+history = made.fit(x, y, batch_size=7, verbose=0, shuffle=False, steps_per_epoch=3).history
+lockstep.release(made)
+report(made, history, logs=logs, predicted=np.asarray(one).tolist(), direct=direct.tolist())
+"""
+
+
+def test_a_model_built_later_and_every_other_call(tmp_path):
+    (first, second), _ = run_both(LATER, tmp_path)
+    assert first == second
+    one = model(compiled=False, built=False, seed=5)
+    compile_(one)
+    x, y = data()
+    one.fit(x, y, batch_size=7, verbose=0, shuffle=False)
+    assert_same(first["logs"][0], one.train_on_batch(x[:5], y[:5]))
+    assert_same(first["logs"][1], one.test_on_batch(x[:3], y[:3]))
+    assert_same(np.array(first["predicted"]), one.predict_on_batch(x[:3]))
+    assert_same(np.array(first["direct"]), np.asarray(one(x[:3])))
+    weights = one.get_weights()
+    weights[0] = weights[0] * 2
+    one.set_weights(weights)
+    history = one.fit(x, y, batch_size=7, verbose=0, shuffle=False, steps_per_epoch=3).history
+    assert_same(first["history"], history)
+
+
+REFUSED = {
+    "other rows": (
+        "x, y = data(); made.fit(x + rank, y, batch_size=7, verbose=0)",
+        "Process 1 has another first batch",
+    ),
+    "another number of batches": (
+        "x, y = data(53 - 14 * rank); made.fit(x, y, batch_size=7, verbose=0, shuffle=False)",
+        "another number of batches",
+    ),
+    "some of the devices": (
+        "lockstep.distribute(made, 2)",
+        "2 devices were asked for, and 4 are in 2 processes",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_processes_that_would_not_train_one_model_are_told(case, tmp_path):
+    call, text = REFUSED[case]
+    body = f"""
+made = lockstep.distribute(model())
+try:
+    {call}
+except LockstepError as error:
+    report(made, {{}}, error=str(error))
+"""
+    found, _ = run_both(body, tmp_path)
+    assert all(text in report["error"] for report in found)
+
+
+def test_processes_that_jax_does_not_know_of_are_told(monkeypatch):
+    import lockstep
+    from lockstep.errors import ProcessesDisagree
+
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ProcessesDisagree, match="WORLD_SIZE=4 processes were started, and JAX"):
+        lockstep.distribute(model(), 2)

@@ -30,7 +30,7 @@ def _run(arguments, cwd=None, **environment):
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
-        env={**clean, **environment},
+        env={**clean, "JAX_ENABLE_COMPILATION_CACHE": "false", **environment},
         capture_output=True,
         text=True,
         check=False,

@@ -42,7 +42,12 @@ def run_both(body, folder):
         address = f"127.0.0.1:{free.getsockname()[1]}"
     (folder / "script.py").write_text(SCRIPT.format(body=body))
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("LOCKSTEP", "JAX_", "XLA_"))}
-    more = {"LOCKSTEP_REHEARSE": "2", "KERAS_BACKEND": "jax", "OMP_NUM_THREADS": "1"}
+    more = {
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "LOCKSTEP_REHEARSE": "2",
+        "KERAS_BACKEND": "jax",
+        "OMP_NUM_THREADS": "1",
+    }
     path = os.pathsep.join([str(HERE), str(HERE / "src")])
     environment = {**clean, **more, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3"}
     running = [

@@ -12,7 +12,7 @@ import numpy as np
 
 from lockstep.announce import fit_line, wants_words
 from lockstep.devices import Device, names_in_words
-from lockstep.engines import jax_devices, jax_losses, jax_processes, jax_states
+from lockstep.engines import jax_cache, jax_devices, jax_losses, jax_processes, jax_states
 from lockstep.engines.jax_loop import Loop
 from lockstep.engines.jax_probe import JaxProbe
 from lockstep.engines.jax_steps import State, StepFunction, Steps
@@ -41,6 +41,7 @@ class JaxEngine:
         if before == devices:
             return
         jax_processes.check_started()
+        jax_cache.keep_programs()
         # A fit may be running, with its state outside of the variables:
         # keras/src/backend/jax/trainer.py, JAXTrainer.jax_state_sync.
         model.jax_state_sync()

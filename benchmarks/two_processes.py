@@ -1,0 +1,270 @@
+"""`python benchmarks/two_processes.py`: what two processes of one core each lose by talking.
+
+Each process is pinned to a core of its own. Five pairs take turns, round by round: two
+processes that do not know of one another (the control, which cancels the machine), two under
+lockstep, two that run a hand-written JAX loop over the same collectives, and the same control
+and pair for PyTorch: independent, and hand-written DistributedDataParallel. A ratio is the
+throughput of a pair over that of its control in the same round. Wall time, because what is
+measured is how communication overlaps.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+
+ROWS = 32
+"""Rows of a step in each process."""
+
+
+def data(steps, rows):
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(steps * rows, 32, 32, 3)).astype("float32")
+    return x, rng.integers(0, 10, steps * rows)
+
+
+def keras_model():
+    import keras
+    from keras import layers
+
+    keras.utils.set_random_seed(0)
+    made = [keras.Input((32, 32, 3))]
+    for filters in (32, 64, 64):
+        made += [layers.Conv2D(filters, 3, activation="relu"), layers.MaxPooling2D()]
+    made += [layers.Flatten(), layers.Dense(64, activation="relu"), layers.Dense(10)]
+    model = keras.Sequential(made)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss, metrics=["accuracy"])
+    return model
+
+
+def start_jax(rank, address):
+    os.environ["KERAS_BACKEND"] = "jax"
+    os.environ["JAX_NUM_CPU_DEVICES"] = "1"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+
+    if address:
+        jax.distributed.initialize(address, 2, rank)
+
+
+def lockstep_fit(rank, address, steps):
+    """Rounds of `fit` under lockstep, alone or with the other process."""
+    start_jax(rank, address)
+    import lockstep
+
+    model = lockstep.distribute(keras_model())
+    rows = ROWS * (2 if address else 1)
+    x, y = data(steps, rows)
+    return lambda: model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
+
+
+def hand_written_jax(rank, address, steps):
+    """A jitted step over the mesh of both processes, and a plain loop."""
+    start_jax(rank, address)
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    model = keras_model()
+    model.optimizer.build(model.trainable_variables)
+    mesh = Mesh(np.array(jax.devices()), ("batch",))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    by_rows = NamedSharding(mesh, PartitionSpec("batch"))
+
+    def loss_of(trainable, non_trainable, x, y):
+        outputs, non_trainable = model.stateless_call(trainable, non_trainable, x, training=True)
+        right = (outputs.argmax(-1) == y).sum()
+        return model.loss(y, outputs), (non_trainable, right)
+
+    def step(state, totals, x, y):
+        trainable, non_trainable, slots = state
+        (loss, (non_trainable, right)), gradients = jax.value_and_grad(loss_of, has_aux=True)(
+            trainable, non_trainable, x, y
+        )
+        trainable, slots = model.optimizer.stateless_apply(slots, gradients, trainable)
+        return (trainable, non_trainable, slots), (totals[0] + loss * len(y), totals[1] + right)
+
+    step = jax.jit(step, donate_argnums=(0, 1), out_shardings=everywhere)
+
+    def place(value, layout=everywhere):
+        host = np.asarray(value)
+        return jax.make_array_from_callback(host.shape, layout, lambda index: host[index])
+
+    groups = (model.trainable_variables, model.non_trainable_variables, model.optimizer.variables)
+    state = tuple([place(variable.value) for variable in group] for group in groups)
+    rows = ROWS * 2
+    x, y = data(steps, rows)
+
+    def run():
+        nonlocal state
+        totals = (place(np.float32(0)), place(np.int32(0)))
+        for start in range(0, len(x), rows):
+            batch = x[start : start + rows], y[start : start + rows].astype("int32")
+            state, totals = step(state, totals, *(place(part, by_rows) for part in batch))
+        return float(np.asarray(totals[0].addressable_data(0)))
+
+    return run
+
+
+def hand_written_torch(rank, address, steps):
+    """The same network in PyTorch, under DistributedDataParallel or alone."""
+    import torch
+    from torch import nn
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    made, channels = [], 3
+    for filters in (32, 64, 64):
+        made += [nn.Conv2d(channels, filters, 3), nn.ReLU(), nn.MaxPool2d(2)]
+        channels = filters
+    made += [nn.Flatten(), nn.Linear(64 * 2 * 2, 64), nn.ReLU(), nn.Linear(64, 10)]
+    model = nn.Sequential(*made)
+    if address:
+        host, port = address.split(":")
+        os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": port}
+        torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    x, y = (torch.from_numpy(part) for part in data(steps, ROWS))
+    x = x.permute(0, 3, 1, 2).contiguous()
+
+    def run():
+        total = right = 0
+        for start in range(0, len(x), ROWS):
+            inputs, targets = x[start : start + ROWS], y[start : start + ROWS]
+            optimizer.zero_grad()
+            outputs = model(inputs)
+            loss = nn.functional.cross_entropy(outputs, targets)
+            loss.backward()
+            optimizer.step()
+            total += loss.detach() * len(inputs)
+            right += (outputs.argmax(1) == targets).sum()
+        return float(total)
+
+    return run
+
+
+PAIRS = {
+    "independent": (lockstep_fit, False),
+    "lockstep": (lockstep_fit, True),
+    "hand-written JAX": (hand_written_jax, True),
+    "independent PyTorch": (hand_written_torch, False),
+    "DistributedDataParallel": (hand_written_torch, True),
+}
+RATIOS = {
+    "lockstep / independent": ("lockstep", "independent"),
+    "hand-written JAX / independent": ("hand-written JAX", "independent"),
+    "lockstep / hand-written JAX": ("lockstep", "hand-written JAX"),
+    "DistributedDataParallel / independent PyTorch": (
+        "DistributedDataParallel",
+        "independent PyTorch",
+    ),
+}
+
+
+def worker(name, rank, address, steps):
+    """One process of a pair: a round for each line that comes in, its seconds out."""
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    make, _ = PAIRS[name]
+    run = make(rank, address, steps)
+    run()
+    print("READY", flush=True)
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        run()
+        print(f"SECONDS {time.perf_counter() - start}", flush=True)
+
+
+class Pair:
+    """Two processes that wait for their turn."""
+
+    def __init__(self, name, steps):
+        address = ""
+        if PAIRS[name][1]:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                address = f"127.0.0.1:{free.getsockname()[1]}"
+        threads = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "TQDM_DISABLE": "1"}
+        command = [sys.executable, __file__, "--worker", name, "--steps", str(steps)]
+        self._processes = [
+            subprocess.Popen(
+                [*command, "--rank", str(rank), "--address", address],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, **threads},
+                text=True,
+                start_new_session=True,
+            )
+            for rank in (0, 1)
+        ]
+        for process in self._processes:
+            self._read(process, "READY")
+
+    def round(self):
+        """Seconds until the slower of the two is done."""
+        for process in self._processes:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        return max(float(self._read(process, "SECONDS")) for process in self._processes)
+
+    def end(self):
+        for process in self._processes:
+            process.stdin.close()
+        for process in self._processes:
+            process.wait(60)
+
+    @staticmethod
+    def _read(process, word):
+        for line in process.stdout:
+            if line.startswith(word):
+                return line.removeprefix(word)
+        raise SystemExit(f"A process ended with {process.wait()} before it said {word}.")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=20, help="steps of a round")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--worker")
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--address", default="")
+    options = parser.parse_args()
+    if options.worker:
+        worker(options.worker, options.rank, options.address, options.steps)
+        return
+    if len(os.sched_getaffinity(0)) < 2:
+        raise SystemExit("Two cores are needed, one for each process.")
+    load = os.getloadavg()[0]
+    pairs = {name: Pair(name, options.steps) for name in PAIRS}
+    rounds = [{name: pair.round() for name, pair in pairs.items()} for _ in range(options.rounds)]
+    for pair in pairs.values():
+        pair.end()
+    found = {"load": load, "load after": os.getloadavg()[0], "rows per step": 2 * ROWS}
+    for name in PAIRS:
+        found[f"{name}, ms per step"] = spread([s[name] / options.steps * 1e3 for s in rounds])
+    for name, (of, over) in RATIOS.items():
+        found[name] = spread([seconds[over] / seconds[of] for seconds in rounds])
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return
+    for name, value in found.items():
+        shown = f"{value[0]:.3f} [{value[1]:.3f}, {value[2]:.3f}]" if type(value) is list else value
+        print(f"{name}: {shown}")
+
+
+def spread(values):
+    """Median, and first and third quartile."""
+    low, _, high = statistics.quantiles(values, n=4)
+    return [statistics.median(values), low, high]
+
+
+if __name__ == "__main__":
+    main()

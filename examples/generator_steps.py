@@ -28,7 +28,7 @@ def spirals(batch, seed):
     """Points on two noisy spirals, and on which of them they are; for ever."""
     rng = np.random.default_rng(seed)
     while True:
-        labels = rng.integers(2, size=batch)
+        labels = rng.integers(2, size=batch, dtype="int32")
         turns = rng.uniform(0.2, 1.5, batch)
         angles = 2 * np.pi * turns + np.pi * labels
         points = turns[:, None] * np.stack([np.cos(angles), np.sin(angles)], axis=1)

@@ -70,6 +70,31 @@ def test_predicting_in_pieces_equals_the_whole(name, devices):
     assert_same(np.concatenate(one_by_one, axis=1), whole)
 
 
+@pytest.mark.parametrize("of", ["layer", "model"])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_reset_between_two_batches_of_one_call_counts(devices, of):
+    """It was lost: within a call the state is carried outside of the variables."""
+    x, y = pieces(sequences("LSTM")), np.ones((ROWS * STEPS // PIECE, PIECE, 5), "float32")
+
+    def trained(stateful):
+        made = one_layer("LSTM", PIECE, stateful)
+        made.compile("sgd", "mse")
+        callbacks = []
+        if stateful:
+            lockstep.distribute(made, devices)
+            reset = made.layers[0].reset_state if of == "layer" else made.reset_states
+            each = {
+                f"on_{kind}_batch_begin": lambda batch, logs: reset()
+                for kind in ("train", "test", "predict")
+            }
+            callbacks = [keras.callbacks.LambdaCallback(**each)]
+        options = {"batch_size": ROWS, "verbose": 0, "callbacks": callbacks}
+        losses = made.fit(x, y, shuffle=False, **options).history["loss"]
+        return losses, made.evaluate(x, y, **options), made.predict(x, **options)
+
+    assert_same(trained(stateful=True), trained(stateful=False))
+
+
 @pytest.mark.parametrize("devices", [1, 4])
 def test_bidirectional_equals_eager_calls(devices):
     """Called eagerly, Keras does carry the state, which makes it the truth here."""

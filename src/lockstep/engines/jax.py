@@ -267,7 +267,7 @@ class Attachment:
 
     def _reset_states(self) -> None:
         """Set the states of every stateful RNN layer to zero, as Keras 2 did."""
-        jax_states.reset(jax_states.states_of(self.model))
+        jax_states.reset(self.model, jax_states.states_of(self.model))
 
 
 def _keeping_losses(stateless_call: Callable[..., Any], model: Any) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """States of stateful RNNs, carried from batch to batch."""
 
+import weakref
 from functools import partial
 from typing import Any
 
@@ -48,7 +49,8 @@ def carry_states(model: Any) -> None:
             if not any(state is other for other in carried):
                 list.append(seeds, CarriedState(state))
         # Keras 3.15.1's own, keras/src/layers/rnn/rnn.py, fails where cells are stacked.
-        vars(layer)["reset_state"] = partial(reset, keras.tree.flatten(layer.states))
+        states = keras.tree.flatten(layer.states)
+        vars(layer)["reset_state"] = partial(_reset_now, weakref.ref(model), states)
 
 
 def drop_states(model: Any) -> None:
@@ -60,7 +62,22 @@ def drop_states(model: Any) -> None:
         vars(layer).pop("reset_state", None)
 
 
-def reset(states: list[Any]) -> None:
-    """Set states to zero."""
+def reset(model: Any, states: list[Any]) -> None:
+    """Set states of `model` to zero, between two steps as well."""
+    # Within a fit the state is outside of the variables, and would come back over the zeros:
+    # keras/src/backend/jax/trainer.py, JAXTrainer.jax_state_sync.
+    model.jax_state_sync()
+    _zero(states)
+
+
+def _reset_now(model: "weakref.ref[Any]", states: list[Any]) -> None:
+    found = model()
+    if found is None:
+        _zero(states)
+    else:
+        reset(found, states)
+
+
+def _zero(states: list[Any]) -> None:
     for state in states:
         state.assign(keras.ops.zeros(state.shape, state.dtype))

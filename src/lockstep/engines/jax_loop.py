@@ -223,6 +223,8 @@ class Loop:
             shuffle=False,
             steps_per_execution=model.steps_per_execution,
         )
+        if batches.num_batches == 0:  # which Keras refuses, in words of its own
+            return JAXTrainer.predict(model, x, batch_size, verbose, steps, callbacks)
         if not all(layer.built for layer in model._flatten_layers()):
             for _, _, iterator in batches:
                 inputs, _, _ = keras.utils.unpack_x_y_sample_weight(next(iterator))

@@ -140,7 +140,7 @@ def test_the_progress_bar_shows_the_numbers_of_the_step_it_names(monkeypatch, ca
 
 def _without_times(line):
     number, parts = line
-    return number, [part.strip("\b\n ") for part in parts if ":" in part]
+    return number, [" ".join(part.strip("\b").split()) for part in parts if ":" in part]
 
 
 def test_between_two_drawings_the_bar_still_counts(capsys):

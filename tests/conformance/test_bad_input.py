@@ -132,6 +132,11 @@ TAKEN = {
 }
 
 
+LOSES_THE_WEIGHTS = {"inputs too narrow to predict"}
+"""Where Keras 3.15.1 alone goes on with other weights: an error within `predict` leaves its
+variables empty, keras/src/backend/jax/trainer.py. Here they are what they were."""
+
+
 def small():
     """Batch norm and two layers: what a NaN spreads through, and quick to compile."""
     keras.utils.clear_session()
@@ -164,6 +169,9 @@ def test_refused_in_the_words_of_one_device(case):
     theirs, _ = outcomes(REFUSED[case], None)
     mine, made = outcomes(REFUSED[case], 4)
     assert isinstance(theirs[0][0], str), f"one device takes it, and gives {theirs[0][0]}"
+    if case in LOSES_THE_WEIGHTS:
+        untouched, _ = outcomes(lambda made: None, None)
+        theirs[1:] = untouched[1:]
     assert_same_outcomes(mine, theirs)
     if not isinstance(mine[1][0], str):
         assert devices_of(made) == {4}

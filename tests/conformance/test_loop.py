@@ -128,7 +128,8 @@ def test_the_progress_bar_shows_the_numbers_of_the_step_it_names(monkeypatch, ca
         if distributed:
             lockstep.distribute(made, devices=1)
             capsys.readouterr()
-        train(made, verbose=1, validation_data=None)
+        # Beside a callback for batches, Keras alone draws in the thread of the caller too.
+        train(made, [Notes()], verbose=1, validation_data=None)
         lines = capsys.readouterr().out.split("\r")
         shown.append([(line.split("/")[0][-2:], line.split(" - ")[1:]) for line in lines])
     mine = [line for line in shown[1] if line[1]]
@@ -139,7 +140,7 @@ def test_the_progress_bar_shows_the_numbers_of_the_step_it_names(monkeypatch, ca
 
 def _without_times(line):
     number, parts = line
-    return number, [part.strip("\b\n ") for part in parts if ":" in part]
+    return number, [" ".join(part.strip("\b").split()) for part in parts if ":" in part]
 
 
 def test_between_two_drawings_the_bar_still_counts(capsys):
@@ -235,6 +236,24 @@ def test_an_error_of_the_data_comes_through_and_keeps_the_weights(devices):
     assert any(entry.name == "__getitem__" for entry in raised.traceback)
     if devices:  # Keras alone goes back to the bias of the epoch before
         np.testing.assert_array_equal(made.layers[0].bias, np.full(6, 3.0, "float32"))
+    train(made, epochs=1)
+
+
+@pytest.mark.parametrize("call", ["evaluate", "predict"])
+def test_an_error_in_evaluate_or_predict_leaves_the_weights(call):
+    class Raises(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            raise KeyboardInterrupt
+
+        on_predict_batch_end = on_test_batch_end
+
+    made = lockstep.distribute(smooth(), 3)
+    before = weights(made)
+    x, y = held_out()
+    data = {"x": x, "y": y} if call == "evaluate" else {"x": x}
+    with pytest.raises(KeyboardInterrupt):
+        getattr(made, call)(**data, batch_size=5, verbose=0, callbacks=[Raises()])
+    assert_same(weights(made), before, atol=0)
     train(made, epochs=1)
 
 
@@ -401,3 +420,32 @@ def test_a_generator_loses_no_more_rows_than_with_keras(stop):
         taken.append(counted)
     assert taken[1] == taken[0]
     assert taken[2] == taken[0]
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_batches_go_from_the_host_straight_to_their_devices_and_stay_narrow(devices, monkeypatch):
+    """No device is in between, and a byte stays a byte until it is in the program."""
+    placed = []
+    shard = Steps._shard
+
+    def watching(self, batch):
+        assert [type(leaf) for leaf in batch] == [np.ndarray, np.ndarray]
+        placed.append(shard(self, batch)[0])
+        return placed[-1], shard(self, batch)[1]
+
+    monkeypatch.setattr(Steps, "_shard", watching)
+    made = keras.Sequential([keras.Input((4,), dtype="uint8"), keras.layers.Rescaling(1 / 255)])
+    made.add(keras.layers.Dense(2))
+    made.compile("sgd", "mse")
+    lockstep.distribute(made, devices)
+    x = np.arange(8 * 4, dtype="uint8").reshape(8, 4)
+    made.fit(x, np.ones((8, 2), "float32"), batch_size=8, shuffle=False, verbose=0)
+    (inputs,) = placed
+    if devices == 1:
+        assert type(inputs) is np.ndarray
+        assert inputs.dtype == "uint8"
+    else:
+        assert inputs.padded.dtype == "uint8"
+        shards = inputs.padded.addressable_shards
+        assert [shard.data.shape for shard in shards] == [(2, 4)] * 4
+        assert len({shard.device for shard in shards}) == 4

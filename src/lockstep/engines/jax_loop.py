@@ -8,7 +8,6 @@ for every variable, and the wait for the numbers of every step.
 import inspect
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -19,35 +18,11 @@ from keras.src.utils.python_utils import pythonify_logs
 from keras.src.utils.traceback_utils import filter_traceback
 
 from lockstep.engines.jax_callbacks import Callbacks
+from lockstep.engines.jax_epoch import PREDICT, TEST, TRAIN, run_epoch
 from lockstep.engines.jax_input import HostIterator
-from lockstep.engines.jax_steps import StepFunction
 
 # Everything private below is what JAXTrainer itself goes by, and has its place in
-# keras/src/backend/jax/trainer.py (the state between steps, `_jax_state`) or
-# keras/src/trainers/trainer.py (the rest).
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """Training, evaluating or predicting.
-
-    Attributes:
-        function: Where the model keeps its step function.
-        stop: The attribute by which a callback stops it.
-        state: The groups of variables that a step takes and returns, in its order.
-    """
-
-    function: str
-    stop: str
-    state: tuple[str, ...]
-
-
-_WEIGHTS = ("trainable_variables", "non_trainable_variables")
-_TRAIN = _Kind(
-    "train_function", "stop_training", (*_WEIGHTS, "optimizer_variables", "metrics_variables")
-)
-_TEST = _Kind("test_function", "stop_evaluating", (*_WEIGHTS, "metrics_variables"))
-_PREDICT = _Kind("predict_function", "stop_predicting", _WEIGHTS)
+# keras/src/trainers/trainer.py or keras/src/backend/jax/trainer.py (`_jax_state`).
 
 
 class Loop:
@@ -133,7 +108,7 @@ class Loop:
                 model.reset_metrics()
                 callbacks.on_epoch_begin(epoch)
                 begin, end = callbacks.on_train_batch_begin, callbacks.on_train_batch_end
-                logs = self._steps(_TRAIN, batches, begin, end)
+                logs = run_epoch(model, TRAIN, batches, begin, end)
                 model.jax_state_sync()
                 epoch_logs = dict(model._get_metrics_result_or_logs(logs))
                 if held_out is not None and model._should_eval(epoch, validation_freq):
@@ -219,8 +194,8 @@ class Loop:
         model.stop_evaluating = False
         callbacks.on_test_begin()
         model.reset_metrics()
-        logs = self._steps(
-            _TEST, batches, callbacks.on_test_batch_begin, callbacks.on_test_batch_end
+        logs = run_epoch(
+            model, TEST, batches, callbacks.on_test_batch_begin, callbacks.on_test_batch_end
         )
         model.jax_state_sync()
         logs = pythonify_logs(model._get_metrics_result_or_logs(logs))
@@ -248,6 +223,8 @@ class Loop:
             shuffle=False,
             steps_per_execution=model.steps_per_execution,
         )
+        if batches.num_batches == 0:  # which Keras refuses, in words of its own
+            return JAXTrainer.predict(model, x, batch_size, verbose, steps, callbacks)
         if not all(layer.built for layer in model._flatten_layers()):
             for _, _, iterator in batches:
                 inputs, _, _ = keras.utils.unpack_x_y_sample_weight(next(iterator))
@@ -265,13 +242,11 @@ class Loop:
             every.append(outputs)
             callbacks.on_predict_batch_end(step, {"outputs": outputs})
 
-        self._steps(_PREDICT, batches, callbacks.on_predict_batch_begin, end)
+        run_epoch(model, PREDICT, batches, callbacks.on_predict_batch_begin, end)
         model.jax_state_sync()
         callbacks.on_predict_end()
         model._jax_state = None
         return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *every)
-
-    # ------------------------------------------------------------------ the steps
 
     def _callbacks(
         self, callbacks: Any, verbose: Any, epochs: int, batches: HostIterator, **kwargs: Any
@@ -287,75 +262,6 @@ class Loop:
             model=self.model,
             **kwargs,
         )
-
-    def _steps(
-        self,
-        kind: _Kind,
-        batches: HostIterator,
-        begin: Callable[[int], None],
-        end: Callable[[int, Any], None],
-    ) -> Any:
-        """The steps of one epoch; the outputs of the last one are returned."""
-        model, attributes = self.model, vars(self.model)
-        outputs: Any = {}
-        state: tuple[Any, ...] = ()
-        # Set past the tracking of attributes, which looks at every array of every step.
-        attributes["_jax_state_synced"] = True
-        with batches.catch_stop_iteration():
-            for first, last, iterator in batches:
-                begin(first)
-                step = getattr(model, kind.function)
-                if isinstance(step, StepFunction):
-                    outputs, state = self._execute(step, kind, state, iterator)
-                else:  # a callback has released the model
-                    state = self._read(kind) if attributes["_jax_state_synced"] else state
-                    outputs, state = step(state, iterator)
-                    attributes["_jax_state"] = dict(zip(kind.state, state, strict=True))
-                end(last, outputs)
-                if getattr(model, kind.stop):
-                    break
-        return outputs
-
-    def _execute(
-        self, step: StepFunction, kind: _Kind, state: tuple[Any, ...], iterator: Any
-    ) -> tuple[Any, tuple[Any, ...]]:
-        """`steps_per_execution` steps, or as many as there are batches for."""
-        attributes = vars(self.model)
-        batch = next(iterator)
-        every: list[Any] = []
-        for more in range(step.times - 1, -1, -1):
-            placed = step.place(batch)
-            if attributes["_jax_state_synced"]:  # by a callback, or at the start
-                state = self._read(kind, step)
-            if step.look is not None:
-                step.look(state, placed)
-            results: list[Any] = []
-            try:
-                # An interrupt finds the old state or the new one, never neither: the
-                # program's result is in the list before Python looks for signals.
-                results.extend(map(step.run, (state,), (placed,)))
-            finally:
-                if results:
-                    outputs, state = results[0]
-                    attributes["_jax_state"] = dict(zip(kind.state, state, strict=True))
-            every.append(outputs)
-            batch = next(iterator, None) if more else None
-            if batch is None:
-                break
-        return step.outputs(every), state
-
-    def _read(self, kind: _Kind, step: StepFunction | None = None) -> tuple[Any, ...]:
-        """The state as it stands in the variables, which give it away."""
-        model, attributes = self.model, vars(self.model)
-        groups = dict.fromkeys(kind.state, True)
-        state: tuple[Any, ...] = model._get_jax_state(**groups)
-        if step is not None:
-            state = step.settle(state)
-        # Before the variables let go of it: an exception would otherwise lose it.
-        attributes["_jax_state"] = dict(zip(kind.state, state, strict=True))
-        attributes["_jax_state_synced"] = False
-        model._purge_model_variables(**groups)
-        return state
 
 
 def _arguments(method: Callable[..., Any]) -> list[str]:

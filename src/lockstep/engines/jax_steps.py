@@ -9,7 +9,7 @@ device, and the padding never reaches the model.
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,12 +22,14 @@ from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep.engines import jax_processes
+from lockstep.engines.jax_scan import few_bytes, is_worth_it, repeated, runs_of_alike, stacked
 from lockstep.engines.jax_unsplit import merging_layers
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.shards import missing_rows
 
 State = tuple[Any, ...]
 Step = Callable[[State, Any], tuple[Any, State]]
+Program = Step
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["padded"], meta_fields=["rows"])
@@ -52,43 +54,65 @@ class StepFunction:
         place: From a batch of the host to one on the mesh.
         settle: From a state that was read out of variables to one that `run` takes.
             What `run` returned needs no settling.
-        look: Says what is to be said of this batch, or `None`.
         run: State and placed batch in, outputs and the next state out. Where it is
             compiled, the state that went in is gone afterwards.
         finish: Of predictions, from what `run` gives to the rows; `None` for logs.
         times: `steps_per_execution`.
+        look: Says what is to be said before this program takes this batch, if anything.
+        together: From batches that can be stacked to a program for all of their steps and
+            what it takes; or `None` where they are to be run one by one.
         check: Raises where a batch is not one that every process has, or `None`.
+        here: From outputs over several processes to what this one has of them, or `None`.
     """
 
     place: Callable[[Any], Any]
     settle: Callable[[State], State]
-    look: Callable[[State, Any], None] | None
-    run: Callable[[State, Any], tuple[Any, State]]
+    run: Program
     finish: Callable[[Any], Any] | None
     times: int
+    look: Callable[[Program, State, Any], None] | None = None
+    together: Callable[[State, list[Any]], tuple[Program, Any] | None] | None = None
     check: Callable[[Any], None] | None = None
+    here: Callable[[Any], Any] | None = None
 
     def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
         """`times` steps, or as many as the iterator has batches for, in Keras's protocol."""
         # keras/src/backend/jax/trainer.py, JAXTrainer._make_function
-        batch = next(iterator)
+        batches = self.pull(iterator)
         if self.check is not None:
-            self.check(batch)
+            self.check(batches[0])
         state = self.settle(state)
         every = []
-        for more in range(self.times - 1, -1, -1):
-            placed = self.place(batch)
+        for run, placed in self.programs(state, batches):
             if self.look is not None:
-                self.look(state, placed)
-            outputs, state = self.run(state, placed)
+                self.look(run, state, placed)
+            outputs, state = run(state, placed)
             every.append(outputs)
-            batch = next(iterator, None) if more else None
-            if batch is None:
-                break
         return self.outputs(every), state
+
+    def pull(self, iterator: Iterator[Any]) -> list[Any]:
+        """The batches of one execution: at least one, or the iterator's `StopIteration`."""
+        first = next(iterator)
+        return [first] if self.times == 1 else [first, *itertools.islice(iterator, self.times - 1)]
+
+    def programs(self, state: State, batches: list[Any]) -> Iterable[tuple[Program, Any]]:
+        """What to run for these batches, one after the other, and with what."""
+        if self.together is None or len(batches) == 1:
+            return ((self.run, self.place(batch)) for batch in batches)
+        return self._grouped(state, batches)
+
+    def _grouped(self, state: State, batches: list[Any]) -> Iterator[tuple[Program, Any]]:
+        for alike in runs_of_alike(batches):
+            group = self.together(state, alike) if self.together and len(alike) > 1 else None
+            if group is not None:
+                yield group
+            else:
+                yield from ((self.run, self.place(batch)) for batch in alike)
 
     def outputs(self, every: list[Any]) -> Any:
         """The outputs of one execution, out of those of its steps: all rows, or the last logs."""
+        if self.here is not None:
+            every = [self.here(outputs) for outputs in every]
         if self.finish is None:
             return every[-1]
         if len(every) == 1:
@@ -114,6 +138,8 @@ class Steps:
         self._put: Callable[[Any, NamedSharding], Any] = (
             jax_processes.put if self._several else jax.device_put
         )
+        self._stacked_by_rows = NamedSharding(mesh, PartitionSpec(None, "batch"))
+        self._platform = devices[0].platform
 
     def divides(self, rows: int) -> bool:
         """Whether an array of so many rows can be laid out by rows, and that means a thing."""
@@ -154,25 +180,34 @@ class Steps:
         looked_at: set[object] = set()
         outputs_layout = None if stay_split else self.replicated
         run = jax.jit(program, donate_argnums=0, out_shardings=(outputs_layout, None))
+        many = jax.jit(repeated(program), donate_argnums=0, out_shardings=(outputs_layout, None))
+        worth_it: list[bool] = []
 
-        def run_together(state: State, batch: Any) -> tuple[Any, State]:
-            outputs, state = run(state, batch)
-            return jax.tree.map(jax_processes.local, outputs), state
-
-        def look(state: State, batch: Any) -> None:
-            ragged = self._ragged_shapes(batch)
+        def look(program: Any, state: State, batch: Any) -> None:
+            ragged = self._ragged_shapes(batch, dim=0 if program is run else 1)
             if ragged and ragged not in looked_at:
                 looked_at.add(ragged)
-                self._say_if_unsplit(run.trace(state, batch), ragged)
+                self._say_if_unsplit(program.trace(state, batch), ragged)
+
+        def together(state: State, batches: list[Any]) -> tuple[Program, Any] | None:
+            if worth_it == [False] or not few_bytes(batches):
+                return None
+            placed = self._shard_stacked(stacked(batches))
+            if not worth_it:
+                platform = self._platform
+                worth_it.append(is_worth_it(lambda: many.trace(state, placed), platform))
+            return (many, placed) if worth_it[0] else None
 
         return StepFunction(
             place=self._shard,
             settle=lambda state: self.settled(state, split()),
-            look=look if self._replicas > 1 else None,
-            run=run_together if self._several else run,
+            run=run,
             finish=_whole_outputs if per_row_outputs else None,
             times=times,
+            look=look if self._replicas > 1 else None,
+            together=None if per_row_outputs else together,
             check=(lambda batch: jax_processes.check_same(batch, None)) if self._several else None,
+            here=partial(jax.tree.map, jax_processes.local) if self._several else None,
         )
 
     def eager(
@@ -200,7 +235,6 @@ class Steps:
         return StepFunction(
             place=lambda batch: keras.tree.map_structure(self._place_eagerly, batch),
             settle=lambda state: state,
-            look=None,
             run=run,
             finish=(lambda outputs: outputs) if per_row_outputs else None,
             times=times,
@@ -282,6 +316,19 @@ class Steps:
             leaf = numpy.concatenate([leaf, numpy.repeat(leaf[-1:], missing, axis=0)])
         return Sharded(self._put(leaf, self.by_rows), rows)
 
+    def _shard_stacked(self, batches: Any) -> Any:
+        """Host batches with the step as the first dim, split by rows, which are the second."""
+
+        def shard(leaf: np.ndarray) -> Any:
+            if leaf.ndim < 2 or leaf.shape[1] == 0:
+                return self._put(leaf, self.replicated)
+            rows = leaf.shape[1]
+            padding = np.repeat(leaf[:, -1:], missing_rows(rows, self._replicas), axis=1)
+            padded = np.concatenate([leaf, padding], axis=1) if padding.size else leaf
+            return Sharded(self._put(padded, self._stacked_by_rows), rows)
+
+        return batches if self._replicas == 1 else jax.tree.map(shard, batches)
+
     def _place_eagerly(self, leaf: Any) -> Any:
         if leaf is None:
             return None
@@ -314,12 +361,12 @@ class Steps:
 
     # --------------------------------------------------------------- unsplit batches
 
-    def _ragged_shapes(self, batch: Any) -> tuple[tuple[int, ...], ...]:
+    def _ragged_shapes(self, batch: Any, dim: int) -> tuple[tuple[int, ...], ...]:
         leaves = jax.tree.leaves(batch, is_leaf=_is_sharded)
         return tuple(
             (leaf.rows, *leaf.padded.shape)
             for leaf in leaves
-            if _is_sharded(leaf) and leaf.rows != leaf.padded.shape[0]
+            if _is_sharded(leaf) and leaf.rows != leaf.padded.shape[dim]
         )
 
     def _say_if_unsplit(self, traced: Any, ragged: tuple[tuple[int, ...], ...]) -> None:

@@ -1,0 +1,194 @@
+"""Several steps in one program give what as many single steps give, and Keras."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import lockstep
+from lockstep.engines import jax_steps
+from tests.conformance import common
+from tests.conformance.common import assert_same, weights
+from tests.conformance.side_by_side import BATCH, assert_same_runs, both, held_out, smooth, train
+
+STEPS = 7  # of an epoch of `train`
+
+
+@pytest.fixture
+def together(monkeypatch):
+    """How many steps each program for several steps had."""
+    counted = []
+    stacked = jax_steps.stacked
+
+    def counting(batches):
+        counted.append(len(batches))
+        return stacked(batches)
+
+    monkeypatch.setattr(jax_steps, "stacked", counting)
+    return counted
+
+
+def at_once(made, times):
+    made.compile(made.optimizer, "mse", metrics=["mae"], steps_per_execution=times)
+    return made
+
+
+class Logs(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.kept.append(("begin", batch))
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.kept.append(("end", batch, dict(logs)))
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.kept.append(("test", batch, dict(logs)))
+
+
+@pytest.mark.parametrize(
+    ("times", "devices", "programs"),
+    [(2, 1, [2, 2, 2]), (3, 3, [3, 3]), (20, 1, [7]), (20, 4, [7])],
+)
+def test_fit_evaluate_and_predict(times, devices, programs, together, tmp_path):
+    def script(made, folder):
+        logs = Logs()
+        history = train(at_once(made, times), [logs], validation_data=None)
+        fitted = list(together)
+        evaluated = made.evaluate(*held_out(), batch_size=5, verbose=0, callbacks=[logs])
+        predicted = made.predict(held_out()[0], batch_size=5, verbose=0)
+        return [history, logs.kept, evaluated, predicted], fitted
+
+    one, many = both(lambda made, folder: script(made, folder)[0], tmp_path, devices)
+    assert together[: len(programs)] == programs
+    names = [[call[:2] for call in run.returned[1]] for run in (one, many)]
+    assert names[1] == names[0]
+    one.returned[1], many.returned[1] = (
+        [call[2:] for call in run.returned[1] if len(call) > 2] for run in (one, many)
+    )
+    assert_same_runs(one, many)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_ragged_last_batch(devices, together):
+    alone, made = common.model(), lockstep.distribute(common.model(), devices)
+    assert_same(common.fit(at_once(made, 4), epochs=2), common.fit(at_once(alone, 4), epochs=2))
+    assert together == [4, 3] * 2  # and the last of four rows alone
+    assert_same(weights(made), weights(alone))
+
+
+def test_a_callback_that_changes_the_learning_rate_and_weights(together, tmp_path):
+    class Change(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            self.model.optimizer.learning_rate = 0.05 / (1 + batch)
+
+        def on_train_batch_end(self, batch, logs=None):
+            bias = self.model.layers[0].bias
+            bias.assign(bias * 0.5)
+
+    assert_same_runs(
+        *both(lambda made, _: train(at_once(made, 3), [Change()]), tmp_path, devices=3)
+    )
+    assert together
+
+
+def test_stopping_after_an_execution(together, tmp_path):
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = True
+
+    one, many = both(lambda made, _: train(at_once(made, 3), [Stop()]), tmp_path, devices=1)
+    assert_same_runs(one, many)
+    assert int(many.model.optimizer.iterations) == 3
+    assert together[0] == 3
+
+
+def test_a_generator_gives_as_many_batches_as_to_keras():
+    taken = []
+    for devices in (None, 1):
+        made = at_once(smooth(), 3)
+        if devices:
+            lockstep.distribute(made, devices)
+        counted = []
+
+        def endless(counted=counted):
+            while True:
+                counted.append(1)
+                yield common.data(BATCH)
+
+        source = endless()
+        for _ in range(2):
+            made.fit(source, steps_per_epoch=5, epochs=2, verbose=0, shuffle=False)
+            counted.append("fit")
+        taken.append(counted)
+    assert taken[1] == taken[0]
+
+
+def test_batches_of_many_shapes(together):
+    def source():
+        for rows in (7, 7, 7, 5, 5, 1, 7, 7):
+            yield common.data(rows, seed=rows)
+
+    found = []
+    for devices in (None, 3):
+        made = at_once(smooth(), 8)
+        if devices:
+            lockstep.distribute(made, devices)
+        made.fit(source(), steps_per_epoch=8, verbose=0, shuffle=False)
+        found.append(weights(made))
+    assert_same(found[1], found[0])
+    assert together == [3, 2, 2]
+
+
+def test_a_convolution_on_cpu_runs_step_by_step(together):
+    """There a loop around a convolution is several times slower than the steps."""
+    found = []
+    x, y = common.data()
+    for devices in (None, 1):
+        keras.utils.set_random_seed(2)
+        made = keras.Sequential(
+            [
+                keras.Input((4,)),
+                layers.Reshape((4, 1)),
+                layers.Conv1D(2, 2),
+                layers.Flatten(),
+                layers.Dense(2),
+            ]
+        )
+        made.compile("sgd", "mse", steps_per_execution=3)
+        if devices:
+            lockstep.distribute(made, devices)
+        made.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+        found.append(weights(made))
+    assert together == [3]  # looked at once, and not run
+    assert_same(found[1], found[0], atol=0)
+
+
+def test_more_data_than_may_stand_on_the_devices_runs_step_by_step(monkeypatch, together):
+    from lockstep.engines import jax_scan
+
+    monkeypatch.setattr(jax_scan, "MOST_BYTES", 100)
+    made = lockstep.distribute(at_once(smooth(), 3), 1)
+    train(made)
+    assert together == []
+    assert all(np.isfinite(value).all() for value in weights(made))
+
+
+def test_state_of_a_recurrent_layer_and_accumulated_gradients_go_from_step_to_step(together):
+    """Keras alone drops the state of the layer on JAX: single steps are the truth."""
+    found = []
+    x = np.random.default_rng(1).normal(size=(24, 3, 2)).astype("float32")
+    for times in (1, 4):
+        keras.utils.set_random_seed(2)
+        made = keras.Sequential(
+            [keras.Input(batch_shape=(4, 3, 2)), layers.GRU(3, stateful=True), layers.Dense(1)]
+        )
+        optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2, use_ema=True)
+        made.compile(optimizer, "mse", steps_per_execution=times)
+        lockstep.distribute(made, 2)
+        made.fit(x, x[:, 0, :1], batch_size=4, shuffle=False, verbose=0)
+        found.append([weights(made), [np.asarray(v.value) for v in made.non_trainable_variables]])
+    assert together == [4, 2]
+    assert_same(found[1], found[0])

@@ -106,6 +106,13 @@ def test_a_class_with_its_own_function_maker():
     assert text.startswith("Own has its own make_train_function")
 
 
+def test_steps_per_execution_that_is_no_number():
+    made = lockstep.distribute(model(compiled=False), 2)
+    made.compile("sgd", "mse", steps_per_execution="auto")
+    text = text_of(lambda: made.fit(*data(), verbose=0))
+    assert text.startswith("compile(steps_per_execution='auto') was asked for")
+
+
 def test_variables_shared_with_a_model_elsewhere():
     shared = keras.layers.Dense(1, name="shared")
     first = keras.Sequential([keras.Input((2,)), shared], name="first")

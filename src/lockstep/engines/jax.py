@@ -238,6 +238,11 @@ class Attachment:
         if self.model.run_eagerly or not self.model.jit_compile:
             make = self._steps.eager
         times = self.model.steps_per_execution
+        if not isinstance(times, int):
+            raise UnsupportedModel(
+                f"compile(steps_per_execution={times!r}) was asked for, and a whole number is "
+                "needed here.\nTry 10 for small models; lockstep bench says what it brings."
+            )
         return make(step, self._splits, times=times, per_row_outputs=per_row_outputs)
 
     def _adopt(self) -> None:

@@ -15,6 +15,7 @@ from lockstep.devices import Device, names_in_words
 from lockstep.engines import jax_cache, jax_devices, jax_losses, jax_processes, jax_states
 from lockstep.engines.jax_loop import Loop
 from lockstep.engines.jax_probe import JaxProbe
+from lockstep.engines.jax_scan import check_times
 from lockstep.engines.jax_steps import State, StepFunction, Steps
 from lockstep.errors import LayoutConflict, UnsupportedBackend, UnsupportedModel
 
@@ -238,11 +239,7 @@ class Attachment:
         if self.model.run_eagerly or not self.model.jit_compile:
             make = self._steps.eager
         times = self.model.steps_per_execution
-        if not isinstance(times, int):
-            raise UnsupportedModel(
-                f"compile(steps_per_execution={times!r}) was asked for, and a whole number is "
-                "needed here.\nTry 10 for small models; lockstep bench says what it brings."
-            )
+        check_times(times)
         return make(step, self._splits, times=times, per_row_outputs=per_row_outputs)
 
     def _adopt(self) -> None:

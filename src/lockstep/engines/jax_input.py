@@ -10,6 +10,7 @@ from keras.src.trainers.data_adapters.array_slicing import NumpySliceable, conve
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from lockstep.engines import jax_processes
+from lockstep.engines.jax_scan import check_times
 
 
 class HostIterator(EpochIterator):  # type: ignore[misc]
@@ -24,6 +25,10 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
 
     # keras/src/backend/jax/trainer.py, JAXEpochIterator; and the base class,
     # keras/src/trainers/epoch_iterator.py, which calls both.
+
+    def __init__(self, *args: Any, steps_per_execution: Any = 1, **kwargs: Any) -> None:
+        check_times(steps_per_execution)
+        super().__init__(*args, steps_per_execution=steps_per_execution, **kwargs)
 
     def __next__(self) -> Any:
         return next(self._epoch_iterator)

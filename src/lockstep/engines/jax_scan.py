@@ -7,11 +7,26 @@ from typing import Any
 import jax
 import numpy as np
 
+from lockstep.errors import UnsupportedModel
+
 Program = Callable[[Any, Any], tuple[Any, Any]]
 
 MOST_BYTES = 2**26
 """How much of the data may stand on the devices at once. A step on batches so large that
 fewer than `steps_per_execution` fit in is long, and the call of its program no matter."""
+
+
+def check_times(times: object) -> None:
+    """Raise where `steps_per_execution` is no whole number of at least 1.
+
+    Raises:
+        UnsupportedModel: If that is so.
+    """
+    if not isinstance(times, int) or times < 1:
+        raise UnsupportedModel(
+            f"compile(steps_per_execution={times!r}) was asked for, and a whole number of at least "
+            "1 is needed.\nTry 10 for small models; lockstep bench says what may be won."
+        )
 
 
 def repeated(program: Program) -> Program:

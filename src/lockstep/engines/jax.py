@@ -16,7 +16,8 @@ from lockstep.engines import jax_cache, jax_devices, jax_losses, jax_processes, 
 from lockstep.engines.jax_loop import Loop
 from lockstep.engines.jax_probe import JaxProbe
 from lockstep.engines.jax_scan import check_times
-from lockstep.engines.jax_steps import State, StepFunction, Steps
+from lockstep.engines.jax_step import State, StepFunction
+from lockstep.engines.jax_steps import Steps
 from lockstep.errors import LayoutConflict, UnsupportedBackend, UnsupportedModel
 
 _ATTACHMENT = "_lockstep"

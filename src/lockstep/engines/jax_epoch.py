@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.engines.jax_input import HostIterator
-from lockstep.engines.jax_steps import StepFunction
+from lockstep.engines.jax_step import StepFunction
 
 # keras/src/backend/jax/trainer.py, JAXTrainer: between steps the state is in `_jax_state`,
 # and `jax_state_sync`, which a callback's `self.model` calls, puts it into the variables

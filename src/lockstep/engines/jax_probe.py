@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from lockstep.engines import jax_losses, jax_profile
-from lockstep.engines.jax_steps import State
+from lockstep.engines.jax_step import State
 
 
 class JaxProbe:

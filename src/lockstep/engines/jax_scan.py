@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from itertools import groupby
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ def check_times(times: object) -> None:
     Raises:
         UnsupportedModel: If that is so.
     """
-    if not isinstance(times, int) or times < 1:
+    if not isinstance(times, Integral) or times < 1:
         raise UnsupportedModel(
             f"compile(steps_per_execution={times!r}) was asked for, and a whole number of at least "
             "1 is needed.\nTry 10 for small models; lockstep bench says what may be won."

@@ -1,0 +1,90 @@
+"""One step function: what Keras calls, and its parts."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from lockstep.engines.jax_scan import runs_of_alike
+
+State = tuple[Any, ...]
+Step = Callable[[State, Any], tuple[Any, State]]
+Program = Step
+
+
+@dataclass(frozen=True)
+class StepFunction:
+    """What Keras calls a step function, and its parts.
+
+    Attributes:
+        place: From a batch of the host to one on the mesh.
+        settle: From a state that was read out of variables to one that `run` takes.
+            What `run` returned needs no settling.
+        run: State and placed batch in, outputs and the next state out. Where it is
+            compiled, the state that went in is gone afterwards.
+        finish: Of predictions, from what `run` gives to the rows; `None` for logs.
+        times: `steps_per_execution`.
+        look: Says what is to be said before this program takes this batch, if anything.
+        together: From batches that can be stacked to a program for all of their steps and
+            what it takes; or `None` where they are to be run one by one.
+        check: Raises where a batch is not one that every process has, or `None`.
+        here: From outputs over several processes to what this one has of them, or `None`.
+    """
+
+    place: Callable[[Any], Any]
+    settle: Callable[[State], State]
+    run: Program
+    finish: Callable[[Any], Any] | None
+    times: int
+    look: Callable[[Program, State, Any], None] | None = None
+    together: Callable[[State, list[Any]], tuple[Program, Any] | None] | None = None
+    check: Callable[[Any], None] | None = None
+    here: Callable[[Any], Any] | None = None
+
+    def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
+        """`times` steps, or as many as the iterator has batches for, in Keras's protocol."""
+        # keras/src/backend/jax/trainer.py, JAXTrainer._make_function
+        batches = self.pull(iterator)
+        if self.check is not None:
+            self.check(batches[0])
+        state = self.settle(state)
+        every = []
+        for run, placed in self.programs(state, batches):
+            if self.look is not None:
+                self.look(run, state, placed)
+            outputs, state = run(state, placed)
+            every.append(outputs)
+        return self.outputs(every), state
+
+    def pull(self, iterator: Iterator[Any]) -> list[Any]:
+        """The batches of one execution: at least one, or the iterator's `StopIteration`."""
+        first = next(iterator)
+        return [first] if self.times == 1 else [first, *itertools.islice(iterator, self.times - 1)]
+
+    def programs(self, state: State, batches: list[Any]) -> Iterable[tuple[Program, Any]]:
+        """What to run for these batches, one after the other, and with what."""
+        if self.together is None or len(batches) == 1:
+            return ((self.run, self.place(batch)) for batch in batches)
+        return self._grouped(state, batches)
+
+    def _grouped(self, state: State, batches: list[Any]) -> Iterator[tuple[Program, Any]]:
+        for alike in runs_of_alike(batches):
+            group = self.together(state, alike) if self.together and len(alike) > 1 else None
+            if group is not None:
+                yield group
+            else:
+                yield from ((self.run, self.place(batch)) for batch in alike)
+
+    def outputs(self, every: list[Any]) -> Any:
+        """The outputs of one execution, out of those of its steps: all rows, or the last logs."""
+        if self.here is not None:
+            every = [self.here(outputs) for outputs in every]
+        if self.finish is None:
+            return every[-1]
+        if len(every) == 1:
+            return self.finish(every[0])
+        whole = map(self.finish, every)
+        return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *whole)

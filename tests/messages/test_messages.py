@@ -91,7 +91,7 @@ def test_a_model_laid_out_by_another_tool():
 def test_another_backend(monkeypatch):
     monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
     assert text_of(lockstep.distribute, model(), 2) == (
-        "Keras runs on 'torch', and lockstep has an engine for 'jax' so far.\n"
+        "Keras runs on 'torch', and lockstep has engines for 'jax' and 'tensorflow' so far.\n"
         "A .keras file moves between backends as it is.\n"
         "Set KERAS_BACKEND=jax in the environment before Keras is imported."
     )

@@ -17,8 +17,12 @@ def current_engine() -> Engine:
         from lockstep.engines.jax import JaxEngine
 
         return JaxEngine()
+    if backend == "tensorflow":
+        from lockstep.engines.tensorflow import TensorFlowEngine
+
+        return TensorFlowEngine()
     raise UnsupportedBackend(
-        f"Keras runs on {backend!r}, and lockstep has an engine for 'jax' so far.\n"
+        f"Keras runs on {backend!r}, and lockstep has engines for 'jax' and 'tensorflow' so far.\n"
         "A .keras file moves between backends as it is.\n"
         "Set KERAS_BACKEND=jax in the environment before Keras is imported."
     )

@@ -22,6 +22,10 @@ DRAWS = {
 }
 """Replicas draw for themselves; test_on_random_numbers.py says what holds of that."""
 
+UNSTEADY = {"generator that does not end"}
+"""Keras 3.15.1 on TensorFlow differs from itself on one device: in each epoch a reader
+runs ahead of the validation steps, as far as it happens to, and the next goes on there."""
+
 
 def runs(sample):
     """Every case on every number of devices; `sample` names those of the fixed sample."""
@@ -37,7 +41,7 @@ def runs(sample):
         )
         for family, cases in FAMILIES.items()
         for name in cases
-        if name not in DRAWS
+        if name not in DRAWS | UNSTEADY
         for devices in COUNTS
     ]
 

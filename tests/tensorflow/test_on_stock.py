@@ -12,7 +12,7 @@ from keras import layers, ops
 import lockstep
 from tests.conformance.common import assert_same
 
-BATCH = 7  # divides by neither 2 nor 3
+BATCH, ROWS = 8, 43  # the last batch has 3 rows; where the first is uneven, stock refuses
 
 
 def _network(norm=False):
@@ -65,13 +65,12 @@ SILENT = {
 
 def _train(name, distribute=None):
     make, draw, loss, options = SILENT[name]
-    keras.utils.clear_session()
     keras.utils.set_random_seed(1)
     made = make()
     made.compile(keras.optimizers.SGD(0.1, momentum=0.9, **options), loss)
     if distribute:
         distribute(made)
-    x, y, *weight = draw(np.random.default_rng(0), 5 * BATCH)
+    x, y, *weight = draw(np.random.default_rng(0), ROWS)
     kwargs = {"sample_weight": weight[0]} if weight else {}
     made.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, epochs=2, **kwargs)
     return made.get_weights()

@@ -111,7 +111,7 @@ def _on_global_batch(layer: Any, call: Callable[..., Any], team: Team) -> Callab
             return replica.gather(value, told) if _has_rows(value) else value
 
         def own(value: Any) -> Any:
-            if not tf.is_tensor(value):
+            if not tf.is_tensor(value) or value.shape.rank == 0:
                 return value
             check = tf.debugging.assert_equal(
                 tf.shape(value)[:1], tf.reshape(replica.shards.rows, (1,)), _unaligned(layer)

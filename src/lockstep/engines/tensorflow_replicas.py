@@ -87,7 +87,7 @@ class Replica:
         The gradient is what all replicas found for the rows of this one.
         """
         true = self.true_rows(value, told)
-        if not value.dtype.is_floating:
+        if not _has_gradient(value):
             return tf.concat(self.exchange(true), axis=0)
 
         def gathered(true: Any) -> Any:
@@ -110,7 +110,7 @@ class Replica:
         """
         true = self.true_rows(value, told)
         parts = list(self.exchange(true))
-        if value.dtype.is_floating:
+        if _has_gradient(value):
             parts[self.index] = self._times(true, self._team.size)
         return tf.concat(parts, axis=0)
 
@@ -264,6 +264,10 @@ def _mode(context: Any) -> Iterator[None]:
         yield
     finally:
         distribute_lib._pop_per_thread_mode()
+
+
+def _has_gradient(value: Any) -> bool:
+    return bool(value.dtype.is_floating or value.dtype.is_complex)
 
 
 def _tracker() -> Any:

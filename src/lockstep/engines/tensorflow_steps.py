@@ -43,7 +43,10 @@ class Steps:
         if candidates:
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
             self._tried.update({id(part): part for part in candidates})
-            self._passed += passing(model, candidates, inputs, variables_of(model))
+            optimizer = getattr(model, "optimizer", None)
+            slots = {id(slot) for slot in (optimizer.variables if optimizer is not None else [])}
+            changeable = [v for v in variables_of(model) if id(v) not in slots]
+            self._passed += passing(model, candidates, inputs, changeable)
 
     def train(self, data: Any) -> Any:
         """One training step on a global batch; the logs."""

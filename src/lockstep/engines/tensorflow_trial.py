@@ -8,6 +8,7 @@ a trial cannot see is a layer that treats rows differently by their number, from
 rows on than are tried.
 """
 
+import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from lockstep.engines.tensorflow_rows import is_batch_norm
+from lockstep.engines.tensorflow_variables import shared_seeds
 
 ROWS = 13  # no usual size of anything else, which tells a tensor of rows from others
 _SHARDS = (slice(0, 4), slice(4, 5), slice(5, ROWS))
@@ -35,9 +37,10 @@ def passing(model: Any, candidates: list[Any], inputs: Any, variables: list[Any]
     candidates = [part for part in candidates if not _meets_in_a_loop(part)]
     if not candidates:
         return []
-    before = [variable.numpy() for variable in variables]
+    variables = [*variables, *shared_seeds()]
+    before = _values(variables)
     try:
-        with _quiet_norms(model):
+        with _quiet_norms(model), _untouched_random_numbers():
             calls = _recorded(model, candidates, inputs)
             return [
                 part
@@ -65,7 +68,7 @@ def _meets_in_a_loop(part: Any) -> bool:
 
 def _recorded(model: Any, parts: list[Any], inputs: Any) -> dict[Any, tuple[Any, Any]]:
     """What each part is called with, when the model is called with made-up rows."""
-    random = np.random.default_rng(0)
+    numbers = np.random.default_rng(0)
     calls: dict[Any, tuple[Any, Any]] = {}
 
     def recording(part: Any) -> Any:
@@ -81,7 +84,7 @@ def _recorded(model: Any, parts: list[Any], inputs: Any) -> dict[Any, tuple[Any,
     for part, hook in hooks.items():
         vars(part)["call"] = hook
     try:
-        model(keras.tree.map_structure(lambda leaf: _made_up(leaf, random), inputs))
+        model(keras.tree.map_structure(lambda leaf: _made_up(leaf, numbers), inputs))
     except Exception:  # whatever it is, the model does not take so many rows
         return {}
     finally:
@@ -90,14 +93,29 @@ def _recorded(model: Any, parts: list[Any], inputs: Any) -> dict[Any, tuple[Any,
     return calls
 
 
-def _made_up(leaf: Any, random: np.random.Generator) -> Any:
+def _made_up(leaf: Any, numbers: np.random.Generator) -> Any:
     if leaf is None:
         return None
     shape = (ROWS, *(16 if dim is None else dim for dim in tuple(leaf.shape)[1:]))
     dtype = keras.backend.standardize_dtype(leaf.dtype)
     if keras.backend.is_float_dtype(dtype):
-        return tf.cast(random.uniform(size=shape), dtype)
-    return tf.cast(random.integers(0, 2, shape), dtype)
+        return tf.cast(numbers.uniform(size=shape), dtype)
+    return tf.cast(numbers.integers(0, 2, shape), dtype)
+
+
+@contextmanager
+def _untouched_random_numbers() -> Iterator[None]:
+    """Whatever is drawn inside, what is drawn afterwards is as if it had not been."""
+    python, numpy, had_seeds = random.getstate(), np.random.get_state(), bool(shared_seeds())
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        if not had_seeds:
+            # keras/src/random/seed_generator.py, global_seed_generator
+            state = keras.src.backend.common.global_state
+            state.set_global_attribute("global_seed_generator", None)
 
 
 @contextmanager
@@ -119,9 +137,14 @@ def _no_moments(shape: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
     return tf.zeros(shape), tf.ones(shape)
 
 
+def _values(variables: list[Any]) -> list[Any]:
+    return [keras.ops.convert_to_numpy(variable) for variable in variables]
+
+
 def _restore(variables: list[Any], values: list[Any]) -> None:
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
+    for variable, now, value in zip(variables, _values(variables), values, strict=True):
+        if not np.array_equal(now, value):
+            variable.assign(value)
 
 
 # ------------------------------------------------------------------------- comparing
@@ -131,7 +154,7 @@ def _passes(part: Any, args: Any, kwargs: Any, variables: list[Any], before: lis
     def run(call: Any, training: bool, rows: int = ROWS) -> tuple[Any, Any, list[Any]]:
         _restore(variables, before)
         outputs, gradients = _call(part, *call, training=training, rows=rows)
-        return outputs, gradients, [variable.numpy() for variable in variables]
+        return outputs, gradients, _values(variables)
 
     call = (args, kwargs)
     try:

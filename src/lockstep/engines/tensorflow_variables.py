@@ -69,7 +69,7 @@ class Copies:
     def strangers(self, graph: Any) -> list[str]:
         """The variables that a traced step uses, and that have no copies."""
         own = {id(copy.handle) for _, mirrored in self._mirrored for copy in mirrored.values}
-        own.add(id(_global_seeds().value.handle))  # drawn from in turn, by whoever has no seed
+        own |= {id(seeds.value.handle) for seeds in shared_seeds()}  # drawn from in turn
         names = {id(variable.handle): variable.name for variable in graph.variables}
         found = set()
         for outside, _ in graph.captures:
@@ -138,10 +138,16 @@ def variables_of(model: Any) -> list[Any]:
         # The states of an RNN are in no list of variables, keras/src/layers/rnn/rnn.py
         if isinstance(layer, keras.layers.RNN) and layer.stateful and layer.states is not None:
             found += keras.tree.flatten(layer.states)
-    shared = _global_seeds()
-    return list({id(variable): variable for variable in found if variable is not shared}.values())
+    shared = {id(seeds) for seeds in shared_seeds()}
+    return list({id(v): v for v in found if id(v) not in shared}.values())
 
 
-def _global_seeds() -> Any:
-    # keras/src/random/seed_generator.py: the seeds of whoever names none, in all models.
-    return keras.src.random.seed_generator.global_seed_generator().state
+def shared_seeds() -> list[Any]:
+    """The seeds of whoever names none, in all models; none where nobody has drawn yet.
+
+    To make them here would draw from Python's random numbers, and change a shuffle.
+    """
+    # keras/src/random/seed_generator.py, global_seed_generator
+    get = keras.src.backend.common.global_state.get_global_attribute
+    generator = get("global_seed_generator")
+    return [] if generator is None else [generator.state]

@@ -180,26 +180,22 @@ class Attachment:
     def _ready(self, name: str, step: Callable[[Any], Any]) -> Callable[[Iterator[Any]], Any]:
         """A step function, with everything made before its first trace."""
         function = self._function(step)
-        ready = False
+        version: int | None = None
 
         def run(iterator: Any) -> Any:
-            nonlocal function, ready
-            if ready:
-                return function(iterator)
-            if isinstance(iterator, tf.data.Iterator):
-                spec = iterator.element_spec
-            else:
-                spec = next(iterator)
-                iterator = itertools.chain([spec], iterator)
-            self._prepare(name, spec)
-            logs = function(iterator)
-            ready = True
-            if self._copies.lack(variables_of(self.model)):
-                # A step of the user's own made them while it ran: it is traced anew,
-                # now that they have copies.
-                self._take_in()
+            nonlocal function, version
+            if version is None:
+                if isinstance(iterator, tf.data.Iterator):
+                    spec = iterator.element_spec
+                else:
+                    spec = next(iterator)
+                    iterator = itertools.chain([spec], iterator)
+                self._prepare(name, spec)
+            elif version != self._copies.version and own_step(self.model, f"{name}_step"):
+                # It may have made variables while it ran, which have copies by now.
                 function = self._function(step)
-            return logs
+            version = self._copies.version
+            return function(iterator)
 
         return run
 

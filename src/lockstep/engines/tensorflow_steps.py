@@ -62,8 +62,6 @@ class Steps:
 
     def _step(self, name: str, data: Any, split: Any) -> Any:
         model = self._model
-        if tf.executing_eagerly():  # where a step may make variables at any time
-            self._copies.take_in(variables_of(model))
         plan = Plan(model, self._passed)
         reason = unsplit_reason(model, name, plan, data)
         if reason is not None:

@@ -16,11 +16,16 @@ class Copies:
     its first copy, and whoever assigns to it, assigns to all. Inside a step each
     replica wears its own copies, which are plain variables of its device, so that
     all that Keras and its optimizers do to them is what they do on one device.
+
+    Attributes:
+        version: Changes where a variable is mirrored, which a traced step that had it
+            as a plain one has to know.
     """
 
     def __init__(self, strategy: Any, holder: Any) -> None:
         self._strategy = strategy
         self._holder = holder
+        self.version = 0
         self._mirrored: list[tuple[Any, Any]] = []
 
     def take_in(self, variables: Iterable[Any]) -> None:
@@ -32,13 +37,9 @@ class Copies:
                 continue
             if not is_mirrored(variable._value):
                 variable._value = self._mirror(variable._value)
+                self.version += 1
             holders_of(variable).add(self._holder)
             self._mirrored.append((variable, variable._value))
-
-    def lack(self, variables: Iterable[Any]) -> bool:
-        """Whether one of these Keras variables is not held."""
-        held = {id(variable) for variable, _ in self._mirrored}
-        return any(id(variable) not in held for variable in variables)
 
     def let_go(self) -> None:
         """Make those variables plain again that nobody else holds."""

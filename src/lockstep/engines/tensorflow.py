@@ -1,4 +1,13 @@
-"""The TensorFlow engine: a copy of the variables on every device, and replicas in lockstep."""
+"""The TensorFlow engine: a copy of the variables on every device, and replicas in lockstep.
+
+Between steps a Keras variable holds a mirrored variable of `tf.distribute`, so that
+whoever assigns to it reaches every device. While a step is traced each replica sees
+its own copies as plain variables, and no strategy: with mirrored ones there, every
+assignment would be a meeting of all replicas, which TensorFlow forbids under a
+condition, and optimizers assign under conditions (accumulated gradients, scaled
+losses, averages). Since the gradients are summed before the optimizer sees them, all
+replicas do the same to their copies, and nothing but gradients travels for it.
+"""
 
 import functools
 import itertools

@@ -39,7 +39,7 @@ REDUCTIONS = frozenset({"All", "Any", "Max", "Mean", "Min", "Std", "Sum", "Var"}
 
 def is_container(layer: Any) -> bool:
     """Whether a layer does nothing but call its layers, as a graph or one by one."""
-    return isinstance(layer, keras.Model) and type(layer).call in (
+    return _is_called_as_its_class(layer) and type(layer).call in (
         # keras/src/models/functional.py and sequential.py
         keras.src.models.functional.Functional.call,
         keras.Sequential.call,
@@ -76,7 +76,13 @@ def works_by_rows(layer: Any) -> bool:
         return known and _is_keras_own(type(layer))
     if not (_is_keras_own(type(layer)) and type(layer).__name__ in BY_ROWS):
         return False
+    if not _is_called_as_its_class(layer):
+        return False
     return _has_plain_options(layer) and all(_fits_inside(part) for part in _inner_layers(layer))
+
+
+def _is_called_as_its_class(layer: Any) -> bool:
+    return type(layer).__call__ is keras.layers.Layer.__call__ and "call" not in vars(layer)
 
 
 def _fits_inside(part: Any) -> bool:

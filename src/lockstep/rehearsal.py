@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import MutableMapping
+from contextlib import suppress
 
 from lockstep.devices import REHEARSE, count_to_rehearse, rehearsed_devices
 from lockstep.errors import RehearsalTooLate
@@ -41,12 +42,19 @@ def rehearse_from_environment(environ: MutableMapping[str, str]) -> None:
     """Follow `LOCKSTEP_REHEARSE`, without importing a framework.
 
     Where JAX is not imported yet, its own variables are set for when it is; they
-    are read at its import. Where JAX has already started, nothing happens here, and
-    the first call that needs the devices says so.
+    are read at its import. TensorFlow reads none, so that it is imported here where
+    Keras is told to run on it, and its preview is asked for. Where a framework has
+    already started, nothing happens here, and the first call that needs the devices
+    says so.
     """
     count = rehearsed_devices(environ)
     if count is None:
         return
+    if environ.get("KERAS_BACKEND") == environ.get("LOCKSTEP_PREVIEW") == "tensorflow":
+        from lockstep.engines import tensorflow_devices
+
+        with suppress(RehearsalTooLate):
+            tensorflow_devices.make_virtual(count)
     if "jax" in sys.modules:
         from lockstep.engines.jax_devices import make_virtual
 

@@ -136,16 +136,18 @@ virtual CPU devices with Keras {keras} and JAX {jax}, in float32 unless a row sa
 Each row is one case of the conformance tests: a small model, trained, evaluated and used to
 predict. A cell is the largest absolute difference from the same run on one device by Keras
 alone, over everything the run leaves: weights, optimizer state, logs, metrics, predictions.
-The columns 1 to 8 are numbers of devices under lockstep, with {ragged}: no
-batch divides over 2, 3, 4 or 8 devices. The column *stock* is `keras.distribution.DataParallel`
-over {stock} devices on the same batches, or what it raised; *stock, even* the same with
-{even}, which do divide.
+The columns 1 to 8 are numbers of devices under lockstep, with
+{ragged}: no batch divides over 2, 3, 4 or 8
+devices. The column *stock* is `keras.distribution.DataParallel` over {stock} devices on the same
+batches, or what it raised; *stock, even* the same with {even}, which do
+divide.
 
 Equal means: at most {bound} after 20 steps, which is rounding, because several devices add up
 the same numbers in another order. Optimizers that divide a gradient by its own size turn
 rounding into steps where a gradient is almost zero, and half precision rounds a thousand times
 more coarsely; there the bound for each variable is ten times the *control*, the difference
-between two runs on **one** device that differ only in the order of the rows inside each batch.
+between two runs on **one** device that differ only in the order of the rows inside each batch
+(in half precision, the largest of three such orders).
 In long runs the kinks of ReLU and max pooling do the same to any network, on one device as
 well. A cell outside its bound is bold.
 """

@@ -1,7 +1,12 @@
 """The engine that serves the backend Keras runs on."""
 
+import os
+
 from lockstep.engines.engine import Engine
 from lockstep.errors import UnsupportedBackend
+
+_PREVIEW = "LOCKSTEP_PREVIEW"
+"""Names the backend whose unfinished engine is wanted all the same."""
 
 
 def current_engine() -> Engine:
@@ -17,8 +22,13 @@ def current_engine() -> Engine:
         from lockstep.engines.jax import JaxEngine
 
         return JaxEngine()
+    if backend == "tensorflow" and os.environ.get(_PREVIEW) == backend:
+        from lockstep.engines.tensorflow import TensorFlowEngine
+
+        return TensorFlowEngine()
+    preview = f"\nOr try the preview of its engine: {_PREVIEW}=tensorflow, docs/tensorflow.md."
     raise UnsupportedBackend(
-        f"Keras runs on {backend!r}, and lockstep has an engine for 'jax' so far.\n"
-        "A .keras file moves between backends as it is.\n"
-        "Set KERAS_BACKEND=jax in the environment before Keras is imported."
+        f"Keras runs on {backend!r}, and lockstep has an engine for 'jax' so far; a .keras file "
+        "moves between\nbackends as it is. Set KERAS_BACKEND=jax before Keras is imported."
+        + (preview if backend == "tensorflow" else "")
     )

@@ -103,7 +103,7 @@ class _OwnReduction(keras.Model):
     """A loss without reduction, that the model reduces in a way of its own."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(name="own_reduction")  # TensorFlow takes no underscore in front
         self.inner = _network()
         self.loss_of_rows = keras.losses.MeanSquaredError(reduction="none")
 

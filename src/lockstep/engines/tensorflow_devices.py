@@ -1,0 +1,70 @@
+"""TensorFlow's devices, and virtual ones on the CPU."""
+
+import os
+from typing import Any
+
+import tensorflow as tf
+
+from lockstep.devices import Device, check_visible, names_in_words, rehearsed_devices
+from lockstep.errors import RehearsalTooLate
+
+
+def list_devices() -> tuple[Device, ...]:
+    """The devices TensorFlow has, accelerators first.
+
+    Raises:
+        RehearsalTooLate: If a rehearsal is asked for and not in force.
+        DeviceError: If `CUDA_VISIBLE_DEVICES` was set too late.
+    """
+    asked = rehearsed_devices(os.environ)
+    if asked:
+        make_virtual(asked)
+    here = tuple(_describe(device) for kind in ("GPU", "CPU") for device in _logical(kind))
+    check_visible(here, os.environ)
+    return here
+
+
+def make_virtual(count: int) -> None:
+    """Make `count` virtual CPU devices, and hide accelerators.
+
+    Raises:
+        RehearsalTooLate: If TensorFlow has started with other devices.
+    """
+    try:
+        (cpu,) = tf.config.list_physical_devices("CPU")
+        parts = [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
+        if tf.config.get_logical_device_configuration(cpu) != parts:
+            tf.config.set_logical_device_configuration(cpu, parts)
+        tf.config.set_visible_devices([], "GPU")
+    except RuntimeError:  # TensorFlow has started; its devices are what they are
+        here = tuple(_describe(device) for kind in ("GPU", "CPU") for device in _logical(kind))
+        if here[0].platform != "cpu" or len(here) != count:
+            raise RehearsalTooLate(_too_late(count, here)) from None
+
+
+def _logical(kind: str) -> list[Any]:
+    devices: list[Any] = tf.config.list_logical_devices(kind)
+    return devices
+
+
+def _describe(device: Any) -> Device:
+    platform, number = device.device_type.lower(), device.name.rsplit(":", 1)[1]
+    return Device(name=f"{platform}:{number}", kind=_kind(platform, int(number)))
+
+
+def _kind(platform: str, number: int) -> str:
+    physical = tf.config.list_physical_devices(platform.upper())
+    if platform == "cpu" or number >= len(physical):
+        return platform
+    details = tf.config.experimental.get_device_details(physical[number])
+    return str(details.get("device_name", platform))
+
+
+def _too_late(asked: int, here: tuple[Device, ...]) -> str:
+    return (
+        f"A rehearsal on {asked} virtual CPU devices was asked for, and TensorFlow has started "
+        f"with {len(here)}: {names_in_words([device.name for device in here])}.\n"
+        "Devices are fixed at the first operation. Set "
+        f"LOCKSTEP_REHEARSE={asked} before Python starts\n(or call "
+        f"lockstep.rehearse(devices={asked}) before the first Keras operation)."
+    )

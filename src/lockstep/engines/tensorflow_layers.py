@@ -1,0 +1,172 @@
+"""How each layer of a split model runs, while a step is traced."""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from lockstep.engines.tensorflow_moments import moments_over
+from lockstep.engines.tensorflow_replicas import Team
+from lockstep.engines.tensorflow_rows import (
+    is_batch_norm,
+    is_container,
+    parts_of,
+    works_by_rows,
+)
+
+
+class Plan:
+    """Which layers of a model run by rows, and which see the global batch.
+
+    Attributes:
+        whole: Layers and operations that may look across the batch.
+        tried: Layers of the user's own, and the model where it is one, that were
+            found to work row by row.
+        norms: Batch norms, whose moments are those of the global batch.
+        every: Every layer that is not inside one of `whole`.
+    """
+
+    def __init__(self, model: Any, passed: Collection[Any] = ()) -> None:
+        self.whole: list[Any] = []
+        self.tried: list[Any] = []
+        self.norms: list[Any] = []
+        self.every: list[Any] = []
+        self._passed = {id(part) for part in passed}
+        self._sort(model)
+
+    def _sort(self, part: Any) -> None:
+        if any(part is other for other in (*self.whole, *self.tried, *self.norms)):
+            return
+        if is_container(part):
+            self.every.append(part)
+            for inner in parts_of(part):
+                self._sort(inner)
+        elif is_batch_norm(part):
+            self.norms.append(part)
+            self.every.append(part)
+        elif works_by_rows(part):
+            self.every += _layers(part)
+        elif id(part) in self._passed:
+            self.tried.append(part)
+            inside = _layers(part)
+            self.norms += [layer for layer in inside if is_batch_norm(layer)]
+            self.every += inside
+        else:
+            self.whole.append(part)
+
+    @contextmanager
+    def in_force(self, team: Team) -> Iterator[None]:
+        """While it lasts, the layers run by this plan in the replicas of `team`."""
+        changes: list[tuple[Any, str, Any]] = []
+        for layer in self.whole:
+            changes.append((layer, "call", _on_global_batch(layer, layer.call, team)))
+            if hasattr(layer, "compute_mask"):
+                mask = _on_global_batch(layer, layer.compute_mask, team)
+                changes.append((layer, "compute_mask", mask))
+        changes += [(layer, "_moments", moments_over(layer, team)) for layer in _each(self.norms)]
+        for layer in _each(self.every):
+            regularizer = layer.activity_regularizer
+            if regularizer is not None:
+                hook = _of_global_outputs(layer, regularizer, team)
+                changes.append((layer, "activity_regularizer", hook))
+            # keras/src/layers/layer.py, Layer._initialize_tracker
+            for seeds in layer._seed_generators:
+                changes.append((seeds, "next", _of_this_replica(seeds.next, team)))
+        before = [(item, name, vars(item).get(name, _ABSENT)) for item, name, _ in changes]
+        for item, name, hook in changes:
+            vars(item)[name] = hook
+        try:
+            yield
+        finally:
+            for item, name, value in before:
+                if value is _ABSENT:
+                    vars(item).pop(name, None)
+                else:
+                    vars(item)[name] = value
+
+
+_ABSENT = object()
+
+
+def _each(items: list[Any]) -> list[Any]:
+    return list({id(item): item for item in items}.values())
+
+
+def _layers(part: Any) -> list[Any]:
+    return list(part._flatten_layers()) if isinstance(part, keras.layers.Layer) else []
+
+
+def _on_global_batch(layer: Any, call: Callable[..., Any], team: Team) -> Callable[..., Any]:
+    """`call`, with the rows of all replicas in its inputs, and this one's of its outputs."""
+    told = f"what goes into and out of {layer.name!r} ({type(layer).__name__})"
+
+    def gathered_call(*args: Any, **kwargs: Any) -> Any:
+        replica = team.current()
+        if replica is None:
+            return call(*args, **kwargs)
+
+        def whole(value: Any) -> Any:
+            return replica.gather(value, told) if _has_rows(value) else value
+
+        def own(value: Any) -> Any:
+            if not tf.is_tensor(value) or value.shape.rank == 0:
+                return value
+            check = tf.debugging.assert_equal(
+                tf.shape(value)[:1], tf.reshape(replica.shards.rows, (1,)), _unaligned(layer)
+            )
+            with tf.control_dependencies([check]):
+                return replica.own(value)
+
+        args, kwargs = keras.tree.map_structure(whole, (args, kwargs))
+        with replica.globally():
+            outputs = call(*args, **kwargs)
+        return keras.tree.map_structure(own, outputs)
+
+    return gathered_call
+
+
+def _has_rows(value: Any) -> bool:
+    # Inside a step the number of a replica's rows is not known when it is traced, so
+    # that a tensor with a known first dim is none of rows.
+    return isinstance(value, tf.Tensor) and value.shape.rank != 0 and value.shape[0] is None
+
+
+def _unaligned(layer: Any) -> str:
+    return (
+        f"lockstep: layer {layer.name!r} ({type(layer).__name__}) merges the batch with another "
+        "dim or drops it, and what it gives cannot be split by rows on TensorFlow.\n"
+        "Keep the batch as the first dim, or set KERAS_BACKEND=jax, where any layer works."
+    )
+
+
+def _of_global_outputs(layer: Any, regularizer: Any, team: Team) -> Callable[[Any], Any]:
+    """An activity regularizer of the outputs of all replicas."""
+    told = f"what comes out of {layer.name!r}"
+
+    def regularize(output: Any) -> Any:
+        replica = team.current()
+        if replica is None or output.shape.rank == 0:
+            return regularizer(output)
+        whole = replica.gather_alike(output, told)
+        loss = regularizer(whole)
+        # keras/src/layers/layer.py, Layer.__call__ divides by the rows of `output`.
+        rows = tf.cast(tf.shape(output)[0], loss.dtype)
+        return tf.math.divide_no_nan(loss * rows, tf.cast(tf.shape(whole)[0], loss.dtype))
+
+    return regularize
+
+
+def _of_this_replica(draw: Callable[..., Any], team: Team) -> Callable[..., Any]:
+    """The next seed, another one on every replica but the first."""
+
+    def draw_here(*args: Any, **kwargs: Any) -> Any:
+        seed = draw(*args, **kwargs)
+        replica = team.current()
+        if replica is None or replica.index == 0:
+            return seed
+        folded = tf.random.experimental.stateless_fold_in(tf.cast(seed, "int32"), replica.index)
+        return tf.cast(folded, seed.dtype)
+
+    return draw_here

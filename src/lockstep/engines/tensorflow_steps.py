@@ -1,0 +1,234 @@
+"""Keras's TensorFlow steps over several replicas.
+
+Replicas run the layers on their rows. What the layers give is gathered, and the loss
+and the metrics are computed of the global batch, alike on every replica, by the very
+code that computes them on one device. The gradients of the weights are summed, and
+every replica applies them to its own copies by the optimizer's own code. So there is
+no form of loss, metric, clipping or accumulation of which this engine knows.
+"""
+
+import warnings
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from lockstep.engines.tensorflow_layers import Plan
+from lockstep.engines.tensorflow_replicas import Replica, Shards, Team
+from lockstep.engines.tensorflow_trial import passing
+from lockstep.engines.tensorflow_unsplit import unsplit_reason
+from lockstep.engines.tensorflow_variables import Copies, variables_of
+from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
+
+
+class Steps:
+    """The steps of one model over the devices of one strategy."""
+
+    def __init__(self, model: Any, strategy: Any, copies: Copies) -> None:
+        self._model = model
+        self._strategy = strategy
+        self._copies = copies
+        self._said: set[str] = set()
+        self._tried: dict[int, Any] = {}
+        self._passed: list[Any] = []
+
+    def prepare(self, batch: Any) -> None:
+        """Find out which layers of the user's own work row by row, before a trace.
+
+        Args:
+            batch: A batch, or the specification of one.
+        """
+        model = self._model
+        candidates = [part for part in Plan(model).whole if id(part) not in self._tried]
+        if candidates:
+            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+            self._tried.update({id(part): part for part in candidates})
+            optimizer = getattr(model, "optimizer", None)
+            slots = {id(slot) for slot in (optimizer.variables if optimizer is not None else [])}
+            changeable = [v for v in variables_of(model) if id(v) not in slots]
+            self._passed += passing(model, candidates, inputs, changeable)
+
+    def train(self, data: Any) -> Any:
+        """One training step on a global batch; the logs."""
+        return self._step("train_step", data, self._train)
+
+    def test(self, data: Any) -> Any:
+        """One evaluating step on a global batch; the logs."""
+        return self._step("test_step", data, self._test)
+
+    def predict(self, data: Any) -> Any:
+        """The predictions for a global batch."""
+        return self._step("predict_step", data, self._predict)
+
+    def _step(self, name: str, data: Any, split: Any) -> Any:
+        model = self._model
+        plan = Plan(model, self._passed)
+        reason = unsplit_reason(model, name, plan, data)
+        if reason is not None:
+            self._say(f"{model.name!r} {reason}, so the first device runs every batch alone")
+            return self._whole(getattr(model, name), data)
+        if plan.whole:
+            names = ", ".join(repr(layer.name) for layer in plan.whole)
+            self._say(f"every device runs {names} of {model.name!r} on the whole batch")
+        team = Team(self._strategy, self._copies, model._flatten_layers())
+        with plan.in_force(team):
+            outputs = split(team, data)
+        self._check_strangers()
+        return outputs
+
+    def _whole(self, step: Any, data: Any) -> Any:
+        """Keras's own step on one device; the others then copy what it left."""
+        self._copies.put_on(0)
+        try:
+            outputs = step(data)
+        finally:
+            self._copies.take_off()
+        self._copies.spread()
+        return outputs
+
+    # ------------------------------------------------------------------- split steps
+
+    def _train(self, team: Team, data: Any) -> Any:
+        # keras/src/backend/tensorflow/trainer.py, TensorFlowTrainer.train_step
+        model = self._model
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        shards, rows_of = _split(x, team.size)
+
+        def step(replica: Replica) -> Any:
+            with tf.GradientTape() as tape:
+                y_pred = self._outputs(replica, rows_of[replica.index], training=True)
+                loss = self._loss(replica, x, y, y_pred, sample_weight, training=True)
+                share = loss
+                if model.optimizer is not None:
+                    share = model.optimizer.scale_loss(loss)
+                share = share / team.size
+            weights = model.trainable_weights
+            if weights:
+                gradients = replica.sum_gradients(tape.gradient(share, weights))
+                model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+            else:
+                warnings.warn("The model does not have any trainable weights.", stacklevel=2)
+            with replica.globally():
+                return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+        return team.run(step, shards)[0]
+
+    def _test(self, team: Team, data: Any) -> Any:
+        # keras/src/backend/tensorflow/trainer.py, TensorFlowTrainer.test_step
+        model = self._model
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        shards, rows_of = _split(x, team.size)
+
+        def step(replica: Replica) -> Any:
+            y_pred = self._outputs(replica, rows_of[replica.index], training=False)
+            self._loss(replica, x, y, y_pred, sample_weight, training=False)
+            with replica.globally():
+                return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+        return team.run(step, shards)[0]
+
+    def _predict(self, team: Team, data: Any) -> Any:
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        shards, rows_of = _split(x, team.size)
+
+        def step(replica: Replica) -> Any:
+            outputs = self._forward(rows_of[replica.index], training=False)
+            return keras.tree.map_structure(
+                lambda value: replica.true_rows(value, self._told_output()), outputs
+            )
+
+        parts = team.run(step, shards)
+        return keras.tree.map_structure(lambda *shards: tf.concat(shards, axis=0), *parts)
+
+    def _forward(self, x: Any, *, training: bool) -> Any:
+        if self._model._call_has_training_arg:
+            return self._model(x, training=training)
+        return self._model(x)
+
+    def _outputs(self, replica: Replica, x: Any, *, training: bool) -> Any:
+        """The model's outputs for the global batch, with their masks."""
+
+        def gathered(value: Any) -> Any:
+            whole = replica.gather_alike(value, self._told_output())
+            mask = keras.src.backend.get_keras_mask(value)
+            if mask is not None:
+                whole_mask = replica.gather_alike(mask, self._told_output())
+                keras.src.backend.set_keras_mask(whole, whole_mask)
+            return whole
+
+        return keras.tree.map_structure(gathered, self._forward(x, training=training))
+
+    def _loss(
+        self, replica: Replica, x: Any, y: Any, y_pred: Any, sample_weight: Any, *, training: bool
+    ) -> Any:
+        model = self._model
+        with replica.globally():
+            # keras/src/trainers/trainer.py, Trainer._compute_loss
+            loss = model._compute_loss(
+                x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training
+            )
+            model._loss_tracker.update_state(loss, sample_weight=replica.shards.rows)
+        return loss
+
+    def _told_output(self) -> str:
+        return f"what {self._model.name!r} gives"
+
+    # ------------------------------------------------------------------------ checks
+
+    def _check_strangers(self) -> None:
+        graph = tf.compat.v1.get_default_graph()
+        strangers = [] if tf.executing_eagerly() else self._copies.strangers(graph)
+        if strangers:
+            raise UnsupportedModel(
+                f"The step of {self._model.name!r} uses variables that no layer of it has, and "
+                f"that every device would change for itself: {', '.join(strangers)}.\n"
+                "Make them by add_weight in a layer, or as a keras.Variable that is its attribute."
+            )
+
+    def _say(self, what: str) -> None:
+        if what in self._said:
+            return
+        self._said.add(what)
+        warnings.warn(
+            f"On TensorFlow {what}: it may look across rows. The result is exact.\n"
+            "Set KERAS_BACKEND=jax to have it split.",
+            UnsplitBatchWarning,
+            stacklevel=2,
+        )
+
+
+def _split(x: Any, replicas: int) -> tuple[Shards, list[Any]]:
+    """Who has which rows of these inputs, and the inputs of each replica."""
+    # On the host, where the batch is: only its rows go to a device.
+    with tf.device("CPU:0"):
+        x = keras.tree.map_structure(lambda leaf: leaf if leaf is None else _tensor(leaf), x)
+        leaves = [leaf for leaf in keras.tree.flatten(x) if _has_rows(leaf)]
+        rows = tf.shape(leaves[0])[0]
+        same = [
+            tf.debugging.assert_equal(
+                tf.shape(leaf)[0],
+                rows,
+                "lockstep: the inputs of one batch have different numbers of rows.",
+            )
+            for leaf in leaves[1:]
+        ]
+        with tf.control_dependencies([check for check in same if check is not None]):
+            # What hides the number from the tracer: a tensor of rows then has an unknown
+            # first dim, and is so told from any other.
+            hidden = tf.compat.v1.placeholder_with_default(tf.identity(rows), shape=())
+            shards = Shards(hidden, replicas)
+
+        def of(replica: int) -> Any:
+            return keras.tree.map_structure(
+                lambda leaf: shards.of(leaf, replica) if _has_rows(leaf) else leaf, x
+            )
+
+        return shards, [of(replica) for replica in range(replicas)]
+
+
+def _tensor(leaf: Any) -> Any:
+    return tf.convert_to_tensor(leaf)
+
+
+def _has_rows(leaf: Any) -> bool:
+    return leaf is not None and leaf.shape.rank != 0

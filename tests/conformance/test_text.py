@@ -39,7 +39,7 @@ def train(devices, stateful=True):
             layers.Dense(kinds, activation="softmax"),
         ]
     )
-    made.compile(keras.optimizers.SGD(3.0, clipnorm=1.0), "sparse_categorical_crossentropy")
+    made.compile(keras.optimizers.SGD(1.5, clipnorm=1.0), "sparse_categorical_crossentropy")
     lockstep.distribute(made, devices)
     reset = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: made.reset_states())
     losses = made.fit(

@@ -151,6 +151,8 @@ weights = made.get_weights()
 weights[0] = weights[0] * 2
 made.set_weights(weights)
 history = made.fit(x, y, batch_size=7, verbose=0, shuffle=False, steps_per_epoch=3).history
+made.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse", steps_per_execution=3)
+history["at once"] = made.fit(x, y, batch_size=7, verbose=0, shuffle=False).history["loss"]
 lockstep.release(made)
 report(made, history, logs=logs, predicted=np.asarray(one).tolist(), direct=direct.tolist())
 """
@@ -171,6 +173,8 @@ def test_a_model_built_later_and_every_other_call(tmp_path):
     weights[0] = weights[0] * 2
     one.set_weights(weights)
     history = one.fit(x, y, batch_size=7, verbose=0, shuffle=False, steps_per_epoch=3).history
+    one.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse")
+    history["at once"] = one.fit(x, y, batch_size=7, verbose=0, shuffle=False).history["loss"]
     assert_same(first["history"], history)
 
 

@@ -155,6 +155,12 @@ def together(model: Any, hooks: dict[str, Callable[..., Any]]) -> dict[str, Call
 
 _LOUD = ("fit", "evaluate", "predict")
 _WRITING = ("save", "save_weights", "export")
+_GROUPS = (
+    "trainable_variables",
+    "non_trainable_variables",
+    "optimizer_variables",
+    "metrics_variables",
+)
 
 
 def _synced_here(model: Any, sync: Callable[[], None]) -> Callable[[], None]:
@@ -162,8 +168,12 @@ def _synced_here(model: Any, sync: Callable[[], None]) -> Callable[[], None]:
     def jax_state_sync() -> None:
         state = getattr(model, "_jax_state", None)
         if state and not model._jax_state_synced:
-            here = {name: [local(value) for value in group or ()] for name, group in state.items()}
-            vars(model)["_jax_state"] = here
+            groups = {name: state.get(name, None) for name in _GROUPS}
+            vars(model)["_jax_state"] = {
+                name: [local(value) for value in group]
+                for name, group in groups.items()
+                if group is not None
+            }
         sync()
 
     return jax_state_sync

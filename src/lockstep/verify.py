@@ -24,7 +24,8 @@ def verify(
     afterwards what they were. Where the runs part, the first step, the first layer
     and the likely cause are named. How far rounding alone takes a model from itself
     is measured on one device, by turning round the rows of each batch (or, for a
-    model that draws random numbers, by moving each weight by its last bit).
+    model that draws random numbers, by moving each weight by the last bit of the
+    type that layers compute in).
 
     Args:
         model: A compiled `keras.Model`.

@@ -117,7 +117,11 @@ def share_variables(variables: list[Any]) -> None:
 
 
 def check_same(batch: Any, batches: int | None) -> None:
-    """Raise where the first batch of an epoch is not the same in every process.
+    """Raise where a batch is not the same in every process, by its first 1,024 rows.
+
+    Args:
+        batch: A batch of host arrays: the first of an epoch, or the one of a single step.
+        batches: How many the epoch has, `None` where that is not known.
 
     Raises:
         ProcessesDisagree: If the rows, or the number of batches, differ.

@@ -1,7 +1,6 @@
 """The JAX engine: one program over a mesh that sees the global batch."""
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 from lockstep.announce import fit_line, wants_words
 from lockstep.devices import Device, names_in_words
 from lockstep.engines import jax_cache, jax_devices, jax_losses, jax_processes, jax_states
+from lockstep.engines.holders import holders_of
 from lockstep.engines.jax_loop import Loop
 from lockstep.engines.jax_probe import JaxProbe
 from lockstep.engines.jax_scan import check_times
@@ -21,7 +21,6 @@ from lockstep.engines.jax_steps import Steps
 from lockstep.errors import LayoutConflict, UnsupportedBackend, UnsupportedModel
 
 _ATTACHMENT = "_lockstep"
-_HOLDERS = "_lockstep_holders"
 
 
 class JaxEngine:
@@ -140,11 +139,11 @@ class Attachment:
                 del attributes[name]
         variables = _variables(self.model)
         for variable in variables:
-            _holders(variable).discard(self)
-        if not any(_holders(state) for state in jax_states.states_of(self.model)):
+            holders_of(variable).discard(self)
+        if not any(holders_of(state) for state in jax_states.states_of(self.model)):
             jax_states.drop_states(self.model)
         for variable in variables:
-            if not _holders(variable) and variable.value.committed:
+            if not holders_of(variable) and variable.value.committed:
                 # Through the host: what JAX copies between devices stays committed
                 # to them, and would not mix with a new array later.
                 variable.assign(jnp.asarray(np.asarray(variable.value)))
@@ -164,7 +163,7 @@ class Attachment:
                 getattr(model, f"make_{name}_function")(force=True)
 
     def _check_holders(self, variable: Any) -> None:
-        for other in _holders(variable):
+        for other in holders_of(variable):
             if other.model is not self.model and other.devices != self.devices:
                 raise LayoutConflict(
                     f"{self.model.name!r} was asked onto {names_in_words(self.devices)}, and its "
@@ -249,10 +248,10 @@ class Attachment:
         jax_states.carry_states(self.model)
         values: set[int] = set()
         if self._several:
-            new = [v for v in _variables(self.model) if self not in _holders(v)]
+            new = [v for v in _variables(self.model) if self not in holders_of(v)]
             jax_processes.share_variables(new)
         for variable in _variables(self.model):
-            _holders(variable).add(self)
+            holders_of(variable).add(self)
             # Of two variables that share an array, as the average of an optimizer and
             # its variable may, one step would give the array away for both.
             if id(variable.value) in values:
@@ -280,21 +279,6 @@ def _keeping_losses(stateless_call: Callable[..., Any], model: Any) -> Callable[
         return stateless_call(*args, **kwargs)
 
     return call_without_old_losses
-
-
-class Holders(weakref.WeakSet[Attachment]):
-    """The attachments that hold a variable; a copy of the variable has none."""
-
-    def __reduce__(self) -> tuple[type["Holders"], tuple[()]]:
-        return Holders, ()
-
-    def __deepcopy__(self, memo: object) -> "Holders":
-        return Holders()
-
-
-def _holders(variable: Any) -> Holders:
-    holders: Holders = vars(variable).setdefault(_HOLDERS, Holders())
-    return holders
 
 
 def _variables(model: Any) -> list[Any]:

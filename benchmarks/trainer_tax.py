@@ -15,144 +15,22 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
-import contextlib
-import io
 import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import keras
-import numpy as np
-from keras import layers
+import models
+from loops import Run, by_fit, by_hand, compiled
+from rows import BATCH, data
 
 import lockstep
 
-BATCH = 32
-Run = Callable[[], None]
-
-
-# ------------------------------------------------------------------------ the models
-
-
-def mlp() -> keras.Model:
-    """Three small dense layers."""
-    return keras.Sequential(
-        [keras.Input((64,))]
-        + [layers.Dense(64, activation="relu") for _ in range(2)]
-        + [layers.Dense(10)]
-    )
-
-
-def many() -> keras.Model:
-    """Many small variables: a hundred dense layers."""
-    return keras.Sequential(
-        [keras.Input((64,))]
-        + [layers.Dense(16, activation="tanh") for _ in range(100)]
-        + [layers.Dense(10)]
-    )
-
-
-def cnn() -> keras.Model:
-    """A small convolutional network on 16 by 16 images."""
-    return keras.Sequential(
-        [keras.Input((256,)), layers.Reshape((16, 16, 1))]
-        + [layers.Conv2D(16, 3, padding="same", activation="relu") for _ in range(2)]
-        + [layers.GlobalAveragePooling2D(), layers.Dense(10)]
-    )
-
-
-def transformer() -> keras.Model:
-    """Two small transformer blocks on 16 tokens."""
-    inputs = keras.Input((256,))
-    x = layers.Reshape((16, 16))(inputs)
-    x = layers.Dense(32)(x)
-    for _ in range(2):
-        x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 16)(x, x))
-        x = layers.LayerNormalization()(x + layers.Dense(32)(layers.Dense(64, "gelu")(x)))
-    return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
-
-
-MODELS = {"mlp": mlp, "many": many, "cnn": cnn, "transformer": transformer}
+MODELS = {name: getattr(models, name) for name in ("mlp", "many", "cnn", "transformer")}
 STEPS = {"mlp": 1000, "many": 200, "cnn": 200, "transformer": 200}
-
-
-# -------------------------------------------------------------------------- the loops
-
-
-def compiled(build: Callable[[], keras.Model], times: int = 1) -> keras.Model:
-    """The model, from the same start each time, with loss, optimizer and a metric."""
-    keras.utils.set_random_seed(0)
-    model = build()
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(
-        keras.optimizers.Adam(1e-3),
-        loss,
-        metrics=["sparse_categorical_accuracy"],
-        steps_per_execution=times,
-    )
-    return model
-
-
-def data(model: keras.Model, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """As many rows as `steps` batches have."""
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(steps * BATCH, *model.input_shape[1:])).astype("float32")
-    return x, rng.integers(0, 10, size=len(x)).astype("int32")
-
-
-def by_hand(model: keras.Model, x: np.ndarray, y: np.ndarray) -> Run:
-    """One epoch of a loop as Keras's guide to JAX writes it, with the same metrics."""
-    optimizer, loss_function = model.optimizer, model.loss
-    optimizer.build(model.trainable_variables)
-    mean = keras.metrics.Mean()
-    accuracy = keras.metrics.SparseCategoricalAccuracy()
-
-    def loss_of(trainable: Any, non_trainable: Any, x: Any, y: Any) -> Any:
-        y_pred, non_trainable = model.stateless_call(trainable, non_trainable, x, training=True)
-        return loss_function(y, y_pred), (y_pred, non_trainable)
-
-    def step(state: Any, x: Any, y: Any) -> Any:
-        trainable, non_trainable, slots, means, hits = state
-        gradient = jax.value_and_grad(loss_of, has_aux=True)
-        (loss, (y_pred, non_trainable)), gradients = gradient(trainable, non_trainable, x, y)
-        trainable, slots = optimizer.stateless_apply(slots, gradients, trainable)
-        means = mean.stateless_update_state(means, loss, sample_weight=x.shape[0])
-        hits = accuracy.stateless_update_state(hits, y, y_pred)
-        logs = {"loss": mean.stateless_result(means), "acc": accuracy.stateless_result(hits)}
-        return logs, (trainable, non_trainable, slots, means, hits)
-
-    run = jax.jit(step, donate_argnums=0)
-    variables = (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
-    kept = [tuple([jax.numpy.copy(v.value) for v in group] for group in variables)]
-
-    def epoch() -> None:
-        state = (*kept[0], *([v.value + 0 for v in m.variables] for m in (mean, accuracy)))
-        order = np.random.permutation(len(x))
-        for start in range(0, len(x), BATCH):
-            rows = order[start : start + BATCH]
-            logs, state = run(state, x[rows], y[rows])
-        {name: float(value) for name, value in logs.items()}
-        kept[0] = state[:3]
-
-    return epoch
-
-
-def by_fit(model: keras.Model, x: np.ndarray, y: np.ndarray, **kwargs: Any) -> Run:
-    """One epoch of `fit`, with progress bar and stock callbacks."""
-
-    def epoch() -> None:
-        callbacks = [
-            keras.callbacks.EarlyStopping("loss", patience=1000),
-            keras.callbacks.ReduceLROnPlateau("loss", patience=1000),
-        ]
-        with contextlib.redirect_stdout(io.StringIO()):
-            model.fit(x, y, batch_size=BATCH, callbacks=callbacks, **kwargs)
-
-    return epoch
 
 
 # ------------------------------------------------------------------------ the numbers
@@ -160,7 +38,7 @@ def by_fit(model: keras.Model, x: np.ndarray, y: np.ndarray, **kwargs: Any) -> R
 
 def measure(name: str, rounds: int, steps: int) -> dict[str, Any]:
     """CPU milliseconds per step of each side, and the ratios within each round."""
-    x, y = data(compiled(MODELS[name]), steps)
+    x, y = data(compiled(MODELS[name]).input_shape[1], steps)
     one_step = {"keras": by_fit(compiled(MODELS[name]), x[:BATCH], y[:BATCH])}
     one_step["lockstep"] = by_fit(
         lockstep.distribute(compiled(MODELS[name]), devices=1), x[:BATCH], y[:BATCH]

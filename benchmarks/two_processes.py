@@ -1,21 +1,23 @@
 """`python benchmarks/two_processes.py`: what two processes of one core each lose by talking.
 
-Each process is pinned to a core of its own. Five pairs take turns, round by round: two
+Each process is pinned to a core of its own. Pairs take turns, round by round: two
 processes that do not know of one another (the control, which cancels the machine), two under
-lockstep, two that run a hand-written JAX loop over the same collectives, and the same control
-and pair for PyTorch: independent, and hand-written DistributedDataParallel. A ratio is the
-throughput of a pair over that of its control in the same round. Wall time, because what is
-measured is how communication overlaps.
+lockstep, two that run a hand-written JAX loop over the same collectives; and for PyTorch the
+same control, hand-written DistributedDataParallel, Hugging Face Accelerate and Lightning
+Fabric. A ratio is the throughput of a pair over that of its control in the same round. Wall
+time, because what is measured is how communication overlaps. A peer that is not installed is
+said to be so.
 """
 
 import argparse
 import json
 import os
 import socket
-import statistics
-import subprocess
 import sys
 import time
+
+from peers import ratio, spread, versions
+from workers import Worker, answer, pin
 
 ROWS = 32
 """Rows of a step in each process."""
@@ -113,77 +115,92 @@ def hand_written_jax(rank, address, steps):
     return run
 
 
-def hand_written_torch(rank, address, steps):
-    """The same network in PyTorch, under DistributedDataParallel or alone."""
-    import torch
-    from torch import nn
+def in_torch(peer):
+    """The same network in PyTorch, by hand or by one of `torch_loops`."""
 
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    made, channels = [], 3
-    for filters in (32, 64, 64):
-        made += [nn.Conv2d(channels, filters, 3), nn.ReLU(), nn.MaxPool2d(2)]
-        channels = filters
-    made += [nn.Flatten(), nn.Linear(64 * 2 * 2, 64), nn.ReLU(), nn.Linear(64, 10)]
-    model = nn.Sequential(*made)
-    if address:
-        host, port = address.split(":")
-        os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": port}
-        torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-        model = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-    x, y = (torch.from_numpy(part) for part in data(steps, ROWS))
-    x = x.permute(0, 3, 1, 2).contiguous()
+    def prepare(rank, address, steps):
+        import torch
+        import torch_loops
+        from torch import nn
 
-    def run():
-        total = right = 0
-        for start in range(0, len(x), ROWS):
-            inputs, targets = x[start : start + ROWS], y[start : start + ROWS]
-            optimizer.zero_grad()
-            outputs = model(inputs)
-            loss = nn.functional.cross_entropy(outputs, targets)
-            loss.backward()
-            optimizer.step()
-            total += loss.detach() * len(inputs)
-            right += (outputs.argmax(1) == targets).sum()
-        return float(total)
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        made, channels = [], 3
+        for filters in (32, 64, 64):
+            made += [nn.Conv2d(channels, filters, 3), nn.ReLU(), nn.MaxPool2d(2)]
+            channels = filters
+        made += [nn.Flatten(), nn.Linear(64 * 2 * 2, 64), nn.ReLU(), nn.Linear(64, 10)]
+        if address:
+            os.environ.update(torch_loops.environment(rank, 2, address.split(":")[1]))
+        model, optimizer, backward = getattr(torch_loops, peer)(
+            nn.Sequential(*made), lambda p: torch.optim.SGD(p, 0.01, momentum=0.9)
+        )
+        x, y = (torch.from_numpy(part) for part in data(steps, ROWS))
+        x = x.permute(0, 3, 1, 2).contiguous()
+        if address:
+            talking = torch.distributed.get_world_size()
+            assert talking == 2, f"{peer} runs in {talking} processes"
 
-    return run
+        def run():
+            total = right = 0
+            for start in range(0, len(x), ROWS):
+                inputs, targets = x[start : start + ROWS], y[start : start + ROWS]
+                optimizer.zero_grad()
+                outputs = model(inputs)
+                loss = nn.functional.cross_entropy(outputs, targets)
+                backward(loss)
+                optimizer.step()
+                total += loss.detach() * len(inputs)
+                right += (outputs.argmax(1) == targets).sum()
+            return float(total)
+
+        return run
+
+    return prepare
 
 
 PAIRS = {
     "independent": (lockstep_fit, False),
     "lockstep": (lockstep_fit, True),
     "hand-written JAX": (hand_written_jax, True),
-    "independent PyTorch": (hand_written_torch, False),
-    "DistributedDataParallel": (hand_written_torch, True),
+    "independent PyTorch": (in_torch("alone"), False),
+    "DistributedDataParallel": (in_torch("data_parallel"), True),
+    "Accelerate": (in_torch("accelerate"), True),
+    "Fabric": (in_torch("fabric"), True),
 }
-RATIOS = {
-    "lockstep / independent": ("lockstep", "independent"),
-    "hand-written JAX / independent": ("hand-written JAX", "independent"),
-    "lockstep / hand-written JAX": ("lockstep", "hand-written JAX"),
-    "DistributedDataParallel / independent PyTorch": (
-        "DistributedDataParallel",
-        "independent PyTorch",
-    ),
-}
+RATIOS = [
+    ("lockstep", "independent"),
+    ("hand-written JAX", "independent"),
+    ("lockstep", "hand-written JAX"),
+    ("DistributedDataParallel", "independent PyTorch"),
+    ("Accelerate", "independent PyTorch"),
+    ("Fabric", "independent PyTorch"),
+]
 
 
 def worker(name, rank, address, steps):
     """One process of a pair: a round for each line that comes in, its seconds out."""
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    pin(rank)
     make, _ = PAIRS[name]
-    run = make(rank, address, steps)
+    try:
+        run = make(rank, address, steps)
+    except ImportError as error:
+        answer(str(error))
+        return
     run()
-    print("READY", flush=True)
+    answer("")
     for _ in sys.stdin:
         start = time.perf_counter()
         run()
-        print(f"SECONDS {time.perf_counter() - start}", flush=True)
+        answer(time.perf_counter() - start)
 
 
 class Pair:
-    """Two processes that wait for their turn."""
+    """Two processes that wait for their turn.
+
+    Attributes:
+        missing: What keeps them from running, if anything.
+    """
 
     def __init__(self, name, steps):
         address = ""
@@ -191,41 +208,23 @@ class Pair:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 address = f"127.0.0.1:{free.getsockname()[1]}"
-        threads = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "TQDM_DISABLE": "1"}
-        command = [sys.executable, __file__, "--worker", name, "--steps", str(steps)]
-        self._processes = [
-            subprocess.Popen(
-                [*command, "--rank", str(rank), "--address", address],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**os.environ, **threads},
-                text=True,
-                start_new_session=True,
-            )
-            for rank in (0, 1)
-        ]
-        for process in self._processes:
-            self._read(process, "READY")
+        arguments = ("--worker", name, "--steps", steps, "--address", address)
+        self._workers = [Worker(__file__, *arguments, "--rank", rank) for rank in (0, 1)]
+        for each in self._workers:
+            each.wait()
+        self.missing = self._workers[0].said
 
     def round(self):
         """Seconds until the slower of the two is done."""
-        for process in self._processes:
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        return max(float(self._read(process, "SECONDS")) for process in self._processes)
+        for each in self._workers:
+            each.ask("go")
+        return max(each.answer() for each in self._workers)
 
     def end(self):
-        for process in self._processes:
-            process.stdin.close()
-        for process in self._processes:
-            process.wait(60)
-
-    @staticmethod
-    def _read(process, word):
-        for line in process.stdout:
-            if line.startswith(word):
-                return line.removeprefix(word)
-        raise SystemExit(f"A process ended with {process.wait()} before it said {word}.")
+        for each in self._workers:
+            each.end()
+        for each in self._workers:
+            each.wait_for_end()
 
 
 def main():
@@ -244,26 +243,26 @@ def main():
         raise SystemExit("Two cores are needed, one for each process.")
     load = os.getloadavg()[0]
     pairs = {name: Pair(name, options.steps) for name in PAIRS}
-    rounds = [{name: pair.round() for name, pair in pairs.items()} for _ in range(options.rounds)]
+    here = {name: pair for name, pair in pairs.items() if not pair.missing}
+    rounds = [{name: pair.round() for name, pair in here.items()} for _ in range(options.rounds)]
     for pair in pairs.values():
         pair.end()
     found = {"load": load, "load after": os.getloadavg()[0], "rows per step": 2 * ROWS}
-    for name in PAIRS:
-        found[f"{name}, ms per step"] = spread([s[name] / options.steps * 1e3 for s in rounds])
-    for name, (of, over) in RATIOS.items():
-        found[name] = spread([seconds[over] / seconds[of] for seconds in rounds])
+    found |= {"rounds": options.rounds, "versions": versions()}
+    times = {name: [seconds[name] for seconds in rounds] for name in here}
+    for name, values in times.items():
+        found[f"{name}, ms per step"] = spread([value / options.steps * 1e3 for value in values])
+    for of, over in RATIOS:
+        if of in here:
+            found[f"{of} / {over}"] = ratio(times[over], times[of])
+    for name in pairs.keys() - here.keys():
+        found[f"{name}, not installed"] = pairs[name].missing
     if options.json:
         print(json.dumps(found, indent=2))
         return
     for name, value in found.items():
         shown = f"{value[0]:.3f} [{value[1]:.3f}, {value[2]:.3f}]" if type(value) is list else value
         print(f"{name}: {shown}")
-
-
-def spread(values):
-    """Median, and first and third quartile."""
-    low, _, high = statistics.quantiles(values, n=4)
-    return [statistics.median(values), low, high]
 
 
 if __name__ == "__main__":

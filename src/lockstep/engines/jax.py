@@ -180,7 +180,8 @@ class Attachment:
         model = self.model
         self._adopt()
         if model.train_function is None or force:
-            model.train_function = self._step_function(model.train_step)
+            gradients = sum(variable.value.nbytes for variable in model.trainable_variables)
+            model.train_function = self._step_function(model.train_step, gradient_bytes=gradients)
 
     def _make_test_function(self, force: bool = False) -> None:
         # keras/src/backend/jax/trainer.py, JAXTrainer.make_test_function
@@ -234,13 +235,16 @@ class Attachment:
 
         return undistributed_state_tree
 
-    def _step_function(self, step: Any, *, per_row_outputs: bool = False) -> StepFunction:
-        make = self._steps.compiled
+    def _step_function(
+        self, step: Any, *, per_row_outputs: bool = False, gradient_bytes: int = 0
+    ) -> StepFunction:
+        make: Any = functools.partial(self._steps.compiled, gradient_bytes=gradient_bytes)
         if self.model.run_eagerly or not self.model.jit_compile:
             make = self._steps.eager
         times = self.model.steps_per_execution
         check_times(times)
-        return make(step, self._splits, times=times, per_row_outputs=per_row_outputs)
+        made: StepFunction = make(step, self._splits, times=times, per_row_outputs=per_row_outputs)
+        return made
 
     def _adopt(self) -> None:
         """Take in variables that appeared since, before a fit, evaluate or predict."""

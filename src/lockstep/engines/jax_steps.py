@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lockstep.engines import jax_processes
+from lockstep.engines import jax_flags, jax_processes
 from lockstep.engines.jax_scan import few_bytes, is_worth_it, repeated, stacked
 from lockstep.engines.jax_step import Program, State, Step, StepFunction
 from lockstep.engines.jax_unsplit import merging_layers
@@ -62,6 +62,7 @@ class Steps:
         )
         self._stacked_by_rows = NamedSharding(mesh, PartitionSpec(None, "batch"))
         self._platform = devices[0].platform
+        self._devices = devices
 
     def divides(self, rows: int) -> bool:
         """Whether an array of so many rows can be laid out by rows, and that means a thing."""
@@ -76,6 +77,7 @@ class Steps:
         *,
         times: int,
         per_row_outputs: bool,
+        gradient_bytes: int = 0,
     ) -> StepFunction:
         """A compiled step function.
 
@@ -86,6 +88,7 @@ class Steps:
             times: `steps_per_execution`.
             per_row_outputs: Whether outputs stay split by rows, as predictions do,
                 or go to every device, as the few numbers of a log do.
+            gradient_bytes: Of the gradients that the step sums over the devices.
         """
 
         def program(state: State, batch: Any) -> tuple[Any, State]:
@@ -101,8 +104,10 @@ class Steps:
         stay_split = per_row_outputs and not self._several
         looked_at: set[object] = set()
         outputs_layout = None if stay_split else self.replicated
-        run = jax.jit(program, donate_argnums=0, out_shardings=(outputs_layout, None))
-        many = jax.jit(repeated(program), donate_argnums=0, out_shardings=(outputs_layout, None))
+        options = jax_flags.options(self._devices, gradient_bytes)
+        jit = partial(jax.jit, donate_argnums=0, compiler_options=options)
+        run = jit(program, out_shardings=(outputs_layout, None))
+        many = jit(repeated(program), out_shardings=(outputs_layout, None))
         worth_it: list[bool] = []
 
         def look(program: Any, state: State, batch: Any) -> None:

@@ -1,0 +1,110 @@
+"""The loops that the benchmarks compare, and what they have in common."""
+
+import contextlib
+import io
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+from rows import BATCH
+
+Run = Callable[[], None]
+
+
+def compiled(build: Callable[[], keras.Model], times: int = 1) -> keras.Model:
+    """The model, from the same start each time, with loss, optimizer and a metric."""
+    keras.utils.set_random_seed(0)
+    model = build()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(
+        keras.optimizers.Adam(1e-3),
+        loss,
+        metrics=["sparse_categorical_accuracy"],
+        steps_per_execution=times,
+    )
+    return model
+
+
+def by_hand(model: keras.Model, x: np.ndarray, y: np.ndarray) -> Run:
+    """One epoch of a loop as Keras's guide to JAX writes it, with the same metrics."""
+    import jax
+
+    optimizer, loss_function = model.optimizer, model.loss
+    optimizer.build(model.trainable_variables)
+    mean = keras.metrics.Mean()
+    accuracy = keras.metrics.SparseCategoricalAccuracy()
+
+    def loss_of(trainable: Any, non_trainable: Any, x: Any, y: Any) -> Any:
+        y_pred, non_trainable = model.stateless_call(trainable, non_trainable, x, training=True)
+        return loss_function(y, y_pred), (y_pred, non_trainable)
+
+    def step(state: Any, x: Any, y: Any) -> Any:
+        trainable, non_trainable, slots, means, hits = state
+        gradient = jax.value_and_grad(loss_of, has_aux=True)
+        (loss, (y_pred, non_trainable)), gradients = gradient(trainable, non_trainable, x, y)
+        trainable, slots = optimizer.stateless_apply(slots, gradients, trainable)
+        means = mean.stateless_update_state(means, loss, sample_weight=x.shape[0])
+        hits = accuracy.stateless_update_state(hits, y, y_pred)
+        logs = {"loss": mean.stateless_result(means), "acc": accuracy.stateless_result(hits)}
+        return logs, (trainable, non_trainable, slots, means, hits)
+
+    run = jax.jit(step, donate_argnums=0)
+    variables = (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
+    kept = [tuple([jax.numpy.copy(v.value) for v in group] for group in variables)]
+
+    def epoch() -> None:
+        state = (*kept[0], *([v.value + 0 for v in m.variables] for m in (mean, accuracy)))
+        order = np.random.permutation(len(x))
+        for start in range(0, len(x), BATCH):
+            rows = order[start : start + BATCH]
+            logs, state = run(state, x[rows], y[rows])
+        {name: float(value) for name, value in logs.items()}
+        kept[0] = state[:3]
+
+    return epoch
+
+
+def by_hand_tensorflow(model: keras.Model, x: np.ndarray, y: np.ndarray) -> Run:
+    """The same loop as Keras's guide to TensorFlow writes it."""
+    import tensorflow as tf
+
+    optimizer, loss_function = model.optimizer, model.loss
+    optimizer.build(model.trainable_variables)
+    mean = keras.metrics.Mean()
+    accuracy = keras.metrics.SparseCategoricalAccuracy()
+
+    @tf.function
+    def step(x: Any, y: Any) -> None:
+        with tf.GradientTape() as tape:
+            y_pred = model(x, training=True)
+            loss = loss_function(y, y_pred)
+        gradients = tape.gradient(loss, model.trainable_weights)
+        optimizer.apply(gradients, model.trainable_weights)
+        mean.update_state(loss)
+        accuracy.update_state(y, y_pred)
+
+    def epoch() -> None:
+        mean.reset_state()
+        accuracy.reset_state()
+        order = np.random.permutation(len(x))
+        for start in range(0, len(x), BATCH):
+            rows = order[start : start + BATCH]
+            step(tf.constant(x[rows]), tf.constant(y[rows]))
+        float(mean.result()), float(accuracy.result())
+
+    return epoch
+
+
+def by_fit(model: keras.Model, x: np.ndarray, y: np.ndarray, **kwargs: Any) -> Run:
+    """One epoch of `fit`, with progress bar and stock callbacks."""
+
+    def epoch() -> None:
+        callbacks = [
+            keras.callbacks.EarlyStopping("loss", patience=1000),
+            keras.callbacks.ReduceLROnPlateau("loss", patience=1000),
+        ]
+        with contextlib.redirect_stdout(io.StringIO()):
+            model.fit(x, y, batch_size=BATCH, callbacks=callbacks, **kwargs)
+
+    return epoch

@@ -1,0 +1,249 @@
+"""CPU time per training step: lockstep beside its peers, on three backends.
+
+    pip install -e ".[benchmarks]"
+    python benchmarks/peers.py
+
+Every side trains the same network, with as many parameters, on the same rows in batches of
+32 with Adam, and keeps the mean loss and the accuracy. The sides of one backend take turns
+in one process; the three processes take turns on one core, round after round. What is
+measured is `time.process_time` within each process, which a busy machine disturbs less than
+the clock on the wall. The fits have their progress bar and stock callbacks; the PyTorch
+loops have neither, and slice tensors instead of asking a `DataLoader`.
+
+One process, one device: this is what each library costs before any device talks to another
+(`two_processes.py` has two that talk). A peer that is not installed is said to be so.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rows import BATCH, data
+from workers import Worker, answer, pin
+
+WIDTH = {"mlp": 64, "cnn": 256, "transformer": 256}
+STEPS = {"mlp": 400, "cnn": 100, "transformer": 100}
+BY_HAND = {"jax": "by hand", "tensorflow": "by hand, TensorFlow", "torch": "by hand, PyTorch"}
+OURS = "lockstep"
+VERSIONS = ("keras", "jax", "tensorflow-cpu", "torch", "accelerate", "lightning-fabric")
+
+Sides = dict[str, Callable[[], None]]
+
+
+# ------------------------------------------------------------------- the three backends
+
+
+def on_jax(name: str, x: Any, y: Any) -> tuple[int, Sides, dict[str, str]]:
+    import keras
+    import models
+    from loops import by_fit, by_hand, compiled
+
+    import lockstep
+
+    build = getattr(models, name)
+    layout = keras.distribution.DataParallel(devices=["cpu:0"])
+
+    @contextlib.contextmanager
+    def distribution() -> Any:
+        keras.distribution.set_distribution(layout)
+        try:
+            yield
+        finally:
+            keras.distribution.set_distribution(None)
+
+    with distribution():
+        data_parallel = by_fit(compiled(build), x, y)
+
+    def in_distribution() -> None:
+        with distribution():
+            data_parallel()
+
+    sides = {
+        OURS: by_fit(lockstep.distribute(compiled(build), devices=1), x, y),
+        BY_HAND["jax"]: by_hand(compiled(build), x, y),
+        "keras fit": by_fit(compiled(build), x, y),
+        "keras.distribution.DataParallel": in_distribution,
+    }
+    return build().count_params(), sides, {}
+
+
+def on_tensorflow(name: str, x: Any, y: Any) -> tuple[int, Sides, dict[str, str]]:
+    import models
+    import tensorflow as tf
+    from loops import by_fit, by_hand_tensorflow, compiled
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    build = getattr(models, name)
+    with tf.distribute.MirroredStrategy(["/cpu:0"]).scope():
+        mirrored = by_fit(compiled(build), x, y)
+    sides = {
+        BY_HAND["tensorflow"]: by_hand_tensorflow(compiled(build), x, y),
+        "keras fit, TensorFlow": by_fit(compiled(build), x, y),
+        "tf.distribute.MirroredStrategy": mirrored,
+    }
+    return build().count_params(), sides, {}
+
+
+def on_torch(name: str, x: Any, y: Any) -> tuple[int, Sides, dict[str, str]]:
+    import torch
+    import torch_loops
+
+    torch.set_num_threads(1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(torch_loops.environment(0, 1, port))
+    x, y = torch.from_numpy(x), torch.from_numpy(y).long()
+    made = {
+        BY_HAND["torch"]: torch_loops.alone,
+        "PyTorch DistributedDataParallel": torch_loops.data_parallel,
+        "Hugging Face Accelerate": torch_loops.accelerate,
+        "Lightning Fabric": torch_loops.fabric,
+    }
+    sides, missing = {}, {}
+    for side, make in made.items():
+        torch.manual_seed(0)
+        model = getattr(torch_loops, name)()
+        count = torch_loops.parameters(model)
+        try:
+            model, optimizer, backward = make(model, lambda p: torch.optim.Adam(p, 1e-3))
+        except ImportError as error:
+            missing[side] = str(error)
+            continue
+        sides[side] = torch_loops.epoch(model, optimizer, x, y, backward)
+    return count, sides, missing
+
+
+BACKENDS = {"jax": on_jax, "tensorflow": on_tensorflow, "torch": on_torch}
+
+
+def worker(backend: str, name: str, steps: int) -> None:
+    """One process: CPU milliseconds per step of the side whose name comes in."""
+    pin(0)
+    x, y = data(WIDTH[name], steps)
+    try:
+        count, sides, missing = BACKENDS[backend](name, x, y)
+    except ImportError as error:
+        count, sides, missing = 0, {}, {BY_HAND[backend] + " and its peers": str(error)}
+    for run in [*sides.values()] * 2:  # compile, and warm up
+        run()
+    answer({"parameters": count, "sides": list(sides), "missing": missing})
+    with contextlib.suppress(EOFError):
+        while True:
+            run = sides[input()]
+            start = time.process_time()
+            run()
+            answer((time.process_time() - start) * 1e3 / steps)
+
+
+# -------------------------------------------------------------------------- the figures
+
+
+def measure(name: str, rounds: int, steps: int) -> dict[str, Any]:
+    """Milliseconds of every side, and their ratios within each round."""
+    before = os.getloadavg()[0]
+    workers = {}
+    for backend in BACKENDS:  # one after the other: they would share a core
+        arguments = ("--worker", backend, "--models", name, "--steps", steps)
+        workers[backend] = Worker(__file__, *arguments, KERAS_BACKEND=backend, JAX_PLATFORMS="cpu")
+        workers[backend].wait()
+    counts = {each.said["parameters"] for each in workers.values() if each.said["sides"]}
+    if len(counts) != 1:
+        raise SystemExit(f"{name} is not one model on all backends: {counts} parameters.")
+    turns = [(backend, side) for backend, each in workers.items() for side in each.said["sides"]]
+    times: dict[str, list[float]] = {side: [] for _, side in turns}
+    for number in range(rounds):
+        for backend, side in turns if number % 2 else reversed(turns):
+            workers[backend].ask(side)
+            times[side].append(workers[backend].answer())
+    for each in workers.values():
+        each.end()
+        each.wait_for_end()
+    own = {side: BY_HAND[backend] for backend, side in turns}
+    return {
+        "model": name,
+        "parameters": counts.pop(),
+        "steps per round": steps,
+        "rounds": rounds,
+        "load average": [before, os.getloadavg()[0]],
+        "milliseconds": {side: spread(values) for side, values in times.items()},
+        "over lockstep": {side: ratio(times[side], times[OURS]) for side in times},
+        "over a loop by hand on its backend": {
+            side: ratio(times[side], times[own[side]]) for side in times
+        },
+        "not installed": {
+            k: v for each in workers.values() for k, v in each.said["missing"].items()
+        },
+    }
+
+
+def ratio(some: list[float], others: list[float]) -> list[float]:
+    """Median and quartiles of the ratios, round by round."""
+    return spread([one / other for one, other in zip(some, others, strict=True)])
+
+
+def spread(values: list[float]) -> list[float]:
+    """Median, and first and third quartile."""
+    low, _, high = statistics.quantiles(values, n=4)
+    return [statistics.median(values), low, high]
+
+
+def main() -> None:
+    """Measure, and print a table or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=WIDTH, default=list(WIDTH))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, help="steps per round; the model's own by default")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--worker", choices=BACKENDS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        worker(arguments.worker, arguments.models[0], arguments.steps)
+        return
+    results = []
+    for name in arguments.models:
+        results.append(measure(name, arguments.rounds, arguments.steps or STEPS[name]))
+        if not arguments.json:
+            show(results[-1])
+    around = {"rows per step": BATCH, "cores": os.cpu_count(), "versions": versions()}
+    print(json.dumps({"results": results, **around}, indent=1) if arguments.json else around)
+
+
+def versions() -> dict[str, str]:
+    """Of all that is compared, as far as it is here."""
+    found = {"python": platform.python_version()}
+    for name in VERSIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def show(result: dict[str, Any]) -> None:
+    """A few lines for a person."""
+    load = " to ".join(f"{each:.1f}" for each in result["load average"])
+    print(
+        f"{result['model']}, {result['parameters']} parameters, {result['rounds']} rounds, ", end=""
+    )
+    print(f"load {load}\n{'':34}{'ms':>8}   over lockstep        over a loop by hand")
+    for side, (milliseconds, _, _) in result["milliseconds"].items():
+        ratios = [
+            "{:6.2f} [{:.2f}, {:.2f}]".format(*result[over][side])
+            for over in ("over lockstep", "over a loop by hand on its backend")
+        ]
+        print(f"  {side:32}{milliseconds:8.3f}   {ratios[0]:20} {ratios[1]}")
+    for side, why in result["not installed"].items():
+        print(f"  {side}: not installed ({why})")
+    print("", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -17,9 +17,11 @@ from keras.src.trainers.data_adapters.array_slicing import train_validation_spli
 from keras.src.utils.python_utils import pythonify_logs
 from keras.src.utils.traceback_utils import filter_traceback
 
-from lockstep.engines.jax_callbacks import Callbacks
+from lockstep.engines.jax_callbacks import Callbacks, see_every_batch
 from lockstep.engines.jax_epoch import PREDICT, TEST, TRAIN, run_epoch
 from lockstep.engines.jax_input import HostIterator
+from lockstep.engines.jax_pace import Pace
+from lockstep.engines.jax_step import StepFunction
 
 # Everything private below is what JAXTrainer itself goes by, and has its place in
 # keras/src/trainers/trainer.py or keras/src/backend/jax/trainer.py (`_jax_state`).
@@ -100,6 +102,7 @@ class Loop:
         batches.reset()
         callbacks = self._callbacks(callbacks, verbose, epochs, batches, add_history=True)
         model.make_train_function()
+        batches.pace = _pace(model.train_function, callbacks, "train")
         model.stop_training = False
         epoch_logs: dict[str, Any] = {}
         callbacks.on_train_begin()
@@ -191,6 +194,7 @@ class Loop:
         batches.reset()
         callbacks = self._callbacks(callbacks, verbose, 1, batches)
         model.make_test_function()
+        batches.pace = _pace(model.test_function, callbacks, "test")
         model.stop_evaluating = False
         callbacks.on_test_begin()
         model.reset_metrics()
@@ -262,6 +266,12 @@ class Loop:
             model=self.model,
             **kwargs,
         )
+
+
+def _pace(function: Any, callbacks: Any, batch: str) -> Pace | None:
+    """What says how many steps go into one program, where nothing looks at single ones."""
+    pace = function.pace if isinstance(function, StepFunction) else None
+    return None if pace is None or see_every_batch(callbacks, batch) else pace
 
 
 def _arguments(method: Callable[..., Any]) -> list[str]:

@@ -94,6 +94,7 @@ class Attachment:
         self._steps = Steps(found)
         self._split: frozenset[int] = frozenset()
         self._hooks: dict[str, Callable[..., Any]] = {}
+        self._loop = Loop(model)
         self._own_loops: list[str] = []
 
     def _new_hooks(self) -> dict[str, Callable[..., Any]]:
@@ -208,7 +209,7 @@ class Attachment:
 
     def _loops(self) -> dict[str, Callable[..., Any]]:
         """`fit`, announced; and where the model has none of its own, the faster loops."""
-        loop = Loop(self.model)
+        loop = self._loop
         names = ("fit", "evaluate", "predict")
         loops = {name: getattr(loop, name) for name in names if loop.replaces(name)}
         self._own_loops = [name for name in names if name not in loops]
@@ -218,7 +219,8 @@ class Attachment:
         @functools.wraps(fit)
         def announced_fit(*args: Any, **kwargs: Any) -> Any:
             if wants_words(fit, args, kwargs):
-                print(fit_line("jax", self.devices, fit, args, kwargs), flush=True)
+                compiles = "fit" not in self._own_loops and self._loop.compiles()
+                print(fit_line("jax", self.devices, fit, args, kwargs, compiles), flush=True)
             self._check_times()
             return fit(*args, **kwargs)
 

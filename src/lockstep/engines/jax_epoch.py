@@ -15,6 +15,10 @@ from lockstep.engines.jax_step import StepFunction
 # and says so in `_jax_state_synced`.
 
 
+Begin = Callable[[int], None]
+End = Callable[[int, Any], None]
+
+
 @dataclass(frozen=True)
 class Kind:
     """Training, evaluating or predicting.
@@ -42,8 +46,8 @@ def run_epoch(
     model: Any,
     kind: Kind,
     batches: HostIterator,
-    begin: Callable[[int], None],
-    end: Callable[[int, Any], None],
+    begin: Begin,
+    end: End,
 ) -> Any:
     """The steps of one epoch; the outputs of the last one are returned."""
     attributes = vars(model)

@@ -14,12 +14,22 @@ def wants_words(fit: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     return bool(_argument("verbose", "auto", fit, args, kwargs))
 
 
+LONG = 1.0
+"""Seconds from which a first step is worth a line of its own."""
+
+
+def first_step_line(seconds: float) -> str:
+    """How long the user has waited for the first step, which is compiled before it runs."""
+    return f"lockstep: the training step was compiled and has run once, after {seconds:.1f} s"
+
+
 def fit_line(
     backend: str,
     devices: tuple[str, ...],
     fit: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    compiles: bool = False,
 ) -> str:
     """What runs: backend, devices, global and per-replica batch, in one line.
 
@@ -29,6 +39,7 @@ def fit_line(
         fit: The method that is called, for its signature.
         args: What it is called with.
         kwargs: What it is called with by name.
+        compiles: Whether the training step is compiled first.
     """
     count = len(devices)
     rehearsed = ", rehearsed" if rehearsed_devices(os.environ) else ""
@@ -40,6 +51,7 @@ def fit_line(
             _argument("x", None, fit, args, kwargs),
             count,
         )
+        + (", compiling the training step" if compiles else "")
     )
 
 

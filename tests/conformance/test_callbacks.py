@@ -334,7 +334,7 @@ def test_the_printed_lines_are_the_same_but_for_one_more(verbose, tmp_path):
     first, _, rest = many.returned.partition("\n")
     assert first == (
         "lockstep: jax, 3 devices (cpu:0 to cpu:2, rehearsed), "
-        f"global batch {BATCH} = up to 3 per replica"
+        f"global batch {BATCH} = up to 3 per replica, compiling the training step"
     )
     mine, theirs = _ends_of_epochs(rest), _ends_of_epochs(one.returned)
     assert len(mine) == 2

@@ -6,7 +6,8 @@ import pytest
 from keras import layers
 
 import lockstep
-from lockstep.engines import jax_steps
+from lockstep.engines import jax_pace, jax_steps
+from lockstep.errors import UnsupportedModel
 from tests.conformance import common
 from tests.conformance.common import assert_same, weights
 from tests.conformance.side_by_side import BATCH, assert_same_runs, both, held_out, smooth, train
@@ -71,6 +72,111 @@ def test_fit_evaluate_and_predict(times, devices, programs, together, tmp_path):
     assert_same_runs(one, many)
 
 
+def found_out_as_faster(monkeypatch):
+    """What the clock says would be chance: here, programs of several steps are faster."""
+    monkeypatch.setattr(jax_pace, "GAIN", float("inf"))
+
+
+class PerBatch(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        self.model.optimizer.learning_rate = 0.05 / (1 + batch)
+
+    def on_train_batch_end(self, batch, logs=None):
+        bias = self.model.layers[0].bias
+        bias.assign(bias * 0.9)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_auto_gives_the_numbers_of_single_steps(devices, together, monkeypatch):
+    found_out_as_faster(monkeypatch)
+    x, y = common.data(110)
+    found = []
+    for made in (smooth(), lockstep.distribute(at_once(smooth(), "auto"), devices)):
+        if not found:
+            at_once(made, 1)
+        history = made.fit(
+            x, y, batch_size=BATCH, epochs=6, validation_split=0.3, shuffle=False, verbose=0
+        ).history
+        found.append([history, weights(made), made.predict(x[:9], batch_size=2, verbose=0)])
+    assert max(together) > 2
+    assert_same(found[1], found[0])
+
+
+def test_auto_leaves_steps_single_where_a_callback_looks_at_each(together, monkeypatch, tmp_path):
+    found_out_as_faster(monkeypatch)
+
+    def script(made, folder):
+        times = "auto" if "_lockstep" in vars(made) else 1
+        x, y = common.data(110)
+        return (
+            at_once(made, times)
+            .fit(x, y, batch_size=BATCH, epochs=4, verbose=0, shuffle=False, callbacks=[PerBatch()])
+            .history
+        )
+
+    assert_same_runs(*both(script, tmp_path, devices=3))
+    assert not together
+
+
+@pytest.mark.parametrize("rows", [3, 16, 21])
+def test_auto_on_little_data(rows):
+    x, y = common.data(rows)
+    found = []
+    for times in (1, "auto"):
+        made = smooth()
+        if times == "auto":
+            lockstep.distribute(made, 2)
+        at_once(made, times).fit(x, y, batch_size=4, epochs=3, shuffle=False, verbose=0)
+        found.append(weights(made))
+    assert_same(found[1], found[0])
+
+
+def test_auto_on_a_generator_takes_as_many_batches_as_keras(together, monkeypatch):
+    found_out_as_faster(monkeypatch)
+    taken, found = [], []
+    for times in (1, "auto"):
+        made = smooth()
+        if times == "auto":
+            lockstep.distribute(made, 2)
+        counted = []
+
+        def endless(counted=counted):
+            while True:
+                counted.append(1)
+                yield common.data(BATCH, seed=len(counted))
+
+        at_once(made, times).fit(endless(), steps_per_epoch=50, epochs=3, verbose=0, shuffle=False)
+        taken.append(len(counted))
+        found.append(weights(made))
+    assert together
+    assert taken[1] == taken[0]
+    assert_same(found[1], found[0])
+
+
+def test_a_file_of_a_model_with_auto_is_trained_by_plain_keras(tmp_path):
+    made = at_once(lockstep.distribute(smooth(dropout=0.0), 2), "auto")
+    made.fit(*common.data(20), verbose=0, shuffle=False)
+    made.save(tmp_path / "auto.keras")
+    loaded = keras.models.load_model(tmp_path / "auto.keras")
+    assert loaded.steps_per_execution == 1
+    loaded.fit(*common.data(20), verbose=0, shuffle=False)
+    lockstep.release(made)
+    made.fit(*common.data(20), verbose=0, shuffle=False)
+    assert_same(weights(made), weights(loaded))
+
+
+def test_auto_is_refused_where_keras_loop_runs():
+    class OwnFit(keras.Sequential):
+        def fit(self, *args, **kwargs):
+            return super().fit(*args, **kwargs)
+
+    made = OwnFit([keras.Input((4,)), layers.Dense(2)])
+    made.compile("sgd", "mse", steps_per_execution="auto")
+    lockstep.distribute(made, 2)
+    with pytest.raises(UnsupportedModel, match=r"'auto'\) was asked for, and OwnFit has"):
+        made.fit(*common.data(8), verbose=0)
+
+
 @pytest.mark.parametrize("devices", [1, 3])
 def test_a_ragged_last_batch(devices, together):
     alone, made = common.model(), lockstep.distribute(common.model(), devices)
@@ -80,16 +186,8 @@ def test_a_ragged_last_batch(devices, together):
 
 
 def test_a_callback_that_changes_the_learning_rate_and_weights(together, tmp_path):
-    class Change(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            self.model.optimizer.learning_rate = 0.05 / (1 + batch)
-
-        def on_train_batch_end(self, batch, logs=None):
-            bias = self.model.layers[0].bias
-            bias.assign(bias * 0.5)
-
     assert_same_runs(
-        *both(lambda made, _: train(at_once(made, 3), [Change()]), tmp_path, devices=3)
+        *both(lambda made, _: train(at_once(made, 3), [PerBatch()]), tmp_path, devices=3)
     )
     assert together
 

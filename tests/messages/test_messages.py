@@ -113,9 +113,20 @@ def test_a_class_with_its_own_function_maker():
 
 def test_steps_per_execution_that_is_no_number():
     made = lockstep.distribute(model(compiled=False), 2)
-    made.compile("sgd", "mse", steps_per_execution="auto")
+    made.compile("sgd", "mse", steps_per_execution=2.5)
     text = text_of(lambda: made.fit(*data(), verbose=0))
-    assert text.startswith("compile(steps_per_execution='auto') was asked for")
+    assert text.startswith("compile(steps_per_execution=2.5) was asked for")
+
+
+def test_auto_steps_per_execution_in_a_class_with_its_own_loop():
+    class Own(keras.Sequential):
+        def evaluate(self, *args, **kwargs):
+            return super().evaluate(*args, **kwargs)
+
+    made = Own([keras.Input((2,)), keras.layers.Dense(1)])
+    made.compile("sgd", "mse", steps_per_execution="auto")
+    text = text_of(lambda: lockstep.distribute(made, 2).fit(*data(), verbose=0))
+    assert text.startswith("compile(steps_per_execution='auto') was asked for, and Own has its own")
 
 
 def test_variables_shared_with_a_model_elsewhere():

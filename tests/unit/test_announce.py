@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.announce import fit_line, wants_words
+from lockstep.announce import first_step_line, fit_line, wants_words
+from lockstep.engines import jax_loop
 
 GPUS = ("gpu:0", "gpu:1", "gpu:2", "gpu:3")
 
@@ -63,3 +64,22 @@ def test_fit_says_one_line_at_its_start(capsys):
     assert sum(line.startswith("lockstep") for line in said) == 1
     made.fit(np.zeros((8, 2)), np.zeros((8, 1)), verbose=0)
     assert capsys.readouterr().out == ""
+
+
+def test_fit_says_what_is_compiled_and_how_long_it_took(capsys, monkeypatch):
+    monkeypatch.setattr(jax_loop, "LONG", 0.0)
+    made = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    lockstep.distribute(made, 2)
+    told = []
+    for number in range(5):
+        if number in (0, 2, 4):
+            made.compile("sgd", "mse", run_eagerly=number == 4)
+        made.fit(np.zeros((8, 2)), np.zeros((8, 1)), batch_size=4, epochs=2, verbose=2)
+        said = capsys.readouterr().out.splitlines()
+        after = [line for line in said if "has run once, after" in line]
+        told.append((said[0].endswith(", compiling the training step"), len(after)))
+    assert told == [(True, 1), (False, 0), (True, 1), (False, 0), (False, 0)]
+
+
+def test_the_wait_for_the_first_step_is_told_in_seconds():
+    assert first_step_line(12.345).endswith("after 12.3 s")

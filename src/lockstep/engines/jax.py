@@ -15,7 +15,7 @@ from lockstep.engines import jax_cache, jax_devices, jax_losses, jax_processes, 
 from lockstep.engines.holders import holders_of
 from lockstep.engines.jax_loop import Loop
 from lockstep.engines.jax_probe import JaxProbe
-from lockstep.engines.jax_scan import check_times
+from lockstep.engines.jax_scan import AUTO, check_times
 from lockstep.engines.jax_step import State, StepFunction
 from lockstep.engines.jax_steps import Steps
 from lockstep.errors import LayoutConflict, UnsupportedBackend, UnsupportedModel
@@ -94,6 +94,8 @@ class Attachment:
         self._steps = Steps(found)
         self._split: frozenset[int] = frozenset()
         self._hooks: dict[str, Callable[..., Any]] = {}
+        self._loop = Loop(model)
+        self._own_loops: list[str] = []
 
     def _new_hooks(self) -> dict[str, Callable[..., Any]]:
         model = self.model
@@ -108,6 +110,8 @@ class Attachment:
         }
         if hasattr(model, "get_state_tree"):  # a layer with Keras's Trainer has none
             hooks["get_state_tree"] = self._on_one_device(model.get_state_tree)
+        if hasattr(model, "get_compile_config"):
+            hooks["get_compile_config"] = _for_any_keras(model.get_compile_config)
         return jax_processes.together(model, hooks) if self._several else hooks
 
     # ------------------------------------------------------------ on and off the mesh
@@ -142,6 +146,8 @@ class Attachment:
             holders_of(variable).discard(self)
         if not any(holders_of(state) for state in jax_states.states_of(self.model)):
             jax_states.drop_states(self.model)
+        if getattr(self.model, "steps_per_execution", None) == AUTO:  # of lockstep's loops alone
+            self.model.steps_per_execution = 1
         for variable in variables:
             if not holders_of(variable) and variable.value.committed:
                 # Through the host: what JAX copies between devices stays committed
@@ -204,19 +210,33 @@ class Attachment:
 
     def _loops(self) -> dict[str, Callable[..., Any]]:
         """`fit`, announced; and where the model has none of its own, the faster loops."""
-        loop = Loop(self.model)
+        loop = self._loop
         names = ("fit", "evaluate", "predict")
         loops = {name: getattr(loop, name) for name in names if loop.replaces(name)}
+        self._own_loops = [name for name in names if name not in loops]
         return {**loops, "fit": self._fitting(loops.get("fit", self.model.fit))}
 
     def _fitting(self, fit: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fit)
         def announced_fit(*args: Any, **kwargs: Any) -> Any:
             if wants_words(fit, args, kwargs):
-                print(fit_line("jax", self.devices, fit, args, kwargs), flush=True)
+                compiles = "fit" not in self._own_loops and self._loop.compiles()
+                print(fit_line("jax", self.devices, fit, args, kwargs, compiles), flush=True)
+            self._check_times()
             return fit(*args, **kwargs)
 
         return announced_fit
+
+    def _check_times(self) -> None:
+        """Raise where `steps_per_execution` asks for what the loops of this model cannot do."""
+        check_times(self.model.steps_per_execution)
+        if self.model.steps_per_execution == AUTO and self._own_loops:
+            name = type(self.model).__name__
+            raise UnsupportedModel(
+                f"compile(steps_per_execution='auto') was asked for, and {name} has its own "
+                f"{self._own_loops[0]}, which\nKeras's loop serves: it knows whole numbers only. "
+                "Give a number, 10 say."
+            )
 
     def _calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
@@ -241,8 +261,8 @@ class Attachment:
         make: Any = functools.partial(self._steps.compiled, gradient_bytes=gradient_bytes)
         if self.model.run_eagerly or not self.model.jit_compile:
             make = self._steps.eager
+        self._check_times()
         times = self.model.steps_per_execution
-        check_times(times)
         made: StepFunction = make(step, self._splits, times=times, per_row_outputs=per_row_outputs)
         return made
 
@@ -283,6 +303,19 @@ def _keeping_losses(stateless_call: Callable[..., Any], model: Any) -> Callable[
         return stateless_call(*args, **kwargs)
 
     return call_without_old_losses
+
+
+def _for_any_keras(get_compile_config: Callable[[], Any]) -> Callable[[], Any]:
+    # keras/src/trainers/trainer.py, Trainer.get_compile_config: what files keep. A Keras
+    # that loads them knows whole numbers only.
+    @functools.wraps(get_compile_config)
+    def plain_compile_config() -> Any:
+        config = get_compile_config()
+        if config and config.get("steps_per_execution") == AUTO:
+            return {**config, "steps_per_execution": 1}
+        return config
+
+    return plain_compile_config
 
 
 def _variables(model: Any) -> list[Any]:

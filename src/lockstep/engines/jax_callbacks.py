@@ -4,9 +4,35 @@ import time
 from typing import Any
 
 import keras
-from keras.src.utils.python_utils import pythonify_logs  # keras/src/utils/python_utils.py
+from keras.src.utils.python_utils import (  # keras/src/utils/python_utils.py
+    is_default,
+    pythonify_logs,
+)
 
 from lockstep.engines.jax_logs import later
+
+
+def see_every_batch(callbacks: Any, batch: str) -> bool:
+    """Whether any of them may do something between two steps, or look at one.
+
+    Args:
+        callbacks: Keras's list of callbacks.
+        batch: The kind of batch: `"train"`, `"test"` or `"predict"`.
+    """
+    return any(_sees(callback, batch) for callback in callbacks.callbacks)
+
+
+def _sees(callback: Any, batch: str) -> bool:
+    if type(callback) is keras.callbacks.ProgbarLogger:
+        return False
+    if type(callback) in _AT_EPOCHS and callback.save_freq == "epoch":
+        return False
+    hooks = [f"on_{batch}_batch_begin", f"on_{batch}_batch_end"]
+    hooks += ["on_batch_begin", "on_batch_end"] if batch == "train" else []
+    return not all(is_default(getattr(callback, name, None)) for name in hooks)
+
+
+_AT_EPOCHS = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
 
 
 class Callbacks(keras.callbacks.CallbackList):  # type: ignore[misc]

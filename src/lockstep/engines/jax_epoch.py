@@ -4,12 +4,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from lockstep.engines.jax_input import HostIterator
+from lockstep.engines.jax_scan import most_batches
 from lockstep.engines.jax_step import StepFunction
 
 # keras/src/backend/jax/trainer.py, JAXTrainer: between steps the state is in `_jax_state`,
 # and `jax_state_sync`, which a callback's `self.model` calls, puts it into the variables
 # and says so in `_jax_state_synced`.
+
+
+Begin = Callable[[int], None]
+End = Callable[[int, Any], None]
 
 
 @dataclass(frozen=True)
@@ -39,8 +46,8 @@ def run_epoch(
     model: Any,
     kind: Kind,
     batches: HostIterator,
-    begin: Callable[[int], None],
-    end: Callable[[int, Any], None],
+    begin: Begin,
+    end: End,
 ) -> Any:
     """The steps of one epoch; the outputs of the last one are returned."""
     attributes = vars(model)
@@ -48,13 +55,17 @@ def run_epoch(
     outputs: Any = {}
     # Set past the tracking of attributes, which looks at every array of every step.
     attributes["_jax_state_synced"] = True
+    if batches.pace is not None:
+        batches.pace.begin_epoch(
+            batches.num_batches, lambda: jax.block_until_ready([state for _, state in current.kept])
+        )
     try:
         with batches.catch_stop_iteration():
             for first, last, iterator in batches:
                 begin(first)
                 step = getattr(model, kind.function)
                 if isinstance(step, StepFunction):
-                    outputs = _execute(model, step, current, iterator)
+                    outputs = _execute(model, step, current, iterator, last - first + 1)
                 else:  # a callback has released the model
                     if attributes["_jax_state_synced"]:
                         _read(model, current)
@@ -69,10 +80,12 @@ def run_epoch(
     return outputs
 
 
-def _execute(model: Any, step: StepFunction, current: "_Current", iterator: Any) -> Any:
-    """`steps_per_execution` steps, or as many as there are batches for."""
+def _execute(model: Any, step: StepFunction, current: "_Current", iterator: Any, times: int) -> Any:
+    """So many steps, or as many as there are batches for."""
     kept = current.kept
-    batches = step.pull(iterator)
+    batches = step.pull(iterator, times)
+    if step.pace is not None and step.pace.times is None:
+        step.pace.at_most(most_batches(batches[0]))
     if vars(model)["_jax_state_synced"]:  # by a callback, or at the start
         _read(model, current, step)
     every: list[Any] = []

@@ -1,6 +1,7 @@
 """Where the batches of an epoch come from: fresh host arrays, one after the other."""
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import keras
@@ -10,7 +11,8 @@ from keras.src.trainers.data_adapters.array_slicing import NumpySliceable, conve
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from lockstep.engines import jax_processes
-from lockstep.engines.jax_scan import check_times
+from lockstep.engines.jax_pace import Pace
+from lockstep.engines.jax_scan import AUTO, check_times
 
 
 class HostIterator(EpochIterator):  # type: ignore[misc]
@@ -21,6 +23,9 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
     train on rows of the next batch.
 
     Keras's own for JAX puts each batch on the first device of an accelerator.
+
+    Attributes:
+        pace: Says how many steps each execution takes; `None` for `steps_per_execution`.
     """
 
     # keras/src/backend/jax/trainer.py, JAXEpochIterator; and the base class,
@@ -28,10 +33,25 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
 
     def __init__(self, *args: Any, steps_per_execution: Any = 1, **kwargs: Any) -> None:
         check_times(steps_per_execution)
-        super().__init__(*args, steps_per_execution=steps_per_execution, **kwargs)
+        self.pace: Pace | None = None
+        times = 1 if steps_per_execution == AUTO else steps_per_execution
+        super().__init__(*args, steps_per_execution=times, **kwargs)
 
     def __next__(self) -> Any:
         return next(self._epoch_iterator)
+
+    def _enumerate_iterator(self) -> Iterator[tuple[int, int, Iterator[Any]]]:
+        steps: Iterator[tuple[int, int, Iterator[Any]]] = super()._enumerate_iterator()
+        return steps if self.pace is None else self._paced(steps, self.pace)
+
+    def _paced(
+        self, steps: Iterator[tuple[int, int, Iterator[Any]]], pace: Pace
+    ) -> Iterator[tuple[int, int, Iterator[Any]]]:
+        number = self.num_batches
+        for first, last, iterator in steps:
+            left = None if number is None else number - first
+            more = list(islice(steps, pace.next(left) - 1))
+            yield (first, *more[-1][1:]) if more else (first, last, iterator)
 
     def _get_iterator(self) -> Iterator[Any]:
         batches = self._batches()

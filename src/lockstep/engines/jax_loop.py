@@ -6,6 +6,7 @@ for every variable, and the wait for the numbers of every step.
 """
 
 import inspect
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +18,12 @@ from keras.src.trainers.data_adapters.array_slicing import train_validation_spli
 from keras.src.utils.python_utils import pythonify_logs
 from keras.src.utils.traceback_utils import filter_traceback
 
-from lockstep.engines.jax_callbacks import Callbacks
-from lockstep.engines.jax_epoch import PREDICT, TEST, TRAIN, run_epoch
+from lockstep.announce import LONG, first_step_line
+from lockstep.engines.jax_callbacks import Callbacks, see_every_batch
+from lockstep.engines.jax_epoch import PREDICT, TEST, TRAIN, Begin, End, run_epoch
 from lockstep.engines.jax_input import HostIterator
+from lockstep.engines.jax_pace import Pace
+from lockstep.engines.jax_step import StepFunction
 
 # Everything private below is what JAXTrainer itself goes by, and has its place in
 # keras/src/trainers/trainer.py or keras/src/backend/jax/trainer.py (`_jax_state`).
@@ -34,6 +38,14 @@ class Loop:
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self._ran: Any = None
+
+    def compiles(self) -> bool:
+        """Whether the next `fit` begins by compiling the training step."""
+        if self.model.run_eagerly or not self.model.jit_compile:
+            return False
+        function = self.model.train_function
+        return function is None or function is not self._ran
 
     def replaces(self, name: str) -> bool:
         """Whether this loop can stand in for the method of the model of that name.
@@ -100,6 +112,7 @@ class Loop:
         batches.reset()
         callbacks = self._callbacks(callbacks, verbose, epochs, batches, add_history=True)
         model.make_train_function()
+        batches.pace = _pace(model.train_function, callbacks, "train")
         model.stop_training = False
         epoch_logs: dict[str, Any] = {}
         callbacks.on_train_begin()
@@ -108,6 +121,9 @@ class Loop:
                 model.reset_metrics()
                 callbacks.on_epoch_begin(epoch)
                 begin, end = callbacks.on_train_batch_begin, callbacks.on_train_batch_end
+                if self.compiles():
+                    begin, end = _telling(begin, end) if verbose != 0 else (begin, end)
+                    self._ran = model.train_function
                 logs = run_epoch(model, TRAIN, batches, begin, end)
                 model.jax_state_sync()
                 epoch_logs = dict(model._get_metrics_result_or_logs(logs))
@@ -191,6 +207,7 @@ class Loop:
         batches.reset()
         callbacks = self._callbacks(callbacks, verbose, 1, batches)
         model.make_test_function()
+        batches.pace = _pace(model.test_function, callbacks, "test")
         model.stop_evaluating = False
         callbacks.on_test_begin()
         model.reset_metrics()
@@ -262,6 +279,31 @@ class Loop:
             model=self.model,
             **kwargs,
         )
+
+
+def _telling(begin: Begin, end: End) -> tuple[Begin, End]:
+    """The same hooks, that say how long the first step took where it took long."""
+    times: list[float] = []
+
+    def telling_begin(step: int) -> None:
+        begin(step)
+        if not times:
+            times.append(time.monotonic())
+
+    def telling_end(step: int, logs: Any) -> None:
+        if len(times) == 1:
+            times.append(time.monotonic() - times[0])
+            if times[1] >= LONG:
+                print(first_step_line(times[1]), flush=True)
+        end(step, logs)
+
+    return telling_begin, telling_end
+
+
+def _pace(function: Any, callbacks: Any, batch: str) -> Pace | None:
+    """What says how many steps go into one program, where nothing looks at single ones."""
+    pace = function.pace if isinstance(function, StepFunction) else None
+    return None if pace is None or see_every_batch(callbacks, batch) else pace
 
 
 def _arguments(method: Callable[..., Any]) -> list[str]:

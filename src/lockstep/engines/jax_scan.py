@@ -12,21 +12,23 @@ from lockstep.errors import UnsupportedModel
 
 Program = Callable[[Any, Any], tuple[Any, Any]]
 
+AUTO = "auto"
+
 MOST_BYTES = 2**26
 """How much of the data may stand on the devices at once. A step on batches so large that
 fewer than `steps_per_execution` fit in is long, and the call of its program no matter."""
 
 
 def check_times(times: object) -> None:
-    """Raise where `steps_per_execution` is no whole number of at least 1.
+    """Raise where `steps_per_execution` is neither a whole number of at least 1 nor "auto".
 
     Raises:
         UnsupportedModel: If that is so.
     """
-    if not isinstance(times, Integral) or times < 1:
+    if times != AUTO and (not isinstance(times, Integral) or times < 1):
         raise UnsupportedModel(
             f"compile(steps_per_execution={times!r}) was asked for, and a whole number of at least "
-            "1 is needed.\nTry 10 for small models; lockstep bench says what may be won."
+            "1, or 'auto', is needed.\nTry 'auto'; lockstep bench says what may be won."
         )
 
 
@@ -73,8 +75,13 @@ def stacked(batches: list[Any]) -> Any:
 
 def few_bytes(batches: list[Any]) -> bool:
     """Whether so many alike batches may be put on the devices at once."""
-    each: int = sum(leaf.nbytes for leaf in jax.tree.leaves(batches[0]))
-    return len(batches) * each <= MOST_BYTES
+    return len(batches) <= most_batches(batches[0])
+
+
+def most_batches(batch: Any) -> int:
+    """How many batches like this one may be put on the devices at once."""
+    each: int = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(batch))
+    return MOST_BYTES // max(each, 1)
 
 
 def is_worth_it(trace: Callable[[], Any], platform: str) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from lockstep.engines.jax_pace import Pace
 from lockstep.engines.jax_scan import runs_of_alike
 
 State = tuple[Any, ...]
@@ -32,6 +33,7 @@ class StepFunction:
             what it takes; or `None` where they are to be run one by one.
         check: Raises where a batch is not one that every process has, or `None`.
         here: From outputs over several processes to what this one has of them, or `None`.
+        pace: Finds out how many steps go into one program, where that is left open.
     """
 
     place: Callable[[Any], Any]
@@ -43,11 +45,12 @@ class StepFunction:
     together: Callable[[State, list[Any]], tuple[Program, Any] | None] | None = None
     check: Callable[[Any], None] | None = None
     here: Callable[[Any], Any] | None = None
+    pace: Pace | None = None
 
     def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
         """`times` steps, or as many as the iterator has batches for, in Keras's protocol."""
         # keras/src/backend/jax/trainer.py, JAXTrainer._make_function
-        batches = self.pull(iterator)
+        batches = self.pull(iterator, self.times)
         if self.check is not None:
             self.check(batches[0])
         state = self.settle(state)
@@ -59,10 +62,10 @@ class StepFunction:
             every.append(outputs)
         return self.outputs(every), state
 
-    def pull(self, iterator: Iterator[Any]) -> list[Any]:
-        """The batches of one execution: at least one, or the iterator's `StopIteration`."""
+    def pull(self, iterator: Iterator[Any], times: int) -> list[Any]:
+        """The batches of so many steps: at least one, or the iterator's `StopIteration`."""
         first = next(iterator)
-        return [first] if self.times == 1 else [first, *itertools.islice(iterator, self.times - 1)]
+        return [first] if times == 1 else [first, *itertools.islice(iterator, times - 1)]
 
     def programs(self, state: State, batches: list[Any]) -> Iterable[tuple[Program, Any]]:
         """What to run for these batches, one after the other, and with what."""

@@ -22,7 +22,8 @@ from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep.engines import jax_flags, jax_processes
-from lockstep.engines.jax_scan import few_bytes, is_worth_it, repeated, stacked
+from lockstep.engines.jax_pace import Pace
+from lockstep.engines.jax_scan import AUTO, few_bytes, is_worth_it, repeated, stacked
 from lockstep.engines.jax_step import Program, State, Step, StepFunction
 from lockstep.engines.jax_unsplit import merging_layers
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
@@ -75,7 +76,7 @@ class Steps:
         step: Step,
         split: Callable[[], frozenset[int]],
         *,
-        times: int,
+        times: int | str,
         per_row_outputs: bool,
         gradient_bytes: int = 0,
     ) -> StepFunction:
@@ -85,7 +86,7 @@ class Steps:
             step: Keras's `train_step` or `test_step`, or a predicting step.
             split: Says which of the non-trainable variables, by position, are split
                 by rows. All other variables are on every device.
-            times: `steps_per_execution`.
+            times: `steps_per_execution`: a number, or `"auto"`.
             per_row_outputs: Whether outputs stay split by rows, as predictions do,
                 or go to every device, as the few numbers of a log do.
             gradient_bytes: Of the gradients that the step sums over the devices.
@@ -109,6 +110,8 @@ class Steps:
         run = jit(program, out_shardings=(outputs_layout, None))
         many = jit(repeated(program), out_shardings=(outputs_layout, None))
         worth_it: list[bool] = []
+        open_times = times == AUTO and not per_row_outputs and not self._several
+        pace = Pace() if open_times else None
 
         def look(program: Any, state: State, batch: Any) -> None:
             ragged = self._ragged_shapes(batch, dim=0 if program is run else 1)
@@ -123,6 +126,8 @@ class Steps:
             if not worth_it:
                 platform = self._platform
                 worth_it.append(is_worth_it(lambda: many.trace(state, placed), platform))
+                if pace is not None and not worth_it[0]:
+                    pace.refuse()
             return (many, placed) if worth_it[0] else None
 
         return StepFunction(
@@ -130,11 +135,12 @@ class Steps:
             settle=lambda state: self.settled(state, split()),
             run=run,
             finish=_whole_outputs if per_row_outputs else None,
-            times=times,
+            times=1 if isinstance(times, str) else times,
             look=look if self._replicas > 1 else None,
             together=None if per_row_outputs else together,
             check=(lambda batch: jax_processes.check_same(batch, None)) if self._several else None,
             here=partial(jax.tree.map, jax_processes.local) if self._several else None,
+            pace=pace,
         )
 
     def eager(
@@ -142,7 +148,7 @@ class Steps:
         step: Step,
         split: Callable[[], frozenset[int]],
         *,
-        times: int,
+        times: int | str,
         per_row_outputs: bool,
     ) -> StepFunction:
         """A step function that runs operation by operation, as `run_eagerly` asks.
@@ -164,7 +170,7 @@ class Steps:
             settle=lambda state: state,
             run=run,
             finish=(lambda outputs: outputs) if per_row_outputs else None,
-            times=times,
+            times=1 if isinstance(times, str) else times,
         )
 
     # ------------------------------------------------------------------ placement

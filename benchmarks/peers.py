@@ -30,7 +30,7 @@ from rows import BATCH, data
 from workers import Worker, answer, pin
 
 WIDTH = {"mlp": 64, "cnn": 256, "transformer": 256}
-STEPS = {"mlp": 400, "cnn": 100, "transformer": 100}
+STEPS = {"mlp": 1000, "cnn": 200, "transformer": 200}
 BY_HAND = {"jax": "by hand", "tensorflow": "by hand, TensorFlow", "torch": "by hand, PyTorch"}
 OURS = "lockstep"
 VERSIONS = ("keras", "jax", "tensorflow-cpu", "torch", "accelerate", "lightning-fabric")

@@ -17,10 +17,11 @@ def test_small_models_get_buckets_an_eighth_of_their_gradients():
     assert choice("gpu", 16 * MIB, {}) == {SCHEDULER: True, BUCKET: 2 * MIB}
 
 
-def test_buckets_are_neither_tiny_nor_larger_than_those_of_xla():
+def test_buckets_are_not_tiny_and_large_models_keep_those_of_xla():
     assert choice("gpu", 3 * MIB, {})[BUCKET] == LEAST
-    assert BUCKET not in choice("gpu", LEAST, {})
-    assert BUCKET not in choice("gpu", 8 * OWN, {})
+    assert choice("gpu", LEAST, {}) == {SCHEDULER: True}
+    assert choice("gpu", 2 * OWN, {})[BUCKET] == OWN // 4
+    assert choice("gpu", 2 * OWN + 1, {}) == {SCHEDULER: True}
 
 
 def test_nothing_is_set_where_nothing_is_summed_over_gpus():

@@ -21,7 +21,8 @@ LEAST = 2**20
 """Smaller buckets would add all-reduces that take hardly less time; PyTorch's smallest is the
 size of this one. No measurement on GPUs stands behind it yet."""
 BUCKETS = 8
-"""How many there are to be: the last of them has nothing to hide behind."""
+"""How many there are to be, where XLA's own would be one or two: with more of its own, a
+model gained nothing (docs/performance.md)."""
 
 OUT = "LOCKSTEP_XLA_OPTIONS"
 """Set to `off`, this environment variable leaves XLA's options to XLA."""
@@ -59,9 +60,8 @@ def choice(platform: str, gradient_bytes: int, environ: Mapping[str, str]) -> di
     if platform != "gpu" or not gradient_bytes or environ.get(OUT) == "off":
         return {}
     chosen: dict[str, int | bool] = {SCHEDULER: True}
-    bucket = max(gradient_bytes // BUCKETS, LEAST)
-    if gradient_bytes > LEAST and bucket < OWN:
-        chosen[BUCKET] = bucket
+    if LEAST < gradient_bytes <= 2 * OWN:
+        chosen[BUCKET] = max(gradient_bytes // BUCKETS, LEAST)
     flags = environ.get("XLA_FLAGS", "")
     return {name: value for name, value in chosen.items() if f"--{name}" not in flags}
 

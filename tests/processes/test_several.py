@@ -215,3 +215,22 @@ def test_processes_that_jax_does_not_know_of_are_told(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ProcessesDisagree, match="WORLD_SIZE=4 processes were started, and JAX"):
         lockstep.distribute(model(), 2)
+
+
+OPTIONS = """
+from lockstep.engines import jax_flags
+jax_flags.choice = lambda *_: {jax_flags.BUCKET: 2**20, "xla_gpu_of_another_version": True}
+made = model(compiled=False, seed=5)
+lockstep.distribute(made)
+compile_(made)
+x, y = data()
+history = made.fit(x, y, batch_size=8, verbose=0).history
+report(made, history, options=jax_flags.options(jax.devices(), 2**24))
+"""
+
+
+def test_every_process_asks_the_compiler_for_the_same(tmp_path):
+    """Processes with other buckets would wait for one another for ever."""
+    (first, second), _ = run_both(OPTIONS, tmp_path)
+    assert first["options"] == {"xla_gpu_all_reduce_combine_threshold_bytes": 2**20}
+    assert first == second

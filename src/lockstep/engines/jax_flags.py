@@ -44,8 +44,9 @@ def options(devices: Sequence[jax.Device], gradient_bytes: int) -> dict[str, int
     if len(devices) < 2:
         return None
     chosen = choice(devices[0].platform, gradient_bytes, os.environ)
-    known = {name: value for name, value in chosen.items() if _is_known(devices[0], name, value)}
-    return known or None
+    # Each process asks for a device of its own; the answer is that of all of them.
+    mine = next(device for device in devices if device.process_index == jax.process_index())
+    return {name: value for name, value in chosen.items() if _is_known(mine, name, value)} or None
 
 
 def choice(platform: str, gradient_bytes: int, environ: Mapping[str, str]) -> dict[str, int | bool]:

@@ -35,7 +35,8 @@ from jax.experimental import topologies
 
 import lockstep
 from lockstep.engines import jax_flags
-from lockstep.engines.jax_steps import Sharded, Steps
+from lockstep.engines.jax_sharded import Sharded
+from lockstep.engines.jax_steps import Steps
 
 TARGET = """
 platform_name: "CUDA"

@@ -14,7 +14,9 @@ Devices = int | str | Sequence[int] | Sequence[str]
 """What `devices=` accepts, besides `None`."""
 
 
-def distribute(model: Model, devices: Devices | None = None) -> Model:
+def distribute(
+    model: Model, devices: Devices | None = None, *, data_on_devices: bool | None = None
+) -> Model:
     """Make a Keras model train, evaluate and predict on several devices, in place.
 
     One training step over all devices equals that step on one device: the same
@@ -29,6 +31,10 @@ def distribute(model: Model, devices: Devices | None = None) -> Model:
         devices: How many (`4`: the first four), which (`[0, 2]`, `"gpu:0,gpu:1"`,
             `["gpu:0", "gpu:1"]`), or `None` for all devices of the default
             platform.
+        data_on_devices: Whether the NumPy arrays handed to `fit` stay on the devices,
+            and batches are gathered there: `None` on accelerators, where they take at
+            most a tenth of each device's memory, `False` never, `True` on any device
+            if they fit; if not, a warning says why batches go from the host.
 
     Returns:
         The same `model`.
@@ -36,7 +42,8 @@ def distribute(model: Model, devices: Devices | None = None) -> Model:
     Raises:
         DeviceError: If `devices` cannot be followed: unknown, twice, or too many.
         NotAModel: If `model` is no Keras model.
-        UnsupportedBackend: If no engine serves Keras's backend yet.
+        UnsupportedBackend: If no engine serves Keras's backend yet, or the engine does
+            not keep data on devices.
         UnsupportedModel: If the engine could not keep this model exact.
         LayoutConflict: If another tool, or another model on other devices, has
             laid out one of its variables.
@@ -48,7 +55,7 @@ def distribute(model: Model, devices: Devices | None = None) -> Model:
     """
     check_model(model)
     engine = current_engine()
-    engine.attach(model, parse_devices(devices, engine.devices()))
+    engine.attach(model, parse_devices(devices, engine.devices()), data_on_devices)
     return model
 
 

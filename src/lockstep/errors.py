@@ -26,6 +26,7 @@
 
     LockstepWarning (UserWarning)
     ├── UnsplitBatchWarning           exact, but devices repeat work
+    ├── DataOnHostWarning             data were to stay on the devices, and do not
     └── NothingToDoWarning            an old argument that has no meaning now
 
 Every message says what was wrong with both values, why, and the one thing to do
@@ -131,6 +132,10 @@ class LockstepWarning(UserWarning):
 
 class UnsplitBatchWarning(LockstepWarning):
     """A ragged batch gave exact results, and the devices repeated work for it."""
+
+
+class DataOnHostWarning(LockstepWarning):
+    """Data were asked to stay on the devices, and batches go from the host instead."""
 
 
 class NothingToDoWarning(LockstepWarning):

@@ -315,7 +315,7 @@ def test_moving_a_model_says_its_line_once(capsys):
     for devices in (2, 4, 1):
         lockstep.distribute(made, devices)
     train(made, verbose=2)
-    assert capsys.readouterr().out.count("lockstep: ") == 1
+    assert capsys.readouterr().out.count("lockstep: jax") == 1
 
 
 # ------------------------------------------------------------------------- the class

@@ -61,7 +61,7 @@ def test_fit_says_one_line_at_its_start(capsys):
     made.fit(np.zeros((8, 2)), np.zeros((8, 1)), batch_size=4, verbose=2)
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("lockstep: jax, 2 devices (cpu:0, cpu:1")
-    assert sum(line.startswith("lockstep") for line in said) == 1
+    assert sum(line.startswith("lockstep: jax") for line in said) == 1
     made.fit(np.zeros((8, 2)), np.zeros((8, 1)), verbose=0)
     assert capsys.readouterr().out == ""
 

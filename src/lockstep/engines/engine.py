@@ -29,8 +29,16 @@ class Engine(Protocol):
         """
         ...
 
-    def attach(self, model: Any, devices: tuple[str, ...]) -> None:
-        """Make `model` run on `devices`, in place; on failure leave it as it was."""
+    def attach(
+        self, model: Any, devices: tuple[str, ...], data_on_devices: bool | None = None
+    ) -> None:
+        """Make `model` run on `devices`, in place; on failure leave it as it was.
+
+        Args:
+            model: A Keras model.
+            devices: Their names.
+            data_on_devices: Whether NumPy data of a `fit` stay there; `None`: by size.
+        """
         ...
 
     def detach(self, model: Any) -> None:

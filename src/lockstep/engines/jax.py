@@ -13,6 +13,7 @@ from lockstep.announce import fit_line, wants_words
 from lockstep.devices import Device, names_in_words
 from lockstep.engines import jax_cache, jax_devices, jax_losses, jax_processes, jax_states
 from lockstep.engines.holders import holders_of
+from lockstep.engines.jax_keep import Keeper
 from lockstep.engines.jax_loop import Loop
 from lockstep.engines.jax_probe import JaxProbe
 from lockstep.engines.jax_scan import AUTO, check_times
@@ -36,17 +37,20 @@ class JaxEngine:
         """Make `devices` virtual CPU devices, and hide accelerators."""
         jax_devices.make_virtual(devices)
 
-    def attach(self, model: Any, devices: tuple[str, ...]) -> None:
+    def attach(
+        self, model: Any, devices: tuple[str, ...], data_on_devices: bool | None = None
+    ) -> None:
         """Make `model` run on `devices`, in place; on failure leave it as it was."""
-        before = self.attached(model)
-        if before == devices:
+        before = vars(model).get(_ATTACHMENT)
+        if before is not None and before.devices == devices:
+            before.keeper.wanted = data_on_devices
             return
         jax_processes.check_started()
         jax_cache.keep_programs()
         # A fit may be running, with its state outside of the variables:
         # keras/src/backend/jax/trainer.py, JAXTrainer.jax_state_sync.
         model.jax_state_sync()
-        attachment = Attachment(model, devices)
+        attachment = Attachment(model, devices, data_on_devices)
         attachment.check()
         self.detach(model)
         try:
@@ -54,7 +58,7 @@ class JaxEngine:
         except BaseException:
             attachment.give_back()
             if before is not None:
-                Attachment(model, before).take_over()
+                Attachment(model, before.devices, before.keeper.wanted).take_over()
             raise
 
     def detach(self, model: Any) -> None:
@@ -83,9 +87,12 @@ class Attachment:
     Attributes:
         model: The model.
         devices: The names of its devices.
+        keeper: Decides whether the data of `fit` stay on them.
     """
 
-    def __init__(self, model: Any, devices: tuple[str, ...]) -> None:
+    def __init__(
+        self, model: Any, devices: tuple[str, ...], data_on_devices: bool | None = None
+    ) -> None:
         self.model = model
         self.devices = devices
         found = jax_devices.find(devices)
@@ -94,7 +101,8 @@ class Attachment:
         self._steps = Steps(found)
         self._split: frozenset[int] = frozenset()
         self._hooks: dict[str, Callable[..., Any]] = {}
-        self._loop = Loop(model)
+        self.keeper = Keeper(self._steps, data_on_devices)
+        self._loop = Loop(model, self.keeper)
         self._own_loops: list[str] = []
 
     def _new_hooks(self) -> dict[str, Callable[..., Any]]:

@@ -22,6 +22,20 @@ def see_every_batch(callbacks: Any, batch: str) -> bool:
     return any(_sees(callback, batch) for callback in callbacks.callbacks)
 
 
+def may_write_between_steps(callbacks: Any, batch: str) -> bool:
+    """Whether code of the user's runs between two steps."""
+    return any(_sees(callback, batch) and _is_users(callback) for callback in callbacks.callbacks)
+
+
+def run_user_code(callbacks: Any) -> bool:
+    """Whether code of the user's runs between two epochs."""
+    return any(map(_is_users, callbacks.callbacks))
+
+
+def _is_users(callback: Any) -> bool:
+    return type(callback) in _WITH_FUNCTIONS or not type(callback).__module__.startswith("keras.")
+
+
 def _sees(callback: Any, batch: str) -> bool:
     if type(callback) is keras.callbacks.ProgbarLogger:
         return False
@@ -32,6 +46,7 @@ def _sees(callback: Any, batch: str) -> bool:
     return not all(is_default(getattr(callback, name, None)) for name in hooks)
 
 
+_WITH_FUNCTIONS = (keras.callbacks.LambdaCallback, keras.callbacks.LearningRateScheduler)
 _AT_EPOCHS = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
 
 

@@ -12,6 +12,7 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 
 from lockstep.engines import jax_processes
 from lockstep.engines.jax_pace import Pace
+from lockstep.engines.jax_resident import Chosen, Resident
 from lockstep.engines.jax_scan import AUTO, check_times
 
 
@@ -26,6 +27,9 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
 
     Attributes:
         pace: Says how many steps each execution takes; `None` for `steps_per_execution`.
+        data: The data on the devices; `None` where batches go from the host.
+        watched: Whether anybody might write into the arrays of `data` between two epochs.
+        decided: Whether it has been decided where the data are.
     """
 
     # keras/src/backend/jax/trainer.py, JAXEpochIterator; and the base class,
@@ -34,6 +38,9 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
     def __init__(self, *args: Any, steps_per_execution: Any = 1, **kwargs: Any) -> None:
         check_times(steps_per_execution)
         self.pace: Pace | None = None
+        self.data: Resident | None = None
+        self.watched = True
+        self.decided = False
         times = 1 if steps_per_execution == AUTO else steps_per_execution
         super().__init__(*args, steps_per_execution=times, **kwargs)
 
@@ -65,13 +72,23 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
             yield from batches
 
     def _batches(self) -> Iterator[Any]:
-        rows = _plain_arrays(self.data_adapter)
-        if rows is not None:
-            return _rows_of_arrays(self.data_adapter, rows)
+        if self.data is not None:
+            return self._chosen(self.data)
+        arrays = plain_arrays(self.data_adapter)
+        if arrays is not None:
+            return _rows_of_arrays(self.data_adapter, arrays)
         return _fresh(self.data_adapter.get_jax_iterator())
 
+    def _chosen(self, data: Resident) -> Iterator[Chosen]:
+        if self.watched:
+            data.refresh()
+        for rows in _row_numbers(self.data_adapter):
+            if isinstance(rows, slice):
+                rows = np.arange(rows.start, rows.stop)
+            yield Chosen(rows.astype("int32"), data)
 
-def _plain_arrays(adapter: Any) -> tuple[np.ndarray, ...] | None:
+
+def plain_arrays(adapter: Any) -> tuple[np.ndarray, ...] | None:
     """The arrays of a data set that is one tuple of NumPy arrays, or `None`."""
     # keras/src/trainers/data_adapters/array_data_adapter.py, ArrayDataAdapter.__init__
     if type(adapter) is not ArrayDataAdapter or type(adapter._inputs) is not tuple:
@@ -84,19 +101,26 @@ def _plain_arrays(adapter: Any) -> tuple[np.ndarray, ...] | None:
 
 def _rows_of_arrays(adapter: Any, arrays: tuple[np.ndarray, ...]) -> Iterator[Any]:
     """The batches of Keras, in its order and from its random numbers, with less Python."""
+    for rows in _row_numbers(adapter):
+        if isinstance(rows, slice):
+            yield tuple([array[rows].copy() for array in arrays])
+        else:
+            yield tuple([array.take(rows, axis=0) for array in arrays])
+
+
+def _row_numbers(adapter: Any) -> Iterator[np.ndarray | slice]:
+    """Which rows each batch has."""
     # keras/src/trainers/data_adapters/array_data_adapter.py, ArrayDataAdapter._get_iterator
     rows, size, shuffle = adapter._num_samples, adapter._batch_size, adapter._shuffle
     order = np.random.permutation(rows) if shuffle and shuffle != "batch" else None
     for start in range(0, rows, size):
         stop = min(start + size, rows)
         if order is not None:
-            chosen = order[start:stop]
-            yield tuple([array.take(chosen, axis=0) for array in arrays])
+            yield order[start:stop]
         elif shuffle:
-            chosen = np.random.permutation(stop - start) + start
-            yield tuple([array.take(chosen, axis=0) for array in arrays])
+            yield np.random.permutation(stop - start) + start
         else:
-            yield tuple([array[start:stop].copy() for array in arrays])
+            yield slice(start, stop)
 
 
 def _fresh(batches: Iterator[Any]) -> Iterator[Any]:

@@ -22,6 +22,7 @@ from lockstep.announce import LONG, first_step_line
 from lockstep.engines.jax_callbacks import Callbacks, see_every_batch
 from lockstep.engines.jax_epoch import PREDICT, TEST, TRAIN, Begin, End, run_epoch
 from lockstep.engines.jax_input import HostIterator
+from lockstep.engines.jax_keep import Keeper
 from lockstep.engines.jax_pace import Pace
 from lockstep.engines.jax_step import StepFunction
 
@@ -34,10 +35,12 @@ class Loop:
 
     Attributes:
         model: The model.
+        keeper: Decides whether the data of `fit` stay on the devices.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, keeper: Keeper) -> None:
         self.model = model
+        self.keeper = keeper
         self._ran: Any = None
 
     def compiles(self) -> bool:
@@ -113,6 +116,7 @@ class Loop:
         callbacks = self._callbacks(callbacks, verbose, epochs, batches, add_history=True)
         model.make_train_function()
         batches.pace = _pace(model.train_function, callbacks, "train")
+        self.keeper.keep(model, batches, callbacks, "train")
         model.stop_training = False
         epoch_logs: dict[str, Any] = {}
         callbacks.on_train_begin()
@@ -208,6 +212,8 @@ class Loop:
         callbacks = self._callbacks(callbacks, verbose, 1, batches)
         model.make_test_function()
         batches.pace = _pace(model.test_function, callbacks, "test")
+        if within_fit:
+            self.keeper.keep(model, batches, callbacks, "test")
         model.stop_evaluating = False
         callbacks.on_test_begin()
         model.reset_metrics()

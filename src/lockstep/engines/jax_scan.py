@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from lockstep.engines.jax_resident import Chosen
 from lockstep.errors import UnsupportedModel
 
 Program = Callable[[Any, Any], tuple[Any, Any]]
@@ -80,7 +81,8 @@ def few_bytes(batches: list[Any]) -> bool:
 
 def most_batches(batch: Any) -> int:
     """How many batches like this one may be put on the devices at once."""
-    each: int = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(batch))
+    leaves = [batch] if isinstance(batch, Chosen) else jax.tree.leaves(batch)
+    each: int = sum(leaf.nbytes for leaf in leaves if hasattr(leaf, "nbytes"))
     return MOST_BYTES // max(each, 1)
 
 

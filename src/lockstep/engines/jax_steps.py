@@ -10,7 +10,6 @@ device, and the padding never reaches the model.
 import itertools
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,25 +22,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep.engines import jax_flags, jax_processes
 from lockstep.engines.jax_pace import Pace
+from lockstep.engines.jax_resident import Chosen
 from lockstep.engines.jax_scan import AUTO, few_bytes, is_worth_it, repeated, stacked
+from lockstep.engines.jax_sharded import Sharded
 from lockstep.engines.jax_step import Program, State, Step, StepFunction
 from lockstep.engines.jax_unsplit import merging_layers
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.shards import missing_rows
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["padded"], meta_fields=["rows"])
-@dataclass(frozen=True)
-class Sharded:
-    """An array split over the mesh by its first dim, with its true number of rows.
-
-    Attributes:
-        padded: Its rows, and after them as many as make the number divisible.
-        rows: How many of them are true. Static: part of the compiled program's key.
-    """
-
-    padded: jax.Array
-    rows: int
 
 
 class Steps:
@@ -50,9 +37,13 @@ class Steps:
     Attributes:
         replicated: The layout of variables: a copy on every device.
         by_rows: The layout of data: split by the first dim.
+        devices: The devices, in order.
+        platform: What they are: `"cpu"`, `"gpu"`.
     """
 
     def __init__(self, devices: list[jax.Device]) -> None:
+        self.devices = devices
+        self.platform: str = devices[0].platform
         self._replicas = len(devices)
         mesh = Mesh(np.array(devices), ("batch",))
         self.replicated = NamedSharding(mesh, PartitionSpec())
@@ -62,7 +53,6 @@ class Steps:
             jax_processes.put if self._several else jax.device_put
         )
         self._stacked_by_rows = NamedSharding(mesh, PartitionSpec(None, "batch"))
-        self._platform = devices[0].platform
         self._devices = devices
 
     def divides(self, rows: int) -> bool:
@@ -124,7 +114,7 @@ class Steps:
                 return None
             placed = self._shard_stacked(stacked(batches))
             if not worth_it:
-                platform = self._platform
+                platform = self.platform
                 worth_it.append(is_worth_it(lambda: many.trace(state, placed), platform))
                 if pace is not None and not worth_it[0]:
                     pace.refuse()
@@ -215,6 +205,8 @@ class Steps:
         return jax.device_put(value, self.replicated)
 
     def _shard(self, batch: Any) -> Any:
+        if isinstance(batch, Chosen):
+            return batch.placed()
         if self._replicas == 1:
             # Where nothing is split, JAX's own way in is right for a host array, and fast.
             if type(batch) is tuple and all(type(leaf) is np.ndarray for leaf in batch):
@@ -260,6 +252,8 @@ class Steps:
             padded = np.concatenate([leaf, padding], axis=1) if padding.size else leaf
             return Sharded(self._put(padded, self._stacked_by_rows), rows)
 
+        if isinstance(batches, Chosen):
+            return batches.placed()
         return batches if self._replicas == 1 else jax.tree.map(shard, batches)
 
     def _place_eagerly(self, leaf: Any) -> Any:

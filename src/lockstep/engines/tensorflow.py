@@ -50,8 +50,15 @@ class TensorFlowEngine:
         """Make `devices` virtual CPU devices, and hide accelerators."""
         tensorflow_devices.make_virtual(devices)
 
-    def attach(self, model: Any, devices: tuple[str, ...]) -> None:
+    def attach(
+        self, model: Any, devices: tuple[str, ...], data_on_devices: bool | None = None
+    ) -> None:
         """Make `model` run on `devices`, in place; on failure leave it as it was."""
+        if data_on_devices:
+            raise UnsupportedBackend(
+                "data_on_devices=True was asked for on 'tensorflow', and data stay on the devices "
+                "on 'jax' so far.\nLeave it out, or set KERAS_BACKEND=jax before Keras is imported."
+            )
         before = self.attached(model)
         if before == devices:
             return

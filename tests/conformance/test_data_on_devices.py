@@ -1,0 +1,256 @@
+"""Data that stay on the devices: the numbers, the order and the row counts of stock Keras."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+
+import lockstep
+from lockstep.engines import jax_keep, jax_resident
+from lockstep.errors import DataOnHostWarning
+from tests.conformance import common
+from tests.conformance.common import assert_same, weights
+from tests.conformance.side_by_side import Closeness, assert_same_runs, both, smooth
+
+
+@pytest.fixture
+def gathered(monkeypatch):
+    """How many rows each gathered batch had."""
+    counted = []
+    original = jax_resident.Resident.batch
+
+    def counting(self, rows):
+        counted.append(rows.shape)
+        return original(self, rows)
+
+    monkeypatch.setattr(jax_resident.Resident, "batch", counting)
+    return counted
+
+
+def on(made, devices, wanted=True):
+    return lockstep.distribute(made, devices, data_on_devices=wanted)
+
+
+def pair(fit, devices, wanted=True, **options):
+    """What `fit` gives on one device by Keras, and with the data on several."""
+    found = []
+    for distributed in (False, True):
+        made = smooth(**options)
+        if distributed:
+            on(made, devices, wanted)
+        keras.utils.set_random_seed(11)
+        found.append([fit(made).history, weights(made)])
+    return found
+
+
+@pytest.mark.parametrize("devices", [1, 3, 4])
+@pytest.mark.parametrize("shuffle", [True, "batch", False])
+def test_each_order_of_rows(devices, shuffle, gathered):
+    x, y = common.data(46)
+
+    def fit(made):
+        return made.fit(
+            x, y, batch_size=7, epochs=3, shuffle=shuffle, validation_split=0.2, verbose=0
+        )
+
+    one, many = pair(fit, devices)
+    assert_same(many, one, atol=0 if devices == 1 else 1e-5)
+    # 36 rows to train on and 10 to validate with, in each of three epochs
+    assert gathered == ([(7,)] * 5 + [(1,)] + [(7,), (3,)]) * 3
+
+
+@pytest.mark.parametrize("types", [("uint8", "int64"), ("float64", "float64"), ("bool", "float16")])
+def test_types(types, gathered):
+    x, y = common.data(40)
+    x, y = abs(x * 2).astype(types[0]), (y * 2).astype(types[1])
+    one, many = pair(lambda made: made.fit(x, y, batch_size=9, epochs=2, verbose=0), 3)
+    assert_same(many, one)
+    assert len(gathered) == 10
+
+
+def test_weights_of_samples_and_classes(gathered):
+    rng = np.random.default_rng(3)
+    x, labels, weight = rng.normal(size=(40, 4)), rng.integers(0, 2, 40), rng.random(40)
+    from_logits = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    found = []
+    for distributed in (False, True):
+        for options in ({"sample_weight": weight}, {"class_weight": {0: 1.0, 1: 5.0}}):
+            made = smooth()
+            made.compile("sgd", from_logits, weighted_metrics=["accuracy"])
+            if distributed:
+                on(made, 3)
+            keras.utils.set_random_seed(1)
+            history = made.fit(x, labels, batch_size=9, epochs=2, verbose=0, **options).history
+            found.append([history, weights(made)])
+    assert_same(found[2:], found[:2])
+    assert len(gathered) == 20
+
+
+@pytest.mark.parametrize("times", [3, "auto"])
+def test_several_steps_in_one_program(times, gathered, monkeypatch):
+    from lockstep.engines import jax_pace
+
+    monkeypatch.setattr(jax_pace, "GAIN", float("inf"))
+    x, y = common.data(150)
+    found = []
+    for distributed in (False, True):
+        made = smooth()
+        steps = times if distributed else 1
+        made.compile(made.optimizer, "mse", metrics=["mae"], steps_per_execution=steps)
+        if distributed:
+            on(made, 3)
+        keras.utils.set_random_seed(4)
+        found.append([made.fit(x, y, batch_size=7, epochs=3, verbose=0).history, weights(made)])
+    assert_same(found[1], found[0])
+    assert any(len(shape) == 2 for shape in gathered)
+
+
+def test_the_bits_are_those_of_batches_from_the_host(gathered):
+    x, y = common.data(46)
+    found = []
+    for wanted in (False, True):
+        made = on(smooth(), 3, wanted)
+        keras.utils.set_random_seed(11)
+        found.append([made.fit(x, y, batch_size=7, epochs=2, verbose=0).history, weights(made)])
+    assert_same(found[1], found[0], atol=0)
+    assert len(gathered) == 14
+
+
+class Rewriting(keras.callbacks.Callback):
+    """Augments the data in place, which the next epoch of Keras trains on."""
+
+    def __init__(self, x):
+        super().__init__()
+        self.x = x
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.x[:] = self.x[::-1] * 0.5
+
+
+def test_data_that_a_callback_rewrites_between_epochs(gathered):
+    x, y = common.data(40)
+
+    def fit(made):
+        mine = x.copy()
+        return made.fit(mine, y, batch_size=8, epochs=4, verbose=0, callbacks=[Rewriting(mine)])
+
+    one, many = pair(fit, 2)
+    assert_same(many, one)
+    assert len(gathered) == 20
+
+
+def test_a_callback_that_could_write_between_steps_keeps_the_data_on_the_host(gathered):
+    x, y = common.data(40)
+
+    def fit(made):
+        mine = x.copy()
+
+        def rewrite(batch, logs):
+            mine[:] = mine[::-1] * 0.9
+
+        halving = keras.callbacks.LambdaCallback(on_train_batch_end=rewrite)
+        return made.fit(mine, y, batch_size=8, epochs=2, verbose=0, callbacks=[halving])
+
+    with pytest.warns(DataOnHostWarning, match="could write into the data between two steps"):
+        one, many = pair(fit, 2)
+    assert_same(many, one)
+    assert not gathered
+
+
+def test_callbacks_of_keras_are_no_reason(gathered, tmp_path):
+    def script(made, folder):
+        saves = keras.callbacks.ModelCheckpoint(folder / "{epoch}-{batch}.keras", save_freq=2)
+        stops = [keras.callbacks.TerminateOnNaN(), keras.callbacks.EarlyStopping("loss")]
+        if "_lockstep" in vars(made):
+            on(made, 3)
+        keras.utils.set_random_seed(2)
+        return made.fit(
+            *common.data(40), batch_size=8, epochs=3, verbose=0, callbacks=[saves, *stops]
+        ).history
+
+    one, many = both(script, tmp_path, devices=3)
+    assert_same_runs(one, many)
+    assert gathered
+
+
+def test_left_open_on_a_cpu_data_stay_on_the_host_and_no_is_no(gathered):
+    x, y = common.data(16)
+    for wanted in (None, False):
+        on(smooth(), 2, wanted).fit(x, y, verbose=0)
+    assert not gathered
+
+
+def test_asking_again_moves_nothing_and_is_followed(gathered):
+    x, y = common.data(16)
+    made = on(smooth(), 2, None)
+    on(made, 2, True).fit(x, y, batch_size=8, verbose=0)
+    assert len(gathered) == 2
+    on(made, 2, False).fit(x, y, batch_size=8, verbose=0)
+    assert len(gathered) == 2
+
+
+class Memory:
+    """A device that tells its memory, with JAX's own names."""
+
+    platform = "gpu"
+
+    def __init__(self, limit, used):
+        self.stats = {"bytes_limit": limit, "bytes_in_use": used}
+
+    def memory_stats(self):
+        return self.stats
+
+
+def test_room_on_devices_that_tell_their_memory():
+    class Steps:
+        platform = "gpu"
+        devices = (Memory(1000, 100), Memory(800, 500))
+
+    assert jax_keep.Keeper(Steps(), None)._room() == 80
+    assert jax_keep.Keeper(Steps(), True)._room() == 150
+
+
+def test_data_that_do_not_fit_go_from_the_host(gathered, monkeypatch):
+    monkeypatch.setattr(jax_keep.Keeper, "_room", lambda self: 100)
+    x, y = common.data(40)
+    with pytest.warns(DataOnHostWarning, match="more than the 0 MiB free for them"):
+        one, many = pair(lambda made: made.fit(x, y, batch_size=9, verbose=0), 3)
+    assert_same(many, one)
+    assert not gathered
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, x, y):
+        super().__init__()
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, batch):
+        return self.x[batch * 10 : batch * 10 + 10], self.y[batch * 10 : batch * 10 + 10]
+
+
+@pytest.mark.parametrize(
+    "reason", ["not NumPy arrays of numbers", "runs operation by operation"], ids=["data", "eager"]
+)
+def test_other_reasons(reason, gathered):
+    x, y = common.data(40)
+    made = on(smooth(metrics=[Closeness()]), 2)
+    if "operation" in reason:
+        made.compile("sgd", "mse", run_eagerly=True)
+    data = (Batches(x, y),) if "NumPy" in reason else (x, y)
+    with pytest.warns(DataOnHostWarning, match=reason):
+        made.fit(*data, verbose=0, shuffle=False)
+    assert not gathered
+
+
+def test_one_pass_over_the_data_keeps_nothing(gathered):
+    made = on(smooth(), 2)
+    x, y = common.data(20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made.evaluate(x, y, verbose=0)
+        made.predict(x, verbose=0)
+    assert not gathered

@@ -12,7 +12,7 @@ from rows import BATCH
 Run = Callable[[], None]
 
 
-def compiled(build: Callable[[], keras.Model], times: int = 1) -> keras.Model:
+def compiled(build: Callable[[], keras.Model], times: int | str = 1) -> keras.Model:
     """The model, from the same start each time, with loss, optimizer and a metric."""
     keras.utils.set_random_seed(0)
     model = build()

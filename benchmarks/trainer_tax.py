@@ -4,9 +4,10 @@
 
 All sides run the same model on the same shuffled rows with the same loss and metrics,
 in turn in one process, round after round; the progress bar is on for the fits, with
-stock callbacks attached, and each runs once more with `steps_per_execution=20`. What is
-compared is `time.process_time`, which a busy machine disturbs less than the clock on the
-wall, and the ratio within each round. `--json` prints everything as one object.
+stock callbacks attached, and each runs once more with `steps_per_execution=20`, lockstep
+also with `"auto"`, and with the data kept on the device. What is compared is
+`time.process_time`, which a busy machine disturbs less than the clock on the wall, and the
+ratio within each round. `--json` prints everything as one object.
 """
 
 import os
@@ -51,6 +52,12 @@ def measure(name: str, rounds: int, steps: int) -> dict[str, Any]:
         "keras, 20 at once": by_fit(compiled(MODELS[name], 20), x, y),
         "lockstep, 20 at once": by_fit(
             lockstep.distribute(compiled(MODELS[name], 20), devices=1), x, y
+        ),
+        "lockstep, auto": by_fit(
+            lockstep.distribute(compiled(MODELS[name], "auto"), devices=1), x, y
+        ),
+        "lockstep, data stay": by_fit(
+            lockstep.distribute(compiled(MODELS[name]), devices=1, data_on_devices=True), x, y
         ),
     }
     times: dict[str, list[float]] = {side: [] for side in sides}

@@ -53,7 +53,6 @@ class Steps:
             jax_processes.put if self._several else jax.device_put
         )
         self._stacked_by_rows = NamedSharding(mesh, PartitionSpec(None, "batch"))
-        self._devices = devices
 
     def divides(self, rows: int) -> bool:
         """Whether an array of so many rows can be laid out by rows, and that means a thing."""
@@ -95,7 +94,7 @@ class Steps:
         stay_split = per_row_outputs and not self._several
         looked_at: set[object] = set()
         outputs_layout = None if stay_split else self.replicated
-        options = jax_flags.options(self._devices, gradient_bytes)
+        options = jax_flags.options(self.devices, gradient_bytes)
         jit = partial(jax.jit, donate_argnums=0, compiler_options=options)
         run = jit(program, out_shardings=(outputs_layout, None))
         many = jit(repeated(program), out_shardings=(outputs_layout, None))

@@ -19,6 +19,15 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
         os.close(handle)
 
 
+def sync_file(path: Path) -> None:
+    """Return when the disk has what others wrote into a file."""
+    handle = os.open(path, os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def sync_folder(path: Path) -> None:
     """Return when the disk has the names in a folder."""
     handle = os.open(path, os.O_RDONLY)

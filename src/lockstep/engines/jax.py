@@ -13,11 +13,13 @@ from lockstep.announce import fit_line, wants_words
 from lockstep.devices import Device, names_in_words
 from lockstep.engines import jax_cache, jax_devices, jax_losses, jax_processes, jax_states
 from lockstep.engines.holders import holders_of
+from lockstep.engines.jax_around import around_fit
 from lockstep.engines.jax_loop import Loop
 from lockstep.engines.jax_probe import JaxProbe
 from lockstep.engines.jax_scan import check_times
 from lockstep.engines.jax_step import State, StepFunction
 from lockstep.engines.jax_steps import Steps
+from lockstep.engines.whole_saves import whole_saves
 from lockstep.errors import LayoutConflict, UnsupportedBackend, UnsupportedModel
 
 _ATTACHMENT = "_lockstep"
@@ -103,6 +105,7 @@ class Attachment:
             "make_predict_function": self._make_predict_function,
             "reset_states": self._reset_states,
             **self._loops(),
+            **whole_saves(model),
             "call": self._calling(model.call),
             "stateless_call": _keeping_losses(model.stateless_call, model),
         }
@@ -203,7 +206,7 @@ class Attachment:
 
     def _loops(self) -> dict[str, Callable[..., Any]]:
         """`fit`, announced; and where the model has none of its own, the faster loops."""
-        loop = Loop(self.model)
+        loop = Loop(self.model, self.devices)
         names = ("fit", "evaluate", "predict")
         loops = {name: getattr(loop, name) for name in names if loop.replaces(name)}
         return {**loops, "fit": self._fitting(loops.get("fit", self.model.fit))}
@@ -213,7 +216,8 @@ class Attachment:
         def announced_fit(*args: Any, **kwargs: Any) -> Any:
             if wants_words(fit, args, kwargs):
                 print(fit_line("jax", self.devices, fit, args, kwargs), flush=True)
-            return fit(*args, **kwargs)
+            with around_fit(self.model, fit, args, kwargs):
+                return fit(*args, **kwargs)
 
         return announced_fit
 

@@ -7,6 +7,7 @@ import keras
 from keras.src.utils.python_utils import pythonify_logs  # keras/src/utils/python_utils.py
 
 from lockstep.engines.jax_logs import later
+from lockstep.engines.recording import Recorder
 
 
 class Callbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
@@ -16,7 +17,12 @@ class Callbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
     batch, or hands the wait to another thread, which costs more than a small step.
     Here the numbers are fetched for the first callback that looks at them, and the
     progress bar is called for the batches at which it draws.
+
+    Attributes:
+        recorder: Is told when all callbacks have been told, or `None`.
     """
+
+    recorder: Recorder | None = None
 
     def _configure_async_dispatch(self, callbacks: Any) -> None:
         """Nothing is handed to another thread."""
@@ -46,6 +52,14 @@ class Callbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         for callback in self.callbacks:
             if _draws(callback, batch):
                 callback.on_train_batch_end(batch, logs=logs)
+        if self.recorder is not None:
+            self.recorder.batch_ended(batch + 1, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Call every callback after an epoch."""
+        super().on_epoch_end(epoch, logs)
+        if self.recorder is not None:
+            self.recorder.epoch_ended(epoch, pythonify_logs(logs))
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         """Call every callback after a batch of evaluation."""

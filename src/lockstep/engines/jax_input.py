@@ -1,5 +1,6 @@
 """Where the batches of an epoch come from: fresh host arrays, one after the other."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +22,13 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
     train on rows of the next batch.
 
     Keras's own for JAX puts each batch on the first device of an accelerator.
+
+    Attributes:
+        skip: How many batches of arrays the next pass leaves out, in order and random numbers
+            as if it had given them.
     """
+
+    skip = 0
 
     # keras/src/backend/jax/trainer.py, JAXEpochIterator; and the base class,
     # keras/src/trainers/epoch_iterator.py, which calls both.
@@ -47,8 +54,9 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
     def _batches(self) -> Iterator[Any]:
         rows = _plain_arrays(self.data_adapter)
         if rows is not None:
-            return _rows_of_arrays(self.data_adapter, rows)
-        return _fresh(self.data_adapter.get_jax_iterator())
+            return _rows_of_arrays(self.data_adapter, rows, self.skip)
+        batches = self.data_adapter.get_jax_iterator()
+        return _fresh(itertools.islice(batches, self.skip, None) if self.skip else batches)
 
 
 def _plain_arrays(adapter: Any) -> tuple[np.ndarray, ...] | None:
@@ -62,13 +70,17 @@ def _plain_arrays(adapter: Any) -> tuple[np.ndarray, ...] | None:
     return tuple(part.array for part in sliceable)
 
 
-def _rows_of_arrays(adapter: Any, arrays: tuple[np.ndarray, ...]) -> Iterator[Any]:
+def _rows_of_arrays(adapter: Any, arrays: tuple[np.ndarray, ...], skip: int = 0) -> Iterator[Any]:
     """The batches of Keras, in its order and from its random numbers, with less Python."""
     # keras/src/trainers/data_adapters/array_data_adapter.py, ArrayDataAdapter._get_iterator
     rows, size, shuffle = adapter._num_samples, adapter._batch_size, adapter._shuffle
     order = np.random.permutation(rows) if shuffle and shuffle != "batch" else None
     for start in range(0, rows, size):
         stop = min(start + size, rows)
+        if start < skip * size:
+            if shuffle == "batch":
+                np.random.permutation(stop - start)
+            continue
         if order is not None:
             chosen = order[start:stop]
             yield tuple([array.take(chosen, axis=0) for array in arrays])

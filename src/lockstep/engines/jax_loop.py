@@ -20,6 +20,8 @@ from keras.src.utils.traceback_utils import filter_traceback
 from lockstep.engines.jax_callbacks import Callbacks
 from lockstep.engines.jax_epoch import PREDICT, TEST, TRAIN, run_epoch
 from lockstep.engines.jax_input import HostIterator
+from lockstep.engines.jax_position import RecordedIterator
+from lockstep.engines.jax_recording import Recording, recorder_among
 
 # Everything private below is what JAXTrainer itself goes by, and has its place in
 # keras/src/trainers/trainer.py or keras/src/backend/jax/trainer.py (`_jax_state`).
@@ -32,8 +34,9 @@ class Loop:
         model: The model.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, devices: tuple[str, ...]) -> None:
         self.model = model
+        self._devices = devices
 
     def replaces(self, name: str) -> bool:
         """Whether this loop can stand in for the method of the model of that name.
@@ -86,7 +89,8 @@ class Loop:
             held_out = dict(zip(("x", "y", "sample_weight"), parts, strict=True))
             held_out["batch_size"] = validation_batch_size or batch_size
         model._eval_epoch_iterator = None
-        batches = HostIterator(
+        recorder = recorder_among(callbacks)
+        batches = (HostIterator if recorder is None else RecordedIterator)(
             x=x,
             y=y,
             sample_weight=sample_weight,
@@ -103,12 +107,21 @@ class Loop:
         model.stop_training = False
         epoch_logs: dict[str, Any] = {}
         callbacks.on_train_begin()
+        first_epoch = model._initial_epoch or initial_epoch
+        if recorder is not None:
+            recording = Recording(model, self._devices, batches, callbacks.callbacks, epochs)
+            first_epoch = recorder.begin(recording, first_epoch)
+            callbacks.recorder = recorder
         try:
-            for epoch in range(model._initial_epoch or initial_epoch, epochs):
+            for epoch in range(first_epoch, epochs):
                 model.reset_metrics()
                 callbacks.on_epoch_begin(epoch)
+                if recorder is not None:
+                    recording.epoch_began()
                 begin, end = callbacks.on_train_batch_begin, callbacks.on_train_batch_end
                 logs = run_epoch(model, TRAIN, batches, begin, end)
+                if recorder is not None:
+                    logs = recording.logs_of(logs)
                 model.jax_state_sync()
                 epoch_logs = dict(model._get_metrics_result_or_logs(logs))
                 if held_out is not None and model._should_eval(epoch, validation_freq):

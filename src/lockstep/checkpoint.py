@@ -260,7 +260,7 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
     def _resume(self, run: Run, found: Found, asked: int) -> int:
         path, state = str(found.path), found.state
         epoch, step = state["epoch"], state["step"]
-        here = [Entry(*each) for each in run.snapshot({}).arrays]
+        here = [Entry(*each) for each in run.variables()]
         there = [Entry(name, array.dtype.name, array.shape) for name, array in found.arrays.items()]
         check_variables(path, there[: state["variables"]], here)
         check_facts(path, state, self._facts)

@@ -1,6 +1,7 @@
 """The position of a run in its data: where it is, and how to get there again."""
 
 import sys
+import warnings
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +18,7 @@ from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchData
 
 from lockstep.engines import random_states
 from lockstep.engines.jax_input import HostIterator
-from lockstep.errors import CheckpointError, CheckpointMismatch
+from lockstep.errors import CheckpointError, CheckpointMismatch, CheckpointWarning
 
 # The adapters and their attributes: keras/src/trainers/data_adapters/*.py
 
@@ -77,6 +78,11 @@ class RecordedIterator(HostIterator):
         """Forget every pass; Keras has looked at a batch to build the model."""
         super().reset()
         self._forget()
+        if _enqueuer(self.data_adapter):
+            # What workers had ready for that look Keras gives before the first batches of the
+            # first epoch, which then has some rows twice and some not, by chance.
+            with self.data_adapter.enqueuer.ready_queue.mutex:
+                self.data_adapter.enqueuer.ready_queue.queue.clear()
 
     def position(self, step: int) -> dict[str, Any]:
         """Where the run is, after `step` steps of an epoch, or between two where that is 0."""
@@ -149,6 +155,13 @@ class RecordedIterator(HostIterator):
     def _advanced(self, position: dict[str, Any]) -> Pass:
         """A pass that has given as many batches as the one of the checkpoint had."""
         drawn = position["drawn"]
+        if isinstance(self.data_adapter, GeneratorDataAdapter):
+            warnings.warn(
+                f"{drawn} batches of a generator are made once more to go on after them, which "
+                "takes the time that they took. Arrays or a PyDataset go on at once.",
+                CheckpointWarning,
+                stacklevel=2,
+            )
         if not _enqueuer(self.data_adapter):
             _put_random_states(self.data_adapter, position["random"])
         # Of arrays only the last batch is made, from which the next one follows.
@@ -214,11 +227,6 @@ def fingerprint(batches: HostIterator) -> dict[str, Any]:
     elif isinstance(adapter, PyDatasetAdapter):
         known["shuffle"] = adapter.shuffle
     return known
-
-
-def skipping_costs(batches: HostIterator) -> bool:
-    """Whether every batch before the position has to be made again to get there."""
-    return not isinstance(batches.data_adapter, ArrayDataAdapter)
 
 
 def checksum(batch: Any) -> int:

@@ -52,6 +52,11 @@ class Recording:
             "data": fingerprint(self._batches),
         }
 
+    def variables(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """The name, type and shape of every variable, in the order of a snapshot."""
+        values = zip(named_variables(self.model), self._values(), strict=True)
+        return [(name, str(value.dtype), tuple(value.shape)) for (name, _), value in values]
+
     def snapshot(self, logs: dict[str, Any]) -> Snapshot:
         """A copy of every variable, made on the device; it takes the memory of one state there."""
         names = [name for name, _ in named_variables(self.model)]

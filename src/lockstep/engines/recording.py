@@ -41,6 +41,10 @@ class Run(Protocol):
         """What has to be the same for a run to go on: model, optimizer, data."""
         ...
 
+    def variables(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """The name, type and shape of every variable, in the order of a snapshot."""
+        ...
+
     def snapshot(self, logs: dict[str, Any]) -> Snapshot:
         """A copy of every variable, for which training waits no longer than it takes to order.
 

@@ -16,6 +16,7 @@ def small():
     """A compiled model that draws random numbers and compiles fast."""
     made = keras.Sequential([keras.Input((4,)), layers.Dropout(0.3), layers.Dense(2)])
     made.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"])
+    made.optimizer.build(made.trainable_variables)
     return made
 
 
@@ -56,10 +57,10 @@ def train(source, folder=None, cut=0, devices=1, make=None, callbacks=(), **opti
     more = [CutAfter(cut), *(callback() for callback in callbacks)]
     if folder is not None:
         more.append(lockstep.Checkpoint(folder, **options.pop("checkpoint", {"steps": 1})))
-    made_options = {"shuffle": False, **source(), "epochs": EPOCHS, "verbose": 0, "callbacks": more, **options}
+    given = {"epochs": EPOCHS, "shuffle": False, **source(), "verbose": 0, **options}
     history = None
     with contextlib.suppress(Cut):
-        history = made.fit(**made_options).history
+        history = made.fit(**given, callbacks=more).history
     assert (history is None) == bool(cut)
     return history, variables(made)
 

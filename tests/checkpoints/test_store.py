@@ -15,8 +15,7 @@ from lockstep import errors
 from lockstep.checkpoints.arrays import Entry
 from lockstep.checkpoints.folder import RunFolder
 from lockstep.checkpoints.retention import Retention
-
-CHANGING = ["mkdir", "open", "write", "fsync", "rename", "replace", "unlink", "rmdir"]
+from tests.checkpoints.cutting import Cut, Cutting
 
 
 def some(value=1.0):
@@ -72,32 +71,6 @@ def test_the_arrays_are_read_with_json_and_numpy_alone(tmp_path):
     start, end = header["data_offsets"]
     kernel = np.frombuffer(raw[8 + length :][start:end], "<f4").reshape(header["shape"])
     np.testing.assert_array_equal(kernel, some()["weights/dense/kernel"])
-
-
-class Cut(BaseException):
-    """The moment of a kill."""
-
-
-class Cutting:
-    """Cuts at the n-th call that changes something; the disk stays as it is then."""
-
-    def __init__(self, monkeypatch, at, error=None):
-        self.calls, self.at, self.error = [], at, error
-        for name in CHANGING:
-            monkeypatch.setattr(os, name, self._cutting(name, getattr(os, name)))
-
-    def _cutting(self, name, call):
-        def cutting(*args, **kwargs):
-            if name == "open" and not args[1] & (os.O_WRONLY | os.O_RDWR):
-                return call(*args, **kwargs)
-            self.calls.append(name)
-            if len(self.calls) - 1 == self.at or (self.error and len(self.calls) > self.at):
-                if name == "write":  # half of it had gone out
-                    call(args[0], args[1][: len(args[1]) // 2])
-                raise self.error or Cut(name)
-            return call(*args, **kwargs)
-
-        return cutting
 
 
 def run_of_two(path):

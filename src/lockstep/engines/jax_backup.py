@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoints.files import sync_file, sync_folder
+from lockstep.checkpoints.files import sync_file, sync_folder, write_file
 
 _NEXT = "next-"
 
@@ -70,9 +70,8 @@ class _Files:
                     os.replace(copying, copy)
         callback.model.save_weights(filepath=str(weights), overwrite=True)
         said = {"epoch": callback._current_epoch, "batch": callback._last_batch_seen}
-        epoch.write_text(json.dumps(said))
         sync_file(weights)
-        sync_file(epoch)
+        write_file(epoch, [json.dumps(said).encode()])
         sync_folder(weights.parent)
         os.replace(weights, self._files[0])
         os.replace(epoch, self._files[1])

@@ -12,6 +12,7 @@ import numpy as np
 from lockstep.engines import callback_states, jax_processes
 from lockstep.engines.jax_epoch import TRAIN
 from lockstep.engines.jax_position import RecordedIterator, fingerprint
+from lockstep.engines.named_variables import named_variables
 from lockstep.engines.recording import Recorder, Snapshot
 
 _AHEAD = 4
@@ -139,20 +140,6 @@ def recorder_among(callbacks: Any) -> Recorder | None:
         callbacks = callbacks.callbacks
     every = keras.tree.flatten(callbacks) if callbacks else []
     return next((each for each in every if isinstance(each, Recorder)), None)
-
-
-def named_variables(model: Any) -> list[tuple[str, Any]]:
-    """Every variable of a training step, in its order, under a name of its own."""
-    named: dict[str, Any] = {}
-    optimizer = model.optimizer.variables if model.optimizer is not None else []
-    groups = (model.trainable_variables, model.non_trainable_variables, optimizer)
-    for group, variables in zip(TRAIN.state, (*groups, model.metrics_variables), strict=True):
-        for variable in variables:
-            name = f"{group.removesuffix('_variables')}/{variable.path}"
-            while name in named:  # paths are not always unique
-                name += "'"
-            named[name] = variable
-    return list(named.items())
 
 
 def _on_one_device(value: Any) -> Any:

@@ -90,7 +90,7 @@ class RunFolder:
         try:
             said = json.loads(mark.read_bytes())
             version = said["version"] if said["format"] == _FORMAT else None
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             others = sorted(os.listdir(self.path)) if self.path.is_dir() else []
             others = [name for name in others if name != f".{_MARK}.aside"]
             if others:

@@ -1,7 +1,7 @@
 """The states of callbacks: of Keras's own, and of any that has `get_state` and `set_state`."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,6 @@ _CHANGED: dict[str, tuple[str, ...]] = {
     "History": ("history", "epoch"),
 }
 _WITHOUT_STATE = (
-    "CSVLogger",  # has one, which is in its file
     "LambdaCallback",
     "LearningRateScheduler",
     "ProgbarLogger",
@@ -33,7 +32,11 @@ _WITHOUT_STATE = (
 
 def states_of(callbacks: list[Any]) -> list[dict[str, Any]]:
     """The state of each callback, beside the name of its class."""
-    return [{"class": type(each).__name__, "state": _state_of(each)} for each in callbacks]
+    return [
+        {"class": type(each).__name__, "state": _state_of(each)}
+        for each in callbacks
+        if not _is_without_state(each)
+    ]
 
 
 def put_states(callbacks: list[Any], states: list[dict[str, Any]]) -> list[str]:
@@ -45,6 +48,8 @@ def put_states(callbacks: list[Any], states: list[dict[str, Any]]) -> list[str]:
     left = list(states)
     words = []
     for callback in callbacks:
+        if _is_without_state(callback):
+            continue
         name = type(callback).__name__
         written = next((each for each in left if each["class"] == name), None)
         if written is None:
@@ -55,7 +60,7 @@ def put_states(callbacks: list[Any], states: list[dict[str, Any]]) -> list[str]:
             callback.set_state(written["state"])
         elif written["state"] is not None:
             _put_state(callback, written["state"])
-        elif not isinstance(callback, tuple(_classes(_WITHOUT_STATE))):
+        else:
             words.append(f"{name} has no get_state and set_state, and begins anew")
     return words + [f"{each['class']} is gone" for each in left]
 
@@ -83,6 +88,10 @@ def appending(callbacks: list[Any]) -> Iterator[None]:
     finally:
         for logger, append in zip(loggers, before, strict=True):
             logger.append = append
+
+
+def _is_without_state(callback: Any) -> bool:
+    return type(callback) in _classes(_WITHOUT_STATE)
 
 
 def _keeps_own(callback: Any) -> bool:
@@ -129,5 +138,5 @@ def _copied(value: Any) -> Any:
     return list(value) if isinstance(value, list) else value
 
 
-def _classes(names: Any) -> list[type]:
+def _classes(names: Iterable[str]) -> list[type]:
     return [getattr(keras.callbacks, name) for name in names]

@@ -61,8 +61,9 @@ def _check(model: Any, fit: Callable[..., Any], callbacks: list[Any], recorders:
 
 
 def _callbacks(fit: Callable[..., Any], args: Any, kwargs: Any) -> list[Any]:
+    found = kwargs.get("callbacks")
     try:
-        found = inspect.signature(fit).bind(*args, **kwargs).arguments.get("callbacks")
+        found = inspect.signature(fit).bind(*args, **kwargs).arguments.get("callbacks", found)
     except TypeError:  # a wrong call is for fit itself to refuse
         return []
     if isinstance(found, keras.callbacks.CallbackList):

@@ -57,9 +57,11 @@ class Callbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Call every callback after an epoch."""
-        super().on_epoch_end(epoch, logs)
+        logs = pythonify_logs(logs)
+        for callback in self.callbacks:
+            callback.on_epoch_end(epoch, logs)
         if self.recorder is not None:
-            self.recorder.epoch_ended(epoch, pythonify_logs(logs))
+            self.recorder.epoch_ended(epoch, logs)
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         """Call every callback after a batch of evaluation."""

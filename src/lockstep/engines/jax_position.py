@@ -261,27 +261,54 @@ def _check_same(number: int, written: int | None, found: int | None) -> None:
 
 def _check_data(adapter: Any, steps_per_epoch: int | None) -> None:
     """Raise where a position in this data could not be found again."""
+    if isinstance(adapter, TorchDataLoaderAdapter):
+        _check_same_twice(adapter._dataloader.dataset)
     if not isinstance(adapter, PyDatasetAdapter):
         return
     data = adapter.py_dataset
-    name = type(data).__name__
     if _enqueuer(adapter) and steps_per_epoch:
         raise CheckpointError(
-            f"{name} has workers={data.workers}, and fit was given steps_per_epoch="
+            f"{type(data).__name__} has workers={data.workers}, and fit was given steps_per_epoch="
             f"{steps_per_epoch}: which batches are under way between two epochs is not known.\n"
             "Leave one of the two out."
         )
-    own = [
-        hook
-        for hook in ("on_epoch_begin", "on_epoch_end")
-        if getattr(type(data), hook) is not getattr(keras.utils.PyDataset, hook)
-    ]
-    if own and not _has_state(data):
-        raise CheckpointError(
-            f"{name} changes itself in {own[0]}, and a checkpoint would not know how.\n"
-            f"Give {name} a get_state() that returns what changes (its order, say), and a "
-            "set_state(state)\nthat takes it: numbers, strings, arrays, lists, dicts."
+    if _has_state(data):
+        return
+    for hook in ("on_epoch_begin", "on_epoch_end"):
+        if getattr(type(data), hook) is not getattr(keras.utils.PyDataset, hook):
+            raise _unknown_change(data, f"changes itself in {hook}")
+    _check_same_twice(data)
+
+
+def _check_same_twice(data: Any) -> None:
+    """Raise where data is not the same when it is asked for twice, from the same random states."""
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+        return
+    before = random_states.take()
+    checks = []
+    for _ in range(2):
+        random_states.put(before)
+        try:
+            checks.append(checksum(data[0]))
+        except (TypeError, ValueError):  # nothing that an array can be made of
+            checks.append(0)
+    random_states.put(before)
+    if checks[0] != checks[1]:
+        raise _unknown_change(data, "gives another item 0 when it is asked again")
+
+
+def _unknown_change(data: Any, how: str) -> CheckpointError:
+    name = type(data).__name__
+    if not isinstance(data, keras.utils.PyDataset):
+        return CheckpointError(
+            f"{name} {how}, and a checkpoint would not know of its random numbers.\n"
+            "Let it draw from np.random, random or torch, whose states are in a checkpoint."
         )
+    return CheckpointError(
+        f"{name} {how}, and a checkpoint would not know how.\n"
+        f"Give {name} a get_state() that returns what changes (its order, say), and a "
+        "set_state(state)\nthat takes it: numbers, strings, arrays, lists, dicts."
+    )
 
 
 def _enqueuer(adapter: Any) -> bool:

@@ -173,7 +173,9 @@ def _compiled(model: Any) -> Any:
         config = json.loads(json.dumps(model.get_compile_config()))
     except (NotImplementedError, TypeError, ValueError):
         return None
-    # It changes while a run goes on, and is a variable.
+    for name in ("steps_per_execution", "run_eagerly", "jit_compile"):  # no number depends on
+        config.pop(name, None)
+    # The rate changes while a run goes on, and is a variable.
     config["optimizer"] = _without_rate(config.get("optimizer"))
     return config
 

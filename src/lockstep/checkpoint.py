@@ -291,7 +291,9 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
         if state["run"]["stopped"] or state["epoch"] >= run.epochs:
             at = f"the end, after {state['epoch']} epochs: nothing is left to do"
         was, now = len(state["devices"]), len(run.devices)
-        print(f"lockstep: goes on from {found.path}: {at}; {was} devices then, {now} now", flush=True)
+        print(
+            f"lockstep: goes on from {found.path}: {at}; {was} devices then, {now} now", flush=True
+        )
 
     def _note(self, path: Path) -> None:
         with contextlib.suppress(CheckpointError):

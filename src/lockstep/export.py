@@ -1,6 +1,8 @@
 """A plain `.keras` file out of a checkpoint."""
 
+import itertools
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ from lockstep.checkpoints.files import sync_file, sync_folder
 from lockstep.checkpoints.folder import Found, RunFolder
 from lockstep.checkpoints.manifest import FILE, read_manifest
 from lockstep.checkpoints.retention import Retention
-from lockstep.engines.named_variables import named_variables
+from lockstep.engines import jax_states
+from lockstep.engines.named_variables import GROUPS, named_variables
 from lockstep.errors import CheckpointError, CheckpointMismatch
 
 
@@ -93,33 +96,36 @@ def _made(found: Found) -> Any:
 
 
 def _fill(model: Any, found: Found) -> None:
-    values = _of_variables(found)
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
-    variables = [
-        (name, variable)
-        for name, variable in named_variables(model)
-        if not name.startswith("metrics/")
-    ]
-    for name, variable in variables:
-        value = values.pop(name, None)
-        if value is None or value.shape != tuple(variable.shape):
-            raise _other(found, name, "nothing" if value is None else list(value.shape), variable)
-        variable.assign(value)
-    # Left are metrics and the states of stateful RNNs, which no file of Keras has; and the
-    # optimizer, where the model that was handed over is not compiled.
-    left = [name for name in values if name.startswith("trainable/")]
-    if left:
-        raise _other(found, left[0], list(values[left[0]].shape), None)
+    # As in training, where the states of stateful RNNs are among the variables.
+    jax_states.carry_states(model)
+    here, there = _by_group(named_variables(model)), _by_group(_of_variables(found).items())
+    groups = ("trainable", "non_trainable", "optimizer")
+    for group in groups if model.optimizer is not None else groups[:2]:
+        for mine, theirs in itertools.zip_longest(here[group], there[group]):
+            if not (mine and theirs and tuple(mine[1].shape) == theirs[1].shape):
+                raise _other(found, group, theirs, mine)
+            mine[1].assign(theirs[1])
+    jax_states.drop_states(model)
+
+
+def _by_group(named: Iterable[tuple[str, Any]]) -> dict[str, list[tuple[str, Any]]]:
+    groups: dict[str, list[tuple[str, Any]]] = {group: [] for group in GROUPS}
+    for name, value in named:
+        groups[name.split("/")[0]].append((name, value))
+    return groups
 
 
 def _of_variables(found: Found) -> dict[str, np.ndarray]:
     return dict(list(found.arrays.items())[: found.state["variables"]])
 
 
-def _other(found: Found, name: str, there: Any, variable: Any) -> CheckpointMismatch:
-    here = "nothing" if variable is None else list(variable.shape)
+def _other(found: Found, group: str, theirs: Any, mine: Any) -> CheckpointMismatch:
+    there, here = (
+        f"{each[0]} {list(each[1].shape)}" if each else "no more" for each in (theirs, mine)
+    )
     return CheckpointMismatch(
-        f"{found.path} is of another model: for {name} it has {there}, and the model has {here}.\n"
-        "Name the function that makes the model it was written with."
+        f"{found.path} is of another model: of its {group} variables it has {there}, and the model "
+        f"has {here}.\nName the function that makes the model it was written with."
     )

@@ -1,6 +1,9 @@
 """Cuts at calls of the operating system that change files."""
 
+import contextlib
 import os
+
+import pytest
 
 CHANGING = ["mkdir", "open", "write", "fsync", "rename", "replace", "unlink", "rmdir"]
 
@@ -29,3 +32,11 @@ class Cutting:
             return call(*args, **kwargs)
 
         return cutting
+
+
+@contextlib.contextmanager
+def cut_at(at, error=None):
+    """Cut what is done meanwhile at its n-th change; with an error, as a disk that refuses."""
+    expected = Cut if error is None else type(error)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(expected):
+        yield Cutting(patch, at, error)

@@ -55,8 +55,9 @@ def train(source, folder=None, cut=0, devices=1, make=None, callbacks=(), **opti
     lockstep.distribute(made, devices)
     keras.utils.set_random_seed(9)
     more = [CutAfter(cut), *(callback() for callback in callbacks)]
+    saving = options.pop("checkpoint", {"steps": 1})
     if folder is not None:
-        more.append(lockstep.Checkpoint(folder, **options.pop("checkpoint", {"steps": 1})))
+        more.append(lockstep.Checkpoint(folder, **saving))
     given = {"epochs": EPOCHS, "shuffle": False, **source(), "verbose": 0, **options}
     history = None
     with contextlib.suppress(Cut):

@@ -1,5 +1,6 @@
 """Keras's own callbacks that write files leave a good one behind a kill at any moment."""
 
+import contextlib
 import json
 import os
 
@@ -15,29 +16,25 @@ from tests.checkpoints.data import arrays
 from tests.checkpoints.runs import small
 
 
-class CutWhileWriting:
-    """Cuts in the middle of an HDF5 file, of which Keras has written a part."""
+@contextlib.contextmanager
+def cut_while_writing(at):
+    """Cut in the middle of an HDF5 file, of which Keras has written a part."""
+    left = [at]
 
-    def __init__(self, monkeypatch, at):
-        write = h5py.Group.__setitem__
-        self.left = at
-
-        def cutting(group, name, value):
-            self.left -= 1
-            if self.left == 0:
+    def cutting(call):
+        def until_then(*args, **kwargs):
+            left[0] -= 1
+            if left[0] == 0:
                 raise Cut
-            write(group, name, value)
+            return call(*args, **kwargs)
 
-        monkeypatch.setattr(h5py.Group, "__setitem__", cutting)
-        create = h5py.Group.create_dataset
+        return until_then
 
-        def creating(group, *args, **kwargs):
-            self.left -= 1
-            if self.left == 0:
-                raise Cut
-            return create(group, *args, **kwargs)
-
-        monkeypatch.setattr(h5py.Group, "create_dataset", creating)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("__setitem__", "create_dataset"):
+            patch.setattr(h5py.Group, name, cutting(getattr(h5py.Group, name)))
+        with pytest.raises(Cut):
+            yield
 
 
 def good(path):
@@ -57,7 +54,7 @@ def filled(made, value):
 
 
 @pytest.mark.parametrize("name", ["last.weights.h5", "last.keras"])
-def test_model_checkpoint_keeps_the_last_good_file(name, tmp_path, monkeypatch):
+def test_model_checkpoint_keeps_the_last_good_file(name, tmp_path):
     def save(made, value):
         callback = keras.callbacks.ModelCheckpoint(
             tmp_path / name, save_weights_only=name.endswith("h5")
@@ -68,8 +65,7 @@ def test_model_checkpoint_keeps_the_last_good_file(name, tmp_path, monkeypatch):
     made = lockstep.distribute(small(), devices=2)
     save(made, 1.0)
     for at in (1, 2):
-        with monkeypatch.context() as patch, pytest.raises(Cut):
-            CutWhileWriting(patch, at)
+        with cut_while_writing(at):
             save(made, 2.0)
         assert good(tmp_path / name) == 1.0
     save(made, 3.0)
@@ -77,12 +73,11 @@ def test_model_checkpoint_keeps_the_last_good_file(name, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == [name]
 
 
-def test_keras_alone_does_not(tmp_path, monkeypatch):
+def test_keras_alone_does_not(tmp_path):
     """So that the test above would notice."""
     path = tmp_path / "last.weights.h5"
     filled(small(), 1.0).save_weights(path)
-    with monkeypatch.context() as patch, pytest.raises(Cut):
-        CutWhileWriting(patch, 1)
+    with cut_while_writing(1):
         filled(small(), 2.0).save_weights(path)
     with pytest.raises((ValueError, KeyError, OSError)):
         good(path)
@@ -168,13 +163,14 @@ def test_keras_alone_takes_them_for_those_of_another_epoch(tmp_path, monkeypatch
     """So that the test above would notice."""
     callback = backup(tmp_path, False)
     back_up(callback, 1)
-    with monkeypatch.context() as patch, pytest.raises(Cut):
 
-        def cut(*args):
-            raise Cut
+    def cut(*args):
+        raise Cut
 
-        patch.setattr(json, "dumps", cut)
+    monkeypatch.setattr(json, "dumps", cut)
+    with pytest.raises(Cut):
         back_up(callback, 2)
+    monkeypatch.undo()
     with pytest.raises(json.JSONDecodeError):
         restored(tmp_path, False)
 

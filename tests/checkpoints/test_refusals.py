@@ -98,7 +98,9 @@ def run(tmp_path_factory):
 def test_another_run_is_refused_and_nothing_is_overwritten(what, run):
     options, words = DIFFERENT[what]
     before = untouched(run)
-    text = told(errors.CheckpointMismatch, lambda: train(**{"source": arrays, **options}, folder=run))
+    text = told(
+        errors.CheckpointMismatch, lambda: train(**{"source": arrays, **options}, folder=run)
+    )
     assert words in text
     assert ONWARDS in text.splitlines()[-1]
     assert untouched(run) == before
@@ -132,7 +134,9 @@ def test_a_class_with_its_own_fit(tmp_path):
     lockstep.distribute(made, 1)
     text = told(
         errors.UnsupportedModel,
-        lambda: made.fit(*(arrays()["x"], arrays()["y"]), callbacks=[lockstep.Checkpoint(tmp_path)]),
+        lambda: made.fit(
+            *(arrays()["x"], arrays()["y"]), callbacks=[lockstep.Checkpoint(tmp_path)]
+        ),
     )
     assert text.startswith("Own has a fit of its own")
 

@@ -4,7 +4,7 @@ import contextlib
 import gc
 import tempfile
 import warnings
-from functools import lru_cache
+from functools import cache
 
 import pytest
 
@@ -32,7 +32,7 @@ def _quiet():
     gc.collect()  # the threads of Grain end with its iterators
 
 
-@lru_cache(maxsize=None)
+@cache
 def truth_of(name):
     """What a run leaves that is not cut, and has no checkpoint.
 

@@ -185,8 +185,8 @@ def test_a_full_disk_warns_and_training_goes_on(beside, tmp_path, monkeypatch):
     def full(self, *args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with monkeypatch.context() as patch, pytest.warns(errors.CheckpointWarning) as told:
-        patch.setattr(RunFolder, "save", full)
+    monkeypatch.setattr(RunFolder, "save", full)
+    with pytest.warns(errors.CheckpointWarning) as told:
         mine = train(arrays, tmp_path, checkpoint={"background": beside})
     assert_same_end(mine, train(arrays))
     words = [str(each.message) for each in told if each.category is errors.CheckpointWarning]

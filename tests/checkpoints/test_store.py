@@ -15,7 +15,7 @@ from lockstep import errors
 from lockstep.checkpoints.arrays import Entry
 from lockstep.checkpoints.folder import RunFolder
 from lockstep.checkpoints.retention import Retention
-from tests.checkpoints.cutting import Cut, Cutting
+from tests.checkpoints.cutting import Cutting, cut_at
 
 
 def some(value=1.0):
@@ -32,7 +32,9 @@ def some(value=1.0):
 def save(folder, value=1.0, **state):
     arrays = some(value)
     entries = [Entry(name, array.dtype.name, array.shape) for name, array in arrays.items()]
-    return folder.save("epoch-0001-step-000001", {"value": value, **state}, entries, arrays.values())
+    return folder.save(
+        "epoch-0001-step-000001", {"value": value, **state}, entries, arrays.values()
+    )
 
 
 def newest(folder):
@@ -98,8 +100,7 @@ def test_a_cut_at_any_change_of_the_file_system_leaves_a_good_checkpoint(tmp_pat
     assert {"mkdir", "open", "write", "fsync", "rename", "unlink", "rmdir"} <= set(calls)
     for at in range(len(calls)):
         folder = run_of_two(tmp_path / f"cut-{at}")
-        with monkeypatch.context() as patch, pytest.raises(Cut):
-            Cutting(patch, at)
+        with cut_at(at):
             save_and_keep(folder, 3.0)
         renamed = "rename" in calls[:at]
         assert newest(folder) == (3.0 if renamed else 2.0), calls[at]
@@ -114,8 +115,7 @@ def test_a_cut_of_the_very_first_save_leaves_nothing_or_a_checkpoint(tmp_path, m
         save(RunFolder(tmp_path / "counted"))
     for at in range(len(counting.calls)):
         folder = RunFolder(tmp_path / f"cut-{at}")
-        with monkeypatch.context() as patch, pytest.raises(Cut):
-            Cutting(patch, at)
+        with cut_at(at):
             save(folder)
         found = folder.newest(pytest.fail)
         assert (found is not None) == (at == len(counting.calls) - 1), counting.calls[at]
@@ -128,8 +128,7 @@ def test_a_disk_that_takes_no_more_leaves_the_checkpoint_before(tmp_path, monkey
     calls = calls_of_a_save(tmp_path, monkeypatch)
     for at in range(calls.index("rename")):
         folder = run_of_two(tmp_path / f"full-{at}")
-        with monkeypatch.context() as patch, pytest.raises(OSError, match="disk"):
-            Cutting(patch, at, OSError(number, "disk"))
+        with cut_at(at, OSError(number, "disk")):
             save(folder, 3.0)
         assert newest(folder) == 2.0
         save(folder, 4.0)

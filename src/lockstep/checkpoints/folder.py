@@ -95,8 +95,8 @@ class RunFolder:
             others = [name for name in others if name != f".{_MARK}.aside"]
             if others:
                 raise NotARun(
-                    f"{self.path} was given for checkpoints, and holds {others[0]!r}, but no run of "
-                    "lockstep; nothing in it was touched.\nName a folder that is new or empty."
+                    f"{self.path} was given for checkpoints, and holds {others[0]!r}, but no run "
+                    "of lockstep; nothing in it was touched.\nName a folder that is new or empty."
                 ) from None
             return False
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -116,7 +116,7 @@ def _read(file: BinaryIO, path: Path, entry: Entry, check: int) -> np.ndarray:
 def _pieces(array: np.ndarray) -> Iterator[memoryview]:
     flat = np.ascontiguousarray(array).reshape(-1).view("uint8")
     for start in range(0, flat.size, CHUNK):
-        yield memoryview(flat[start : start + CHUNK])
+        yield flat[start : start + CHUNK].data
 
 
 def _header(entries: list[Entry]) -> bytes:
@@ -144,5 +144,6 @@ def _numpy_type(name: str) -> np.dtype[Any]:
     if name.startswith(("bfloat16", "float8")):
         import ml_dtypes  # comes with JAX
 
-        return np.dtype(getattr(ml_dtypes, name))
+        other: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        return other
     return np.dtype(name)

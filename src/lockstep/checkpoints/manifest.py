@@ -74,8 +74,8 @@ def check_version(path: Path, version: int) -> None:
     if version > VERSION:
         raise NewerCheckpoint(
             f"{path} has format version {version}, and this lockstep reads up to {VERSION}: a "
-            "newer one wrote it.\nUpgrade with: pip install -U keras-lockstep, or train into another "
-            "folder."
+            "newer one wrote it.\nUpgrade with: pip install -U keras-lockstep, or train into "
+            "another folder."
         )
 
 

@@ -29,14 +29,14 @@ class Pass:
     Attributes:
         random: The random states when its first batch was asked for.
         drawn: How many batches it has given.
-        first: The checksum of the first one, where batches are checked.
-        last: The last one, where batches are checked.
+        first: The checksum of the first one, where batches are compared.
+        last: The last one, where batches are compared.
     """
 
-    def __init__(self, batches: Iterator[Any], adapter: Any, checked: bool) -> None:
+    def __init__(self, batches: Iterator[Any], adapter: Any, verified: bool) -> None:
         self._batches = batches
         self._adapter = adapter
-        self._checked = checked
+        self._verified = verified
         self.random: dict[str, Any] | None = None
         self.drawn = 0
         self.first: int | None = None
@@ -50,7 +50,7 @@ class Pass:
             self.random = _random_states(self._adapter)
         batch = next(self._batches)
         self.drawn += 1
-        if self._checked:
+        if self._verified:
             self.last = batch
             if self.drawn == 1:
                 self.first = checksum(batch)
@@ -62,7 +62,7 @@ class RecordedIterator(HostIterator):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._checked = not isinstance(self.data_adapter, ArrayDataAdapter)
+        self._verified = not isinstance(self.data_adapter, ArrayDataAdapter)
         self._forget()
         _check_data(self.data_adapter, self.steps_per_epoch)
 
@@ -100,7 +100,7 @@ class RecordedIterator(HostIterator):
             "random": current.random if goes_on and current else None,
             "before": self._before if goes_on and _enqueuer(self.data_adapter) else None,
             "first": current.first if current and current.drawn else self._first,
-            "last": checksum(current.last) if goes_on and current and self._checked else None,
+            "last": checksum(current.last) if goes_on and current and self._verified else None,
             "steps_seen": self._steps_seen,
             "batches": self._num_batches,
             "now": _random_states(self.data_adapter),
@@ -149,7 +149,7 @@ class RecordedIterator(HostIterator):
         if self._pass is not None and self._pass.drawn:
             self._passes.append(self._pass.drawn)
             self._first = self._pass.first
-        self._pass = Pass(super()._get_iterator(), self.data_adapter, self._checked)
+        self._pass = Pass(super()._get_iterator(), self.data_adapter, self._verified)
         return self._pass
 
     def _advanced(self, position: dict[str, Any]) -> Pass:
@@ -165,7 +165,7 @@ class RecordedIterator(HostIterator):
         if not _enqueuer(self.data_adapter):
             _put_random_states(self.data_adapter, position["random"])
         # Of arrays only the last batch is made, from which the next one follows.
-        self.skip = 0 if self._checked else drawn - 1
+        self.skip = 0 if self._verified else drawn - 1
         current = self._new_pass()
         self.skip, jumped = 0, self.skip
         for _ in range(drawn - jumped):
@@ -175,7 +175,7 @@ class RecordedIterator(HostIterator):
                     f"{current.drawn} now: it has changed.\n{STILL_POSSIBLE}"
                 )
         current.drawn = drawn
-        if self._checked:
+        if self._verified:
             _check_same(1, position["first"], current.first)
             _check_same(drawn, position["last"], checksum(current.last))
         _put_random_states(self.data_adapter, position["now"])
@@ -237,7 +237,7 @@ def checksum(batch: Any) -> int:
         for part in jax.tree.leaves(leaf):
             array = np.ascontiguousarray(np.asarray(part))
             check = zlib.crc32(f"{array.dtype.name} {array.shape}".encode(), check)
-            check = zlib.crc32(array.reshape(-1).view("uint8"), check)
+            check = zlib.crc32(array.reshape(-1).view("uint8").data, check)
     return check
 
 

@@ -1,16 +1,17 @@
 """`python benchmarks/checkpoint_cost.py`: what saving costs, beside Keras's own ways.
 
 A model of 100 M parameters with SGD and momentum, on one CPU device. In each round, every way
-saves once, in turn, and so does a raw sequential write and fsync of as many bytes as the
-parameters and slots have; ratios are to the raw write of the same round. *Blocked* is how long
-the callback keeps the caller; *step* is how much longer than usual the next training step takes,
-where a copy that was only ordered has to be made; *durable* is until fsync has returned for the
-last byte (of ways that do not sync, their files are synced here, after their own time).
+saves once, in an order of chance, and so does a raw sequential write and fsync of as many bytes
+as the parameters and slots have; ratios are to the raw write of the same round. *Blocked* is
+how long the callback keeps the caller; *durable* is until fsync has returned for the last byte
+(of ways that do not sync, their files are synced here, after their own time). At the end of a
+round one step is timed while lockstep's thread writes, against one that nothing goes on beside.
 """
 
 import argparse
 import json
 import os
+import random
 import shutil
 import statistics
 import tempfile
@@ -74,7 +75,7 @@ class Ways:
         x, y = self.batch
         batches = RecordedIterator(x=x, y=y, batch_size=len(x), shuffle=True)
         callbacks = Callbacks([checkpoint], add_history=True, model=self.made)
-        run = Recording(self.made, ("cpu:0",), batches, callbacks.callbacks, 10)
+        run = Recording(self.made, ("cpu:0",), batches, None, callbacks.callbacks, 10)
         run._copy = self.copy = getattr(self, "copy", run._copy)
         checkpoint.begin(run, 0)
         began = time.perf_counter()
@@ -128,10 +129,11 @@ def main():
     names = ["lockstep", "weights_h5", "keras_file", "backup", "orbax"]
     found = {name: {"blocked": [], "durable": [], "step": [], "bytes": []} for name in names}
     raws, steps, loads = [], [], []
+    chance = random.Random(0)
     for number in range(-1, options.rounds):  # the first round compiles, and is not counted
         loads.append(os.getloadavg()[0])
         each = {}
-        for name in ["raw", *names]:
+        for name in chance.sample(["raw", *names], len(names) + 1):
             folder = Path(tempfile.mkdtemp(dir=options.folder))
             os.sync()
             began = time.perf_counter()

@@ -146,7 +146,7 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
         self._since += step - self._step
         self._step = step
         asked = self._signals.asked is not None
-        if self.run.model.stop_training and not asked:
+        if self._fit.model.stop_training and not asked:
             return  # the end of the epoch comes at once, and is saved
         # A save within an epoch is left out while one is under way; the next step asks again.
         if asked or (self._is_due() and not self._background.busy()):
@@ -158,7 +158,7 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
         self._say_failure()
         self._epoch, self._step = epoch + 1, 0
         monitored = self._monitored(logs)
-        last = self.run.model.stop_training or epoch + 1 == self.run.epochs
+        last = self._fit.model.stop_training or epoch + 1 == self._fit.epochs
         asked = self._signals.asked is not None
         better = monitored is not None and self._is_better(monitored)
         if self._every_epoch or last or asked or better or self._is_due():
@@ -168,7 +168,7 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
     # ----------------------------------------------------------------------- saving
 
     @property
-    def run(self) -> Run:
+    def _fit(self) -> Run:
         """The `fit` that is under way."""
         assert self._run is not None
         return self._run
@@ -186,7 +186,7 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
         self._say_failure()
         self._since, self._last_save = 0, time.monotonic()
         others: dict[str, Any] = {}
-        run = self.run
+        run = self._fit
         state = {
             "epoch": epoch,
             "step": step,
@@ -218,7 +218,7 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
                 f"{', '.join(logs)}."
             )
             return None
-        less = less_is_better(self.run.model, self._monitor, self._mode)
+        less = less_is_better(self._fit.model, self._monitor, self._mode)
         value = float(logs[self._monitor])
         return {"name": self._monitor, "value": value, "mode": "min" if less else "max"}
 

@@ -282,3 +282,32 @@ def test_a_state_that_cannot_be_written_down(tmp_path):
 def test_arguments_that_make_no_sense(arguments, words, tmp_path):
     text = told(errors.CheckpointError, lambda: lockstep.Checkpoint(tmp_path, **arguments))
     assert text.startswith(words)
+
+
+def test_validation_data_that_goes_on_by_itself(tmp_path):
+    def source():
+        batches = ((arrays()["x"][:7], arrays()["y"][:7]) for _ in range(99))
+        return {**arrays(), "validation_data": batches, "validation_steps": 2}
+
+    text = told(errors.CheckpointError, lambda: train(source, tmp_path))
+    assert text.startswith("A generator was given as validation data")
+
+
+def test_a_list_of_callbacks_that_is_not_lockstep_s(tmp_path):
+    made = lockstep.distribute(small(), 1)
+    callbacks = keras.callbacks.CallbackList([lockstep.Checkpoint(tmp_path)], model=made)
+    text = told(
+        errors.CheckpointError, lambda: made.fit(**arrays(), verbose=0, callbacks=callbacks)
+    )
+    assert "Give fit a plain list of callbacks" in text
+
+
+def test_several_processes(tmp_path, monkeypatch):
+    made = lockstep.distribute(small(), 1)
+    monkeypatch.setattr("lockstep.engines.jax_around.jax_processes.several", lambda: True)
+    text = told(
+        errors.UnsupportedModel,
+        lambda: made.fit(**arrays(), verbose=0, callbacks=[lockstep.Checkpoint(tmp_path / "run")]),
+    )
+    assert "JAX runs in several processes" in text
+    assert not (tmp_path / "run").exists()

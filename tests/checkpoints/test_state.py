@@ -294,3 +294,29 @@ def test_a_run_that_is_cut_again_and_again_ends_as_one(tmp_path):
 def test_where_nothing_is_cut_a_checkpoint_changes_nothing(tmp_path):
     mine = train(with_validation, tmp_path, make=everything, devices=4)
     assert_same_end(mine, train(with_validation, make=everything, devices=4))
+
+
+# ---------------------------------------------------------------------- validation data
+
+
+def of_tf_data():
+    import tensorflow as tf
+
+    data = tf.data.Dataset.from_tensor_slices(held_out()).shuffle(14, seed=2).batch(3)
+    return {**arrays(), "validation_data": data, "validation_steps": 2}
+
+
+def of_a_torch_loader():
+    import torch
+
+    data = torch.utils.data.TensorDataset(*map(torch.from_numpy, held_out()))
+    generator = torch.Generator().manual_seed(4)
+    loader = torch.utils.data.DataLoader(data, 3, shuffle=True, generator=generator)
+    return {**arrays(), "validation_data": loader, "validation_steps": 2}
+
+
+@pytest.mark.parametrize("source", [of_tf_data, of_a_torch_loader])
+def test_validation_goes_on_with_the_rows_it_would_have_had(source, tmp_path):
+    truth = train(source)
+    train(source, tmp_path, cut=10, checkpoint={"steps": 1, "background": False})
+    assert_same_end(train(source, tmp_path), truth)

@@ -22,21 +22,29 @@ def around_fit(
         CheckpointError: If these callbacks cannot work together.
         UnsupportedModel: If a checkpoint of this model could not be exact.
     """
-    callbacks = _callbacks(fit, args, kwargs)
+    given = _given(fit, args, kwargs)
+    callbacks = _flat(given)
     recorders = [each for each in callbacks if isinstance(each, Recorder)]
     with ExitStack() as stack:
         for callback in callbacks:
             if isinstance(callback, keras.callbacks.BackupAndRestore):
                 stack.enter_context(jax_backup.made_safe(callback))
         if recorders:
-            _check(model, fit, callbacks, recorders)
+            _check(model, given, fit, callbacks, recorders)
             stack.enter_context(recorders[0].around(model))
             if recorders[0].goes_on():
                 stack.enter_context(callback_states.appending(callbacks))
         yield
 
 
-def _check(model: Any, fit: Callable[..., Any], callbacks: list[Any], recorders: list[Any]) -> None:
+def _check(
+    model: Any, given: Any, fit: Callable[..., Any], callbacks: list[Any], recorders: list[Any]
+) -> None:
+    if isinstance(given, keras.callbacks.CallbackList):
+        raise CheckpointError(
+            "lockstep.Checkpoint was given in a keras.callbacks.CallbackList, which would not tell "
+            "it all it has\nto know. Give fit a plain list of callbacks."
+        )
     if len(recorders) > 1:
         raise CheckpointError(
             f"{len(recorders)} checkpoints were given to one fit, and a run is resumed from one.\n"
@@ -60,12 +68,15 @@ def _check(model: Any, fit: Callable[..., Any], callbacks: list[Any], recorders:
         )
 
 
-def _callbacks(fit: Callable[..., Any], args: Any, kwargs: Any) -> list[Any]:
+def _given(fit: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     found = kwargs.get("callbacks")
     try:
-        found = inspect.signature(fit).bind(*args, **kwargs).arguments.get("callbacks", found)
+        return inspect.signature(fit).bind(*args, **kwargs).arguments.get("callbacks", found)
     except TypeError:  # a wrong call is for fit itself to refuse
-        return []
-    if isinstance(found, keras.callbacks.CallbackList):
-        found = found.callbacks
-    return keras.tree.flatten(found) if found else []
+        return None
+
+
+def _flat(given: Any) -> list[Any]:
+    if isinstance(given, keras.callbacks.CallbackList):
+        given = given.callbacks
+    return keras.tree.flatten(given) if given else []

@@ -20,7 +20,7 @@ from keras.src.utils.traceback_utils import filter_traceback
 from lockstep.engines.jax_callbacks import Callbacks
 from lockstep.engines.jax_epoch import PREDICT, TEST, TRAIN, run_epoch
 from lockstep.engines.jax_input import HostIterator
-from lockstep.engines.jax_position import RecordedIterator
+from lockstep.engines.jax_position import RecordedIterator, RecordedValidation
 from lockstep.engines.jax_recording import Recording, recorder_among
 
 # Everything private below is what JAXTrainer itself goes by, and has its place in
@@ -109,7 +109,18 @@ class Loop:
         callbacks.on_train_begin()
         first_epoch = model._initial_epoch or initial_epoch
         if recorder is not None:
-            recording = Recording(model, self._devices, batches, callbacks.callbacks, epochs)
+            if held_out is not None:
+                model._eval_epoch_iterator = self._held_out(
+                    RecordedValidation, held_out, validation_steps
+                )
+            recording = Recording(
+                model,
+                self._devices,
+                batches,
+                model._eval_epoch_iterator,
+                callbacks.callbacks,
+                epochs,
+            )
             first_epoch = recorder.begin(recording, first_epoch)
             callbacks.recorder = recorder
         try:
@@ -142,12 +153,7 @@ class Loop:
         model = self.model
         # A model's own `evaluate` may hand this on to Keras's.
         if getattr(model, "_eval_epoch_iterator", None) is None:
-            model._eval_epoch_iterator = HostIterator(
-                **held_out,
-                steps_per_execution=model.steps_per_execution,
-                steps_per_epoch=steps,
-                shuffle=False,
-            )
+            model._eval_epoch_iterator = self._held_out(HostIterator, held_out, steps)
         logs = model.evaluate(
             **held_out,
             steps=steps,
@@ -156,6 +162,10 @@ class Loop:
             _use_cached_eval_dataset=True,
         )
         return {f"val_{name}": value for name, value in logs.items()}
+
+    def _held_out(self, made: Any, held_out: dict[str, Any], steps: int | None) -> Any:
+        times = self.model.steps_per_execution
+        return made(**held_out, steps_per_execution=times, steps_per_epoch=steps, shuffle=False)
 
     def _after_fit(self, epochs: int) -> None:
         model = self.model

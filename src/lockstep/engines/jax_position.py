@@ -1,22 +1,25 @@
 """The position of a run in its data: where it is, and how to get there again."""
 
-import sys
 import warnings
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-import keras
-import numpy as np
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
-from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
-from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
 
-from lockstep.engines import random_states
+from lockstep.engines.jax_data import (
+    STILL_POSSIBLE,
+    check_batch,
+    check_data,
+    checksum,
+    has_workers,
+    is_own,
+    own_states,
+    put_own_states,
+    put_states,
+    states_of,
+)
 from lockstep.engines.jax_input import HostIterator
 from lockstep.errors import CheckpointError, CheckpointMismatch, CheckpointWarning
 
@@ -47,7 +50,7 @@ class Pass:
 
     def __next__(self) -> Any:
         if self.random is None:
-            self.random = _random_states(self._adapter)
+            self.random = states_of(self._adapter)
         batch = next(self._batches)
         self.drawn += 1
         if self._verified:
@@ -64,7 +67,7 @@ class RecordedIterator(HostIterator):
         super().__init__(*args, **kwargs)
         self._verified = not isinstance(self.data_adapter, ArrayDataAdapter)
         self._forget()
-        _check_data(self.data_adapter, self.steps_per_epoch)
+        check_data(self.data_adapter, self.steps_per_epoch)
 
     def _forget(self) -> None:
         self._pass: Pass | None = None
@@ -78,7 +81,7 @@ class RecordedIterator(HostIterator):
         """Forget every pass; Keras has looked at a batch to build the model."""
         super().reset()
         self._forget()
-        if _enqueuer(self.data_adapter):
+        if has_workers(self.data_adapter):
             # What workers had ready for that look Keras gives before the first batches of the
             # first epoch, which then has some rows twice and some not, by chance.
             with self.data_adapter.enqueuer.ready_queue.mutex:
@@ -98,12 +101,12 @@ class RecordedIterator(HostIterator):
             "passes": passes,
             "drawn": current.drawn if goes_on and current else 0,
             "random": current.random if goes_on and current else None,
-            "before": self._before if goes_on and _enqueuer(self.data_adapter) else None,
+            "before": self._before if goes_on and has_workers(self.data_adapter) else None,
             "first": current.first if current and current.drawn else self._first,
             "last": checksum(current.last) if goes_on and current and self._verified else None,
             "steps_seen": self._steps_seen,
             "batches": self._num_batches,
-            "now": _random_states(self.data_adapter),
+            "now": states_of(self.data_adapter),
         }
 
     def begin_at(self, position: dict[str, Any]) -> None:
@@ -118,7 +121,7 @@ class RecordedIterator(HostIterator):
         self._go_over_again(position)
         self._passes = list(position["passes"])
         if not position["drawn"]:
-            _put_random_states(self.data_adapter, position["now"])
+            put_states(self.data_adapter, position["now"])
         elif self.steps_per_epoch:
             self._current_iterator = self._advanced(position)
             self._steps_seen = position["steps_seen"] - position["step"]
@@ -127,10 +130,10 @@ class RecordedIterator(HostIterator):
 
     def _enumerate_iterator(self) -> Iterator[Any]:
         first_step, self._first_step = self._first_step, 0
-        if _enqueuer(self.data_adapter):  # its thread draws the order as soon as it starts
+        if has_workers(self.data_adapter):  # its thread draws the order as soon as it starts
             if self._wanted is not None:
-                _put_random_states(self.data_adapter, self._wanted["before"])
-            self._before = _random_states(self.data_adapter)
+                put_states(self.data_adapter, self._wanted["before"])
+            self._before = states_of(self.data_adapter)
         for first, last, iterator in super()._enumerate_iterator():
             if first < first_step <= last:
                 raise CheckpointMismatch(
@@ -162,8 +165,8 @@ class RecordedIterator(HostIterator):
                 CheckpointWarning,
                 stacklevel=2,
             )
-        if not _enqueuer(self.data_adapter):
-            _put_random_states(self.data_adapter, position["random"])
+        if not has_workers(self.data_adapter):
+            put_states(self.data_adapter, position["random"])
         # Of arrays only the last batch is made, from which the next one follows.
         self.skip = 0 if self._verified else drawn - 1
         current = self._new_pass()
@@ -176,9 +179,9 @@ class RecordedIterator(HostIterator):
                 )
         current.drawn = drawn
         if self._verified:
-            _check_same(1, position["first"], current.first)
-            _check_same(drawn, position["last"], checksum(current.last))
-        _put_random_states(self.data_adapter, position["now"])
+            check_batch(1, position["first"], current.first)
+            check_batch(drawn, position["last"], checksum(current.last))
+        put_states(self.data_adapter, position["now"])
         return current
 
     def _go_over_again(self, position: dict[str, Any]) -> None:
@@ -189,170 +192,47 @@ class RecordedIterator(HostIterator):
                 "The checkpoint is behind the end of a generator, which ends once.\n"
                 "Call fit with steps_per_epoch, and a generator that has batches for all epochs."
             )
-        if not passes or not (isinstance(adapter, TFDatasetAdapter) or _is_own(adapter)):
+        if not passes or not (isinstance(adapter, TFDatasetAdapter) or is_own(adapter)):
             return
         for _ in passes if position["drawn"] else passes[:-1]:
-            if _is_own(adapter):
+            if is_own(adapter):
                 next(iter(adapter.get_jax_iterator()), None)
             else:  # a tf.data.Dataset draws the seed of a pass when its iterator is made
                 iter(adapter.get_tf_dataset())
         if not position["drawn"]:
-            _check_same(1, position["first"], checksum(next(super()._get_iterator(), None)))
+            check_batch(1, position["first"], checksum(next(super()._get_iterator(), None)))
 
 
-STILL_POSSIBLE = (
-    "Still possible: lockstep export RUN -o model.keras for the weights, or another folder to "
-    "start anew."
-)
+class RecordedValidation(HostIterator):
+    """An iterator over validation data, of which each validation makes a pass of its own."""
 
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._passes = 0
+        check_data(self.data_adapter, None)
+        if isinstance(self.data_adapter, GeneratorDataAdapter):
+            raise CheckpointError(
+                "A generator was given as validation data, which goes on from one validation to "
+                "the next: where\nit was cannot be found again. Give arrays or a PyDataset there."
+            )
 
-def fingerprint(batches: HostIterator) -> dict[str, Any]:
-    """What is known of the data without going through it."""
-    adapter = batches.data_adapter
-    known: dict[str, Any] = {
-        "kind": type(adapter).__name__,
-        "batches per epoch": adapter.num_batches,
-        "steps_per_epoch": batches.steps_per_epoch,
-    }
-    if isinstance(adapter, ArrayDataAdapter):
-        parts = [part for part in keras.tree.flatten(adapter._inputs) if part is not None]
-        known |= {
-            "rows": adapter._num_samples,
-            "batch size": adapter._batch_size,
-            "shuffle": adapter._shuffle,
-            "shapes": [list(part.shape[1:]) for part in parts],
-            "types": [str(part.dtype) for part in parts],
-            "content": [_check_of_rows(part) for part in parts],
-        }
-    elif isinstance(adapter, PyDatasetAdapter):
-        known["shuffle"] = adapter.shuffle
-    return known
+    def position(self) -> dict[str, Any]:
+        """Where the data is between two validations."""
+        return {"passes": self._passes, "states": own_states(self.data_adapter)}
 
+    def begin_at(self, position: dict[str, Any]) -> None:
+        """Let the next validation be the one after those of another run."""
+        adapter = self.data_adapter
+        self._passes = position["passes"]
+        for _ in range(self._passes if isinstance(adapter, TFDatasetAdapter) else 0):
+            iter(adapter.get_tf_dataset())  # which draws the seed of a pass
+        put_own_states(adapter, position["states"])
 
-def checksum(batch: Any) -> int:
-    """One number for a batch: it differs where a value, type or shape does."""
-    check = 0
-    for leaf in keras.tree.flatten(batch):
-        # A sparse array is one leaf of several arrays.
-        for part in jax.tree.leaves(leaf):
-            array = np.ascontiguousarray(np.asarray(part))
-            check = zlib.crc32(f"{array.dtype.name} {array.shape}".encode(), check)
-            check = zlib.crc32(array.reshape(-1).view("uint8").data, check)
-    return check
+    def _get_iterator(self) -> Iterator[Any]:
+        batches = super()._get_iterator()
 
+        def counted() -> Iterator[Any]:
+            self._passes += 1
+            yield from batches
 
-def _check_of_rows(part: Any) -> int | None:
-    """The checksum of 64 rows, evenly spaced."""
-    rows = np.unique(np.linspace(0, part.shape[0] - 1, 64).astype("int64"))
-    try:
-        return checksum([np.asarray(part[row]) for row in rows.tolist()])
-    except (TypeError, ValueError, IndexError):  # sparse, say
-        return None
-
-
-def _check_same(number: int, written: int | None, found: int | None) -> None:
-    if written != found:
-        raise CheckpointMismatch(
-            f"Batch {number} of the pass over the data has checksum {found} now, and had {written} "
-            "when the checkpoint was written:\nthe data has changed, is drawn in another order, or "
-            f"draws random numbers of its own.\n{STILL_POSSIBLE}"
-        )
-
-
-def _check_data(adapter: Any, steps_per_epoch: int | None) -> None:
-    """Raise where a position in this data could not be found again."""
-    if isinstance(adapter, TorchDataLoaderAdapter):
-        _check_same_twice(adapter._dataloader.dataset)
-    if not isinstance(adapter, PyDatasetAdapter):
-        return
-    data = adapter.py_dataset
-    if _enqueuer(adapter) and steps_per_epoch:
-        raise CheckpointError(
-            f"{type(data).__name__} has workers={data.workers}, and fit was given steps_per_epoch="
-            f"{steps_per_epoch}: which batches are under way between two epochs is not known.\n"
-            "Leave one of the two out."
-        )
-    if _has_state(data):
-        return
-    for hook in ("on_epoch_begin", "on_epoch_end"):
-        if getattr(type(data), hook) is not getattr(keras.utils.PyDataset, hook):
-            raise _unknown_change(data, f"changes itself in {hook}")
-    _check_same_twice(data)
-
-
-def _check_same_twice(data: Any) -> None:
-    """Raise where data is not the same when it is asked for twice, from the same random states."""
-    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
-        return
-    before = random_states.take()
-    checks = []
-    for _ in range(2):
-        random_states.put(before)
-        try:
-            checks.append(checksum(data[0]))
-        except (TypeError, ValueError):  # nothing that an array can be made of
-            checks.append(0)
-    random_states.put(before)
-    if checks[0] != checks[1]:
-        raise _unknown_change(data, "gives another item 0 when it is asked again")
-
-
-def _unknown_change(data: Any, how: str) -> CheckpointError:
-    name = type(data).__name__
-    if not isinstance(data, keras.utils.PyDataset):
-        return CheckpointError(
-            f"{name} {how}, and a checkpoint would not know of its random numbers.\n"
-            "Let it draw from np.random, random or torch, whose states are in a checkpoint."
-        )
-    return CheckpointError(
-        f"{name} {how}, and a checkpoint would not know how.\n"
-        f"Give {name} a get_state() that returns what changes (its order, say), and a "
-        "set_state(state)\nthat takes it: numbers, strings, arrays, lists, dicts."
-    )
-
-
-def _enqueuer(adapter: Any) -> bool:
-    return isinstance(adapter, PyDatasetAdapter) and adapter.enqueuer is not None
-
-
-def _is_own(adapter: Any) -> bool:
-    return isinstance(adapter, DataAdapter) and not type(adapter).__module__.startswith("keras.")
-
-
-def _has_state(data: Any) -> bool:
-    return hasattr(data, "get_state") and hasattr(data, "set_state")
-
-
-def _sources(adapter: Any) -> dict[str, Any]:
-    """What has a state of its own in the data: get_state, set_state."""
-    if isinstance(adapter, PyDatasetAdapter):
-        return {"data": adapter.py_dataset} if _has_state(adapter.py_dataset) else {}
-    if not isinstance(adapter, TorchDataLoaderAdapter):
-        return {}
-    loader = adapter._dataloader
-    found = {
-        "loader": loader,
-        "sampler": getattr(loader, "sampler", None),
-        "batch_sampler": getattr(getattr(loader, "batch_sampler", None), "sampler", None),
-    }
-    generators = {name: getattr(each, "generator", None) for name, each in found.items()}
-    return {name: each for name, each in generators.items() if each is not None}
-
-
-def _random_states(adapter: Any) -> dict[str, Any]:
-    states = random_states.take()
-    for name, source in _sources(adapter).items():
-        state = source.get_state()
-        states[name] = state.numpy().copy() if type(state).__module__ == "torch" else state
-    return states
-
-
-def _put_random_states(adapter: Any, states: dict[str, Any]) -> None:
-    random_states.put(states)
-    for name, source in _sources(adapter).items():
-        if name not in states:
-            continue
-        state = states[name]
-        if name != "data":
-            state = sys.modules["torch"].from_numpy(state.copy())
-        source.set_state(state)
+        return counted()

@@ -10,8 +10,9 @@ import keras
 import numpy as np
 
 from lockstep.engines import callback_states, jax_processes
+from lockstep.engines.jax_data import fingerprint
 from lockstep.engines.jax_epoch import TRAIN
-from lockstep.engines.jax_position import RecordedIterator, fingerprint
+from lockstep.engines.jax_position import RecordedIterator, RecordedValidation
 from lockstep.engines.named_variables import named_variables
 from lockstep.engines.recording import Recorder, Snapshot
 
@@ -33,6 +34,7 @@ class Recording:
         model: Any,
         devices: tuple[str, ...],
         batches: RecordedIterator,
+        held_out: RecordedValidation | None,
         callbacks: list[Any],
         epochs: int,
     ) -> None:
@@ -40,6 +42,7 @@ class Recording:
         self.devices = devices
         self.epochs = epochs
         self._batches = batches
+        self._held_out = held_out
         self._callbacks = [each for each in callbacks if not isinstance(each, Recorder)]
         self._copy = jax.jit(lambda values: [jnp.copy(value) for value in values])
         self._logs: dict[str, Any] = {}
@@ -82,6 +85,7 @@ class Recording:
         """Whatever else the run has changed, after so many steps of its epoch."""
         return {
             "position": self._batches.position(step),
+            "validation": self._held_out.position() if self._held_out is not None else None,
             "callbacks": callback_states.states_of(self._callbacks),
             "stopped": bool(self.model.stop_training),
         }
@@ -91,6 +95,8 @@ class Recording:
         self._logs = state["logs"]
         words = self._put(values, state["callbacks"])
         if not state["stopped"] and epoch < self.epochs:
+            if self._held_out is not None and state["validation"] is not None:
+                self._held_out.begin_at(state["validation"])
             self._batches.begin_at(state["position"])
             if step:  # once more when the epoch has begun, which resets metrics
                 self._within = (values, state["callbacks"])

@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 from click.testing import CliRunner
 from keras import layers
 
@@ -58,6 +59,7 @@ def test_plain_keras_reads_it_and_trains_on(tmp_path):
         np.testing.assert_array_equal(mine[name], theirs[name])
 
 
+@pytest.mark.whole
 def test_one_checkpoint_of_many(tmp_path):
     folder, kept = tmp_path / "run", []
 
@@ -81,6 +83,7 @@ def test_one_checkpoint_of_many(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.whole
 def test_the_best(tmp_path):
     folder = tmp_path / "run"
     trained(folder, small, checkpoint={"monitor": "loss", "mode": "max", "keep": 1})

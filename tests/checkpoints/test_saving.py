@@ -177,7 +177,7 @@ def test_what_is_saved_is_the_state_of_its_step_and_not_a_later_one(tmp_path, mo
 # -------------------------------------------------------------------- disks that refuse
 
 
-@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("beside", [True, pytest.param(False, marks=pytest.mark.whole)])
 def test_a_full_disk_warns_and_training_goes_on(beside, tmp_path, monkeypatch):
     train(arrays, tmp_path, epochs=1, checkpoint={})
     (good,) = names(tmp_path)
@@ -195,6 +195,7 @@ def test_a_full_disk_warns_and_training_goes_on(beside, tmp_path, monkeypatch):
     assert names(tmp_path) == [good]
 
 
+@pytest.mark.whole
 def test_unless_the_warning_is_made_an_error(tmp_path, monkeypatch):
     def full(self, *args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -210,6 +211,7 @@ def test_a_folder_that_cannot_be_made_is_told_before_training(tmp_path):
         train(arrays, tmp_path / "file" / "run")
 
 
+@pytest.mark.whole
 def test_a_damaged_newest_one_is_told_and_the_one_before_goes_on(tmp_path):
     train(arrays, tmp_path, cut=10, checkpoint={"steps": 2, "background": False})
     newest, *_ = RunFolder(tmp_path).checkpoints()
@@ -252,6 +254,7 @@ def test_a_signal_ends_the_step_saves_and_leaves_fit(number, left_by, tmp_path):
     assert_same_end(train(arrays, tmp_path, callbacks=[lambda: Send(0)]), train(arrays))
 
 
+@pytest.mark.whole
 def test_a_second_interrupt_does_not_wait(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         train(arrays, tmp_path, callbacks=[lambda: Send(signal.SIGINT, 2)], checkpoint={})
@@ -269,6 +272,7 @@ def test_a_handler_that_the_script_has_is_called_after_the_save(tmp_path):
     assert called == [["epoch-0000-step-000005"]]
 
 
+@pytest.mark.whole
 def test_an_ignored_signal_stays_ignored_and_a_thread_has_none(tmp_path):
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

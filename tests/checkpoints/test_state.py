@@ -82,8 +82,19 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("then", [4, pytest.param(2, marks=pytest.mark.whole), 1])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "then"),
+    [
+        ("everything", 4),
+        ("recurrent", 1),
+        ("accumulating", 4),
+        *(
+            pytest.param(name, then, marks=pytest.mark.whole)
+            for name in MODELS
+            for then in (1, 2, 4)
+        ),
+    ],
+)
 def test_every_variable_goes_on(name, then, tmp_path):
     make, source, cut = MODELS[name]
     truth = train(source, devices=4, make=make)
@@ -91,13 +102,14 @@ def test_every_variable_goes_on(name, then, tmp_path):
     assert_same_end(mine, truth, atol=0.0 if then == 4 else 1e-5)
 
 
+@pytest.mark.whole
 def test_on_more_devices_than_before(tmp_path):
     train(arrays, tmp_path, cut=9, devices=1, make=smooth, checkpoint={"steps": 2})
     mine = train(arrays, tmp_path, devices=8, make=smooth)
     assert_same_end(mine, train(arrays, devices=8, make=smooth), atol=1e-5)
 
 
-@pytest.mark.parametrize("cut", [2, 4])
+@pytest.mark.parametrize("cut", [2, pytest.param(4, marks=pytest.mark.whole)])
 def test_several_steps_in_one_execution(cut, tmp_path):
     def make():
         made = small()
@@ -197,7 +209,7 @@ def test_the_best_file_is_not_replaced_by_a_worse_one(tmp_path):
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("append", [False, True])
+@pytest.mark.parametrize("append", [False, pytest.param(True, marks=pytest.mark.whole)])
 def test_a_log_in_a_file_has_every_epoch_once(append, tmp_path):
     loggers = []
 
@@ -258,6 +270,7 @@ def test_a_callback_without_them_is_named(tmp_path):
         train(arrays, tmp_path, callbacks=[Silent])
 
 
+@pytest.mark.whole
 def test_other_callbacks_than_before_are_named(tmp_path):
     train(arrays, tmp_path, cut=3, callbacks=[Slowing])
     with pytest.warns(CheckpointWarning, match="Slowing is gone"):
@@ -273,6 +286,7 @@ def test_a_finished_run_is_not_trained_again_and_can_be_made_longer(tmp_path):
     assert_same_end(train(arrays, tmp_path, epochs=3, checkpoint={}), train(arrays))
 
 
+@pytest.mark.whole
 def test_an_initial_epoch(tmp_path):
     truth = train(arrays, initial_epoch=1)
     train(arrays, tmp_path, cut=5, initial_epoch=1)
@@ -285,12 +299,14 @@ def test_an_initial_epoch_after_the_checkpoint_is_refused(tmp_path):
         train(arrays, tmp_path, initial_epoch=2)
 
 
+@pytest.mark.whole
 def test_a_run_that_is_cut_again_and_again_ends_as_one(tmp_path):
     for cut in (1, 1, 3, 2, 5, 1):
         train(arrays, tmp_path, cut=cut, checkpoint={"steps": 1, "background": False})
     assert_same_end(train(arrays, tmp_path), train(arrays))
 
 
+@pytest.mark.whole
 def test_where_nothing_is_cut_a_checkpoint_changes_nothing(tmp_path):
     mine = train(with_validation, tmp_path, make=everything, devices=4)
     assert_same_end(mine, train(with_validation, make=everything, devices=4))
@@ -315,7 +331,9 @@ def of_a_torch_loader():
     return {**arrays(), "validation_data": loader, "validation_steps": 2}
 
 
-@pytest.mark.parametrize("source", [of_tf_data, of_a_torch_loader])
+@pytest.mark.parametrize(
+    "source", [of_tf_data, pytest.param(of_a_torch_loader, marks=pytest.mark.whole)]
+)
 def test_validation_goes_on_with_the_rows_it_would_have_had(source, tmp_path):
     truth = train(source)
     train(source, tmp_path, cut=10, checkpoint={"steps": 1, "background": False})

@@ -168,6 +168,28 @@ def bench(
         click.echo(f"Written: {output}", err=True)
 
 
+@main.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    metavar="OUT.keras",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The plain .keras file to write.",
+)
+@click.option("--best", is_flag=True, help="The best checkpoint instead of the newest.")
+@click.option("--model", metavar="FILE.PY:FUNCTION", help="Makes the model, where code is needed.")
+def export(run: Path, output: Path, best: bool, model: str | None) -> None:
+    """Write a plain .keras file out of the checkpoint or folder of checkpoints RUN."""
+    from lockstep.export import export_model
+    from lockstep.targets import model_alone
+
+    made = model_alone(model) if model else None
+    taken = export_model(run, output, made, best)
+    click.echo(f"Written: {output}, of {taken.name}")
+
+
 main.add_command(inspect_command)
 main.add_command(rescue_command)
 

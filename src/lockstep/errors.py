@@ -11,6 +11,11 @@
     ├── TargetNotFound (ValueError)   file.py:function names nothing
     ├── ProcessesDisagree             several processes would not train one model
     ├── BenchFailed                   a process that measured did not end well
+    ├── CheckpointError (ValueError)  training cannot be checkpointed, or not be resumed
+    │   ├── NotARun                   the folder holds something else
+    │   ├── DamagedCheckpoint         what was read is not what was written
+    │   ├── NewerCheckpoint           a newer lockstep wrote it
+    │   └── CheckpointMismatch        another model, optimizer or data than it was written with
     ├── UnsupportedModel              the engine could not keep this model exact
         ├── LayoutConflict                a variable would need two layouts
     └── OldFileError (ValueError)     an old file cannot be read or rescued
@@ -25,6 +30,7 @@
         └── UnsuitableOutput          the output cannot hold what was asked for
 
     LockstepWarning (UserWarning)
+    ├── CheckpointWarning             a save failed, a damaged one was passed over, a slow resume
     ├── UnsplitBatchWarning           exact, but devices repeat work
     ├── DataOnHostWarning             data were to stay on the devices, and do not
     └── NothingToDoWarning            an old argument that has no meaning now
@@ -78,6 +84,26 @@ class BenchFailed(LockstepError):
     """A process that was to measure a model did not end well."""
 
 
+class CheckpointError(LockstepError, ValueError):
+    """Training cannot be checkpointed, or not be resumed, as asked."""
+
+
+class NotARun(CheckpointError):
+    """The folder for checkpoints holds something else."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """What was read of a checkpoint is not what was written."""
+
+
+class NewerCheckpoint(CheckpointError):
+    """A newer lockstep wrote the checkpoint, in a format that is not known here."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """The checkpoint is of another model, optimizer or data than those that are here."""
+
+
 class UnsupportedModel(LockstepError):
     """The engine could not keep this model equal to one device."""
 
@@ -128,6 +154,10 @@ class UnsuitableOutput(OldFileError):
 
 class LockstepWarning(UserWarning):
     """Any warning that lockstep gives on purpose."""
+
+
+class CheckpointWarning(LockstepWarning):
+    """Training goes on, and something about its checkpoints has to be known."""
 
 
 class UnsplitBatchWarning(LockstepWarning):

@@ -4,6 +4,8 @@ import ast
 import inspect
 from pathlib import Path
 
+import pytest
+
 import lockstep
 from tests.processes.common import python
 
@@ -15,11 +17,11 @@ FILES_OF = {"rescue/states.py": {"torch"}}
 
 LAYERS = [
     {"errors"},
-    {"devices", "shards", "layout", "scaling", "values", "verification"},
+    {"checkpoints", "devices", "shards", "layout", "scaling", "values", "verification"},
     {"announce"},
     {"engines"},
     {"batches", "comparison", "launch", "targets"},
-    {"distribute", "rehearsal", "checkpoint", "branches", "verify", "plan", "rescue"},
+    {"distribute", "rehearsal", "checkpoint", "export", "branches", "verify", "plan", "rescue"},
     {"measurement"},
     {"bench"},
     {"demo", "report"},
@@ -41,10 +43,12 @@ def test_importing_lockstep_imports_no_framework():
 def test_the_public_names():
     public = {
         name
-        for name, item in vars(lockstep).items()
-        if not name.startswith("_") and (not inspect.ismodule(item) or name == "errors")
+        for name in dir(lockstep)
+        if not name.startswith("_")
+        and (not inspect.ismodule(getattr(lockstep, name)) or name == "errors")
     }
     assert public == {
+        "Checkpoint",
         "devices",
         "distribute",
         "errors",
@@ -59,7 +63,11 @@ def test_the_public_names():
 
 
 def test_every_public_function_tells_the_whole_story():
-    functions = [item for item in vars(lockstep).values() if inspect.isfunction(item)]
+    functions = [
+        item
+        for name, item in vars(lockstep).items()
+        if inspect.isfunction(item) and not name.startswith("__")
+    ]
     for function in functions:
         if function.__name__.startswith("rehearse_from"):
             continue
@@ -68,6 +76,13 @@ def test_every_public_function_tells_the_whole_story():
         sections += ["Returns:"] if function.__name__ != "rehearse" else []
         for section in sections:
             assert section in function.__doc__, (function.__name__, section)
+
+
+def test_the_public_class_tells_the_whole_story():
+    for section in ("Args:", "Raises:", "Example:"):
+        assert section in lockstep.Checkpoint.__doc__, section
+    with pytest.raises(AttributeError, match="has no attribute 'Checkpoints'"):
+        _ = lockstep.Checkpoints
 
 
 def test_only_engines_import_a_framework_or_a_private_part_of_keras():

@@ -13,13 +13,21 @@ from lockstep.announce import fit_line, wants_words
 from lockstep.devices import Device, names_in_words
 from lockstep.engines import jax_cache, jax_devices, jax_losses, jax_processes, jax_states
 from lockstep.engines.holders import holders_of
+from lockstep.engines.jax_around import around_fit
+from lockstep.engines.jax_checks import (
+    check_class,
+    check_layout,
+    check_mode,
+    check_no_distribution,
+)
 from lockstep.engines.jax_keep import Keeper
 from lockstep.engines.jax_loop import Loop
 from lockstep.engines.jax_probe import JaxProbe
 from lockstep.engines.jax_scan import AUTO, check_times
 from lockstep.engines.jax_step import State, StepFunction
 from lockstep.engines.jax_steps import Steps
-from lockstep.errors import LayoutConflict, UnsupportedBackend, UnsupportedModel
+from lockstep.engines.whole_saves import whole_saves
+from lockstep.errors import LayoutConflict, UnsupportedModel
 
 _ATTACHMENT = "_lockstep"
 
@@ -102,7 +110,7 @@ class Attachment:
         self._split: frozenset[int] = frozenset()
         self._hooks: dict[str, Callable[..., Any]] = {}
         self.keeper = Keeper(self._steps, data_on_devices)
-        self._loop = Loop(model, self.keeper)
+        self._loop = Loop(model, devices, self.keeper)
         self._own_loops: list[str] = []
 
     def _new_hooks(self) -> dict[str, Callable[..., Any]]:
@@ -113,6 +121,7 @@ class Attachment:
             "make_predict_function": self._make_predict_function,
             "reset_states": self._reset_states,
             **self._loops(),
+            **whole_saves(model),
             "call": self._calling(model.call),
             "stateless_call": _keeping_losses(model.stateless_call, model),
         }
@@ -126,11 +135,11 @@ class Attachment:
 
     def check(self) -> None:
         """Raise where this model cannot be attached to these devices."""
-        _check_mode()
-        _check_no_distribution()
-        _check_class(self.model)
+        check_mode()
+        check_no_distribution()
+        check_class(self.model)
         for variable in _variables(self.model):
-            _check_layout(self.model, variable)
+            check_layout(self.model, variable)
             self._check_holders(variable)
 
     def take_over(self) -> None:
@@ -231,7 +240,8 @@ class Attachment:
                 compiles = "fit" not in self._own_loops and self._loop.compiles()
                 print(fit_line("jax", self.devices, fit, args, kwargs, compiles), flush=True)
             self._check_times()
-            return fit(*args, **kwargs)
+            with around_fit(self.model, fit, args, kwargs):
+                return fit(*args, **kwargs)
 
         return announced_fit
 
@@ -276,7 +286,7 @@ class Attachment:
 
     def _adopt(self) -> None:
         """Take in variables that appeared since, before a fit, evaluate or predict."""
-        _check_no_distribution()
+        check_no_distribution()
         jax_states.carry_states(self.model)
         values: set[int] = set()
         if self._several:
@@ -338,50 +348,3 @@ def _first_copy(value: Any) -> Any:
     if not isinstance(value, jax.Array) or len(value.devices()) == 1:
         return value
     return value.addressable_data(0)
-
-
-def _check_mode() -> None:
-    # keras/src/backend/config.py: in this mode variables are Flax NNX objects.
-    from keras.src.backend.config import is_nnx_enabled
-
-    if is_nnx_enabled():
-        raise UnsupportedBackend(
-            "Keras runs with KERAS_NNX_ENABLED, and the engine serves plain JAX variables.\n"
-            "Unset KERAS_NNX_ENABLED before Keras is imported."
-        )
-
-
-def _check_no_distribution() -> None:
-    distribution = keras.distribution.distribution()
-    if distribution is not None:
-        raise LayoutConflict(
-            f"A global keras.distribution is set ({type(distribution).__name__}), and would lay "
-            "out variables beside lockstep.\n"
-            "Call keras.distribution.set_distribution(None) first, and build the model after it."
-        )
-
-
-def _check_class(model: Any) -> None:
-    # keras/src/backend/jax/trainer.py: the three methods that make step functions.
-    from keras.src.backend.jax.trainer import JAXTrainer
-
-    for name in ("make_train_function", "make_test_function", "make_predict_function"):
-        own = getattr(type(model), name)
-        if own is not getattr(JAXTrainer, name):
-            raise UnsupportedModel(
-                f"{type(model).__name__} has its own {name}, and lockstep has to replace that "
-                "method to run the step on several devices.\n"
-                "Override train_step, test_step or predict_step instead."
-            )
-
-
-def _check_layout(model: Any, variable: Any) -> None:
-    # keras/src/backend/jax/core.py, JaxVariable._initialize_layout
-    layout = variable._layout
-    if layout is None and variable.value.sharding.is_fully_replicated:
-        return
-    raise LayoutConflict(
-        f"Variable {variable.path!r} of {model.name!r} is laid out by another tool "
-        f"({type(layout or variable.value.sharding).__name__}), and lockstep wants to lay it out.\n"
-        "Distribute with one tool: build the model anew without the other one, and load its file."
-    )

@@ -10,6 +10,7 @@ from keras.src.utils.python_utils import (  # keras/src/utils/python_utils.py
 )
 
 from lockstep.engines.jax_logs import later
+from lockstep.engines.recording import Recorder
 
 
 def see_every_batch(callbacks: Any, batch: str) -> bool:
@@ -33,7 +34,8 @@ def run_user_code(callbacks: Any) -> bool:
 
 
 def _is_users(callback: Any) -> bool:
-    return type(callback) in _WITH_FUNCTIONS or not type(callback).__module__.startswith("keras.")
+    known = type(callback).__module__.startswith(("keras.", "lockstep."))
+    return type(callback) in _WITH_FUNCTIONS or not known
 
 
 def _sees(callback: Any, batch: str) -> bool:
@@ -57,7 +59,12 @@ class Callbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
     batch, or hands the wait to another thread, which costs more than a small step.
     Here the numbers are fetched for the first callback that looks at them, and the
     progress bar is called for the batches at which it draws.
+
+    Attributes:
+        recorder: Is told when all callbacks have been told, or `None`.
     """
+
+    recorder: Recorder | None = None
 
     def _configure_async_dispatch(self, callbacks: Any) -> None:
         """Nothing is handed to another thread."""
@@ -87,6 +94,16 @@ class Callbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         for callback in self.callbacks:
             if _draws(callback, batch):
                 callback.on_train_batch_end(batch, logs=logs)
+        if self.recorder is not None:
+            self.recorder.batch_ended(batch + 1, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Call every callback after an epoch."""
+        logs = pythonify_logs(logs)
+        for callback in self.callbacks:
+            callback.on_epoch_end(epoch, logs)
+        if self.recorder is not None:
+            self.recorder.epoch_ended(epoch, logs)
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         """Call every callback after a batch of evaluation."""

@@ -30,7 +30,11 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         data: The data on the devices; `None` where batches go from the host.
         watched: Whether anybody might write into the arrays of `data` between two epochs.
         decided: Whether it has been decided where the data are.
+        skip: How many batches of arrays the next pass leaves out, in order and random numbers
+            as if it had given them.
     """
+
+    skip = 0
 
     # keras/src/backend/jax/trainer.py, JAXEpochIterator; and the base class,
     # keras/src/trainers/epoch_iterator.py, which calls both.
@@ -73,16 +77,17 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
 
     def _batches(self) -> Iterator[Any]:
         if self.data is not None:
-            return self._chosen(self.data)
+            return self._chosen(self.data, self.skip)
         arrays = plain_arrays(self.data_adapter)
         if arrays is not None:
-            return _rows_of_arrays(self.data_adapter, arrays)
-        return _fresh(self.data_adapter.get_jax_iterator())
+            return _rows_of_arrays(self.data_adapter, arrays, self.skip)
+        batches = self.data_adapter.get_jax_iterator()
+        return _fresh(islice(batches, self.skip, None) if self.skip else batches)
 
-    def _chosen(self, data: Resident) -> Iterator[Chosen]:
+    def _chosen(self, data: Resident, skip: int) -> Iterator[Chosen]:
         if self.watched:
             data.refresh()
-        for rows in _row_numbers(self.data_adapter):
+        for rows in _row_numbers(self.data_adapter, skip):
             if isinstance(rows, slice):
                 rows = np.arange(rows.start, rows.stop)
             yield Chosen(rows.astype("int32"), data)
@@ -99,22 +104,26 @@ def plain_arrays(adapter: Any) -> tuple[np.ndarray, ...] | None:
     return tuple(part.array for part in sliceable)
 
 
-def _rows_of_arrays(adapter: Any, arrays: tuple[np.ndarray, ...]) -> Iterator[Any]:
+def _rows_of_arrays(adapter: Any, arrays: tuple[np.ndarray, ...], skip: int) -> Iterator[Any]:
     """The batches of Keras, in its order and from its random numbers, with less Python."""
-    for rows in _row_numbers(adapter):
+    for rows in _row_numbers(adapter, skip):
         if isinstance(rows, slice):
             yield tuple([array[rows].copy() for array in arrays])
         else:
             yield tuple([array.take(rows, axis=0) for array in arrays])
 
 
-def _row_numbers(adapter: Any) -> Iterator[np.ndarray | slice]:
-    """Which rows each batch has."""
+def _row_numbers(adapter: Any, skip: int) -> Iterator[np.ndarray | slice]:
+    """Which rows each batch has, but for so many at the beginning."""
     # keras/src/trainers/data_adapters/array_data_adapter.py, ArrayDataAdapter._get_iterator
     rows, size, shuffle = adapter._num_samples, adapter._batch_size, adapter._shuffle
     order = np.random.permutation(rows) if shuffle and shuffle != "batch" else None
     for start in range(0, rows, size):
         stop = min(start + size, rows)
+        if start < skip * size:
+            if shuffle == "batch":
+                np.random.permutation(stop - start)
+            continue
         if order is not None:
             yield order[start:stop]
         elif shuffle:

@@ -24,6 +24,8 @@ from lockstep.engines.jax_epoch import PREDICT, TEST, TRAIN, Begin, End, run_epo
 from lockstep.engines.jax_input import HostIterator
 from lockstep.engines.jax_keep import Keeper
 from lockstep.engines.jax_pace import Pace
+from lockstep.engines.jax_position import RecordedIterator, RecordedValidation
+from lockstep.engines.jax_recording import Recording, recorder_among
 from lockstep.engines.jax_step import StepFunction
 
 # Everything private below is what JAXTrainer itself goes by, and has its place in
@@ -38,8 +40,9 @@ class Loop:
         keeper: Decides whether the data of `fit` stay on the devices.
     """
 
-    def __init__(self, model: Any, keeper: Keeper) -> None:
+    def __init__(self, model: Any, devices: tuple[str, ...], keeper: Keeper) -> None:
         self.model = model
+        self._devices = devices
         self.keeper = keeper
         self._ran: Any = None
 
@@ -101,7 +104,8 @@ class Loop:
             held_out = dict(zip(("x", "y", "sample_weight"), parts, strict=True))
             held_out["batch_size"] = validation_batch_size or batch_size
         model._eval_epoch_iterator = None
-        batches = HostIterator(
+        recorder = recorder_among(callbacks)
+        batches = (HostIterator if recorder is None else RecordedIterator)(
             x=x,
             y=y,
             sample_weight=sample_weight,
@@ -115,20 +119,40 @@ class Loop:
         batches.reset()
         callbacks = self._callbacks(callbacks, verbose, epochs, batches, add_history=True)
         model.make_train_function()
-        batches.pace = _pace(model.train_function, callbacks, "train")
+        batches.pace = _pace(model.train_function, callbacks, "train", recorder)
         self.keeper.keep(model, batches, callbacks, "train")
         model.stop_training = False
         epoch_logs: dict[str, Any] = {}
         callbacks.on_train_begin()
+        first_epoch = model._initial_epoch or initial_epoch
+        if recorder is not None:
+            if held_out is not None:
+                model._eval_epoch_iterator = self._held_out(
+                    RecordedValidation, held_out, validation_steps
+                )
+            recording = Recording(
+                model,
+                self._devices,
+                batches,
+                model._eval_epoch_iterator,
+                callbacks.callbacks,
+                epochs,
+            )
+            first_epoch = recorder.begin(recording, first_epoch)
+            callbacks.recorder = recorder
         try:
-            for epoch in range(model._initial_epoch or initial_epoch, epochs):
+            for epoch in range(first_epoch, epochs):
                 model.reset_metrics()
                 callbacks.on_epoch_begin(epoch)
+                if recorder is not None:
+                    recording.epoch_began()
                 begin, end = callbacks.on_train_batch_begin, callbacks.on_train_batch_end
                 if self.compiles():
                     begin, end = _telling(begin, end) if verbose != 0 else (begin, end)
                     self._ran = model.train_function
                 logs = run_epoch(model, TRAIN, batches, begin, end)
+                if recorder is not None:
+                    logs = recording.logs_of(logs)
                 model.jax_state_sync()
                 epoch_logs = dict(model._get_metrics_result_or_logs(logs))
                 if held_out is not None and model._should_eval(epoch, validation_freq):
@@ -149,12 +173,7 @@ class Loop:
         model = self.model
         # A model's own `evaluate` may hand this on to Keras's.
         if getattr(model, "_eval_epoch_iterator", None) is None:
-            model._eval_epoch_iterator = HostIterator(
-                **held_out,
-                steps_per_execution=model.steps_per_execution,
-                steps_per_epoch=steps,
-                shuffle=False,
-            )
+            model._eval_epoch_iterator = self._held_out(HostIterator, held_out, steps)
         logs = model.evaluate(
             **held_out,
             steps=steps,
@@ -163,6 +182,10 @@ class Loop:
             _use_cached_eval_dataset=True,
         )
         return {f"val_{name}": value for name, value in logs.items()}
+
+    def _held_out(self, made: Any, held_out: dict[str, Any], steps: int | None) -> Any:
+        times = self.model.steps_per_execution
+        return made(**held_out, steps_per_execution=times, steps_per_epoch=steps, shuffle=False)
 
     def _after_fit(self, epochs: int) -> None:
         model = self.model
@@ -211,7 +234,8 @@ class Loop:
         batches.reset()
         callbacks = self._callbacks(callbacks, verbose, 1, batches)
         model.make_test_function()
-        batches.pace = _pace(model.test_function, callbacks, "test")
+        recorder = getattr(callbacks, "recorder", None)
+        batches.pace = _pace(model.test_function, callbacks, "test", recorder)
         if within_fit:
             self.keeper.keep(model, batches, callbacks, "test")
         model.stop_evaluating = False
@@ -306,10 +330,15 @@ def _telling(begin: Begin, end: End) -> tuple[Begin, End]:
     return telling_begin, telling_end
 
 
-def _pace(function: Any, callbacks: Any, batch: str) -> Pace | None:
-    """What says how many steps go into one program, where nothing looks at single ones."""
+def _pace(function: Any, callbacks: Any, batch: str, recorder: Any) -> Pace | None:
+    """What says how many steps go into one program, where nothing looks at single ones.
+
+    Under a recorder steps stay single: what a clock finds out would be in the last bits.
+    """
     pace = function.pace if isinstance(function, StepFunction) else None
-    return None if pace is None or see_every_batch(callbacks, batch) else pace
+    if pace is None or recorder is not None or see_every_batch(callbacks, batch):
+        return None
+    return pace
 
 
 def _arguments(method: Callable[..., Any]) -> list[str]:

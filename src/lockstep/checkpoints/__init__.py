@@ -1,0 +1,1 @@
+"""Checkpoints on disk: complete or absent, checked when read; no framework needed."""

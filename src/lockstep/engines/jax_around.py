@@ -1,0 +1,82 @@
+"""What lasts as long as a `fit` does, from before its first callback is called."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import keras
+
+from lockstep.engines import callback_states, jax_backup, jax_processes
+from lockstep.engines.recording import Recorder
+from lockstep.errors import CheckpointError, UnsupportedModel
+
+
+@contextmanager
+def around_fit(
+    model: Any, fit: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[None]:
+    """Make what callbacks write safe while `fit` runs, and let a checkpoint see it whole.
+
+    Raises:
+        CheckpointError: If these callbacks cannot work together.
+        UnsupportedModel: If a checkpoint of this model could not be exact.
+    """
+    given = _given(fit, args, kwargs)
+    callbacks = _flat(given)
+    recorders = [each for each in callbacks if isinstance(each, Recorder)]
+    with ExitStack() as stack:
+        for callback in callbacks:
+            if isinstance(callback, keras.callbacks.BackupAndRestore):
+                stack.enter_context(jax_backup.made_safe(callback))
+        if recorders:
+            _check(model, given, fit, callbacks, recorders)
+            stack.enter_context(recorders[0].around(model))
+            if recorders[0].goes_on():
+                stack.enter_context(callback_states.appending(callbacks))
+        yield
+
+
+def _check(
+    model: Any, given: Any, fit: Callable[..., Any], callbacks: list[Any], recorders: list[Any]
+) -> None:
+    if isinstance(given, keras.callbacks.CallbackList):
+        raise CheckpointError(
+            "lockstep.Checkpoint was given in a keras.callbacks.CallbackList, which would not tell "
+            "it all it has\nto know. Give fit a plain list of callbacks."
+        )
+    if len(recorders) > 1:
+        raise CheckpointError(
+            f"{len(recorders)} checkpoints were given to one fit, and a run is resumed from one.\n"
+            "Leave the others out."
+        )
+    if any(isinstance(each, keras.callbacks.BackupAndRestore) for each in callbacks):
+        raise CheckpointError(
+            "BackupAndRestore and lockstep.Checkpoint were given to one fit, and both would "
+            "resume it.\nLeave BackupAndRestore out."
+        )
+    if not fit.__module__.startswith("lockstep."):
+        raise UnsupportedModel(
+            f"{type(model).__name__} has a fit of its own, and lockstep.Checkpoint can see into "
+            "lockstep's loop only.\nOverride train_step instead of fit, or use "
+            "keras.callbacks.BackupAndRestore."
+        )
+    if jax_processes.several():
+        raise UnsupportedModel(
+            "lockstep.Checkpoint was given, and JAX runs in several processes, for which it is not "
+            "made yet.\nUse keras.callbacks.BackupAndRestore there, or one process."
+        )
+
+
+def _given(fit: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    found = kwargs.get("callbacks")
+    try:
+        return inspect.signature(fit).bind(*args, **kwargs).arguments.get("callbacks", found)
+    except TypeError:  # a wrong call is for fit itself to refuse
+        return None
+
+
+def _flat(given: Any) -> list[Any]:
+    if isinstance(given, keras.callbacks.CallbackList):
+        given = given.callbacks
+    return keras.tree.flatten(given) if given else []

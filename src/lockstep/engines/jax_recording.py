@@ -1,0 +1,197 @@
+"""One `fit` on JAX, as a checkpoint sees it: its state is read and set between two steps."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from lockstep.engines import callback_states, jax_processes
+from lockstep.engines.jax_data import fingerprint
+from lockstep.engines.jax_epoch import TRAIN
+from lockstep.engines.jax_position import RecordedIterator, RecordedValidation
+from lockstep.engines.named_variables import named_variables
+from lockstep.engines.recording import Recorder, Snapshot
+
+_AHEAD = 4
+"""How many arrays are on their way to the host while one is being written."""
+
+
+class Recording:
+    """One call of `fit` that is recorded; see `lockstep.engines.recording.Run`.
+
+    Attributes:
+        model: The model.
+        devices: The names of its devices.
+        epochs: Where the run ends.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        devices: tuple[str, ...],
+        batches: RecordedIterator,
+        held_out: RecordedValidation | None,
+        callbacks: list[Any],
+        epochs: int,
+    ) -> None:
+        self.model = model
+        self.devices = devices
+        self.epochs = epochs
+        self._batches = batches
+        self._held_out = held_out
+        self._callbacks = [each for each in callbacks if not isinstance(each, Recorder)]
+        self._copy = jax.jit(lambda values: [jnp.copy(value) for value in values])
+        self._logs: dict[str, Any] = {}
+        self._within: tuple[list[np.ndarray], Any] | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """What has to be the same for a run to go on: model, optimizer, data."""
+        return {
+            "model": _config(self.model),
+            "compiled": _compiled(self.model),
+            "data": fingerprint(self._batches),
+        }
+
+    def variables(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """The name, type and shape of every variable, in the order of a snapshot."""
+        values = zip(named_variables(self.model), self._values(), strict=True)
+        return [(name, str(value.dtype), tuple(value.shape)) for (name, _), value in values]
+
+    def snapshot(self, logs: dict[str, Any]) -> Snapshot:
+        """A copy of every variable, made on the device; it takes the memory of one state there."""
+        names = [name for name, _ in named_variables(self.model)]
+        values = [_on_one_device(value) for value in self._values()]
+        variables = len(values)
+        # Past the fetching that a look at them would cost; a step gives its logs to keep.
+        for name, value in dict.items(logs):
+            names.append(f"logs/{name}")
+            values.append(jnp.asarray(value))
+        arrays = [
+            (name, str(value.dtype), tuple(value.shape))
+            for name, value in zip(names, values, strict=True)
+        ]
+        spread = {n for n, value in enumerate(values) if len(value.sharding.device_set) > 1}
+        copies = [jnp.copy(value) if n in spread else None for n, value in enumerate(values)]
+        whole = [n for n in range(len(values)) if n not in spread]
+        for n, copy in zip(whole, self._copy([values[n] for n in whole]), strict=True):
+            copies[n] = copy
+        return Snapshot(variables, arrays, _fetched(copies))
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Whatever else the run has changed, after so many steps of its epoch."""
+        return {
+            "position": self._batches.position(step),
+            "validation": self._held_out.position() if self._held_out is not None else None,
+            "callbacks": callback_states.states_of(self._callbacks),
+            "stopped": bool(self.model.stop_training),
+        }
+
+    def restore(self, epoch: int, step: int, values: list[np.ndarray], state: Any) -> list[str]:
+        """Let `fit` go on where `snapshot` and `state` were taken."""
+        self._logs = state["logs"]
+        words = self._put(values, state["callbacks"])
+        if not state["stopped"] and epoch < self.epochs:
+            if self._held_out is not None and state["validation"] is not None:
+                self._held_out.begin_at(state["validation"])
+            self._batches.begin_at(state["position"])
+            if step:  # once more when the epoch has begun, which resets metrics
+                self._within = (values, state["callbacks"])
+        return words
+
+    def epoch_began(self) -> None:
+        """Where the run goes on within an epoch, take back what its beginning has changed."""
+        within, self._within = self._within, None
+        if within is not None:
+            self.model.jax_state_sync()
+            self._put(*within)
+
+    def logs_of(self, logs: Any) -> Any:
+        """The logs of an epoch's last step, also where the checkpoint came right after it."""
+        return logs or self._logs
+
+    def save_model(self, path: str, values: list[np.ndarray] | None) -> None:
+        """Write a plain `.keras` file, of other values than the model has if some are given."""
+        variables = [variable for _, variable in named_variables(self.model)]
+        own = [variable.value for variable in variables]
+        try:
+            for variable, value in zip(variables, values or own, strict=True):
+                variable.assign(value)
+            self.model.save(path)
+        finally:
+            for variable, value in zip(variables, own, strict=True):
+                variable.assign(value)
+
+    def _put(self, values: list[np.ndarray], states: list[dict[str, Any]]) -> list[str]:
+        for (_, variable), value in zip(named_variables(self.model), values, strict=True):
+            variable.assign(value)
+        return callback_states.put_states(self._callbacks, states)
+
+    def _values(self) -> list[Any]:
+        # keras/src/backend/jax/trainer.py, JAXTrainer: within an epoch the state is in
+        # `_jax_state`, unless a callback has put it into the variables.
+        attributes = vars(self.model)
+        state = attributes.get("_jax_state")
+        if state and not attributes.get("_jax_state_synced", True):
+            return [value for name in TRAIN.state for value in state.get(name)]
+        return [variable.value for _, variable in named_variables(self.model)]
+
+
+def recorder_among(callbacks: Any) -> Recorder | None:
+    """The recorder in what `fit` was given as callbacks."""
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = callbacks.callbacks
+    every = keras.tree.flatten(callbacks) if callbacks else []
+    return next((each for each in every if isinstance(each, Recorder)), None)
+
+
+def _on_one_device(value: Any) -> Any:
+    value = jax_processes.local(value)
+    return value.addressable_data(0) if value.is_fully_replicated else value
+
+
+def _fetched(copies: list[Any]) -> Iterator[np.ndarray]:
+    """The values on the host, one after the other; each copy is let go of when it is there."""
+    for copy in copies[:_AHEAD]:
+        copy.copy_to_host_async()
+    for n in range(len(copies)):
+        if n + _AHEAD < len(copies):
+            copies[n + _AHEAD].copy_to_host_async()
+        value = np.asarray(copies[n])
+        copies[n] = None
+        yield value
+
+
+def _config(model: Any) -> Any:
+    """The configuration of a model as `model.save` writes it, `None` where it has none."""
+    try:
+        config = keras.saving.serialize_keras_object(model)
+        return json.loads(json.dumps(config))
+    except (NotImplementedError, TypeError, ValueError):
+        return None
+
+
+def _compiled(model: Any) -> Any:
+    try:
+        config = json.loads(json.dumps(model.get_compile_config()))
+    except (NotImplementedError, TypeError, ValueError):
+        return None
+    for name in ("steps_per_execution", "run_eagerly", "jit_compile"):  # no number depends on
+        config.pop(name, None)
+    # The rate changes while a run goes on, and is a variable.
+    config["optimizer"] = _without_rate(config.get("optimizer"))
+    return config
+
+
+def _without_rate(config: Any) -> Any:
+    if not isinstance(config, dict):
+        return config
+    kept = {
+        name: value
+        for name, value in config.items()
+        if name != "learning_rate" or isinstance(value, dict)
+    }
+    return {name: _without_rate(value) for name, value in kept.items()}

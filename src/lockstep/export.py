@@ -1,0 +1,131 @@
+"""A plain `.keras` file out of a checkpoint."""
+
+import itertools
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.checkpoints.files import sync_file, sync_folder
+from lockstep.checkpoints.folder import Found, RunFolder
+from lockstep.checkpoints.manifest import FILE, read_manifest
+from lockstep.checkpoints.retention import Retention
+from lockstep.engines import jax_states
+from lockstep.engines.named_variables import GROUPS, named_variables
+from lockstep.errors import CheckpointError, CheckpointMismatch
+
+
+def export_model(run: Path, output: Path, model: Any = None, best: bool = False) -> Path:
+    """Write what a checkpoint has of a model into a plain `.keras` file.
+
+    The file is what `model.save` would have written then: architecture, weights, compilation
+    and optimizer; plain Keras reads it. Where the model has classes of its own, their code is
+    needed.
+
+    Args:
+        run: The folder of a run, of which the newest whole checkpoint is taken, or of one
+            checkpoint.
+        output: The file; its name ends in `.keras`. One that is there is replaced, at the end.
+        model: A model to take the values, where the checkpoint alone cannot make one.
+        best: Whether the best checkpoint by what was monitored is taken instead.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        CheckpointError: If there is no checkpoint, or none that is whole, or the model cannot be
+            made from it, or is another one than was handed over.
+    """
+    if output.suffix != ".keras":
+        raise CheckpointError(
+            f"{output} was named to be written, and what is written is a .keras file.\n"
+            f"Name it {output.with_suffix('.keras')}."
+        )
+    found = _found(run, best)
+    made = _made(found) if model is None else model
+    _fill(made, found)
+    aside = output.with_name(f".saving-{output.name}")
+    made.save(aside)
+    sync_file(aside)
+    os.replace(aside, output)
+    sync_folder(output.parent)
+    return found.path
+
+
+def _found(run: Path, best: bool) -> Found:
+    folder = RunFolder(run)
+    if (run / FILE).exists():
+        return folder.read(run)
+    if not run.is_dir() or not folder.check() or not folder.checkpoints():
+        raise CheckpointError(
+            f"{run} was named, and has no checkpoint.\n"
+            "Name the folder that lockstep.Checkpoint was given, or one checkpoint in it."
+        )
+    if not best:
+        found = folder.newest(print)
+        assert found is not None
+        return found
+    retention = Retention(1, True, {})
+    for path in folder.checkpoints():
+        retention.note(path, read_manifest(path).state)
+    chosen = retention.best_of(folder.checkpoints())
+    if chosen is None:
+        raise CheckpointError(
+            f"The best checkpoint of {run} was asked for, and nothing was monitored there.\n"
+            "Leave --best out for the newest, or name one checkpoint."
+        )
+    return folder.read(chosen)
+
+
+def _made(found: Found) -> Any:
+    import keras
+
+    config = found.state["model"]
+    why = "it has no configuration"
+    if config is not None:
+        try:
+            return keras.saving.deserialize_keras_object(config)
+        except Exception as error:  # whatever the constructor of a class raises
+            why = str(error).strip().splitlines()[0][:120]
+    raise CheckpointError(
+        f"The model of {found.path} cannot be made from the checkpoint alone: {why}.\n"
+        "Say with --model FILE.PY:FUNCTION which function of yours makes it."
+    )
+
+
+def _fill(model: Any, found: Found) -> None:
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    # As in training, where the states of stateful RNNs are among the variables.
+    jax_states.carry_states(model)
+    here, there = _by_group(named_variables(model)), _by_group(_of_variables(found).items())
+    groups = ("trainable", "non_trainable", "optimizer")
+    for group in groups if model.optimizer is not None else groups[:2]:
+        for mine, theirs in itertools.zip_longest(here[group], there[group]):
+            if not (mine and theirs and tuple(mine[1].shape) == theirs[1].shape):
+                raise _other(found, group, theirs, mine)
+            mine[1].assign(theirs[1])
+    jax_states.drop_states(model)
+
+
+def _by_group(named: Iterable[tuple[str, Any]]) -> dict[str, list[tuple[str, Any]]]:
+    groups: dict[str, list[tuple[str, Any]]] = {group: [] for group in GROUPS}
+    for name, value in named:
+        groups[name.split("/")[0]].append((name, value))
+    return groups
+
+
+def _of_variables(found: Found) -> dict[str, np.ndarray]:
+    return dict(list(found.arrays.items())[: found.state["variables"]])
+
+
+def _other(found: Found, group: str, theirs: Any, mine: Any) -> CheckpointMismatch:
+    there, here = (
+        f"{each[0]} {list(each[1].shape)}" if each else "no more" for each in (theirs, mine)
+    )
+    return CheckpointMismatch(
+        f"{found.path} is of another model: of its {group} variables it has {there}, and the model "
+        f"has {here}.\nName the function that makes the model it was written with."
+    )

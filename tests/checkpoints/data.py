@@ -1,0 +1,152 @@
+"""Each kind of data that `fit` takes, made afresh, with an order that is drawn at random."""
+
+import keras
+import numpy as np
+
+from tests.conformance import common
+from tests.conformance.side_by_side import BATCH, ROWS
+
+
+def arrays():
+    x, y = common.data(ROWS)
+    return {"x": x, "y": y, "batch_size": BATCH, "shuffle": True}
+
+
+def arrays_by_batch():
+    return {**arrays(), "shuffle": "batch"}
+
+
+def arrays_that_wrap():
+    """Two passes over the data have three epochs and a half."""
+    return {**arrays(), "steps_per_epoch": 4}
+
+
+def jax_arrays():
+    return {**arrays(), "x": keras.ops.convert_to_tensor(common.data(ROWS)[0])}
+
+
+class Batches(keras.utils.PyDataset):
+    """Adds noise from NumPy's random numbers, as an augmentation does."""
+
+    def __init__(self, noise=True, **kwargs):
+        super().__init__(**kwargs)
+        self.x, self.y = common.data(ROWS)
+        self.noise = noise
+
+    def __len__(self):
+        return ROWS // BATCH
+
+    def __getitem__(self, index):
+        rows = slice(index * BATCH, (index + 1) * BATCH)
+        noise = np.random.normal(size=(BATCH, 1)).astype("float32") if self.noise else 0
+        return self.x[rows] + noise, self.y[rows]
+
+
+def py_dataset():
+    return {"x": Batches(), "shuffle": True}
+
+
+def py_dataset_with_workers():
+    return {"x": Batches(noise=False, workers=2), "shuffle": True}
+
+
+class Reordered(Batches):
+    """Orders its batches anew after each epoch, from random numbers of its own."""
+
+    def __init__(self, **kwargs):
+        super().__init__(noise=False, **kwargs)
+        self.rng = np.random.default_rng(4)
+        self.order = self.rng.permutation(len(self))
+
+    def __getitem__(self, index):
+        return super().__getitem__(int(self.order[index]))
+
+    def on_epoch_end(self):
+        self.order = self.rng.permutation(len(self))
+
+    def get_state(self):
+        return {"order": self.order.copy(), "rng": self.rng.bit_generator.state}
+
+    def set_state(self, state):
+        self.order = state["order"].copy()
+        self.rng.bit_generator.state = state["rng"]
+
+
+def py_dataset_with_state():
+    return {"x": Reordered(), "shuffle": False}
+
+
+def tf_data():
+    import tensorflow as tf
+
+    x, y = common.data(ROWS)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(ROWS, seed=3)
+    return {"x": data.batch(BATCH).prefetch(2)}
+
+
+def tf_data_repeated():
+    import tensorflow as tf
+
+    x, y = common.data(ROWS)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(ROWS, seed=3).repeat()
+    return {"x": data.batch(BATCH), "steps_per_epoch": 5}
+
+
+def torch_loader():
+    import torch
+
+    x, y = map(torch.from_numpy, common.data(ROWS))
+    generator = torch.Generator().manual_seed(6)
+    data = torch.utils.data.TensorDataset(x, y)
+    return {
+        "x": torch.utils.data.DataLoader(data, BATCH, shuffle=True, generator=generator),
+    }
+
+
+def torch_loader_of_the_global_generator():
+    import torch
+
+    x, y = map(torch.from_numpy, common.data(ROWS))
+    torch.manual_seed(6)
+    data = torch.utils.data.TensorDataset(x, y)
+    return {"x": torch.utils.data.DataLoader(data, BATCH, shuffle=True)}
+
+
+def grain_dataset():
+    import grain
+
+    x, y = common.data(ROWS)
+    rows = list(zip(x, y, strict=True))
+    return {"x": grain.MapDataset.source(rows).shuffle(seed=5).batch(BATCH)}
+
+
+def generator():
+    x, y = common.data(ROWS)
+    rng = np.random.default_rng(8)
+
+    def batches():
+        while True:
+            rows = rng.integers(0, ROWS, BATCH)
+            yield x[rows], y[rows]
+
+    return {"x": batches(), "steps_per_epoch": 6}
+
+
+SOURCES = {
+    each.__name__: each
+    for each in (
+        arrays,
+        arrays_by_batch,
+        arrays_that_wrap,
+        jax_arrays,
+        py_dataset,
+        py_dataset_with_workers,
+        py_dataset_with_state,
+        tf_data,
+        tf_data_repeated,
+        torch_loader,
+        torch_loader_of_the_global_generator,
+        grain_dataset,
+        generator,
+    )
+}

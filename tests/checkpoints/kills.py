@@ -1,0 +1,197 @@
+"""`python -m tests.checkpoints.kills`: runs that are killed with SIGKILL at random moments.
+
+A warm process that has imported everything and started nothing forks one child for each
+attempt. A child trains from scratch, or goes on from its folder, on a number of devices that
+may be another each time, and is killed after a random time from its first batch, until one
+comes to the end, which is compared with a run that has no checkpoint and was not killed.
+"""
+
+import argparse
+import json
+import os
+import random
+import select
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+CASES = {
+    # name: (model, data, devices to choose from)
+    "arrays, any devices": ("smooth", "with_validation", [1, 2, 4, 8]),
+    "everything": ("everything", "with_validation", [4]),
+    "stopping": ("stopping", "with_validation", [2]),
+    "stateful RNN": ("recurrent", "sequences", [1, 2, 4]),
+    "loss scale": ("accumulating", "arrays", [3]),
+    "shuffled by batch": ("small", "arrays_by_batch", [4]),
+    "passes that wrap": ("small", "arrays_that_wrap", [1, 8]),
+    "PyDataset": ("small", "py_dataset", [2, 4]),
+    "PyDataset, workers": ("small", "py_dataset_with_workers", [2]),
+    "PyDataset with a state": ("small", "py_dataset_with_state", [4]),
+    "tf.data": ("small", "tf_data", [4]),
+    "tf.data, repeated": ("small", "tf_data_repeated", [2, 3]),
+    "torch": ("small", "torch_loader", [4]),
+    "Grain": ("small", "grain_dataset", [1, 2]),
+    "generator": ("small", "generator", [4]),
+}
+EPOCHS = 10
+
+
+def main():
+    """Kill runs until enough kills have been survived; print what was found as JSON."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cases", nargs="*", default=list(CASES))
+    options = parser.parse_args()
+    chance = random.Random(options.seed)
+    import grain  # noqa: F401
+    import tensorflow  # noqa: F401
+    import torch  # noqa: F401
+
+    import tests.checkpoints.test_state  # noqa: F401
+
+    found, began = [], time.monotonic()
+    while sum(each["kills"] for each in found) < options.kills:
+        for name in options.cases:
+            left = options.kills - sum(each["kills"] for each in found)
+            if left > 0:
+                found.append(_killed_run(name, min(left, chance.randint(2, 6)), chance))
+                print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+    print(
+        json.dumps(
+            {
+                "kills": sum(each["kills"] for each in found),
+                "while saving": sum(each["while saving"] for each in found),
+                "runs": len(found),
+                "bit for bit": sum(each["apart"] == 0 for each in found),
+                "apart": max(each["apart"] for each in found),
+                "wrong": [each for each in found if each["apart"] > each["allowed"]],
+                "minutes": round((time.monotonic() - began) / 60, 1),
+            }
+        )
+    )
+
+
+def _killed_run(name, kills, chance):
+    _, _, devices = CASES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        base = Path(folder)
+        began, took = _attempt(name, base, devices[0], truth=True)
+        assert began, f"{name}: {took}"
+        survived, saving, used = 0, 0, set()
+        while survived < kills:
+            used.add(count := chance.choice(devices))
+            if _attempt(name, base, count, kill_after=chance.uniform(0, took)) is None:
+                survived += 1
+                saving += any(path.name[0] == "." for path in (base / "run").iterdir())
+            else:  # it came to its end before: that is a run, too
+                break
+        used.add(count := chance.choice(devices))
+        _attempt(name, base, count)
+        apart = _apart(base / "truth.npz", base / "end.npz")
+    allowed = 0.0 if used == {devices[0]} else 1e-5
+    return {
+        "case": name,
+        "kills": survived,
+        "while saving": saving,
+        "devices": sorted(used),
+        "apart": apart,
+        "allowed": allowed,
+    }
+
+
+def _attempt(name, base, devices, truth=False, kill_after=None):
+    """A child that trains; true and its seconds from the first batch, `None` if killed."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.close(reading)
+            _train(name, base, devices, truth, writing)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        pipe.read(1)  # the first batch, or the end
+        began = time.monotonic()
+        if kill_after is not None and not select.select([pipe], [], [], kill_after)[0]:
+            os.kill(child, signal.SIGKILL)
+        pipe.read()
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return None
+    assert status == 0, f"{name} did not come to its end"
+    return True, time.monotonic() - began
+
+
+def _train(name, base, devices, truth, pipe):
+    import keras
+    import numpy as np
+
+    import lockstep
+    from tests.checkpoints import data, runs, test_state
+    from tests.conformance.side_by_side import smooth
+
+    lockstep.rehearse(devices=devices)
+    warnings.simplefilter("ignore")
+    model, source, _ = CASES[name]
+    makes = {"smooth": smooth, "small": runs.small, "stopping": runs.small}
+    make = makes.get(model) or getattr(test_state, model)
+    source = getattr(data, source, None) or getattr(test_state, source)
+
+    class Slow(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if not self.said:
+                os.write(pipe, b".")
+            self.said = True
+            time.sleep(0.01)
+
+        said = False
+
+    callbacks = [Slow]
+    if model == "stopping":
+        callbacks += [
+            lambda: keras.callbacks.EarlyStopping(
+                "val_loss", min_delta=9.0, patience=7, restore_best_weights=True
+            ),
+            lambda: keras.callbacks.ReduceLROnPlateau(
+                "val_loss", 0.5, patience=2, mode="min", min_delta=9.0
+            ),
+        ]
+    folder = None if truth and "workers" not in name else base / ("aside" if truth else "run")
+    history, variables = runs.train(
+        source,
+        folder,
+        devices=devices,
+        make=make,
+        callbacks=callbacks,
+        epochs=EPOCHS,
+        checkpoint={"steps": 1},
+    )
+    values = {f"v{n}": value for n, value in enumerate(variables.values())}
+    values |= {f"history/{each}": np.array(numbers) for each, numbers in history.items()}
+    np.savez(base / ("truth.npz" if truth else "end.npz"), **values)
+
+
+def _apart(truth, end):
+    import numpy as np
+
+    with np.load(truth) as one, np.load(end) as other:
+        assert sorted(one.files) == sorted(other.files)
+        for name in one.files:
+            assert one[name].shape == other[name].shape, name
+        gaps = [np.abs(one[n].astype("float64") - other[n].astype("float64")) for n in one.files]
+    return float(max(np.max(gap, initial=0.0) for gap in gaps))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""A plain `.keras` file out of any checkpoint, which Keras reads without lockstep."""
+
+import keras
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from keras import layers
+
+import lockstep
+from lockstep.checkpoints.folder import RunFolder
+from lockstep.cli import main
+from tests.checkpoints.data import arrays
+from tests.checkpoints.runs import small, train
+from tests.checkpoints.test_state import recurrent, sequences
+from tests.conformance.side_by_side import held_out, smooth
+from tests.processes.common import without_lockstep
+
+
+def export(*arguments):
+    done = CliRunner().invoke(main, ["export", *map(str, arguments)])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.output
+
+
+def trained(folder, make=smooth, source=arrays, **options):
+    made = []
+
+    def keep():
+        made.append(make())
+        return made[-1]
+
+    train(source, folder, make=keep, devices=2, **options)
+    return lockstep.release(made[0])
+
+
+def test_plain_keras_reads_it_and_trains_on(tmp_path):
+    made = trained(tmp_path / "run", checkpoint={})
+    status, said = export(tmp_path / "run", "-o", tmp_path / "model.keras")
+    assert status == 0, said
+    assert "00000003-epoch-0003-step-000000" in said
+    made.save(tmp_path / "truth.keras")
+    x, y = held_out()
+    np.savez(tmp_path / "data.npz", x=x, y=y)
+    without_lockstep(
+        "import keras, numpy as np\n"
+        "data = np.load('data.npz')\n"
+        "for name in ('truth', 'model'):\n"
+        "    keras.utils.set_random_seed(1)\n"
+        "    made = keras.models.load_model(f'{name}.keras')\n"
+        "    made.fit(data['x'], data['y'], epochs=2, batch_size=7, verbose=0)\n"
+        "    values = [v.value for v in [*made.variables, *made.optimizer.variables]]\n"
+        "    np.savez(f'{name}.npz', *values)\n",
+        cwd=tmp_path,
+    )
+    mine, theirs = np.load(tmp_path / "model.npz"), np.load(tmp_path / "truth.npz")
+    assert mine.files == theirs.files
+    for name in mine.files:
+        np.testing.assert_array_equal(mine[name], theirs[name])
+
+
+@pytest.mark.whole
+def test_one_checkpoint_of_many(tmp_path):
+    folder, kept = tmp_path / "run", []
+
+    class Keep(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            kept.append(self.model.get_weights())
+
+        def get_state(self):
+            return None
+
+        def set_state(self, state):
+            pass
+
+    trained(
+        folder, small, callbacks=[Keep], checkpoint={"steps": 1, "keep": 99, "background": False}
+    )
+    (path,) = (p for p in RunFolder(folder).checkpoints() if p.name.endswith("0001-step-000002"))
+    assert export(path, "-o", tmp_path / "one.keras")[0] == 0
+    loaded = keras.models.load_model(tmp_path / "one.keras")
+    for a, b in zip(loaded.get_weights(), kept[8], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.whole
+def test_the_best(tmp_path):
+    folder = tmp_path / "run"
+    trained(folder, small, checkpoint={"monitor": "loss", "mode": "max", "keep": 1})
+    best = RunFolder(folder).checkpoints()[-1]
+    status, said = export(folder, "--best", "-o", tmp_path / "best.keras")
+    assert status == 0
+    assert best.name in said
+
+
+def test_a_stateful_rnn_without_its_state(tmp_path):
+    made = trained(tmp_path / "run", recurrent, sequences, epochs=1)
+    assert export(tmp_path / "run", "-o", tmp_path / "model.keras")[0] == 0
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    for a, b in zip(loaded.get_weights(), made.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def own():
+    class Own(keras.Model):  # where no file can find it
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.dense = layers.Dense(2)
+
+        def call(self, x):
+            return self.dense(x)
+
+    keras.utils.set_random_seed(1)
+    made = Own()
+    made.compile("sgd", "mse")
+    return made
+
+
+def test_a_class_of_ones_own_needs_its_code(tmp_path):
+    made = trained(tmp_path / "run", own, epochs=1)
+    status, said = export(tmp_path / "run", "-o", tmp_path / "model.keras")
+    assert status == 1
+    assert "cannot be made from the checkpoint alone" in said
+    assert "--model FILE.PY:FUNCTION" in said
+    (tmp_path / "code.py").write_text(
+        "import numpy as np\n"
+        "from tests.checkpoints.test_export import own\n"
+        "def build():\n"
+        "    made = own()\n"
+        "    made(np.zeros((1, 4), 'float32'))\n"
+        "    return made\n"
+    )
+    target = f"{tmp_path / 'code.py'}:build"
+    status, said = export(tmp_path / "run", "-o", tmp_path / "model.keras", "--model", target)
+    assert status == 0, said
+    loaded = keras.models.load_model(tmp_path / "model.keras", custom_objects={"Own": type(made)})
+    x, _ = held_out()
+    np.testing.assert_array_equal(loaded.predict(x, verbose=0), made.predict(x, verbose=0))
+
+
+def test_what_cannot_be_exported_is_refused_and_nothing_written(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("")
+    trained(tmp_path / "run", small, epochs=1)
+    cases = [
+        ((tmp_path / "none", "-o", tmp_path / "a.keras"), "has no checkpoint"),
+        ((tmp_path / "notes", "-o", tmp_path / "a.keras"), "but no run of lockstep"),
+        ((tmp_path / "run", "-o", tmp_path / "a.h5"), "a .keras file"),
+        ((tmp_path / "run", "--best", "-o", tmp_path / "a.keras"), "nothing was monitored"),
+    ]
+    for arguments, words in cases:
+        status, said = export(*arguments)
+        assert (status, words in said) == (1, True), said
+    assert not list(tmp_path.glob("*.keras"))
+    assert not list(tmp_path.glob("*.h5"))

@@ -1,0 +1,187 @@
+"""Keras's own callbacks that write files leave a good one behind a kill at any moment."""
+
+import contextlib
+import json
+import os
+
+import h5py
+import keras
+import numpy as np
+import pytest
+
+import lockstep
+from lockstep.engines.jax_backup import made_safe
+from tests.checkpoints.cutting import Cut, Cutting
+from tests.checkpoints.data import arrays
+from tests.checkpoints.runs import small
+
+
+@contextlib.contextmanager
+def cut_while_writing(at):
+    """Cut in the middle of an HDF5 file, of which Keras has written a part."""
+    left = [at]
+
+    def cutting(call):
+        def until_then(*args, **kwargs):
+            left[0] -= 1
+            if left[0] == 0:
+                raise Cut
+            return call(*args, **kwargs)
+
+        return until_then
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("__setitem__", "create_dataset"):
+            patch.setattr(h5py.Group, name, cutting(getattr(h5py.Group, name)))
+        with pytest.raises(Cut):
+            yield
+
+
+def good(path):
+    """The one number that every weight of the model in a file has."""
+    if path.suffix == ".keras":
+        made = keras.models.load_model(path)
+    else:
+        made = small()
+        made.load_weights(path)
+    (value,) = {float(number) for array in made.get_weights() for number in array.ravel()}
+    return value
+
+
+def filled(made, value):
+    made.set_weights([np.full_like(array, value) for array in made.get_weights()])
+    return made
+
+
+@pytest.mark.parametrize("name", ["last.weights.h5", "last.keras"])
+def test_model_checkpoint_keeps_the_last_good_file(name, tmp_path):
+    def save(made, value):
+        callback = keras.callbacks.ModelCheckpoint(
+            tmp_path / name, save_weights_only=name.endswith("h5")
+        )
+        callback.set_model(filled(made, value))
+        callback.on_epoch_end(0, {})
+
+    made = lockstep.distribute(small(), devices=2)
+    save(made, 1.0)
+    for at in (1, 2):
+        with cut_while_writing(at):
+            save(made, 2.0)
+        assert good(tmp_path / name) == 1.0
+    save(made, 3.0)
+    assert good(tmp_path / name) == 3.0
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_keras_alone_does_not(tmp_path):
+    """So that the test above would notice."""
+    path = tmp_path / "last.weights.h5"
+    filled(small(), 1.0).save_weights(path)
+    with cut_while_writing(1):
+        filled(small(), 2.0).save_weights(path)
+    with pytest.raises((ValueError, KeyError, OSError)):
+        good(path)
+
+
+def test_what_keras_asks_about_or_refuses_stays_with_keras(tmp_path):
+    made = lockstep.distribute(small(), devices=1)
+    with pytest.raises(ValueError, match=r"must end in `.weights.h5`"):
+        made.save_weights(tmp_path / "a.txt")
+    with pytest.raises(ValueError, match="Invalid filepath extension"):
+        made.save(tmp_path / "a.txt")
+    made.save(tmp_path / "folder", zipped=False)
+    assert (tmp_path / "folder" / "config.json").exists()
+    link = tmp_path / "link.keras"
+    link.symlink_to(tmp_path / "file.keras")
+    filled(made, 2.0).save(link)
+    assert link.is_symlink()
+    assert good(tmp_path / "file.keras") == 2.0
+
+
+def test_nothing_is_left_of_it_when_released():
+    made = lockstep.release(lockstep.distribute(small(), devices=2))
+    assert not {"save", "save_weights"} & set(vars(made))
+
+
+def test_a_class_with_its_own_save_keeps_it(tmp_path):
+    class Own(keras.Sequential):
+        def save(self, filepath, **kwargs):
+            (tmp_path / "said").write_text(str(filepath))
+
+    made = lockstep.distribute(Own([keras.Input((2,)), keras.layers.Dense(1)]), devices=1)
+    made.save(tmp_path / "a.keras")
+    assert (tmp_path / "said").read_text() == str(tmp_path / "a.keras")
+
+
+# ------------------------------------------------------------------- BackupAndRestore
+
+
+def backup(folder, double):
+    callback = keras.callbacks.BackupAndRestore(folder, double_checkpoint=double)
+    made = lockstep.distribute(small(), devices=1)
+    callback.set_model(made)
+    return callback
+
+
+def back_up(callback, epoch):
+    filled(callback.model, float(epoch))
+    callback.on_epoch_end(epoch - 1)
+
+
+def restored(folder, double):
+    callback = backup(folder, double)
+    with made_safe(callback):
+        callback.on_train_begin()
+    (weight, *_) = callback.model.get_weights()[1]
+    return callback.model._initial_epoch, weight
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_backup_and_restore_never_takes_weights_for_those_of_another_epoch(
+    double, tmp_path, monkeypatch
+):
+    def two_backups(folder, at):
+        callback = backup(folder, double)
+        with made_safe(callback):
+            back_up(callback, 1)
+            with monkeypatch.context() as patch:
+                cutting = Cutting(patch, at)
+                back_up(callback, 2)
+        return cutting.calls
+
+    calls = two_backups(tmp_path / "counted", 10**9)
+    assert calls.count("replace") == (5 if double else 3)
+    assert restored(tmp_path / "counted", double) == (2, 2.0)
+    for at in range(len(calls)):
+        folder = tmp_path / f"cut-{at}"
+        with pytest.raises(Cut):
+            two_backups(folder, at)
+        assert restored(folder, double) in ((1, 1.0), (2, 2.0)), calls[at]
+
+
+def test_keras_alone_takes_them_for_those_of_another_epoch(tmp_path, monkeypatch):
+    """So that the test above would notice."""
+    callback = backup(tmp_path, False)
+    back_up(callback, 1)
+
+    def cut(*args):
+        raise Cut
+
+    monkeypatch.setattr(json, "dumps", cut)
+    with pytest.raises(Cut):
+        back_up(callback, 2)
+    monkeypatch.undo()
+    with pytest.raises(json.JSONDecodeError):
+        restored(tmp_path, False)
+
+
+def test_fit_makes_backups_safe_while_it_runs(tmp_path):
+    callback = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+    own = []
+    looking = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: own.append("_save_model" in vars(callback))
+    )
+    made = lockstep.distribute(small(), devices=2)
+    made.fit(**arrays(), verbose=0, callbacks=[callback, looking])
+    assert own == [True] * 7
+    assert "_save_model" not in vars(callback)

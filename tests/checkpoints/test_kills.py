@@ -1,0 +1,34 @@
+"""Runs that are killed with SIGKILL at random moments, and go on on other devices."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOAK = Path(__file__).parents[2] / "benchmarks" / "checkpoint_soak.py"
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        ["everything"],
+        pytest.param(["arrays, any devices", "stopping"], marks=pytest.mark.whole),
+        pytest.param(["stateful RNN", "torch"], marks=pytest.mark.whole),
+    ],
+)
+def test_a_killed_run_ends_as_one_that_was_not(cases):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("LOCKSTEP", "JAX_", "XLA_"))}
+    done = subprocess.run(
+        [sys.executable, str(SOAK), "--kills", str(3 * len(cases)), "--cases", *cases],
+        env=clean,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["kills"] == 3 * len(cases)
+    assert found["wrong"] == []

@@ -1,0 +1,313 @@
+"""What does not fit is refused in words: both values, why, the one thing to do next."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import lockstep
+from lockstep import errors
+from tests.checkpoints.data import Batches, arrays
+from tests.checkpoints.runs import small, train
+from tests.conformance.side_by_side import BATCH
+
+ONWARDS = "Still possible: "
+
+
+def told(kind, call):
+    with pytest.raises(kind) as caught:
+        call()
+    text = str(caught.value)
+    assert len(text.splitlines()) <= 3, text
+    assert max(map(len, text.splitlines())) <= 330, text
+    return text
+
+
+def untouched(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def other_model():
+    made = keras.Sequential([keras.Input((4,)), layers.Dense(3), layers.Dense(2)])
+    made.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"])
+    return made
+
+
+def other_activation():
+    made = keras.Sequential(
+        [keras.Input((4,)), layers.Dropout(0.3), layers.Dense(2, activation="tanh")]
+    )
+    made.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"])
+    return made
+
+
+def compiled(optimizer, loss="mse"):
+    def make():
+        made = small()
+        made.compile(optimizer(), loss, metrics=["mae"])
+        return made
+
+    return make
+
+
+def other_rows():
+    given = arrays()
+    return {**given, "x": given["x"] + 1}
+
+
+def fewer_rows():
+    given = arrays()
+    return {**given, "x": given["x"][:-1], "y": given["y"][:-1]}
+
+
+DIFFERENT = {
+    "model": ({"make": other_model}, "another model or optimizer: variable 0 was trainable/"),
+    "activation": ({"make": other_activation}, "another model: "),
+    "optimizer": (
+        {"make": compiled(keras.optimizers.Adam)},
+        "another model or optimizer: variable ",
+    ),
+    "momentum": (
+        {"make": compiled(lambda: keras.optimizers.SGD(0.05, momentum=0.8))},
+        "another optimizer, loss or metric: optimizer config momentum was 0.9, and is 0.8",
+    ),
+    "loss": (
+        {"make": compiled(lambda: keras.optimizers.SGD(0.05, momentum=0.9), "mae")},
+        "another optimizer, loss or metric: loss was 'mse', and is 'mae'",
+    ),
+    "rows": ({"source": fewer_rows}, "other data: rows was 49, and is 48"),
+    "content": ({"source": other_rows}, "other data: content 0 was "),
+    "batch size": ({"batch_size": 10}, "other data: batches per epoch was 7, and is 5"),
+    "order": ({"shuffle": False}, "other data: shuffle was True, and is False"),
+    "steps": ({"steps_per_epoch": 3}, "other data: steps_per_epoch was None, and is 3"),
+    "kind of data": (
+        {"source": lambda: {"x": Batches(), "shuffle": True}},
+        "other data: kind was 'ArrayDataAdapter', and is 'PyDatasetAdapter'",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    train(arrays, folder, cut=10)
+    return folder
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_another_run_is_refused_and_nothing_is_overwritten(what, run):
+    options, words = DIFFERENT[what]
+    before = untouched(run)
+    text = told(
+        errors.CheckpointMismatch, lambda: train(**{"source": arrays, **options}, folder=run)
+    )
+    assert words in text
+    assert ONWARDS in text.splitlines()[-1]
+    assert untouched(run) == before
+
+
+def test_a_folder_of_something_else(tmp_path):
+    (tmp_path / "latest.weights.h5").write_text("Keras's")
+    text = told(errors.NotARun, lambda: train(arrays, tmp_path))
+    assert "holds 'latest.weights.h5', but no run of lockstep; nothing in it was touched" in text
+    assert list(untouched(tmp_path).values()) == [b"Keras's"]
+
+
+def test_a_model_that_is_not_distributed(tmp_path):
+    made = small()
+    checkpoint = lockstep.Checkpoint(tmp_path / "run")
+    text = told(
+        errors.UnsupportedModel,
+        lambda: made.fit(**arrays(), verbose=0, callbacks=[checkpoint]),
+    )
+    assert "lockstep.distribute(model, devices=1) first; one device is enough" in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_class_with_its_own_fit(tmp_path):
+    class Own(keras.Sequential):
+        def fit(self, *args, **kwargs):
+            return super().fit(*args, **kwargs)
+
+    made = Own([keras.Input((4,)), layers.Dense(2)])
+    made.compile("sgd", "mse")
+    lockstep.distribute(made, 1)
+    text = told(
+        errors.UnsupportedModel,
+        lambda: made.fit(
+            *(arrays()["x"], arrays()["y"]), callbacks=[lockstep.Checkpoint(tmp_path)]
+        ),
+    )
+    assert text.startswith("Own has a fit of its own")
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        (lambda path: [keras.callbacks.BackupAndRestore(path)], "BackupAndRestore and lockstep"),
+        (lambda path: [lockstep.Checkpoint(path / "b")], "2 checkpoints were given to one fit"),
+    ],
+)
+def test_two_that_would_resume_one_run(others, words, tmp_path):
+    made = lockstep.distribute(small(), 1)
+    callbacks = [lockstep.Checkpoint(tmp_path / "a"), *others(tmp_path)]
+    text = told(
+        errors.CheckpointError, lambda: made.fit(**arrays(), verbose=0, callbacks=callbacks)
+    )
+    assert text.startswith(words)
+
+
+class Changing(Batches):
+    def on_epoch_end(self):
+        np.random.shuffle(self.x)
+
+
+def test_data_that_changes_itself_in_an_unknown_way(tmp_path):
+    text = told(errors.CheckpointError, lambda: train(lambda: {"x": Changing()}, tmp_path))
+    assert text.startswith("Changing changes itself in on_epoch_end")
+    assert "get_state()" in text
+
+
+def test_workers_with_steps_per_epoch(tmp_path):
+    def source():
+        return {"x": Batches(workers=2), "steps_per_epoch": 3}
+
+    text = told(errors.CheckpointError, lambda: train(source, tmp_path))
+    assert "workers=2, and fit was given steps_per_epoch=3" in text
+
+
+class Moody(Batches):
+    """Draws from random numbers of its own, which nobody knows of."""
+
+    def __init__(self):
+        super().__init__(noise=False)
+        self.rng = np.random.default_rng(0)
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + self.rng.normal(size=(BATCH, 1)).astype("float32"), y
+
+
+def test_data_that_draws_from_random_numbers_of_its_own(tmp_path):
+    text = told(errors.CheckpointError, lambda: train(lambda: {"x": Moody()}, tmp_path))
+    assert text.startswith("Moody gives another item 0 when it is asked again")
+    assert "get_state()" in text
+
+
+def test_a_torch_data_set_that_does(tmp_path):
+    import torch
+
+    class MoodyToo(torch.utils.data.Dataset):
+        rng = np.random.default_rng(0)
+
+        def __len__(self):
+            return 14
+
+        def __getitem__(self, index):
+            return self.rng.normal(size=4).astype("float32"), np.zeros(2, "float32")
+
+    def source():
+        return {"x": torch.utils.data.DataLoader(MoodyToo(), 7)}
+
+    text = told(errors.CheckpointError, lambda: train(source, tmp_path))
+    assert "Let it draw from np.random, random or torch" in text
+
+
+def test_batches_that_do_not_come_again_are_noticed(tmp_path):
+    """Also where nothing could be known before."""
+
+    def source(first):
+        rng = np.random.default_rng(first)
+        return lambda: {
+            "x": ((rng.normal(size=(7, 4)), np.zeros((7, 2))) for _ in range(99)),
+            "steps_per_epoch": 6,
+        }
+
+    train(source(1), tmp_path, cut=10)
+    with pytest.warns(errors.CheckpointWarning, match="made once more"):
+        text = told(errors.CheckpointMismatch, lambda: train(source(2), tmp_path))
+    assert "random numbers of its own" in text
+    assert ONWARDS in text
+
+
+def test_data_that_has_become_shorter(tmp_path):
+    def source(batches):
+        rows = [arrays()["x"][:BATCH], arrays()["y"][:BATCH]]
+        return lambda: {"x": (tuple(rows) for _ in range(batches)), "steps_per_epoch": 6}
+
+    train(source(18), tmp_path, cut=10)
+    with pytest.warns(errors.CheckpointWarning, match="made once more"):
+        text = told(errors.CheckpointMismatch, lambda: train(source(5), tmp_path))
+    assert "the data ends after 5 now" in text
+
+
+def test_an_execution_that_does_not_begin_at_the_checkpoint(tmp_path):
+    def make(times):
+        def made():
+            model = small()
+            model.compile(keras.optimizers.SGD(0.05), "mse", steps_per_execution=times)
+            return model
+
+        return made
+
+    train(arrays, tmp_path, cut=2, make=make(3), checkpoint={"steps": 1, "background": False})
+    text = told(errors.CheckpointMismatch, lambda: train(arrays, tmp_path, make=make(2)))
+    assert "after step 3 of its epoch, and with steps_per_execution=2" in text
+
+
+def test_a_state_that_cannot_be_written_down(tmp_path):
+    class Odd(keras.callbacks.Callback):
+        def get_state(self):
+            return {"file": object()}
+
+        def set_state(self, state):
+            raise AssertionError
+
+    text = told(errors.CheckpointError, lambda: train(arrays, tmp_path, callbacks=[Odd]))
+    assert "file is a object" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"every": "batch"}, "every='batch' was asked for"),
+        ({"steps": 0}, "steps=0 was asked for"),
+        ({"steps": 2.5}, "steps=2.5 was asked for"),
+        ({"seconds": -1}, "seconds=-1 was asked for"),
+        ({"steps": 5, "seconds": 5}, "steps=5 and seconds=5 were asked for"),
+        ({"keep": 0}, "keep=0 was asked for"),
+        ({"mode": "best"}, "mode='best' was asked for"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments, words, tmp_path):
+    text = told(errors.CheckpointError, lambda: lockstep.Checkpoint(tmp_path, **arguments))
+    assert text.startswith(words)
+
+
+def test_validation_data_that_goes_on_by_itself(tmp_path):
+    def source():
+        batches = ((arrays()["x"][:7], arrays()["y"][:7]) for _ in range(99))
+        return {**arrays(), "validation_data": batches, "validation_steps": 2}
+
+    text = told(errors.CheckpointError, lambda: train(source, tmp_path))
+    assert text.startswith("A generator was given as validation data")
+
+
+def test_a_list_of_callbacks_that_is_not_lockstep_s(tmp_path):
+    made = lockstep.distribute(small(), 1)
+    callbacks = keras.callbacks.CallbackList([lockstep.Checkpoint(tmp_path)], model=made)
+    text = told(
+        errors.CheckpointError, lambda: made.fit(**arrays(), verbose=0, callbacks=callbacks)
+    )
+    assert "Give fit a plain list of callbacks" in text
+
+
+def test_several_processes(tmp_path, monkeypatch):
+    made = lockstep.distribute(small(), 1)
+    monkeypatch.setattr("lockstep.engines.jax_around.jax_processes.several", lambda: True)
+    text = told(
+        errors.UnsupportedModel,
+        lambda: made.fit(**arrays(), verbose=0, callbacks=[lockstep.Checkpoint(tmp_path / "run")]),
+    )
+    assert "JAX runs in several processes" in text
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,340 @@
+"""Whatever a run changes is in its checkpoint: models, optimizers, callbacks, stops."""
+
+import csv
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import lockstep
+from lockstep.errors import CheckpointWarning
+from tests.checkpoints.data import arrays
+from tests.checkpoints.runs import assert_same_end, small, train
+from tests.conformance import common
+from tests.conformance.side_by_side import BATCH, ROWS, held_out, smooth
+
+
+def with_validation():
+    return {**arrays(), "validation_data": held_out()}
+
+
+def cut_and_go_on(source, folder, cut, then=1, **options):
+    """Cut a run on four devices after a batch; go on with it on `then` devices."""
+    saving = {"checkpoint": {"steps": 1, "background": False}}
+    train(source, folder, cut=cut, devices=4, **{**saving, **options})
+    return train(source, folder, devices=then, **options)
+
+
+# ------------------------------------------------------------------------------ models
+
+
+def everything():
+    """Batch norm, dropout, an average of the weights, Adam, a schedule, metrics of all kinds."""
+    made = smooth(metrics=("mae", "closeness"))
+    made.compile(
+        keras.optimizers.Adam(
+            keras.optimizers.schedules.ExponentialDecay(0.01, 5, 0.9),
+            use_ema=True,
+            ema_overwrite_frequency=4,
+            global_clipnorm=1.0,
+        ),
+        "mse",
+        metrics=["mae", "cosine_similarity"],
+    )
+    return made
+
+
+def accumulating():
+    made = small()
+    made.compile(
+        keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.AdamW(0.01, gradient_accumulation_steps=3), dynamic_growth_steps=4
+        ),
+        "mse",
+    )
+    return made
+
+
+def recurrent():
+    keras.utils.set_random_seed(5)
+    made = keras.Sequential(
+        [
+            keras.Input(batch_shape=(8, 3, 2)),
+            layers.LSTM(4, stateful=True, return_sequences=True),
+            layers.Dense(2),
+        ]
+    )
+    made.compile("sgd", "mse")
+    return made
+
+
+def sequences():
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(size=(2, 56, 3, 2)).astype("float32")
+    return {"x": x, "y": y, "batch_size": 8, "shuffle": False}
+
+
+MODELS = {
+    "everything": (everything, with_validation, 11),
+    "accumulating": (accumulating, arrays, 11),
+    "recurrent": (recurrent, sequences, 11),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "then"),
+    [
+        ("everything", 4),
+        ("recurrent", 1),
+        ("accumulating", 4),
+        *(
+            pytest.param(name, then, marks=pytest.mark.whole)
+            for name in MODELS
+            for then in (1, 2, 4)
+        ),
+    ],
+)
+def test_every_variable_goes_on(name, then, tmp_path):
+    make, source, cut = MODELS[name]
+    truth = train(source, devices=4, make=make)
+    mine = cut_and_go_on(source, tmp_path, cut, then, make=make)
+    assert_same_end(mine, truth, atol=0.0 if then == 4 else 1e-5)
+
+
+@pytest.mark.whole
+def test_on_more_devices_than_before(tmp_path):
+    train(arrays, tmp_path, cut=9, devices=1, make=smooth, checkpoint={"steps": 2})
+    mine = train(arrays, tmp_path, devices=8, make=smooth)
+    assert_same_end(mine, train(arrays, devices=8, make=smooth), atol=1e-5)
+
+
+@pytest.mark.parametrize("cut", [2, pytest.param(4, marks=pytest.mark.whole)])
+def test_several_steps_in_one_execution(cut, tmp_path):
+    def make():
+        made = small()
+        made.compile(keras.optimizers.SGD(0.05), "mse", steps_per_execution=3)
+        return made
+
+    truth = train(arrays, make=make)
+    train(arrays, tmp_path, cut=cut, make=make, checkpoint={"steps": 1, "background": False})
+    assert_same_end(train(arrays, tmp_path, make=make), truth)
+
+
+class Odd(keras.Sequential):
+    """Its logs are not its metrics."""
+
+    def train_step(self, state, data):
+        logs, state = super().train_step(state, data)
+        return {**logs, "twice": 2 * logs["loss"]}, state
+
+
+def test_after_the_last_batch_of_an_epoch_its_logs_are_kept(tmp_path):
+    def make():
+        keras.utils.set_random_seed(5)
+        made = Odd([keras.Input((4,)), layers.Dense(2)])
+        made.compile("sgd", "mse")
+        return made
+
+    truth = train(arrays, make=make)
+    assert "twice" in truth[0]
+    train(arrays, tmp_path, cut=8, make=make, checkpoint={"steps": 1, "background": False})
+    (*_, newest) = sorted(tmp_path.glob("0*"))
+    assert newest.name.endswith("step-000007")
+    assert_same_end(train(arrays, tmp_path, make=make), truth)
+
+
+# --------------------------------------------------------------------------- callbacks
+
+
+def getting_worse():
+    x, y = common.data(ROWS)
+    return {**arrays(), "validation_data": (x[: 2 * BATCH], -y[: 2 * BATCH]), "epochs": 6}
+
+
+@pytest.mark.parametrize("cut", [16, pytest.param(23, marks=pytest.mark.whole)])
+def test_early_stopping_stops_where_it_would_and_restores_the_best(cut, tmp_path):
+    def stopping():
+        return keras.callbacks.EarlyStopping(
+            "val_loss", min_delta=10.0, patience=3, restore_best_weights=True
+        )
+
+    truth = train(getting_worse, callbacks=[stopping])
+    assert len(truth[0]["loss"]) == 4
+    train(getting_worse, tmp_path, cut=cut, callbacks=[stopping])
+    assert_same_end(train(getting_worse, tmp_path, callbacks=[stopping]), truth)
+    # Stopped, it stays stopped.
+    assert_same_end(train(getting_worse, tmp_path, callbacks=[stopping]), truth)
+
+
+def test_the_learning_rate_of_a_plateau_and_of_a_schedule_by_itself(tmp_path):
+    """The schedule takes the rate that is there: to begin an epoch twice would lower it twice."""
+    callbacks = [
+        lambda: keras.callbacks.ReduceLROnPlateau(
+            "val_loss", factor=0.5, patience=1, cooldown=1, min_delta=10.0
+        ),
+        lambda: keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
+    ]
+    truth = train(getting_worse, callbacks=callbacks)
+    assert len(set(truth[0]["learning_rate"])) == 6
+    train(getting_worse, tmp_path, cut=25, callbacks=callbacks)
+    assert_same_end(train(getting_worse, tmp_path, callbacks=callbacks), truth)
+
+
+def test_the_best_file_is_not_replaced_by_a_worse_one(tmp_path):
+    for name in ("truth", "mine"):
+        (tmp_path / name).mkdir()
+
+    def callbacks(name):
+        return [
+            lambda: keras.callbacks.ModelCheckpoint(
+                tmp_path / name / "best.weights.h5", "val_loss", 0, True, True, mode="min"
+            ),
+            lambda: keras.callbacks.ModelCheckpoint(
+                tmp_path / name / "{epoch}-{batch}.weights.h5", save_weights_only=True, save_freq=5
+            ),
+        ]
+
+    folder = tmp_path / "run"
+    truth = train(getting_worse, callbacks=callbacks("truth"))
+    train(getting_worse, folder, cut=12, callbacks=callbacks("mine"))
+    assert_same_end(train(getting_worse, folder, callbacks=callbacks("mine")), truth)
+    files = [{path.name for path in (tmp_path / n).iterdir()} for n in ("truth", "mine")]
+    assert files[0] == files[1]
+    for file in files[0]:
+        mine, theirs = small(), small()
+        mine.load_weights(tmp_path / "mine" / file)
+        theirs.load_weights(tmp_path / "truth" / file)
+        for a, b in zip(mine.get_weights(), theirs.get_weights(), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("append", [False, pytest.param(True, marks=pytest.mark.whole)])
+def test_a_log_in_a_file_has_every_epoch_once(append, tmp_path):
+    loggers = []
+
+    def logging(name):
+        def make():
+            loggers.append(keras.callbacks.CSVLogger(tmp_path / name, append=append))
+            return loggers[-1]
+
+        return [make]
+
+    train(arrays, callbacks=logging("truth.csv"))
+    # The file has two epochs when the run is cut, and the newest checkpoint knows of one.
+    options = {"cut": 16, "checkpoint": {"steps": 13, "background": False}}
+    train(arrays, tmp_path / "run", callbacks=logging("mine.csv"), **options)
+    loggers[-1].csv_file.close()  # which Keras leaves open
+    assert len(rows(tmp_path / "mine.csv")) == 2
+    train(arrays, tmp_path / "run", callbacks=logging("mine.csv"))
+    assert rows(tmp_path / "mine.csv") == rows(tmp_path / "truth.csv")
+    assert loggers[-1].append is append
+
+
+def rows(path):
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+class Slowing(keras.callbacks.Callback):
+    """A user's own callback, with a state: lowers the rate at every third batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.losses = 0, np.zeros(3)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.losses[self.seen % 3] = logs["loss"]
+        self.seen += 1
+        if self.seen % 3 == 0:
+            self.model.optimizer.learning_rate = 0.05 / (1 + self.losses.mean())
+
+    def get_state(self):
+        return {"seen": self.seen, "losses": self.losses.copy()}
+
+    def set_state(self, state):
+        self.seen, self.losses = state["seen"], state["losses"].copy()
+
+
+def test_a_callback_of_ones_own_goes_on_by_two_methods(tmp_path):
+    truth = train(arrays, callbacks=[Slowing])
+    train(arrays, tmp_path, cut=11, callbacks=[Slowing])
+    assert_same_end(train(arrays, tmp_path, callbacks=[Slowing]), truth)
+
+
+def test_a_callback_without_them_is_named(tmp_path):
+    class Silent(keras.callbacks.Callback):
+        pass
+
+    train(arrays, tmp_path, cut=3, callbacks=[Silent])
+    with pytest.warns(CheckpointWarning, match="Silent has no get_state and set_state, and begins"):
+        train(arrays, tmp_path, callbacks=[Silent])
+
+
+@pytest.mark.whole
+def test_other_callbacks_than_before_are_named(tmp_path):
+    train(arrays, tmp_path, cut=3, callbacks=[Slowing])
+    with pytest.warns(CheckpointWarning, match="Slowing is gone"):
+        train(arrays, tmp_path)
+
+
+# ------------------------------------------------------------------- the ends of a run
+
+
+def test_a_finished_run_is_not_trained_again_and_can_be_made_longer(tmp_path):
+    short = train(arrays, tmp_path, epochs=2, checkpoint={})
+    assert_same_end(train(arrays, tmp_path, epochs=2, checkpoint={}), short)
+    assert_same_end(train(arrays, tmp_path, epochs=3, checkpoint={}), train(arrays))
+
+
+@pytest.mark.whole
+def test_an_initial_epoch(tmp_path):
+    truth = train(arrays, initial_epoch=1)
+    train(arrays, tmp_path, cut=5, initial_epoch=1)
+    assert_same_end(train(arrays, tmp_path, initial_epoch=1), truth)
+
+
+def test_an_initial_epoch_after_the_checkpoint_is_refused(tmp_path):
+    train(arrays, tmp_path, cut=5)
+    with pytest.raises(lockstep.errors.CheckpointError, match="initial_epoch=2 was asked for"):
+        train(arrays, tmp_path, initial_epoch=2)
+
+
+@pytest.mark.whole
+def test_a_run_that_is_cut_again_and_again_ends_as_one(tmp_path):
+    for cut in (1, 1, 3, 2, 5, 1):
+        train(arrays, tmp_path, cut=cut, checkpoint={"steps": 1, "background": False})
+    assert_same_end(train(arrays, tmp_path), train(arrays))
+
+
+@pytest.mark.whole
+def test_where_nothing_is_cut_a_checkpoint_changes_nothing(tmp_path):
+    mine = train(with_validation, tmp_path, make=everything, devices=4)
+    assert_same_end(mine, train(with_validation, make=everything, devices=4))
+
+
+# ---------------------------------------------------------------------- validation data
+
+
+def of_tf_data():
+    import tensorflow as tf
+
+    data = tf.data.Dataset.from_tensor_slices(held_out()).shuffle(14, seed=2).batch(3)
+    return {**arrays(), "validation_data": data, "validation_steps": 2}
+
+
+def of_a_torch_loader():
+    import torch
+
+    data = torch.utils.data.TensorDataset(*map(torch.from_numpy, held_out()))
+    generator = torch.Generator().manual_seed(4)
+    loader = torch.utils.data.DataLoader(data, 3, shuffle=True, generator=generator)
+    return {**arrays(), "validation_data": loader, "validation_steps": 2}
+
+
+@pytest.mark.parametrize(
+    "source", [of_tf_data, pytest.param(of_a_torch_loader, marks=pytest.mark.whole)]
+)
+def test_validation_goes_on_with_the_rows_it_would_have_had(source, tmp_path):
+    truth = train(source)
+    train(source, tmp_path, cut=10, checkpoint={"steps": 1, "background": False})
+    assert_same_end(train(source, tmp_path), truth)

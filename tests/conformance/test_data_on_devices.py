@@ -44,8 +44,9 @@ def pair(fit, devices, wanted=True, **options):
     return found
 
 
-@pytest.mark.parametrize("devices", [1, 3, 4])
-@pytest.mark.parametrize("shuffle", [True, "batch", False])
+@pytest.mark.parametrize(
+    ("devices", "shuffle"), [(1, True), (3, True), (4, "batch"), (1, "batch"), (3, False)]
+)
 def test_each_order_of_rows(devices, shuffle, gathered):
     x, y = common.data(46)
 
@@ -60,7 +61,7 @@ def test_each_order_of_rows(devices, shuffle, gathered):
     assert gathered == ([(7,)] * 5 + [(1,)] + [(7,), (3,)]) * 3
 
 
-@pytest.mark.parametrize("types", [("uint8", "int64"), ("float64", "float64"), ("bool", "float16")])
+@pytest.mark.parametrize("types", [("uint8", "int64"), ("bool", "float64")])
 def test_types(types, gathered):
     x, y = common.data(40)
     x, y = abs(x * 2).astype(types[0]), (y * 2).astype(types[1])

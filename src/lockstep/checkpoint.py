@@ -106,6 +106,8 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
                 yield
                 self._background.finish()
                 self._write_model()
+                if self._signals.asked is not None:  # since the last epoch ended
+                    self._signals.leave()
         finally:
             self._background.finish()
             self._found = self._run = None

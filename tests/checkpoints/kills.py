@@ -59,7 +59,7 @@ def main():
         for name in options.cases:
             left = options.kills - sum(each["kills"] for each in found)
             if left > 0:
-                found.append(_killed_run(name, min(left, chance.randint(2, 6)), chance))
+                found.append(_killed_run(name, min(left, chance.randint(4, 9)), chance))
                 print(json.dumps(found[-1]), file=sys.stderr, flush=True)
     print(
         json.dumps(

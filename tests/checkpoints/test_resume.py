@@ -58,7 +58,7 @@ def cases():
             yield pytest.param(name, cut, marks=[] if sampled else WHOLE)
 
 
-@pytest.mark.parametrize(("name", "cut"), cases())
+@pytest.mark.parametrize(("name", "cut"), list(cases()))
 def test_every_kind_of_data_goes_on_where_it_was(name, cut, tmp_path):
     train(SOURCES[name], tmp_path, cut=cut, checkpoint={"steps": 1, "background": False})
     with costly_skipping_is_said(name):

@@ -254,6 +254,17 @@ def test_a_signal_ends_the_step_saves_and_leaves_fit(number, left_by, tmp_path):
     assert_same_end(train(arrays, tmp_path, callbacks=[lambda: Send(0)]), train(arrays))
 
 
+def test_a_signal_after_the_last_epoch_is_not_lost(tmp_path):
+    def late():
+        return keras.callbacks.LambdaCallback(
+            on_train_end=lambda logs: os.kill(os.getpid(), signal.SIGTERM)
+        )
+
+    with pytest.raises(SystemExit):
+        train(arrays, tmp_path, epochs=1, callbacks=[late], checkpoint={})
+    assert names(tmp_path) == ["epoch-0001-step-000000"]
+
+
 @pytest.mark.whole
 def test_a_second_interrupt_does_not_wait(tmp_path):
     with pytest.raises(KeyboardInterrupt):

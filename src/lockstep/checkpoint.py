@@ -5,7 +5,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,7 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
         self._found: Found | None = None
         self._run: Run | None = None
         self._within_fit = False
+        self._writes = True
         self._facts: dict[str, Any] = {}
         self._epoch = self._step = self._since = 0
         self._last_save = 0.0
@@ -95,14 +96,20 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
     # ------------------------------------------------------- what `fit` tells a recorder
 
     @contextmanager
-    def around(self, model: Any) -> Iterator[None]:
-        """Lasts as long as `fit` does; no thread and no handler of signals is left after it."""
+    def around(self, model: Any, *, writes: bool, alone: bool) -> Iterator[None]:
+        """Lasts as long as `fit` does; no thread and no handler of signals is left after it.
+
+        Of several processes one writes, and no signal is waited for: they would have to
+        agree on the step after which they leave.
+        """
+        self._writes = writes
         self._folder.check()
         self._found = self._folder.newest(_warn)
-        self._folder.open()
+        if writes:
+            self._folder.open()
         self._run, self._within_fit = None, True
         try:
-            with Signals() as self._signals:
+            with Signals() if alone else nullcontext(Signals()) as self._signals:
                 yield
                 self._background.finish()
                 self._write_model()
@@ -114,9 +121,9 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
             self._within_fit = False
         self._say_failure()
 
-    def goes_on(self) -> bool:
-        """Whether there is a run to go on with."""
-        return self._found is not None
+    def goes_on_from(self) -> str | None:
+        """The name of the checkpoint to go on from, `None` where there is none."""
+        return None if self._found is None else self._found.path.name
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Refuse a model that is not distributed: nobody tells this callback of its steps."""
@@ -184,6 +191,8 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
         self, epoch: int, step: int, logs: dict[str, Any], monitored: dict[str, Any] | None
     ) -> None:
         """Copy the state, and have it written; waits for the save before to be done."""
+        if not self._writes:
+            return
         self._background.finish()
         self._say_failure()
         self._since, self._last_save = 0, time.monotonic()
@@ -248,7 +257,7 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
             )
 
     def _write_model(self) -> None:
-        if not self._keep_model or self._run is None:
+        if not (self._keep_model and self._writes) or self._run is None:
             return
         best = self._retention.best_of(self._folder.checkpoints())
         values = None if best is None else _variables(self._folder.read(best))
@@ -279,7 +288,7 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
         }
         self._say_where(run, found)
         words = run.restore(epoch, step, _variables(found), restored)
-        if words:
+        if words and self._writes:  # others have fewer callbacks
             _warn(f"Callbacks differ from those that {path} was written with: {'; '.join(words)}.")
         self._epoch, self._step = epoch, step
         return run.epochs if restored["stopped"] else epoch

@@ -300,14 +300,3 @@ def test_a_list_of_callbacks_that_is_not_lockstep_s(tmp_path):
         errors.CheckpointError, lambda: made.fit(**arrays(), verbose=0, callbacks=callbacks)
     )
     assert "Give fit a plain list of callbacks" in text
-
-
-def test_several_processes(tmp_path, monkeypatch):
-    made = lockstep.distribute(small(), 1)
-    monkeypatch.setattr("lockstep.engines.jax_around.jax_processes.several", lambda: True)
-    text = told(
-        errors.UnsupportedModel,
-        lambda: made.fit(**arrays(), verbose=0, callbacks=[lockstep.Checkpoint(tmp_path / "run")]),
-    )
-    assert "JAX runs in several processes" in text
-    assert not (tmp_path / "run").exists()

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 
+import lockstep
 from tests.conformance.common import assert_same, compile_, data, model
 
 HERE = Path(__file__).parents[2]
@@ -29,7 +30,7 @@ from tests.conformance.truth import snapshot
 def report(made, history, **more):
     values = snapshot(made)
     np.savez(f"rank{{rank}}.npz", **{{k.replace("/", "|"): v for k, v in values.items()}})
-    print("REPORT", json.dumps({{"history": history, **more}}))
+    print("\\nREPORT", json.dumps({{"history": history, **more}}))
 
 {body}
 """
@@ -136,6 +137,93 @@ def test_two_processes_give_what_one_device_gives(tmp_path):
     assert len((tmp_path / "log.csv").read_text().splitlines()) == 3
     read = keras.models.load_model(tmp_path / "saved-by-0.keras")
     assert_same(read.get_weights(), [np.asarray(v.value) for v in one.weights])
+
+
+PART = """
+import os
+from lockstep.errors import LockstepError
+made = model(compiled=False, seed=5 if rank == 0 else 99)
+compile_(made)
+lockstep.distribute(made)
+x, y = data()
+
+class Cut(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if self.model.optimizer.iterations == {stop}:
+            raise InterruptedError
+
+    def get_state(self):
+        return None
+
+    def set_state(self, state):
+        pass
+
+np.random.seed(7 if rank == 0 else 8)
+folder = "run" if {shared} or rank == 0 else "another"
+saving = [lockstep.Checkpoint(folder, steps=3, keep_model=True)]
+saving += [keras.callbacks.CSVLogger("log.csv")]
+options = dict(batch_size=7, epochs=4, validation_split=0.2)
+history, error = None, ""
+try:
+    history = made.fit(x, y, **options, callbacks=[*saving, Cut()]).history
+except (InterruptedError, LockstepError) as stopped:
+    error = type(stopped).__name__
+report(made, history, error=error, threads=[t.name for t in __import__("threading").enumerate()])
+"""
+
+
+def test_a_run_goes_on_from_two_processes_in_one_and_back(tmp_path, monkeypatch):
+    """Cut after 8 steps of 24, within the second epoch, and again after 15, within the third."""
+    one = model(compiled=False, seed=5)
+    compile_(one)
+    np.random.seed(7)
+    x, y = data()
+    options = {"batch_size": 7, "epochs": 4, "validation_split": 0.2, "verbose": 0}
+    history = one.fit(x, y, **options).history
+
+    (first, second), said = run_both(PART.format(stop=8, shared=True), tmp_path)
+    assert first["error"] == second["error"] == "InterruptedError"
+    assert "lockstep: goes on" not in said[0] + said[1]
+    assert not any("checkpoint" in name for name in first["threads"])
+
+    class Cut(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if self.model.optimizer.iterations == 15:
+                raise InterruptedError
+
+        def get_state(self):
+            return None
+
+        def set_state(self, state):
+            pass
+
+    monkeypatch.chdir(tmp_path)
+    alone = model(compiled=False, seed=77)
+    compile_(alone)
+    lockstep.distribute(alone, 3)
+    logger = keras.callbacks.CSVLogger("log.csv")
+    with pytest.raises(InterruptedError):
+        alone.fit(x, y, **options, callbacks=[lockstep.Checkpoint("run", steps=3), logger, Cut()])
+    logger.csv_file.close()  # which Keras leaves open
+
+    found, said = run_both(PART.format(stop=-1, shared=True), tmp_path)
+    assert "epoch 2, after step 6; 3 devices then, 4 now" in said[0]
+    assert "lockstep" not in said[1]
+    for each in found:
+        assert_same(each["history"], history)
+    mine, theirs = weights_of(tmp_path, 0), weights_of(tmp_path, 1)
+    assert all(np.array_equal(mine[name], theirs[name]) for name in mine)
+    weights = [value for name, value in mine.items() if not name.startswith("optimizer/")]
+    assert_same(weights[: len(one.variables)], [np.asarray(v.value) for v in one.variables])
+    read = keras.models.load_model(tmp_path / "run" / "model.keras")
+    assert_same(read.get_weights(), one.get_weights())
+    assert len((tmp_path / "log.csv").read_text().splitlines()) == 5
+
+
+def test_processes_that_see_different_folders_are_told(tmp_path):
+    run_both(PART.format(stop=4, shared=True), tmp_path)
+    found, _ = run_both(PART.format(stop=-1, shared=False), tmp_path)
+    assert [each["error"] for each in found] == ["ProcessesDisagree"] * 2
 
 
 LATER = """

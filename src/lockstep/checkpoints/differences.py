@@ -6,7 +6,7 @@ from typing import Any
 from lockstep.checkpoints.arrays import Entry
 from lockstep.errors import CheckpointMismatch
 
-_COUNTED = re.compile(r"_\d+(?=$|/)")
+_COUNTED = re.compile(r"_\d+(?=$|/|_)")
 
 
 def check_variables(path: str, written: list[Entry], here: list[Entry]) -> None:

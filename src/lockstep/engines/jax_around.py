@@ -31,8 +31,12 @@ def around_fit(
                 stack.enter_context(jax_backup.made_safe(callback))
         if recorders:
             _check(model, given, fit, callbacks, recorders)
-            stack.enter_context(recorders[0].around(model))
-            if recorders[0].goes_on():
+            several, first = jax_processes.several(), jax_processes.is_first()
+            stack.enter_context(recorders[0].around(model, writes=first, alone=not several))
+            found = recorders[0].goes_on_from()
+            if several:
+                jax_processes.check_same_run(found)
+            if found is not None:
                 stack.enter_context(callback_states.appending(callbacks))
         yield
 
@@ -60,11 +64,6 @@ def _check(
             f"{type(model).__name__} has a fit of its own, and lockstep.Checkpoint can see into "
             "lockstep's loop only.\nOverride train_step instead of fit, or use "
             "keras.callbacks.BackupAndRestore."
-        )
-    if jax_processes.several():
-        raise UnsupportedModel(
-            "lockstep.Checkpoint was given, and JAX runs in several processes, for which it is not "
-            "made yet.\nUse keras.callbacks.BackupAndRestore there, or one process."
         )
 
 

@@ -143,6 +143,25 @@ def check_same(batch: Any, batches: int | None) -> None:
         )
 
 
+def check_same_run(found: str | None) -> None:
+    """Raise where the processes would go on from different checkpoints.
+
+    Args:
+        found: The one that this process has found, `None` where there is none.
+
+    Raises:
+        ProcessesDisagree: If that is so.
+    """
+    check = zlib.crc32(repr(found).encode())
+    every = multihost_utils.process_allgather(np.array([check], "uint32")).ravel()
+    if np.any(every != every[0]):
+        raise ProcessesDisagree(
+            f"Process {jax.process_index()} would go on from {found}, and another one from another "
+            "checkpoint:\nthey do not see the same folder. Give lockstep.Checkpoint one that all "
+            "of them share."
+        )
+
+
 def together(model: Any, hooks: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
     """The methods that a model has where several processes train it: these, and more.
 

@@ -79,12 +79,18 @@ class Run(Protocol):
 class Recorder:
     """A callback that `fit` tells more than it tells others."""
 
-    def around(self, model: Any) -> AbstractContextManager[object]:
-        """Lasts as long as `fit` does."""
+    def around(self, model: Any, *, writes: bool, alone: bool) -> AbstractContextManager[object]:
+        """Lasts as long as `fit` does.
+
+        Args:
+            model: The model.
+            writes: Whether this process is the one that writes.
+            alone: Whether it is the only one.
+        """
         raise NotImplementedError
 
-    def goes_on(self) -> bool:
-        """Whether there is a run to go on with."""
+    def goes_on_from(self) -> str | None:
+        """The run to go on with, `None` where there is none."""
         raise NotImplementedError
 
     def begin(self, run: Run, epoch: int) -> int:

@@ -7,6 +7,7 @@ comes to the end, which is compared with a run that has no checkpoint and was no
 """
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -48,12 +49,10 @@ def main():
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     options = parser.parse_args()
     chance = random.Random(options.seed)
-    import grain  # noqa: F401
-    import tensorflow  # noqa: F401
-    import torch  # noqa: F401
-
-    import tests.checkpoints.test_state  # noqa: F401
-
+    importlib.import_module("tests.checkpoints.test_state")
+    for kind, library in (("tf.data", "tensorflow"), ("torch", "torch"), ("Grain", "grain")):
+        if any(kind in name for name in options.cases):
+            importlib.import_module(library)
     found, began = [], time.monotonic()
     while sum(each["kills"] for each in found) < options.kills:
         for name in options.cases:

@@ -93,6 +93,7 @@ def test_the_best(tmp_path):
     assert best.name in said
 
 
+@pytest.mark.whole
 def test_a_stateful_rnn_without_its_state(tmp_path):
     made = trained(tmp_path / "run", recurrent, sequences, epochs=1)
     assert export(tmp_path / "run", "-o", tmp_path / "model.keras")[0] == 0

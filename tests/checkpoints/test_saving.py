@@ -69,6 +69,7 @@ def test_the_best_stays_and_is_saved_when_it_comes(tmp_path):
     assert names(tmp_path) == ["epoch-0002-step-000000", "epoch-0004-step-000000"]
 
 
+@pytest.mark.whole
 def test_auto_asks_the_metric(tmp_path):
     def make():
         made = small()
@@ -319,6 +320,7 @@ def test_one_line_says_from_where(tmp_path, capsys):
     assert "nothing is left to do; 2 devices then, 2 now" in capsys.readouterr().out
 
 
+@pytest.mark.whole
 def test_a_plain_model_of_the_best_or_last_state_is_left(tmp_path):
     x, _ = held_out()
 

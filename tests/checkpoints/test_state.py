@@ -8,6 +8,7 @@ import pytest
 from keras import layers
 
 import lockstep
+from lockstep.engines import jax_keep, jax_resident
 from lockstep.errors import CheckpointWarning
 from tests.checkpoints.data import arrays
 from tests.checkpoints.runs import assert_same_end, small, train
@@ -117,6 +118,31 @@ def test_several_steps_in_one_execution(cut, tmp_path):
     truth = train(arrays, make=make)
     train(arrays, tmp_path, cut=cut, make=make, checkpoint={"steps": 1, "background": False})
     assert_same_end(train(arrays, tmp_path, make=make), truth)
+
+
+@pytest.mark.parametrize("shuffle", ["batch", pytest.param(True, marks=pytest.mark.whole)])
+def test_data_on_the_devices_and_steps_left_open(shuffle, tmp_path, monkeypatch):
+    """The callback that cuts writes nothing into the data."""
+    monkeypatch.setattr(jax_keep, "may_write_between_steps", lambda *_: False)
+    gathered = []
+    batch = jax_resident.Resident.batch
+    monkeypatch.setattr(
+        jax_resident.Resident, "batch", lambda *given: gathered.append(1) or batch(*given)
+    )
+
+    def make():
+        made = small()
+        made.compile(keras.optimizers.SGD(0.05), "mse", steps_per_execution="auto")
+        return made
+
+    options = {"make": make, "devices": 3, "shuffle": shuffle}
+    truth = train(arrays, **options)
+    assert not gathered
+    options["data_on_devices"] = True
+    saving = {"steps": 1, "background": False}
+    train(arrays, tmp_path, cut=10, checkpoint=saving, **options)
+    assert_same_end(train(arrays, tmp_path, **options), truth)
+    assert len(gathered) > 15
 
 
 class Odd(keras.Sequential):

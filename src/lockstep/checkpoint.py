@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import time
 import warnings
 from collections.abc import Iterator
@@ -99,8 +100,7 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
     def around(self, model: Any, *, writes: bool, alone: bool) -> Iterator[None]:
         """Lasts as long as `fit` does; no thread and no handler of signals is left after it.
 
-        Of several processes one writes, and no signal is waited for: they would have to
-        agree on the step after which they leave.
+        Of several processes one writes; which signals they wait for is up to JAX.
         """
         self._writes = writes
         self._folder.check()
@@ -154,7 +154,7 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
         self._say_failure()
         self._since += step - self._step
         self._step = step
-        asked = self._signals.asked is not None
+        asked = self._is_asked()
         if self._fit.model.stop_training and not asked:
             return  # the end of the epoch comes at once, and is saved
         # A save within an epoch is left out while one is under way; the next step asks again.
@@ -168,7 +168,7 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
         self._epoch, self._step = epoch + 1, 0
         monitored = self._monitored(logs)
         last = self._fit.model.stop_training or epoch + 1 == self._fit.epochs
-        asked = self._signals.asked is not None
+        asked = self._is_asked()
         better = monitored is not None and self._is_better(monitored)
         if self._every_epoch or last or asked or better or self._is_due():
             self._save(epoch + 1, 0, {}, monitored)
@@ -241,10 +241,17 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
         value, before = monitored["value"], self._retention.monitored[best][0]
         return bool(value < before if monitored["mode"] == "min" else value > before)
 
+    def _is_asked(self) -> bool:
+        """Whether a signal has come; of several processes, to one of them."""
+        if self._fit.is_told_to_leave():
+            self._signals.asked = signal.SIGTERM
+        return self._signals.asked is not None
+
     def _leave_if_asked(self) -> None:
         if self._signals.asked is not None:
             self._background.finish()
             self._say_failure()
+            self._fit.wait_for_others()
             self._signals.leave()
 
     def _say_failure(self) -> None:

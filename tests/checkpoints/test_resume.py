@@ -9,8 +9,9 @@ from functools import cache
 import pytest
 
 from lockstep.errors import CheckpointWarning
-from tests.checkpoints.data import SOURCES
-from tests.checkpoints.runs import assert_same_end, train
+from tests.checkpoints.data import BATCH, ROWS, SOURCES
+from tests.checkpoints.runs import EPOCHS, STEPS, assert_same_end, train
+from tests.conformance import common
 
 KNOWN = "Your input ran out of data"  # of data that does not say its length, as without a cut
 
@@ -72,3 +73,38 @@ def test_every_kind_of_data_goes_on_between_two_epochs(name, tmp_path):
     train(SOURCES[name], tmp_path, epochs=2, checkpoint={})
     with costly_skipping_is_said(name):
         assert_same_end(train(SOURCES[name], tmp_path, checkpoint={}), truth_of(name))
+
+
+class Counting:
+    """Rows for Grain, which counts how often one is asked for."""
+
+    def __init__(self):
+        self.x, self.y = common.data(ROWS)
+        self.asked = 0
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, row):
+        self.asked += 1
+        return self.x[row], self.y[row]
+
+
+def test_grain_goes_on_without_the_rows_before(tmp_path):
+    import grain
+
+    asked = []
+    for cut in (EPOCHS * STEPS - 6, EPOCHS * STEPS - 1):  # in the last epoch: early, and late
+        rows = Counting()
+
+        def source(rows=rows):
+            options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+            return {"x": grain.MapDataset.source(rows).batch(BATCH).to_iter_dataset(options)}
+
+        folder = tmp_path / str(cut)
+        train(source, folder, cut=cut, checkpoint={"steps": 1, "background": False})
+        before, rows.asked = rows.asked, 0
+        assert_same_end(train(source, folder), train(source))
+        asked.append(rows.asked)
+        assert before
+    assert asked[0] - asked[1] == 5 * BATCH

@@ -220,8 +220,56 @@ def test_a_run_goes_on_from_two_processes_in_one_and_back(tmp_path, monkeypatch)
     assert len((tmp_path / "log.csv").read_text().splitlines()) == 5
 
 
+TOLD = """
+import os, signal, time
+made = model(compiled=False, seed=5)
+compile_(made)
+lockstep.distribute(made)
+x, y = data()
+
+class Told(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        time.sleep(0.02)
+        if rank == 1 and {told} and self.model.optimizer.iterations == 9:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def get_state(self):
+        return None
+
+    def set_state(self, state):
+        pass
+
+np.random.seed(7)
+history, code = None, 0
+try:
+    history = made.fit(
+        x, y, batch_size=7, epochs=15, callbacks=[lockstep.Checkpoint("run", steps=10**6), Told()]
+    ).history
+except SystemExit as left:
+    code = left.code
+report(made, history, code=code, done=int(made.optimizer.iterations))
+"""
+
+
+def test_sigterm_to_one_process_saves_and_ends_all_after_the_same_step(tmp_path):
+    found, _ = run_both(TOLD.format(told=True), tmp_path)
+    assert [each["code"] for each in found] == [143, 143]
+    assert 9 < found[0]["done"] == found[1]["done"] < 15 * 8
+    (saved,) = (tmp_path / "run").glob("0*")
+    assert saved.name.endswith(f"epoch-{found[0]['done'] // 8:04}-step-{found[0]['done'] % 8:06}")
+
+    found, said = run_both(TOLD.format(told=False), tmp_path)
+    assert "lockstep: goes on from" in said[0]
+    one = model(compiled=False, seed=5)
+    compile_(one)
+    np.random.seed(7)
+    x, y = data()
+    assert_same(found[0]["history"], one.fit(x, y, batch_size=7, epochs=15, verbose=0).history)
+
+
 def test_processes_that_see_different_folders_are_told(tmp_path):
-    run_both(PART.format(stop=4, shared=True), tmp_path)
+    alone = lockstep.distribute(model(), 1)
+    alone.fit(*data(), verbose=0, callbacks=[lockstep.Checkpoint(tmp_path / "run")])
     found, _ = run_both(PART.format(stop=-1, shared=False), tmp_path)
     assert [each["error"] for each in found] == ["ProcessesDisagree"] * 2
 

@@ -81,8 +81,11 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         arrays = plain_arrays(self.data_adapter)
         if arrays is not None:
             return _rows_of_arrays(self.data_adapter, arrays, self.skip)
-        batches = self.data_adapter.get_jax_iterator()
+        batches = self._source()
         return _fresh(islice(batches, self.skip, None) if self.skip else batches)
+
+    def _source(self) -> Any:
+        return self.data_adapter.get_jax_iterator()
 
     def _chosen(self, data: Resident, skip: int) -> Iterator[Chosen]:
         if self.watched:

@@ -6,6 +6,7 @@ from typing import Any
 
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+from keras.src.trainers.data_adapters.grain_dataset_adapter import GrainDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from lockstep.engines.jax_data import (
@@ -34,16 +35,21 @@ class Pass:
         drawn: How many batches it has given.
         first: The checksum of the first one, where batches are compared.
         last: The last one, where batches are compared.
+        before_last: The state of the source before it, where the source has one.
     """
 
-    def __init__(self, batches: Iterator[Any], adapter: Any, verified: bool) -> None:
+    def __init__(
+        self, batches: Iterator[Any], adapter: Any, verified: bool, source: Any = None
+    ) -> None:
         self._batches = batches
+        self._source = source
         self._adapter = adapter
         self._verified = verified
         self.random: dict[str, Any] | None = None
         self.drawn = 0
         self.first: int | None = None
         self.last: Any = None
+        self.before_last: Any = None
 
     def __iter__(self) -> "Pass":
         return self
@@ -51,6 +57,8 @@ class Pass:
     def __next__(self) -> Any:
         if self.random is None:
             self.random = states_of(self._adapter)
+        if self._source is not None:
+            self.before_last = self._source.get_state()
         batch = next(self._batches)
         self.drawn += 1
         if self._verified:
@@ -76,6 +84,7 @@ class RecordedIterator(HostIterator):
         self._before: dict[str, Any] | None = None
         self._wanted: dict[str, Any] | None = None
         self._first_step = 0
+        self._with_state: Any = None
 
     def reset(self) -> None:
         """Forget every pass; Keras has looked at a batch to build the model."""
@@ -104,6 +113,7 @@ class RecordedIterator(HostIterator):
             "before": self._before if goes_on and has_workers(self.data_adapter) else None,
             "first": current.first if current and current.drawn else self._first,
             "last": checksum(current.last) if goes_on and current and self._verified else None,
+            "source": current.before_last if goes_on and current else None,
             "steps_seen": self._steps_seen,
             "batches": self._num_batches,
             "now": states_of(self.data_adapter),
@@ -152,8 +162,16 @@ class RecordedIterator(HostIterator):
         if self._pass is not None and self._pass.drawn:
             self._passes.append(self._pass.drawn)
             self._first = self._pass.first
-        self._pass = Pass(super()._get_iterator(), self.data_adapter, self._verified)
+        batches = super()._get_iterator()  # which asks for the source
+        self._pass = Pass(batches, self.data_adapter, self._verified, self._with_state)
         return self._pass
+
+    def _source(self) -> Any:
+        self._with_state = None
+        source = super()._source()
+        if isinstance(self.data_adapter, GrainDatasetAdapter):
+            source = self._with_state = iter(source)
+        return source
 
     def _advanced(self, position: dict[str, Any]) -> Pass:
         """A pass that has given as many batches as the one of the checkpoint had."""
@@ -171,6 +189,9 @@ class RecordedIterator(HostIterator):
         self.skip = 0 if self._verified else drawn - 1
         current = self._new_pass()
         self.skip, jumped = 0, self.skip
+        if position["source"] is not None and self._with_state is not None:
+            self._with_state.set_state(position["source"])
+            jumped = drawn - 1
         for _ in range(drawn - jumped):
             if next(current, None) is None:
                 raise CheckpointMismatch(
@@ -178,6 +199,8 @@ class RecordedIterator(HostIterator):
                     f"{current.drawn} now: it has changed.\n{STILL_POSSIBLE}"
                 )
         current.drawn = drawn
+        if self._verified and jumped:
+            current.first = position["first"]
         if self._verified:
             check_batch(1, position["first"], current.first)
             check_batch(drawn, position["last"], checksum(current.last))

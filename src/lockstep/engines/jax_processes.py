@@ -162,6 +162,27 @@ def check_same_run(found: str | None) -> None:
         )
 
 
+def is_told_to_leave(step: int) -> bool:
+    """Whether one of several processes was sent SIGTERM, and this is the step they agreed on.
+
+    JAX takes the signal from `jax.distributed.initialize` on, and lets the processes agree.
+
+    Args:
+        step: Counts the calls; every process makes them after the same steps.
+    """
+    config: Any = jax.config  # whose types leave its options out
+    if not several() or not config.jax_enable_preemption_service:
+        return False
+    reached: bool = multihost_utils.reached_preemption_sync_point(step)
+    return reached
+
+
+def wait_for_all(name: str) -> None:
+    """Return when every process has come here."""
+    if several():
+        multihost_utils.sync_global_devices(name)
+
+
 def together(model: Any, hooks: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
     """The methods that a model has where several processes train it: these, and more.
 
@@ -207,7 +228,7 @@ def _in_step_with_all(fit: Callable[..., Any]) -> Callable[..., Any]:
     def fit_together(*args: Any, **kwargs: Any) -> Any:
         share_random_numbers()
         history = fit(*args, **kwargs)
-        multihost_utils.sync_global_devices("lockstep fit")
+        wait_for_all("lockstep fit")
         return history
 
     return fit_together

@@ -46,6 +46,7 @@ class Recording:
         self._callbacks = [each for each in callbacks if not isinstance(each, Recorder)]
         self._copy = jax.jit(lambda values: [jnp.copy(value) for value in values])
         self._logs: dict[str, Any] = {}
+        self._asked = 0
         self._within: tuple[list[np.ndarray], Any] | None = None
 
     def facts(self) -> dict[str, Any]:
@@ -112,6 +113,15 @@ class Recording:
     def logs_of(self, logs: Any) -> Any:
         """The logs of an epoch's last step, also where the checkpoint came right after it."""
         return logs or self._logs
+
+    def is_told_to_leave(self) -> bool:
+        """Whether one of several processes was sent SIGTERM, and all are at the agreed step."""
+        self._asked += 1
+        return jax_processes.is_told_to_leave(self._asked)
+
+    def wait_for_others(self) -> None:
+        """Return when every process has come here."""
+        jax_processes.wait_for_all("lockstep checkpoint")
 
     def save_model(self, path: str, values: list[np.ndarray] | None) -> None:
         """Write a plain `.keras` file, of other values than the model has if some are given."""

@@ -60,6 +60,17 @@ class Run(Protocol):
         """
         ...
 
+    def is_told_to_leave(self) -> bool:
+        """Whether one of several processes was sent SIGTERM, and all are at the agreed step.
+
+        Every process asks once after each step. A process that is alone is never told here.
+        """
+        ...
+
+    def wait_for_others(self) -> None:
+        """Return when every process has come here; at once where there is one."""
+        ...
+
     def save_model(self, path: str, values: list[np.ndarray] | None) -> None:
         """Write a plain `.keras` file, of other values than the model has if some are given."""
         ...

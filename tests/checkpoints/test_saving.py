@@ -242,6 +242,17 @@ class Send(keras.callbacks.Callback):
         pass
 
 
+@pytest.fixture
+def _signals_as_at_a_terminal():
+    """A shell that starts the tests in the background lets them ignore SIGINT."""
+    usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_signals_as_at_a_terminal")
 @pytest.mark.parametrize(
     ("number", "left_by"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)]
 )
@@ -255,6 +266,7 @@ def test_a_signal_ends_the_step_saves_and_leaves_fit(number, left_by, tmp_path):
     assert_same_end(train(arrays, tmp_path, callbacks=[lambda: Send(0)]), train(arrays))
 
 
+@pytest.mark.usefixtures("_signals_as_at_a_terminal")
 def test_a_signal_after_the_last_epoch_is_not_lost(tmp_path):
     def late():
         return keras.callbacks.LambdaCallback(
@@ -266,6 +278,7 @@ def test_a_signal_after_the_last_epoch_is_not_lost(tmp_path):
     assert names(tmp_path) == ["epoch-0001-step-000000"]
 
 
+@pytest.mark.usefixtures("_signals_as_at_a_terminal")
 @pytest.mark.whole
 def test_a_second_interrupt_does_not_wait(tmp_path):
     with pytest.raises(KeyboardInterrupt):

@@ -1,0 +1,36 @@
+"""`python benchmarks/everything.py`: every figure in docs/performance.md, one after the other.
+
+Runs each benchmark in a process of its own and prints what it prints; nothing runs beside
+anything. What a benchmark needs beyond the package is in the extras `benchmarks` and `ahead`;
+one that lacks it fails and is named at the end, and the others run all the same.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+FIGURES = (
+    ["trainer_tax.py"],
+    ["peers.py"],
+    ["two_processes.py"],
+    ["ahead_of_time.py"],
+    ["ahead_of_time.py", "--target", "a100", "--devices", "8"],
+    ["ahead_of_time.py", "--models", "bert", "resnet", "--devices", "8", "512"],
+)
+
+
+def main() -> None:
+    """Run them, and end with 1 if any of them failed."""
+    failed = []
+    for script, *arguments in FIGURES:
+        command = " ".join(["python", f"benchmarks/{script}", *arguments])
+        print(f"\n== {command}", flush=True)
+        path = Path(__file__).with_name(script)
+        if subprocess.run([sys.executable, str(path), *arguments], check=False).returncode:
+            failed.append(command)
+    if failed:
+        sys.exit("\nfailed: " + "; ".join(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -160,7 +160,7 @@ class Cut(keras.callbacks.Callback):
 
 np.random.seed(7 if rank == 0 else 8)
 folder = "run" if {shared} or rank == 0 else "another"
-saving = [lockstep.Checkpoint(folder, steps=3, keep_model=True)]
+saving = [lockstep.Checkpoint(folder, steps=3, keep_model=True, background=False)]
 saving += [keras.callbacks.CSVLogger("log.csv")]
 options = dict(batch_size=7, epochs=4, validation_split=0.2)
 history, error = None, ""
@@ -203,7 +203,12 @@ def test_a_run_goes_on_from_two_processes_in_one_and_back(tmp_path, monkeypatch)
     lockstep.distribute(alone, 3)
     logger = keras.callbacks.CSVLogger("log.csv")
     with pytest.raises(InterruptedError):
-        alone.fit(x, y, **options, callbacks=[lockstep.Checkpoint("run", steps=3), logger, Cut()])
+        alone.fit(
+            x,
+            y,
+            **options,
+            callbacks=[lockstep.Checkpoint("run", steps=3, background=False), logger, Cut()],
+        )
     logger.csv_file.close()  # which Keras leaves open
 
     found, said = run_both(PART.format(stop=-1, shared=True), tmp_path)

@@ -50,6 +50,16 @@ def turned_round(batch: Batch) -> Batch:
     return turned
 
 
+def rolled(batch: Batch, rows: int) -> Batch:
+    """The same batch, so many of its last rows moved to the front."""
+    import keras
+
+    moved: Batch = keras.tree.map_structure(
+        lambda leaf: leaf if leaf is None else np.roll(leaf, rows, axis=0), batch
+    )
+    return moved
+
+
 def rows_of(batch: Batch) -> int:
     """The rows of a batch."""
     import keras

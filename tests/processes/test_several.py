@@ -328,6 +328,14 @@ REFUSED = {
         "x, y = data(53 - 14 * rank); made.fit(x, y, batch_size=7, verbose=0, shuffle=False)",
         "another number of batches",
     ),
+    "another batch later on": (
+        "x, y = data(); x[40] += rank; made.fit(x, y, batch_size=7, verbose=0, shuffle=False)",
+        "Among the 9 batches of this epoch, process 1 had another one than process 0",
+    ),
+    "another batch of a validation": (
+        "x, y = data(); x[20] += rank; made.evaluate(x, y, batch_size=7, verbose=0)",
+        "Among the 9 batches of this epoch, process 1 had another one than process 0",
+    ),
     "some of the devices": (
         "lockstep.distribute(made, 2)",
         "2 devices were asked for, and 4 are in 2 processes",
@@ -347,6 +355,25 @@ except LockstepError as error:
 """
     found, _ = run_both(body, tmp_path)
     assert all(text in report["error"] for report in found)
+
+
+SCHEDULED = """
+import os
+def behind():
+    threads = os.listdir("/proc/self/task")
+    return sum(os.sched_getscheduler(int(thread)) == os.SCHED_BATCH for thread in threads)
+before = behind()
+made = lockstep.distribute(model())
+report(made, {}, before=before, after=behind())
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or os.uname().machine != "x86_64", reason="found on Linux, x86-64"
+)
+def test_the_thread_of_gloo_is_behind_the_computation(tmp_path):
+    for report in run_both(SCHEDULED, tmp_path)[0]:
+        assert (report["before"], report["after"]) == (0, 1)
 
 
 def test_processes_that_jax_does_not_know_of_are_told(monkeypatch):

@@ -11,7 +11,14 @@ import numpy as np
 
 from lockstep.announce import fit_line, wants_words
 from lockstep.devices import Device, names_in_words
-from lockstep.engines import jax_cache, jax_devices, jax_losses, jax_processes, jax_states
+from lockstep.engines import (
+    jax_cache,
+    jax_devices,
+    jax_gloo,
+    jax_losses,
+    jax_processes,
+    jax_states,
+)
 from lockstep.engines.holders import holders_of
 from lockstep.engines.jax_around import around_fit
 from lockstep.engines.jax_checks import (
@@ -106,6 +113,8 @@ class Attachment:
         found = jax_devices.find(devices)
         jax_processes.check_devices(found)
         self._several = jax_processes.several()
+        if self._several and found[0].platform == "cpu":
+            jax_gloo.let_computation_first()
         self._steps = Steps(found)
         self._split: frozenset[int] = frozenset()
         self._hooks: dict[str, Callable[..., Any]] = {}

@@ -74,6 +74,7 @@ def run_epoch(
                 end(last, outputs)
                 if getattr(model, kind.stop):
                     break
+        batches.check_epoch()
     except BaseException:
         model.jax_state_sync()
         raise

@@ -11,6 +11,7 @@ from keras.src.trainers.data_adapters.array_slicing import NumpySliceable, conve
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from lockstep.engines import jax_processes
+from lockstep.engines.jax_agreement import Seen, check_same
 from lockstep.engines.jax_pace import Pace
 from lockstep.engines.jax_resident import Chosen, Resident
 from lockstep.engines.jax_scan import AUTO, check_times
@@ -45,6 +46,7 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         self.data: Resident | None = None
         self.watched = True
         self.decided = False
+        self._seen = Seen() if jax_processes.several() else None
         times = 1 if steps_per_execution == AUTO else steps_per_execution
         super().__init__(*args, steps_per_execution=times, **kwargs)
 
@@ -66,14 +68,19 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
 
     def _get_iterator(self) -> Iterator[Any]:
         batches = self._batches()
-        return self._checked(batches) if jax_processes.several() else batches
+        return batches if self._seen is None else self._checked(self._seen.each(batches))
 
     def _checked(self, batches: Iterator[Any]) -> Iterator[Any]:
         first = next(batches, None)
-        jax_processes.check_same(first, self.num_batches)
+        check_same(first, self.num_batches)
         if first is not None:
             yield first
             yield from batches
+
+    def check_epoch(self) -> None:
+        """Raise where another process took other batches in the epoch that ends here."""
+        if self._seen is not None:
+            self._seen.check()
 
     def _batches(self) -> Iterator[Any]:
         if self.data is not None:

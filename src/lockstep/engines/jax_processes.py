@@ -116,33 +116,6 @@ def share_variables(variables: list[Any]) -> None:
             variable.assign(value)
 
 
-def check_same(batch: Any, batches: int | None) -> None:
-    """Raise where a batch is not the same in every process, by its first 1,024 rows.
-
-    Args:
-        batch: A batch of host arrays: the first of an epoch, or the one of a single step.
-        batches: How many the epoch has, `None` where that is not known.
-
-    Raises:
-        ProcessesDisagree: If the rows, or the number of batches, differ.
-    """
-    check = zlib.crc32(repr(batches).encode())
-    for leaf in keras.tree.flatten(batch):
-        if leaf is not None:
-            array = np.asarray(leaf)
-            check = zlib.crc32(repr((array.shape, str(array.dtype))).encode(), check)
-            check = zlib.crc32(array[: 1 << 10].tobytes(), check)
-    every = multihost_utils.process_allgather(np.array([check], "uint32")).ravel()
-    other = np.flatnonzero(every != every[0])
-    if other.size:
-        raise ProcessesDisagree(
-            f"Process {other[0]} has another first batch, or another number of batches, than "
-            "process 0: rows would be lost or trained on twice.\n"
-            "Give every process the same data in the same order (seed what draws the order), and "
-            "the global batch size:\neach process places the rows of its own devices."
-        )
-
-
 def check_same_run(found: str | None) -> None:
     """Raise where the processes would go on from different checkpoints.
 

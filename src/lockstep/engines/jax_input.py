@@ -46,12 +46,17 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         self.data: Resident | None = None
         self.watched = True
         self.decided = False
-        self._seen = Seen() if jax_processes.several() else None
+        self._seen = _seen()
         times = 1 if steps_per_execution == AUTO else steps_per_execution
         super().__init__(*args, steps_per_execution=times, **kwargs)
 
     def __next__(self) -> Any:
         return next(self._epoch_iterator)
+
+    def reset(self) -> None:
+        """Forget what was taken to look at, as Keras does before the first step."""
+        super().reset()
+        self._seen = _seen()
 
     def _enumerate_iterator(self) -> Iterator[tuple[int, int, Iterator[Any]]]:
         steps: Iterator[tuple[int, int, Iterator[Any]]] = super()._enumerate_iterator()
@@ -101,6 +106,10 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
             if isinstance(rows, slice):
                 rows = np.arange(rows.start, rows.stop)
             yield Chosen(rows.astype("int32"), data)
+
+
+def _seen() -> Seen | None:
+    return Seen() if jax_processes.several() else None
 
 
 def plain_arrays(adapter: Any) -> tuple[np.ndarray, ...] | None:

@@ -2,7 +2,8 @@
 
 Each process is pinned to a core of its own. Pairs take turns, round by round: two
 processes that do not know of one another (the control, which cancels the machine), two under
-lockstep, two that run a hand-written JAX loop over the same collectives; and for PyTorch the
+lockstep, two that run a hand-written JAX loop over the same collectives, as JAX sets them up
+and with gloo's thread behind the computation, where lockstep puts it; and for PyTorch the
 same control, hand-written DistributedDataParallel, Hugging Face Accelerate and Lightning
 Fabric. A ratio is the throughput of a pair over that of its control in the same round. Wall
 time, because what is measured is how communication overlaps. A peer that is not installed is
@@ -44,6 +45,15 @@ def keras_model():
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss, metrics=["accuracy"])
     return model
+
+
+def behind(rank, address, steps):
+    """The hand-written loop, with gloo's thread where lockstep puts it."""
+    run = hand_written_jax(rank, address, steps)
+    from lockstep.engines.jax_gloo import let_computation_first
+
+    assert let_computation_first(), "gloo's thread was not found"
+    return run
 
 
 def start_jax(rank, address):
@@ -163,6 +173,7 @@ PAIRS = {
     "independent": (lockstep_fit, False),
     "lockstep": (lockstep_fit, True),
     "hand-written JAX": (hand_written_jax, True),
+    "hand-written JAX, gloo behind": (behind, True),
     "independent PyTorch": (in_torch("alone"), False),
     "DistributedDataParallel": (in_torch("data_parallel"), True),
     "Accelerate": (in_torch("accelerate"), True),
@@ -171,7 +182,9 @@ PAIRS = {
 RATIOS = [
     ("lockstep", "independent"),
     ("hand-written JAX", "independent"),
+    ("hand-written JAX, gloo behind", "independent"),
     ("lockstep", "hand-written JAX"),
+    ("lockstep", "hand-written JAX, gloo behind"),
     ("DistributedDataParallel", "independent PyTorch"),
     ("Accelerate", "independent PyTorch"),
     ("Fabric", "independent PyTorch"),

@@ -13,9 +13,10 @@ FIGURES = (
     ["trainer_tax.py"],
     ["peers.py"],
     ["two_processes.py"],
+    ["input_ahead.py"],
     ["ahead_of_time.py"],
     ["ahead_of_time.py", "--target", "a100", "--devices", "8"],
-    ["ahead_of_time.py", "--models", "bert", "resnet", "--devices", "8", "512"],
+    ["ahead_of_time.py", "--models", "bert", "resnet", "--devices", "8", "64", "512"],
 )
 
 

@@ -20,7 +20,7 @@ import time
 from peers import ratio, spread, versions
 from workers import Worker, answer, pin
 
-ROWS = 32
+ROWS = int(os.environ.get("ROWS", "32"))
 """Rows of a step in each process."""
 
 
@@ -242,7 +242,7 @@ class Pair:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=20, help="steps of a round")
+    parser.add_argument("--steps", type=int, default=40, help="steps of a round")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--worker")

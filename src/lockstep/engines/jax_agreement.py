@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 
 from lockstep.errors import ProcessesDisagree
 
-_BYTES = 1 << 20
+_BYTES = 1 << 16
 """Of an array of a later batch so many bytes are compared, from all over it."""
 
 
@@ -80,7 +80,9 @@ def _arrays(batch: Any) -> list[np.ndarray]:
 
 def _added(part: np.ndarray, array: np.ndarray, check: int) -> int:
     check = zlib.crc32(repr((array.shape, str(array.dtype))).encode(), check)
-    return zlib.crc32(part.tobytes(), check)
+    if part.dtype.hasobject:  # which no device takes
+        return check
+    return zlib.crc32(np.ascontiguousarray(part).reshape(-1).view("uint8"), check)
 
 
 def _sample(array: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ import time
 from peers import ratio, spread, versions
 from workers import Worker, answer, pin
 
-ROWS = int(os.environ.get("ROWS", "32"))
+ROWS = 32
 """Rows of a step in each process."""
 
 

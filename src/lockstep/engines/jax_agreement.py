@@ -82,7 +82,7 @@ def _added(part: np.ndarray, array: np.ndarray, check: int) -> int:
     check = zlib.crc32(repr((array.shape, str(array.dtype))).encode(), check)
     if part.dtype.hasobject:  # which no device takes
         return check
-    return zlib.crc32(np.ascontiguousarray(part).reshape(-1).view("uint8"), check)
+    return zlib.crc32(part.tobytes(), check)
 
 
 def _sample(array: np.ndarray) -> np.ndarray:

@@ -14,9 +14,9 @@ def some_rows():
     return common.data(ROWS)
 
 
-def arrays(rows=some_rows):
+def arrays(rows=some_rows, batch=BATCH):
     x, y = rows()
-    return {"x": x, "y": y, "batch_size": BATCH, "shuffle": True}
+    return {"x": x, "y": y, "batch_size": batch, "shuffle": True}
 
 
 def arrays_by_batch():
@@ -35,16 +35,17 @@ def jax_arrays():
 class Batches(keras.utils.PyDataset):
     """Adds noise from NumPy's random numbers, as an augmentation does."""
 
-    def __init__(self, rows=some_rows, noise=True, **kwargs):
+    def __init__(self, rows=some_rows, batch=BATCH, noise=True, **kwargs):
         super().__init__(**kwargs)
         self.rows = rows()
+        self.batch = batch
         self.noise = noise
 
     def __len__(self):
-        return ROWS // BATCH
+        return -(-_count(self.rows) // self.batch)
 
     def __getitem__(self, index):
-        x, y = _taken(self.rows, slice(index * BATCH, (index + 1) * BATCH))
+        x, y = _taken(self.rows, slice(index * self.batch, (index + 1) * self.batch))
         return keras.tree.map_structure(self._noisy, x), y
 
     def _noisy(self, x):
@@ -54,12 +55,16 @@ class Batches(keras.utils.PyDataset):
         return x + noise.astype("float32")
 
 
+def _count(rows):
+    return len(keras.tree.flatten(rows)[0])
+
+
 def _taken(rows, which):
     return keras.tree.map_structure(lambda array: array[which], rows)
 
 
-def py_dataset(rows=some_rows):
-    return {"x": Batches(rows), "shuffle": True}
+def py_dataset(rows=some_rows, batch=BATCH):
+    return {"x": Batches(rows, batch), "shuffle": True}
 
 
 def py_dataset_with_workers():
@@ -92,12 +97,12 @@ def py_dataset_with_state():
     return {"x": Reordered(), "shuffle": False}
 
 
-def tf_data(rows=some_rows):
+def tf_data(rows=some_rows, batch=BATCH):
     import tensorflow as tf
 
     rows = keras.tree.lists_to_tuples(rows())  # a list would be one tensor
-    data = tf.data.Dataset.from_tensor_slices(rows).shuffle(ROWS, seed=3)
-    return {"x": data.batch(BATCH).prefetch(2)}
+    data = tf.data.Dataset.from_tensor_slices(rows).shuffle(_count(rows), seed=3)
+    return {"x": data.batch(batch).prefetch(2)}
 
 
 def tf_data_repeated():
@@ -108,13 +113,13 @@ def tf_data_repeated():
     return {"x": data.batch(BATCH), "steps_per_epoch": 5}
 
 
-def torch_loader(rows=some_rows):
+def torch_loader(rows=some_rows, batch=BATCH):
     import torch
 
     generator = torch.Generator().manual_seed(6)
     return {
         "x": torch.utils.data.DataLoader(
-            _one_by_one(rows), BATCH, shuffle=True, generator=generator
+            _one_by_one(rows), batch, shuffle=True, generator=generator
         ),
     }
 
@@ -128,24 +133,24 @@ def torch_loader_of_the_global_generator():
     return {"x": torch.utils.data.DataLoader(data, BATCH, shuffle=True)}
 
 
-def grain_dataset(rows=some_rows):
+def grain_dataset(rows=some_rows, batch=BATCH):
     import grain
 
-    return {"x": grain.MapDataset.source(_one_by_one(rows)).shuffle(seed=5).batch(BATCH)}
+    return {"x": grain.MapDataset.source(_one_by_one(rows)).shuffle(seed=5).batch(batch)}
 
 
 def _one_by_one(rows):
     every = rows()
-    return [_taken(every, row) for row in range(ROWS)]
+    return [_taken(every, row) for row in range(_count(every))]
 
 
-def generator(rows=some_rows):
+def generator(rows=some_rows, batch=BATCH):
     every = rows()
     rng = np.random.default_rng(8)
 
     def batches():
         while True:
-            yield _taken(every, rng.integers(0, ROWS, BATCH))
+            yield _taken(every, rng.integers(0, _count(every), batch))
 
     return {"x": batches(), "steps_per_epoch": 6}
 

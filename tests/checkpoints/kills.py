@@ -53,7 +53,6 @@ ZOO = {
     "added_losses": [1, 2, 8],
 }
 CASES |= {f"zoo, {name}": (name, None, devices) for name, devices in ZOO.items()}
-ZOO_EPOCHS = 3  # 21 steps
 BATCHES = 5  # after which a child is killed, at most
 SECONDS = 0.1  # and the time then, which may be that of validation, or of the end of an epoch
 
@@ -170,6 +169,7 @@ def _train(name, kind, base, devices, truth, pipe):
     else:
         makes = {"smooth": smooth, "small": runs.small, "stopping": runs.small}
         training = {
+            "epochs": EPOCHS,
             "make": makes.get(model) or getattr(test_state, model),
             "source": getattr(data, kind, None) or getattr(test_state, kind),
         }
@@ -195,7 +195,6 @@ def _train(name, kind, base, devices, truth, pipe):
         folder=folder,
         devices=devices,
         callbacks=callbacks,
-        epochs=ZOO_EPOCHS if model in ZOO else EPOCHS,
         checkpoint={"steps": 1},
     )
     values = {f"v{n}": value for n, value in enumerate(variables.values())}

@@ -10,6 +10,7 @@ chance.
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import random
@@ -71,14 +72,15 @@ def main():
         if any(kind in name or "zoo" in name for name in options.cases):
             importlib.import_module(library)
     found, began = [], time.monotonic()
-    while sum(each["kills"] for each in found) < options.kills:
-        for name in options.cases:
-            found.append(_killed_run(name, -(-options.kills // len(options.cases)), chance))
-            print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+    for name in itertools.cycle(options.cases):
+        if len(found) >= len(options.cases) and _kills(found) >= options.kills:
+            break  # every case once, and then as many more as it takes
+        found.append(_killed_run(name, -(-options.kills // len(options.cases)), chance))
+        print(json.dumps(found[-1]), file=sys.stderr, flush=True)
     print(
         json.dumps(
             {
-                "kills": sum(each["kills"] for each in found),
+                "kills": _kills(found),
                 "while saving": sum(each["while saving"] for each in found),
                 "runs": len(found),
                 "bit for bit": sum(each["apart"] == 0 for each in found),
@@ -88,6 +90,10 @@ def main():
             }
         )
     )
+
+
+def _kills(found):
+    return sum(each["kills"] for each in found)
 
 
 def _killed_run(name, kills, chance):

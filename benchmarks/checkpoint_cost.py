@@ -6,14 +6,19 @@ as the parameters and slots have; ratios are to the raw write of the same round.
 how long the callback keeps the caller; *durable* is until fsync has returned for the last byte
 (of ways that do not sync, their files are synced here, after their own time). At the end of a
 round one step is timed while lockstep's thread writes, against one that nothing goes on beside.
+At last, processes of their own train three epochs each, with a callback or without, and tell the
+most memory that they had.
 """
 
 import argparse
 import json
 import os
 import random
+import resource
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -76,7 +81,7 @@ class Ways:
         batches = RecordedIterator(x=x, y=y, batch_size=len(x), shuffle=True)
         callbacks = Callbacks([checkpoint], add_history=True, model=self.made)
         run = Recording(self.made, ("cpu:0",), batches, None, callbacks.callbacks, 10)
-        run._copy = self.copy = getattr(self, "copy", run._copy)
+        run._copies = self.copies = getattr(self, "copies", run._copies)  # of one `fit`
         checkpoint.begin(run, 0)
         began = time.perf_counter()
         checkpoint.epoch_ended(0, {"loss": 1.0})
@@ -111,16 +116,45 @@ class Ways:
         return blocked, callback.wait_until_finished
 
 
+CALLBACKS = {
+    "lockstep": lambda folder: Checkpoint(folder, keep=1),
+    "weights_h5": lambda folder: keras.callbacks.ModelCheckpoint(
+        folder / "a.weights.h5", save_weights_only=True
+    ),
+    "orbax": lambda folder: keras.callbacks.OrbaxCheckpoint(folder / "orbax", save_freq="epoch"),
+}
+
+
+def memory_of(name, made, batch, folder):
+    """The most memory, in bytes, that this process had once it has trained three epochs."""
+    folder = Path(tempfile.mkdtemp(dir=folder))
+    callbacks = [CALLBACKS[name](folder)] if name in CALLBACKS else []
+    x, y = (np.concatenate([each, each]) for each in batch)
+    made.fit(x, y, batch_size=len(batch[0]), epochs=3, verbose=0, callbacks=callbacks)
+    shutil.rmtree(folder)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def memory_in_a_process(name, arguments):
+    command = [sys.executable, __file__, "--memory-of", name, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(done.stdout.splitlines()[-1])
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--width", type=int, default=2880)
     parser.add_argument("--depth", type=int, default=12)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--memory-of", choices=["nothing", *CALLBACKS])
     options = parser.parse_args()
     made = model(options.width, options.depth)
     rng = np.random.default_rng(0)
     batch = rng.normal(size=(8, options.width)).astype("float32"), np.zeros((8, 1), "float32")
+    if options.memory_of:
+        print(memory_of(options.memory_of, made, batch, options.folder))
+        return
     made.train_on_batch(*batch)
     # Stock saving, not lockstep's whole files, is what the others do.
     for name in ("save", "save_weights"):
@@ -169,7 +203,12 @@ def main():
     h5 = found["weights_h5"]["blocked"]
     over = [mine / theirs for mine, theirs in zip(found["lockstep"]["blocked"], h5, strict=True)]
     print("lockstep blocked, over .weights.h5 blocked:", spread(over))
-    print("memory of the copy, over that of the state: 1.0 by construction, until written")
+    arguments = ["--width", str(options.width), "--depth", str(options.depth)]
+    arguments += ["--folder", str(options.folder)]
+    memory = {name: memory_in_a_process(name, arguments) for name in ("nothing", *CALLBACKS)}
+    for name in CALLBACKS:
+        more = (memory[name] - memory["nothing"]) / ways.bytes
+        print(f"{name}: at most {more:.2f} of the state more memory than without")
     print(json.dumps({"raw": raws, "step": steps, **found}))
 
 

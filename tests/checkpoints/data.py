@@ -1,4 +1,7 @@
-"""Each kind of data that `fit` takes, made afresh, with an order that is drawn at random."""
+"""Each kind of data that `fit` takes, made afresh, with an order that is drawn at random.
+
+Every one is made of rows, `(x, y)`, which may be dicts and lists of arrays.
+"""
 
 import keras
 import numpy as np
@@ -7,9 +10,13 @@ from tests.conformance import common
 from tests.conformance.side_by_side import BATCH, ROWS
 
 
-def arrays():
-    x, y = common.data(ROWS)
-    return {"x": x, "y": y, "batch_size": BATCH, "shuffle": True}
+def some_rows():
+    return common.data(ROWS)
+
+
+def arrays(rows=some_rows, batch=BATCH):
+    x, y = rows()
+    return {"x": x, "y": y, "batch_size": batch, "shuffle": True}
 
 
 def arrays_by_batch():
@@ -28,22 +35,36 @@ def jax_arrays():
 class Batches(keras.utils.PyDataset):
     """Adds noise from NumPy's random numbers, as an augmentation does."""
 
-    def __init__(self, noise=True, **kwargs):
+    def __init__(self, rows=some_rows, batch=BATCH, noise=True, **kwargs):
         super().__init__(**kwargs)
-        self.x, self.y = common.data(ROWS)
+        self.rows = rows()
+        self.batch = batch
         self.noise = noise
 
     def __len__(self):
-        return ROWS // BATCH
+        return -(-_count(self.rows) // self.batch)
 
     def __getitem__(self, index):
-        rows = slice(index * BATCH, (index + 1) * BATCH)
-        noise = np.random.normal(size=(BATCH, 1)).astype("float32") if self.noise else 0
-        return self.x[rows] + noise, self.y[rows]
+        x, y = _taken(self.rows, slice(index * self.batch, (index + 1) * self.batch))
+        return keras.tree.map_structure(self._noisy, x), y
+
+    def _noisy(self, x):
+        if not self.noise or x.dtype != "float32":
+            return x
+        noise = np.random.normal(size=(len(x), *[1] * (x.ndim - 1)))
+        return x + noise.astype("float32")
 
 
-def py_dataset():
-    return {"x": Batches(), "shuffle": True}
+def _count(rows):
+    return len(keras.tree.flatten(rows)[0])
+
+
+def _taken(rows, which):
+    return keras.tree.map_structure(lambda array: array[which], rows)
+
+
+def py_dataset(rows=some_rows, batch=BATCH):
+    return {"x": Batches(rows, batch), "shuffle": True}
 
 
 def py_dataset_with_workers():
@@ -76,12 +97,12 @@ def py_dataset_with_state():
     return {"x": Reordered(), "shuffle": False}
 
 
-def tf_data():
+def tf_data(rows=some_rows, batch=BATCH):
     import tensorflow as tf
 
-    x, y = common.data(ROWS)
-    data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(ROWS, seed=3)
-    return {"x": data.batch(BATCH).prefetch(2)}
+    rows = keras.tree.lists_to_tuples(rows())  # a list would be one tensor
+    data = tf.data.Dataset.from_tensor_slices(rows).shuffle(_count(rows), seed=3)
+    return {"x": data.batch(batch).prefetch(2)}
 
 
 def tf_data_repeated():
@@ -92,14 +113,14 @@ def tf_data_repeated():
     return {"x": data.batch(BATCH), "steps_per_epoch": 5}
 
 
-def torch_loader():
+def torch_loader(rows=some_rows, batch=BATCH):
     import torch
 
-    x, y = map(torch.from_numpy, common.data(ROWS))
     generator = torch.Generator().manual_seed(6)
-    data = torch.utils.data.TensorDataset(x, y)
     return {
-        "x": torch.utils.data.DataLoader(data, BATCH, shuffle=True, generator=generator),
+        "x": torch.utils.data.DataLoader(
+            _one_by_one(rows), batch, shuffle=True, generator=generator
+        ),
     }
 
 
@@ -112,22 +133,24 @@ def torch_loader_of_the_global_generator():
     return {"x": torch.utils.data.DataLoader(data, BATCH, shuffle=True)}
 
 
-def grain_dataset():
+def grain_dataset(rows=some_rows, batch=BATCH):
     import grain
 
-    x, y = common.data(ROWS)
-    rows = list(zip(x, y, strict=True))
-    return {"x": grain.MapDataset.source(rows).shuffle(seed=5).batch(BATCH)}
+    return {"x": grain.MapDataset.source(_one_by_one(rows)).shuffle(seed=5).batch(batch)}
 
 
-def generator():
-    x, y = common.data(ROWS)
+def _one_by_one(rows):
+    every = rows()
+    return [_taken(every, row) for row in range(_count(every))]
+
+
+def generator(rows=some_rows, batch=BATCH):
+    every = rows()
     rng = np.random.default_rng(8)
 
     def batches():
         while True:
-            rows = rng.integers(0, ROWS, BATCH)
-            yield x[rows], y[rows]
+            yield _taken(every, rng.integers(0, _count(every), batch))
 
     return {"x": batches(), "steps_per_epoch": 6}
 

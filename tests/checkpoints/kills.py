@@ -2,16 +2,18 @@
 
 A warm process that has imported everything and started nothing forks one child for each
 attempt. A child trains from scratch, or goes on from its folder, on a number of devices that
-may be another each time, and is killed after a random time from its first batch, until one
-comes to the end, which is compared with a run that has no checkpoint and was not killed.
+may be another each time (in one run of three it is the same), and is killed after a random
+number of batches and a random time, until one comes to the end, which is compared with a run
+that has no checkpoint and was not killed. The conformance zoo's models get a kind of data by
+chance.
 """
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import random
-import select
 import signal
 import sys
 import tempfile
@@ -39,6 +41,21 @@ CASES = {
     "generator": ("small", "generator", [4]),
 }
 EPOCHS = 10
+ZOO = {
+    "mlp": [1, 2, 3, 4, 8],
+    "cnn": [2, 4],
+    "bias_before_norm": [1, 4],
+    "several_inputs_and_outputs": [1, 3, 8],
+    "shared_layer": [2, 4, 8],
+    "nested_model": [1, 2, 3],
+    "subclassed": [1, 2, 3, 4, 8],
+    "masked_lstm": [1, 2, 4],
+    "attention": [2, 3, 4],
+    "added_losses": [1, 2, 8],
+}
+CASES |= {f"zoo, {name}": (name, None, devices) for name, devices in ZOO.items()}
+BATCHES = 5  # after which a child is killed, at most
+SECONDS = 0.1  # and the time then, which may be that of validation, or of the end of an epoch
 
 
 def main():
@@ -49,52 +66,61 @@ def main():
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     options = parser.parse_args()
     chance = random.Random(options.seed)
-    importlib.import_module("tests.checkpoints.test_state")
+    for module in ("tests.checkpoints.test_state", "tests.checkpoints.zoo"):
+        importlib.import_module(module)
     for kind, library in (("tf.data", "tensorflow"), ("torch", "torch"), ("Grain", "grain")):
-        if any(kind in name for name in options.cases):
+        if any(kind in name or "zoo" in name for name in options.cases):
             importlib.import_module(library)
     found, began = [], time.monotonic()
-    while sum(each["kills"] for each in found) < options.kills:
-        for name in options.cases:
-            left = options.kills - sum(each["kills"] for each in found)
-            if left > 0:
-                found.append(_killed_run(name, min(left, chance.randint(4, 9)), chance))
-                print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+    for name in itertools.cycle(options.cases):
+        if len(found) >= len(options.cases) and _kills(found) >= options.kills:
+            break  # every case once, and then as many more as it takes
+        found.append(_killed_run(name, -(-options.kills // len(options.cases)), chance))
+        print(json.dumps(found[-1]), file=sys.stderr, flush=True)
     print(
         json.dumps(
             {
-                "kills": sum(each["kills"] for each in found),
+                "kills": _kills(found),
                 "while saving": sum(each["while saving"] for each in found),
                 "runs": len(found),
                 "bit for bit": sum(each["apart"] == 0 for each in found),
                 "apart": max(each["apart"] for each in found),
-                "wrong": [each for each in found if each["apart"] > each["allowed"]],
+                "wrong": [each for each in found if not each["apart"] <= each["allowed"]],
                 "minutes": round((time.monotonic() - began) / 60, 1),
             }
         )
     )
 
 
+def _kills(found):
+    return sum(each["kills"] for each in found)
+
+
 def _killed_run(name, kills, chance):
-    _, _, devices = CASES[name]
+    _, kind, devices = CASES[name]
+    if kind is None:
+        kind = chance.choice(list(importlib.import_module("tests.checkpoints.zoo").KINDS))
+    if chance.random() < 1 / 3:
+        devices = [chance.choice(devices)]
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder)
-        began, took = _attempt(name, base, devices[0], truth=True)
-        assert began, f"{name}: {took}"
+        _attempt(name, kind, base, devices[0], truth=True)
         survived, saving, used = 0, 0, set()
         while survived < kills:
             used.add(count := chance.choice(devices))
-            if _attempt(name, base, count, kill_after=chance.uniform(0, took)) is None:
+            when = chance.randint(1, BATCHES), chance.uniform(0, SECONDS)
+            if not _attempt(name, kind, base, count, kill_after=when):
                 survived += 1
                 saving += any(path.name[0] == "." for path in (base / "run").iterdir())
             else:  # it came to its end before: that is a run, too
                 break
         used.add(count := chance.choice(devices))
-        _attempt(name, base, count)
+        _attempt(name, kind, base, count)
         apart = _apart(base / "truth.npz", base / "end.npz")
     allowed = 0.0 if used == {devices[0]} else 1e-5
     return {
         "case": name,
+        "data": kind,
         "kills": survived,
         "while saving": saving,
         "devices": sorted(used),
@@ -103,58 +129,61 @@ def _killed_run(name, kills, chance):
     }
 
 
-def _attempt(name, base, devices, truth=False, kill_after=None):
-    """A child that trains; true and its seconds from the first batch, `None` if killed."""
+def _attempt(name, kind, base, devices, truth=False, kill_after=None):
+    """A child that trains; whether it came to its end, and was not killed before."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         status = 1
         try:
             os.close(reading)
-            _train(name, base, devices, truth, writing)
+            _train(name, kind, base, devices, truth, writing)
             status = 0
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(status)
     os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        pipe.read(1)  # the first batch, or the end
-        began = time.monotonic()
-        if kill_after is not None and not select.select([pipe], [], [], kill_after)[0]:
-            os.kill(child, signal.SIGKILL)
+    with os.fdopen(reading, "rb", buffering=0) as pipe:
+        if kill_after is not None:
+            batches, seconds = kill_after
+            if all(pipe.read(1) for _ in range(batches)):
+                time.sleep(seconds)
+                os.kill(child, signal.SIGKILL)
         pipe.read()
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
         assert os.WTERMSIG(status) == signal.SIGKILL
-        return None
+        return False
     assert status == 0, f"{name} did not come to its end"
-    return True, time.monotonic() - began
+    return True
 
 
-def _train(name, base, devices, truth, pipe):
+def _train(name, kind, base, devices, truth, pipe):
     import keras
     import numpy as np
 
     import lockstep
-    from tests.checkpoints import data, runs, test_state
+    from tests.checkpoints import data, runs, test_state, zoo
     from tests.conformance.side_by_side import smooth
 
     lockstep.rehearse(devices=devices)
     warnings.simplefilter("ignore")
-    model, source, _ = CASES[name]
-    makes = {"smooth": smooth, "small": runs.small, "stopping": runs.small}
-    make = makes.get(model) or getattr(test_state, model)
-    source = getattr(data, source, None) or getattr(test_state, source)
+    model, _, _ = CASES[name]
+    if model in ZOO:
+        training = zoo.training(model, kind)
+    else:
+        makes = {"smooth": smooth, "small": runs.small, "stopping": runs.small}
+        training = {
+            "epochs": EPOCHS,
+            "make": makes.get(model) or getattr(test_state, model),
+            "source": getattr(data, kind, None) or getattr(test_state, kind),
+        }
 
     class Slow(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            if not self.said:
-                os.write(pipe, b".")
-            self.said = True
+            os.write(pipe, b".")
             time.sleep(0.01)
-
-        said = False
 
     callbacks = [Slow]
     if model == "stopping":
@@ -168,12 +197,10 @@ def _train(name, base, devices, truth, pipe):
         ]
     folder = None if truth and "workers" not in name else base / ("aside" if truth else "run")
     history, variables = runs.train(
-        source,
-        folder,
+        **training,
+        folder=folder,
         devices=devices,
-        make=make,
         callbacks=callbacks,
-        epochs=EPOCHS,
         checkpoint={"steps": 1},
     )
     values = {f"v{n}": value for n, value in enumerate(variables.values())}

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoints.kills import CASES
+
 SOAK = Path(__file__).parents[2] / "benchmarks" / "checkpoint_soak.py"
 
 
 @pytest.mark.parametrize(
     "cases",
     [
-        ["everything"],
-        pytest.param(["arrays, any devices", "stopping"], marks=pytest.mark.whole),
-        pytest.param(["stateful RNN", "torch"], marks=pytest.mark.whole),
+        ["everything", "zoo, several_inputs_and_outputs"],
+        *(pytest.param([name], marks=pytest.mark.whole) for name in CASES),
     ],
 )
 def test_a_killed_run_ends_as_one_that_was_not(cases):
@@ -30,5 +31,5 @@ def test_a_killed_run_ends_as_one_that_was_not(cases):
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["kills"] == 3 * len(cases)
+    assert found["kills"] >= 3 * len(cases)
     assert found["wrong"] == []

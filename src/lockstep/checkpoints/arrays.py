@@ -16,7 +16,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from lockstep.checkpoints.files import CHUNK, write_file
+from lockstep.checkpoints.direct import write_large_file
+from lockstep.checkpoints.files import CHUNK
 from lockstep.errors import DamagedCheckpoint
 
 _TYPES = {
@@ -76,7 +77,7 @@ def write_arrays(path: Path, entries: list[Entry], arrays: Iterable[np.ndarray])
                 yield piece
             checks.append(check)
 
-    write_file(path, parts())
+    write_large_file(path, parts())
     return checks
 
 

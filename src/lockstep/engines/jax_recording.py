@@ -1,23 +1,19 @@
 """One `fit` on JAX, as a checkpoint sees it: its state is read and set between two steps."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
 
 from lockstep.engines import callback_states, jax_processes
+from lockstep.engines.jax_copies import Copies
 from lockstep.engines.jax_data import fingerprint
 from lockstep.engines.jax_epoch import TRAIN
 from lockstep.engines.jax_position import RecordedIterator, RecordedValidation
 from lockstep.engines.named_variables import named_variables
 from lockstep.engines.recording import Recorder, Snapshot
-
-_AHEAD = 4
-"""How many arrays are on their way to the host while one is being written."""
 
 
 class Recording:
@@ -44,7 +40,7 @@ class Recording:
         self._batches = batches
         self._held_out = held_out
         self._callbacks = [each for each in callbacks if not isinstance(each, Recorder)]
-        self._copy = jax.jit(lambda values: [jnp.copy(value) for value in values])
+        self._copies = Copies(on_host=devices[0].startswith("cpu"))
         self._logs: dict[str, Any] = {}
         self._asked = 0
         self._within: tuple[list[np.ndarray], Any] | None = None
@@ -63,7 +59,7 @@ class Recording:
         return [(name, str(value.dtype), tuple(value.shape)) for (name, _), value in values]
 
     def snapshot(self, logs: dict[str, Any]) -> Snapshot:
-        """A copy of every variable, made on the device; it takes the memory of one state there."""
+        """A copy of every variable; what it takes is told in `lockstep.engines.jax_copies`."""
         names = [name for name, _ in named_variables(self.model)]
         values = [_on_one_device(value) for value in self._values()]
         variables = len(values)
@@ -75,12 +71,7 @@ class Recording:
             (name, str(value.dtype), tuple(value.shape))
             for name, value in zip(names, values, strict=True)
         ]
-        spread = {n for n, value in enumerate(values) if len(value.sharding.device_set) > 1}
-        copies = [jnp.copy(value) if n in spread else None for n, value in enumerate(values)]
-        whole = [n for n in range(len(values)) if n not in spread]
-        for n, copy in zip(whole, self._copy([values[n] for n in whole]), strict=True):
-            copies[n] = copy
-        return Snapshot(variables, arrays, _fetched(copies))
+        return Snapshot(variables, arrays, self._copies.of(names, values))
 
     def state(self, step: int) -> dict[str, Any]:
         """Whatever else the run has changed, after so many steps of its epoch."""
@@ -161,18 +152,6 @@ def recorder_among(callbacks: Any) -> Recorder | None:
 def _on_one_device(value: Any) -> Any:
     value = jax_processes.local(value)
     return value.addressable_data(0) if value.is_fully_replicated else value
-
-
-def _fetched(copies: list[Any]) -> Iterator[np.ndarray]:
-    """The values on the host, one after the other; each copy is let go of when it is there."""
-    for copy in copies[:_AHEAD]:
-        copy.copy_to_host_async()
-    for n in range(len(copies)):
-        if n + _AHEAD < len(copies):
-            copies[n + _AHEAD].copy_to_host_async()
-        value = np.asarray(copies[n])
-        copies[n] = None
-        yield value
 
 
 def _config(model: Any) -> Any:

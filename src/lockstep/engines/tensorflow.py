@@ -12,7 +12,7 @@ replicas do the same to their copies, and nothing but gradients travels for it.
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -23,6 +23,7 @@ from lockstep.devices import Device, names_in_words
 from lockstep.engines import tensorflow_devices
 from lockstep.engines.engine import Probe
 from lockstep.engines.holders import holders_of
+from lockstep.engines.tensorflow_alike import NotAlike
 from lockstep.engines.tensorflow_build import build
 from lockstep.engines.tensorflow_steps import Steps
 from lockstep.engines.tensorflow_unsplit import own_step
@@ -109,6 +110,7 @@ class Attachment:
         strategy = strategy_of(devices)
         self._copies = Copies(strategy, self)
         self._steps = Steps(model, strategy, self._copies)
+        self._alone = len(devices) == 1
         self._hooks = {
             "make_train_function": self._make_train_function,
             "make_test_function": self._make_test_function,
@@ -166,19 +168,20 @@ class Attachment:
         model = self.model
         if model.predict_function is not None and not force:
             return model.predict_function
-        step = tf.autograph.experimental.do_not_convert(self._steps.predict)
-        if not model.run_eagerly:
-            step = tf.function(step, reduce_retracing=True)
-        step = model._autoconvert_optionals(step)
-
+        step = self._predict_function()
         ready = False
 
         def predict(batches: list[Any]) -> Any:
-            nonlocal ready
+            nonlocal ready, step
             if not ready:
                 self._prepare("predict", batches[0])
                 ready = True
-            outputs = [step(batch) for batch in batches]
+            try:
+                outputs = [step(batch) for batch in batches]
+            except NotAlike as found:
+                self._steps.give_up("predict", str(found))
+                step = self._predict_function()
+                outputs = [step(batch) for batch in batches]
             if len(outputs) == 1:
                 return outputs[0]
             return keras.tree.map_structure(lambda *parts: tf.concat(parts, axis=0), *outputs)
@@ -186,10 +189,18 @@ class Attachment:
         model.predict_function = predict
         return predict
 
+    def _predict_function(self) -> Callable[[Any], Any]:
+        step = tf.autograph.experimental.do_not_convert(self._steps.predict)
+        if not self.model.run_eagerly:
+            xla = self._alone and self.model.jit_compile
+            step = tf.function(step, reduce_retracing=True, jit_compile=xla or None)
+        function: Callable[[Any], Any] = self.model._autoconvert_optionals(step)
+        return function
+
     def _function(self, step: Callable[[Any], Any]) -> Callable[[Iterator[Any]], Any]:
         # keras/src/backend/tensorflow/trainer.py, TensorFlowTrainer._make_function: the
         # loop over `steps_per_execution` steps is Keras's own.
-        with _without_xla(self.model):
+        with nullcontext() if self._alone else _without_xla(self.model):
             function: Callable[[Iterator[Any]], Any] = self.model._make_function(step)
         return function
 
@@ -200,18 +211,21 @@ class Attachment:
 
         def run(iterator: Any) -> Any:
             nonlocal function, version
+            batches = None
+            if not isinstance(iterator, tf.data.Iterator):
+                batches = list(itertools.islice(iterator, self.model.steps_per_execution))
             if version is None:
-                if isinstance(iterator, tf.data.Iterator):
-                    spec = iterator.element_spec
-                else:
-                    spec = next(iterator)
-                    iterator = itertools.chain([spec], iterator)
-                self._prepare(name, spec)
+                self._prepare(name, iterator.element_spec if batches is None else batches[0])
             elif version != self._copies.version and own_step(self.model, f"{name}_step"):
                 # It may have made variables while it ran, which have copies by now.
                 function = self._function(step)
             version = self._copies.version
-            return function(iterator)
+            try:
+                return function(iterator if batches is None else iter(batches))
+            except NotAlike as found:  # while it was traced, before anything ran
+                self._steps.give_up(name, str(found))
+                function = self._function(step)
+                return function(iterator if batches is None else iter(batches))
 
         return run
 
@@ -229,10 +243,7 @@ class Attachment:
     def _prepare(self, name: str, batch: Any) -> None:
         if own_step(self.model, f"{name}_step") is None:
             build(self.model, name, batch)
-            self._take_in()
-            self._steps.prepare(batch)
-        else:
-            self._take_in()
+        self._take_in()
 
     def _take_in(self) -> None:
         """Take in variables that appeared since."""

@@ -27,7 +27,7 @@ from workers import Worker, answer
 
 WIDTH = {"mlp": 64, "cnn": 256, "transformer": 256}
 STEPS = {"mlp": 200, "cnn": 100, "transformer": 100}
-OURS, STOCK = "lockstep", "stock"
+OURS, STOCK, NO_XLA = "lockstep", "stock", "stock without XLA"
 
 
 def worker(name: str, devices: int, steps: int, times: int) -> None:
@@ -42,6 +42,7 @@ def worker(name: str, devices: int, steps: int, times: int) -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)
     build = getattr(models, name)
     x, y = data(WIDTH[name], steps)
+    others = {}
     if devices == 1:
         stock = by_fit(compiled(build, times), x, y)
     else:
@@ -49,11 +50,14 @@ def worker(name: str, devices: int, steps: int, times: int) -> None:
         names = [f"cpu:{number}" for number in range(devices)]
         with tf.distribute.MirroredStrategy(names, cross_device_ops=across).scope():
             stock = by_fit(compiled(build, times), x, y)
+            plain = compiled(build, times)
+            plain.jit_compile = False
+            others = {NO_XLA: by_fit(plain, x, y)}
     ours = by_fit(lockstep.distribute(compiled(build, times), devices=devices), x, y)
-    sides = {OURS: ours, STOCK: stock}
+    sides = {OURS: ours, STOCK: stock, **others}
     for run in [*sides.values()] * 2:  # trace, and warm up
         run()
-    answer("ready")
+    answer(list(sides))
     with contextlib.suppress(EOFError):
         while True:
             run = sides[input()]
@@ -68,14 +72,13 @@ def measure(name: str, devices: int, rounds: int, steps: int, times: int) -> dic
     arguments = ("--worker", devices, "--models", name, "--steps", steps, "--times", times)
     process = Worker(__file__, *arguments, KERAS_BACKEND="tensorflow")
     process.wait()
-    taken: dict[str, list[float]] = {OURS: [], STOCK: []}
+    taken: dict[str, list[float]] = {side: [] for side in process.said}
     for number in range(rounds):
-        for side in (OURS, STOCK) if number % 2 else (STOCK, OURS):
+        for side in taken if number % 2 else reversed(taken):
             process.ask(side)
             taken[side].append(process.answer())
     process.end()
     process.wait_for_end()
-    pairs = zip(taken[OURS], taken[STOCK], strict=True)
     return {
         "model": name,
         "devices": devices,
@@ -84,7 +87,11 @@ def measure(name: str, devices: int, rounds: int, steps: int, times: int) -> dic
         "rounds": rounds,
         "load average": [before, os.getloadavg()[0]],
         "milliseconds": {side: spread(values) for side, values in taken.items()},
-        "lockstep over stock": spread([ours / stock for ours, stock in pairs]),
+        "lockstep over": {
+            side: spread([ours / other for ours, other in zip(taken[OURS], values, strict=True)])
+            for side, values in taken.items()
+            if side != OURS
+        },
     }
 
 
@@ -125,15 +132,16 @@ def main() -> None:
 
 
 def show(result: dict[str, Any]) -> None:
-    """A line for a person."""
-    ours, stock = (result["milliseconds"][side][0] for side in (OURS, STOCK))
-    ratio = "{:.2f} [{:.2f}, {:.2f}]".format(*result["lockstep over stock"])
+    """A line for a person for each comparison."""
     load = " to ".join(f"{each:.1f}" for each in result["load average"])
-    print(
-        f"{result['model']:12} {result['devices']} devices: {ours:7.2f} ms, stock {stock:7.2f} ms, "
-        f"ratio {ratio}, load {load}",
-        flush=True,
-    )
+    ours = result["milliseconds"][OURS][0]
+    for side, ratios in result["lockstep over"].items():
+        ratio = "{:.2f} [{:.2f}, {:.2f}]".format(*ratios)
+        print(
+            f"{result['model']:12} {result['devices']} devices: {ours:7.2f} ms, {side} "
+            f"{result['milliseconds'][side][0]:7.2f} ms, ratio {ratio}, load {load}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ import tensorflow as tf
 from lockstep.announce import fit_line, wants_words
 from lockstep.devices import Device, names_in_words
 from lockstep.engines import tensorflow_devices
-from lockstep.engines.engine import Probe
 from lockstep.engines.holders import holders_of
 from lockstep.engines.tensorflow_alike import NotAlike
 from lockstep.engines.tensorflow_build import build
+from lockstep.engines.tensorflow_probe import TensorFlowProbe
 from lockstep.engines.tensorflow_steps import Steps
 from lockstep.engines.tensorflow_unsplit import own_step
 from lockstep.engines.tensorflow_variables import (
@@ -85,12 +85,14 @@ class TensorFlowEngine:
         attachment = vars(model).get(_ATTACHMENT)
         return None if attachment is None else attachment.devices
 
-    def probe(self, model: Any) -> Probe:
-        """Not here yet: `verify` looks inside steps on JAX only."""
-        raise UnsupportedBackend(
-            "verify was asked for on 'tensorflow', and looks inside training steps on 'jax' so "
-            "far.\nSet KERAS_BACKEND=jax in the environment before Keras is imported."
-        )
+    def probe(self, model: Any) -> TensorFlowProbe:
+        """A way to look inside the steps of `model`, attached or not."""
+
+        def steps() -> Steps | None:
+            attachment = vars(model).get(_ATTACHMENT)
+            return None if attachment is None else attachment.steps
+
+        return TensorFlowProbe(model, steps)
 
 
 class Attachment:
@@ -102,6 +104,7 @@ class Attachment:
     Attributes:
         model: The model.
         devices: The names of its devices.
+        steps: Its steps over them.
     """
 
     def __init__(self, model: Any, devices: tuple[str, ...]) -> None:
@@ -109,7 +112,7 @@ class Attachment:
         self.devices = devices
         strategy = strategy_of(devices)
         self._copies = Copies(strategy, self)
-        self._steps = Steps(model, strategy, self._copies)
+        self.steps = Steps(model, strategy, self._copies)
         self._alone = len(devices) == 1
         self._hooks = {
             "make_train_function": self._make_train_function,
@@ -153,14 +156,14 @@ class Attachment:
         # keras/src/backend/tensorflow/trainer.py, TensorFlowTrainer.make_train_function
         model = self.model
         if model.train_function is None or force:
-            model.train_function = self._ready("train", self._steps.train)
+            model.train_function = self._ready("train", self.steps.train)
         return model.train_function
 
     def _make_test_function(self, force: bool = False) -> Any:
         # keras/src/backend/tensorflow/trainer.py, TensorFlowTrainer.make_test_function
         model = self.model
         if model.test_function is None or force:
-            model.test_function = self._ready("test", self._steps.test)
+            model.test_function = self._ready("test", self.steps.test)
         return model.test_function
 
     def _make_predict_function(self, force: bool = False) -> Any:
@@ -179,7 +182,7 @@ class Attachment:
             try:
                 outputs = [step(batch) for batch in batches]
             except NotAlike as found:
-                self._steps.give_up("predict", str(found))
+                self.steps.give_up("predict", str(found))
                 step = self._predict_function()
                 outputs = [step(batch) for batch in batches]
             if len(outputs) == 1:
@@ -190,7 +193,7 @@ class Attachment:
         return predict
 
     def _predict_function(self) -> Callable[[Any], Any]:
-        step = tf.autograph.experimental.do_not_convert(self._steps.predict)
+        step = tf.autograph.experimental.do_not_convert(self.steps.predict)
         if not self.model.run_eagerly:
             xla = self._alone and self.model.jit_compile
             step = tf.function(step, reduce_retracing=True, jit_compile=xla or None)
@@ -223,7 +226,7 @@ class Attachment:
             try:
                 return function(iterator if batches is None else iter(batches))
             except NotAlike as found:  # while it was traced, before anything ran
-                self._steps.give_up(name, str(found))
+                self.steps.give_up(name, str(found))
                 function = self._function(step)
                 return function(iterator if batches is None else iter(batches))
 
@@ -259,7 +262,7 @@ class Attachment:
                 getattr(model, f"make_{name}_function")(force=True)
 
     def _check_layout(self, variable: Any) -> None:
-        if variable._value is None or not is_mirrored(variable._value):
+        if variable._value is None:
             return
         others = [held for held in holders_of(variable) if held.model is not self.model]
         if others and others[0].devices != self.devices:
@@ -270,7 +273,7 @@ class Attachment:
                 "A variable has one layout. Distribute both to the same devices, or call\n"
                 "lockstep.release on the other one first."
             )
-        if not holders_of(variable):
+        if is_mirrored(variable._value) and not holders_of(variable):
             raise LayoutConflict(
                 f"Variable {variable.path!r} of {self.model.name!r} is laid out by another tool on "
                 f"{names_in_words(devices_of(variable))}, and lockstep wants to lay it out.\n"

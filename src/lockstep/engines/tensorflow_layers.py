@@ -26,12 +26,15 @@ class Plan:
         every: Every layer that is not inside one of `whole`.
     """
 
-    def __init__(self, model: Any, proven: Collection[Any] = ()) -> None:
+    def __init__(
+        self, model: Any, proven: Collection[Any] = (), *, draws_together: bool = False
+    ) -> None:
         self.whole: list[Any] = []
         self.norms: list[Any] = []
         self.every: list[Any] = []
         self._proven = {id(part) for part in proven}
         self._seen: set[int] = set()
+        self._draws_together = draws_together
         self._sort(model)
 
     def _sort(self, part: Any) -> None:
@@ -45,12 +48,15 @@ class Plan:
         elif is_batch_norm(part):
             self.norms.append(part)
             self.every.append(part)
+        elif self._draws_together and _drawing(part) == [part]:
+            self.whole.append(part)
         elif works_by_rows(part):
             self.every += _layers(part)
         elif id(part) in self._proven:
             inside = _layers(part)
             self.norms += [layer for layer in inside if is_batch_norm(layer)]
             self.every += inside
+            self.whole += _drawing(part) if self._draws_together else []
         else:
             self.whole.append(part)
 
@@ -91,6 +97,15 @@ _ABSENT = object()
 
 def _each(items: list[Any]) -> list[Any]:
     return list({id(item): item for item in items}.values())
+
+
+def _drawing(part: Any) -> list[Any]:
+    """The layers that draw random numbers, of those that can see the whole batch."""
+    if not isinstance(part, keras.layers.Layer):
+        return []
+    if part._seed_generators or works_by_rows(part):
+        return [part] if any(layer._seed_generators for layer in _layers(part)) else []
+    return [layer for inner in part._layers for layer in _drawing(inner)]
 
 
 def _own_layers(parts: list[Any]) -> list[Any]:

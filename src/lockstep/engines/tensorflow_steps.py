@@ -8,6 +8,7 @@ no form of loss, metric, clipping or accumulation of which this engine knows.
 """
 
 import warnings
+from functools import partial
 from typing import Any
 
 import keras
@@ -22,12 +23,18 @@ from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 
 
 class Steps:
-    """The steps of one model over the devices of one strategy."""
+    """The steps of one model over the devices of one strategy.
+
+    Attributes:
+        draws_together: Whether every device draws the random numbers of the whole batch,
+            as one device does, instead of some of its own.
+    """
 
     def __init__(self, model: Any, strategy: Any, copies: Copies) -> None:
         self._model = model
         self._strategy = strategy
         self._copies = copies
+        self.draws_together = False
         self._said: set[str] = set()
         self._not_alike: dict[str, str] = {}
 
@@ -47,39 +54,51 @@ class Steps:
         """The predictions for a global batch."""
         return self._step("predict_step", data, self._predict)
 
-    def _step(self, name: str, data: Any, split: Any) -> Any:
+    def look(self, data: Any, watch: Any, alone: Any) -> Any:
+        """What `watch` saw in a training step that trains nothing, and the gradients.
+
+        Args:
+            data: A batch.
+            watch: A context that is told how to make whole what it sees, and gives it.
+            alone: What to do instead where the first device runs every batch alone.
+        """
+        return self._step("train_step", data, partial(self._look, watch=watch), alone)
+
+    def _step(self, name: str, data: Any, split: Any, whole: Any = None) -> Any:
         model = self._model
+        whole = whole or getattr(model, name)
         if self._strategy.num_replicas_in_sync == 1:
-            return self._whole(getattr(model, name), data)
+            return self._whole(whole, data)
         reason = self._not_alike.get(name) or own_step(model, name)
         if reason is None:
             plan, reasons = self._plan(data, training=name == "train_step")
             reason = unsplit_reason(model, plan, reasons, data)
         if reason is not None:
             self._say(f"{model.name!r} {reason}, so the first device runs every batch alone")
-            return self._whole(getattr(model, name), data)
+            return self._whole(whole, data)
         team = Team(self._strategy, self._copies, model._flatten_layers())
         with plan.in_force(team):
             outputs = split(team, data)
         self._check_strangers()
         if plan.whole:
-            names = ", ".join(f"{p.name!r} ({reasons[id(p)]})" for p in plan.whole)
+            names = ", ".join(f"{p.name!r} ({reasons.get(id(p), _DRAWS)})" for p in plan.whole)
             self._say(f"every device runs {names} of {model.name!r} on the whole batch")
         return outputs
 
     def _plan(self, data: Any, *, training: bool) -> tuple[Plan, Reasons]:
         """How each layer runs, and why some are not split, for the step that is being traced."""
         parts = Plan(self._model).whole
-        if not parts:
-            return Plan(self._model), {}
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        self._copies.put_on(0)
-        try:
-            with tf.init_scope():
-                reasons = unproven(self._model, parts, x, training=training)
-        finally:
-            self._copies.take_off()
-        return Plan(self._model, [part for part in parts if id(part) not in reasons]), reasons
+        reasons: Reasons = {}
+        if parts:
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+            self._copies.put_on(0)
+            try:
+                with tf.init_scope():
+                    reasons = unproven(self._model, parts, x, training=training)
+            finally:
+                self._copies.take_off()
+        proven = [part for part in parts if id(part) not in reasons]
+        return Plan(self._model, proven, draws_together=self.draws_together), reasons
 
     def _whole(self, step: Any, data: Any) -> Any:
         """Keras's own step on one device; the others then copy what it left."""
@@ -146,6 +165,29 @@ class Steps:
         parts = team.run(step, shards)
         return keras.tree.map_structure(lambda *shards: tf.concat(shards, axis=0), *parts)
 
+    def _look(self, team: Team, data: Any, *, watch: Any) -> Any:
+        model = self._model
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        shards, rows_of = _split(x, team.size)
+
+        def whole(output: Any) -> Any:
+            replica = team.current()
+            if replica is None or output.shape.rank == 0 or output.shape[0] is not None:
+                return output
+            return tf.concat(replica.exchange(replica.true_rows(output, "a layer's output")), 0)
+
+        with watch(whole) as seen:
+
+            def step(replica: Replica) -> Any:
+                with tf.GradientTape() as tape:
+                    y_pred = self._outputs(replica, rows_of[replica.index], training=True)
+                    loss = self._loss(replica, x, y, y_pred, sample_weight, training=True)
+                    share = loss / team.size
+                gradients = tape.gradient(share, model.trainable_weights)
+                return seen(), replica.sum_gradients(gradients)
+
+            return team.run(step, shards)[0]
+
     def _forward(self, x: Any, *, training: bool) -> Any:
         if self._model._call_has_training_arg:
             return self._model(x, training=training)
@@ -201,6 +243,9 @@ class Steps:
             UnsplitBatchWarning,
             stacklevel=2,
         )
+
+
+_DRAWS = "its random numbers"
 
 
 def _split(x: Any, replicas: int) -> tuple[Shards, list[Any]]:

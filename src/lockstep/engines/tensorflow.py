@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from lockstep.announce import fit_line, wants_words
 from lockstep.devices import Device, names_in_words
-from lockstep.engines import tensorflow_devices
+from lockstep.engines import attachments, tensorflow_devices
 from lockstep.engines.holders import holders_of
 from lockstep.engines.tensorflow_alike import NotAlike
 from lockstep.engines.tensorflow_build import build
@@ -34,8 +34,6 @@ from lockstep.engines.tensorflow_variables import (
     variables_of,
 )
 from lockstep.errors import LayoutConflict, UnsupportedBackend, UnsupportedModel
-
-_ATTACHMENT = "_lockstep"
 
 
 class TensorFlowEngine:
@@ -60,36 +58,24 @@ class TensorFlowEngine:
                 "data_on_devices=True was asked for on 'tensorflow', and data stay on the devices "
                 "on 'jax' so far.\nLeave it out, or set KERAS_BACKEND=jax before Keras is imported."
             )
-        before = self.attached(model)
-        if before == devices:
-            return
-        attachment = Attachment(model, devices)
-        attachment.check()
-        self.detach(model)
-        try:
-            attachment.take_over()
-        except BaseException:
-            attachment.give_back()
-            if before is not None:
-                Attachment(model, before).take_over()
-            raise
+        if self.attached(model) != devices:
+            attachments.attach(
+                Attachment(model, devices), lambda old: Attachment(model, old.devices)
+            )
 
     def detach(self, model: Any) -> None:
         """Make `model` run on one device again; does nothing where it does already."""
-        attachment = vars(model).get(_ATTACHMENT)
-        if attachment is not None:
-            attachment.give_back()
+        attachments.detach(model)
 
     def attached(self, model: Any) -> tuple[str, ...] | None:
         """The devices `model` runs on, `None` where it is not attached."""
-        attachment = vars(model).get(_ATTACHMENT)
-        return None if attachment is None else attachment.devices
+        return attachments.attached(model)
 
     def probe(self, model: Any) -> TensorFlowProbe:
         """A way to look inside the steps of `model`, attached or not."""
 
         def steps() -> Steps | None:
-            attachment = vars(model).get(_ATTACHMENT)
+            attachment = attachments.attachment_of(model)
             return None if attachment is None else attachment.steps
 
         return TensorFlowProbe(model, steps)
@@ -136,14 +122,14 @@ class Attachment:
     def take_over(self) -> None:
         """Give every device a copy of the variables, and replace the step functions."""
         self._take_in()
-        vars(self.model)[_ATTACHMENT] = self
+        attachments.mark(self.model, self)
         vars(self.model).update(self._hooks)
         self._remake_functions()
 
     def give_back(self) -> None:
         """Undo `take_over`, also where it broke off half way."""
         attributes = vars(self.model)
-        attributes.pop(_ATTACHMENT, None)
+        attachments.unmark(self.model)
         for name, hook in self._hooks.items():
             if attributes.get(name) is hook:
                 del attributes[name]
@@ -171,6 +157,7 @@ class Attachment:
         model = self.model
         if model.predict_function is not None and not force:
             return model.predict_function
+        self.steps.try_again("predict")
         step = self._predict_function()
         ready = False
 
@@ -209,6 +196,7 @@ class Attachment:
 
     def _ready(self, name: str, step: Callable[[Any], Any]) -> Callable[[Iterator[Any]], Any]:
         """A step function, with everything made before its first trace."""
+        self.steps.try_again(name)
         function = self._function(step)
         version: int | None = None
 
@@ -236,7 +224,9 @@ class Attachment:
         @functools.wraps(fit)
         def announced_fit(*args: Any, **kwargs: Any) -> Any:
             if wants_words(fit, args, kwargs):
-                print(fit_line("tensorflow", self.devices, fit, args, kwargs), flush=True)
+                line = fit_line("tensorflow", self.devices, fit, args, kwargs)
+                without = "" if self._alone or not self.model.jit_compile else ", without XLA"
+                print(line + without, flush=True)
             return fit(*args, **kwargs)
 
         return announced_fit

@@ -111,7 +111,7 @@ def calls_of(op: Any) -> list[Any]:
 def has_own_gradient(op: Any) -> bool:
     """Whether an operation has a gradient of the user's own, of which nothing is known."""
     name = attribute(op, "_gradient_op_type")
-    if name is None:
+    if name is None or op.type.endswith("PartitionedCall"):  # whose operations are looked at
         return False
     # tensorflow/python/ops/custom_gradient.py, _graph_mode_decorator: the function that
     # makes the gradient is in the closure of the one that is registered.

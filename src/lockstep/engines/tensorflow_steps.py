@@ -42,6 +42,10 @@ class Steps:
         """Let the first device run this step alone from now on, for a reason in words."""
         self._not_alike[f"{step}_step"] = f"is not the same on every device: {reason}"
 
+    def try_again(self, step: str) -> None:
+        """Forget that a step was given up: what is compiled may be another by now."""
+        self._not_alike.pop(f"{step}_step", None)
+
     def train(self, data: Any) -> Any:
         """One training step on a global batch; the logs."""
         return self._step("train_step", data, self._train)

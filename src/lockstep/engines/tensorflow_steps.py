@@ -40,6 +40,9 @@ class Steps:
 
     def give_up(self, step: str, reason: str) -> None:
         """Let the first device run this step alone from now on, for a reason in words."""
+        # keras/src/utils/traceback_utils.py, inject_argument_info_in_traceback, wraps the
+        # words of an error inside of a layer's call in bold, once for each layer around.
+        reason = reason.split("\x1b[1m")[-1].split("\x1b[0m")[0]
         self._not_alike[f"{step}_step"] = f"is not the same on every device: {reason}"
 
     def try_again(self, step: str) -> None:

@@ -43,14 +43,13 @@ def rehearse_from_environment(environ: MutableMapping[str, str]) -> None:
 
     Where JAX is not imported yet, its own variables are set for when it is; they
     are read at its import. TensorFlow reads none, so that it is imported here where
-    Keras is told to run on it, and its preview is asked for. Where a framework has
-    already started, nothing happens here, and the first call that needs the devices
-    says so.
+    Keras is told to run on it. Where a framework has already started, nothing happens
+    here, and the first call that needs the devices says so.
     """
     count = rehearsed_devices(environ)
     if count is None:
         return
-    if environ.get("KERAS_BACKEND") == environ.get("LOCKSTEP_PREVIEW") == "tensorflow":
+    if environ.get("KERAS_BACKEND") == "tensorflow":
         from lockstep.engines import tensorflow_devices
 
         with suppress(RehearsalTooLate):

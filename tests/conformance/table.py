@@ -1,7 +1,9 @@
 """`python -m tests.conformance.table` measures every case, and writes docs/exactness.md.
 
-One process measures lockstep, another stock Keras, whose distribution is global. What
-is measured is kept in a folder case by case, so that a run that was stopped goes on.
+With `--backend tensorflow` it measures the sample of tests/tensorflow there, and writes
+docs/exactness-tensorflow.md. One process measures lockstep, another stock Keras, whose
+distribution is global. What is measured is kept in a folder case by case, so that a run
+that was stopped goes on.
 """
 
 import argparse
@@ -10,11 +12,14 @@ import os
 import subprocess
 import sys
 import warnings
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-COUNTS = [1, 2, 3, 4, 8]
-STOCK_DEVICES = 4
+BACKENDS = ("jax", "tensorflow")
+COUNTS = {"jax": [1, 2, 3, 4, 8], "tensorflow": [1, 2, 4]}
+STOCK_DEVICES = {"jax": 4, "tensorflow": 2}
 
 
 def measure_lockstep(case):
@@ -28,7 +33,7 @@ def measure_lockstep(case):
     if case.control is not None:
         far = control(case, one)
         row["control"] = max(gap for name, gap in far.items() if name.startswith(case.control))
-    for devices in COUNTS:
+    for devices in COUNTS[_backend()]:
         far = gaps(one, play(case, partial(lockstep.distribute, devices=devices)))
         row[str(devices)] = max(far.values())
         row[f"{devices} holds"] = all(far[name] <= allowed[name] for name in far)
@@ -36,26 +41,79 @@ def measure_lockstep(case):
 
 
 def measure_stock(case):
-    """The largest difference of `keras.distribution`, or what it raised."""
+    """The largest difference of stock Keras over several devices, or what it raised."""
+    from tests.conformance.cases.case import EVEN, RAGGED, gaps, play
+
+    row = {}
+    for name, sizes in (("ragged", RAGGED), ("even", EVEN)):
+        one = play(case, sizes=sizes)
+        try:
+            row[name] = max(gaps(one, STOCK[_backend()](case, sizes)).values())
+        except Exception as error:  # whatever it is, it is what the reader should see
+            row[name] = type(error).__name__
+    return row
+
+
+def data_parallel(case, sizes):
+    """What `keras.distribution` leaves on JAX."""
     import keras
 
-    from tests.conformance.cases.case import EVEN, RAGGED, gaps, play
+    from tests.conformance.cases.case import play
 
     def distribute():
         keras.distribution.set_distribution(keras.distribution.DataParallel(devices=here))
 
-    here = keras.distribution.list_devices()[:STOCK_DEVICES]
-    row = {}
-    for name, sizes in (("ragged", RAGGED), ("even", EVEN)):
-        keras.distribution.set_distribution(None)
-        one = play(case, sizes=sizes)
-        try:
-            row[name] = max(gaps(one, play(case, before=distribute, sizes=sizes)).values())
-        except Exception as error:  # whatever it is, it is what the reader should see
-            row[name] = type(error).__name__
+    here = keras.distribution.list_devices()[: STOCK_DEVICES["jax"]]
+    try:
+        found = play(case, before=distribute, sizes=sizes)
         if keras.distribution.distribution() is None:
-            raise RuntimeError("The distribution was lost on the way, and nothing was measured.")
-    return row
+            sys.exit("The distribution was lost on the way, and nothing was measured.")
+        return found
+    finally:
+        keras.distribution.set_distribution(None)
+
+
+def mirrored(case, sizes):
+    """What `MirroredStrategy` leaves on TensorFlow."""
+    import tensorflow as tf
+
+    from tests.conformance.cases.case import play
+
+    names = [f"cpu:{number}" for number in range(STOCK_DEVICES["tensorflow"])]
+    across = tf.distribute.ReductionToOneDevice()
+    scope = tf.distribute.MirroredStrategy(names, cross_device_ops=across).scope()
+    with ExitStack() as stack:
+
+        def live(*args, **kwargs):
+            try:
+                return case.live(*args, **kwargs)
+            finally:
+                stack.close()  # variables are read outside
+
+        inside = replace(case, live=live)
+        return play(inside, before=lambda: stack.enter_context(scope), sizes=sizes)
+
+
+STOCK = {"jax": data_parallel, "tensorflow": mirrored}
+
+
+def cases(backend):
+    """The cases that are measured, by family."""
+    from tests.conformance.cases import FAMILIES
+
+    if backend == "jax":
+        return FAMILIES
+    from tests.tensorflow.agreement import case_of
+    from tests.tensorflow.sample import SAMPLE
+
+    return {
+        family: {name: case_of(family, name) for name in members if name in SAMPLE}
+        for family, members in FAMILIES.items()
+    }
+
+
+def _backend():
+    return os.environ["KERAS_BACKEND"]
 
 
 MEASURES = {"lockstep": measure_lockstep, "stock": measure_stock}
@@ -63,11 +121,9 @@ MEASURES = {"lockstep": measure_lockstep, "stock": measure_stock}
 
 def measure(what, folder):
     """Measure every case that the folder does not have yet."""
-    from tests.conformance.cases import FAMILIES
-
     warnings.simplefilter("ignore")
-    for family, cases in FAMILIES.items():
-        for name, case in cases.items():
+    for family, members in cases(_backend()).items():
+        for name, case in members.items():
             file = folder / what / f"{family}, {name}.json".replace("/", " ")
             if not file.exists():
                 row = MEASURES[what](case)
@@ -75,23 +131,20 @@ def measure(what, folder):
                 print(what, name, row, flush=True)
 
 
-def render(folder):
+def render(folder, backend):
     """The page."""
-    from importlib.metadata import version
-
-    from tests.conformance.cases import FAMILIES
-
-    page = [_HEAD.format(**{name: version(name) for name in ("keras", "jax")}, **_sizes())]
-    for family, cases in FAMILIES.items():
-        counts = " | ".join(str(count) for count in COUNTS)
-        page += [f"## {family}\n", f"| case | {counts} | control | stock | stock, even |"]
-        page.append("|---" + "|---:" * (len(COUNTS) + 3) + "|")
-        for name in cases:
+    counts = COUNTS[backend]
+    page = [_HEAD.format(**_about(backend))]
+    for family, members in cases(backend).items():
+        named = " | ".join(str(count) for count in counts)
+        page += [f"## {family}\n", f"| case | {named} | control | stock | stock, even |"]
+        page.append("|---" + "|---:" * (len(counts) + 3) + "|")
+        for name in members:
             file = f"{family}, {name}.json".replace("/", " ")
             ours, stock = (
                 json.loads((folder / what / file).read_text()) for what in ("lockstep", "stock")
             )
-            cells = [_ours(ours, count) for count in COUNTS]
+            cells = [_ours(ours, count) for count in counts]
             cells += [_number(ours["control"]), _number(stock["ragged"]), _number(stock["even"])]
             page.append(f"| {name} | {' | '.join(cells)} |")
         page.append("")
@@ -111,12 +164,35 @@ def _number(value):
     return "0" if value == 0 else f"{value:.0e}".replace("e-0", "e-")
 
 
-def _sizes():
+def _about(backend):
+    from importlib.metadata import version
+
+    import tensorflow as tf
+
     from tests.conformance.cases.case import BOUND, EVEN, RAGGED
 
+    own = {
+        "jax": {
+            "command": "python -m tests.conformance.table",
+            "title": "Exactness",
+            "framework": f"JAX {version('jax')}",
+            "tool": "keras.distribution.DataParallel",
+            "which": "Each row is one case of the conformance tests",
+        },
+        "tensorflow": {
+            "command": "python -m tests.conformance.table --backend tensorflow",
+            "title": "Exactness on TensorFlow",
+            "framework": f"TensorFlow {tf.__version__}",
+            "tool": "tf.distribute.MirroredStrategy",
+            "which": "Each row is one case of the sample of the conformance tests",
+        },
+    }[backend]
     return {
+        **own,
+        "keras": version("keras"),
         "bound": f"{BOUND:.0e}".replace("e-0", "e-"),
-        "stock": STOCK_DEVICES,
+        "last": COUNTS[backend][-1],
+        "stock": STOCK_DEVICES[backend],
         "ragged": _batches(RAGGED),
         "even": _batches(EVEN),
     }
@@ -128,17 +204,17 @@ def _batches(sizes):
 
 
 _HEAD = """\
-# Exactness
+# {title}
 
-Generated by `python -m tests.conformance.table`; no cell is written by hand. Measured on
-virtual CPU devices with Keras {keras} and JAX {jax}, in float32 unless a row says otherwise.
+Generated by `{command}`; no cell is written by hand. Measured on
+virtual CPU devices with Keras {keras} and {framework}, in float32 unless a row says otherwise.
 
-Each row is one case of the conformance tests: a small model, trained, evaluated and used to
+{which}: a small model, trained, evaluated and used to
 predict. A cell is the largest absolute difference from the same run on one device by Keras
 alone, over everything the run leaves: weights, optimizer state, logs, metrics, predictions.
-The columns 1 to 8 are numbers of devices under lockstep, with
+The columns 1 to {last} are numbers of devices under lockstep, with
 {ragged}: no batch divides over 2, 3, 4 or 8
-devices. The column *stock* is `keras.distribution.DataParallel` over {stock} devices on the same
+devices. The column *stock* is `{tool}` over {stock} devices on the same
 batches, or what it raised; *stock, even* the same with {even}, which do
 divide.
 
@@ -156,28 +232,33 @@ well. A cell outside its bound is bold.
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--measure", choices=MEASURES)
-    parser.add_argument("--folder", type=Path, default=Path(".exactness"), help="what is measured")
-    parser.add_argument("--page", type=Path, default=Path("docs/exactness.md"))
+    parser.add_argument("--backend", choices=BACKENDS, default="jax")
+    parser.add_argument("--folder", type=Path, help="where what is measured is kept")
+    parser.add_argument("--page", type=Path, help="the page to write")
     options = parser.parse_args()
+    own = "" if options.backend == "jax" else f"-{options.backend}"
+    folder = options.folder or Path(f".exactness{own}")
+    page = options.page or Path(f"docs/exactness{own}.md")
+    os.environ["KERAS_BACKEND"] = options.backend
+    os.environ.setdefault("LOCKSTEP_REHEARSE", str(max(COUNTS[options.backend])))
+    import lockstep  # noqa: F401  (follows LOCKSTEP_REHEARSE before anything runs)
+
     if options.measure:
-        measure(options.measure, options.folder)
+        measure(options.measure, folder)
         return
     for what in MEASURES:
-        (options.folder / what).mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "tests.conformance.table", "--folder", str(options.folder)]
+        (folder / what).mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "tests.conformance.table", "--backend", options.backend]
+    command += ["--folder", str(folder)]
     running = [subprocess.Popen([*command, "--measure", what]) for what in MEASURES]
     failed = [process.wait() for process in running]
     if any(failed):
         sys.exit("A measurement failed; its traceback is above.")
-    options.page.parent.mkdir(exist_ok=True)
-    options.page.write_text(render(options.folder))
+    page.parent.mkdir(exist_ok=True)
+    page.write_text(render(folder, options.backend))
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("KERAS_BACKEND", "jax")
-    os.environ.setdefault("LOCKSTEP_REHEARSE", str(max(COUNTS)))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    import lockstep  # noqa: F401  (follows LOCKSTEP_REHEARSE before anything runs)
-
     main()

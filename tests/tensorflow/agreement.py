@@ -18,6 +18,7 @@ DRAWS = {
     "Gaussian noise and Gaussian dropout",
     "alpha dropout",
     "random flips of images",
+    "random numbers of a layer's own",
     "spatial and recurrent dropout",
 }
 """Replicas draw for themselves; test_on_random_numbers.py says what holds of that."""

@@ -5,11 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ENVIRONMENT = {
-    "KERAS_BACKEND": "tensorflow",
-    "LOCKSTEP_PREVIEW": "tensorflow",
-    "LOCKSTEP_REHEARSE": "4",
-}
+ENVIRONMENT = {"KERAS_BACKEND": "tensorflow", "LOCKSTEP_REHEARSE": "4"}
 
 
 def test_the_tensorflow_engine(request):

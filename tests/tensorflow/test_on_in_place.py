@@ -238,3 +238,12 @@ def test_more_devices_than_are_here():
     assert lockstep.devices() == ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
     with pytest.raises(DeviceNotFound, match="4 are here"):
         lockstep.distribute(model(), 5)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_xla_serves_one_device_and_is_said_to_be_left_out_on_several(capsys, devices):
+    alone, made = model(), lockstep.distribute(model(), devices)
+    made.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse", metrics=["mae"], jit_compile=True)
+    assert_same(fit(made, verbose=2), fit(alone))
+    said = capsys.readouterr().out.splitlines()[0]
+    assert said.endswith("3 per replica, without XLA" if devices == 3 else "7 per replica")

@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 from keras import layers
 
 import lockstep
@@ -24,12 +25,24 @@ class Keeps(keras.metrics.Metric):
         pass
 
 
-def dropped(devices, rows=8, width=200, seed=5):
+class OwnDropout(layers.Layer):
+    """Dropout as a layer of the user's own."""
+
+    def __init__(self, rate, seed):
+        super().__init__()
+        self.rate = rate
+        self.seeds = keras.random.SeedGenerator(seed)
+
+    def call(self, x, training=False):
+        return keras.random.dropout(x, self.rate, seed=self.seeds) if training else x
+
+
+def dropped(devices, rows=8, width=200, seed=5, dropout=layers.Dropout):
     """What dropout makes of ones, in two training steps."""
     keeps = Keeps(rows, width)
     inputs = keras.Input((width,))
     scale = layers.Dense(width, kernel_initializer="identity", use_bias=False)
-    model = keras.Model(inputs, layers.Dropout(0.5, seed=seed)(scale(inputs)))
+    model = keras.Model(inputs, dropout(0.5, seed=seed)(scale(inputs)))
     model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[keeps])
     lockstep.distribute(model, devices)
     ones, found = np.ones((rows, width), "float32"), []
@@ -39,9 +52,10 @@ def dropped(devices, rows=8, width=200, seed=5):
     return np.stack(found)
 
 
-def test_no_two_replicas_and_no_two_steps_drop_the_same():
+@pytest.mark.parametrize("dropout", [layers.Dropout, OwnDropout])
+def test_no_two_replicas_and_no_two_steps_drop_the_same(dropout):
     """Stock MirroredStrategy draws one mask for all replicas."""
-    found = dropped(4)
+    found = dropped(4, dropout=dropout)
     masks = {(found[step, row] == 0).tobytes() for step in range(2) for row in range(8)}
     assert len(masks) == 16
     assert np.isin(found, [0.0, 2.0]).all()

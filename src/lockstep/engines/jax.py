@@ -12,6 +12,7 @@ import numpy as np
 from lockstep.announce import fit_line, wants_words
 from lockstep.devices import Device, names_in_words
 from lockstep.engines import (
+    attachments,
     jax_cache,
     jax_devices,
     jax_gloo,
@@ -36,8 +37,6 @@ from lockstep.engines.jax_steps import Steps
 from lockstep.engines.whole_saves import whole_saves
 from lockstep.errors import LayoutConflict, UnsupportedModel
 
-_ATTACHMENT = "_lockstep"
-
 
 class JaxEngine:
     """Runs Keras models on JAX devices; see `Engine` for the contract."""
@@ -56,7 +55,7 @@ class JaxEngine:
         self, model: Any, devices: tuple[str, ...], data_on_devices: bool | None = None
     ) -> None:
         """Make `model` run on `devices`, in place; on failure leave it as it was."""
-        before = vars(model).get(_ATTACHMENT)
+        before = attachments.attachment_of(model)
         if before is not None and before.devices == devices:
             before.keeper.wanted = data_on_devices
             return
@@ -65,27 +64,18 @@ class JaxEngine:
         # A fit may be running, with its state outside of the variables:
         # keras/src/backend/jax/trainer.py, JAXTrainer.jax_state_sync.
         model.jax_state_sync()
-        attachment = Attachment(model, devices, data_on_devices)
-        attachment.check()
-        self.detach(model)
-        try:
-            attachment.take_over()
-        except BaseException:
-            attachment.give_back()
-            if before is not None:
-                Attachment(model, before.devices, before.keeper.wanted).take_over()
-            raise
+        attachments.attach(
+            Attachment(model, devices, data_on_devices),
+            lambda old: Attachment(model, old.devices, old.keeper.wanted),
+        )
 
     def detach(self, model: Any) -> None:
         """Make `model` run on one device again; does nothing where it does already."""
-        attachment = vars(model).get(_ATTACHMENT)
-        if attachment is not None:
-            attachment.give_back()
+        attachments.detach(model)
 
     def attached(self, model: Any) -> tuple[str, ...] | None:
         """The devices `model` runs on, `None` where it is not attached."""
-        attachment = vars(model).get(_ATTACHMENT)
-        return None if attachment is None else attachment.devices
+        return attachments.attached(model)
 
     def probe(self, model: Any) -> JaxProbe:
         """A way to look inside the steps of `model`, attached or not."""
@@ -154,7 +144,7 @@ class Attachment:
     def take_over(self) -> None:
         """Move the variables to the mesh, and replace the step functions."""
         self._place_variables()
-        vars(self.model)[_ATTACHMENT] = self
+        attachments.mark(self.model, self)
         self._hooks = self._new_hooks()
         vars(self.model).update(self._hooks)
         self._remake_functions()
@@ -163,7 +153,7 @@ class Attachment:
         """Undo `take_over`, also where it broke off half way."""
         self.model.jax_state_sync()
         attributes = vars(self.model)
-        attributes.pop(_ATTACHMENT, None)
+        attachments.unmark(self.model)
         for name, hook in self._hooks.items():
             if attributes.get(name) is hook:
                 del attributes[name]

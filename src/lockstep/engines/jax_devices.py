@@ -4,8 +4,8 @@ import os
 
 import jax
 
-from lockstep.devices import Device, check_visible, names_in_words, rehearsed_devices
-from lockstep.errors import RehearsalTooLate
+from lockstep.devices import Device, check_visible, rehearsed_devices
+from lockstep.engines.too_late import too_late
 
 
 def list_devices() -> tuple[Device, ...]:
@@ -22,7 +22,7 @@ def list_devices() -> tuple[Device, ...]:
     check_visible(here, os.environ)
     asked = rehearsed_devices(os.environ)
     if asked and (here[0].platform != "cpu" or jax.local_device_count() != asked):
-        raise RehearsalTooLate(_too_late(asked, here))
+        raise too_late("JAX", asked, here)
     return here
 
 
@@ -45,7 +45,7 @@ def make_virtual(count: int) -> None:
     except RuntimeError:  # JAX has started; its devices are what they are
         here = tuple(_describe(device) for device in jax.devices())
         if here[0].platform != "cpu" or len(here) != count:
-            raise RehearsalTooLate(_too_late(count, here)) from None
+            raise too_late("JAX", count, here) from None
 
 
 def _describe(device: jax.Device) -> Device:
@@ -54,14 +54,4 @@ def _describe(device: jax.Device) -> Device:
         name=f"{device.platform}:{device.id}",
         kind=device.device_kind,
         memory=(stats or {}).get("bytes_limit"),
-    )
-
-
-def _too_late(asked: int, here: tuple[Device, ...]) -> str:
-    return (
-        f"A rehearsal on {asked} virtual CPU devices was asked for, and JAX has started with "
-        f"{len(here)}: {names_in_words([device.name for device in here])}.\n"
-        "Devices are fixed at the first operation. Set "
-        f"LOCKSTEP_REHEARSE={asked} before Python starts\n(or call "
-        f"lockstep.rehearse(devices={asked}) before the first Keras operation)."
     )

@@ -12,7 +12,7 @@ replicas do the same to their copies, and nothing but gradients travels for it.
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -20,10 +20,11 @@ import tensorflow as tf
 
 from lockstep.announce import fit_line, wants_words
 from lockstep.devices import Device, names_in_words
-from lockstep.engines import tensorflow_devices
-from lockstep.engines.engine import Probe
+from lockstep.engines import attachments, tensorflow_devices
 from lockstep.engines.holders import holders_of
+from lockstep.engines.tensorflow_alike import NotAlike
 from lockstep.engines.tensorflow_build import build
+from lockstep.engines.tensorflow_probe import TensorFlowProbe
 from lockstep.engines.tensorflow_steps import Steps
 from lockstep.engines.tensorflow_unsplit import own_step
 from lockstep.engines.tensorflow_variables import (
@@ -33,8 +34,6 @@ from lockstep.engines.tensorflow_variables import (
     variables_of,
 )
 from lockstep.errors import LayoutConflict, UnsupportedBackend, UnsupportedModel
-
-_ATTACHMENT = "_lockstep"
 
 
 class TensorFlowEngine:
@@ -59,37 +58,27 @@ class TensorFlowEngine:
                 "data_on_devices=True was asked for on 'tensorflow', and data stay on the devices "
                 "on 'jax' so far.\nLeave it out, or set KERAS_BACKEND=jax before Keras is imported."
             )
-        before = self.attached(model)
-        if before == devices:
-            return
-        attachment = Attachment(model, devices)
-        attachment.check()
-        self.detach(model)
-        try:
-            attachment.take_over()
-        except BaseException:
-            attachment.give_back()
-            if before is not None:
-                Attachment(model, before).take_over()
-            raise
+        if self.attached(model) != devices:
+            attachments.attach(
+                Attachment(model, devices), lambda old: Attachment(model, old.devices)
+            )
 
     def detach(self, model: Any) -> None:
         """Make `model` run on one device again; does nothing where it does already."""
-        attachment = vars(model).get(_ATTACHMENT)
-        if attachment is not None:
-            attachment.give_back()
+        attachments.detach(model)
 
     def attached(self, model: Any) -> tuple[str, ...] | None:
         """The devices `model` runs on, `None` where it is not attached."""
-        attachment = vars(model).get(_ATTACHMENT)
-        return None if attachment is None else attachment.devices
+        return attachments.attached(model)
 
-    def probe(self, model: Any) -> Probe:
-        """Not here yet: `verify` looks inside steps on JAX only."""
-        raise UnsupportedBackend(
-            "verify was asked for on 'tensorflow', and looks inside training steps on 'jax' so "
-            "far.\nSet KERAS_BACKEND=jax in the environment before Keras is imported."
-        )
+    def probe(self, model: Any) -> TensorFlowProbe:
+        """A way to look inside the steps of `model`, attached or not."""
+
+        def steps() -> Steps | None:
+            attachment = attachments.attachment_of(model)
+            return None if attachment is None else attachment.steps
+
+        return TensorFlowProbe(model, steps)
 
 
 class Attachment:
@@ -101,6 +90,7 @@ class Attachment:
     Attributes:
         model: The model.
         devices: The names of its devices.
+        steps: Its steps over them.
     """
 
     def __init__(self, model: Any, devices: tuple[str, ...]) -> None:
@@ -108,7 +98,8 @@ class Attachment:
         self.devices = devices
         strategy = strategy_of(devices)
         self._copies = Copies(strategy, self)
-        self._steps = Steps(model, strategy, self._copies)
+        self.steps = Steps(model, strategy, self._copies)
+        self._alone = len(devices) == 1
         self._hooks = {
             "make_train_function": self._make_train_function,
             "make_test_function": self._make_test_function,
@@ -131,14 +122,14 @@ class Attachment:
     def take_over(self) -> None:
         """Give every device a copy of the variables, and replace the step functions."""
         self._take_in()
-        vars(self.model)[_ATTACHMENT] = self
+        attachments.mark(self.model, self)
         vars(self.model).update(self._hooks)
         self._remake_functions()
 
     def give_back(self) -> None:
         """Undo `take_over`, also where it broke off half way."""
         attributes = vars(self.model)
-        attributes.pop(_ATTACHMENT, None)
+        attachments.unmark(self.model)
         for name, hook in self._hooks.items():
             if attributes.get(name) is hook:
                 del attributes[name]
@@ -151,14 +142,14 @@ class Attachment:
         # keras/src/backend/tensorflow/trainer.py, TensorFlowTrainer.make_train_function
         model = self.model
         if model.train_function is None or force:
-            model.train_function = self._ready("train", self._steps.train)
+            model.train_function = self._ready("train", self.steps.train)
         return model.train_function
 
     def _make_test_function(self, force: bool = False) -> Any:
         # keras/src/backend/tensorflow/trainer.py, TensorFlowTrainer.make_test_function
         model = self.model
         if model.test_function is None or force:
-            model.test_function = self._ready("test", self._steps.test)
+            model.test_function = self._ready("test", self.steps.test)
         return model.test_function
 
     def _make_predict_function(self, force: bool = False) -> Any:
@@ -166,19 +157,21 @@ class Attachment:
         model = self.model
         if model.predict_function is not None and not force:
             return model.predict_function
-        step = tf.autograph.experimental.do_not_convert(self._steps.predict)
-        if not model.run_eagerly:
-            step = tf.function(step, reduce_retracing=True)
-        step = model._autoconvert_optionals(step)
-
+        self.steps.try_again("predict")
+        step = self._predict_function()
         ready = False
 
         def predict(batches: list[Any]) -> Any:
-            nonlocal ready
+            nonlocal ready, step
             if not ready:
                 self._prepare("predict", batches[0])
                 ready = True
-            outputs = [step(batch) for batch in batches]
+            try:
+                outputs = [step(batch) for batch in batches]
+            except NotAlike as found:
+                self.steps.give_up("predict", str(found))
+                step = self._predict_function()
+                outputs = [step(batch) for batch in batches]
             if len(outputs) == 1:
                 return outputs[0]
             return keras.tree.map_structure(lambda *parts: tf.concat(parts, axis=0), *outputs)
@@ -186,32 +179,44 @@ class Attachment:
         model.predict_function = predict
         return predict
 
+    def _predict_function(self) -> Callable[[Any], Any]:
+        step = tf.autograph.experimental.do_not_convert(self.steps.predict)
+        if not self.model.run_eagerly:
+            xla = self._alone and self.model.jit_compile
+            step = tf.function(step, reduce_retracing=True, jit_compile=xla or None)
+        function: Callable[[Any], Any] = self.model._autoconvert_optionals(step)
+        return function
+
     def _function(self, step: Callable[[Any], Any]) -> Callable[[Iterator[Any]], Any]:
         # keras/src/backend/tensorflow/trainer.py, TensorFlowTrainer._make_function: the
         # loop over `steps_per_execution` steps is Keras's own.
-        with _without_xla(self.model):
+        with nullcontext() if self._alone else _without_xla(self.model):
             function: Callable[[Iterator[Any]], Any] = self.model._make_function(step)
         return function
 
     def _ready(self, name: str, step: Callable[[Any], Any]) -> Callable[[Iterator[Any]], Any]:
         """A step function, with everything made before its first trace."""
+        self.steps.try_again(name)
         function = self._function(step)
         version: int | None = None
 
         def run(iterator: Any) -> Any:
             nonlocal function, version
+            batches = None
+            if not isinstance(iterator, tf.data.Iterator):
+                batches = list(itertools.islice(iterator, self.model.steps_per_execution))
             if version is None:
-                if isinstance(iterator, tf.data.Iterator):
-                    spec = iterator.element_spec
-                else:
-                    spec = next(iterator)
-                    iterator = itertools.chain([spec], iterator)
-                self._prepare(name, spec)
+                self._prepare(name, iterator.element_spec if batches is None else batches[0])
             elif version != self._copies.version and own_step(self.model, f"{name}_step"):
                 # It may have made variables while it ran, which have copies by now.
                 function = self._function(step)
             version = self._copies.version
-            return function(iterator)
+            try:
+                return function(iterator if batches is None else iter(batches))
+            except NotAlike as found:  # while it was traced, before anything ran
+                self.steps.give_up(name, str(found))
+                function = self._function(step)
+                return function(iterator if batches is None else iter(batches))
 
         return run
 
@@ -219,7 +224,9 @@ class Attachment:
         @functools.wraps(fit)
         def announced_fit(*args: Any, **kwargs: Any) -> Any:
             if wants_words(fit, args, kwargs):
-                print(fit_line("tensorflow", self.devices, fit, args, kwargs), flush=True)
+                line = fit_line("tensorflow", self.devices, fit, args, kwargs)
+                without = "" if self._alone or not self.model.jit_compile else ", without XLA"
+                print(line + without, flush=True)
             return fit(*args, **kwargs)
 
         return announced_fit
@@ -229,10 +236,7 @@ class Attachment:
     def _prepare(self, name: str, batch: Any) -> None:
         if own_step(self.model, f"{name}_step") is None:
             build(self.model, name, batch)
-            self._take_in()
-            self._steps.prepare(batch)
-        else:
-            self._take_in()
+        self._take_in()
 
     def _take_in(self) -> None:
         """Take in variables that appeared since."""
@@ -248,7 +252,7 @@ class Attachment:
                 getattr(model, f"make_{name}_function")(force=True)
 
     def _check_layout(self, variable: Any) -> None:
-        if variable._value is None or not is_mirrored(variable._value):
+        if variable._value is None:
             return
         others = [held for held in holders_of(variable) if held.model is not self.model]
         if others and others[0].devices != self.devices:
@@ -259,7 +263,7 @@ class Attachment:
                 "A variable has one layout. Distribute both to the same devices, or call\n"
                 "lockstep.release on the other one first."
             )
-        if not holders_of(variable):
+        if is_mirrored(variable._value) and not holders_of(variable):
             raise LayoutConflict(
                 f"Variable {variable.path!r} of {self.model.name!r} is laid out by another tool on "
                 f"{names_in_words(devices_of(variable))}, and lockstep wants to lay it out.\n"

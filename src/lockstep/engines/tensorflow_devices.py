@@ -5,8 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from lockstep.devices import Device, check_visible, names_in_words, rehearsed_devices
-from lockstep.errors import RehearsalTooLate
+from lockstep.devices import Device, check_visible, rehearsed_devices
+from lockstep.engines.too_late import too_late
 
 
 def list_devices() -> tuple[Device, ...]:
@@ -39,7 +39,7 @@ def make_virtual(count: int) -> None:
     except RuntimeError:  # TensorFlow has started; its devices are what they are
         here = tuple(_describe(device) for kind in ("GPU", "CPU") for device in _logical(kind))
         if here[0].platform != "cpu" or len(here) != count:
-            raise RehearsalTooLate(_too_late(count, here)) from None
+            raise too_late("TensorFlow", count, here) from None
 
 
 def _logical(kind: str) -> list[Any]:
@@ -58,13 +58,3 @@ def _kind(platform: str, number: int) -> str:
         return platform
     details = tf.config.experimental.get_device_details(physical[number])
     return str(details.get("device_name", platform))
-
-
-def _too_late(asked: int, here: tuple[Device, ...]) -> str:
-    return (
-        f"A rehearsal on {asked} virtual CPU devices was asked for, and TensorFlow has started "
-        f"with {len(here)}: {names_in_words([device.name for device in here])}.\n"
-        "Devices are fixed at the first operation. Set "
-        f"LOCKSTEP_REHEARSE={asked} before Python starts\n(or call "
-        f"lockstep.rehearse(devices={asked}) before the first Keras operation)."
-    )

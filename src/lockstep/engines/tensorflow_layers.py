@@ -22,23 +22,25 @@ class Plan:
 
     Attributes:
         whole: Layers and operations that may look across the batch.
-        tried: Layers of the user's own, and the model where it is one, that were
-            found to work row by row.
         norms: Batch norms, whose moments are those of the global batch.
         every: Every layer that is not inside one of `whole`.
     """
 
-    def __init__(self, model: Any, passed: Collection[Any] = ()) -> None:
+    def __init__(
+        self, model: Any, proven: Collection[Any] = (), *, draws_together: bool = False
+    ) -> None:
         self.whole: list[Any] = []
-        self.tried: list[Any] = []
         self.norms: list[Any] = []
         self.every: list[Any] = []
-        self._passed = {id(part) for part in passed}
+        self._proven = {id(part) for part in proven}
+        self._seen: set[int] = set()
+        self._draws_together = draws_together
         self._sort(model)
 
     def _sort(self, part: Any) -> None:
-        if any(part is other for other in (*self.whole, *self.tried, *self.norms)):
+        if id(part) in self._seen:
             return
+        self._seen.add(id(part))
         if is_container(part):
             self.every.append(part)
             for inner in parts_of(part):
@@ -46,13 +48,15 @@ class Plan:
         elif is_batch_norm(part):
             self.norms.append(part)
             self.every.append(part)
+        elif self._draws_together and _drawing(part) == [part]:
+            self.whole.append(part)
         elif works_by_rows(part):
             self.every += _layers(part)
-        elif id(part) in self._passed:
-            self.tried.append(part)
+        elif id(part) in self._proven:
             inside = _layers(part)
             self.norms += [layer for layer in inside if is_batch_norm(layer)]
             self.every += inside
+            self.whole += _drawing(part) if self._draws_together else []
         else:
             self.whole.append(part)
 
@@ -66,11 +70,12 @@ class Plan:
                 mask = _on_global_batch(layer, layer.compute_mask, team)
                 changes.append((layer, "compute_mask", mask))
         changes += [(layer, "_moments", moments_over(layer, team)) for layer in _each(self.norms)]
-        for layer in _each(self.every):
+        for layer in _each([*self.every, *_own_layers(self.whole)]):
             regularizer = layer.activity_regularizer
             if regularizer is not None:
                 hook = _of_global_outputs(layer, regularizer, team)
                 changes.append((layer, "activity_regularizer", hook))
+        for layer in _each(self.every):
             # keras/src/layers/layer.py, Layer._initialize_tracker
             for seeds in layer._seed_generators:
                 changes.append((seeds, "next", _of_this_replica(seeds.next, team)))
@@ -94,6 +99,19 @@ def _each(items: list[Any]) -> list[Any]:
     return list({id(item): item for item in items}.values())
 
 
+def _drawing(part: Any) -> list[Any]:
+    """The layers that draw random numbers, of those that can see the whole batch."""
+    if not isinstance(part, keras.layers.Layer):
+        return []
+    if part._seed_generators or works_by_rows(part):
+        return [part] if any(layer._seed_generators for layer in _layers(part)) else []
+    return [layer for inner in part._layers for layer in _drawing(inner)]
+
+
+def _own_layers(parts: list[Any]) -> list[Any]:
+    return [part for part in parts if isinstance(part, keras.layers.Layer)]
+
+
 def _layers(part: Any) -> list[Any]:
     return list(part._flatten_layers()) if isinstance(part, keras.layers.Layer) else []
 
@@ -108,7 +126,13 @@ def _on_global_batch(layer: Any, call: Callable[..., Any], team: Team) -> Callab
             return call(*args, **kwargs)
 
         def whole(value: Any) -> Any:
-            return replica.gather(value, told) if _has_rows(value) else value
+            if not _has_rows(value):
+                return value
+            gathered = replica.gather(value, told)
+            mask = keras.src.backend.get_keras_mask(value)  # keras/src/backend/__init__.py
+            if mask is not None:
+                keras.src.backend.set_keras_mask(gathered, replica.gather(mask, told))
+            return gathered
 
         def own(value: Any) -> Any:
             if not tf.is_tensor(value) or value.shape.rank == 0:
@@ -120,7 +144,7 @@ def _on_global_batch(layer: Any, call: Callable[..., Any], team: Team) -> Callab
                 return replica.own(value)
 
         args, kwargs = keras.tree.map_structure(whole, (args, kwargs))
-        with replica.globally():
+        with replica.globally(f"{layer.name!r} ({type(layer).__name__})", (args, kwargs)):
             outputs = call(*args, **kwargs)
         return keras.tree.map_structure(own, outputs)
 
@@ -150,7 +174,8 @@ def _of_global_outputs(layer: Any, regularizer: Any, team: Team) -> Callable[[An
         if replica is None or output.shape.rank == 0:
             return regularizer(output)
         whole = replica.gather_alike(output, told)
-        loss = regularizer(whole)
+        with replica.globally(f"the regularizer of {layer.name!r}", whole):
+            loss = regularizer(whole)
         # keras/src/layers/layer.py, Layer.__call__ divides by the rows of `output`.
         rows = tf.cast(tf.shape(output)[0], loss.dtype)
         return tf.math.divide_no_nan(loss * rows, tf.cast(tf.shape(whole)[0], loss.dtype))

@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib
 
+from lockstep.engines.tensorflow_alike import Program, tensors_in
 from lockstep.engines.tensorflow_variables import Copies
 
 
@@ -62,6 +63,7 @@ class Replica:
         self._team = team
         self._context = context
         self._round = 0
+        self._parts = 0
 
     @property
     def alone(self) -> bool:
@@ -69,13 +71,27 @@ class Replica:
         return self._team.size == 1
 
     @contextmanager
-    def globally(self) -> Iterator[None]:
-        """While it lasts, what runs sees the global batch, and no layer is split."""
+    def globally(self, what: str, given: Any, *, last: bool = False) -> Iterator[None]:
+        """While it lasts, what runs sees the global batch, as on every other replica.
+
+        Args:
+            what: A name for it.
+            given: The tensors it works on, in any structure.
+            last: Whether no gradient flows back through it.
+
+        Raises:
+            NotAlike: If it may not be the same on every replica.
+        """
+        graph = tf.compat.v1.get_default_graph()
+        first = len(graph.get_operations())
         before, self.inside_global = self.inside_global, True
         try:
             yield
         finally:
             self.inside_global = before
+        operations = graph.get_operations()[first:]
+        self._team.program.check(self._parts, what, operations, tensors_in(given), last=last)
+        self._parts += 1
 
     def own(self, whole: Any) -> Any:
         """The rows this replica runs, of a tensor of the global batch."""
@@ -177,6 +193,10 @@ class Replica:
 class Team:
     """The replicas of one step, in lockstep.
 
+    Attributes:
+        size: How many they are.
+        program: What they all do alike.
+
     `tf.distribute` runs them in threads, of which one runs at a time; they change
     where the replicas meet. What Keras keeps in Python changes with them: the copy
     that a variable is, and the losses that layers added.
@@ -190,6 +210,7 @@ class Team:
         self._losses: list[list[tuple[Any, Any]]] = [[([], set()) for _ in layers]] * self.size
         self._boards: list[list[Any]] = []
         self._here = threading.local()
+        self.program = Program()
 
     def run(self, step: Callable[[Replica], Any], shards: Shards) -> list[Any]:
         """What `step` gives on each replica."""

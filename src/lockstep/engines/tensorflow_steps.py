@@ -8,45 +8,46 @@ no form of loss, metric, clipping or accumulation of which this engine knows.
 """
 
 import warnings
+from functools import partial
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from lockstep.engines.tensorflow_layers import Plan
+from lockstep.engines.tensorflow_proof import Reasons, unproven
 from lockstep.engines.tensorflow_replicas import Replica, Shards, Team
-from lockstep.engines.tensorflow_trial import passing
-from lockstep.engines.tensorflow_unsplit import unsplit_reason
-from lockstep.engines.tensorflow_variables import Copies, variables_of
+from lockstep.engines.tensorflow_unsplit import own_step, unsplit_reason
+from lockstep.engines.tensorflow_variables import Copies
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 
 
 class Steps:
-    """The steps of one model over the devices of one strategy."""
+    """The steps of one model over the devices of one strategy.
+
+    Attributes:
+        draws_together: Whether every device draws the random numbers of the whole batch,
+            as one device does, instead of some of its own.
+    """
 
     def __init__(self, model: Any, strategy: Any, copies: Copies) -> None:
         self._model = model
         self._strategy = strategy
         self._copies = copies
+        self.draws_together = False
         self._said: set[str] = set()
-        self._tried: dict[int, Any] = {}
-        self._passed: list[Any] = []
+        self._not_alike: dict[str, str] = {}
 
-    def prepare(self, batch: Any) -> None:
-        """Find out which layers of the user's own work row by row, before a trace.
+    def give_up(self, step: str, reason: str) -> None:
+        """Let the first device run this step alone from now on, for a reason in words."""
+        # keras/src/utils/traceback_utils.py, inject_argument_info_in_traceback, wraps the
+        # words of an error inside of a layer's call in bold, once for each layer around.
+        reason = reason.split("\x1b[1m")[-1].split("\x1b[0m")[0]
+        self._not_alike[f"{step}_step"] = f"is not the same on every device: {reason}"
 
-        Args:
-            batch: A batch, or the specification of one.
-        """
-        model = self._model
-        candidates = [part for part in Plan(model).whole if id(part) not in self._tried]
-        if candidates:
-            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-            self._tried.update({id(part): part for part in candidates})
-            optimizer = getattr(model, "optimizer", None)
-            slots = {id(slot) for slot in (optimizer.variables if optimizer is not None else [])}
-            changeable = [v for v in variables_of(model) if id(v) not in slots]
-            self._passed += passing(model, candidates, inputs, changeable)
+    def try_again(self, step: str) -> None:
+        """Forget that a step was given up: what is compiled may be another by now."""
+        self._not_alike.pop(f"{step}_step", None)
 
     def train(self, data: Any) -> Any:
         """One training step on a global batch; the logs."""
@@ -60,21 +61,51 @@ class Steps:
         """The predictions for a global batch."""
         return self._step("predict_step", data, self._predict)
 
-    def _step(self, name: str, data: Any, split: Any) -> Any:
+    def look(self, data: Any, watch: Any, alone: Any) -> Any:
+        """What `watch` saw in a training step that trains nothing, and the gradients.
+
+        Args:
+            data: A batch.
+            watch: A context that is told how to make whole what it sees, and gives it.
+            alone: What to do instead where the first device runs every batch alone.
+        """
+        return self._step("train_step", data, partial(self._look, watch=watch), alone)
+
+    def _step(self, name: str, data: Any, split: Any, whole: Any = None) -> Any:
         model = self._model
-        plan = Plan(model, self._passed)
-        reason = unsplit_reason(model, name, plan, data)
+        whole = whole or getattr(model, name)
+        if self._strategy.num_replicas_in_sync == 1:
+            return self._whole(whole, data)
+        reason = self._not_alike.get(name) or own_step(model, name)
+        if reason is None:
+            plan, reasons = self._plan(data, training=name == "train_step")
+            reason = unsplit_reason(model, plan, reasons, data)
         if reason is not None:
             self._say(f"{model.name!r} {reason}, so the first device runs every batch alone")
-            return self._whole(getattr(model, name), data)
-        if plan.whole:
-            names = ", ".join(repr(layer.name) for layer in plan.whole)
-            self._say(f"every device runs {names} of {model.name!r} on the whole batch")
+            return self._whole(whole, data)
         team = Team(self._strategy, self._copies, model._flatten_layers())
         with plan.in_force(team):
             outputs = split(team, data)
         self._check_strangers()
+        if plan.whole:
+            names = ", ".join(f"{p.name!r} ({reasons.get(id(p), _DRAWS)})" for p in plan.whole)
+            self._say(f"every device runs {names} of {model.name!r} on the whole batch")
         return outputs
+
+    def _plan(self, data: Any, *, training: bool) -> tuple[Plan, Reasons]:
+        """How each layer runs, and why some are not split, for the step that is being traced."""
+        parts = Plan(self._model).whole
+        reasons: Reasons = {}
+        if parts:
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+            self._copies.put_on(0)
+            try:
+                with tf.init_scope():
+                    reasons = unproven(self._model, parts, x, training=training)
+            finally:
+                self._copies.take_off()
+        proven = [part for part in parts if id(part) not in reasons]
+        return Plan(self._model, proven, draws_together=self.draws_together), reasons
 
     def _whole(self, step: Any, data: Any) -> Any:
         """Keras's own step on one device; the others then copy what it left."""
@@ -105,10 +136,11 @@ class Steps:
             weights = model.trainable_weights
             if weights:
                 gradients = replica.sum_gradients(tape.gradient(share, weights))
-                model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+                with replica.globally("its optimizer", gradients, last=True):
+                    model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
             else:
                 warnings.warn("The model does not have any trainable weights.", stacklevel=2)
-            with replica.globally():
+            with replica.globally("one of its metrics", y_pred, last=True):
                 return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
         return team.run(step, shards)[0]
@@ -122,7 +154,7 @@ class Steps:
         def step(replica: Replica) -> Any:
             y_pred = self._outputs(replica, rows_of[replica.index], training=False)
             self._loss(replica, x, y, y_pred, sample_weight, training=False)
-            with replica.globally():
+            with replica.globally("one of its metrics", y_pred, last=True):
                 return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
         return team.run(step, shards)[0]
@@ -139,6 +171,29 @@ class Steps:
 
         parts = team.run(step, shards)
         return keras.tree.map_structure(lambda *shards: tf.concat(shards, axis=0), *parts)
+
+    def _look(self, team: Team, data: Any, *, watch: Any) -> Any:
+        model = self._model
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        shards, rows_of = _split(x, team.size)
+
+        def whole(output: Any) -> Any:
+            replica = team.current()
+            if replica is None or output.shape.rank == 0 or output.shape[0] is not None:
+                return output
+            return tf.concat(replica.exchange(replica.true_rows(output, "a layer's output")), 0)
+
+        with watch(whole) as seen:
+
+            def step(replica: Replica) -> Any:
+                with tf.GradientTape() as tape:
+                    y_pred = self._outputs(replica, rows_of[replica.index], training=True)
+                    loss = self._loss(replica, x, y, y_pred, sample_weight, training=True)
+                    share = loss / team.size
+                gradients = tape.gradient(share, model.trainable_weights)
+                return seen(), replica.sum_gradients(gradients)
+
+            return team.run(step, shards)[0]
 
     def _forward(self, x: Any, *, training: bool) -> Any:
         if self._model._call_has_training_arg:
@@ -162,7 +217,8 @@ class Steps:
         self, replica: Replica, x: Any, y: Any, y_pred: Any, sample_weight: Any, *, training: bool
     ) -> Any:
         model = self._model
-        with replica.globally():
+        losses = [loss for layer in model._flatten_layers() for loss in layer._losses]
+        with replica.globally("its loss", (y_pred, losses, replica.shards.rows)):
             # keras/src/trainers/trainer.py, Trainer._compute_loss
             loss = model._compute_loss(
                 x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training
@@ -190,11 +246,13 @@ class Steps:
             return
         self._said.add(what)
         warnings.warn(
-            f"On TensorFlow {what}: it may look across rows. The result is exact.\n"
-            "Set KERAS_BACKEND=jax to have it split.",
+            f"On TensorFlow {what}.\nThe result is exact. Set KERAS_BACKEND=jax to have it split.",
             UnsplitBatchWarning,
             stacklevel=2,
         )
+
+
+_DRAWS = "its random numbers"
 
 
 def _split(x: Any, replicas: int) -> tuple[Shards, list[Any]]:

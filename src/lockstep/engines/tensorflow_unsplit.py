@@ -6,23 +6,17 @@ import keras
 import tensorflow as tf
 
 from lockstep.engines.tensorflow_layers import Plan
+from lockstep.engines.tensorflow_proof import Reasons
 
 
-def unsplit_reason(model: Any, step: str, plan: Plan, data: Any) -> str | None:
+def unsplit_reason(model: Any, plan: Plan, reasons: Reasons, data: Any) -> str | None:
     """Why one device has to run whole batches, in words; `None` where they can be split.
 
     Replicas can share a step whose every operation lockstep knows. Code of the user's
     own may do anything with the rows it is given, and sees all of them.
     """
-    reason = own_step(model, step)
-    if reason is not None:
-        return reason
     if any(part is model for part in plan.whole):
-        return f"({type(model).__name__}) has a call of its own"
-    own = [*plan.whole, *plan.tried]
-    if own and step != "predict_step" and _computes_its_own(model):
-        names = ", ".join(repr(layer.name) for layer in own)
-        return f"computes its loss or metrics by itself, after layers of its own ({names})"
+        return f"({type(model).__name__}) is not proven to work row by row: {reasons[id(model)]}"
     if any(_is_composite(leaf) for leaf in keras.tree.flatten(data)):
         return "is given ragged or sparse tensors"
     return None
@@ -37,15 +31,6 @@ def own_step(model: Any, step: str) -> str | None:
     if getattr(type(model), step) is not getattr(trainer, step) or step in vars(model):
         return f"has a {step} of its own"
     return None
-
-
-def _computes_its_own(model: Any) -> bool:
-    # keras/src/trainers/trainer.py
-    base = keras.src.trainers.trainer.Trainer
-    return any(
-        getattr(type(model), name) is not getattr(base, name) or name in vars(model)
-        for name in ("compute_loss", "compute_metrics")
-    )
 
 
 def _is_composite(leaf: Any) -> bool:

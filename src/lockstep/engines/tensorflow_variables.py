@@ -15,7 +15,8 @@ class Copies:
     Outside of a step a Keras variable holds TensorFlow's mirrored variable: it reads
     its first copy, and whoever assigns to it, assigns to all. Inside a step each
     replica wears its own copies, which are plain variables of its device, so that
-    all that Keras and its optimizers do to them is what they do on one device.
+    all that Keras and its optimizers do to them is what they do on one device. On one
+    device, a variable that is there already stays as it is.
 
     Attributes:
         version: Changes where a variable is mirrored, which a traced step that had it
@@ -27,28 +28,33 @@ class Copies:
         self._holder = holder
         self.version = 0
         self._mirrored: list[tuple[Any, Any]] = []
+        self._plain: list[Any] = []
 
     def take_in(self, variables: Iterable[Any]) -> None:
         """Hold these Keras variables, and mirror those that are not yet."""
-        held = {id(variable) for variable, _ in self._mirrored}
+        held = {id(variable) for variable in self._held()}
         for variable in variables:
             # keras/src/backend/tensorflow/core.py, Variable._initialize
             if id(variable) in held or variable._value is None:
                 continue
+            holders_of(variable).add(self._holder)
+            if devices_of(variable) == self._holder.devices and not is_mirrored(variable._value):
+                self._plain.append(variable)
+                continue
             if not is_mirrored(variable._value):
                 variable._value = self._mirror(variable._value)
                 self.version += 1
-            holders_of(variable).add(self._holder)
             self._mirrored.append((variable, variable._value))
 
     def let_go(self) -> None:
         """Make those variables plain again that nobody else holds."""
-        for variable, _ in self._mirrored:
+        for variable in self._held():
             holders = holders_of(variable)
             holders.discard(self._holder)
             if not holders:
                 make_plain(variable)
         self._mirrored.clear()
+        self._plain.clear()
 
     def put_on(self, replica: int) -> None:
         """Let every Keras variable be its copy on this replica."""
@@ -79,6 +85,9 @@ class Copies:
             if outside.dtype == tf.resource and data is not None and data.is_set:
                 found.add(id(outside))
         return sorted(names.get(handle, "one without a name") for handle in found - own)
+
+    def _held(self) -> list[Any]:
+        return [*(variable for variable, _ in self._mirrored), *self._plain]
 
     def _mirror(self, plain: Any) -> Any:
         with tf.init_scope(), self._strategy.scope():

@@ -1,0 +1,95 @@
+"""What all replicas do alike has to be the same on all of them: losses, metrics, whole layers."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from lockstep.engines.tensorflow_proof import program_of
+from lockstep.engines.tensorflow_states import calls_of, has_own_gradient
+from lockstep.engines.tensorflow_variables import shared_seeds
+
+_REPEATABLE = """
+    AssignAddVariableOp AssignSubVariableOp AssignVariableOp Assert Case If LookupTableFindV2
+    LookupTableSizeV2 Print PrintV2 ReadVariableOp ResourceGather ResourceGatherNd
+    ResourceScatterAdd ResourceScatterDiv ResourceScatterMax ResourceScatterMin
+    ResourceScatterMul ResourceScatterNdAdd ResourceScatterNdMax ResourceScatterNdMin
+    ResourceScatterNdSub ResourceScatterNdUpdate ResourceScatterSub ResourceScatterUpdate
+    ResourceStridedSliceAssign StatefulPartitionedCall VarIsInitializedOp VariableShape While
+"""
+REPEATABLE = frozenset(_REPEATABLE.split())
+"""Operations with a state, the copy of a variable mostly, that do the same on every replica."""
+
+
+class NotAlike(Exception):
+    """Replicas could do something else each; in words."""
+
+
+class Program:
+    """What the first replica did in one part of a step, for the others to be held against."""
+
+    def __init__(self) -> None:
+        self._done: list[list[Any]] = []
+
+    def check(
+        self,
+        number: int,
+        what: str,
+        operations: list[Any],
+        given: Iterable[Any],
+        *,
+        last: bool = False,
+    ) -> None:
+        """Raise where these operations may not be alike on every replica.
+
+        Args:
+            number: Which part of the step it is.
+            what: Its name in an error.
+            operations: What this replica does.
+            given: The tensors it works on, which all replicas have alike.
+            last: Whether no gradient flows back through it.
+
+        Raises:
+            NotAlike: With the reason.
+        """
+        for op in _every(operations):
+            if has_own_gradient(op) and not last:
+                raise NotAlike(f"{what} has a gradient of its own")
+            if "PyFunc" in op.type:
+                raise NotAlike(f"{what} calls Python while it runs ({op.type})")
+            if op.op_def.is_stateful and op.type not in REPEATABLE:
+                raise NotAlike(f"{what} draws random numbers or has a state ({op.type})")
+        self._check_inputs(what, operations, given)
+        done = program_of(operations)
+        if number == len(self._done):
+            self._done.append(done)
+        elif self._done[number] != done:
+            raise NotAlike(f"{what} is another program each time Python makes it")
+
+    def _check_inputs(self, what: str, operations: list[Any], given: Iterable[Any]) -> None:
+        known = {id(tensor) for tensor in given}
+        known |= {id(output) for op in operations for output in op.outputs}
+        graph = tf.compat.v1.get_default_graph()
+        handles = {id(seeds.value.handle) for seeds in shared_seeds()}
+        drawn = {id(inner) for outer, inner in graph.captures if id(outer) in handles}
+        for tensor in (tensor for op in operations for tensor in op.inputs):
+            if id(tensor) in drawn:
+                raise NotAlike(f"{what} draws random numbers without a seed of its own")
+            if id(tensor) not in known and tensor.op.type not in ("Const", "Placeholder"):
+                raise NotAlike(f"{what} uses what a layer keeps ({tensor.op.name})")
+
+
+def tensors_in(tree: Any) -> list[Any]:
+    """The tensors of a structure, and their masks."""
+    leaves = [leaf for leaf in keras.tree.flatten(tree) if tf.is_tensor(leaf)]
+    masks = [keras.src.backend.get_keras_mask(leaf) for leaf in leaves]  # keras/src/backend
+    parts = tf.nest.flatten(leaves, expand_composites=True)  # of a sparse gradient
+    return [*parts, *(mask for mask in masks if mask is not None)]
+
+
+def _every(operations: Iterable[Any]) -> Iterator[Any]:
+    for op in operations:
+        yield op
+        for graph in calls_of(op):
+            yield from _every(graph.get_operations())

@@ -1,0 +1,299 @@
+"""Which layers of the user's own are split, and that those are exact which are not."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+import lockstep
+from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
+from tests.conformance.common import assert_same
+
+pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
+
+
+class Does(layers.Layer):
+    """Does what it is told, and has a kernel, a table, and seeds to do it with."""
+
+    def __init__(self, what, **kwargs):
+        super().__init__(**kwargs)
+        self.what = what
+        self.seeds = keras.random.SeedGenerator(3)
+        self.dense = layers.Dense(5, activation="silu")
+        self.norm = layers.BatchNormalization()
+        self.drop = layers.Dropout(0.5)
+        self.lstm = layers.LSTM(5, return_sequences=True)
+
+    def build(self, shape):
+        self.dense.build((None, 5))
+        self.norm.build((None, 5))
+        self.lstm.build((None, None, 5))
+        self.kernel = self.add_weight(shape=(5, 5), name="kernel")
+        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, name="seen")
+
+    def call(self, x, training=False):
+        return self.what(self, x)
+
+    def compute_output_spec(self, x, training=False):
+        return keras.KerasTensor((None, 5))
+
+
+def _merged_and_back(layer, x):
+    steps = ops.reshape(layer.dense(ops.reshape(x, (-1, 1)) * ops.ones((1, 5))), (-1, 5, 5))
+    return ops.max(steps, axis=1)
+
+
+def _heads(layer, x):
+    rows = ops.shape(x)[0]
+    split = ops.transpose(ops.reshape(x, (rows, 5, 1)) * ops.ones((1, 1, 4)), (0, 2, 1))
+    scores = ops.softmax(ops.einsum("bhd,bkd->bhk", split, split) / 2.0)
+    return ops.mean(ops.matmul(scores, split), axis=1)
+
+
+def _positions(layer, x):
+    steps = ops.repeat(x[:, None, :], 3, axis=1)
+    places = ops.arange(3, dtype="float32")[None, :, None]
+    return ops.sum(steps + places, axis=1)
+
+
+def _counts_steps(layer, x):
+    layer.seen.assign_add(1.0)
+    return x * (1 + layer.seen)
+
+
+def _branch_on_a_weight(layer, x):
+    return tf.cond(tf.reduce_sum(layer.kernel) > 0, lambda: x * 2, lambda: tf.sin(x))
+
+
+def _loop(layer, x):
+    return tf.while_loop(lambda i, a: i < 3, lambda i, a: (i + 1, tf.tanh(a) + x), (0, x))[1]
+
+
+def _own_gradient(x):
+    return tf.identity(x), lambda g: tf.clip_by_norm(g, 0.1)
+
+
+ROW_BY_ROW = {
+    "elementwise": lambda layer, x: ops.tanh(x) * 2 + ops.where(x > 0, x, -x),
+    "a kernel and swish": lambda layer, x: ops.silu(x @ layer.kernel),
+    "layers of Keras": lambda layer, x: layer.drop(layer.norm(layer.dense(x)), training=True),
+    "an RNN of Keras": lambda layer, x: layer.lstm(x[:, None, :] * ops.ones((1, 4, 1)))[:, -1],
+    "softmax over columns": lambda layer, x: ops.softmax(x, axis=-1) - ops.cumsum(x, axis=1),
+    "layer norm by hand": lambda layer, x: (
+        (x - ops.mean(x, -1, keepdims=True)) / ops.std(x, axis=-1, keepdims=True)
+    ),
+    "rows merged, and back": _merged_and_back,
+    "attention by hand": _heads,
+    "positions along a sequence": _positions,
+    "a table looked up": lambda layer, x: ops.take(
+        layer.kernel, ops.cast(ops.clip(x, 0, 4), "int32")[:, 0], axis=0
+    ),
+    "columns taken apart": lambda layer, x: ops.concatenate(ops.split(x, 5, axis=1)[::-1], axis=1),
+    "the largest first": lambda layer, x: ops.top_k(x, 5)[0] + ops.flip(x, axis=1),
+    "numbers drawn for each row": lambda layer, x: (
+        x + keras.random.normal(ops.shape(x), seed=layer.seeds)
+    ),
+    "numbers drawn without a seed": lambda layer, x: x + keras.random.uniform((ops.shape(x)[0], 1)),
+    "a branch on a weight": _branch_on_a_weight,
+    "a loop": _loop,
+    "a counter of steps": _counts_steps,
+    "zeros as many as rows": lambda layer, x: x + ops.zeros((ops.shape(x)[0], 5)),
+    "a function of TensorFlow's": lambda layer, x: tf.function(lambda y: y * 2, autograph=False)(x),
+}
+
+
+def _counts_rows(layer, x):
+    layer.seen.assign_add(ops.cast(ops.shape(x)[0], "float32"))
+    return x * layer.seen / 100
+
+
+def _branch_on_a_value(layer, x):
+    return tf.cond(tf.reduce_max(x) > 2.5, lambda: x * 0.5, lambda: x)
+
+
+def _last_rows(layer, x):
+    return ops.concatenate([x[:14], 0.5 * x[14:]], axis=0)
+
+
+def _norm_by_hand(layer, x):
+    mean, variance = tf.nn.moments(x, [0])
+    return (x - mean) * tf.math.rsqrt(variance + 1e-3)
+
+
+def _adds_a_loss_of_rows(layer, x):
+    layer.add_loss(ops.mean(x**2))
+    return x
+
+
+ACROSS = {
+    "rows from the fifteenth on": _last_rows,
+    "a branch on a value": _branch_on_a_value,
+    "a counter of rows": _counts_rows,
+    "statistics by hand": _norm_by_hand,
+    "a loss of rows": _adds_a_loss_of_rows,
+    "the number of rows": lambda layer, x: x / ops.cast(ops.shape(x)[0], "float32"),
+    "the number of a row": lambda layer, x: (
+        x + ops.cast(ops.arange(ops.shape(x)[0]), "float32")[:, None] / 99
+    ),
+    "as many constants as rows": lambda layer, x: (
+        x * ops.reshape((ops.arange(44 * 5, dtype="float32") / 220)[: ops.shape(x)[0] * 5], (-1, 5))
+    ),
+    "rows sorted": lambda layer, x: x + ops.sort(x, axis=0),
+    "the first row": lambda layer, x: x - x[:1],
+    "every second row, twice": lambda layer, x: x + 0.01 * ops.sum(x[::2]),
+    "rows merged with columns": lambda layer, x: x * ops.mean(ops.reshape(x, (-1,))),
+    "one number drawn for all rows": lambda layer, x: (
+        x + keras.random.uniform((1, 5), seed=layer.seeds)
+    ),
+    "numbers drawn with a number for a seed": lambda layer, x: (
+        x + keras.random.uniform(ops.shape(x), seed=3)
+    ),
+    "transposed": lambda layer, x: x @ layer.kernel + 0.01 * ops.sum(ops.transpose(x) @ x, axis=0),
+}
+
+ALONE = {
+    "TensorFlow's random numbers": lambda layer, x: x + tf.random.uniform(tf.shape(x)),
+    "one number without a seed": lambda layer, x: x + keras.random.uniform((1, 5)),
+    "Python while it runs": lambda layer, x: tf.ensure_shape(
+        tf.numpy_function(lambda y: y * 2, [x], tf.float32), (None, 5)
+    ),
+    "a gradient of its own": lambda layer, x: tf.custom_gradient(_own_gradient)(x),
+    "a number drawn in Python": lambda layer, x: x + np.random.normal(),
+}
+
+
+def model(what, loss="mse", metrics=()):
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(4)
+    made = keras.Sequential(
+        [keras.Input((5,)), layers.Dense(5, activation="tanh"), Does(what, name="does")]
+    )
+    made.add(layers.Dense(2))
+    made.compile(keras.optimizers.SGD(0.02), loss, metrics=list(metrics))
+    return made
+
+
+def data(rows=44):
+    rng = np.random.default_rng(1)
+    return rng.normal(size=(rows, 5)).astype("float32"), rng.normal(size=(rows, 2)).astype(
+        "float32"
+    )
+
+
+def fit(made, batch_size=22):
+    made.fit(*data(), batch_size=batch_size, epochs=2, verbose=0, shuffle=False)
+    every = [*made.variables, *made.optimizer.variables]
+    return [keras.ops.convert_to_numpy(v) for v in every]
+
+
+DRAWS = {"layers of Keras", "numbers drawn for each row", "numbers drawn without a seed"}
+
+
+@pytest.mark.parametrize("what", ROW_BY_ROW)
+def test_what_works_row_by_row_is_split(what):
+    """A warning that it is not split would fail the test."""
+    many = fit(lockstep.distribute(model(ROW_BY_ROW[what]), 2))
+    if what not in DRAWS:  # replicas draw for themselves
+        assert_same(many, fit(model(ROW_BY_ROW[what])))
+
+
+@pytest.mark.parametrize("what", ACROSS)
+def test_what_looks_across_rows_sees_the_whole_batch(what):
+    with pytest.warns(UnsplitBatchWarning, match=r"every device runs 'does' \("):
+        many = fit(lockstep.distribute(model(ACROSS[what]), 3))
+    assert_same(many, fit(model(ACROSS[what])))
+
+
+@pytest.mark.parametrize("what", ALONE)
+def test_what_no_two_devices_do_alike_runs_on_the_first(what):
+    made = lockstep.distribute(model(ALONE[what]), 3)
+    with pytest.warns(
+        UnsplitBatchWarning, match=r"(has|calls|draws|is) .*so the first device"
+    ) as w:
+        fit(made)
+    (said,) = [str(each.message) for each in w if each.category is UnsplitBatchWarning]
+    assert len(said.splitlines()) == 2
+    for variable in made.variables:
+        first, *others = [copy.numpy() for copy in variable.value.values]
+        for other in others:
+            np.testing.assert_array_equal(first, other)
+
+
+@pytest.mark.parametrize("what", ["a gradient of its own", "Python while it runs"])
+def test_what_the_first_device_runs_alone_is_exact(what):
+    with pytest.warns(UnsplitBatchWarning):
+        many = fit(lockstep.distribute(model(ALONE[what]), 2))
+    assert_same(many, fit(model(ALONE[what])))
+
+
+def _noisy_loss(y_true, y_pred):
+    return ops.mean((y_true - y_pred) ** 2) * tf.random.uniform(())
+
+
+def _noisy_metric(y_true, y_pred):
+    return ops.mean(y_pred) + tf.random.uniform(())
+
+
+@pytest.mark.parametrize("part", [{"loss": _noisy_loss}, {"metrics": [_noisy_metric]}])
+def test_a_loss_or_metric_that_draws_runs_on_the_first_device(part):
+    made = lockstep.distribute(model(lambda layer, x: x, **part), 2)
+    with pytest.warns(UnsplitBatchWarning, match="draws random numbers or has a state"):
+        fit(made)
+
+
+class Keeps(layers.Layer):
+    """Keeps what it saw, for a loss outside of it."""
+
+    def call(self, x):
+        self.kept = x
+        return x * 1.0
+
+
+def test_a_loss_that_uses_what_a_layer_keeps_is_exact():
+    def make():
+        keras.utils.set_random_seed(4)
+        keeps = Keeps()
+        made = keras.Sequential([keras.Input((5,)), layers.Dense(5), keeps, layers.Dense(2)])
+        made.compile("sgd", lambda y, p: ops.mean((y - p) ** 2) + ops.mean(keeps.kept**2))
+        return made
+
+    with pytest.warns(UnsplitBatchWarning, match="its loss uses what a layer keeps"):
+        many = fit(lockstep.distribute(make(), 2))
+    assert_same(many, fit(make()))
+
+
+def test_a_layer_across_rows_with_a_regularizer_of_what_it_gives():
+    def make():
+        made = model(_norm_by_hand)
+        made.get_layer("does").activity_regularizer = keras.regularizers.L2(0.1)
+        return made
+
+    with pytest.warns(UnsplitBatchWarning, match="'does'"):
+        many = fit(lockstep.distribute(make(), 3))
+    assert_same(many, fit(make()))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 44])
+def test_predictions_of_any_number_of_rows(rows):
+    made = lockstep.distribute(model(_last_rows), 3)
+    x, _ = data(rows)
+    with pytest.warns(UnsplitBatchWarning):
+        mine = made.predict(x, batch_size=44, verbose=0)
+    assert_same(mine, model(_last_rows).predict(x, batch_size=44, verbose=0))
+
+
+def test_a_batch_merged_with_another_dim_is_refused_in_words():
+    def make():
+        made = keras.Sequential([keras.Input((4,)), layers.Dense(4)])
+        made.add(layers.Lambda(lambda t: ops.reshape(t, (-1, 2)), name="merges"))
+        made.compile("sgd", lambda y, p: ops.mean(p))
+        return made
+
+    made = lockstep.distribute(make(), 2)
+    x = np.ones((4, 4), "float32")
+    with (
+        pytest.warns(UnsplitBatchWarning, match="rows merged with another dim"),
+        pytest.raises((UnsupportedModel, tf.errors.InvalidArgumentError), match="merges"),
+    ):
+        made.fit(x, x, batch_size=4, verbose=0)

@@ -1,0 +1,155 @@
+"""`verify` on TensorFlow passes what is right, and names what is wrong."""
+
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import lockstep
+
+
+def data(rows=40):
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(rows, 6)).astype("float32"), rng.normal(size=(rows, 1)).astype(
+        "float32"
+    )
+
+
+def with_layer(*between, optimizer="sgd"):
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(0)
+    made = keras.Sequential([keras.Input((6,)), layers.Dense(8, activation="gelu", name="first")])
+    for layer in between:
+        made.add(layer)
+    made.add(layers.Dense(1, name="last"))
+    made.compile(optimizer, "mse", metrics=["mae"])
+    return made
+
+
+def values(made):
+    every = [*made.variables, *made.optimizer.variables]
+    return [keras.ops.convert_to_numpy(variable) for variable in every]
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.hidden = layers.Dense(8, activation="gelu")
+        self.drop = layers.Dropout(0.3)
+        self.last = layers.Dense(1)
+
+    def call(self, x, training=False):
+        return self.last(self.drop(self.hidden(x), training=training))
+
+
+def subclassed():
+    keras.utils.set_random_seed(0)
+    made = Subclassed()
+    made.compile("sgd", "mse")
+    return made
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: with_layer(layers.BatchNormalization(), layers.Dropout(0.2), optimizer="adam"),
+        subclassed,
+    ],
+)
+def test_a_right_model_is_equal_in_everything(make):
+    """With dropout: for the comparison every device draws the numbers of the whole batch."""
+    found = lockstep.verify(make(), data(), devices=3, steps=5, batch_size=9)
+    assert found.equal, found.cause
+    assert found.devices == ("cpu:0", "cpu:1", "cpu:2")
+    assert any("(its random numbers)" in note for note in found.notes)
+    assert not any("alone" in note for note in found.notes)
+    names = {difference.name.split("/")[-1] for difference in found.differences}
+    assert {"loss", "learning_rate", "seed_generator_state", "kernel"} <= names
+
+
+@pytest.mark.parametrize("devices", [None, 3])
+def test_the_model_is_untouched(devices):
+    made = with_layer(layers.BatchNormalization(), layers.Dropout(0.2), optimizer="adam")
+    if devices:
+        lockstep.distribute(made, devices)
+    made.fit(*data(), verbose=0)
+    before = values(made)
+    lockstep.verify(made, data(), devices=2, steps=2)
+    for mine, theirs in zip(values(made), before, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    held = type(made.variables[0].value).__name__
+    assert held == ("MirroredVariable" if devices else "ResourceVariable")
+
+
+class DeviceReader(layers.Layer):
+    """Multiplies with how many devices the model was on when it was traced."""
+
+    model = None
+
+    def call(self, x):
+        attached = self.model is not None and any("lockstep" in name for name in vars(self.model))
+        return x * (1.5 if attached else 1.0)
+
+
+def test_a_layer_that_reads_the_devices_is_named(monkeypatch):
+    made = with_layer(DeviceReader(name="culprit"))
+    monkeypatch.setattr(DeviceReader, "model", made)
+    found = lockstep.verify(made, data(), devices=3, steps=3)
+    assert not found.equal
+    assert found.first_step == 1
+    assert found.first_layer.endswith("culprit")
+    assert "something else on several devices" in found.cause
+
+
+class PythonCounter(layers.Layer):
+    """Counts its traces in Python."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.count = 0
+
+    def call(self, x):
+        self.count += 1
+        return x * (1 + 0.1 * self.count)
+
+
+def test_a_layer_with_state_in_python_is_named():
+    found = lockstep.verify(with_layer(PythonCounter(name="culprit")), data(), devices=2, steps=3)
+    assert not found.equal
+    assert found.first_layer.endswith("culprit")
+    assert "not deterministic" in found.cause
+
+
+def test_a_layer_that_is_not_split_is_a_note():
+    made = with_layer(layers.Lambda(lambda t: t - ops.mean(t, axis=0), name="across"))
+    found = lockstep.verify(made, data(), devices=3, steps=2)
+    assert found.equal, found.cause
+    assert any("every device runs 'across' (Mean)" in note for note in found.notes)
+
+
+SCRIPT = """
+import keras, numpy as np
+from keras import layers
+
+def build():
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model, (np.ones((20, 2), "float32"), np.ones((20, 1), "float32"))
+"""
+
+
+def test_the_command(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "lockstep", "verify", "train.py:build"]
+    done = subprocess.run(
+        [*command, "--devices", "3", "--rehearse", "--steps", "2", "--json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert '"equal": true' in done.stdout

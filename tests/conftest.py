@@ -23,6 +23,8 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
+    # The longest test begins first, so that no other process waits for it at the end.
+    items.sort(key=lambda item: "test_in_a_process_of_its_own" not in item.nodeid)
     if config.getoption("--whole"):
         return
     left_out = [item for item in items if item.get_closest_marker("whole")]

@@ -44,7 +44,14 @@ FILES = {
 """Files that tell of what an example is about."""
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+LONG = {"xception_random_images.py", "unet_iou.py"}
+"""Not in the fixed sample."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.whole] if n in LONG else []) for n in EXAMPLES],
+)
 def test_it_runs_and_plain_keras_reads_its_file(name, tmp_path):
     devices, options = EXAMPLES[name]
     run_example(name, devices, options, tmp_path)

@@ -1,14 +1,10 @@
 """Batches are drawn while the devices still run a step before."""
 
-import threading
-
 import jax
 import keras
 import numpy as np
 
 import lockstep
-from lockstep.engines import jax_input
-from tests.conformance.common import assert_same
 
 ROWS, STEPS = 512, 6
 
@@ -30,47 +26,6 @@ class Begun(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         self.begun = True
-
-
-def test_a_thread_has_two_batches_ready_of_arrays_with_large_rows(monkeypatch):
-    started, done = [], threading.Event()
-    cut = jax_input._cut
-
-    def noted(arrays, rows):
-        started.append(threading.current_thread().name)
-        if len(started) == 3:
-            done.set()
-        return cut(arrays, rows)
-
-    class Waits(keras.callbacks.Callback):
-        """In the first step, for the two batches after it."""
-
-        got = None
-
-        def on_train_begin(self, logs=None):
-            started.clear()  # of the batches that Keras looked at before
-            done.clear()
-
-        def on_train_batch_begin(self, batch, logs=None):
-            if batch == 1:
-                self.got = done.wait(60)
-
-    monkeypatch.setattr(jax_input, "_cut", noted)
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(20, 2**16)).astype("float32"), rng.normal(size=(20, 1))
-    waits = Waits()
-    histories = []
-    for distributed in (False, True):
-        keras.utils.set_random_seed(3)
-        model = keras.Sequential([keras.Input((2**16,)), keras.layers.Dense(1)])
-        if distributed:
-            lockstep.distribute(model, 2)
-        model.compile(keras.optimizers.SGD(1e-6), "mse")
-        callbacks = [waits] if distributed else []
-        histories.append(model.fit(x, y, batch_size=4, verbose=0, callbacks=callbacks).history)
-    assert waits.got
-    assert set(started) == {"lockstep-input_0"}
-    assert_same(*histories)
 
 
 def test_two_batches_are_drawn_while_the_step_before_them_runs():

@@ -452,3 +452,24 @@ def test_batches_go_from_the_host_straight_to_their_devices_and_stay_narrow(devi
         shards = inputs.padded.addressable_shards
         assert [shard.data.shape for shard in shards] == [(2, 4)] * 4
         assert len({shard.device for shard in shards}) == 4
+
+
+def test_a_callback_may_write_into_the_rows_of_the_next_batch():
+    """However large they are: no batch is cut out before its turn."""
+
+    def history(devices):
+        keras.utils.set_random_seed(3)
+        rng = np.random.default_rng(0)
+        x, y = rng.normal(size=(20, 2**16)).astype("float32"), np.zeros((20, 1), "float32")
+
+        class Writes(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                y[(batch + 1) * 4 : (batch + 2) * 4] = batch + 1
+
+        model = keras.Sequential([keras.Input((2**16,)), keras.layers.Dense(1)])
+        if devices:
+            lockstep.distribute(model, devices)
+        model.compile(keras.optimizers.SGD(1e-7), "mse")
+        return model.fit(x, y, 4, shuffle=False, verbose=0, callbacks=[Writes()]).history
+
+    assert_same(history(2), history(None))

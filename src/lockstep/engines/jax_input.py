@@ -1,9 +1,6 @@
 """Where the batches of an epoch come from: fresh host arrays, one after the other."""
 
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -18,11 +15,6 @@ from lockstep.engines.jax_agreement import Seen, check_same
 from lockstep.engines.jax_pace import Pace
 from lockstep.engines.jax_resident import Chosen, Resident
 from lockstep.engines.jax_scan import AUTO, check_times
-
-AHEAD = 2
-"""Batches that a thread has ready, or is cutting out."""
-WORTH_A_THREAD = 2**20
-"""Bytes of a batch: to hand over a smaller one takes as long as to cut it out."""
 
 
 class HostIterator(EpochIterator):  # type: ignore[misc]
@@ -133,28 +125,11 @@ def plain_arrays(adapter: Any) -> tuple[np.ndarray, ...] | None:
 
 def _rows_of_arrays(adapter: Any, arrays: tuple[np.ndarray, ...], skip: int) -> Iterator[Any]:
     """The batches of Keras, in its order and from its random numbers, with less Python."""
-    makes = (partial(_cut, arrays, rows) for rows in _row_numbers(adapter, skip))
-    size = sum(array.nbytes // max(len(array), 1) for array in arrays) * adapter._batch_size
-    # Keras draws random numbers for each batch there, when it is that batch's turn.
-    if size < WORTH_A_THREAD or adapter._shuffle == "batch":
-        return (make() for make in makes)
-    return _made_ahead(makes)
-
-
-def _cut(arrays: tuple[np.ndarray, ...], rows: np.ndarray | slice) -> Any:
-    if isinstance(rows, slice):
-        return tuple([array[rows].copy() for array in arrays])
-    return tuple([array.take(rows, axis=0) for array in arrays])
-
-
-def _made_ahead(makes: Iterator[Callable[[], Any]]) -> Iterator[Any]:
-    """What they return, in their order, from a thread that is so many ahead."""
-    with ThreadPoolExecutor(1, "lockstep-input") as thread:
-        coming = deque(thread.submit(make) for make in islice(makes, AHEAD))
-        while coming:
-            batch = coming.popleft().result()
-            coming.extend(thread.submit(make) for make in islice(makes, 1))
-            yield batch
+    for rows in _row_numbers(adapter, skip):
+        if isinstance(rows, slice):
+            yield tuple([array[rows].copy() for array in arrays])
+        else:
+            yield tuple([array.take(rows, axis=0) for array in arrays])
 
 
 def _row_numbers(adapter: Any, skip: int) -> Iterator[np.ndarray | slice]:

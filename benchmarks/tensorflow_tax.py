@@ -18,10 +18,10 @@ import importlib.metadata
 import json
 import os
 import platform
-import statistics
 import time
 from typing import Any
 
+from peers import ratio, spread
 from rows import BATCH, data
 from workers import Worker, answer
 
@@ -88,17 +88,9 @@ def measure(name: str, devices: int, rounds: int, steps: int, times: int) -> dic
         "load average": [before, os.getloadavg()[0]],
         "milliseconds": {side: spread(values) for side, values in taken.items()},
         "lockstep over": {
-            side: spread([ours / other for ours, other in zip(taken[OURS], values, strict=True)])
-            for side, values in taken.items()
-            if side != OURS
+            side: ratio(taken[OURS], values) for side, values in taken.items() if side != OURS
         },
     }
-
-
-def spread(values: list[float]) -> list[float]:
-    """Median, and first and third quartile."""
-    low, _, high = statistics.quantiles(values, n=4)
-    return [statistics.median(values), low, high]
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from peers import ratio, spread, versions
 from workers import Worker, answer, pin
 
 ROWS = 32
-"""Rows of a step in each process."""
+"""Rows of a step in each process, unless others are asked for."""
 
 
 def data(steps, rows):
@@ -47,9 +47,9 @@ def keras_model():
     return model
 
 
-def behind(rank, address, steps):
+def behind(rank, address, steps, rows):
     """The hand-written loop, with gloo's thread where lockstep puts it."""
-    run = hand_written_jax(rank, address, steps)
+    run = hand_written_jax(rank, address, steps, rows)
     from lockstep.engines.jax_gloo import let_computation_first
 
     assert let_computation_first(), "gloo's thread was not found"
@@ -66,18 +66,18 @@ def start_jax(rank, address):
         jax.distributed.initialize(address, 2, rank)
 
 
-def lockstep_fit(rank, address, steps):
+def lockstep_fit(rank, address, steps, rows):
     """Rounds of `fit` under lockstep, alone or with the other process."""
     start_jax(rank, address)
     import lockstep
 
     model = lockstep.distribute(keras_model())
-    rows = ROWS * (2 if address else 1)
+    rows *= 2 if address else 1
     x, y = data(steps, rows)
     return lambda: model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
 
 
-def hand_written_jax(rank, address, steps):
+def hand_written_jax(rank, address, steps, rows):
     """A jitted step over the mesh of both processes, and a plain loop."""
     start_jax(rank, address)
     import jax
@@ -111,7 +111,7 @@ def hand_written_jax(rank, address, steps):
 
     groups = (model.trainable_variables, model.non_trainable_variables, model.optimizer.variables)
     state = tuple([place(variable.value) for variable in group] for group in groups)
-    rows = ROWS * 2
+    rows *= 2
     x, y = data(steps, rows)
 
     def run():
@@ -128,7 +128,7 @@ def hand_written_jax(rank, address, steps):
 def in_torch(peer):
     """The same network in PyTorch, by hand or by one of `torch_loops`."""
 
-    def prepare(rank, address, steps):
+    def prepare(rank, address, steps, rows):
         import torch
         import torch_loops
         from torch import nn
@@ -145,7 +145,7 @@ def in_torch(peer):
         model, optimizer, backward = getattr(torch_loops, peer)(
             nn.Sequential(*made), lambda p: torch.optim.SGD(p, 0.01, momentum=0.9)
         )
-        x, y = (torch.from_numpy(part) for part in data(steps, ROWS))
+        x, y = (torch.from_numpy(part) for part in data(steps, rows))
         x = x.permute(0, 3, 1, 2).contiguous()
         if address:
             talking = torch.distributed.get_world_size()
@@ -153,8 +153,8 @@ def in_torch(peer):
 
         def run():
             total = right = 0
-            for start in range(0, len(x), ROWS):
-                inputs, targets = x[start : start + ROWS], y[start : start + ROWS]
+            for start in range(0, len(x), rows):
+                inputs, targets = x[start : start + rows], y[start : start + rows]
                 optimizer.zero_grad()
                 outputs = model(inputs)
                 loss = nn.functional.cross_entropy(outputs, targets)
@@ -191,12 +191,12 @@ RATIOS = [
 ]
 
 
-def worker(name, rank, address, steps):
+def worker(name, rank, address, steps, rows):
     """One process of a pair: a round for each line that comes in, its seconds out."""
     pin(rank)
     make, _ = PAIRS[name]
     try:
-        run = make(rank, address, steps)
+        run = make(rank, address, steps, rows)
     except ImportError as error:
         answer(str(error))
         return
@@ -215,13 +215,13 @@ class Pair:
         missing: What keeps them from running, if anything.
     """
 
-    def __init__(self, name, steps):
+    def __init__(self, name, steps, rows):
         address = ""
         if PAIRS[name][1]:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 address = f"127.0.0.1:{free.getsockname()[1]}"
-        arguments = ("--worker", name, "--steps", steps, "--address", address)
+        arguments = ("--worker", name, "--steps", steps, "--rows", rows, "--address", address)
         self._workers = [Worker(__file__, *arguments, "--rank", rank) for rank in (0, 1)]
         for each in self._workers:
             each.wait()
@@ -243,6 +243,7 @@ class Pair:
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40, help="steps of a round")
+    parser.add_argument("--rows", type=int, default=ROWS, help="rows of a step in each process")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--worker")
@@ -250,17 +251,17 @@ def main():
     parser.add_argument("--address", default="")
     options = parser.parse_args()
     if options.worker:
-        worker(options.worker, options.rank, options.address, options.steps)
+        worker(options.worker, options.rank, options.address, options.steps, options.rows)
         return
     if len(os.sched_getaffinity(0)) < 2:
         raise SystemExit("Two cores are needed, one for each process.")
     load = os.getloadavg()[0]
-    pairs = {name: Pair(name, options.steps) for name in PAIRS}
+    pairs = {name: Pair(name, options.steps, options.rows) for name in PAIRS}
     here = {name: pair for name, pair in pairs.items() if not pair.missing}
     rounds = [{name: pair.round() for name, pair in here.items()} for _ in range(options.rounds)]
     for pair in pairs.values():
         pair.end()
-    found = {"load": load, "load after": os.getloadavg()[0], "rows per step": 2 * ROWS}
+    found = {"load": load, "load after": os.getloadavg()[0], "rows per step": 2 * options.rows}
     found |= {"rounds": options.rounds, "versions": versions()}
     times = {name: [seconds[name] for seconds in rounds] for name in here}
     for name, values in times.items():

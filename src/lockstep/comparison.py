@@ -96,6 +96,7 @@ class _Comparison:
                 self._rounding = self._measure_rounding()
             self.engine.attach(self.model, names)
             self._apart = self._distances(self.batches, note_unsplit=True)
+            self.notes += self._probe.notes()
             if not unsteady and any(d.first_step is not None for d in self.differences()):
                 self._measure_rounding_again()
             self._find_first(unsteady, names)

@@ -153,3 +153,12 @@ def test_the_command(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert '"equal": true' in done.stdout
+
+
+def test_how_the_loss_comes_by_its_values_is_said():
+    made = with_layer()
+    made.compile("sgd", "mse", metrics=[lambda y, p: ops.mean(ops.abs(y - p)) * ops.max(p)])
+    found = lockstep.verify(made, data(), devices=2, steps=2)
+    assert "Each device takes its own rows for 'mse'." in found.notes
+    (whole,) = [note for note in found.notes if note.startswith("Every device takes")]
+    assert "the outputs of the whole batch for 'lambda' (" in whole

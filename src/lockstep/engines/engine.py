@@ -100,3 +100,7 @@ class Probe(Protocol):
         Nothing of the model changes.
         """
         ...
+
+    def notes(self) -> list[str]:
+        """What is worth knowing of the step that was trained last, a sentence each."""
+        ...

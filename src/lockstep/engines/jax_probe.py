@@ -10,6 +10,8 @@ import numpy as np
 
 from lockstep.engines import jax_losses, jax_profile
 from lockstep.engines.jax_step import State
+from lockstep.engines.looking import part_of, watched_layers
+from lockstep.engines.replaced import replaced
 
 
 class JaxProbe:
@@ -61,7 +63,11 @@ class JaxProbe:
             else:
                 attributes["train_step"] = before
             model.make_train_function(force=True)
-        return _part("activation", seen), _part("gradient", seen)
+        return part_of(seen, "activation"), part_of(seen, "gradient")
+
+    def notes(self) -> list[str]:
+        """Nothing: the compiler splits one program."""
+        return []
 
     def _looking_step(self, state: State, data: Any) -> tuple[dict[str, Any], State]:
         # keras/src/backend/jax/trainer.py, JAXTrainer.train_step
@@ -101,7 +107,7 @@ class JaxProbe:
 def _recorded(model: Any) -> Iterator[dict[str, Any]]:
     """Records what the layers of a model give, in the order in which they are called."""
     seen: dict[str, Any] = {}
-    layers = [layer for layer in _layers(model) if "call" not in vars(layer)]
+    layers = [layer for layer in watched_layers(model) if "call" not in vars(layer)]
 
     def recording(layer: Any) -> Any:
         call = layer.call
@@ -116,25 +122,5 @@ def _recorded(model: Any) -> Iterator[dict[str, Any]]:
 
         return record
 
-    for layer in layers:
-        vars(layer)["call"] = recording(layer)
-    try:
+    with replaced([(layer, "call", recording(layer)) for layer in layers]):
         yield seen
-    finally:
-        for layer in layers:
-            del vars(layer)["call"]
-
-
-def _layers(model: Any) -> list[Any]:
-    found: list[Any] = []
-    for layer in model.layers:
-        found += _layers(layer) if isinstance(layer, keras.Model) else [layer]
-    return list({id(layer): layer for layer in found}.values())
-
-
-def _part(prefix: str, seen: dict[str, Any]) -> dict[str, Any]:
-    found = {name: value for name, value in seen.items() if name.startswith(prefix)}
-    return {
-        name.removeprefix(f"{prefix}/"): np.asarray(value, "float64")
-        for name, value in sorted(found.items())
-    }

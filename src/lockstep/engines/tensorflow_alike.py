@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from lockstep.engines.tensorflow_beside import beside
 from lockstep.engines.tensorflow_proof import program_of
 from lockstep.engines.tensorflow_states import calls_of, has_own_gradient
 from lockstep.engines.tensorflow_variables import shared_seeds
@@ -24,6 +25,37 @@ REPEATABLE = frozenset(_REPEATABLE.split())
 
 class NotAlike(Exception):
     """Replicas could do something else each; in words."""
+
+
+class Part:
+    """What a replica does while it sees the global batch.
+
+    Attributes:
+        given: The tensors it works on.
+    """
+
+    def __init__(self, given: Iterable[Any]) -> None:
+        self.given = list(given)
+        self._graph = tf.compat.v1.get_default_graph()
+        self._done: list[Any] = []
+        self.resume()
+
+    def pause(self) -> None:
+        """What is done from here on is none of it."""
+        self._done += self._graph.get_operations()[self._first :]
+
+    def resume(self) -> None:
+        """What is done from here on belongs to it."""
+        self._first = len(self._graph.get_operations())
+
+    def end(self) -> list[Any]:
+        """All its operations."""
+        self.pause()
+        return self._done
+
+    def is_at_top(self) -> bool:
+        """Whether no function, branch or loop inside of it is being traced."""
+        return tf.compat.v1.get_default_graph() is self._graph
 
 
 class Program:
@@ -61,6 +93,19 @@ class Program:
             if op.op_def.is_stateful and op.type not in REPEATABLE:
                 raise NotAlike(f"{what} draws random numbers or has a state ({op.type})")
         self._check_inputs(what, operations, given)
+        self.compare(number, what, operations)
+
+    def compare(self, number: int, what: str, operations: list[Any]) -> None:
+        """Raise where these operations are others than those of the first replica.
+
+        Args:
+            number: Which part of the step it is.
+            what: Its name in an error.
+            operations: What this replica does.
+
+        Raises:
+            NotAlike: With the reason.
+        """
         done = program_of(operations)
         if number == len(self._done):
             self._done.append(done)
@@ -81,11 +126,10 @@ class Program:
 
 
 def tensors_in(tree: Any) -> list[Any]:
-    """The tensors of a structure, and their masks."""
+    """The tensors of a structure, and what Keras keeps beside them."""
     leaves = [leaf for leaf in keras.tree.flatten(tree) if tf.is_tensor(leaf)]
-    masks = [keras.src.backend.get_keras_mask(leaf) for leaf in leaves]  # keras/src/backend
     parts = tf.nest.flatten(leaves, expand_composites=True)  # of a sparse gradient
-    return [*parts, *(mask for mask in masks if mask is not None)]
+    return [*parts, *(tensor for leaf in leaves for tensor in beside(leaf))]
 
 
 def _every(operations: Iterable[Any]) -> Iterator[Any]:

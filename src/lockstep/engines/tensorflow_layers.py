@@ -7,6 +7,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from lockstep.engines.replaced import replaced
+from lockstep.engines.tensorflow_beside import remade
 from lockstep.engines.tensorflow_moments import moments_over
 from lockstep.engines.tensorflow_replicas import Team
 from lockstep.engines.tensorflow_rows import (
@@ -79,20 +81,8 @@ class Plan:
             # keras/src/layers/layer.py, Layer._initialize_tracker
             for seeds in layer._seed_generators:
                 changes.append((seeds, "next", _of_this_replica(seeds.next, team)))
-        before = [(item, name, vars(item).get(name, _ABSENT)) for item, name, _ in changes]
-        for item, name, hook in changes:
-            vars(item)[name] = hook
-        try:
+        with replaced(changes):
             yield
-        finally:
-            for item, name, value in before:
-                if value is _ABSENT:
-                    vars(item).pop(name, None)
-                else:
-                    vars(item)[name] = value
-
-
-_ABSENT = object()
 
 
 def _each(items: list[Any]) -> list[Any]:
@@ -141,7 +131,7 @@ def _on_global_batch(layer: Any, call: Callable[..., Any], team: Team) -> Callab
                 tf.shape(value)[:1], tf.reshape(replica.shards.rows, (1,)), _unaligned(layer)
             )
             with tf.control_dependencies([check]):
-                return replica.own(value)
+                return remade(value, replica.own)
 
         args, kwargs = keras.tree.map_structure(whole, (args, kwargs))
         with replica.globally(f"{layer.name!r} ({type(layer).__name__})", (args, kwargs)):

@@ -5,6 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from lockstep.engines.tensorflow_numbers import numbers
 from lockstep.engines.tensorflow_states import (
     Count,
     Rows,
@@ -28,13 +29,26 @@ def _reshape(op: Any, states: list[State]) -> State | None:
     # a block is, is known by its dims, or by the first dim being the rows again.
     if sizes == Sizes(state.each):
         return state
-    before, after = op.inputs[0].shape, op.outputs[0].shape
-    if after.rank is None or after.rank < 1 or after[0] is not None:
+    before, after = op.inputs[0].shape, _dims_after(op)
+    if not after or after[0] is not None or None in after[1:]:
         return None
-    if not (before[1:].is_fully_defined() and after[1:].is_fully_defined()):
+    if not before[1:].is_fully_defined():
         return None
-    block, entry = state.each * math.prod(before[1:]), math.prod(after[1:])
+    inner = [dim for dim in after[1:] if dim is not None]
+    block, entry = state.each * math.prod(before[1:]), math.prod(inner)
     return Rows(block // entry) if entry and block and block % entry == 0 else None
+
+
+def _dims_after(op: Any) -> list[int | None]:
+    """The dims that a reshape gives, each `None` where it is not known."""
+    shape, asked = op.outputs[0].shape, numbers(op.inputs[1])
+    dims = [None] * (0 if asked is None else len(asked)) if shape.rank is None else shape.as_list()
+    if asked is None or len(asked) != len(dims):
+        return dims
+    return [
+        dim if dim is not None or other is None or other < 0 else int(other)
+        for dim, other in zip(dims, asked, strict=True)
+    ]
 
 
 def _transpose(op: Any, states: list[State]) -> State | None:
@@ -94,6 +108,10 @@ def _part_of_sizes(
 def _slice(op: Any, states: list[State]) -> State | None:
     begin, size = (static(tensor) for tensor in op.inputs[1:])
     state, _, sizes = states
+    if isinstance(state, Sizes):
+        if not begin or not size or begin[0] > 0:
+            return Same() if begin and size else None
+        return Sizes(state.each) if size[0] != 0 else None
     if not isinstance(state, Rows) or not begin or begin[0] != 0:
         return None
     whole = (size and size[0] == -1 and isinstance(sizes, Same)) or sizes == Sizes(state.each)

@@ -11,6 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from lockstep.engines.engine import Compiling, Trace
+from lockstep.engines.looking import part_of, watched_layers
+from lockstep.engines.replaced import replaced
 from lockstep.engines.tensorflow_alike import NotAlike
 from lockstep.engines.tensorflow_steps import Steps
 from lockstep.engines.tensorflow_unsplit import own_step
@@ -85,7 +87,20 @@ class TensorFlowProbe:
         finally:
             for variable, value in zip(variables, before, strict=True):
                 variable.assign(value)
-        return _part("activation", seen), _part("gradient", seen)
+        return part_of(seen, "activation"), part_of(seen, "gradient")
+
+    def notes(self) -> list[str]:
+        """How the losses and metrics come by their values, where several devices run."""
+        steps = self._steps()
+        choices = {} if steps is None else steps.choices
+        own = [repr(name) for name, why in choices.items() if why is None]
+        whole = [f"{name!r} ({why})" for name, why in choices.items() if why is not None]
+        notes = [f"Each device takes its own rows for {', '.join(own)}."] if own else []
+        if whole:
+            notes.append(
+                f"Every device takes the outputs of the whole batch for {', '.join(whole)}."
+            )
+        return notes
 
     def _together(self) -> Steps | None:
         steps = self._steps()
@@ -137,12 +152,10 @@ def _recorded(model: Any, whole: Callable[[Any], Any]) -> Iterator[Callable[[], 
         whole: Makes a tensor of the global batch of an output.
     """
     threads: dict[int, dict[str, Any]] = {}
-    layers = _layers(model)
+    layers = watched_layers(model)
 
     def seen() -> dict[str, Any]:
         return threads.setdefault(threading.get_ident(), {})
-
-    before = {id(layer): vars(layer).get("call") for layer in layers}
 
     def recording(layer: Any) -> Any:
         call = layer.call
@@ -156,27 +169,5 @@ def _recorded(model: Any, whole: Callable[[Any], Any]) -> Iterator[Callable[[], 
 
         return record
 
-    for layer in layers:
-        vars(layer)["call"] = recording(layer)
-    try:
+    with replaced([(layer, "call", recording(layer)) for layer in layers]):
         yield seen
-    finally:
-        for layer in layers:
-            del vars(layer)["call"]
-            if before[id(layer)] is not None:
-                vars(layer)["call"] = before[id(layer)]
-
-
-def _layers(model: Any) -> list[Any]:
-    found: list[Any] = []
-    for layer in model.layers:
-        found += _layers(layer) if isinstance(layer, keras.Model) else [layer]
-    return list({id(layer): layer for layer in found}.values())
-
-
-def _part(prefix: str, seen: dict[str, Any]) -> dict[str, Any]:
-    found = {name: value for name, value in seen.items() if name.startswith(prefix)}
-    return {
-        name.removeprefix(f"{prefix}/"): np.asarray(value.numpy(), "float64")
-        for name, value in sorted(found.items())
-    }

@@ -38,7 +38,7 @@ def unproven(model: Any, parts: list[Any], inputs: Any, *, training: bool) -> Re
     """
     reasons = {id(part): _LOOPS for part in parts if _meets_in_a_loop(part)}
     try:
-        with _untouched_random_numbers():
+        with untouched_random_numbers():
             trace, again = (_Trace(model, parts, inputs, training=training) for _ in range(2))
     except Exception as error:  # whatever it is, it is not a proof
         return {id(part): f"{type(error).__name__} while it was traced" for part in parts}
@@ -239,9 +239,11 @@ def program_of(operations: list[Any]) -> list[Any]:
     for op in operations:
         if op.type in ("Placeholder", "Const"):
             continue
+        # What an assertion says has the names of tensors in it, which every trace makes anew.
+        inputs = op.inputs[:1] if op.type == "Assert" else op.inputs
         constants = [
             source.op.node_def.attr["value"].SerializeToString()
-            for source in op.inputs
+            for source in inputs
             if source.op.type == "Const"
         ]
         inside = [program_of(graph.get_operations()) for graph in calls_of(op)]
@@ -334,7 +336,7 @@ def _with_mask_of(leaf: Any, other: Any) -> Any:
 
 
 @contextmanager
-def _untouched_random_numbers() -> Iterator[None]:
+def untouched_random_numbers() -> Iterator[None]:
     """Whatever is drawn inside, what is drawn afterwards is as if it had not been."""
     python, numpy, had_seeds = random.getstate(), np.random.get_state(), bool(shared_seeds())
     try:

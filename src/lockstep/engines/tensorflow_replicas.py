@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib
 
-from lockstep.engines.tensorflow_alike import Program, tensors_in
+from lockstep.engines.tensorflow_alike import Part, Program, tensors_in
 from lockstep.engines.tensorflow_variables import Copies
 
 
@@ -54,16 +54,17 @@ class Replica:
     Attributes:
         index: Its number.
         shards: Who has which rows.
+        part: What it does while it sees the global batch; `None` where it sees its rows.
     """
 
     def __init__(self, index: int, shards: Shards, team: "Team", context: Any) -> None:
         self.index = index
         self.shards = shards
-        self.inside_global = False
+        self.part: Part | None = None
         self._team = team
         self._context = context
         self._round = 0
-        self._parts = 0
+        self._checked = 0
 
     @property
     def alone(self) -> bool:
@@ -82,16 +83,38 @@ class Replica:
         Raises:
             NotAlike: If it may not be the same on every replica.
         """
-        graph = tf.compat.v1.get_default_graph()
-        first = len(graph.get_operations())
-        before, self.inside_global = self.inside_global, True
+        before = self.part
+        part = self.part = Part(tensors_in(given))
         try:
             yield
         finally:
-            self.inside_global = before
-        operations = graph.get_operations()[first:]
-        self._team.program.check(self._parts, what, operations, tensors_in(given), last=last)
-        self._parts += 1
+            self.part = before
+        self._team.program.check(self._checked, what, part.end(), part.given, last=last)
+        self._checked += 1
+
+    @contextmanager
+    def apart(self) -> Iterator[Part]:
+        """While it lasts, inside of a global part, it sees its own rows; the part around."""
+        part, self.part = self.part, None
+        assert part is not None
+        part.pause()
+        try:
+            yield part
+        finally:
+            self.part = part
+            part.resume()
+
+    @contextmanager
+    def alike(self, what: str) -> Iterator[None]:
+        """While it lasts, it does with its rows what every other replica does with theirs.
+
+        Raises:
+            NotAlike: If it does something else; `what` names it.
+        """
+        part = Part([])
+        yield
+        self._team.program.compare(self._checked, what, part.end())
+        self._checked += 1
 
     def own(self, whole: Any) -> Any:
         """The rows this replica runs, of a tensor of the global batch."""
@@ -240,7 +263,13 @@ class Team:
     def current(self) -> Replica | None:
         """The replica that runs in this thread and is not in a global part."""
         replica: Replica | None = getattr(self._here, "replica", None)
-        return None if replica is None or replica.inside_global else replica
+        return None if replica is None or replica.part is not None else replica
+
+    def current_in_global_part(self) -> Replica | None:
+        """The replica that runs in this thread and in a global part, not in a function there."""
+        replica: Replica | None = getattr(self._here, "replica", None)
+        part = None if replica is None else replica.part
+        return replica if part is not None and part.is_at_top() else None
 
     def board(self, number: int) -> list[Any]:
         """Where the replicas put what they give in one exchange."""

@@ -159,6 +159,21 @@ def _einsum(op: Any, states: list[State]) -> State | None:
     return rows.pop()
 
 
+def _select(op: Any, states: list[State]) -> State | None:
+    # Its first operand has the shape of the others, or one entry for each of their rows, or one.
+    if rank_of(op.inputs[0]) == 0 and isinstance(states[0], Same):
+        return _all_rows(op, states[1:])
+    return _all_rows(op, states)
+
+
+def _bitcast(op: Any, states: list[State]) -> State | None:
+    return first_rows(states) if rank_of(op.inputs[0]) == rank_of(op.outputs[0]) else None
+
+
+def _in_top(op: Any, states: list[State]) -> State | None:
+    return _all_rows(op, states[:2]) if isinstance(states[2], Same) else None
+
+
 def _one_hot(op: Any, states: list[State]) -> State | None:
     return first_rows(states) if attribute(op, "axis") != 0 else None
 
@@ -211,12 +226,15 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"), _assign),
     "Assert": _anything,  # it fails, or changes nothing
     "BiasAdd": _with_rank(2),
+    "Bitcast": _bitcast,
     "Einsum": _einsum,
+    "InTopKV2": _in_top,
     "MatrixDiagV3": _with_rank(2),
     "NoOp": _anything,
     "OneHot": _one_hot,
     "Rank": _anything,
     "ReadVariableOp": _read,
+    "Select": _select,
     "StatelessRandomGetKeyCounter": _seeds,
     "VariableShape": _anything,
 }

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import tensorflow as tf
 from tensorflow.python.framework import ops
+
+from lockstep.engines.tensorflow_numbers import numbers
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,9 @@ def first_rows(states: list[State]) -> Rows | None:
 
 def static(tensor: Any) -> list[Any] | None:
     """The numbers of a tensor that are known while tracing, flat; `None` where not all are."""
-    value = tf.get_static_value(tensor)
-    return None if value is None else value.reshape(-1).tolist()
+    value = numbers(tensor)
+    flat = None if value is None else value.reshape(-1).tolist()
+    return None if flat is None or None in flat else flat
 
 
 def axis_of(tensor: Any, rank: int) -> list[int] | None:

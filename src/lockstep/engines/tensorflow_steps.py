@@ -18,6 +18,7 @@ from lockstep.engines.tensorflow_layers import Plan
 from lockstep.engines.tensorflow_proof import Reasons, unproven
 from lockstep.engines.tensorflow_replicas import Replica, Shards, Team
 from lockstep.engines.tensorflow_unsplit import own_step, unsplit_reason
+from lockstep.engines.tensorflow_values import Values
 from lockstep.engines.tensorflow_variables import Copies
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 
@@ -28,6 +29,8 @@ class Steps:
     Attributes:
         draws_together: Whether every device draws the random numbers of the whole batch,
             as one device does, instead of some of its own.
+        choices: How the losses and metrics of the step that was traced last come by their
+            values; see `Values`.
     """
 
     def __init__(self, model: Any, strategy: Any, copies: Copies) -> None:
@@ -35,6 +38,7 @@ class Steps:
         self._strategy = strategy
         self._copies = copies
         self.draws_together = False
+        self.choices: dict[str, str | None] = {}
         self._said: set[str] = set()
         self._not_alike: dict[str, str] = {}
 
@@ -84,8 +88,10 @@ class Steps:
             self._say(f"{model.name!r} {reason}, so the first device runs every batch alone")
             return self._whole(whole, data)
         team = Team(self._strategy, self._copies, model._flatten_layers())
-        with plan.in_force(team):
-            outputs = split(team, data)
+        values = Values(model, team)
+        with plan.in_force(team), values.in_force():
+            outputs = split(team, values, data)
+        self.choices = values.choices
         self._check_strangers()
         if plan.whole:
             names = ", ".join(f"{p.name!r} ({reasons.get(id(p), _DRAWS)})" for p in plan.whole)
@@ -119,7 +125,7 @@ class Steps:
 
     # ------------------------------------------------------------------- split steps
 
-    def _train(self, team: Team, data: Any) -> Any:
+    def _train(self, team: Team, values: Values, data: Any) -> Any:
         # keras/src/backend/tensorflow/trainer.py, TensorFlowTrainer.train_step
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -127,7 +133,7 @@ class Steps:
 
         def step(replica: Replica) -> Any:
             with tf.GradientTape() as tape:
-                y_pred = self._outputs(replica, rows_of[replica.index], training=True)
+                y_pred = self._outputs(replica, values, rows_of[replica.index], training=True)
                 loss = self._loss(replica, x, y, y_pred, sample_weight, training=True)
                 share = loss
                 if model.optimizer is not None:
@@ -145,21 +151,21 @@ class Steps:
 
         return team.run(step, shards)[0]
 
-    def _test(self, team: Team, data: Any) -> Any:
+    def _test(self, team: Team, values: Values, data: Any) -> Any:
         # keras/src/backend/tensorflow/trainer.py, TensorFlowTrainer.test_step
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         shards, rows_of = _split(x, team.size)
 
         def step(replica: Replica) -> Any:
-            y_pred = self._outputs(replica, rows_of[replica.index], training=False)
+            y_pred = self._outputs(replica, values, rows_of[replica.index], training=False)
             self._loss(replica, x, y, y_pred, sample_weight, training=False)
             with replica.globally("one of its metrics", y_pred, last=True):
                 return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
         return team.run(step, shards)[0]
 
-    def _predict(self, team: Team, data: Any) -> Any:
+    def _predict(self, team: Team, values: Values, data: Any) -> Any:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         shards, rows_of = _split(x, team.size)
 
@@ -172,7 +178,7 @@ class Steps:
         parts = team.run(step, shards)
         return keras.tree.map_structure(lambda *shards: tf.concat(shards, axis=0), *parts)
 
-    def _look(self, team: Team, data: Any, *, watch: Any) -> Any:
+    def _look(self, team: Team, values: Values, data: Any, *, watch: Any) -> Any:
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         shards, rows_of = _split(x, team.size)
@@ -187,7 +193,7 @@ class Steps:
 
             def step(replica: Replica) -> Any:
                 with tf.GradientTape() as tape:
-                    y_pred = self._outputs(replica, rows_of[replica.index], training=True)
+                    y_pred = self._outputs(replica, values, rows_of[replica.index], training=True)
                     loss = self._loss(replica, x, y, y_pred, sample_weight, training=True)
                     share = loss / team.size
                 gradients = tape.gradient(share, model.trainable_weights)
@@ -200,18 +206,11 @@ class Steps:
             return self._model(x, training=training)
         return self._model(x)
 
-    def _outputs(self, replica: Replica, x: Any, *, training: bool) -> Any:
+    def _outputs(self, replica: Replica, values: Values, x: Any, *, training: bool) -> Any:
         """The model's outputs for the global batch, with their masks."""
-
-        def gathered(value: Any) -> Any:
-            whole = replica.gather_alike(value, self._told_output())
-            mask = keras.src.backend.get_keras_mask(value)
-            if mask is not None:
-                whole_mask = replica.gather_alike(mask, self._told_output())
-                keras.src.backend.set_keras_mask(whole, whole_mask)
-            return whole
-
-        return keras.tree.map_structure(gathered, self._forward(x, training=training))
+        told = self._told_output()
+        outputs = self._forward(x, training=training)
+        return keras.tree.map_structure(lambda own: values.gather(replica, own, told), outputs)
 
     def _loss(
         self, replica: Replica, x: Any, y: Any, y_pred: Any, sample_weight: Any, *, training: bool

@@ -1,0 +1,248 @@
+"""Losses and metrics take the rows of each replica where they work row by row, and are exact."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, losses, metrics, ops
+
+import lockstep
+from lockstep.engines import attachments
+from lockstep.engines.tensorflow_replicas import Replica
+from lockstep.errors import UnsplitBatchWarning
+from tests.conformance.common import assert_same
+
+ROWS, STEPS, WORDS = 22, 5, 7
+
+ALIKE = losses.MeanSquaredError(), losses.Huber(0.3), losses.LogCosh(), losses.CosineSimilarity()
+WITH_LOSSES = {
+    "numbers": [*ALIKE, losses.MeanAbsoluteError(), losses.MeanSquaredLogarithmicError()],
+    "shares": [
+        losses.KLDivergence(),
+        losses.Poisson(),
+        losses.CategoricalCrossentropy(label_smoothing=0.1),
+        losses.CategoricalFocalCrossentropy(),
+    ],
+    "yes or no": [losses.BinaryCrossentropy(), losses.BinaryFocalCrossentropy()],
+    "signs": [losses.Hinge(), losses.SquaredHinge(), losses.CategoricalHinge()],
+    "sets": [losses.Dice(), losses.Tversky()],
+    "classes": [losses.SparseCategoricalCrossentropy(), losses.Circle()],
+}
+ACROSS = {"hinge", "squared_hinge", "dice", "tversky", "circle"}
+"""Those that look across the batch: at the signs of all labels, at sums over all rows, at pairs."""
+
+
+def _targets(kind, rng):
+    numbers = rng.normal(size=(ROWS, WORDS)).astype("float32")
+    return {
+        "numbers": np.abs(numbers),
+        "shares": np.exp(numbers) / np.exp(numbers).sum(-1, keepdims=True),
+        "yes or no": (numbers > 0).astype("float32"),
+        "signs": (numbers > 1.5).astype("float32") - (np.arange(ROWS) == 3)[:, None] * 1.0,
+        "sets": (numbers > 0).astype("float32"),
+        "classes": rng.integers(0, WORDS, ROWS),
+    }[kind]
+
+
+def _activation(kind):
+    return {"shares": "softmax", "yes or no": "sigmoid", "sets": "sigmoid"}.get(kind)
+
+
+def _leaves(made, x, y, weight=None):
+    """All that training and evaluating leave."""
+    fitted = made.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False, sample_weight=weight)
+    seen = made.evaluate(x, y, batch_size=9, verbose=0, sample_weight=weight, return_dict=True)
+    return [*made.get_weights(), *fitted.history.values(), *seen.values()]
+
+
+def _gathered(made):
+    """The losses and metrics that are given the outputs of the whole batch."""
+    choices = attachments.attachment_of(made).steps.choices
+    return {name for name, why in choices.items() if why is not None}
+
+
+@pytest.mark.parametrize("kind", WITH_LOSSES)
+def test_every_loss_of_keras(kind):
+    """One output for each loss, with weights of the rows."""
+    every = WITH_LOSSES[kind]
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(ROWS, 4)).astype("float32"), _targets(kind, rng)
+    y = [y] * len(every)
+    weight = rng.uniform(0, 2, ROWS).astype("float32")
+
+    def make():
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((4,))
+        hidden = layers.Dense(6, activation="tanh")(inputs)
+        outputs = []
+        for number, loss in enumerate(every):
+            activation = "softmax" if kind == "classes" and number == 0 else _activation(kind)
+            if loss.name == "circle":
+                activation = ops.normalize
+            outputs.append(layers.Dense(WORDS, activation=activation, name=f"out_{number}")(hidden))
+        model = keras.Model(inputs, outputs)
+        model.compile(
+            keras.optimizers.SGD(0.01),
+            every,
+            metrics=[["mae"] if kind != "classes" else []] * len(every),
+        )
+        return model
+
+    with_lockstep = lockstep.distribute(make(), devices=3)
+    many = _leaves(with_lockstep, x, y, weight)
+    assert_same(many, _leaves(make(), x, y, weight))
+    assert _gathered(with_lockstep) == {loss.name for loss in every} & ACROSS
+
+
+def _steps_model(loss, *seen, steps=STEPS, mask=False):
+    keras.utils.set_random_seed(1)
+    made = keras.Sequential([keras.Input((steps,), dtype="int32")])
+    made.add(layers.Embedding(9, 6, mask_zero=mask))
+    made.add(layers.Dense(WORDS, activation="softmax"))
+    made.compile(keras.optimizers.SGD(0.1), loss, metrics=list(seen))
+    return made
+
+
+def _words():
+    rng = np.random.default_rng(0)
+    return rng.integers(0, 9, (ROWS, STEPS)), rng.integers(0, WORDS, (ROWS, STEPS))
+
+
+def _stepped(name, ignored, **options):
+    sampled = (name, ignored) in (("a mask", 2), ("both", None))
+    marks = [] if sampled else [pytest.mark.whole]
+    return pytest.param(options, ignored, id=f"{name}-{ignored}", marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("options", "ignored"),
+    [
+        _stepped(name, ignored, **options)
+        for ignored in (None, 2)
+        for name, options in {
+            "plain": {},
+            "a mask": {"mask": True},
+            "a length that is not known": {"steps": None},
+            "both": {"mask": True, "steps": None},
+        }.items()
+    ],
+)
+def test_a_class_for_each_step(options, ignored):
+    """A language model's loss: the steps of a row are merged with the rows, and taken apart."""
+    loss = losses.SparseCategoricalCrossentropy(ignore_class=ignored)
+
+    def make():
+        more = metrics.SparseTopKCategoricalAccuracy(2), metrics.SparseCategoricalCrossentropy()
+        return _steps_model(loss, "accuracy", *more, **options)
+
+    with_lockstep = lockstep.distribute(make(), devices=3)
+    assert_same(_leaves(with_lockstep, *_words()), _leaves(make(), *_words()))
+    assert _gathered(with_lockstep) == set()
+
+
+def _squares(y_true, y_pred):
+    return ops.mean(ops.square(ops.one_hot(ops.cast(y_true, "int32"), WORDS) - y_pred), axis=-1)
+
+
+def _of_all(y_true, y_pred):
+    return ops.mean(_squares(y_true, y_pred)) * ops.max(y_pred)
+
+
+@pytest.mark.parametrize(
+    ("loss", "metric", "gathers"),
+    [
+        (_squares, _squares, set()),
+        (_of_all, _squares, {"_of_all"}),
+        (_squares, _of_all, {"_of_all"}),
+        (_squares, metrics.MeanIoU(WORDS, sparse_y_pred=False), {"an output"}),
+    ],
+)
+def test_outputs_are_gathered_where_somebody_uses_them(loss, metric, gathers, monkeypatch):
+    asked = []
+
+    def watched(self, value, told):
+        whole = plain(self, value, told)
+        if "sequential" not in told or not value.dtype.is_floating:
+            return whole
+
+        def note(array):
+            asked.append(array.shape)
+            return array
+
+        # TensorFlow leaves it out where nobody uses what it gives.
+        noted = tf.numpy_function(note, [whole], whole.dtype, stateful=False)
+        noted.set_shape(whole.shape)
+        return tf.custom_gradient(lambda w: (noted, lambda gradient: gradient))(whole)
+
+    plain = Replica.gather_alike
+    monkeypatch.setattr(Replica, "gather_alike", watched)
+    made = lockstep.distribute(_steps_model(loss, metric), devices=2)
+    made.evaluate(*_words(), batch_size=ROWS, verbose=0)
+    assert bool(asked) == bool(gathers)
+    assert _gathered(made) == gathers - {"an output"}
+
+
+class _Centered(layers.Layer):
+    """Looks across the batch, and gives probabilities of almost 0 and 1."""
+
+    def call(self, x):
+        return keras.activations.softmax(60 * (x - ops.mean(x, axis=0)))
+
+
+def _of_pairs(y_true, y_pred):
+    each = losses.sparse_categorical_crossentropy(y_true, y_pred)
+    return ops.mean(each + ops.roll(each, 1))
+
+
+@pytest.mark.parametrize("loss", ["sparse_categorical_crossentropy", _of_pairs])
+@pytest.mark.parametrize("layer", [lambda: layers.Activation("softmax"), _Centered])
+def test_probabilities_that_saturate(layer, loss):
+    """On one device Keras finds the logits behind probabilities, and reckons with those."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(ROWS, 4)).astype("float32"), rng.integers(0, WORDS, ROWS)
+
+    def make():
+        keras.utils.set_random_seed(1)
+        kernel = keras.initializers.RandomNormal(stddev=30)
+        dense = layers.Dense(WORDS, kernel_initializer=kernel)
+        model = keras.Sequential([keras.Input((4,)), dense, layer()])
+        model.compile(keras.optimizers.SGD(1e-4), loss, metrics=[loss])
+        return model
+
+    many, one = lockstep.distribute(make(), devices=3), make()
+    with pytest.warns(UnsplitBatchWarning) if layer is _Centered else contextlib.nullcontext():
+        found = many.evaluate(x, y, verbose=0)
+    right = one.evaluate(x, y, verbose=0)
+    assert right[0] > 20  # of the probability that Keras takes for 0, the logarithm is -16
+    np.testing.assert_allclose(found, right, rtol=1e-6)
+
+
+class _Inner(layers.Layer):
+    """Looks across the batch, and has a layer inside that makes a mask."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.words = layers.Embedding(9, 6, mask_zero=True)
+
+    def call(self, x):
+        found = self.words(x)
+        mask = keras.src.backend.get_keras_mask(found)
+        found = found - ops.mean(found, axis=0)
+        keras.src.backend.set_keras_mask(found, mask)
+        return found
+
+
+@pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")
+def test_a_mask_made_inside_of_a_layer_that_runs_whole():
+    def make():
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((STEPS,), dtype="int32")
+        outputs = layers.Dense(WORDS)(layers.LSTM(4, return_sequences=True)(_Inner()(inputs)))
+        model = keras.Model(inputs, outputs)
+        model.compile(keras.optimizers.SGD(0.1), losses.SparseCategoricalCrossentropy(True))
+        return model
+
+    many, one = lockstep.distribute(make(), devices=3), make()
+    assert_same(_leaves(many, *_words()), _leaves(one, *_words()))

@@ -111,31 +111,6 @@ def test_one_batch_of_any_size(rows):
     assert_same(predicted, alone.predict_on_batch(x))
 
 
-def test_stateful_rnn_carries_its_state_row_by_row():
-    def make():
-        keras.utils.clear_session()
-        keras.utils.set_random_seed(2)
-        made = keras.Sequential(
-            [
-                keras.Input(batch_shape=(5, 3, 2)),
-                layers.LSTM(4, return_sequences=True, stateful=True),
-                layers.Dense(2),
-            ]
-        )
-        made.compile(keras.optimizers.SGD(0.1), "mse")
-        return made
-
-    rng = np.random.default_rng(0)
-    x, y = (rng.normal(size=(20, 3, 2)).astype("float32") for _ in range(2))
-    alone, made = make(), lockstep.distribute(make(), 3)
-    with pytest.warns(UnsplitBatchWarning, match="'lstm'"):
-        mine = made.fit(x, y, batch_size=5, shuffle=False, epochs=2, verbose=0).history
-    assert_same(mine, alone.fit(x, y, batch_size=5, shuffle=False, epochs=2, verbose=0).history)
-    for each in (alone, made):
-        each.layers[0].reset_state()
-    assert_same(made.predict(x, batch_size=5, verbose=0), alone.predict(x, batch_size=5, verbose=0))
-
-
 class OwnStep(keras.Model):
     """A model with a training step in TensorFlow's form."""
 

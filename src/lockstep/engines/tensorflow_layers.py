@@ -15,8 +15,10 @@ from lockstep.engines.tensorflow_rows import (
     is_batch_norm,
     is_container,
     parts_of,
+    stateful_rnns,
     works_by_rows,
 )
+from lockstep.engines.tensorflow_stateful import by_rows
 
 
 class Plan:
@@ -25,6 +27,7 @@ class Plan:
     Attributes:
         whole: Layers and operations that may look across the batch.
         norms: Batch norms, whose moments are those of the global batch.
+        stateful: RNNs of which each replica runs its own rows of their state.
         every: Every layer that is not inside one of `whole`.
     """
 
@@ -33,6 +36,7 @@ class Plan:
     ) -> None:
         self.whole: list[Any] = []
         self.norms: list[Any] = []
+        self.stateful: list[Any] = []
         self.every: list[Any] = []
         self._proven = {id(part) for part in proven}
         self._seen: set[int] = set()
@@ -54,6 +58,9 @@ class Plan:
             self.whole.append(part)
         elif works_by_rows(part):
             self.every += _layers(part)
+        elif stateful_rnns(part):
+            self.stateful += stateful_rnns(part)
+            self.every += _layers(part)
         elif id(part) in self._proven:
             inside = _layers(part)
             self.norms += [layer for layer in inside if is_batch_norm(layer)]
@@ -71,6 +78,7 @@ class Plan:
             if hasattr(layer, "compute_mask"):
                 mask = _on_global_batch(layer, layer.compute_mask, team)
                 changes.append((layer, "compute_mask", mask))
+        changes += [(rnn, "states", by_rows(rnn, team)) for rnn in _each(self.stateful)]
         changes += [(layer, "_moments", moments_over(layer, team)) for layer in _each(self.norms)]
         for layer in _each([*self.every, *_own_layers(self.whole)]):
             regularizer = layer.activity_regularizer

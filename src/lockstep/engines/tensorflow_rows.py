@@ -4,12 +4,14 @@ from typing import Any
 
 import keras
 
+from lockstep.engines.replaced import replaced
+
 _LAYERS = """
     Activation ActivityRegularization AdaptiveAveragePooling1D AdaptiveAveragePooling2D
     AdaptiveAveragePooling3D AdaptiveMaxPooling1D AdaptiveMaxPooling2D AdaptiveMaxPooling3D
     Add AdditiveAttention AlphaDropout Attention Average AveragePooling1D AveragePooling2D
     AveragePooling3D Bidirectional CenterCrop Concatenate Conv1D Conv1DTranspose Conv2D
-    Conv2DTranspose Conv3D Conv3DTranspose ConvLSTM1D ConvLSTM2D ConvLSTM3D Cropping1D
+    Conv2DTranspose Conv3D Conv3DTranspose ConvLSTM1D ConvLSTM2D ConvLSTM3D ConvLSTMCell Cropping1D
     Cropping2D Cropping3D Dense DepthwiseConv1D DepthwiseConv2D Dropout ELU EinsumDense
     Embedding Flatten GRU GRUCell GaussianDropout GaussianNoise GlobalAveragePooling1D
     GlobalAveragePooling2D GlobalAveragePooling3D GlobalMaxPooling1D GlobalMaxPooling2D
@@ -79,6 +81,21 @@ def works_by_rows(layer: Any) -> bool:
     if not _is_called_as_its_class(layer):
         return False
     return _has_plain_options(layer) and all(_fits_inside(part) for part in _inner_layers(layer))
+
+
+def stateful_rnns(layer: Any) -> list[Any]:
+    """The RNNs with a state of their own that a layer is, or runs in two directions.
+
+    Empty for any other layer, and where something else keeps it from working row by row: each
+    row of such a state belongs to one row of the batch.
+    """
+    wraps = type(layer) is keras.layers.Bidirectional
+    rnns = [layer.forward_layer, layer.backward_layer] if wraps else [layer]
+    stateful = [rnn for rnn in rnns if isinstance(rnn, keras.layers.RNN) and rnn.stateful]
+    if len(stateful) < len(rnns) or getattr(layer, "activity_regularizer", None) is not None:
+        return []
+    with replaced([(each, "stateful", False) for each in {layer, *rnns}]):
+        return stateful if works_by_rows(layer) else []
 
 
 def _is_called_as_its_class(layer: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The models that the benchmarks train, all from rows of plain numbers to 10 classes."""
+"""The models that the benchmarks train, most from rows of plain numbers to 10 classes."""
 
 import keras
 from keras import layers
@@ -40,6 +40,19 @@ def transformer() -> keras.Model:
         x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 16)(x, x))
         x = layers.LayerNormalization()(x + layers.Dense(32)(layers.Dense(64, "gelu")(x)))
     return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
+
+
+def words() -> keras.Model:
+    """A small language model: 64 tokens, and for each of them a number for 8,192 words."""
+    tokens = keras.Input((64,), dtype="int32")
+    x = layers.Embedding(WORDS, 32)(tokens)
+    x = layers.LayerNormalization()(
+        x + layers.MultiHeadAttention(2, 16)(x, x, use_causal_mask=True)
+    )
+    return keras.Model(tokens, layers.Dense(WORDS)(x))
+
+
+WORDS = 8192
 
 
 # ------------------------------------------------- those worth more than one device

@@ -22,11 +22,11 @@ import time
 from typing import Any
 
 from peers import ratio, spread
-from rows import BATCH, data
+from rows import BATCH, data, texts
 from workers import Worker, answer
 
-WIDTH = {"mlp": 64, "cnn": 256, "transformer": 256}
-STEPS = {"mlp": 200, "cnn": 100, "transformer": 100}
+WIDTH = {"mlp": 64, "cnn": 256, "transformer": 256, "words": 64}
+STEPS = {"mlp": 200, "cnn": 100, "transformer": 100, "words": 8}
 OURS, STOCK, NO_XLA = "lockstep", "stock", "stock without XLA"
 
 
@@ -41,7 +41,7 @@ def worker(name: str, devices: int, steps: int, times: int) -> None:
     lockstep.rehearse(devices=devices)
     tf.config.threading.set_intra_op_parallelism_threads(1)
     build = getattr(models, name)
-    x, y = data(WIDTH[name], steps)
+    x, y = texts(WIDTH[name], models.WORDS, steps) if name == "words" else data(WIDTH[name], steps)
     others = {}
     if devices == 1:
         stock = by_fit(compiled(build, times), x, y)

@@ -37,8 +37,20 @@ class OwnDropout(layers.Layer):
         return keras.random.dropout(x, self.rate, seed=self.seeds) if training else x
 
 
+class SharedDropout(layers.Layer):
+    """Dropout that draws from the seeds that all layers share, and is the first to do so."""
+
+    def __init__(self, rate, seed):
+        super().__init__()
+        self.rate = rate
+
+    def call(self, x, training=False):
+        return keras.random.dropout(x, self.rate) if training else x
+
+
 def dropped(devices, rows=8, width=200, seed=5, dropout=layers.Dropout):
     """What dropout makes of ones, in two training steps."""
+    keras.utils.set_random_seed(3)  # forgets the seeds that layers share
     keeps = Keeps(rows, width)
     inputs = keras.Input((width,))
     scale = layers.Dense(width, kernel_initializer="identity", use_bias=False)
@@ -52,7 +64,7 @@ def dropped(devices, rows=8, width=200, seed=5, dropout=layers.Dropout):
     return np.stack(found)
 
 
-@pytest.mark.parametrize("dropout", [layers.Dropout, OwnDropout])
+@pytest.mark.parametrize("dropout", [layers.Dropout, OwnDropout, SharedDropout])
 def test_no_two_replicas_and_no_two_steps_drop_the_same(dropout):
     """Stock MirroredStrategy draws one mask for all replicas."""
     found = dropped(4, dropout=dropout)

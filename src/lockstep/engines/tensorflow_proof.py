@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import keras
@@ -39,7 +40,12 @@ def unproven(model: Any, parts: list[Any], inputs: Any, *, training: bool) -> Re
     reasons = {id(part): _LOOPS for part in parts if _meets_in_a_loop(part)}
     try:
         with untouched_random_numbers():
-            trace, again = (_Trace(model, parts, inputs, training=training) for _ in range(2))
+            made = bool(shared_seeds())
+            traced = partial(_Trace, model, parts, inputs, training=training)
+            trace = traced()
+            if shared_seeds() and not made:  # the first who draws from them makes them
+                trace = traced()
+            again = traced()
     except Exception as error:  # whatever it is, it is not a proof
         return {id(part): f"{type(error).__name__} while it was traced" for part in parts}
     finally:

@@ -71,8 +71,14 @@ class _ResetsAfterTwo(keras.callbacks.Callback):
                     layer.reset_states()
 
 
+SAMPLE = [("LSTM", True), ("both ways", True), ("stacked cells", False)]
+REST = [("LSTM", False), ("both ways", False), *((name, False) for name in list(RNNS)[1:3])]
+REST += [("ConvLSTM1D", False)]
+
+
 @pytest.mark.parametrize(
-    ("name", "masked"), [(name, False) for name in RNNS] + [("LSTM", True), ("both ways", True)]
+    ("name", "masked"),
+    [*SAMPLE, *(pytest.param(*case, marks=pytest.mark.whole) for case in REST)],
 )
 def test_the_state_goes_from_row_to_row(name, masked):
     """No warning: the layer is split. The truth is Keras on one device."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -65,7 +66,8 @@ def run_epoch(
                 begin(first)
                 step = getattr(model, kind.function)
                 if isinstance(step, StepFunction):
-                    outputs = _execute(model, step, current, iterator, last - first + 1)
+                    pull = partial(step.pull, iterator, last - first + 1)
+                    outputs = _execute(model, step, current, batches.agreed(pull))
                 else:  # a callback has released the model
                     if attributes["_jax_state_synced"]:
                         _read(model, current)
@@ -77,14 +79,14 @@ def run_epoch(
         batches.check_epoch()
     except BaseException:
         model.jax_state_sync()
+        batches.leave()
         raise
     return outputs
 
 
-def _execute(model: Any, step: StepFunction, current: "_Current", iterator: Any, times: int) -> Any:
-    """So many steps, or as many as there are batches for."""
+def _execute(model: Any, step: StepFunction, current: "_Current", batches: list[Any]) -> Any:
+    """A step for each of these batches."""
     kept = current.kept
-    batches = step.pull(iterator, times)
     if step.pace is not None and step.pace.times is None:
         step.pace.at_most(most_batches(batches[0]))
     if vars(model)["_jax_state_synced"]:  # by a callback, or at the start

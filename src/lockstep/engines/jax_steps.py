@@ -20,7 +20,8 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lockstep.engines import jax_agreement, jax_flags, jax_processes
+from lockstep.engines import jax_flags, jax_processes
+from lockstep.engines.jax_agreement import Seen
 from lockstep.engines.jax_pace import Pace
 from lockstep.engines.jax_resident import Chosen
 from lockstep.engines.jax_scan import AUTO, few_bytes, is_worth_it, repeated, stacked
@@ -127,7 +128,7 @@ class Steps:
             times=1 if isinstance(times, str) else times,
             look=look if self._replicas > 1 else None,
             together=None if per_row_outputs else together,
-            check=(lambda batch: jax_agreement.check_same(batch, None)) if self._several else None,
+            seen=Seen(every_pull=True) if self._several else None,
             here=partial(jax.tree.map, jax_processes.local) if self._several else None,
             pace=pace,
         )

@@ -12,6 +12,7 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 
 from lockstep.engines import jax_processes
 from lockstep.engines.jax_agreement import Pull, Seen
+from lockstep.engines.jax_ahead import Ahead
 from lockstep.engines.jax_pace import Pace
 from lockstep.engines.jax_resident import Chosen, Resident
 from lockstep.engines.jax_scan import AUTO, check_times
@@ -33,9 +34,12 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         decided: Whether it has been decided where the data are.
         skip: How many batches of arrays the next pass leaves out, in order and random numbers
             as if it had given them.
+        ahead: What was drawn ahead of its turn.
+        recorded: Whether a checkpoint asks for the position, that of the batches trained.
     """
 
     skip = 0
+    recorded = False
 
     # keras/src/backend/jax/trainer.py, JAXEpochIterator; and the base class,
     # keras/src/trainers/epoch_iterator.py, which calls both.
@@ -46,6 +50,7 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         self.data: Resident | None = None
         self.watched = True
         self.decided = False
+        self.ahead = Ahead()
         times = 1 if steps_per_execution == AUTO else steps_per_execution
         super().__init__(*args, steps_per_execution=times, **kwargs)
         self._seen = self._nothing_seen()
@@ -56,6 +61,7 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget what was taken to look at, as Keras does before the first step."""
         super().reset()
+        self.ahead = Ahead()
         if self._seen is not None:
             self._seen.close()
         self._seen = self._nothing_seen()
@@ -86,10 +92,19 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         """What `pull` takes out of an iterator, where every process can go on with as much."""
         return pull() if self._seen is None else self._seen.agreed(pull, self.num_batches)
 
-    def look(self, build: Callable[[], object]) -> None:
+    def build(self, building: Callable[[], object]) -> None:
         """Let the model be built on the first batch, and begin anew."""
-        self.agreed(lambda: [build()])
+        self.agreed(lambda: [building()])
         self.reset()
+
+    def may_look_ahead(self, step: int) -> bool:
+        """Whether the batches of this step and after may be drawn before their turn.
+
+        Not past the end of an epoch, where a generator could lose them; nor where steps are
+        timed, or data are on the devices.
+        """
+        free = self.pace is None and self.data is None and not self.recorded
+        return free and (self.num_batches is None or step < self.num_batches)
 
     def leave(self) -> None:
         """Tell other processes that this one takes part in no more steps of this epoch."""

@@ -115,7 +115,7 @@ class Loop:
             class_weight=class_weight,
             steps_per_execution=model.steps_per_execution,
         )
-        batches.look(lambda: model._symbolic_build(iterator=batches))
+        batches.build(lambda: model._symbolic_build(iterator=batches))
         callbacks = self._callbacks(callbacks, verbose, epochs, batches, add_history=True)
         model.make_train_function()
         batches.pace = _pace(model.train_function, callbacks, "train", recorder)
@@ -229,7 +229,7 @@ class Loop:
                 steps_per_execution=model.steps_per_execution,
             )
         )
-        batches.look(lambda: model._symbolic_build(iterator=batches))
+        batches.build(lambda: model._symbolic_build(iterator=batches))
         callbacks = self._callbacks(callbacks, verbose, 1, batches)
         model.make_test_function()
         recorder = getattr(callbacks, "recorder", None)
@@ -271,7 +271,7 @@ class Loop:
         if batches.num_batches == 0:  # which Keras refuses, in words of its own
             return JAXTrainer.predict(model, x, batch_size, verbose, steps, callbacks)
         if not all(layer.built for layer in model._flatten_layers()):
-            batches.look(lambda: _call(model, batches))
+            batches.build(lambda: _call(model, batches))
         callbacks = self._callbacks(callbacks, verbose, 1, batches)
         model.make_predict_function()
         model.stop_predicting = False

@@ -35,6 +35,7 @@ class StepFunction:
         seen: Raises where the batches are not those that every process has, or `None`.
         here: From outputs over several processes to what this one has of them, or `None`.
         pace: Finds out how many steps go into one program, where that is left open.
+        ahead: Whether the next batches are drawn and placed before the callbacks of a step.
     """
 
     place: Callable[[Any], Any]
@@ -47,6 +48,7 @@ class StepFunction:
     seen: Seen | None = None
     here: Callable[[Any], Any] | None = None
     pace: Pace | None = None
+    ahead: bool = False
 
     def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
         """`times` steps, or as many as the iterator has batches for, in Keras's protocol."""

@@ -157,6 +157,7 @@ def test_between_two_drawings_the_bar_still_counts(capsys):
 # ------------------------------------------------------------------- stops and errors
 
 
+@pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("devices", [1, 3])
 def test_an_interrupt_at_any_moment_leaves_the_weights_of_some_step(devices):
     x, y = common.data(40 * BATCH)
@@ -208,6 +209,7 @@ def _variables(made):
     return [*made.variables, *made.optimizer.variables]
 
 
+@pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("devices", [None, 1, 4])
 def test_an_error_of_the_data_comes_through_and_keeps_the_weights(devices):
     """Also in the first batch of an epoch, after a callback has assigned weights."""
@@ -293,6 +295,7 @@ def test_fit_within_fit(tmp_path):
     )
 
 
+@pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("after", [None, 3])
 def test_released_or_moved_in_the_middle_of_an_epoch(after, tmp_path):
     class Move(keras.callbacks.Callback):
@@ -355,6 +358,7 @@ def test_methods_of_the_class_are_its_own():
 # --------------------------------------------------------------------------- the data
 
 
+@pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("devices", [1, 4])
 def test_a_source_that_writes_each_batch_into_one_buffer(devices):
     """The step runs while Python goes on, and JAX may read a host array in place."""
@@ -385,6 +389,7 @@ def test_a_source_that_writes_each_batch_into_one_buffer(devices):
     assert_same(found[1], found[0], atol=0)
 
 
+@pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("shuffle", [True, "batch", False])
 def test_rows_come_in_the_order_of_keras(shuffle, tmp_path):
     def script(made, folder):

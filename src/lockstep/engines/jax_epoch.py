@@ -1,5 +1,6 @@
 """The steps of one epoch, with little Python in each."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -65,11 +66,15 @@ def run_epoch(
                 begin(first)
                 step = getattr(model, kind.function)
                 if isinstance(step, StepFunction):
-                    outputs = _execute(model, step, current, iterator, last - first + 1)
+                    times = last - first + 1
+                    outputs = _execute(model, step, current, batches, iterator, times)
+                    if step.ahead and batches.may_look_ahead(last + 1):
+                        batches.ahead.look(step, current.kept[-1][1], iterator, times)
                 else:  # a callback has released the model
                     if attributes["_jax_state_synced"]:
                         _read(model, current)
-                    current.kept[:] = [step(current.kept[-1][1], iterator)]
+                    rest = itertools.chain(batches.ahead.drawn(iterator), iterator)
+                    current.kept[:] = [step(current.kept[-1][1], rest)]
                     outputs = current.kept[-1][0]
                 end(last, outputs)
                 if getattr(model, kind.stop):
@@ -77,20 +82,29 @@ def run_epoch(
         batches.check_epoch()
     except BaseException:
         model.jax_state_sync()
+        batches.leave()
         raise
     return outputs
 
 
-def _execute(model: Any, step: StepFunction, current: "_Current", iterator: Any, times: int) -> Any:
+def _execute(
+    model: Any,
+    step: StepFunction,
+    current: "_Current",
+    source: HostIterator,
+    iterator: Any,
+    times: int,
+) -> Any:
     """So many steps, or as many as there are batches for."""
-    kept = current.kept
-    batches = step.pull(iterator, times)
+    kept, ahead = current.kept, source.ahead
+    batches = source.agreed(lambda: ahead.drawn(iterator) or step.pull(iterator, times))
+    placed_ahead = ahead.programs(step)
     if step.pace is not None and step.pace.times is None:
         step.pace.at_most(most_batches(batches[0]))
     if vars(model)["_jax_state_synced"]:  # by a callback, or at the start
         _read(model, current, step)
     every: list[Any] = []
-    for run, placed in step.programs(kept[-1][1], batches):
+    for run, placed in placed_ahead or step.programs(kept[-1][1], batches):
         state = kept[-1][1]
         if step.look is not None:
             step.look(run, state, placed)

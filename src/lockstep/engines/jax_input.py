@@ -1,6 +1,6 @@
 """Where the batches of an epoch come from: fresh host arrays, one after the other."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -11,7 +11,8 @@ from keras.src.trainers.data_adapters.array_slicing import NumpySliceable, conve
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from lockstep.engines import jax_processes
-from lockstep.engines.jax_agreement import Seen, check_same
+from lockstep.engines.jax_agreement import Pull, Seen
+from lockstep.engines.jax_ahead import Ahead
 from lockstep.engines.jax_pace import Pace
 from lockstep.engines.jax_resident import Chosen, Resident
 from lockstep.engines.jax_scan import AUTO, check_times
@@ -33,9 +34,12 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         decided: Whether it has been decided where the data are.
         skip: How many batches of arrays the next pass leaves out, in order and random numbers
             as if it had given them.
+        ahead: What was drawn ahead of its turn.
+        recorded: Whether a checkpoint asks for the position, that of the batches trained.
     """
 
     skip = 0
+    recorded = False
 
     # keras/src/backend/jax/trainer.py, JAXEpochIterator; and the base class,
     # keras/src/trainers/epoch_iterator.py, which calls both.
@@ -46,9 +50,10 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         self.data: Resident | None = None
         self.watched = True
         self.decided = False
-        self._seen = _seen()
+        self.ahead = Ahead()
         times = 1 if steps_per_execution == AUTO else steps_per_execution
         super().__init__(*args, steps_per_execution=times, **kwargs)
+        self._seen = self._nothing_seen()
 
     def __next__(self) -> Any:
         return next(self._epoch_iterator)
@@ -56,7 +61,15 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget what was taken to look at, as Keras does before the first step."""
         super().reset()
-        self._seen = _seen()
+        self.ahead = Ahead()
+        if self._seen is not None:
+            self._seen.close()
+        self._seen = self._nothing_seen()
+
+    def _nothing_seen(self) -> Seen | None:
+        # Arrays have as many batches as they say, and give them without an error.
+        sure = isinstance(self.data_adapter, ArrayDataAdapter)
+        return Seen(every_pull=not sure) if jax_processes.several() else None
 
     def _enumerate_iterator(self) -> Iterator[tuple[int, int, Iterator[Any]]]:
         steps: Iterator[tuple[int, int, Iterator[Any]]] = super()._enumerate_iterator()
@@ -73,14 +86,30 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
 
     def _get_iterator(self) -> Iterator[Any]:
         batches = self._batches()
-        return batches if self._seen is None else self._checked(self._seen.each(batches))
+        return batches if self._seen is None else self._seen.each(batches)
 
-    def _checked(self, batches: Iterator[Any]) -> Iterator[Any]:
-        first = next(batches, None)
-        check_same(first, self.num_batches)
-        if first is not None:
-            yield first
-            yield from batches
+    def agreed(self, pull: Pull) -> list[Any]:
+        """What `pull` takes out of an iterator, where every process can go on with as much."""
+        return pull() if self._seen is None else self._seen.agreed(pull, self.num_batches)
+
+    def build(self, building: Callable[[], object]) -> None:
+        """Let the model be built on the first batch, and begin anew."""
+        self.agreed(lambda: [building()])
+        self.reset()
+
+    def may_look_ahead(self, step: int) -> bool:
+        """Whether the batches of this step and after may be drawn before their turn.
+
+        Not past the end of an epoch, where a generator could lose them; nor where steps are
+        timed, or data are on the devices.
+        """
+        free = self.pace is None and self.data is None and not self.recorded
+        return free and (self.num_batches is None or step < self.num_batches)
+
+    def leave(self) -> None:
+        """Tell other processes that this one takes part in no more steps of this epoch."""
+        if self._seen is not None:
+            self._seen.leave()
 
     def check_epoch(self) -> None:
         """Raise where another process took other batches in the epoch that ends here."""
@@ -106,10 +135,6 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
             if isinstance(rows, slice):
                 rows = np.arange(rows.start, rows.stop)
             yield Chosen(rows.astype("int32"), data)
-
-
-def _seen() -> Seen | None:
-    return Seen() if jax_processes.several() else None
 
 
 def plain_arrays(adapter: Any) -> tuple[np.ndarray, ...] | None:

@@ -115,8 +115,7 @@ class Loop:
             class_weight=class_weight,
             steps_per_execution=model.steps_per_execution,
         )
-        model._symbolic_build(iterator=batches)
-        batches.reset()
+        batches.build(lambda: model._symbolic_build(iterator=batches))
         callbacks = self._callbacks(callbacks, verbose, epochs, batches, add_history=True)
         model.make_train_function()
         batches.pace = _pace(model.train_function, callbacks, "train", recorder)
@@ -230,8 +229,7 @@ class Loop:
                 steps_per_execution=model.steps_per_execution,
             )
         )
-        model._symbolic_build(iterator=batches)
-        batches.reset()
+        batches.build(lambda: model._symbolic_build(iterator=batches))
         callbacks = self._callbacks(callbacks, verbose, 1, batches)
         model.make_test_function()
         recorder = getattr(callbacks, "recorder", None)
@@ -273,12 +271,7 @@ class Loop:
         if batches.num_batches == 0:  # which Keras refuses, in words of its own
             return JAXTrainer.predict(model, x, batch_size, verbose, steps, callbacks)
         if not all(layer.built for layer in model._flatten_layers()):
-            for _, _, iterator in batches:
-                inputs, _, _ = keras.utils.unpack_x_y_sample_weight(next(iterator))
-                with keras.StatelessScope():
-                    model(inputs)
-                break
-            batches.reset()
+            batches.build(lambda: _call(model, batches))
         callbacks = self._callbacks(callbacks, verbose, 1, batches)
         model.make_predict_function()
         model.stop_predicting = False
@@ -309,6 +302,15 @@ class Loop:
             model=self.model,
             **kwargs,
         )
+
+
+def _call(model: Any, batches: HostIterator) -> None:
+    """Build the layers of a model that has never been called, on the first batch."""
+    for _, _, iterator in batches:
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(next(iterator))
+        with keras.StatelessScope():
+            model(inputs)
+        break
 
 
 def _telling(begin: Begin, end: End) -> tuple[Begin, End]:

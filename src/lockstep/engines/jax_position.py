@@ -71,6 +71,8 @@ class Pass:
 class RecordedIterator(HostIterator):
     """An iterator over epochs that knows its position, and can begin at another one."""
 
+    recorded = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._verified = not isinstance(self.data_adapter, ArrayDataAdapter)
@@ -228,6 +230,8 @@ class RecordedIterator(HostIterator):
 
 class RecordedValidation(HostIterator):
     """An iterator over validation data, of which each validation makes a pass of its own."""
+
+    recorded = True
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

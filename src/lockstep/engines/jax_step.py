@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from lockstep.engines.jax_agreement import Seen
 from lockstep.engines.jax_pace import Pace
 from lockstep.engines.jax_scan import runs_of_alike
 
@@ -31,9 +32,10 @@ class StepFunction:
         look: Says what is to be said before this program takes this batch, if anything.
         together: From batches that can be stacked to a program for all of their steps and
             what it takes; or `None` where they are to be run one by one.
-        check: Raises where a batch is not one that every process has, or `None`.
+        seen: Raises where the batches are not those that every process has, or `None`.
         here: From outputs over several processes to what this one has of them, or `None`.
         pace: Finds out how many steps go into one program, where that is left open.
+        ahead: Whether the next batches are drawn and placed before the callbacks of a step.
     """
 
     place: Callable[[Any], Any]
@@ -43,16 +45,19 @@ class StepFunction:
     times: int
     look: Callable[[Program, State, Any], None] | None = None
     together: Callable[[State, list[Any]], tuple[Program, Any] | None] | None = None
-    check: Callable[[Any], None] | None = None
+    seen: Seen | None = None
     here: Callable[[Any], Any] | None = None
     pace: Pace | None = None
+    ahead: bool = False
 
     def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
         """`times` steps, or as many as the iterator has batches for, in Keras's protocol."""
         # keras/src/backend/jax/trainer.py, JAXTrainer._make_function
-        batches = self.pull(iterator, self.times)
-        if self.check is not None:
-            self.check(batches[0])
+        if self.seen is None:
+            batches = self.pull(iterator, self.times)
+        else:
+            noted = self.seen.each(iterator)
+            batches = self.seen.agreed(lambda: self.pull(noted, self.times), None)
         state = self.settle(state)
         every = []
         for run, placed in self.programs(state, batches):

@@ -20,7 +20,9 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lockstep.engines import jax_agreement, jax_flags, jax_processes
+from lockstep.engines import jax_flags, jax_processes
+from lockstep.engines.jax_agreement import Seen
+from lockstep.engines.jax_ahead import looks_ahead
 from lockstep.engines.jax_pace import Pace
 from lockstep.engines.jax_resident import Chosen
 from lockstep.engines.jax_scan import AUTO, few_bytes, is_worth_it, repeated, stacked
@@ -45,6 +47,7 @@ class Steps:
         self.devices = devices
         self.platform: str = devices[0].platform
         self._replicas = len(devices)
+        self._ahead = looks_ahead(devices)
         mesh = Mesh(np.array(devices), ("batch",))
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.by_rows = NamedSharding(mesh, PartitionSpec("batch"))
@@ -127,9 +130,10 @@ class Steps:
             times=1 if isinstance(times, str) else times,
             look=look if self._replicas > 1 else None,
             together=None if per_row_outputs else together,
-            check=(lambda batch: jax_agreement.check_same(batch, None)) if self._several else None,
+            seen=Seen(every_pull=True) if self._several else None,
             here=partial(jax.tree.map, jax_processes.local) if self._several else None,
             pace=pace,
+            ahead=self._ahead,
         )
 
     def eager(
@@ -208,13 +212,14 @@ class Steps:
             return batch.placed()
         if self._replicas == 1:
             # Where nothing is split, JAX's own way in is right for a host array, and fast.
-            if type(batch) is tuple and all(type(leaf) is np.ndarray for leaf in batch):
+            plain = type(batch) is tuple and all(type(leaf) is np.ndarray for leaf in batch)
+            if plain and not self._ahead:
                 return batch
             return keras.tree.map_structure(self._place_on_one, batch)
         return keras.tree.map_structure(self._shard_leaf, batch)
 
     def _place_on_one(self, leaf: Any) -> Any:
-        if leaf is None or type(leaf) is np.ndarray:
+        if leaf is None or (type(leaf) is np.ndarray and not self._ahead):
             return leaf
         placed = isinstance(leaf, jax.Array | sparse.JAXSparse)
         return jax.device_put(leaf if placed else np.asarray(leaf), self.replicated)
@@ -253,7 +258,7 @@ class Steps:
 
         if isinstance(batches, Chosen):
             return batches.placed()
-        return batches if self._replicas == 1 else jax.tree.map(shard, batches)
+        return jax.tree.map(self._place_on_one if self._replicas == 1 else shard, batches)
 
     def _place_eagerly(self, leaf: Any) -> Any:
         if leaf is None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 
 Values = dict[str, np.ndarray]
@@ -11,7 +12,9 @@ Values = dict[str, np.ndarray]
 
 def _variables(model: Any) -> dict[str, Any]:
     named: dict[str, Any] = {}
-    for prefix, group in (("", model.variables), ("optimizer/", model.optimizer.variables)):
+    own = [*model.variables, *_states_of_rnns(model)]
+    own = list({id(variable): variable for variable in own}.values())
+    for prefix, group in (("", own), ("optimizer/", model.optimizer.variables)):
         for variable in group:
             name = prefix + variable.path
             while name in named:  # paths are not always unique
@@ -20,8 +23,18 @@ def _variables(model: Any) -> dict[str, Any]:
     return named
 
 
+def _states_of_rnns(model: Any) -> list[Any]:
+    """What stateful RNNs keep from batch to batch, which is in no list of variables."""
+    layers = getattr(model, "layers", [])
+    found = [state for layer in layers for state in _states_of_rnns(layer)]
+    inner = [getattr(model, name, None) for name in ("forward_layer", "backward_layer")]
+    found += [state for layer in inner if layer is not None for state in _states_of_rnns(layer)]
+    states = getattr(model, "states", None) if getattr(model, "stateful", False) else None
+    return found + [state for state in keras.tree.flatten(states) if state is not None]
+
+
 def values_of(model: Any) -> Values:
-    """Every weight, seed and optimizer slot of a model, as host arrays."""
+    """Every weight, seed, state of an RNN and optimizer slot of a model, as host arrays."""
     return {name: _on_host(variable.value) for name, variable in _variables(model).items()}
 
 

@@ -40,6 +40,14 @@ def remade(value: Any, make: Callable[[Any], Any]) -> Any:
     return new
 
 
+def signature(value: Any) -> tuple[Any, ...]:
+    """What Keras's losses can tell of a tensor, and of what is beside it, before it has values."""
+    mask = keras.src.backend.get_keras_mask(value)
+    parts = (value, mask, getattr(value, "_keras_logits", None))
+    known = [None if part is None else (part.dtype, str(part.shape[1:])) for part in parts]
+    return (_operation(value), *known)
+
+
 def beside(value: Any) -> list[Any]:
     """The tensors that Keras finds by this one."""
     found = [keras.src.backend.get_keras_mask(value), getattr(value, "_keras_logits", None)]
@@ -49,4 +57,6 @@ def beside(value: Any) -> list[Any]:
 
 
 def _operation(value: Any) -> str | None:
-    return value.op.type if isinstance(value, tf.Tensor) and hasattr(value, "op") else None
+    # Of one dim a softmax is over the batch.
+    of_rows = isinstance(value, tf.Tensor) and hasattr(value, "op") and value.shape.rank != 1
+    return value.op.type if of_rows else None

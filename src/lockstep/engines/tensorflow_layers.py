@@ -78,7 +78,8 @@ class Plan:
             if hasattr(layer, "compute_mask"):
                 mask = _on_global_batch(layer, layer.compute_mask, team)
                 changes.append((layer, "compute_mask", mask))
-        changes += [(rnn, "states", by_rows(rnn, team)) for rnn in _each(self.stateful)]
+        for rnn in _each(self.stateful):
+            changes += by_rows(rnn, team)
         changes += [(layer, "_moments", moments_over(layer, team)) for layer in _each(self.norms)]
         for layer in _each([*self.every, *_own_layers(self.whole)]):
             regularizer = layer.activity_regularizer
@@ -101,7 +102,7 @@ def _drawing(part: Any) -> list[Any]:
     """The layers that draw random numbers, of those that can see the whole batch."""
     if not isinstance(part, keras.layers.Layer):
         return []
-    if part._seed_generators or works_by_rows(part):
+    if part._seed_generators or works_by_rows(part) or stateful_rnns(part):
         return [part] if any(layer._seed_generators for layer in _layers(part)) else []
     return [layer for inner in part._layers for layer in _drawing(inner)]
 
@@ -139,7 +140,7 @@ def _on_global_batch(layer: Any, call: Callable[..., Any], team: Team) -> Callab
                 tf.shape(value)[:1], tf.reshape(replica.shards.rows, (1,)), _unaligned(layer)
             )
             with tf.control_dependencies([check]):
-                return remade(value, replica.own)
+                return remade(value, lambda part: part if part.shape[0] == 1 else replica.own(part))
 
         args, kwargs = keras.tree.map_structure(whole, (args, kwargs))
         with replica.globally(f"{layer.name!r} ({type(layer).__name__})", (args, kwargs)):

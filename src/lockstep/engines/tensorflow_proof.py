@@ -283,6 +283,10 @@ def _of_known_layer(call: _Call, states: list[State]) -> State:
         one = one or (type(layer).__name__ in _MASKED_ATTENTION and tensor.shape.rank == 2)
         if not isinstance(state, Rows) and not (isinstance(state, Same) and one):
             return Unknown(type(layer).__name__)
+    if any(
+        isinstance(s, Rows) and t.shape.rank == 1 for t, s in zip(call.inputs, states, strict=True)
+    ):
+        return Unknown(type(layer).__name__)  # of one dim, the last one is the batch
     if len(rows) != 1 or (together and rows != {Rows()}):
         return Unknown(type(layer).__name__)
     return rows.pop()

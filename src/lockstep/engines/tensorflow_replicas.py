@@ -42,6 +42,14 @@ class Shards:
             for start, ran in zip(bounds[:-1], self.sizes, strict=True)
         ]
 
+    def size_of(self, rows: int | None, replica: int) -> int | None:
+        """How many rows a replica runs of so many, where that is known while tracing."""
+        if rows is None:
+            return None
+        size = -(-rows // len(self.counts))
+        left = max(0, rows - replica * size)
+        return min(max(min(size, left), 1), rows)
+
     def of(self, value: Any, replica: int) -> Any:
         """The rows that a replica runs, of a tensor of the global batch."""
         start = self.starts[replica]

@@ -78,7 +78,7 @@ def works_by_rows(layer: Any) -> bool:
         return known and _is_keras_own(type(layer))
     if not (_is_keras_own(type(layer)) and type(layer).__name__ in BY_ROWS):
         return False
-    if not _is_called_as_its_class(layer):
+    if not _is_called_as_its_class(layer) or _takes_one_dim(layer):
         return False
     return _has_plain_options(layer) and all(_fits_inside(part) for part in _inner_layers(layer))
 
@@ -102,6 +102,13 @@ def _is_called_as_its_class(layer: Any) -> bool:
     return type(layer).__call__ is keras.layers.Layer.__call__ and "call" not in vars(layer)
 
 
+def _takes_one_dim(layer: Any) -> bool:
+    """Whether it is given tensors whose only dim is the batch, so that -1 means the batch."""
+    # keras/src/ops/operation.py, Operation._inbound_nodes
+    tensors = [tensor for node in layer._inbound_nodes for tensor in node.input_tensors]
+    return any(len(tensor.shape) < 2 for tensor in tensors)
+
+
 def _fits_inside(part: Any) -> bool:
     # A part of a wrapper or cell may run inside a loop, where replicas cannot meet.
     if is_container(part):
@@ -119,6 +126,8 @@ def _has_plain_options(layer: Any) -> bool:
     options = vars(layer)
     for name, value in options.items():
         if name.endswith("activation") and callable(value) and not _is_keras_own(value):
+            return False
+        if name == "axis" and value is None:
             return False
         if name.lstrip("_").rpartition("_")[2] in ("axis", "axes") and not _leaves_rows(value):
             return False

@@ -88,7 +88,8 @@ class Steps:
             self._say(f"{model.name!r} {reason}, so the first device runs every batch alone")
             return self._whole(whole, data)
         team = Team(self._strategy, self._copies, model._flatten_layers())
-        values = Values(model, team)
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        values = Values(model, team, x, y)
         with plan.in_force(team), values.in_force():
             outputs = split(team, values, data)
         self.choices = values.choices

@@ -19,7 +19,7 @@ from tensorflow.python.framework.func_graph import FuncGraph
 
 from lockstep.engines.replaced import replaced
 from lockstep.engines.tensorflow_alike import tensors_in
-from lockstep.engines.tensorflow_beside import remade
+from lockstep.engines.tensorflow_beside import remade, signature
 from lockstep.engines.tensorflow_proof import program_of, untouched_random_numbers
 from lockstep.engines.tensorflow_replicas import Replica, Team
 from lockstep.engines.tensorflow_states import Rows, Same, State, Unknown
@@ -34,16 +34,26 @@ class Values:
             it is given the outputs of the whole batch, in words.
     """
 
-    def __init__(self, model: Any, team: Team) -> None:
+    def __init__(self, model: Any, team: Team, x: Any, y: Any) -> None:
+        """`x` and `y` are the inputs and targets of the step, for the whole batch."""
         self.choices: dict[str, str | None] = {}
         self._model = model
         self._team = team
+        self._targets = {id(leaf): leaf for leaf in keras.tree.flatten(y)}
+        self._rows = _known_rows(x)
         self._own: dict[int, tuple[Any, Any]] = {}
         self._reasons: dict[tuple[Any, ...], str | None] = {}
 
     def gather(self, replica: Replica, output: Any, told: str) -> Any:
         """An output of the model for the global batch, with what Keras keeps beside it."""
-        whole = remade(output, lambda part: replica.gather_alike(part, told))
+
+        def gathered(part: Any) -> Any:
+            whole = replica.gather_alike(part, told)
+            if whole.shape.rank:  # a function sees on one device how many rows there are
+                whole.set_shape([self._rows, *whole.shape[1:]])
+            return whole
+
+        whole = remade(output, gathered)
         self._own[id(whole)] = (whole, output)
         return whole
 
@@ -60,10 +70,11 @@ class Values:
             yield
 
     def _taking_rows(self, owner: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-        def values(y_true: Any, y_pred: Any, **options: Any) -> Any:
+        def values(*given: Any, **options: Any) -> Any:
             replica = self._team.current_in_global_part()
-            if replica is None:
-                return function(y_true, y_pred, **options)
+            if replica is None or len(given) != 2:
+                return function(*given, **options)
+            y_true, y_pred = given
             with replica.apart() as part:
                 own = self._own_part_of(y_pred)
                 reason = self._why_gathered(owner, function, options, y_true, own)
@@ -83,15 +94,16 @@ class Values:
         self, owner: Any, function: Any, options: dict[str, Any], y_true: Any, own: Any
     ) -> str | None:
         """Why a loss or metric is given gathered outputs, in words; `None`: rows of its own."""
-        if own is None:
-            return "what it is given is no output of the model"
-        if not isinstance(y_true, tf.Tensor) or y_true.shape.rank in (None, 0):
-            return "its targets have no rows"
-        if y_true.shape[0] == 1 or own.shape.rank in (None, 0):
+        if own is None or id(_before_casts(y_true)) not in self._targets:
+            return "what it is given are no outputs and targets of the model"
+        if not isinstance(y_true, tf.Tensor) or not (y_true.shape.rank and own.shape.rank):
+            return "its targets or the outputs have no rows"
+        if y_true.shape[0] == 1:
             return "one row is compared with all"
-        if _is_known(owner, function):
+        source = _function_of(owner, function)
+        if own.shape.rank > 1 and source in BY_ROWS and _is_along_classes(owner):
             return None
-        key = (id(owner), *((t.dtype, tuple(t.shape)[1:]) for t in (y_true, own)))
+        key = (id(owner), y_true.shape[0], signature(y_true), signature(own))
         if key not in self._reasons:
             self._reasons[key] = unproven(partial(function, **options), y_true, own)
         return self._reasons[key]
@@ -104,26 +116,55 @@ class Values:
         check = tf.debugging.assert_equal(
             tf.shape(y_true)[:1],
             tf.reshape(rows, (1,)),
-            f"lockstep: {told} have another number of rows than the inputs.",
+            f"lockstep: {told} have another number of rows than the inputs. "
+            "lockstep.release(model) trains it on one device.",
         )
+        size = replica.shards.size_of(y_true.shape[0], replica.index)
+
+        def with_size(part: Any) -> Any:
+            part = tf.identity(part)
+            part.set_shape([size, *part.shape[1:]])
+            return part
+
         with tf.control_dependencies([check]):
             y_true = replica.own(y_true)
+        if size is not None:  # as on one device, a function may ask whether it is known
+            y_true, own = with_size(y_true), remade(own, with_size)
         with replica.alike(f"{name!r}"):
             found = function(y_true, own)
         return remade(found, lambda part: replica.gather_alike(part, f"what {name!r} gives"))
 
     def _own_part_of(self, given: Any) -> Any:
         """What this replica gave to a gathered output, or to what was cast from it; or `None`."""
-        dtypes = []
-        while id(given) not in self._own:
-            if not isinstance(given, tf.Tensor) or given.op.type != "Cast":
-                return None
-            dtypes.append(given.dtype)
-            given = given.op.inputs[0]
-        own = self._own[id(given)][1]
-        for dtype in reversed(dtypes):
+        whole = _before_casts(given)
+        if id(whole) not in self._own:
+            return None
+        own = self._own[id(whole)][1]
+        for dtype in _casts(given):
             own = tf.cast(own, dtype)
         return own
+
+
+def _known_rows(x: Any) -> int | None:
+    """The rows of a batch, where they are known while tracing."""
+    shapes = [leaf.shape for leaf in keras.tree.flatten(x) if isinstance(leaf, tf.Tensor)]
+    known = [shape[0] for shape in shapes if shape.rank]
+    return known[0] if known else None
+
+
+def _before_casts(tensor: Any) -> Any:
+    while isinstance(tensor, tf.Tensor) and tensor.op.type == "Cast":
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def _casts(tensor: Any) -> list[Any]:
+    """The types that a tensor was cast to, in order."""
+    found = []
+    while tensor.op.type == "Cast":
+        found.append(tensor.dtype)
+        tensor = tensor.op.inputs[0]
+    return found[::-1]
 
 
 def unproven(function: Callable[[Any, Any], Any], y_true: Any, y_pred: Any) -> str | None:
@@ -134,32 +175,40 @@ def unproven(function: Callable[[Any, Any], Any], y_true: Any, y_pred: Any) -> s
         y_true: Targets, of which shape and dtype count.
         y_pred: Outputs, likewise, and what Keras keeps beside them.
     """
+    rows = y_true.shape[0]
     try:
         with untouched_random_numbers(), tf.init_scope():
             (reason, program), (_, again) = (_traced(function, y_true, y_pred) for _ in range(2))
+            if rows is not None:
+                numbers = (rows, rows + 1)
+                (_, one), (_, more) = (_traced(function, y_true, y_pred, n) for n in numbers)
+                reason = reason if one == more else "it looks at the number of rows"
     except Exception as error:  # whatever it is, it is not a proof
         return f"{type(error).__name__} while it was traced"
     return reason if program == again else "another program at each trace"
 
 
-def _traced(function: Any, y_true: Any, y_pred: Any) -> tuple[str | None, list[Any]]:
+def _traced(
+    function: Any, y_true: Any, y_pred: Any, known: int | None = None
+) -> tuple[str | None, list[Any]]:
+    """Why it is not proven, and the program, where that many rows are known to the tracer."""
     graph = FuncGraph("lockstep_values")
     rows: list[Any] = []
 
     def placeholder(value: Any) -> Any:
-        rows.append(tf.compat.v1.placeholder(value.dtype, (None, *value.shape[1:])))
+        rows.append(tf.compat.v1.placeholder(value.dtype, (known, *value.shape[1:])))
         return rows[-1]
 
     with graph.as_default():
         values = function(remade(y_true, placeholder), remade(y_pred, placeholder))
     outside = {id(inner): outer for outer, inner in graph.captures}
 
-    def known(tensor: Any) -> State:
+    def kept(tensor: Any) -> State:
         outer = outside.get(id(tensor))
         constant = hasattr(outer, "numpy") and tensor.dtype != tf.resource
         return Same() if constant else Unknown("what is kept outside of it")
 
-    walk = Walk(known, {})
+    walk = Walk(kept, {})
     for tensor in rows:
         walk.set(tensor, Rows())
     walk.through(graph.get_operations())
@@ -177,17 +226,16 @@ def _why_not(walk: Walk, values: Any) -> str | None:
     return walk.failure
 
 
-def _is_known(owner: Any, function: Any) -> bool:
-    """Whether a loss or metric is a function of Keras's, which a proof does not always reach.
+def _function_of(owner: Any, function: Any) -> Any:
+    """The function that a loss wraps, where nothing else comes between; else `function`."""
+    # keras/src/losses/losses.py, LossFunctionWrapper.call
+    wraps = keras.src.losses.losses.LossFunctionWrapper.call
+    return owner.fn if getattr(function, "__func__", None) is wraps else function
 
-    Where the length of sequences is not known, nothing tells rows of the batch from steps once
-    Keras has merged them.
-    """
-    # keras/src/losses/losses.py, LossFunctionWrapper, and keras/src/metrics/reduction_metrics.py
-    if getattr(type(owner), "call", None) is keras.src.losses.losses.LossFunctionWrapper.call:
-        function = owner.fn
+
+def _is_along_classes(owner: Any) -> bool:
     axis = getattr(owner, "_fn_kwargs", {}).get("axis", -1)
-    return function in BY_ROWS and isinstance(axis, int) and (axis == -1 or axis > 0)
+    return isinstance(axis, int) and (axis == -1 or axis > 0)
 
 
 BY_ROWS = (
@@ -196,13 +244,17 @@ BY_ROWS = (
     keras.metrics.sparse_top_k_categorical_accuracy,
     keras.metrics.top_k_categorical_accuracy,
 )
-"""Functions of Keras's that give each row a value of its own."""
+"""Functions of Keras's that give each row a value of its own, which a proof does not always reach.
+
+Where the length of sequences is not known, nothing tells rows of the batch from steps once
+Keras has merged them.
+"""
 
 
 def _losses_of(model: Any) -> list[Any]:
     # keras/src/trainers/compile_utils.py, CompileLoss, and keras/src/losses/loss.py, Loss.__call__
     compiled = model._compile_loss
-    if compiled is None or not compiled.built:
+    if compiled is None or not compiled.built or not _is_keras_own(model, "compute_loss"):
         return []
     losses = [entry.loss for entry in compiled._flat_losses]
     return [each for each in losses if type(each).__call__ is keras.losses.Loss.__call__]
@@ -211,7 +263,13 @@ def _losses_of(model: Any) -> list[Any]:
 def _metrics_of(model: Any) -> list[Any]:
     # keras/src/metrics/reduction_metrics.py, MeanMetricWrapper.update_state
     compiled = model._compile_metrics
-    if compiled is None or not compiled.built:
+    if compiled is None or not compiled.built or not _is_keras_own(model, "compute_metrics"):
         return []
     plain = keras.metrics.MeanMetricWrapper.update_state
     return [each for each in compiled.metrics if getattr(type(each), "update_state", None) is plain]
+
+
+def _is_keras_own(model: Any, name: str) -> bool:
+    # keras/src/trainers/trainer.py: one of the user's own may do anything with what it is given.
+    plain = getattr(keras.src.trainers.trainer.Trainer, name)
+    return getattr(getattr(model, name), "__func__", None) is plain

@@ -41,7 +41,7 @@ def test_every_model_goes_on_bit_for_bit_where_it_was(name, kind, optimizer, tmp
 
 
 @pytest.mark.parametrize(
-    "name", [n if n == "attention" else pytest.param(n, marks=pytest.mark.whole) for n in ZOO]
+    "name", [n if n == "mlp" else pytest.param(n, marks=pytest.mark.whole) for n in ZOO]
 )
 def test_every_model_goes_on_on_other_devices(name, tmp_path):
     """Three parts of one run, on four devices, on one, and on eight."""

@@ -140,16 +140,16 @@ class _NamedCall(keras.Model):
 
 SAMPLE = {
     "outputs as targets": _outputs_as_targets,
-    "targets made of outputs": lambda: _plain(_mse(), _ScaledTargets),
     "a gradient within the loss": lambda: _plain(_mse(), _WithGradient),
     "a loss that counts rows": lambda: _plain(_counts_rows),
     "a mask on the second output": _mask_on_the_second,
     "softmax over the batch": _softmax_over_the_batch,
-    "a call of the instance's own": _own_call,
     "a state as a tensor": _reads_a_state(ops.convert_to_tensor),
-    "softmax of one dim": _one_dim(layers.Softmax),
 }
 REST = {
+    "a call of the instance's own": _own_call,
+    "softmax of one dim": _one_dim(layers.Softmax),
+    "targets made of outputs": lambda: _plain(_mse(), _ScaledTargets),
     "a loss that counts outputs": lambda: _plain(_counts_outputs),
     "a metric that counts rows": lambda: _plain(_mse(), metrics=[_counts_rows]),
     "a state as a value": _reads_a_state(lambda state: state.value),

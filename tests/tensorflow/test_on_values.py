@@ -63,7 +63,13 @@ def _gathered(made):
     return {name for name, why in choices.items() if why is not None}
 
 
-@pytest.mark.parametrize("kind", WITH_LOSSES)
+SAMPLE = {"shares", "signs", "classes"}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=[] if k in SAMPLE else [pytest.mark.whole]) for k in WITH_LOSSES],
+)
 def test_every_loss_of_keras(kind):
     """One output for each loss, with weights of the rows."""
     every = WITH_LOSSES[kind]

@@ -13,6 +13,7 @@ FIGURES = (
     ["trainer_tax.py"],
     ["peers.py"],
     ["two_processes.py"],
+    ["two_processes.py", "--rows", "128", "--steps", "12", "--rounds", "7"],
     ["input_ahead.py"],
     ["ahead_of_time.py"],
     ["ahead_of_time.py", "--target", "a100", "--devices", "8"],

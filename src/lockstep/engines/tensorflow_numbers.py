@@ -27,13 +27,13 @@ def numbers(tensor: Any) -> np.ndarray | None:
         return np.array(op.inputs[0].shape.as_list(), object)
     if op.type not in _MADE_OF and op.type not in _ARITHMETIC:
         return None
-    known = [numbers(part) for part in op.inputs]
-    if any(part is None for part in known):
+    known = [part for part in map(numbers, op.inputs) if part is not None]
+    if len(known) < len(op.inputs):
         return None
     if op.type in _MADE_OF:
         made: np.ndarray | None = _MADE_OF[op.type](op, known)
         return made
-    if any(number is None for part in known for number in part.flat):  # type: ignore[union-attr]
+    if any(number is None for part in known for number in part.flat):
         return None
     return np.asarray(_ARITHMETIC[op.type](*known), object)
 

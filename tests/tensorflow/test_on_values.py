@@ -148,6 +148,20 @@ def test_a_class_for_each_step(options, ignored):
     assert _gathered(with_lockstep) == set()
 
 
+def test_where_the_number_of_rows_is_known_while_tracing():
+    """Keras tells it where batches divide the rows: two batches of 11, on 4, 4 and 3 rows."""
+
+    def make():
+        return _steps_model("sparse_categorical_crossentropy", "accuracy")
+
+    def trained(made):
+        return made.fit(*_words(), batch_size=ROWS // 2, verbose=0, shuffle=False).history
+
+    with_lockstep = lockstep.distribute(make(), devices=3)
+    assert_same(trained(with_lockstep), trained(make()))
+    assert _gathered(with_lockstep) == set()
+
+
 def _squares(y_true, y_pred):
     return ops.mean(ops.square(ops.one_hot(ops.cast(y_true, "int32"), WORDS) - y_pred), axis=-1)
 

@@ -80,9 +80,7 @@ class Values:
                 reason = self._why_gathered(owner, function, options, y_true, own)
                 self.choices[owner.name] = self.choices.get(owner.name) or reason
                 if reason is None:
-                    found = self._of_all_rows(
-                        replica, owner.name, partial(function, **options), y_true, own
-                    )
+                    found = self._of_all_rows(replica, owner, function, options, y_true, own)
             if reason is None:
                 part.given += tensors_in(found)
                 return found
@@ -105,13 +103,21 @@ class Values:
             return None
         key = (id(owner), y_true.shape[0], signature(y_true), signature(own))
         if key not in self._reasons:
-            self._reasons[key] = unproven(partial(function, **options), y_true, own)
+            asks = not _is_of_keras(source)
+            given = partial(function, **options)
+            self._reasons[key] = unproven(given, y_true, own, asks_for_rows=asks)
         return self._reasons[key]
 
     def _of_all_rows(
-        self, replica: Replica, name: str, function: Any, y_true: Any, own: Any
+        self,
+        replica: Replica,
+        owner: Any,
+        function: Any,
+        options: dict[str, Any],
+        y_true: Any,
+        own: Any,
     ) -> Any:
-        rows = replica.shards.rows
+        name, rows = owner.name, replica.shards.rows
         told = f"the targets of {name!r}"
         check = tf.debugging.assert_equal(
             tf.shape(y_true)[:1],
@@ -119,7 +125,9 @@ class Values:
             f"lockstep: {told} have another number of rows than the inputs. "
             "lockstep.release(model) trains it on one device.",
         )
-        size = replica.shards.size_of(y_true.shape[0], replica.index)
+        # Keras's own functions do not ask how many rows there are, and one of the user's may.
+        known = None if _is_of_keras(_function_of(owner, function)) else y_true.shape[0]
+        size = replica.shards.size_of(known, replica.index)
 
         def with_size(part: Any) -> Any:
             part = tf.identity(part)
@@ -128,10 +136,10 @@ class Values:
 
         with tf.control_dependencies([check]):
             y_true = replica.own(y_true)
-        if size is not None:  # as on one device, a function may ask whether it is known
+        if size is not None:
             y_true, own = with_size(y_true), remade(own, with_size)
         with replica.alike(f"{name!r}"):
-            found = function(y_true, own)
+            found = function(y_true, own, **options)
         return remade(found, lambda part: replica.gather_alike(part, f"what {name!r} gives"))
 
     def _own_part_of(self, given: Any) -> Any:
@@ -167,15 +175,19 @@ def _casts(tensor: Any) -> list[Any]:
     return found[::-1]
 
 
-def unproven(function: Callable[[Any, Any], Any], y_true: Any, y_pred: Any) -> str | None:
+def unproven(
+    function: Callable[[Any, Any], Any], y_true: Any, y_pred: Any, *, asks_for_rows: bool = True
+) -> str | None:
     """Why it is not proven that a function gives each row a value of its own; `None` if it is.
 
     Args:
         function: Gives values for targets and outputs.
         y_true: Targets, of which shape and dtype count.
         y_pred: Outputs, likewise, and what Keras keeps beside them.
+        asks_for_rows: Whether it may do something else for another number of rows, where
+            that is known while tracing.
     """
-    rows = y_true.shape[0]
+    rows = y_true.shape[0] if asks_for_rows else None
     try:
         with untouched_random_numbers(), tf.init_scope():
             (reason, program), (_, again) = (_traced(function, y_true, y_pred) for _ in range(2))
@@ -231,6 +243,10 @@ def _function_of(owner: Any, function: Any) -> Any:
     # keras/src/losses/losses.py, LossFunctionWrapper.call
     wraps = keras.src.losses.losses.LossFunctionWrapper.call
     return owner.fn if getattr(function, "__func__", None) is wraps else function
+
+
+def _is_of_keras(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith("keras.src.")
 
 
 def _is_along_classes(owner: Any) -> bool:

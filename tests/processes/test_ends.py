@@ -39,12 +39,37 @@ EARLIER = {
         LEFT.format(0),
     ),
     "an error of a callback": (
-        "made.fit(batches(8), callbacks=[Fails()], verbose=0)",
+        "made.fit(batches(8), callbacks=[fails('on_train_batch_end', 2)], verbose=0)",
         3,
         LEFT.format(3),
     ),
+    "an error between two epochs": (
+        "made.fit(x, y, **each_7, epochs=2, callbacks=[fails('on_epoch_end')])",
+        8,
+        LEFT.format(0),
+    ),
+    "an error before the first step": (
+        "made.fit(x, y, **each_7, callbacks=[fails('on_train_begin')])",
+        0,
+        LEFT.format(0),
+    ),
+    "an error after the last step": (
+        "made.fit(x, y, **each_7, callbacks=[fails('on_train_end')])",
+        8,
+        LEFT.format(0),
+    ),
+    "an error before a validation": (
+        "made.fit(x, y, **each_7, validation_data=(x, y), callbacks=[fails('on_test_begin')])",
+        8,
+        LEFT.format(0),
+    ),
+    "a stop between two epochs": (
+        "made.fit(x, y, **each_7, epochs=2, callbacks=[stops('on_epoch_end')])",
+        8,
+        "Process 1 has no epoch left, and process 0 goes on with another one",
+    ),
     "a stop of one process": (
-        "made.fit(batches(8), callbacks=[Stops()], verbose=0)",
+        "made.fit(batches(8), callbacks=[stops('on_train_batch_end', 2)], verbose=0)",
         3,
         ENDS.format(3),
     ),
@@ -79,14 +104,26 @@ class Items(keras.utils.PyDataset):
             raise OSError("the disk is gone")
         return x[index * 7 : index * 7 + 7], y[index * 7 : index * 7 + 7]
 
-class Fails(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        if rank == 1 and batch == 2:
+each_7 = {"batch_size": 7, "shuffle": False, "verbose": 0}
+
+def fails(hook, at=0):
+    def fail(index=None, logs=None):
+        if rank == 1 and index in (at, None):
             raise OSError("the disk is full")
 
-class Stops(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        self.model.stop_training = rank == 1 and batch == 2
+    return calling(hook, fail)
+
+def stops(hook, at=0):
+    def stop(index, logs=None):
+        callback.model.stop_training = rank == 1 and index == at
+
+    callback = calling(hook, stop)
+    return callback
+
+def calling(hook, function):
+    callback = keras.callbacks.Callback()
+    setattr(callback, hook, function)
+    return callback
 
 class Own(keras.Model):
     def __init__(self, inner):

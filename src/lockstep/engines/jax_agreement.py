@@ -14,8 +14,9 @@ from lockstep.errors import ProcessesDisagree
 _BYTES = 1 << 16
 """Of an array of a later batch so many bytes are compared, from all over it."""
 
-_GOES_ON, _ENDED, _COMPARES, _LEFT = range(4)
-"""What a process does: takes batches, finds no more, compares those of an epoch, leaves it.
+_GOES_ON, _ENDED, _COMPARES, _DONE, _LEFT = range(5)
+"""What a process does: takes batches, finds no more, compares those of an epoch, has no epoch
+left, leaves by an error.
 
 A word is one of these, how many batches the process has taken, a checksum, and its number.
 """
@@ -87,6 +88,14 @@ class Seen:
         self._check = self._taken = 0
         self.close()
 
+    def done(self) -> None:
+        """Return when no process goes on with another epoch.
+
+        Raises:
+            ProcessesDisagree: If one does.
+        """
+        self._say(_DONE, 0)
+
     def close(self) -> None:
         """Nothing more is compared for some time."""
         self._exchange.close()
@@ -113,6 +122,13 @@ def _compare(least: Word, greatest: Word) -> None:
             f"and process {least[3]} goes on: a step needs every process.\n"
             f"See what process {greatest[3]} says; the weights here are those after the last step "
             "of all."
+        )
+    if greatest[0] == _DONE:
+        raise ProcessesDisagree(
+            f"Process {greatest[3]} has no epoch left, and process {least[3]} goes on with another "
+            "one: a step needs every process.\n"
+            "Let every process stop after the same epoch (by the logs, say, and not by a clock).\n"
+            "The weights are those after the last step of all."
         )
     if least[0] == greatest[0] == _COMPARES:
         raise ProcessesDisagree(

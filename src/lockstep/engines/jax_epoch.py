@@ -82,7 +82,6 @@ def run_epoch(
         batches.check_epoch()
     except BaseException:
         model.jax_state_sync()
-        batches.leave()
         raise
     return outputs
 

@@ -1,6 +1,7 @@
 """Where the batches of an epoch come from: fresh host arrays, one after the other."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -106,10 +107,20 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         free = self.pace is None and self.data is None and not self.recorded
         return free and (self.num_batches is None or step < self.num_batches)
 
-    def leave(self) -> None:
-        """Tell other processes that this one takes part in no more steps of this epoch."""
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """What is done with the batches; other processes are told where it fails here."""
+        try:
+            yield
+        except BaseException:
+            if self._seen is not None:
+                self._seen.leave()
+            raise
+
+    def end(self) -> None:
+        """Raise where another process goes on with another epoch."""
         if self._seen is not None:
-            self._seen.leave()
+            self._seen.done()
 
     def check_epoch(self) -> None:
         """Raise where another process took other batches in the epoch that ends here."""

@@ -74,7 +74,8 @@ def _argument(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
+    found = kwargs.get(name, default)  # a `fit` of one's own may take `**kwargs`
     try:
-        return inspect.signature(fit).bind(*args, **kwargs).arguments.get(name, default)
+        return inspect.signature(fit).bind(*args, **kwargs).arguments.get(name, found)
     except TypeError:  # a wrong call is for fit itself to refuse
-        return default
+        return found

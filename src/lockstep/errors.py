@@ -77,7 +77,13 @@ class TargetNotFound(LockstepError, ValueError):
 
 
 class ProcessesDisagree(LockstepError):
-    """Several processes were started that would not train one model together."""
+    """Several processes were started that would not train one model together.
+
+    Attributes:
+        left_by: The process that left by an error of its own, `None` where it was not that.
+    """
+
+    left_by: int | None = None
 
 
 class BenchFailed(LockstepError):

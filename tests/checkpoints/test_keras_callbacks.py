@@ -185,3 +185,16 @@ def test_fit_makes_backups_safe_while_it_runs(tmp_path):
     made.fit(**arrays(), verbose=0, callbacks=[callback, looking])
     assert own == [True] * 7
     assert "_save_model" not in vars(callback)
+
+
+def test_a_backup_in_a_store_that_is_no_folder_is_left_to_keras(tmp_path, monkeypatch):
+    gfile = pytest.importorskip("tensorflow").io.gfile
+    monkeypatch.chdir(tmp_path)
+    made = lockstep.distribute(small(), devices=2)
+    kept = keras.callbacks.BackupAndRestore("ram://runs/backup", delete_checkpoint=False)
+    made.fit(**arrays(), verbose=0, callbacks=[kept])
+    assert len(gfile.glob("ram://runs/backup/*")) == 2
+    assert not list(tmp_path.iterdir())
+    weights = made.get_weights()
+    made.fit(**arrays(), verbose=0, epochs=1, callbacks=[kept])  # restored: none is left to do
+    assert all(map(np.array_equal, made.get_weights(), weights))

@@ -6,7 +6,8 @@ from tests.conformance.common import assert_same, data, model
 from tests.processes.test_several import run_both, weights_of
 
 ENDS = "Process 1 ends after {} batches, and process 0 goes on: a step needs every process."
-LEFT = "Process 1 left after {} batches, by an error or an interrupt, and process 0 goes on"
+LEFT = "Process 1 left its fit by an error or an interrupt, and process 0 goes on"
+DONE = "Process 1 has come to the end of its fit, and process 0 goes on"
 
 EARLIER = {
     "fit": ("made.fit(batches(8 - 3 * rank), verbose=0)", 5, ENDS.format(5)),
@@ -32,41 +33,64 @@ EARLIER = {
         5,
         ENDS.format(5),
     ),
-    "an error of the data": ("made.fit(Items(), shuffle=False, verbose=0)", 4, LEFT.format(4)),
+    "an error of the data": ("made.fit(Items(), shuffle=False, verbose=0)", 4, LEFT),
     "an error of the first batch": (
         "made.fit(Items(fails=0), shuffle=False, verbose=0)",
         0,
-        LEFT.format(0),
+        LEFT,
     ),
     "an error of a callback": (
         "made.fit(batches(8), callbacks=[fails('on_train_batch_end', 2)], verbose=0)",
         3,
-        LEFT.format(3),
+        LEFT,
     ),
     "an error between two epochs": (
         "made.fit(x, y, **each_7, epochs=2, callbacks=[fails('on_epoch_end')])",
         8,
-        LEFT.format(0),
+        LEFT,
     ),
     "an error before the first step": (
         "made.fit(x, y, **each_7, callbacks=[fails('on_train_begin')])",
         0,
-        LEFT.format(0),
+        LEFT,
     ),
     "an error after the last step": (
         "made.fit(x, y, **each_7, callbacks=[fails('on_train_end')])",
         8,
-        LEFT.format(0),
+        LEFT,
     ),
     "an error before a validation": (
         "made.fit(x, y, **each_7, validation_data=(x, y), callbacks=[fails('on_test_begin')])",
         8,
-        LEFT.format(0),
+        LEFT,
     ),
     "a stop between two epochs": (
         "made.fit(x, y, **each_7, epochs=2, callbacks=[stops('on_epoch_end')])",
         8,
-        "Process 1 has no epoch left, and process 0 goes on with another one",
+        DONE,
+    ),
+    "an error of the data when they are first looked at": (
+        "made.fit(empty() if rank else batches(8), verbose=0)",
+        0,
+        LEFT,
+    ),
+    "an error of validation data when they are first looked at": (
+        "made.fit(x, y, **each_7, validation_data=empty() if rank else batches(8), "
+        "validation_steps=2)",
+        8,
+        LEFT,
+    ),
+    "an error in a fit of its own": (
+        "made = lockstep.distribute(Own(made)); "
+        "made.fit(x, y, **each_7, epochs=2, callbacks=[fails('on_epoch_end')])",
+        8,
+        LEFT,
+    ),
+    "a stop of a fit of its own": (
+        "made = lockstep.distribute(Own(made)); "
+        "made.fit(x, y, **each_7, epochs=2, callbacks=[stops('on_epoch_end')])",
+        8,
+        DONE,
     ),
     "a stop of one process": (
         "made.fit(batches(8), callbacks=[stops('on_train_batch_end', 2)], verbose=0)",
@@ -84,6 +108,10 @@ x, y = data(7 * 8)
 
 def batches(count):
     return ((x[i * 7 : i * 7 + 7], y[i * 7 : i * 7 + 7]) for i in (j % 8 for j in range(count)))
+
+def empty():
+    raise OSError("nothing is mounted")
+    yield
 
 def kept():
     return len(distributed.global_state.client.key_value_dir_get("lockstep/"))
@@ -108,7 +136,7 @@ each_7 = {"batch_size": 7, "shuffle": False, "verbose": 0}
 
 def fails(hook, at=0):
     def fail(index=None, logs=None):
-        if rank == 1 and index in (at, None):
+        if rank == 1 and (index == at or not isinstance(index, int)):
             raise OSError("the disk is full")
 
     return calling(hook, fail)
@@ -164,8 +192,10 @@ def test_no_process_waits_for_one_that_has_no_more_batches(tmp_path):
         assert text in words, case
         assert len(words.splitlines()) <= 3
         assert max(map(len, words.splitlines())) <= 200
-        if text.startswith("Process 1 left"):
+        if text == LEFT:
             assert found[1]["errors"][case][0] == "OSError"
+        elif text == DONE:
+            assert "Process 0 left its fit" in found[1]["errors"][case][1]
         else:
             assert found[1]["errors"][case] == [kind, words], case
         assert found[0]["weights"][case] == found[1]["weights"][case], case

@@ -271,7 +271,8 @@ def test_sigterm_to_one_process_saves_and_ends_all_after_the_same_step(tmp_path)
     assert [each["code"] for each in found] == [143, 143]
     assert 9 < found[0]["done"] == found[1]["done"] < 15 * 8
     (saved,) = (tmp_path / "run").glob("0*")
-    assert saved.name.endswith(f"epoch-{found[0]['done'] // 8:04}-step-{found[0]['done'] % 8:06}")
+    _, _, epochs, _, steps = saved.name.split("-")  # after the last step of an epoch, that is 8
+    assert int(epochs) * 8 + int(steps) == found[0]["done"]
 
     found, said = run_both(TOLD.format(told=False), tmp_path)
     assert "lockstep: goes on from" in said[0]
@@ -300,18 +301,35 @@ one = made.predict_on_batch(x[:3])
 direct = np.asarray(made(x[:3]))
 weights = made.get_weights()
 weights[0] = weights[0] * 2
-made.set_weights(weights)
+if rank == 0:  # weights are those of the first process
+    made.set_weights(weights)
 history = made.fit(x, y, batch_size=7, verbose=0, shuffle=False, steps_per_epoch=3).history
 made.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse", steps_per_execution=3)
 history["at once"] = made.fit(x, y, batch_size=7, verbose=0, shuffle=False).history["loss"]
 lockstep.release(made)
+
+class Own(keras.Model):
+    def fit(self, *args, **kwargs):
+        return super().fit(*args, **kwargs)
+
+inner = model(compiled=False, seed=5)
+own = Own(inner.inputs, inner.outputs)
+compile_(own)
+lockstep.distribute(own)
+writing = [keras.callbacks.CSVLogger("own.csv"), keras.callbacks.BackupAndRestore("own")]
+own.fit(x, y, batch_size=7, shuffle=False, epochs=2, verbose=2, callbacks=writing)
+history["own"] = [float(loss) for loss in own.history.history["loss"]]
 report(made, history, logs=logs, predicted=np.asarray(one).tolist(), direct=direct.tolist())
 """
 
 
 def test_a_model_built_later_and_every_other_call(tmp_path):
-    (first, second), _ = run_both(LATER, tmp_path)
+    (first, second), said = run_both(LATER, tmp_path)
     assert first == second
+    assert "Epoch 2/2" in said[0]
+    assert "Epoch" not in said[1]
+    assert "lockstep:" not in said[1]
+    assert len((tmp_path / "own.csv").read_text().splitlines()) == 3
     one = model(compiled=False, built=False, seed=5)
     compile_(one)
     x, y = data()
@@ -326,6 +344,10 @@ def test_a_model_built_later_and_every_other_call(tmp_path):
     history = one.fit(x, y, batch_size=7, verbose=0, shuffle=False, steps_per_epoch=3).history
     one.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse")
     history["at once"] = one.fit(x, y, batch_size=7, verbose=0, shuffle=False).history["loss"]
+    own = model(compiled=False, seed=5)
+    compile_(own)
+    own.fit(x, y, batch_size=7, shuffle=False, epochs=2, verbose=0)
+    history["own"] = own.history.history["loss"]
     assert_same(first["history"], history)
 
 
@@ -346,6 +368,25 @@ REFUSED = {
         "x, y = data(); x[20] += rank; made.evaluate(x, y, batch_size=7, verbose=0)",
         "Among the 8 batches of this epoch, process 1 had another one than process 0",
     ),
+    "other rows in the last batch": (
+        "x, y = data(55); rows = 53 + 2 * rank; "
+        "made.fit(x[:rows], y[:rows], batch_size=7, verbose=0, shuffle=False)",
+        "Process 1 has another first batch, or another number of batches or rows",
+    ),
+    "a later batch of another shape": (
+        "x, y = data(); batches = ((x[: 7 - i * rank], y[: 7 - i * rank]) for i in range(3)); "
+        "made.fit(batches, verbose=0)",
+        "Process 1 has other shapes or types in batch 2 of its epoch",
+    ),
+    "a rate that one process assigns": (
+        "x, y = data(); made.fit(x, y, batch_size=7, verbose=0, shuffle=False, epochs=2, "
+        "callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=assigned)])",
+        "Process 1 has assigned other values to variables than process 0",
+    ),
+    "weights that one process assigns before a batch": (
+        "x, y = data(); made.train_on_batch(x, y); assigned(); made.train_on_batch(x, y)",
+        "Process 1 has assigned other values to variables than process 0",
+    ),
     "some of the devices": (
         "lockstep.distribute(made, 2)",
         "2 devices were asked for, and 4 are in 2 processes",
@@ -356,6 +397,11 @@ REFUSED = {
 REFUSING = """
 from tests.processes.test_several import REFUSED
 errors = {}
+
+def assigned(*_):
+    if rank:
+        made.optimizer.learning_rate = 0.5
+
 for case, (call, _) in REFUSED.items():
     made = lockstep.distribute(model())
     try:

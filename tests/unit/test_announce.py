@@ -33,6 +33,15 @@ def test_the_line_says_what_runs(args, kwargs, batch):
     assert line == f"lockstep: jax, 4 devices (gpu:0 to gpu:3), {batch}"
 
 
+def test_a_fit_that_takes_whatever_it_is_given():
+    def fit(*args, **kwargs):
+        """Only its signature counts."""
+
+    given = {"x": np.zeros((9, 2)), "batch_size": 8, "verbose": 0}
+    assert fit_line("jax", GPUS, fit, (), given).endswith("global batch 8 = 2 per replica")
+    assert not wants_words(fit, (), given)
+
+
 def test_a_data_loader_knows_its_batch():
     class Loader:
         batch_size = 8

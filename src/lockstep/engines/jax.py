@@ -1,7 +1,9 @@
 """The JAX engine: one program over a mesh that sees the global batch."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -22,6 +24,8 @@ from lockstep.engines import (
 )
 from lockstep.engines.holders import holders_of
 from lockstep.engines.jax_around import around_fit
+from lockstep.engines.jax_assigned import Assigned
+from lockstep.engines.jax_calls import CALLS
 from lockstep.engines.jax_checks import (
     check_class,
     check_layout,
@@ -34,6 +38,7 @@ from lockstep.engines.jax_probe import JaxProbe
 from lockstep.engines.jax_scan import AUTO, check_times
 from lockstep.engines.jax_step import State, StepFunction
 from lockstep.engines.jax_steps import Steps
+from lockstep.engines.jax_together import together
 from lockstep.engines.whole_saves import whole_saves
 from lockstep.errors import LayoutConflict, UnsupportedModel
 
@@ -64,10 +69,11 @@ class JaxEngine:
         # A fit may be running, with its state outside of the variables:
         # keras/src/backend/jax/trainer.py, JAXTrainer.jax_state_sync.
         model.jax_state_sync()
-        attachments.attach(
-            Attachment(model, devices, data_on_devices),
-            lambda old: Attachment(model, old.devices, old.keeper.wanted),
-        )
+        with CALLS.call("distribute") if jax_processes.several() else nullcontext():
+            attachments.attach(
+                Attachment(model, devices, data_on_devices),
+                lambda old: Attachment(model, old.devices, old.keeper.wanted),
+            )
 
     def detach(self, model: Any) -> None:
         """Make `model` run on one device again; does nothing where it does already."""
@@ -105,6 +111,7 @@ class Attachment:
         self._several = jax_processes.several()
         if self._several and found[0].platform == "cpu":
             jax_gloo.let_computation_first()
+        self._assigned = Assigned(lambda: _variables(model)) if self._several else None
         self._steps = Steps(found)
         self._split: frozenset[int] = frozenset()
         self._hooks: dict[str, Callable[..., Any]] = {}
@@ -128,7 +135,7 @@ class Attachment:
             hooks["get_state_tree"] = self._on_one_device(model.get_state_tree)
         if hasattr(model, "get_compile_config"):
             hooks["get_compile_config"] = _for_any_keras(model.get_compile_config)
-        return jax_processes.together(model, hooks) if self._several else hooks
+        return hooks if self._assigned is None else together(model, hooks, self._assigned)
 
     # ------------------------------------------------------------ on and off the mesh
 
@@ -281,7 +288,7 @@ class Attachment:
         self._check_times()
         times = self.model.steps_per_execution
         made: StepFunction = make(step, self._splits, times=times, per_row_outputs=per_row_outputs)
-        return made
+        return dataclasses.replace(made, assigned=self._assigned)
 
     def _adopt(self) -> None:
         """Take in variables that appeared since, before a fit, evaluate or predict."""

@@ -8,17 +8,15 @@ import jax
 import keras
 import numpy as np
 
+from lockstep.engines.jax_assigned import Assigned, sample
 from lockstep.engines.jax_exchange import Exchange, Word
 from lockstep.errors import ProcessesDisagree
 
-_BYTES = 1 << 16
-"""Of an array of a later batch so many bytes are compared, from all over it."""
+_BEGINS, _GOES_ON, _ENDED, _COMPARES = range(4)
+"""What a process does: takes first batches, takes more, finds no more, compares an epoch's.
 
-_GOES_ON, _ENDED, _COMPARES, _DONE, _LEFT = range(5)
-"""What a process does: takes batches, finds no more, compares those of an epoch, has no epoch
-left, leaves by an error.
-
-A word is one of these, how many batches the process has taken, a checksum, and its number.
+A word is one of these, how many batches the process has taken, a checksum of them, one of what
+was assigned to variables, and the number of the process.
 """
 
 Pull = Callable[[], list[Any]]
@@ -35,8 +33,9 @@ class Seen:
     """
 
     def __init__(self, every_pull: bool) -> None:
+        self.every_pull = every_pull
         self._exchange = Exchange()
-        self._every_pull = every_pull
+        self._assigned: Assigned | None = None
         self._taken = 0
         self._check = 0
         self._first = True
@@ -47,36 +46,33 @@ class Seen:
         for batch in batches:
             self._taken += 1
             for array in _arrays(batch):
-                self._check = _added(_sample(array), array, self._check)
+                self._check = _added(sample(array), array, self._check)
             yield batch
 
-    def agreed(self, pull: Pull, batches: int | None) -> list[Any]:
+    def agreed(self, pull: Pull, rows: object, assigned: Assigned | None = None) -> list[Any]:
         """What `pull` gives, where all processes have as many batches to go on with.
 
         Args:
             pull: Takes the batches of one execution out of `each`.
-            batches: How many the epoch has, `None` where that is not known.
+            rows: How many batches and rows the epoch has, as far as that is known.
+            assigned: What was assigned to the variables that these batches train.
 
         Raises:
-            ProcessesDisagree: If they have not; or other rows, in the first batch.
+            ProcessesDisagree: If they have not; or other rows, in the first batch; or have
+                assigned something else.
         """
+        self._assigned = assigned
         try:
             found = pull()
         except StopIteration:
             self._say(_ENDED, 0)
             raise
-        except BaseException:
-            self.leave()
-            raise
-        if self._first or self._every_pull:
-            check = _first_rows(found[0], batches) if self._first else 0
+        if self._first:
             self._first = False
-            self._say(_GOES_ON, check)
+            self._say(_BEGINS, _first_rows(found[0], rows))
+        elif self.every_pull:  # of other shapes, the processes would run other programs
+            self._say(_GOES_ON, _shapes(found))
         return found
-
-    def leave(self) -> None:
-        """Tell the others that this process takes part in no more steps."""
-        self._exchange.leave(self._word(_LEFT, 0))
 
     def check(self) -> None:
         """Raise where another process has taken other batches; begin anew.
@@ -88,47 +84,30 @@ class Seen:
         self._check = self._taken = 0
         self.close()
 
-    def done(self) -> None:
-        """Return when no process goes on with another epoch.
-
-        Raises:
-            ProcessesDisagree: If one does.
-        """
-        self._say(_DONE, 0)
-
     def close(self) -> None:
         """Nothing more is compared for some time."""
         self._exchange.close()
 
-    def _word(self, does: int, check: int) -> Word:
-        return [does, self._taken, check, jax.process_index()]
-
     def _say(self, does: int, check: int) -> None:
-        _compare(*self._exchange.say(self._word(does, check)))
+        assigned = 0 if self._assigned is None else self._assigned.check
+        word = [does, self._taken, check, assigned, jax.process_index()]
+        _compare(*self._exchange.say(word))
 
 
 def _compare(least: Word, greatest: Word) -> None:
     """Raise where these two words of two processes differ in anything but the process."""
-    if least[:3] == greatest[:3]:
+    if least[:4] == greatest[:4]:
         return
-    first, other = sorted([least[3], greatest[3]])
-    (fewer, taken), (more, _) = [
-        (process, count)
-        for _, count, _, process in sorted([least, greatest], key=lambda word: (word[1], -word[0]))
-    ]
-    if greatest[0] == _LEFT:
+    first, other = sorted([least[4], greatest[4]])
+    (_, taken, *_, fewer), (*_, more) = sorted(
+        [least, greatest], key=lambda word: (word[1], -word[0])
+    )
+    if least[:3] == greatest[:3]:
         raise ProcessesDisagree(
-            f"Process {greatest[3]} left after {greatest[1]} batches, by an error or an interrupt, "
-            f"and process {least[3]} goes on: a step needs every process.\n"
-            f"See what process {greatest[3]} says; the weights here are those after the last step "
-            "of all."
-        )
-    if greatest[0] == _DONE:
-        raise ProcessesDisagree(
-            f"Process {greatest[3]} has no epoch left, and process {least[3]} goes on with another "
-            "one: a step needs every process.\n"
-            "Let every process stop after the same epoch (by the logs, say, and not by a clock).\n"
-            "The weights are those after the last step of all."
+            f"Process {other} has assigned other values to variables than process {first}, or at "
+            "another time: their copies would stay apart.\n"
+            "Let every process assign alike (a learning rate, weights out of a file that all of "
+            "them see),\nand go back to a file of before."
         )
     if least[0] == greatest[0] == _COMPARES:
         raise ProcessesDisagree(
@@ -137,9 +116,15 @@ def _compare(least: Word, greatest: Word) -> None:
             "Give every process the same data in the same order (seed what draws it), and go "
             "back to a file of the epoch before."
         )
+    if least[:2] == greatest[:2] and least[0] == _GOES_ON:
+        raise ProcessesDisagree(
+            f"Process {other} has other shapes or types in batch {taken} of its epoch, or one "
+            f"before, than process {first}: they would run different programs.\n"
+            "Give every process the same data in the same order (seed what draws it)."
+        )
     if least[:2] == greatest[:2]:
         raise ProcessesDisagree(
-            f"Process {other} has another first batch, or another number of batches, than "
+            f"Process {other} has another first batch, or another number of batches or rows, than "
             f"process {first}: rows would be lost or trained on twice.\n"
             "Give every process the same data in the same order (seed what draws the order), and "
             "the global batch size:\neach process places the rows of its own devices."
@@ -152,11 +137,15 @@ def _compare(least: Word, greatest: Word) -> None:
     )
 
 
-def _first_rows(batch: Any, batches: int | None) -> int:
-    check = zlib.crc32(repr(batches).encode())
+def _first_rows(batch: Any, rows: object) -> int:
+    check = zlib.crc32(repr(rows).encode())
     for array in _arrays(batch):
-        check = _added(array[: 1 << 10], array, check)
+        check = _added(np.atleast_1d(array)[: 1 << 10], array, check)
     return check
+
+
+def _shapes(batches: list[Any]) -> int:
+    return zlib.crc32(repr([_kind(array) for array in _arrays(batches)]).encode())
 
 
 def _arrays(batch: Any) -> list[np.ndarray]:
@@ -164,16 +153,11 @@ def _arrays(batch: Any) -> list[np.ndarray]:
 
 
 def _added(part: np.ndarray, array: np.ndarray, check: int) -> int:
-    check = zlib.crc32(repr((array.shape, str(array.dtype))).encode(), check)
+    check = zlib.crc32(repr(_kind(array)).encode(), check)
     if part.dtype.hasobject:  # which no device takes
         return check
     return zlib.crc32(part.tobytes(), check)
 
 
-def _sample(array: np.ndarray) -> np.ndarray:
-    if array.nbytes <= _BYTES:
-        return array
-    flat = array.reshape(-1)
-    step = -(-array.nbytes // _BYTES)
-    # An odd distance meets other columns in every row, where their number is a power of two.
-    return flat[:: step | 1]
+def _kind(array: np.ndarray) -> tuple[tuple[int, ...], str]:
+    return array.shape, str(array.dtype)

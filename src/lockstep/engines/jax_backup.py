@@ -23,8 +23,9 @@ def made_safe(callback: Any) -> Iterator[None]:
     weights before the epoch; a kill between the two renamings leaves the second file aside,
     and it is renamed when the backup is restored.
     """
-    if type(callback)._save_model.__module__ != "keras.src.callbacks.backup_and_restore":
-        yield  # a class of its own
+    own = type(callback)._save_model.__module__ != "keras.src.callbacks.backup_and_restore"
+    if own or "://" in str(callback._weights_path):  # a store that knows no renaming
+        yield
         return
     files = _Files(callback)
     files.finish()

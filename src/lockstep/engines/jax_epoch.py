@@ -96,7 +96,11 @@ def _execute(
 ) -> Any:
     """So many steps, or as many as there are batches for."""
     kept, ahead = current.kept, source.ahead
-    batches = source.agreed(lambda: ahead.drawn(iterator) or step.pull(iterator, times))
+    if step.assigned is not None and vars(model)["_jax_state_synced"]:
+        step.assigned.note()
+    batches = source.agreed(
+        lambda: ahead.drawn(iterator) or step.pull(iterator, times), step.assigned
+    )
     placed_ahead = ahead.programs(step)
     if step.pace is not None and step.pace.times is None:
         step.pace.at_most(most_batches(batches[0]))

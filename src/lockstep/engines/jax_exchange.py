@@ -3,20 +3,20 @@
 A sum over devices would wait for the steps that are under way on them.
 """
 
-import contextlib
-import itertools
 import json
+import sys
 from collections.abc import Iterator
-from typing import Any
 
 import jax
-from jax._src import distributed
+
+from lockstep.engines.jax_calls import CALLS, client
 
 Word = list[int]
 
 _SECOND = 1000
+_SAID_AFTER = 30
+"""Seconds that a process waits before it says for whom."""
 _BLOCK = 64
-_numbers = itertools.count()
 _done: list[str] = []
 """Folders of words that every process will have read when all have come to another exchange."""
 
@@ -28,29 +28,25 @@ class Exchange:
     """
 
     def __init__(self) -> None:
-        self._name = f"lockstep/{next(_numbers)}"
+        self._name = CALLS.new_name()
         self._block = 0
         self._count = 0
 
     def say(self, word: Word) -> tuple[Word, Word]:
-        """Say a word; when all processes have, the least and the greatest word are returned."""
+        """Say a word; when all processes have, the least and the greatest word are returned.
+
+        Raises:
+            ProcessesDisagree: If one of them has left the call in which this one waits.
+        """
         # In each round a process passes on what it has heard of, to one that is twice as far away
         # as in the round before: after log2(processes) rounds, all have heard of all.
         least = greatest = word
-        for mine, theirs in self._rounds():
-            _write(mine, [least, greatest])
-            heard_least, heard_greatest = _read(theirs)
+        for place, mine, theirs in self._rounds():
+            _write(f"{place}/{mine}", [least, greatest])
+            heard_least, heard_greatest = _read(f"{place}/{theirs}", theirs)
             least, greatest = min(least, heard_least), max(greatest, heard_greatest)
         self._next()
         return least, greatest
-
-    def leave(self, word: Word) -> None:
-        """Say a word, and wait for nobody."""
-        # Where the service is gone, nobody is left to hear it.
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            for mine, _ in self._rounds():
-                _write(mine, [word, word])
-        self._count += 1
 
     def close(self) -> None:
         """Nothing more is said for some time: what was said may be forgotten."""
@@ -60,13 +56,12 @@ class Exchange:
     def _folder(self) -> str:
         return f"{self._name}/{self._block}"
 
-    def _rounds(self) -> Iterator[tuple[str, str]]:
-        """Where this process writes in each round, and where it reads."""
+    def _rounds(self) -> Iterator[tuple[str, int, int]]:
+        """Where each round is written, this process, and the one whose word it reads."""
         me, processes = jax.process_index(), jax.process_count()
         distance = 1
         while distance < processes:
-            place = f"{self._folder()}/{self._count}/{distance}"
-            yield f"{place}/{me}", f"{place}/{(me - distance) % processes}"
+            yield f"{self._folder()}/{self._count}/{distance}", me, (me - distance) % processes
             distance *= 2
 
     def _next(self) -> None:
@@ -74,29 +69,52 @@ class Exchange:
         while _done:
             folder = _done.pop()
             if jax.process_index() == 0:
-                _client().key_value_delete(folder)
+                client().key_value_delete(folder)
         self._count += 1
         if self._count == _BLOCK:
             self.close()
 
 
+def once(word: Word) -> tuple[Word, Word]:
+    """An exchange of one word."""
+    exchange = Exchange()
+    heard = exchange.say(word)
+    exchange.close()
+    return heard
+
+
 def _write(key: str, words: list[Word]) -> None:
-    _client().key_value_set(key, json.dumps(words), allow_overwrite=True)
+    client().key_value_set(key, json.dumps(words), allow_overwrite=True)
 
 
-def _read(key: str) -> list[Word]:
+def _read(key: str, process: int) -> list[Word]:
     """What another process writes there, however long it takes; Ctrl-C is heard meanwhile."""
+    waited = 0
     while True:
-        try:
-            said = _client().blocking_key_value_get(key, _SECOND)
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
-        else:
+        said = _said(key, _SECOND)
+        if said is None:
+            waited += 1
+            left = CALLS.left(process)
+            said = _said(key, 1) if left is not None else None  # as the last thing before
+            if left is not None and said is None:
+                raise left
+            if waited == _SAID_AFTER:
+                print(
+                    f"lockstep: process {jax.process_index()} has waited for process {process} in "
+                    f"{CALLS.name} for {waited} seconds; every process has to call it",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        if said is not None:
             words: list[Word] = json.loads(said)
             return words
 
 
-def _client() -> Any:
-    # jax/_src/distributed.py, State.client: what jax.distributed.initialize has connected.
-    return distributed.global_state.client
+def _said(key: str, milliseconds: int) -> str | None:
+    try:
+        said: str = client().blocking_key_value_get(key, milliseconds)
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        return None
+    return said

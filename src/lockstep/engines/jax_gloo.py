@@ -23,8 +23,8 @@ def let_computation_first() -> bool:
     starve, and every process with it, where another program keeps the core busy.
 
     Returns:
-        Whether it was found. Where it was not (another system, another processor, a sandbox
-        that does not show system calls), all is as it was.
+        Whether that was done. Where it was not (another system, another processor, a sandbox
+        that does not show system calls or lets nothing be scheduled), all is as it was.
     """
     if not sys.platform.startswith("linux") or os.uname().machine != "x86_64":
         return False
@@ -32,8 +32,11 @@ def let_computation_first() -> bool:
     while time.monotonic() < until:
         found = [thread for thread in os.listdir("/proc/self/task") if _is_gloo(thread)]
         if found:
-            for thread in found:
-                os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
+            try:
+                for thread in found:
+                    os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
+            except OSError:
+                return False
             return True
         time.sleep(0.001)
     return False

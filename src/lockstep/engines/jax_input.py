@@ -1,7 +1,6 @@
 """Where the batches of an epoch come from: fresh host arrays, one after the other."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -14,6 +13,7 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 from lockstep.engines import jax_processes
 from lockstep.engines.jax_agreement import Pull, Seen
 from lockstep.engines.jax_ahead import Ahead
+from lockstep.engines.jax_assigned import Assigned
 from lockstep.engines.jax_pace import Pace
 from lockstep.engines.jax_resident import Chosen, Resident
 from lockstep.engines.jax_scan import AUTO, check_times
@@ -53,8 +53,10 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         self.decided = False
         self.ahead = Ahead()
         times = 1 if steps_per_execution == AUTO else steps_per_execution
+        # Before the data are looked at, which may fail here alone.
+        self._seen = Seen(every_pull=True) if jax_processes.several() else None
         super().__init__(*args, steps_per_execution=times, **kwargs)
-        self._seen = self._nothing_seen()
+        self._trust_arrays()
 
     def __next__(self) -> Any:
         return next(self._epoch_iterator)
@@ -65,12 +67,13 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         self.ahead = Ahead()
         if self._seen is not None:
             self._seen.close()
-        self._seen = self._nothing_seen()
+            self._seen = Seen(every_pull=True)
+            self._trust_arrays()
 
-    def _nothing_seen(self) -> Seen | None:
-        # Arrays have as many batches as they say, and give them without an error.
-        sure = isinstance(self.data_adapter, ArrayDataAdapter)
-        return Seen(every_pull=not sure) if jax_processes.several() else None
+    def _trust_arrays(self) -> None:
+        if self._seen is not None:
+            # They have as many batches as they say, and give them without an error.
+            self._seen.every_pull = not isinstance(self.data_adapter, ArrayDataAdapter)
 
     def _enumerate_iterator(self) -> Iterator[tuple[int, int, Iterator[Any]]]:
         steps: Iterator[tuple[int, int, Iterator[Any]]] = super()._enumerate_iterator()
@@ -89,9 +92,13 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         batches = self._batches()
         return batches if self._seen is None else self._seen.each(batches)
 
-    def agreed(self, pull: Pull) -> list[Any]:
+    def agreed(self, pull: Pull, assigned: Assigned | None = None) -> list[Any]:
         """What `pull` takes out of an iterator, where every process can go on with as much."""
-        return pull() if self._seen is None else self._seen.agreed(pull, self.num_batches)
+        if self._seen is None:
+            return pull()
+        # keras/src/trainers/data_adapters/array_data_adapter.py, ArrayDataAdapter.__init__
+        rows = getattr(self.data_adapter, "_num_samples", None)
+        return self._seen.agreed(pull, (self.num_batches, rows), assigned)
 
     def build(self, building: Callable[[], object]) -> None:
         """Let the model be built on the first batch, and begin anew."""
@@ -106,21 +113,6 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         """
         free = self.pace is None and self.data is None and not self.recorded
         return free and (self.num_batches is None or step < self.num_batches)
-
-    @contextmanager
-    def in_step(self) -> Iterator[None]:
-        """What is done with the batches; other processes are told where it fails here."""
-        try:
-            yield
-        except BaseException:
-            if self._seen is not None:
-                self._seen.leave()
-            raise
-
-    def end(self) -> None:
-        """Raise where another process goes on with another epoch."""
-        if self._seen is not None:
-            self._seen.done()
 
     def check_epoch(self) -> None:
         """Raise where another process took other batches in the epoch that ends here."""

@@ -122,48 +122,48 @@ class Loop:
         self.keeper.keep(model, batches, callbacks, "train")
         model.stop_training = False
         epoch_logs: dict[str, Any] = {}
-        with batches.in_step():
-            callbacks.on_train_begin()
-            first_epoch = model._initial_epoch or initial_epoch
-            if recorder is not None:
-                if held_out is not None:
-                    model._eval_epoch_iterator = self._held_out(
-                        RecordedValidation, held_out, validation_steps
-                    )
-                recording = Recording(
-                    model,
-                    self._devices,
-                    batches,
-                    model._eval_epoch_iterator,
-                    callbacks.callbacks,
-                    epochs,
+        callbacks.on_train_begin()
+        first_epoch = model._initial_epoch or initial_epoch
+        if recorder is not None:
+            if held_out is not None:
+                model._eval_epoch_iterator = self._held_out(
+                    RecordedValidation, held_out, validation_steps
                 )
-                first_epoch = recorder.begin(recording, first_epoch)
-                callbacks.recorder = recorder
-            try:
-                for epoch in range(first_epoch, epochs):
-                    model.reset_metrics()
-                    callbacks.on_epoch_begin(epoch)
-                    if recorder is not None:
-                        recording.epoch_began()
-                    begin, end = callbacks.on_train_batch_begin, callbacks.on_train_batch_end
-                    if self.compiles():
-                        begin, end = _telling(begin, end) if verbose != 0 else (begin, end)
-                        self._ran = model.train_function
-                    logs = run_epoch(model, TRAIN, batches, begin, end)
-                    if recorder is not None:
-                        logs = recording.logs_of(logs)
-                    model.jax_state_sync()
-                    epoch_logs = dict(model._get_metrics_result_or_logs(logs))
-                    if held_out is not None and model._should_eval(epoch, validation_freq):
-                        epoch_logs.update(self._validate(held_out, validation_steps, callbacks))
-                    callbacks.on_epoch_end(epoch, epoch_logs)
-                    if model.stop_training:
-                        break
-            finally:
-                self._after_fit(epochs)
-            callbacks.on_train_end(logs=epoch_logs)
-            batches.end()
+            recording = Recording(
+                model,
+                self._devices,
+                batches,
+                model._eval_epoch_iterator,
+                callbacks.callbacks,
+                epochs,
+            )
+            first_epoch = recorder.begin(recording, first_epoch)
+            callbacks.recorder = recorder
+        try:
+            for epoch in range(first_epoch, epochs):
+                model.reset_metrics()
+                callbacks.on_epoch_begin(epoch)
+                if recorder is not None:
+                    recording.epoch_began()
+                begin, end = callbacks.on_train_batch_begin, callbacks.on_train_batch_end
+                if self.compiles():
+                    begin, end = _telling(begin, end) if verbose != 0 else (begin, end)
+                    self._ran = model.train_function
+                logs = run_epoch(model, TRAIN, batches, begin, end)
+                if recorder is not None:
+                    logs = recording.logs_of(logs)
+                model.jax_state_sync()
+                epoch_logs = dict(model._get_metrics_result_or_logs(logs))
+                if held_out is not None and model._should_eval(epoch, validation_freq):
+                    epoch_logs.update(self._validate(held_out, validation_steps, callbacks))
+                callbacks.on_epoch_end(epoch, epoch_logs)
+                if model.stop_training:
+                    break
+        except BaseException:
+            self._after_fit(epochs)
+            raise
+        self._after_fit(epochs)
+        callbacks.on_train_end(logs=epoch_logs)
         return model.history
 
     def _validate(
@@ -237,15 +237,14 @@ class Loop:
         if within_fit:
             self.keeper.keep(model, batches, callbacks, "test")
         model.stop_evaluating = False
-        with batches.in_step():
-            callbacks.on_test_begin()
-            model.reset_metrics()
-            logs = run_epoch(
-                model, TEST, batches, callbacks.on_test_batch_begin, callbacks.on_test_batch_end
-            )
-            model.jax_state_sync()
-            logs = pythonify_logs(model._get_metrics_result_or_logs(logs))
-            callbacks.on_test_end(logs)
+        callbacks.on_test_begin()
+        model.reset_metrics()
+        logs = run_epoch(
+            model, TEST, batches, callbacks.on_test_batch_begin, callbacks.on_test_batch_end
+        )
+        model.jax_state_sync()
+        logs = pythonify_logs(model._get_metrics_result_or_logs(logs))
+        callbacks.on_test_end(logs)
         model._jax_state = None
         return logs if return_dict else model._flatten_metrics_in_order(logs)
 
@@ -276,17 +275,16 @@ class Loop:
         callbacks = self._callbacks(callbacks, verbose, 1, batches)
         model.make_predict_function()
         model.stop_predicting = False
+        callbacks.on_predict_begin()
         every: list[Any] = []
 
         def end(step: int, outputs: Any) -> None:
             every.append(outputs)
             callbacks.on_predict_batch_end(step, {"outputs": outputs})
 
-        with batches.in_step():
-            callbacks.on_predict_begin()
-            run_epoch(model, PREDICT, batches, callbacks.on_predict_batch_begin, end)
-            model.jax_state_sync()
-            callbacks.on_predict_end()
+        run_epoch(model, PREDICT, batches, callbacks.on_predict_batch_begin, end)
+        model.jax_state_sync()
+        callbacks.on_predict_end()
         model._jax_state = None
         return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *every)
 

@@ -5,20 +5,18 @@ device of its own, so that whatever a script or a callback does with it is local
 a step the same arrays are one array over all devices of all processes.
 """
 
-import functools
-import inspect
 import os
 import random
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import keras
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
+from lockstep.engines.jax_calls import CALLS
+from lockstep.engines.jax_exchange import once
 from lockstep.errors import ProcessesDisagree
 
 
@@ -97,13 +95,15 @@ def share_random_numbers() -> None:
     """Let every process draw what the first one draws: the order of rows, say."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = np.random.get_state(legacy=False)
+    none = float("nan")
     mine = [
         np.array(words, "uint32"),
         np.asarray(state["state"]["key"], "uint32"),
         np.array([state["state"]["pos"], state["has_gauss"]], "int64"),
-        np.array([state["gauss"]], "float64"),
+        np.array([state["gauss"], none if gauss is None else gauss], "float64"),
     ]
     first_words, key, counts, cached = from_first(mine)
+    gauss = None if np.isnan(cached[1]) else float(cached[1])
     random.setstate((version, tuple(int(word) for word in first_words), gauss))
     np.random.set_state(("MT19937", key, int(counts[0]), int(counts[1]), float(cached[0])))
 
@@ -125,9 +125,9 @@ def check_same_run(found: str | None) -> None:
     Raises:
         ProcessesDisagree: If that is so.
     """
-    check = zlib.crc32(repr(found).encode())
-    every = multihost_utils.process_allgather(np.array([check], "uint32")).ravel()
-    if np.any(every != every[0]):
+    least, greatest = once([zlib.crc32(repr(found).encode())])
+    _, (CALLS.steps,) = once([CALLS.steps])  # which an error in one of them may have parted
+    if least != greatest:
         raise ProcessesDisagree(
             f"Process {jax.process_index()} would go on from {found}, and another one from another "
             "checkpoint:\nthey do not see the same folder. Give lockstep.Checkpoint one that all "
@@ -135,124 +135,24 @@ def check_same_run(found: str | None) -> None:
         )
 
 
-def is_told_to_leave(step: int) -> bool:
+def is_told_to_leave() -> bool:
     """Whether one of several processes was sent SIGTERM, and this is the step they agreed on.
 
-    JAX takes the signal from `jax.distributed.initialize` on, and lets the processes agree.
-
-    Args:
-        step: Counts the calls; every process makes them after the same steps.
+    JAX takes the signal from `jax.distributed.initialize` on, and lets the processes agree on a
+    number of calls; every process calls this after the same steps.
     """
     config: Any = jax.config  # whose types leave its options out
     if not several() or not config.jax_enable_preemption_service:
         return False
-    reached: bool = multihost_utils.reached_preemption_sync_point(step)
+    CALLS.steps += 1
+    reached: bool = multihost_utils.reached_preemption_sync_point(CALLS.steps)
     return reached
 
 
-def wait_for_all(name: str) -> None:
+def wait_for_all() -> None:
     """Return when every process has come here."""
     if several():
-        multihost_utils.sync_global_devices(name)
-
-
-def together(model: Any, hooks: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """The methods that a model has where several processes train it: these, and more.
-
-    Whatever reads a variable finds it in its own process; one process prints and writes
-    files; and `fit` returns when all have done what they do.
-    """
-    methods = {name: hooks.get(name, getattr(model, name)) for name in _LOUD}
-    if not is_first():
-        methods = {name: _quiet(method) for name, method in methods.items()}
-        methods |= {name: _nothing_written for name in _WRITING if hasattr(model, name)}
-    methods["fit"] = _in_step_with_all(methods["fit"])
-    return {**hooks, **methods, "jax_state_sync": _synced_here(model, model.jax_state_sync)}
-
-
-_LOUD = ("fit", "evaluate", "predict")
-_WRITING = ("save", "save_weights", "export")
-_GROUPS = (
-    "trainable_variables",
-    "non_trainable_variables",
-    "optimizer_variables",
-    "metrics_variables",
-)
-
-
-def _synced_here(model: Any, sync: Callable[[], None]) -> Callable[[], None]:
-    # keras/src/backend/jax/trainer.py, JAXTrainer.jax_state_sync
-    def jax_state_sync() -> None:
-        state = getattr(model, "_jax_state", None)
-        if state and not model._jax_state_synced:
-            groups = {name: state.get(name, None) for name in _GROUPS}
-            vars(model)["_jax_state"] = {
-                name: [local(value) for value in group]
-                for name, group in groups.items()
-                if group is not None
-            }
-        sync()
-
-    return jax_state_sync
-
-
-def _in_step_with_all(fit: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(fit)
-    def fit_together(*args: Any, **kwargs: Any) -> Any:
-        share_random_numbers()
-        history = fit(*args, **kwargs)
-        wait_for_all("lockstep fit")
-        return history
-
-    return fit_together
-
-
-def _quiet(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The same method, without words, and without callbacks that write."""
-
-    @functools.wraps(method)
-    def quiet_method(*args: Any, **kwargs: Any) -> Any:
-        bound = inspect.signature(method).bind(*args, **kwargs)
-        bound.arguments["verbose"] = 0
-        if "callbacks" in bound.arguments:
-            bound.arguments["callbacks"] = _that_do_not_write(bound.arguments["callbacks"])
-        return method(*bound.args, **bound.kwargs)
-
-    return quiet_method
-
-
-def _nothing_written(*_: Any, **__: Any) -> None:
-    """In the place of what writes a file, in every process but the first."""
-
-
-def _that_do_not_write(callbacks: Any) -> Any:
-    if callbacks is None or isinstance(callbacks, keras.callbacks.CallbackList):
-        return callbacks
-    writing = (
-        keras.callbacks.CSVLogger,
-        keras.callbacks.TensorBoard,
-        keras.callbacks.RemoteMonitor,
-        keras.callbacks.ProgbarLogger,
-    )
-    return [
-        _RestoreOnly(callback)
-        if isinstance(callback, keras.callbacks.BackupAndRestore)
-        else callback
-        for callback in keras.tree.flatten(callbacks)
-        if not isinstance(callback, writing)
-    ]
-
-
-class _RestoreOnly(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
-    """`BackupAndRestore` without the backup."""
-
-    def __init__(self, backup: Any) -> None:
-        super().__init__()
-        self._backup = backup
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        self._backup.set_model(self.model)
-        self._backup.on_train_begin(logs)
+        once([0])
 
 
 def _broadcast(values: list[Any]) -> list[np.ndarray]:

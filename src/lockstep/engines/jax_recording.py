@@ -42,7 +42,6 @@ class Recording:
         self._callbacks = [each for each in callbacks if not isinstance(each, Recorder)]
         self._copies = Copies(on_host=devices[0].startswith("cpu"))
         self._logs: dict[str, Any] = {}
-        self._asked = 0
         self._within: tuple[list[np.ndarray], Any] | None = None
 
     def facts(self) -> dict[str, Any]:
@@ -107,12 +106,11 @@ class Recording:
 
     def is_told_to_leave(self) -> bool:
         """Whether one of several processes was sent SIGTERM, and all are at the agreed step."""
-        self._asked += 1
-        return jax_processes.is_told_to_leave(self._asked)
+        return jax_processes.is_told_to_leave()
 
     def wait_for_others(self) -> None:
         """Return when every process has come here."""
-        jax_processes.wait_for_all("lockstep checkpoint")
+        jax_processes.wait_for_all()
 
     def save_model(self, path: str, values: list[np.ndarray] | None) -> None:
         """Write a plain `.keras` file, of other values than the model has if some are given."""

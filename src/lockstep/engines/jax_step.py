@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from lockstep.engines.jax_agreement import Seen
+from lockstep.engines.jax_assigned import Assigned
 from lockstep.engines.jax_pace import Pace
 from lockstep.engines.jax_scan import runs_of_alike
 
@@ -35,6 +36,7 @@ class StepFunction:
         seen: Raises where the batches are not those that every process has, or `None`.
         here: From outputs over several processes to what this one has of them, or `None`.
         pace: Finds out how many steps go into one program, where that is left open.
+        assigned: What this process has assigned to variables, or `None`.
         ahead: Whether the next batches are drawn and placed before the callbacks of a step.
     """
 
@@ -48,6 +50,7 @@ class StepFunction:
     seen: Seen | None = None
     here: Callable[[Any], Any] | None = None
     pace: Pace | None = None
+    assigned: Assigned | None = None
     ahead: bool = False
 
     def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
@@ -57,7 +60,7 @@ class StepFunction:
             batches = self.pull(iterator, self.times)
         else:
             noted = self.seen.each(iterator)
-            batches = self.seen.agreed(lambda: self.pull(noted, self.times), None)
+            batches = self.seen.agreed(lambda: self.pull(noted, self.times), None, self.assigned)
         state = self.settle(state)
         every = []
         for run, placed in self.programs(state, batches):

@@ -1,0 +1,161 @@
+"""The methods of a model that several processes train."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from lockstep.engines.jax_assigned import Assigned
+from lockstep.engines.jax_calls import CALLS
+from lockstep.engines.jax_processes import is_first, local, share_random_numbers, wait_for_all
+
+# keras/src/backend/jax/trainer.py, JAXTrainer: `jax_state_sync`, `_get_jax_state` and
+# `_jax_state`, in which the arrays of a step are until the variables get them.
+
+
+def together(
+    model: Any, hooks: dict[str, Callable[..., Any]], assigned: Assigned
+) -> dict[str, Callable[..., Any]]:
+    """The methods that a model has where several processes train it: these, and more.
+
+    Whatever reads a variable finds it in its own process; one process prints and writes
+    files; and `fit` returns when all have done what they do.
+    """
+    methods = {name: hooks.get(name, getattr(model, name)) for name in (*_LOUD, *_ON_BATCH)}
+    if not is_first():
+        methods |= {name: _quiet(methods[name]) for name in _LOUD}
+    methods = {name: _of_all(name, method, assigned) for name, method in methods.items()}
+    if not is_first():
+        methods |= {name: _nothing_written for name in _WRITING if hasattr(model, name)}
+    return {
+        **hooks,
+        **methods,
+        "jax_state_sync": _synced_here(model, model.jax_state_sync, assigned),
+        "_get_jax_state": _noting(model._get_jax_state, assigned),
+    }
+
+
+_LOUD = ("fit", "evaluate", "predict")
+_ON_BATCH = ("train_on_batch", "test_on_batch", "predict_on_batch")
+_WRITING = ("save", "save_weights", "export")
+_GROUPS = (
+    "trainable_variables",
+    "non_trainable_variables",
+    "optimizer_variables",
+    "metrics_variables",
+)
+
+
+def _synced_here(model: Any, sync: Callable[[], None], assigned: Assigned) -> Callable[[], None]:
+    def jax_state_sync() -> None:
+        state = getattr(model, "_jax_state", None)
+        if not state or model._jax_state_synced:
+            return
+        groups = {name: state.get(name, None) for name in _GROUPS}
+        here = {
+            name: [local(value) for value in group]
+            for name, group in groups.items()
+            if group is not None
+        }
+        vars(model)["_jax_state"] = here
+        sync()
+        assigned.left([value for group in here.values() for value in group])
+
+    return jax_state_sync
+
+
+def _noting(get_state: Callable[..., Any], assigned: Assigned) -> Callable[..., Any]:
+    @functools.wraps(get_state)
+    def get_jax_state(*args: Any, **kwargs: Any) -> Any:
+        assigned.note()
+        return get_state(*args, **kwargs)
+
+    return get_jax_state
+
+
+def _of_all(name: str, method: Callable[..., Any], assigned: Assigned) -> Callable[..., Any]:
+    """The same method, called by all processes, on the same variables."""
+
+    @functools.wraps(method)
+    def method_of_all(*args: Any, **kwargs: Any) -> Any:
+        with CALLS.call(name) as outermost:
+            if outermost and name in _LOUD:
+                assigned.share()
+            if name == "fit":
+                share_random_numbers()
+            result = method(*args, **kwargs)
+            if name == "fit":
+                if outermost:
+                    CALLS.end()
+                wait_for_all()
+            return result
+
+    return method_of_all
+
+
+def _quiet(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same method, without words, and without callbacks that write."""
+
+    @functools.wraps(method)
+    def quiet_method(*args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(method).bind(*args, **kwargs)
+        _give(bound, "verbose", 0)
+        given = {**bound.arguments, **bound.arguments.get(_rest(bound), {})}
+        if "callbacks" in given:
+            _give(bound, "callbacks", _that_do_not_write(given["callbacks"]))
+        return method(*bound.args, **bound.kwargs)
+
+    return quiet_method
+
+
+def _give(bound: inspect.BoundArguments, name: str, value: Any) -> None:
+    """Set an argument, where the method takes one of that name."""
+    if name in bound.signature.parameters:
+        bound.arguments[name] = value
+    elif _rest(bound):
+        bound.arguments.setdefault(_rest(bound), {})[name] = value
+
+
+def _rest(bound: inspect.BoundArguments) -> str:
+    """What `**kwargs` is called, `""` where there is none."""
+    every = bound.signature.parameters.values()
+    return next((each.name for each in every if each.kind is each.VAR_KEYWORD), "")
+
+
+def _nothing_written(*_: Any, **__: Any) -> None:
+    """In the place of what writes a file, in every process but the first."""
+
+
+def _that_do_not_write(callbacks: Any) -> Any:
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks.callbacks[:] = _that_do_not_write(callbacks.callbacks)
+        return callbacks
+    if callbacks is None:
+        return None
+    writing = (
+        keras.callbacks.CSVLogger,
+        keras.callbacks.TensorBoard,
+        keras.callbacks.RemoteMonitor,
+        keras.callbacks.ProgbarLogger,
+    )
+    return [
+        _RestoreOnly(callback)
+        if isinstance(callback, keras.callbacks.BackupAndRestore)
+        else callback
+        for callback in keras.tree.flatten(callbacks)
+        if not isinstance(callback, writing)
+    ]
+
+
+class _RestoreOnly(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
+    """`BackupAndRestore` without the backup."""
+
+    def __init__(self, backup: Any) -> None:
+        super().__init__()
+        self._backup = backup
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._backup.set_model(self.model)
+        self._backup.on_train_begin(logs)

@@ -306,6 +306,9 @@ if rank == 0:  # weights are those of the first process
 history = made.fit(x, y, batch_size=7, verbose=0, shuffle=False, steps_per_epoch=3).history
 made.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse", steps_per_execution=3)
 history["at once"] = made.fit(x, y, batch_size=7, verbose=0, shuffle=False).history["loss"]
+made.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse")
+# More steps than JAX has under way at once, and nothing that waits for them.
+history["many"] = made.fit(*data(400), batch_size=4, verbose=0, shuffle=False).history["loss"]
 lockstep.release(made)
 
 class Own(keras.Model):
@@ -344,6 +347,9 @@ def test_a_model_built_later_and_every_other_call(tmp_path):
     history = one.fit(x, y, batch_size=7, verbose=0, shuffle=False, steps_per_epoch=3).history
     one.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse")
     history["at once"] = one.fit(x, y, batch_size=7, verbose=0, shuffle=False).history["loss"]
+    one.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse")
+    many = one.fit(*data(400), batch_size=4, verbose=0, shuffle=False).history
+    history["many"] = many["loss"]
     own = model(compiled=False, seed=5)
     compile_(own)
     own.fit(x, y, batch_size=7, shuffle=False, epochs=2, verbose=0)

@@ -116,6 +116,8 @@ def _execute(
         kept.extend(map(run, (state,), (placed,)))
         del kept[0]
         every.append(kept[0][0])
+        if step.one_at_a_time:
+            jax.block_until_ready(every[-1])
     return step.outputs(every)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 
@@ -37,6 +38,7 @@ class StepFunction:
         here: From outputs over several processes to what this one has of them, or `None`.
         pace: Finds out how many steps go into one program, where that is left open.
         assigned: What this process has assigned to variables, or `None`.
+        one_at_a_time: Whether a step is waited for before the next one is called.
         ahead: Whether the next batches are drawn and placed before the callbacks of a step.
     """
 
@@ -51,6 +53,7 @@ class StepFunction:
     here: Callable[[Any], Any] | None = None
     pace: Pace | None = None
     assigned: Assigned | None = None
+    one_at_a_time: bool = False
     ahead: bool = False
 
     def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
@@ -67,6 +70,8 @@ class StepFunction:
             if self.look is not None:
                 self.look(run, state, placed)
             outputs, state = run(state, placed)
+            if self.one_at_a_time:
+                jax.block_until_ready(outputs)
             every.append(outputs)
         return self.outputs(every), state
 

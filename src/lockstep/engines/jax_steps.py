@@ -52,6 +52,10 @@ class Steps:
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.by_rows = NamedSharding(mesh, PartitionSpec("batch"))
         self._several = jax_processes.several()
+        # Over gloo, with several devices in each of several processes (that is, rehearsed ones),
+        # some thirty steps under way wait for one another for ever: JAX 0.10.2.
+        here = len(mesh.local_devices)
+        self._one_at_a_time = self._several and self.platform == "cpu" and here > 1
         self._put: Callable[[Any, NamedSharding], Any] = (
             jax_processes.put if self._several else jax.device_put
         )
@@ -133,6 +137,7 @@ class Steps:
             seen=Seen(every_pull=True) if self._several else None,
             here=partial(jax.tree.map, jax_processes.local) if self._several else None,
             pace=pace,
+            one_at_a_time=self._one_at_a_time,
             ahead=self._ahead,
         )
 

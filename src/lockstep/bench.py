@@ -42,7 +42,7 @@ def run_bench(
     found: list[Measurement] = []
     # The most devices first: where so many are not here, nothing has been measured in vain.
     for count in sorted(set(counts), reverse=True):
-        say(f"{count} device{'s' if count > 1 else ''} ...")
+        say(f"{_devices(count)} ...")
         found.insert(0, _in_own_process(target, count, steps, rounds, batch_size, rehearse))
     return Scaling(
         target=target,
@@ -80,7 +80,7 @@ def _in_own_process(
             raise getattr(errors, kind)(text)
         said = f"{kind}: {text}" if kind else _last_line(done.stderr)
         raise BenchFailed(
-            f"The process that measured {count} devices ended with {done.returncode}:\n"
+            f"The process that measured {_devices(count)} ended with {done.returncode}:\n"
             f"{said.splitlines()[0][:180]}\n"
             f"Train the model of {target} under lockstep.distribute(model, {count}) to see all."
         )
@@ -88,6 +88,10 @@ def _in_own_process(
     for name in ("devices", "spread"):
         measured[name] = tuple(measured[name])
     return Measurement(**measured)
+
+
+def _devices(count: int) -> str:
+    return f"{count} device{'s' if count > 1 else ''}"
 
 
 def _last_line(stderr: str) -> str:

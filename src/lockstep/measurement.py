@@ -14,6 +14,7 @@ from lockstep.batches import for_fit, no_batch
 from lockstep.distribute import distribute
 from lockstep.engines import current_engine
 from lockstep.engines.engine import Clock
+from lockstep.errors import UnusableData
 from lockstep.scaling import Measurement
 from lockstep.targets import model_and_data
 
@@ -47,7 +48,6 @@ def measure(
     probe = current_engine().probe(model)
     if not probe.feed(given, batch_size, 1)[1]:
         raise no_batch(data)
-
     options: dict[str, Any] = {"batch_size": batch_size} if batch_size is not None else {}
 
     def train(epochs: int = 1, *, settle: bool = False) -> Clock:
@@ -57,26 +57,32 @@ def measure(
         return clock
 
     with probe.compiling() as compiling:
-        train(SETTLING, settle=True)
+        steps_taken = train(SETTLING, settle=True).steps
+    if not steps_taken:
+        raise UnusableData(
+            f"Training steps were expected, and the fit of {type(model).__name__}, which is its "
+            "own, took none that\nKeras's fit would take. Let it call super().fit, or give the "
+            "model a train_step instead."
+        )
     seconds, batches = probe.feed(given, batch_size, steps)
     clocks = [train() for _ in range(rounds)]
     with probe.tracing() as trace:
         traced = train()
-    done = sum(clock.steps for clock in clocks)
+    timed = sum(clock.steps for clock in clocks)
     every = [clock.wall / clock.steps for clock in clocks]
     # Of all rounds that were: the exclusive method would guess at those that were not.
     quartiles = statistics.quantiles(every, n=4, method="inclusive") if rounds > 1 else every * 3
     return Measurement(
         devices=current_engine().attached(model) or (),
         rows=max(clock.batch for clock in clocks),
-        rows_per_step=sum(clock.rows for clock in clocks) / done,
-        steps_per_execution=done / sum(clock.executions for clock in clocks),
+        rows_per_step=sum(clock.rows for clock in clocks) / timed,
+        steps_per_execution=timed / sum(clock.executions for clock in clocks),
         step=statistics.median(every),
         spread=(quartiles[0], quartiles[2]),
         input=seconds / batches,
         host=statistics.median(clock.host / clock.steps for clock in clocks),
-        compute=trace.compute / traced.steps if trace.seen else None,
-        communication=trace.communication / traced.steps if trace.seen else None,
+        compute=trace.compute / traced.done if trace.seen else None,
+        communication=trace.communication / traced.done if trace.seen else None,
         compile=compiling.seconds,
         checkpoint=_seconds_to_save(model),
         load=load,

@@ -1,5 +1,6 @@
 """What `bench` counts and times, against what is known of the data."""
 
+import contextlib
 import threading
 
 import jax
@@ -14,6 +15,7 @@ from lockstep.engines import (
     jax_input,
     jax_loop,
     jax_pace,
+    jax_profile,
     jax_resident,
 )
 from lockstep.errors import UnusableData
@@ -79,31 +81,62 @@ def test_a_round_ends_after_so_many_steps(keras, most, times, steps):
     assert clocked(made, arrays(8 * 100), most, batch_size=8).steps == steps
 
 
+def test_what_an_epoch_begins_with_is_not_of_the_few_steps_of_a_round(keras):
+    """To shuffle a million rows took longer than fifty small steps, which were said to take it."""
+    for batches, timed in ((15, 10), (11, 10), (10, 10), (9, 9)):
+        made = lockstep.distribute(model(keras), 1)
+        clock = clocked(made, arrays(8 * batches), 10, batch_size=8)
+        assert (clock.steps, clock.rows) == (timed, 8 * timed)
+        assert clock.done == int(made.optimizer.iterations.value) == min(11, batches)
+
+
+def test_a_fit_that_takes_no_step_is_refused(keras):
+    class Own(keras.Sequential):
+        def fit(self, *args, **kwargs):
+            pass
+
+    made = Own([keras.Input((3,)), keras.layers.Dense(1)])
+    made.compile("sgd", "mse")
+    assert "the fit of Own, which is its own, took none" in refused(made, arrays(8))
+
+
 def test_rows_per_second_are_of_the_rows_that_were_trained_on(keras):
     found = measure(model(keras), arrays(40), 1, steps=50, rounds=2, batch_size=None)
     assert (found.rows, found.rows_per_step) == (32, 20)
     assert found.rows_per_second == pytest.approx(20 / found.step)
 
 
-def test_the_quartiles_are_within_what_was_measured(keras, monkeypatch):
-    """Beside two rounds of 1 and 6, the exclusive quartiles are -0.25 and 7.25."""
+@pytest.fixture
+def found(keras, monkeypatch):
+    """What comes of two rounds of 1 s and 6 s, and of a profile of 11 steps, 10 of them timed."""
     walls = iter([1, 1, 6, 3])
 
     class Clock:
         steps = executions = rows = batch = host = 1
+        done = 11
 
         def __init__(self):
             self.wall = next(walls)
 
     made = model(keras)
     probe = current_engine().probe(made)
+    trace = jax_profile.Trace(seen=True, compute=22, communication=11)
     probe.clock = lambda most, settle: Clock()
+    probe.tracing = lambda: contextlib.nullcontext(trace)
     monkeypatch.setattr(made, "fit", lambda *args, **kwargs: None)
     engine = type("Engine", (), {"probe": lambda self, model: probe, "attached": lambda *_: ("",)})
     monkeypatch.setattr(measurement, "current_engine", engine)
     monkeypatch.setattr(measurement, "distribute", lambda *args: None)
-    found = measure(made, arrays(8), 1, steps=1, rounds=2, batch_size=None)
+    return measure(made, arrays(8), 1, steps=1, rounds=2, batch_size=None)
+
+
+def test_the_quartiles_are_within_what_was_measured(found):
+    """The exclusive quartiles of 1 and 6 are -0.25 and 7.25."""
     assert (found.step, found.spread) == (3.5, (2.25, 4.75))
+
+
+def test_the_profile_is_of_every_step(found):
+    assert (found.compute, found.communication) == (2, 1)
 
 
 # ------------------------------------------------------------------ the path of the user
@@ -169,7 +202,8 @@ def test_input_is_that_of_the_batches_that_were_made(keras):
     assert feed(model(keras), data, 50) == 3
     assert sorted(index for index, _ in made) == [0, 1, 2]
     del made[:]
-    assert feed(model(keras), data, 2) == len(made) == 2
+    assert feed(model(keras), data, 2) == 2
+    assert len(made) == 3  # the first one comes before what is timed
 
 
 def test_input_is_made_by_the_workers_of_the_data(keras):

@@ -75,14 +75,16 @@ class Clock(Protocol):
     """A callback that timed the steps of a `fit`.
 
     Attributes:
-        steps: Steps done.
+        done: Steps done, with those that are not timed.
+        steps: Steps timed.
         executions: In so many executions.
         rows: Rows trained on in all of them.
         batch: Rows of the largest step.
-        wall: Seconds from the first of the steps to the end of the last.
+        wall: Seconds from the begin of the first of them to the end of the last.
         host: Processor time of the main thread in that time.
     """
 
+    done: int
     steps: int
     executions: int
     rows: int

@@ -17,7 +17,7 @@ EXECUTIONS = 4
 
 
 class Clock(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
-    """Times the steps of each epoch, and ends training after so many.
+    """Times the steps of an epoch, and ends training after so many.
 
     Steps and rows are counted where a program is run. What Keras numbers are steps that an
     execution has room for, of which the data may not fill all.
@@ -26,11 +26,12 @@ class Clock(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no typ
     and waits for the devices after the last step only.
 
     Attributes:
-        steps: Steps done.
+        done: Steps done, with those that are not timed.
+        steps: Steps timed.
         executions: In so many executions.
         rows: Rows trained on in all of them.
         batch: Rows of the largest step.
-        wall: Seconds from the first of the steps to the end of the last.
+        wall: Seconds from the begin of the first of them to the end of the last.
         host: Processor time of the main thread in that time.
     """
 
@@ -38,10 +39,15 @@ class Clock(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no typ
         """`settle`: go on until it is found out how many steps go into one program."""
         super().__init__()
         self._most, self._settle = most, settle
-        self._runs = False
         self._function: Any = None
+        self._first = True
+        self.done = 0
+        self._reset()
+
+    def _reset(self) -> None:
         self.steps = self.executions = self.rows = self.batch = 0
         self.wall = self.host = 0.0
+        self._runs = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Count from here on; the step function has been made."""
@@ -63,6 +69,11 @@ class Clock(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no typ
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """End training where that was enough."""
         self.executions += 1
+        if self._first and self._is_left_out():
+            if logs:
+                dict(logs)  # their numbers: the devices have done it
+            self._reset()
+        self._first = False
         enough = self.steps >= self._most and self.executions >= EXECUTIONS
         if enough and not (self._settle and self._is_open()):
             self.model.stop_training = True
@@ -75,6 +86,14 @@ class Clock(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no typ
         """Stop where nobody knew that a step would be the last."""
         if self._runs:
             self._stop()
+
+    def _is_left_out(self) -> bool:
+        """Whether the first execution is not timed, because training ends within the epoch.
+
+        What an epoch begins with, to shuffle all rows say, is of many more steps then.
+        """
+        steps: int | None = self.params["steps"]
+        return steps is not None and steps >= self.steps + max(self._most, EXECUTIONS * self.steps)
 
     def _stop(self) -> None:
         # Not by looking at the logs: a step of the user's own may give none.
@@ -95,6 +114,7 @@ class Clock(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no typ
             if look is not None:
                 look(program, state, placed)
             steps, rows = _steps_and_rows(placed, several=program is not run)
+            self.done += steps
             self.steps += steps
             self.rows += steps * rows
             self.batch = max(self.batch, rows)

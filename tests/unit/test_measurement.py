@@ -293,26 +293,25 @@ def test_inputs_alone(keras):
 
 @pytest.mark.parametrize("own_fit", [False, True])
 def test_the_clock_waits_for_a_step_that_gives_no_logs(keras, own_fit, monkeypatch):
-    from keras.src.backend.jax.trainer import JAXTrainer  # keras/src/backend/jax/trainer.py
-
     class Silent(keras.Sequential):
         def train_step(self, state, data):
             _, state = super().train_step(state, data)
             return {}, state
 
+    class Own(Silent):  # so that Keras's loop runs
+        def fit(self, *args, **kwargs):
+            return super().fit(*args, **kwargs)
+
     waited = []
     wait = jax.block_until_ready
 
     def waiting(values):
-        waited.append([value.shape for value in values])
+        waited.append(sorted(getattr(value, "shape", None) for value in values))
         return wait(values)
 
-    made = Silent([keras.Input((3,)), keras.layers.Dense(1)])
-    if own_fit:
-        made.fit = JAXTrainer.fit.__get__(made)
+    made = (Own if own_fit else Silent)([keras.Input((3,)), keras.layers.Dense(1)])
     made.compile("sgd", "mse")
     lockstep.distribute(made, 2)
     monkeypatch.setattr(jax, "block_until_ready", waiting)
-    clock = clocked(made, arrays(16), 10, batch_size=8)
-    assert clock.steps == 2
-    assert sorted(waited[0]) == [(1,), (3, 1)]
+    assert clocked(made, arrays(16), 10, batch_size=8).steps == 2
+    assert waited == [[(1,), (3, 1)]]

@@ -74,7 +74,7 @@ def _in_own_process(
             command, env=environment, capture_output=True, text=True, errors="replace", check=False
         )
         told = json.loads(output.read_text()) if output.exists() else {}
-    if "measured" not in told:
+    if done.returncode != 0 or "measured" not in told:
         module, kind, text = told.get("raised", ("", "", ""))
         if module == errors.__name__:
             raise getattr(errors, kind)(text)

@@ -22,8 +22,8 @@ class Clock(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no typ
     Steps and rows are counted where a program is run. What Keras numbers are steps that an
     execution has room for, of which the data may not fill all.
 
-    Lockstep's loops know this class, and go on as they would without it. It looks at no log,
-    and waits for the devices after the last step only.
+    Lockstep's loops know this class, and go on as they would without it. It waits for the
+    devices before the first step that is timed and after the last one only.
 
     Attributes:
         done: Steps done, with those that are not timed.

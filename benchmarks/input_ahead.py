@@ -3,7 +3,8 @@
 A generator sleeps for as long as a step of the CNN takes, then yields a batch. If it is
 asked while the device computes, a step takes as long as one of the two; if not, as long as
 both. Wall time over that of the same steps with batches that are ready, because overlap is
-what is measured; a callback that looks at every step's loss has to wait for each step.
+what is measured; a callback that looks at every step's loss has to wait for each step. The
+sides take turns on one core, every other round backwards.
 """
 
 import argparse
@@ -15,6 +16,7 @@ os.environ["KERAS_BACKEND"] = "jax"
 import keras
 from peers import spread, versions
 from two_processes import ROWS, data, keras_model
+from workers import pin
 
 import lockstep
 
@@ -45,14 +47,15 @@ def main():
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
+    pin(0)  # before JAX starts its threads
     load = os.getloadavg()[0]
     models = {"lockstep": lockstep.distribute(keras_model(), 1), "Keras": keras_model()}
     sides = [(name, callback) for name in models for callback in (None, Looks)]
     for name, callback in sides:
         seconds(models[name], 3, 0, [callback()] if callback else [])
     ratios = {side: [] for side in sides}
-    for _ in range(options.rounds):
-        for name, callback in sides:
+    for number in range(options.rounds):
+        for name, callback in sides if number % 2 else reversed(sides):
             callbacks = [callback()] if callback else []
             ready = seconds(models[name], options.steps, 0, callbacks)
             made = seconds(models[name], options.steps, ready / options.steps, callbacks)

@@ -8,7 +8,8 @@ Every side trains the same network, with as many parameters, on the same rows in
 in one process; the three processes take turns on one core, round after round. What is
 measured is `time.process_time` within each process, which a busy machine disturbs less than
 the clock on the wall. The fits have their progress bar and stock callbacks; the PyTorch
-loops have neither, and slice tensors instead of asking a `DataLoader`.
+loops have neither, and slice tensors instead of asking a `DataLoader`. The loop by hand in
+TensorFlow uses XLA where the `fit` beside it does, which on CPUs is nowhere.
 
 One process, one device: this is what each library costs before any device talks to another
 (`two_processes.py` has two that talk). A peer that is not installed is said to be so.
@@ -192,8 +193,8 @@ def ratio(some: list[float], others: list[float]) -> list[float]:
 
 
 def spread(values: list[float]) -> list[float]:
-    """Median, and first and third quartile."""
-    low, _, high = statistics.quantiles(values, n=4)
+    """Median, and first and third quartile, of what was measured and no further."""
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return [statistics.median(values), low, high]
 
 

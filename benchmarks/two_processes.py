@@ -1,6 +1,6 @@
 """`python benchmarks/two_processes.py`: what two processes of one core each lose by talking.
 
-Each process is pinned to a core of its own. Pairs take turns, round by round: two
+Each process is pinned to a core of its own. Pairs take turns, every other round backwards: two
 processes that do not know of one another (the control, which cancels the machine), two under
 lockstep, two that run a hand-written JAX loop over the same collectives, as JAX sets them up
 and with gloo's thread behind the computation, where lockstep puts it; and for PyTorch the
@@ -258,7 +258,10 @@ def main():
     load = os.getloadavg()[0]
     pairs = {name: Pair(name, options.steps, options.rows) for name in PAIRS}
     here = {name: pair for name, pair in pairs.items() if not pair.missing}
-    rounds = [{name: pair.round() for name, pair in here.items()} for _ in range(options.rounds)]
+    rounds = []
+    for number in range(options.rounds):
+        turns = list(here) if number % 2 else reversed(here)
+        rounds.append({name: here[name].round() for name in turns})
     for pair in pairs.values():
         pair.end()
     found = {"load": load, "load after": os.getloadavg()[0], "rows per step": 2 * options.rows}

@@ -1,4 +1,4 @@
-"""The first batches of any data, as host arrays."""
+"""Any data: its first batches, and what fit takes."""
 
 from collections.abc import Iterable, Iterator
 from itertools import cycle, islice
@@ -16,28 +16,45 @@ def first_batches(data: Any, count: int, batch_size: int | None) -> list[Batch]:
     """The first `count` batches; where the data is shorter, it starts again.
 
     Args:
-        data: `(x, y)` or `(x, y, sample_weight)` of arrays or nests of arrays, cut
-            into batches in order; or anything that gives batches of that form: a
-            `PyDataset`, `tf.data.Dataset`, torch `DataLoader` or generator.
+        data: `(x, y)` or `(x, y, sample_weight)` of arrays or nests of arrays, or an
+            array or dict of them as x alone, cut into batches in order; or anything that
+            gives batches of that form: a `PyDataset`, `tf.data.Dataset`, torch
+            `DataLoader` or generator.
         count: How many, at least 1.
         batch_size: Rows per batch where `data` is arrays. Defaults to 32.
 
     Raises:
         UnusableData: If there is no batch in it, or `batch_size` has no use.
     """
-    arrays = isinstance(data, tuple | list)
-    if batch_size is not None and not arrays:
-        raise UnusableData(
-            f"batch_size={batch_size} was given, and the data is a {type(data).__name__}, which "
-            "makes its own batches.\nLeave batch_size out."
-        )
+    _check_batch_size(data, batch_size)
+    arrays = _is_arrays(data)
     every = list(islice(_cut(data, batch_size or 32) if arrays else _given(data), count))
     if not every:
-        raise UnusableData(
-            f"Batches to train on were expected, and the {type(data).__name__} holds none.\n"
-            "Hand over (x, y) or a data set with at least one batch."
-        )
+        raise no_batch(data)
     return list(islice(cycle(every), count))
+
+
+def for_fit(data: Any, batch_size: int | None) -> Batch:
+    """What to hand to `fit`, more than once, as x, y and sample weights.
+
+    Raises:
+        UnusableData: If it can be gone through once only, or `batch_size` has no use.
+    """
+    _check_batch_size(data, batch_size)
+    if isinstance(data, Iterator):
+        raise UnusableData(
+            f"Data for several calls of fit was expected, and a {type(data).__name__} is used up "
+            "by one.\nReturn arrays, a PyDataset, a tf.data.Dataset or a DataLoader."
+        )
+    return _parts(data) if _is_arrays(data) else (data, None, None)
+
+
+def no_batch(data: Any) -> UnusableData:
+    """The error where there is nothing to train on."""
+    return UnusableData(
+        f"Batches to train on were expected, and the {type(data).__name__} holds none.\n"
+        "Hand over (x, y) or a data set with at least one batch."
+    )
 
 
 def turned_round(batch: Batch) -> Batch:
@@ -65,6 +82,18 @@ def rows_of(batch: Batch) -> int:
     import keras
 
     return int(next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None).shape[0])
+
+
+def _is_arrays(data: Any) -> bool:
+    return isinstance(data, tuple | list | dict) or hasattr(data, "__array__")
+
+
+def _check_batch_size(data: Any, batch_size: int | None) -> None:
+    if batch_size is not None and not _is_arrays(data):
+        raise UnusableData(
+            f"batch_size={batch_size} was given, and the data is a {type(data).__name__}, which "
+            "makes its own batches.\nLeave batch_size out."
+        )
 
 
 def _cut(data: Any, batch_size: int) -> Iterator[Batch]:
@@ -101,6 +130,13 @@ def _given(data: Any) -> Iterator[Batch]:
 def _batch(item: Any) -> Batch:
     import keras
 
+    as_arrays: Batch = keras.tree.map_structure(
+        lambda leaf: leaf if leaf is None else np.asarray(leaf), _parts(item)
+    )
+    return as_arrays
+
+
+def _parts(item: Any) -> Batch:
     if not isinstance(item, tuple | list):
         item = (item,)
     if not 1 <= len(item) <= 3:
@@ -109,7 +145,4 @@ def _batch(item: Any) -> Batch:
             "Put several inputs into a list or dict of their own."
         )
     x, y, sample_weight = [*item, None, None][:3]
-    as_arrays: Batch = keras.tree.map_structure(
-        lambda leaf: leaf if leaf is None else np.asarray(leaf), (x, y, sample_weight)
-    )
-    return as_arrays
+    return x, y, sample_weight

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -10,6 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from lockstep import errors
 from lockstep.errors import BenchFailed
 from lockstep.scaling import Measurement, Scaling
 
@@ -36,15 +36,17 @@ def run_bench(
         say: Told what is being measured.
 
     Raises:
-        BenchFailed: If one of the processes failed, with its last lines.
+        LockstepError: What one of the processes was refused by lockstep.
+        BenchFailed: If one of the processes failed, with its error.
     """
-    found = []
-    for count in sorted(set(counts)):
-        say(f"{count} device{'s' if count > 1 else ''} ...")
-        found.append(_in_own_process(target, count, steps, rounds, batch_size, rehearse))
+    found: list[Measurement] = []
+    # The most devices first: where so many are not here, nothing has been measured in vain.
+    for count in sorted(set(counts), reverse=True):
+        say(f"{_devices(count)} ...")
+        found.insert(0, _in_own_process(target, count, steps, rounds, batch_size, rehearse))
     return Scaling(
         target=target,
-        rehearsed=all(name.startswith("cpu") for m in found for name in m.devices),
+        rehearsed=any(len(m.devices) > 1 and m.devices[0].startswith("cpu") for m in found),
         cores=os.cpu_count() or 1,
         versions={name: metadata.version(name) for name in ("keras-lockstep", "keras", "jax")},
         measurements=tuple(found),
@@ -54,7 +56,9 @@ def run_bench(
 def _in_own_process(
     target: str, count: int, steps: int, rounds: int, batch_size: int | None, rehearse: bool
 ) -> Measurement:
-    environment = {**os.environ, **({"LOCKSTEP_REHEARSE": str(count)} if rehearse else {})}
+    # Programs that an earlier start has kept would cost nothing to compile.
+    environment = {"JAX_ENABLE_COMPILATION_CACHE": "false", **os.environ}
+    environment |= {"LOCKSTEP_REHEARSE": str(count)} if rehearse else {}
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
         output = Path(folder) / "measurement.json"
         asked = {
@@ -69,25 +73,27 @@ def _in_own_process(
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, errors="replace", check=False
         )
-        if done.returncode != 0 or not output.exists():
-            raise BenchFailed(
-                f"The process that measured {count} devices ended with {done.returncode}:\n"
-                f"{_what_it_said(done.stderr)}\n"
-                f"Train the model of {target} under lockstep.distribute(model, {count}) to see all."
-            )
-        measured = json.loads(output.read_text())
+        told = json.loads(output.read_text()) if output.exists() else {}
+    if done.returncode != 0 or "measured" not in told:
+        module, kind, text = told.get("raised", ("", "", ""))
+        if module == errors.__name__:
+            raise getattr(errors, kind)(text)
+        said = f"{kind}: {text}" if kind else _last_line(done.stderr)
+        raise BenchFailed(
+            f"The process that measured {_devices(count)} ended with {done.returncode}:\n"
+            f"{said.splitlines()[0][:180]}\n"
+            f"Train the model of {target} under lockstep.distribute(model, {count}) to see all."
+        )
+    measured = told["measured"]
     for name in ("devices", "spread"):
         measured[name] = tuple(measured[name])
     return Measurement(**measured)
 
 
-def _what_it_said(stderr: str) -> str:
-    """The error of a traceback, or else the last line."""
+def _devices(count: int) -> str:
+    return f"{count} device{'s' if count > 1 else ''}"
+
+
+def _last_line(stderr: str) -> str:
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    errors = [
-        line for line in lines if re.match(r"[\w.]+(Error|Exception|Found|Interrupt)\b", line)
-    ]
-    return (errors or lines or ["It said nothing."])[-1][:180]
-
-
-_AN_ERROR = re.compile(r"[\w.]+(Error|Exception|Found|Interrupt)\b")
+    return lines[-1] if lines else "It said nothing."

@@ -145,6 +145,12 @@ def bench(
             "The page needs matplotlib, which is not installed here.\n"
             'Install it with: pip install "keras-lockstep[report]", or leave --output out.'
         )
+    if output is not None and not os.access(output.parent, os.W_OK):
+        what = "cannot be written to" if output.parent.is_dir() else "is not there"
+        raise click.ClickException(
+            f"--output={output} was asked for, and its folder {output.parent} {what}.\n"
+            "Name a file in a folder that is there."
+        )
     counts = [part.strip() for part in devices.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in counts):
         raise click.UsageError(

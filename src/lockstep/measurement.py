@@ -10,13 +10,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import keras
-
-from lockstep.batches import first_batches, rows_of
+from lockstep.batches import for_fit, no_batch
 from lockstep.distribute import distribute
 from lockstep.engines import current_engine
+from lockstep.engines.engine import Clock
+from lockstep.errors import UnusableData
 from lockstep.scaling import Measurement
 from lockstep.targets import model_and_data
+
+SETTLING = 20
+"""Epochs, at most, in which lockstep finds out how many steps go into one program."""
 
 
 def measure(
@@ -26,77 +29,64 @@ def measure(
 
     Args:
         model: A compiled `keras.Model`; it is trained.
-        data: As for `fit`: `(x, y)`, or `(x, y, sample_weight)`, or a data set.
+        data: As for `fit`: `(x, y)`, `(x, y, sample_weight)`, an array or dict as x alone,
+            or a data set that can be gone through again.
         devices: How many.
-        steps: Steps of a round, at least 1; fewer where the data ends before.
+        steps: Steps of a round, at least 1, and at least four executions; fewer where the
+            data ends before.
         rounds: Rounds to measure, at least 1, after one that is not.
         batch_size: Rows of the global batch where `data` is arrays. Defaults to 32.
+
+    Raises:
+        DeviceError: If there are not so many devices.
+        NotAModel: If `model` is no Keras model.
+        UnusableData: If the data cannot be trained on more than once.
     """
     load = os.getloadavg()[0]
-    start = time.perf_counter()
-    batches = first_batches(data, steps, batch_size)
-    prepared = (time.perf_counter() - start) / len(batches)
     distribute(model, devices)
+    x, y, sample_weight = given = for_fit(data, batch_size)
     probe = current_engine().probe(model)
-    options = {"batch_size": batch_size} if batch_size is not None else {}
-    x, y, sample_weight = [*data, None, None][:3] if _is_arrays(data) else (data, None, None)
+    if not probe.feed(given, batch_size, 1)[1]:
+        raise no_batch(data)
+    options: dict[str, Any] = {"batch_size": batch_size} if batch_size is not None else {}
 
-    def train() -> "_Clock":
-        clock = _Clock(steps)
-        model.fit(x, y, sample_weight=sample_weight, verbose=0, callbacks=[clock], **options)
+    def train(epochs: int = 1, *, settle: bool = False) -> Clock:
+        clock = probe.clock(steps, settle=settle)
+        options.update(epochs=epochs, verbose=0, callbacks=[clock])
+        model.fit(x, y, sample_weight=sample_weight, **options)
         return clock
 
     with probe.compiling() as compiling:
-        train()
+        steps_taken = train(SETTLING, settle=True).steps
+    if not steps_taken:
+        raise UnusableData(
+            f"Training steps were expected, and the fit of {type(model).__name__}, which is its "
+            "own, took none that\nKeras's fit would take. Let it call super().fit, or give the "
+            "model a train_step instead."
+        )
+    seconds, batches = probe.feed(given, batch_size, steps)
     clocks = [train() for _ in range(rounds)]
     with probe.tracing() as trace:
         traced = train()
+    timed = sum(clock.steps for clock in clocks)
     every = [clock.wall / clock.steps for clock in clocks]
-    quartiles = statistics.quantiles(every, n=4) if len(every) > 1 else [every[0]] * 3
+    # Of all rounds that were: the exclusive method would guess at those that were not.
+    quartiles = statistics.quantiles(every, n=4, method="inclusive") if rounds > 1 else every * 3
     return Measurement(
         devices=current_engine().attached(model) or (),
-        rows=rows_of(batches[0]),
+        rows=max(clock.batch for clock in clocks),
+        rows_per_step=sum(clock.rows for clock in clocks) / timed,
+        steps_per_execution=timed / sum(clock.executions for clock in clocks),
         step=statistics.median(every),
         spread=(quartiles[0], quartiles[2]),
-        input=prepared,
+        input=seconds / batches,
         host=statistics.median(clock.host / clock.steps for clock in clocks),
-        compute=trace.compute / traced.steps if trace.seen else None,
-        communication=trace.communication / traced.steps if trace.seen else None,
+        compute=trace.compute / traced.done if trace.seen else None,
+        communication=trace.communication / traced.done if trace.seen else None,
         compile=compiling.seconds,
         checkpoint=_seconds_to_save(model),
         load=load,
     )
-
-
-class _Clock(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
-    """Times the steps of one epoch, and ends it after so many.
-
-    It asks for no value of a log before the epoch ends, and so waits for no device.
-    """
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self._most = most
-        self.steps = 0
-        self.wall = self.host = 0.0
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if batch == 0:
-            self.wall, self.host = -time.perf_counter(), -time.thread_time()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.steps = batch + 1
-        if self.steps >= self._most:
-            self.model.stop_training = True
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        dict(logs or {})  # their values: every step has ended
-        self.wall += time.perf_counter()
-        self.host += time.thread_time()
-
-
-def _is_arrays(data: Any) -> bool:
-    return isinstance(data, tuple | list)
 
 
 def _seconds_to_save(model: Any) -> float:
@@ -107,11 +97,20 @@ def _seconds_to_save(model: Any) -> float:
 
 
 def main() -> None:
-    """Measure as the first argument says, in JSON, and write into the file it names."""
+    """Measure as the first argument says, in JSON, and write into the file it names.
+
+    What was raised is written there too, for the process that asked.
+    """
     asked = json.loads(sys.argv[1])
-    model, data = model_and_data(asked.pop("target"))
     output = Path(asked.pop("output"))
-    output.write_text(json.dumps(asdict(measure(model, data, **asked))))
+    try:
+        model, data = model_and_data(asked.pop("target"))
+        found = {"measured": asdict(measure(model, data, **asked))}
+    except Exception as error:
+        kind = type(error)
+        output.write_text(json.dumps({"raised": [kind.__module__, kind.__name__, str(error)]}))
+        raise
+    output.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

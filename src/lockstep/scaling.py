@@ -19,19 +19,23 @@ class Measurement:
     Attributes:
         devices: The names of the devices.
         rows: Rows of the global batch.
+        rows_per_step: Rows of a step on average: the last batch of an epoch may be smaller.
+        steps_per_execution: Steps of an execution on average: Python starts each one once.
         step: A step of `fit`, the median of the rounds.
         spread: The first and third quartile of the rounds.
-        input: To prepare one batch, with nothing else running.
+        input: To prepare one batch as `fit` does, with nothing else running.
         host: The processor time of the main thread in one step.
-        compute: What the busiest device computes in one step; `None` without a trace.
-        communication: What it spends in collectives in one step, waiting included.
-        compile: To trace and compile, once.
+        compute: How long the busiest device computes in one step; `None` without a trace.
+        communication: How long it is in collectives in one step, waiting included.
+        compile: To trace and compile, once, without what an earlier start has kept.
         checkpoint: To write the weights to a file with Keras, once.
         load: The load of the machine before the measurement.
     """
 
     devices: tuple[str, ...]
     rows: int
+    rows_per_step: float
+    steps_per_execution: float
     step: float
     spread: tuple[float, float]
     input: float
@@ -45,7 +49,7 @@ class Measurement:
     @property
     def rows_per_second(self) -> float:
         """Rows trained on in a second."""
-        return self.rows / self.step
+        return self.rows_per_step / self.step
 
     @property
     def limit(self) -> str:
@@ -65,7 +69,7 @@ class Scaling:
 
     Attributes:
         target: The function that made the model.
-        rehearsed: Whether the devices were virtual, and share the cores.
+        rehearsed: Whether several devices were virtual, and shared the cores.
         cores: Cores of the machine.
         versions: Of the packages that matter, by name.
         measurements: One for each number of devices.
@@ -125,7 +129,7 @@ class Scaling:
                     "all-reduce costs the same for any batch, and takes "
                     f"{last.communication / last.step:.0%} of a step now."
                 )
-        if last.compute and last.host > 0.1 * last.step:
+        if last.compute and last.host > 0.1 * last.step and last.steps_per_execution == 1:
             steps = _power_of_two(last.host / (0.05 * last.compute))
             if steps > 1:
                 found.append(

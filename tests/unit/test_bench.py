@@ -10,16 +10,18 @@ import pytest
 from rich.console import Console
 
 from lockstep.bench import run_bench
-from lockstep.errors import BenchFailed
+from lockstep.errors import BenchFailed, DeviceNotFound, TargetNotFound
 from lockstep.report.scaling import as_json, show_scaling, write_page
 from lockstep.scaling import Measurement, Scaling
 
 
-def measured(count, step, platform="gpu", **parts):
+def measured(count, step, platform="gpu", together=1.0, **parts):
     base = {"input": 1e-4, "host": 1e-4, "compute": step * 0.7, "communication": 0.0}
     return Measurement(
         devices=tuple(f"{platform}:{n}" for n in range(count)),
         rows=64,
+        rows_per_step=64.0,
+        steps_per_execution=together,
         step=step,
         spread=(step * 0.9, step * 1.1),
         **{**base, **parts},
@@ -56,6 +58,12 @@ def test_what_limits_is_the_longest_part(parts, limit, advice):
     assert found.measurements[1].limit == limit
     assert "More devices do not help" in found.verdict
     assert re.search(advice, " ".join(found.advice))
+
+
+def test_steps_that_go_together_are_not_advised_to():
+    slow = {"host": 0.02, "compute": 0.004}
+    assert scaling(measured(1, 0.02, **slow)).advice
+    assert not scaling(measured(1, 0.02, together=20.0, **slow)).advice
 
 
 def test_rehearsed_devices_prove_no_speed():
@@ -100,9 +108,11 @@ def test_the_command_measures_each_count_in_its_own_process(tmp_path):
     command += ["--rehearse", "--steps", "4", "--rounds", "2", "--batch-size", "10", "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    (found,) = json.loads(done.stdout)["measurements"]
+    told = json.loads(done.stdout)
+    assert told["rehearsed"]
+    (found,) = told["measurements"]
     assert found["devices"] == ["cpu:0", "cpu:1", "cpu:2"]
-    assert found["rows"] == 10
+    assert (found["rows"], found["rows_per_step"]) == (10, 8.75)
     for part in ("step", "host", "compute", "communication", "compile", "checkpoint"):
         assert found[part] > 0, part
 
@@ -112,6 +122,81 @@ def test_a_process_that_fails_is_told_with_its_error(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("def build():\n    raise ValueError('no such data')\n")
     with pytest.raises(BenchFailed, match=r"(?s)2 devices ended with 1:\nValueError: no such data"):
         run_bench("train.py:build", [2])
+
+
+def test_what_lockstep_refuses_is_told_as_it_is(tmp_path, monkeypatch):
+    """Its second line, at least, was lost on the way between the processes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("def build():\n    return 1\n")
+    with pytest.raises(TargetNotFound) as error:
+        run_bench("train.py:build", [1])
+    assert str(error.value) == (
+        "train.py:build returned a int, and (model, data) was expected.\n"
+        "Return a compiled model and (x, y), or a data set of such batches."
+    )
+
+
+def test_devices_that_are_not_here_are_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOCKSTEP_REHEARSE", "2")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    said = []
+    with pytest.raises(DeviceNotFound, match="devices=64 was asked for, and 2 are here"):
+        run_bench("train.py:build", [1, 64], say=said.append)
+    assert said == ["64 devices ..."]
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path):
+    command = [sys.executable, "-m", "lockstep", "bench", "train.py:build", "-o", "missing/b.html"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "Error: --output=missing/b.html was asked for, and its folder missing is not there.\n"
+        "Name a file in a folder that is there.\n"
+    )
+
+
+WATCHED = (
+    SCRIPT
+    + """
+from pathlib import Path
+from lockstep.engines.jax_keep import Keeper
+
+keep = Keeper.keep
+
+def asked_for(self, model, batches, *rest):
+    self.wanted = True
+    keep(self, model, batches, *rest)
+    with Path("kept.txt").open("a") as file:
+        print(batches.data is not None and not batches.watched, file=file)
+
+Keeper.keep = asked_for
+"""
+)
+
+
+def test_the_command_measures_what_a_fit_without_it_does(tmp_path, monkeypatch):
+    """Its clock was of __main__ and so taken for the user's: no data stayed on the devices."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOCKSTEP_REHEARSE", "1")
+    (tmp_path / "train.py").write_text(WATCHED)
+    found = run_bench("train.py:build", [1], steps=2, rounds=1)
+    assert found.verdict.startswith("1 device: ")  # one CPU device is no rehearsal
+    assert set((tmp_path / "kept.txt").read_text().split()) == {"True"}
+
+
+def test_nothing_that_was_compiled_before_is_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("JAX_ENABLE_COMPILATION_CACHE", raising=False)
+    (tmp_path / "train.py").write_text(
+        "import os\ndef build():\n"
+        "    raise ValueError(os.environ['JAX_ENABLE_COMPILATION_CACHE'])\n"
+    )
+    with pytest.raises(BenchFailed, match="ValueError: false"):
+        run_bench("train.py:build", [1])
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "true")  # the user's own choice
+    with pytest.raises(BenchFailed, match="ValueError: true"):
+        run_bench("train.py:build", [1])
 
 
 def test_counts_have_to_be_numbers(tmp_path):

@@ -5,6 +5,9 @@ from typing import Any, Protocol
 
 from lockstep.devices import Device
 
+Data = tuple[Any, Any, Any]
+"""Inputs or a data set, targets, and sample weights; the last two may be `None`."""
+
 
 class Engine(Protocol):
     """Runs Keras models of one backend on several devices.
@@ -68,6 +71,28 @@ class Trace(Protocol):
     communication: float
 
 
+class Clock(Protocol):
+    """A callback that timed the steps of a `fit`.
+
+    Attributes:
+        done: Steps done, with those that are not timed.
+        steps: Steps timed.
+        executions: In so many executions.
+        rows: Rows trained on in all of them.
+        batch: Rows of the largest step.
+        wall: Seconds from the begin of the first of them to the end of the last.
+        host: Processor time of the main thread in that time.
+    """
+
+    done: int
+    steps: int
+    executions: int
+    rows: int
+    batch: int
+    wall: float
+    host: float
+
+
 class Probe(Protocol):
     """Looks inside the training steps of one model, for `verify` and `bench`."""
 
@@ -77,6 +102,28 @@ class Probe(Protocol):
 
     def tracing(self) -> AbstractContextManager[Trace]:
         """Profile the devices while it lasts; filled in when it ends."""
+        ...
+
+    def clock(self, most: int, *, settle: bool = False) -> Clock:
+        """A callback for one `fit` that times its steps, and changes nothing else about it.
+
+        Args:
+            most: It stops training after so many steps and a few executions.
+            settle: Not before lockstep has found out how many steps go into one program.
+        """
+        ...
+
+    def feed(self, data: Data, batch_size: int | None, most: int) -> tuple[float, int]:
+        """Draw the batches of one epoch as `fit` draws them, and train on none.
+
+        Args:
+            data: What `fit` is given: x, y and sample weights.
+            batch_size: As in `fit`.
+            most: So many batches at most.
+
+        Returns:
+            The seconds it took, and how many batches there were.
+        """
         ...
 
     def precise(self) -> AbstractContextManager[object]:

@@ -9,6 +9,7 @@ from keras.src.utils.python_utils import (  # keras/src/utils/python_utils.py
     pythonify_logs,
 )
 
+from lockstep.engines.jax_clock import Clock
 from lockstep.engines.jax_logs import later
 from lockstep.engines.recording import Recorder
 
@@ -39,7 +40,7 @@ def _is_users(callback: Any) -> bool:
 
 
 def _sees(callback: Any, batch: str) -> bool:
-    if type(callback) is keras.callbacks.ProgbarLogger:
+    if type(callback) in (keras.callbacks.ProgbarLogger, Clock):
         return False
     if type(callback) in _AT_EPOCHS and callback.save_freq == "epoch":
         return False

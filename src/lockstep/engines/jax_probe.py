@@ -1,5 +1,7 @@
 """Looks inside one training step on JAX: what each layer gave, and each gradient."""
 
+import itertools
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -8,7 +10,10 @@ import jax
 import keras
 import numpy as np
 
-from lockstep.engines import jax_losses, jax_profile
+from lockstep.engines import attachments, jax_losses, jax_profile
+from lockstep.engines.engine import Data
+from lockstep.engines.jax_clock import Clock
+from lockstep.engines.jax_input import HostIterator
 from lockstep.engines.jax_step import State
 from lockstep.engines.looking import part_of, watched_layers
 from lockstep.engines.replaced import replaced
@@ -27,6 +32,32 @@ class JaxProbe:
     def tracing(self) -> AbstractContextManager[jax_profile.Trace]:
         """Profile the devices while it lasts."""
         return jax_profile.tracing()
+
+    def clock(self, most: int, *, settle: bool = False) -> Clock:
+        """A callback for one `fit` that times its steps."""
+        return Clock(most, settle=settle)
+
+    def feed(self, data: Data, batch_size: int | None, most: int) -> tuple[float, int]:
+        """Draw the batches of one epoch as `fit` draws them, and train on none."""
+        x, y, sample_weight = data
+        batches = HostIterator(
+            x=x, y=y, sample_weight=sample_weight, batch_size=batch_size, shuffle=True
+        )
+        attachment = attachments.attachment_of(self._model)
+        if attachment is not None:  # the data may stay on the devices
+            attachment.keeper.keep(self._model, batches, keras.callbacks.CallbackList(), "train")
+        try:
+            _, _, iterator = next(iter(batches))
+            number = batches.num_batches or most
+            if number > most:  # what an epoch begins with is of all its batches
+                next(iterator)
+            start = time.perf_counter()
+            # No further than a fit goes: after the last batch, workers are waited for.
+            most = min(most, number)
+            count = sum(1 for _ in itertools.islice(iterator, most))
+            return time.perf_counter() - start, count
+        finally:
+            batches.reset()  # which ends the workers of a data set
 
     def precise(self) -> AbstractContextManager[object]:
         """Matrix products at full float32 precision, which GPUs do not take by default."""

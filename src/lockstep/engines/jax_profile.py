@@ -14,6 +14,9 @@ import jax
 
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective", "nccl")
 
+_Span = tuple[float, float, Any]
+"""When something began, when it ended, and what it was."""
+
 
 @dataclass
 class Compiling:
@@ -28,12 +31,12 @@ class Compiling:
 
 @dataclass
 class Trace:
-    """What the busiest device did.
+    """What the busiest device did; each second counts once in either of the two.
 
     Attributes:
         seen: Whether the profiler saw any operation of a device.
-        compute: Seconds in operations that are no collectives.
-        communication: Seconds in collectives, waiting for other devices included.
+        compute: Seconds in which an operation ran that is no collective.
+        communication: Seconds in which a collective ran, waiting for other devices included.
     """
 
     seen: bool = False
@@ -74,8 +77,7 @@ def tracing() -> Iterator[Trace]:
 def _read(file: Path, found: Trace) -> None:
     with gzip.open(file, "rt") as opened:
         events = json.load(opened)["traceEvents"]
-    compute: dict[Any, float] = defaultdict(float)
-    communication: dict[Any, float] = defaultdict(float)
+    threads: dict[Any, list[_Span]] = defaultdict(list)
     for event in events:
         arguments = event.get("args", {})
         if event.get("ph") != "X" or "hlo_op" not in arguments:
@@ -83,8 +85,49 @@ def _read(file: Path, found: Trace) -> None:
         device = arguments.get("device_ordinal", event["pid"])
         name = str(arguments["hlo_op"]).lower()
         collective = name.startswith(_COLLECTIVES) or "nccl" in event["name"].lower()
-        (communication if collective else compute)[device] += event.get("dur", 0.0) / 1e6
-    if compute or communication:
-        busiest = max({**compute, **communication}, key=lambda d: compute[d] + communication[d])
+        begin, seconds = event["ts"] / 1e6, event.get("dur", 0.0) / 1e6
+        span = (begin, begin + seconds, (device, collective))
+        threads[event["pid"], event.get("tid")].append(span)
+    parts: dict[Any, list[_Span]] = defaultdict(list)
+    for spans in threads.values():
+        for part in _innermost(spans):
+            parts[part[2]].append(part)
+    busy = {of: _covered(spans) for of, spans in parts.items()}
+    if busy:
+        of = {
+            device: (busy.get((device, False), 0.0), busy.get((device, True), 0.0))
+            for device, _ in busy
+        }
         found.seen = True
-        found.compute, found.communication = compute[busiest], communication[busiest]
+        found.compute, found.communication = max(of.values(), key=sum)
+
+
+def _innermost(spans: list[_Span]) -> Iterator[_Span]:
+    """Of operations in one thread, of which one may run others within it: what runs when."""
+    under_way: list[_Span] = []
+    at = 0.0
+
+    def until(moment: float) -> Iterator[_Span]:
+        nonlocal at
+        while under_way and at < moment:
+            _, end, of = under_way[-1]
+            if at < end:
+                yield at, min(end, moment), of
+                at = min(end, moment)
+            if end <= moment:
+                under_way.pop()
+
+    for begin, end, of in sorted(spans, key=lambda span: (span[0], -span[1])):
+        yield from until(begin)
+        at = begin
+        under_way.append((begin, end, of))
+    yield from until(float("inf"))
+
+
+def _covered(spans: list[_Span]) -> float:
+    """The time in which at least one of them lasts."""
+    total, reached = 0.0, 0.0
+    for begin, end, _ in sorted(spans, key=lambda span: span[0]):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total

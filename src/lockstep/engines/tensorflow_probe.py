@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from lockstep.engines.engine import Compiling, Trace
+from lockstep.engines.engine import Clock, Compiling, Data, Trace
 from lockstep.engines.looking import part_of, watched_layers
 from lockstep.engines.replaced import replaced
 from lockstep.engines.tensorflow_alike import NotAlike
@@ -37,6 +37,14 @@ class TensorFlowProbe:
         raise UnsupportedBackend(_BENCH)
 
     def tracing(self) -> AbstractContextManager[Trace]:
+        """Not here yet."""
+        raise UnsupportedBackend(_BENCH)
+
+    def clock(self, most: int, *, settle: bool = False) -> Clock:
+        """Not here yet."""
+        raise UnsupportedBackend(_BENCH)
+
+    def feed(self, data: Data, batch_size: int | None, most: int) -> tuple[float, int]:
         """Not here yet."""
         raise UnsupportedBackend(_BENCH)
 

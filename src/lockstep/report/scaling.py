@@ -136,8 +136,9 @@ small {{ color: #555; }}
 <table><tr>{heads}</tr>{rows}</table>
 <p><small>A step is the median of the rounds, with its quartiles. Input, host, compute and
 communication overlap, so they do not add up to a step: the longest of them limits it. Input is
-what it takes to prepare a batch with nothing else running; host is the processor time of the
-main thread; compute and communication come from a profile of the busiest device, and waiting
-for the other devices counts as communication. {machine}.</small></p>
+what it takes to prepare a batch as fit does, with nothing else running; host is the processor time
+of the main thread; compute and communication come from a profile of the busiest device in a round
+of its own, which slows small steps, and waiting for the other devices counts as communication.
+{machine}.</small></p>
 </html>
 """

@@ -283,13 +283,6 @@ def test_sigterm_to_one_process_saves_and_ends_all_after_the_same_step(tmp_path)
     assert_same(found[0]["history"], one.fit(x, y, batch_size=7, epochs=15, verbose=0).history)
 
 
-def test_processes_that_see_different_folders_are_told(tmp_path):
-    alone = lockstep.distribute(model(), 1)
-    alone.fit(*data(), verbose=0, callbacks=[lockstep.Checkpoint(tmp_path / "run")])
-    found, _ = run_both(PART.format(stop=-1, shared=False), tmp_path)
-    assert [each["error"] for each in found] == ["ProcessesDisagree"] * 2
-
-
 LATER = """
 made = model(compiled=False, built=False, seed=5 if rank == 0 else 99)
 lockstep.distribute(made)
@@ -393,6 +386,11 @@ REFUSED = {
         "x, y = data(); made.train_on_batch(x, y); assigned(); made.train_on_batch(x, y)",
         "Process 1 has assigned other values to variables than process 0",
     ),
+    "other checkpoints": (
+        "x, y = data(); saved = lambda name: made.fit(x, y, batch_size=7, verbose=0, "
+        "callbacks=[lockstep.Checkpoint(name)]); saved('run'); saved('run' if rank else 'none')",
+        "and another one from another checkpoint",
+    ),
     "some of the devices": (
         "lockstep.distribute(made, 2)",
         "2 devices were asked for, and 4 are in 2 processes",
@@ -414,15 +412,25 @@ for case, (call, _) in REFUSED.items():
         exec(call)
     except LockstepError as error:
         errors[case] = str(error)
-report(made, {}, errors=errors)
+
+from lockstep.engines import jax_flags
+jax_flags.choice = lambda *_: {jax_flags.BUCKET: 2**20, "xla_gpu_of_another_version": True}
+made = lockstep.distribute(model())
+x, y = data()
+history = made.fit(x, y, batch_size=8, verbose=0).history
+report(made, history, errors=errors, options=jax_flags.options(jax.devices(), 2**24))
 """
 
 
 def test_processes_that_would_not_train_one_model_are_told(tmp_path):
-    for report in run_both(REFUSING, tmp_path)[0]:
+    """And each asks the compiler for the same: with other buckets they would wait for ever."""
+    reports, _ = run_both(REFUSING, tmp_path)
+    for report in reports:
         assert report["errors"].keys() == REFUSED.keys()
         for case, (_, text) in REFUSED.items():
             assert text in report["errors"][case]
+        assert report["options"] == {"xla_gpu_all_reduce_combine_threshold_bytes": 2**20}
+    assert reports[0]["history"] == reports[1]["history"]
 
 
 def test_processes_that_jax_does_not_know_of_are_told(monkeypatch):
@@ -432,22 +440,3 @@ def test_processes_that_jax_does_not_know_of_are_told(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ProcessesDisagree, match="WORLD_SIZE=4 processes were started, and JAX"):
         lockstep.distribute(model(), 2)
-
-
-OPTIONS = """
-from lockstep.engines import jax_flags
-jax_flags.choice = lambda *_: {jax_flags.BUCKET: 2**20, "xla_gpu_of_another_version": True}
-made = model(compiled=False, seed=5)
-lockstep.distribute(made)
-compile_(made)
-x, y = data()
-history = made.fit(x, y, batch_size=8, verbose=0).history
-report(made, history, options=jax_flags.options(jax.devices(), 2**24))
-"""
-
-
-def test_every_process_asks_the_compiler_for_the_same(tmp_path):
-    """Processes with other buckets would wait for one another for ever."""
-    (first, second), _ = run_both(OPTIONS, tmp_path)
-    assert first["options"] == {"xla_gpu_all_reduce_combine_threshold_bytes": 2**20}
-    assert first == second

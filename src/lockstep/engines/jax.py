@@ -152,6 +152,7 @@ class Attachment:
     def give_back(self) -> None:
         """Undo `take_over`, also where it broke off half way."""
         self.model.jax_state_sync()
+        self.keeper.leave()
         attributes = vars(self.model)
         attachments.unmark(self.model)
         for name, hook in self._hooks.items():

@@ -74,6 +74,7 @@ def _argument(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
+    default = kwargs.get(name, default)  # of a `fit(*args, **kwargs)` no more is known
     try:
         return inspect.signature(fit).bind(*args, **kwargs).arguments.get(name, default)
     except TypeError:  # a wrong call is for fit itself to refuse

@@ -295,6 +295,27 @@ def test_fit_within_fit(tmp_path):
     )
 
 
+@pytest.mark.parametrize("call", ["evaluate", "predict", "train_on_batch", "fit"])
+def test_a_callback_that_uses_the_model_it_was_made_with(call, tmp_path):
+    """In the middle of an epoch; Keras alone has to be asked for `self.model`, and fails here."""
+    x, y = held_out()
+    others = {"x": x} if call == "predict" else {"x": x, "y": y}
+    others |= {} if "batch" in call else {"batch_size": 5, "verbose": 0}
+
+    def script(made, folder):
+        kept = []
+
+        class Uses(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                if batch == 2:
+                    found = getattr(made if lockstep_attached(made) else self.model, call)(**others)
+                    kept.append(found.history if call == "fit" else found)
+
+        return train(made, [Uses()]), kept
+
+    assert_same_runs(*both(script, tmp_path, devices=3))
+
+
 @pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("after", [None, 3])
 def test_released_or_moved_in_the_middle_of_an_epoch(after, tmp_path):

@@ -216,6 +216,10 @@ class Loop:
         within_fit = kwargs.pop("_use_cached_eval_dataset", False)
         if kwargs:
             raise ValueError(f"Arguments not recognized: {kwargs}")
+        if within_fit and not isinstance(model._eval_epoch_iterator, HostIterator):
+            # Keras's fit has made it: the class has its own, or it began before `distribute`.
+            given = (x, y, batch_size, verbose, sample_weight, steps, callbacks, return_dict)
+            return JAXTrainer.evaluate(model, *given, _use_cached_eval_dataset=True)
         batches = (
             model._eval_epoch_iterator
             if within_fit

@@ -62,6 +62,7 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget what was taken to look at, as Keras does before the first step."""
         super().reset()
+        self.pace = None  # which Keras, in whose hands a released model is, does not know
         self.ahead = Ahead()
         if self._seen is not None:
             self._seen.close()
@@ -81,10 +82,17 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         self, steps: Iterator[tuple[int, int, Iterator[Any]]], pace: Pace
     ) -> Iterator[tuple[int, int, Iterator[Any]]]:
         number = self.num_batches
-        for first, last, iterator in steps:
+        for first, _, iterator in steps:
             left = None if number is None else number - first
-            more = list(islice(steps, pace.next(left) - 1))
-            yield (first, *more[-1][1:]) if more else (first, last, iterator)
+            self._taken = pace.next(left)
+            yield first, first + self._taken - 1, iterator
+            for _ in islice(steps, self._taken - 1):  # counted where there were batches for them
+                pass
+
+    def took(self, first: int, steps: int) -> int:
+        """An execution took so many batches, maybe fewer than it was to; the last step's number."""
+        self._taken = steps
+        return first + steps - 1
 
     def _get_iterator(self) -> Iterator[Any]:
         batches = self._batches()

@@ -20,13 +20,14 @@ from keras.src.utils.traceback_utils import filter_traceback
 
 from lockstep.announce import LONG, first_step_line
 from lockstep.engines.jax_callbacks import Callbacks, see_every_batch
-from lockstep.engines.jax_epoch import PREDICT, TEST, TRAIN, Begin, End, run_epoch
+from lockstep.engines.jax_epoch import NO_BATCH, PREDICT, TEST, TRAIN, Begin, End, run_epoch
 from lockstep.engines.jax_input import HostIterator
 from lockstep.engines.jax_keep import Keeper
 from lockstep.engines.jax_pace import Pace
 from lockstep.engines.jax_position import RecordedIterator, RecordedValidation
 from lockstep.engines.jax_recording import Recording, recorder_among
 from lockstep.engines.jax_step import StepFunction
+from lockstep.errors import UnusableData
 
 # Everything private below is what JAXTrainer itself goes by, and has its place in
 # keras/src/trainers/trainer.py or keras/src/backend/jax/trainer.py (`_jax_state`).
@@ -121,6 +122,7 @@ class Loop:
         batches.pace = _pace(model.train_function, callbacks, "train", recorder)
         self.keeper.keep(model, batches, callbacks, "train")
         model.stop_training = False
+        train_logs: dict[str, Any] | None = None
         epoch_logs: dict[str, Any] = {}
         with batches.in_step():
             callbacks.on_train_begin()
@@ -154,7 +156,11 @@ class Loop:
                     if recorder is not None:
                         logs = recording.logs_of(logs)
                     model.jax_state_sync()
-                    epoch_logs = dict(model._get_metrics_result_or_logs(logs))
+                    if logs is not NO_BATCH:
+                        train_logs = dict(model._get_metrics_result_or_logs(logs))
+                    elif train_logs is None:
+                        raise _no_batch(f"fit, in epoch {epoch + 1},")
+                    epoch_logs = dict(train_logs)  # those of Keras, where an epoch had no batch
                     if held_out is not None and model._should_eval(epoch, validation_freq):
                         epoch_logs.update(self._validate(held_out, validation_steps, callbacks))
                     callbacks.on_epoch_end(epoch, epoch_logs)
@@ -248,6 +254,8 @@ class Loop:
                 model, TEST, batches, callbacks.on_test_batch_begin, callbacks.on_test_batch_end
             )
             model.jax_state_sync()
+            if logs is NO_BATCH:
+                raise _no_batch("evaluate")
             logs = pythonify_logs(model._get_metrics_result_or_logs(logs))
             callbacks.on_test_end(logs)
         model._jax_state = None
@@ -290,6 +298,8 @@ class Loop:
             callbacks.on_predict_begin()
             run_epoch(model, PREDICT, batches, callbacks.on_predict_batch_begin, end)
             model.jax_state_sync()
+            if not every:
+                raise _no_batch("predict")
             callbacks.on_predict_end()
         model._jax_state = None
         return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *every)
@@ -308,6 +318,13 @@ class Loop:
             model=self.model,
             **kwargs,
         )
+
+
+def _no_batch(call: str) -> UnusableData:
+    return UnusableData(
+        f"{call} was given 0 batches, and at least 1 is needed.\n"
+        "A generator ends once, and a filter may leave nothing: give data that has rows."
+    )
 
 
 def _call(model: Any, batches: HostIterator) -> None:

@@ -317,6 +317,24 @@ def test_a_callback_that_uses_the_model_it_was_made_with(call, tmp_path):
     assert_same_runs(*both(script, tmp_path, devices=3))
 
 
+@pytest.mark.parametrize("devices", [1, 3])
+def test_compiled_anew_by_a_callback(devices, tmp_path):
+    """The first step after it builds the new metrics, and returns a larger state."""
+
+    class Compile(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 0:
+                made = self.model
+                made.compile(keras.optimizers.Adam(0.01), "mae", metrics=["mse"])
+                made.optimizer.build(made.trainable_variables)
+                made.make_train_function()
+                made.make_test_function()
+
+    one, many = both(lambda made, _: train(made, [Compile()], epochs=3), tmp_path, devices)
+    assert len(many.returned["mse"]) == 2
+    assert_same_runs(one, many)
+
+
 @pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("after", [None, 3])
 def test_released_or_moved_in_the_middle_of_an_epoch(after, tmp_path):

@@ -85,8 +85,9 @@ class Steps:
         """
 
         def program(state: State, batch: Any) -> tuple[Any, State]:
-            layouts = self._layouts(state, split())
             outputs, state = step(state, self._true_rows(batch))
+            # Which may be larger: a first step builds the metrics of a model compiled anew.
+            layouts = self._layouts(state, split())
             leaves, structure = jax.tree.flatten(state)
             pairs = zip(leaves, itertools.chain(*layouts), strict=True)
             leaves = [jax.lax.with_sharding_constraint(leaf, layout) for leaf, layout in pairs]

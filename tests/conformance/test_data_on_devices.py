@@ -308,6 +308,19 @@ def test_other_reasons(reason, gathered):
     assert not gathered
 
 
+def test_a_masked_array_is_refused_as_on_one_device(gathered):
+    x, y = common.data(40)
+    x = np.ma.masked_greater(x, 1.0)
+    with pytest.raises(ValueError, match="masked arrays are not supported"):
+        smooth().fit(x, y, verbose=0)
+    with (
+        pytest.warns(DataOnHostWarning, match="not NumPy arrays of numbers"),
+        pytest.raises(ValueError, match="masked arrays are not supported"),
+    ):
+        on(smooth(), 2).fit(x, y, verbose=0)
+    assert not gathered
+
+
 def test_one_pass_over_the_data_keeps_nothing(gathered):
     made = on(smooth(), 2)
     x, y = common.data(20)

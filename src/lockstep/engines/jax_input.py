@@ -174,7 +174,8 @@ def plain_arrays(adapter: Any) -> tuple[np.ndarray, ...] | None:
     sliceable = convert_to_sliceable(adapter._inputs, target_backend="jax")
     if any(type(part) is not NumpySliceable for part in sliceable):
         return None
-    return tuple(part.array for part in sliceable)
+    arrays = tuple(part.array for part in sliceable)
+    return None if any(isinstance(array, np.ma.MaskedArray) for array in arrays) else arrays
 
 
 def _rows_of_arrays(adapter: Any, arrays: tuple[np.ndarray, ...], skip: int) -> Iterator[Any]:

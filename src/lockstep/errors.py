@@ -7,7 +7,7 @@
     │   └── RehearsalTooLate          the backend had already started
     ├── UnsupportedBackend            Keras runs where no engine serves it yet
     ├── NotAModel (TypeError)         the object is no Keras model
-    ├── UnusableData (ValueError)     what verify was given to train on
+    ├── UnusableData (ValueError)     what verify or fit was given to train on
     ├── TargetNotFound (ValueError)   file.py:function names nothing
     ├── ProcessesDisagree             several processes would not train one model
     ├── BenchFailed                   a process that measured did not end well
@@ -69,7 +69,7 @@ class NotAModel(LockstepError, TypeError):
 
 
 class UnusableData(LockstepError, ValueError):
-    """The data, or the model, handed to `verify` cannot be trained on."""
+    """The data, or the model, handed over cannot be trained on: it has no batch, for example."""
 
 
 class TargetNotFound(LockstepError, ValueError):

@@ -121,24 +121,85 @@ def test_the_bits_are_those_of_batches_from_the_host(gathered):
 class Rewriting(keras.callbacks.Callback):
     """Augments the data in place, which the next epoch of Keras trains on."""
 
-    def __init__(self, x):
+    def __init__(self, x, hook="on_epoch_end"):
         super().__init__()
         self.x = x
+        setattr(self, hook, self.rewrite)
 
-    def on_epoch_end(self, epoch, logs=None):
+    def rewrite(self, *_, **__):
         self.x[:] = self.x[::-1] * 0.5
 
 
-def test_data_that_a_callback_rewrites_between_epochs(gathered):
+@pytest.mark.parametrize("kind", ["float32", "float64"])
+@pytest.mark.parametrize("hook", ["on_train_begin", "on_epoch_begin", "on_epoch_end"])
+def test_data_that_a_callback_rewrites_between_epochs(hook, kind, gathered):
+    """Also before the first one; and of a type of which Keras trains on a copy."""
     x, y = common.data(40)
 
     def fit(made):
-        mine = x.copy()
-        return made.fit(mine, y, batch_size=8, epochs=4, verbose=0, callbacks=[Rewriting(mine)])
+        mine = x.astype(kind)
+        rewriting = Rewriting(mine, hook)
+        return made.fit(mine, y, batch_size=8, epochs=3, verbose=0, callbacks=[rewriting])
 
     one, many = pair(fit, 2)
     assert_same(many, one)
-    assert len(gathered) == 20
+    assert len(gathered) == 15
+
+
+def test_validation_data_that_a_callback_rewrites(gathered):
+    x, y = common.data(40)
+
+    def fit(made):
+        held_out = common.data(16, seed=4)
+        return made.fit(
+            *(x, y, 8, 3),
+            verbose=0,
+            validation_data=held_out,
+            callbacks=[Rewriting(held_out[0], "on_test_begin")],
+        )
+
+    one, many = pair(fit, 2)
+    assert_same(many, one)
+    assert len(gathered) == 3 * (5 + 2)
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64"])
+def test_data_rewritten_in_the_middle_of_a_pass(kind, gathered):
+    """Keras makes its copy of another type once for a pass, which here has two epochs."""
+    x, y = common.data(80)
+
+    def fit(made):
+        mine = x.astype(kind)
+        options = {"batch_size": 8, "steps_per_epoch": 5, "epochs": 5, "verbose": 0}
+        return made.fit(mine, y, **options, callbacks=[Rewriting(mine)])
+
+    one, many = pair(fit, 2)
+    assert_same(many, one)
+    assert len(gathered) == 25
+
+
+@pytest.mark.parametrize("steps", [None, 3])
+@pytest.mark.parametrize("after", [None, 3])
+def test_a_model_that_leaves_its_devices_between_two_epochs(after, steps, gathered):
+    """Also in the middle of a pass, which has six batches; the data stay behind."""
+    x, y = common.data(42)
+
+    class Leave(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 0 and "_lockstep" in vars(self.model):
+                if after is None:
+                    lockstep.release(self.model)
+                else:
+                    on(self.model, after)
+
+    def fit(made):
+        options = {"batch_size": 7, "steps_per_epoch": steps, "epochs": 3, "verbose": 0}
+        held_out = common.data(9, seed=4)
+        return made.fit(x, y, **options, validation_data=held_out, callbacks=[Leave()])
+
+    one, many = pair(fit, 2)
+    assert_same(many, one)
+    assert gathered == [(7,)] * (steps or 6) + [(7,), (2,)]
 
 
 def test_a_callback_that_could_write_between_steps_keeps_the_data_on_the_host(gathered):
@@ -244,6 +305,19 @@ def test_other_reasons(reason, gathered):
     data = (Batches(x, y),) if "NumPy" in reason else (x, y)
     with pytest.warns(DataOnHostWarning, match=reason):
         made.fit(*data, verbose=0, shuffle=False)
+    assert not gathered
+
+
+def test_a_masked_array_is_refused_as_on_one_device(gathered):
+    x, y = common.data(40)
+    x = np.ma.masked_greater(x, 1.0)
+    with pytest.raises(ValueError, match="masked arrays are not supported"):
+        smooth().fit(x, y, verbose=0)
+    with (
+        pytest.warns(DataOnHostWarning, match="not NumPy arrays of numbers"),
+        pytest.raises(ValueError, match="masked arrays are not supported"),
+    ):
+        on(smooth(), 2).fit(x, y, verbose=0)
     assert not gathered
 
 

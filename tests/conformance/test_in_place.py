@@ -102,6 +102,46 @@ def test_distributed_by_a_callback_in_the_middle_of_fit(keras, one):
     assert_same(weights(made), one["weights"])
 
 
+def test_distributed_by_a_callback_after_the_first_validation(keras):
+    class Distribute(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1 and self.model is made:
+                lockstep.distribute(self.model, 3)
+
+    alone, made = model(), model()
+    options = {"epochs": 3, "validation_data": data(11, seed=4), "callbacks": [Distribute()]}
+    assert_same(fit(made, **options), fit(alone, **options))
+    assert_same(weights(made), weights(alone))
+    assert devices_of(made) == {3}
+
+
+@pytest.mark.parametrize("when", ["distribute", "release", "fit"])
+def test_weights_set_after_a_call_that_was_refused_stay(when, keras):
+    """Such a call leaves the state of the one before in Keras's `_jax_state`."""
+    made = model()
+    if when != "distribute":
+        lockstep.distribute(made, 3)
+    x, y = data(7)
+    made.train_on_batch(x, y)
+    with pytest.raises(ValueError, match="incompatible with the layer"):
+        made.predict_on_batch(x[:, :3])
+    mine = [np.full(weight.shape, 0.25, "float32") for weight in made.get_weights()]
+    made.set_weights(mine)
+    if when == "distribute":
+        lockstep.distribute(made, 3)
+    elif when == "release":
+        lockstep.release(made)
+    else:
+        found = []
+        look = keras.callbacks.LambdaCallback(
+            on_train_begin=lambda logs: found.append(look.model.get_weights())
+        )
+        fit(made, callbacks=[look])
+        assert_same(found[0], mine, atol=0)
+        return
+    assert_same(made.get_weights(), mine, atol=0)
+
+
 def test_weights_loaded_after(one, tmp_path):
     path = tmp_path / "start.weights.h5"
     model().save_weights(path)
@@ -252,6 +292,24 @@ def test_a_fit_that_the_class_overrides_still_runs(keras):
     lockstep.distribute(made, 3)
     fit(made)
     assert made.fits == 1
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_fit_that_the_class_overrides_validates(keras, devices):
+    class Own(keras.Sequential):
+        def fit(self, *args, **kwargs):
+            return super().fit(*args, **kwargs)
+
+    found = []
+    for distributed in (False, True):
+        keras.utils.set_random_seed(3)
+        made = Own([keras.Input((4,)), keras.layers.Dense(2)])
+        made.compile("sgd", "mse", metrics=["mae"], steps_per_execution=2)
+        if distributed:
+            lockstep.distribute(made, devices)
+        found.append([fit(made, epochs=2, validation_data=data(11, seed=4)), weights(made)])
+    assert len(found[0][0]) == 4
+    assert_same(found[1], found[0])
 
 
 def test_stateless_methods_in_a_loop_of_ones_own(keras):

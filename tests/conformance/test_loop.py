@@ -11,6 +11,7 @@ import pytest
 
 import lockstep
 from lockstep.engines.jax_steps import Steps
+from lockstep.errors import UnusableData
 from tests.conformance import common
 from tests.conformance.common import assert_same, weights
 from tests.conformance.side_by_side import BATCH, assert_same_runs, both, held_out, smooth, train
@@ -295,6 +296,45 @@ def test_fit_within_fit(tmp_path):
     )
 
 
+@pytest.mark.parametrize("call", ["evaluate", "predict", "train_on_batch", "fit"])
+def test_a_callback_that_uses_the_model_it_was_made_with(call, tmp_path):
+    """In the middle of an epoch; Keras alone has to be asked for `self.model`, and fails here."""
+    x, y = held_out()
+    others = {"x": x} if call == "predict" else {"x": x, "y": y}
+    others |= {} if "batch" in call else {"batch_size": 5, "verbose": 0}
+
+    def script(made, folder):
+        kept = []
+
+        class Uses(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                if batch == 2:
+                    found = getattr(made if lockstep_attached(made) else self.model, call)(**others)
+                    kept.append(found.history if call == "fit" else found)
+
+        return train(made, [Uses()]), kept
+
+    assert_same_runs(*both(script, tmp_path, devices=3))
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_compiled_anew_by_a_callback(devices, tmp_path):
+    """The first step after it builds the new metrics, and returns a larger state."""
+
+    class Compile(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 0:
+                made = self.model
+                made.compile(keras.optimizers.Adam(0.01), "mae", metrics=["mse"])
+                made.optimizer.build(made.trainable_variables)
+                made.make_train_function()
+                made.make_test_function()
+
+    one, many = both(lambda made, _: train(made, [Compile()], epochs=3), tmp_path, devices)
+    assert len(many.returned["mse"]) == 2
+    assert_same_runs(one, many)
+
+
 @pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("after", [None, 3])
 def test_released_or_moved_in_the_middle_of_an_epoch(after, tmp_path):
@@ -428,6 +468,45 @@ def test_a_generator_loses_no_more_rows_than_with_keras(stop):
         taken.append(counted)
     assert taken[1] == taken[0]
     assert taken[2] == taken[0]
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
+def test_an_epoch_without_a_batch_has_the_logs_of_the_one_before(tmp_path):
+    """A generator that ends where an epoch does: Keras asks for more, and goes on."""
+
+    def script(made, folder):
+        notes = Notes()
+        batches = (common.data(BATCH, seed=seed) for seed in range(10))
+        options = {"steps_per_epoch": 5, "epochs": 4, "verbose": 0, "shuffle": False}
+        history = made.fit(batches, **options, callbacks=[notes])
+        logs = [list((logs or {}).values()) for _, _, _, logs in notes.calls]
+        return history.epoch, history.history, [call[1:3] for call in notes.calls], logs
+
+    one, many = both(script, tmp_path, devices=3)
+    losses = many.returned[1]["loss"]
+    assert losses[2] == losses[1]
+    assert len(losses) == 4
+    assert many.returned[0] == one.returned[0]
+    assert many.returned[2] == one.returned[2]
+    assert_same(many.returned[1], one.returned[1])
+    assert_same(many.returned[3], one.returned[3])
+    assert_same(weights(many.model), weights(one.model))
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
+@pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
+def test_data_without_a_batch_are_refused_in_words(call):
+    """Keras alone names a local variable of its own, and forgets the weights in `evaluate`."""
+    import tensorflow as tf
+
+    made = lockstep.distribute(smooth(), 3)
+    train(made, epochs=1)
+    before = weights(made)
+    named, options = (call, {}) if call != "fit" else ("fit, in epoch 1,", {"shuffle": False})
+    nothing = tf.data.Dataset.from_tensor_slices(held_out()).batch(7).filter(lambda *_: False)
+    with pytest.raises(UnusableData, match=f"^{named} was given 0 batches, and at least 1 is"):
+        getattr(made, call)(nothing, verbose=0, **options)
+    assert_same(weights(made), before, atol=0)
 
 
 @pytest.mark.parametrize("devices", [1, 4])

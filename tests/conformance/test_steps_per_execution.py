@@ -153,6 +153,52 @@ def test_auto_on_a_generator_takes_as_many_batches_as_keras(together, monkeypatc
     assert_same(found[1], found[0])
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
+def test_auto_counts_the_steps_of_data_without_a_length_as_keras_does(together, monkeypatch):
+    import tensorflow as tf
+
+    found_out_as_faster(monkeypatch)
+    x, y = common.data(150 * BATCH)
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).filter(lambda *_: True)
+    found = []
+    for times in (1, "auto"):
+        made = smooth()
+        if times == "auto":
+            lockstep.distribute(made, 2)
+        bar = keras.callbacks.ProgbarLogger()
+        at_once(made, times).fit(batches, epochs=3, verbose=0, shuffle=False, callbacks=[bar])
+        found.append([[bar.seen, bar.target], weights(made)])
+    assert max(together) > 2
+    assert found[1][0] == found[0][0] == [150, 150]
+    assert_same(found[1][1], found[0][1], atol=1e-4)
+
+
+def test_auto_is_single_steps_after_a_callback_has_released_the_model(
+    together, monkeypatch, tmp_path
+):
+    found_out_as_faster(monkeypatch)
+
+    class Release(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 2 and "_lockstep" in vars(self.model):
+                lockstep.release(self.model)
+
+    def script(made, folder):
+        times = "auto" if "_lockstep" in vars(made) else 1
+        options = {"batch_size": BATCH, "epochs": 5, "verbose": 0, "shuffle": False}
+        x, y = common.data(110 * BATCH)
+        return (
+            at_once(made, times)
+            .fit(x, y, **options, validation_data=(x, y), callbacks=[Release()])
+            .history
+        )
+
+    one, many = both(script, tmp_path, devices=2)
+    assert max(together) > 2
+    assert int(many.model.optimizer.iterations) == 5 * 110
+    assert_same(many.returned, one.returned, atol=1e-4)
+
+
 def test_a_file_of_a_model_with_auto_is_trained_by_plain_keras(tmp_path):
     made = at_once(lockstep.distribute(smooth(dropout=0.0), 2), "auto")
     made.fit(*common.data(20), verbose=0, shuffle=False)

@@ -63,6 +63,15 @@ def test_silence_is_kept(verbose, wanted):
     assert wants_words(fit, (), {"verbose": verbose}) is wanted
 
 
+def test_a_fit_that_hands_its_arguments_on():
+    def own_fit(*args, **kwargs):
+        return fit(*args, **kwargs)
+
+    assert not wants_words(own_fit, (), {"verbose": 0})
+    line = fit_line("jax", GPUS, own_fit, (), {"batch_size": 256})
+    assert line.endswith("global batch 256 = 64 per replica")
+
+
 def test_fit_says_one_line_at_its_start(capsys):
     made = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     made.compile("sgd", "mse")

@@ -1,5 +1,7 @@
 """Batches gathered on the devices have the bits of those that the host would have sent."""
 
+import zlib
+
 import jax
 import numpy as np
 import pytest
@@ -63,12 +65,26 @@ def test_what_is_written_into_the_arrays_arrives_after_a_refresh():
     def first():
         return rows_of(data.batch(rows)[0], 0)
 
-    data.refresh()
     before = first()
     mine[0][1] = 7.0
     assert first().tobytes() == before.tobytes()
-    data.refresh()
+    data.refresh(mine)
     assert first().tobytes() == mine[0][:4].tobytes()
+    other = (mine[0] + 1, *mine[1:])
+    data.refresh(other)
+    assert first().tobytes() == other[0][:4].tobytes()
+
+
+def test_rows_in_another_order_are_seen():
+    """The first checksum here was adler32, a sum of bytes and of their places."""
+    rows = np.arange(4, dtype="int32")
+    mine = np.array([1, 0, 0, 1], "uint8")
+    before = zlib.adler32(mine.data)
+    data = Resident((mine,), by_rows(1), split=False)
+    mine[:] = mine[[1, 0, 3, 2]]
+    assert zlib.adler32(mine.data) == before
+    data.refresh((mine,))
+    np.testing.assert_array_equal(data.batch(rows)[0], [0, 1, 1, 0])
 
 
 def test_bytes_of_a_batch():

@@ -34,6 +34,7 @@ from lockstep.engines.jax_checks import (
 )
 from lockstep.engines.jax_keep import Keeper
 from lockstep.engines.jax_loop import Loop
+from lockstep.engines.jax_outside import bring_home, every_variable
 from lockstep.engines.jax_probe import JaxProbe
 from lockstep.engines.jax_scan import AUTO, check_times
 from lockstep.engines.jax_step import State, StepFunction
@@ -66,9 +67,7 @@ class JaxEngine:
             return
         jax_processes.check_started()
         jax_cache.keep_programs()
-        # A fit may be running, with its state outside of the variables:
-        # keras/src/backend/jax/trainer.py, JAXTrainer.jax_state_sync.
-        model.jax_state_sync()
+        bring_home(model)  # a fit may be running
         with CALLS.call("distribute") if jax_processes.several() else nullcontext():
             attachments.attach(
                 Attachment(model, devices, data_on_devices),
@@ -111,7 +110,7 @@ class Attachment:
         self._several = jax_processes.several()
         if self._several and found[0].platform == "cpu":
             jax_gloo.let_computation_first()
-        self._assigned = Assigned(lambda: _variables(model)) if self._several else None
+        self._assigned = Assigned(lambda: every_variable(model)) if self._several else None
         self._steps = Steps(found)
         self._split: frozenset[int] = frozenset()
         self._hooks: dict[str, Callable[..., Any]] = {}
@@ -144,7 +143,7 @@ class Attachment:
         check_mode()
         check_no_distribution()
         check_class(self.model)
-        for variable in _variables(self.model):
+        for variable in every_variable(self.model):
             check_layout(self.model, variable)
             self._check_holders(variable)
 
@@ -158,13 +157,14 @@ class Attachment:
 
     def give_back(self) -> None:
         """Undo `take_over`, also where it broke off half way."""
-        self.model.jax_state_sync()
+        bring_home(self.model)
+        self.keeper.leave()
         attributes = vars(self.model)
         attachments.unmark(self.model)
         for name, hook in self._hooks.items():
             if attributes.get(name) is hook:
                 del attributes[name]
-        variables = _variables(self.model)
+        variables = every_variable(self.model)
         for variable in variables:
             holders_of(variable).discard(self)
         if not any(holders_of(state) for state in jax_states.states_of(self.model)):
@@ -182,7 +182,7 @@ class Attachment:
         self._adopt()
         if self._several:  # outside of a step, each process has them whole
             return
-        for variable in _variables(self.model):  # one by one, so that each old array goes
+        for variable in every_variable(self.model):  # one by one, so that each old array goes
             variable.assign(jax.device_put(variable.value, self._steps.replicated))
 
     def _remake_functions(self) -> None:
@@ -293,12 +293,13 @@ class Attachment:
     def _adopt(self) -> None:
         """Take in variables that appeared since, before a fit, evaluate or predict."""
         check_no_distribution()
+        bring_home(self.model)  # another call may be running, and not have been asked for it
         jax_states.carry_states(self.model)
         values: set[int] = set()
         if self._several:
-            new = [v for v in _variables(self.model) if self not in holders_of(v)]
+            new = [v for v in every_variable(self.model) if self not in holders_of(v)]
             jax_processes.share_variables(new)
-        for variable in _variables(self.model):
+        for variable in every_variable(self.model):
             holders_of(variable).add(self)
             # Of two variables that share an array, as the average of an optimizer and
             # its variable may, one step would give the array away for both.
@@ -340,14 +341,6 @@ def _for_any_keras(get_compile_config: Callable[[], Any]) -> Callable[[], Any]:
         return config
 
     return plain_compile_config
-
-
-def _variables(model: Any) -> list[Any]:
-    """Every variable a training step reads or writes, each once."""
-    optimizer = getattr(model, "optimizer", None)
-    found = [*model.variables, *model.metrics_variables]
-    found += optimizer.variables if optimizer is not None else []
-    return list({id(variable): variable for variable in found}.values())
 
 
 def _first_copy(value: Any) -> Any:

@@ -42,6 +42,9 @@ TRAIN = Kind(
 TEST = Kind("test_function", "stop_evaluating", (*_WEIGHTS, "metrics_variables"))
 PREDICT = Kind("predict_function", "stop_predicting", _WEIGHTS)
 
+NO_BATCH: dict[str, Any] = {}
+"""The outputs of an epoch without a step."""
+
 
 def run_epoch(
     model: Any,
@@ -50,10 +53,10 @@ def run_epoch(
     begin: Begin,
     end: End,
 ) -> Any:
-    """The steps of one epoch; the outputs of the last one are returned."""
+    """The steps of one epoch; the outputs of the last one are returned, or `NO_BATCH`."""
     attributes = vars(model)
     current = _Current(kind.state)
-    outputs: Any = {}
+    outputs: Any = NO_BATCH
     # Set past the tracking of attributes, which looks at every array of every step.
     attributes["_jax_state_synced"] = True
     if batches.pace is not None:
@@ -67,7 +70,7 @@ def run_epoch(
                 step = getattr(model, kind.function)
                 if isinstance(step, StepFunction):
                     times = last - first + 1
-                    outputs = _execute(model, step, current, batches, iterator, times)
+                    outputs, taken = _execute(model, step, current, batches, iterator, times)
                     if step.ahead and batches.may_look_ahead(last + 1):
                         batches.ahead.look(step, current.kept[-1][1], iterator, times)
                 else:  # a callback has released the model
@@ -75,7 +78,9 @@ def run_epoch(
                         _read(model, current)
                     rest = itertools.chain(batches.ahead.drawn(iterator), iterator)
                     current.kept[:] = [step(current.kept[-1][1], rest)]
-                    outputs = current.kept[-1][0]
+                    outputs, taken = current.kept[-1][0], 1
+                if batches.pace is not None:
+                    last = batches.took(first, taken)
                 end(last, outputs)
                 if getattr(model, kind.stop):
                     break
@@ -93,8 +98,8 @@ def _execute(
     source: HostIterator,
     iterator: Any,
     times: int,
-) -> Any:
-    """So many steps, or as many as there are batches for."""
+) -> tuple[Any, int]:
+    """So many steps, or as many as there are batches for; and how many that were."""
     kept, ahead = current.kept, source.ahead
     if step.assigned is not None and vars(model)["_jax_state_synced"]:
         step.assigned.note()
@@ -118,7 +123,7 @@ def _execute(
         every.append(kept[0][0])
         if step.one_at_a_time:
             jax.block_until_ready(every[-1])
-    return step.outputs(every)
+    return step.outputs(every), len(batches)
 
 
 def _read(model: Any, current: "_Current", step: StepFunction | None = None) -> None:

@@ -31,7 +31,6 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
     Attributes:
         pace: Says how many steps each execution takes; `None` for `steps_per_execution`.
         data: The data on the devices; `None` where batches go from the host.
-        watched: Whether anybody might write into the arrays of `data` between two epochs.
         decided: Whether it has been decided where the data are.
         skip: How many batches of arrays the next pass leaves out, in order and random numbers
             as if it had given them.
@@ -41,6 +40,8 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
 
     skip = 0
     recorded = False
+    _looked = False
+    _taken = 1
 
     # keras/src/backend/jax/trainer.py, JAXEpochIterator; and the base class,
     # keras/src/trainers/epoch_iterator.py, which calls both.
@@ -49,7 +50,6 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         check_times(steps_per_execution)
         self.pace: Pace | None = None
         self.data: Resident | None = None
-        self.watched = True
         self.decided = False
         self.ahead = Ahead()
         times = 1 if steps_per_execution == AUTO else steps_per_execution
@@ -64,6 +64,7 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget what was taken to look at, as Keras does before the first step."""
         super().reset()
+        self.pace = None  # which Keras, in whose hands a released model is, does not know
         self.ahead = Ahead()
         if self._seen is not None:
             self._seen.close()
@@ -76,6 +77,7 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
             self._seen.every_pull = not isinstance(self.data_adapter, ArrayDataAdapter)
 
     def _enumerate_iterator(self) -> Iterator[tuple[int, int, Iterator[Any]]]:
+        self._looked = False
         steps: Iterator[tuple[int, int, Iterator[Any]]] = super()._enumerate_iterator()
         return steps if self.pace is None else self._paced(steps, self.pace)
 
@@ -83,10 +85,17 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         self, steps: Iterator[tuple[int, int, Iterator[Any]]], pace: Pace
     ) -> Iterator[tuple[int, int, Iterator[Any]]]:
         number = self.num_batches
-        for first, last, iterator in steps:
+        for first, _, iterator in steps:
             left = None if number is None else number - first
-            more = list(islice(steps, pace.next(left) - 1))
-            yield (first, *more[-1][1:]) if more else (first, last, iterator)
+            self._taken = pace.next(left)
+            yield first, first + self._taken - 1, iterator
+            for _ in islice(steps, self._taken - 1):  # counted where there were batches for them
+                pass
+
+    def took(self, first: int, steps: int) -> int:
+        """An execution took so many batches, maybe fewer than it was to; the last step's number."""
+        self._taken = steps
+        return first + steps - 1
 
     def _get_iterator(self) -> Iterator[Any]:
         batches = self._batches()
@@ -120,8 +129,11 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
             self._seen.check()
 
     def _batches(self) -> Iterator[Any]:
-        if self.data is not None:
-            return self._chosen(self.data, self.skip)
+        data = self.data
+        if data is not None and not data.gone:
+            # Where Keras casts, a pass has the values that were there when it began.
+            watched = plain_arrays(self.data_adapter) if data.watched else None
+            return self._chosen(data, watched or data.arrays, self.skip)
         arrays = plain_arrays(self.data_adapter)
         if arrays is not None:
             return _rows_of_arrays(self.data_adapter, arrays, self.skip)
@@ -131,10 +143,16 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
     def _source(self) -> Any:
         return self.data_adapter.get_jax_iterator()
 
-    def _chosen(self, data: Resident, skip: int) -> Iterator[Chosen]:
-        if self.watched:
-            data.refresh()
+    def _chosen(
+        self, data: Resident, arrays: tuple[np.ndarray, ...], skip: int
+    ) -> Iterator[Chosen | tuple[np.ndarray, ...]]:
         for rows in _row_numbers(self.data_adapter, skip):
+            if data.gone:
+                yield _rows_of(arrays, rows)
+                continue
+            if data.watched and not self._looked:  # in every epoch, of which a pass may have many
+                data.refresh(arrays)
+                self._looked = True
             if isinstance(rows, slice):
                 rows = np.arange(rows.start, rows.stop)
             yield Chosen(rows.astype("int32"), data)
@@ -148,16 +166,20 @@ def plain_arrays(adapter: Any) -> tuple[np.ndarray, ...] | None:
     sliceable = convert_to_sliceable(adapter._inputs, target_backend="jax")
     if any(type(part) is not NumpySliceable for part in sliceable):
         return None
-    return tuple(part.array for part in sliceable)
+    arrays = tuple(part.array for part in sliceable)
+    return None if any(isinstance(array, np.ma.MaskedArray) for array in arrays) else arrays
 
 
 def _rows_of_arrays(adapter: Any, arrays: tuple[np.ndarray, ...], skip: int) -> Iterator[Any]:
     """The batches of Keras, in its order and from its random numbers, with less Python."""
     for rows in _row_numbers(adapter, skip):
-        if isinstance(rows, slice):
-            yield tuple([array[rows].copy() for array in arrays])
-        else:
-            yield tuple([array.take(rows, axis=0) for array in arrays])
+        yield _rows_of(arrays, rows)
+
+
+def _rows_of(arrays: tuple[np.ndarray, ...], rows: np.ndarray | slice) -> tuple[np.ndarray, ...]:
+    if isinstance(rows, slice):
+        return tuple([array[rows].copy() for array in arrays])
+    return tuple([array.take(rows, axis=0) for array in arrays])
 
 
 def _row_numbers(adapter: Any, skip: int) -> Iterator[np.ndarray | slice]:

@@ -1,6 +1,7 @@
 """Whether the data of a fit stay on the devices."""
 
 import warnings
+import weakref
 from typing import Any
 
 import jax
@@ -32,6 +33,7 @@ class Keeper:
     def __init__(self, steps: Steps, wanted: bool | None) -> None:
         self.wanted = wanted
         self._steps = steps
+        self._kept: weakref.WeakSet[Resident] = weakref.WeakSet()
 
     def keep(self, model: Any, batches: HostIterator, callbacks: Any, batch: str) -> None:
         """Let the batches of a fit be gathered on the devices, if they can; decided once.
@@ -49,7 +51,8 @@ class Keeper:
             return
         found = self._data(model, batches, callbacks, batch)
         if isinstance(found, Resident):
-            batches.data, batches.watched = found, run_user_code(callbacks)
+            batches.data = found
+            self._kept.add(found)
         elif self.wanted:
             warnings.warn(
                 f"data_on_devices=True was asked for, and {found}.\n"
@@ -57,6 +60,11 @@ class Keeper:
                 DataOnHostWarning,
                 stacklevel=4,
             )
+
+    def leave(self) -> None:
+        """The model leaves its devices: a fit under way goes on with batches from the host."""
+        for data in self._kept:
+            data.leave()
 
     def _data(
         self, model: Any, batches: HostIterator, callbacks: Any, batch: str
@@ -77,7 +85,8 @@ class Keeper:
         if room is not None and each > room:
             return f"{each / 2**20:.0f} MiB are more than the {room / 2**20:.0f} MiB free for them"
         try:
-            return Resident(arrays, self._steps.by_rows, split=split)
+            watched = run_user_code(callbacks)
+            return Resident(arrays, self._steps.by_rows, split=split, watched=watched)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise

@@ -20,13 +20,14 @@ from keras.src.utils.traceback_utils import filter_traceback
 
 from lockstep.announce import LONG, first_step_line
 from lockstep.engines.jax_callbacks import Callbacks, see_every_batch
-from lockstep.engines.jax_epoch import PREDICT, TEST, TRAIN, Begin, End, run_epoch
+from lockstep.engines.jax_epoch import NO_BATCH, PREDICT, TEST, TRAIN, Begin, End, run_epoch
 from lockstep.engines.jax_input import HostIterator
 from lockstep.engines.jax_keep import Keeper
 from lockstep.engines.jax_pace import Pace
 from lockstep.engines.jax_position import RecordedIterator, RecordedValidation
 from lockstep.engines.jax_recording import Recording, recorder_among
 from lockstep.engines.jax_step import StepFunction
+from lockstep.errors import UnusableData
 
 # Everything private below is what JAXTrainer itself goes by, and has its place in
 # keras/src/trainers/trainer.py or keras/src/backend/jax/trainer.py (`_jax_state`).
@@ -121,6 +122,7 @@ class Loop:
         batches.pace = _pace(model.train_function, callbacks, "train", recorder)
         self.keeper.keep(model, batches, callbacks, "train")
         model.stop_training = False
+        train_logs: dict[str, Any] | None = None
         epoch_logs: dict[str, Any] = {}
         callbacks.on_train_begin()
         first_epoch = model._initial_epoch or initial_epoch
@@ -153,16 +155,18 @@ class Loop:
                 if recorder is not None:
                     logs = recording.logs_of(logs)
                 model.jax_state_sync()
-                epoch_logs = dict(model._get_metrics_result_or_logs(logs))
+                if logs is not NO_BATCH:
+                    train_logs = dict(model._get_metrics_result_or_logs(logs))
+                elif train_logs is None:
+                    raise _no_batch(f"fit, in epoch {epoch + 1},")
+                epoch_logs = dict(train_logs)  # those of Keras, where an epoch had no batch
                 if held_out is not None and model._should_eval(epoch, validation_freq):
                     epoch_logs.update(self._validate(held_out, validation_steps, callbacks))
                 callbacks.on_epoch_end(epoch, epoch_logs)
                 if model.stop_training:
                     break
-        except BaseException:
+        finally:
             self._after_fit(epochs)
-            raise
-        self._after_fit(epochs)
         callbacks.on_train_end(logs=epoch_logs)
         return model.history
 
@@ -216,6 +220,10 @@ class Loop:
         within_fit = kwargs.pop("_use_cached_eval_dataset", False)
         if kwargs:
             raise ValueError(f"Arguments not recognized: {kwargs}")
+        if within_fit and not isinstance(model._eval_epoch_iterator, HostIterator):
+            # Keras's fit has made it: the class has its own, or it began before `distribute`.
+            given = (x, y, batch_size, verbose, sample_weight, steps, callbacks, return_dict)
+            return JAXTrainer.evaluate(model, *given, _use_cached_eval_dataset=True)
         batches = (
             model._eval_epoch_iterator
             if within_fit
@@ -243,6 +251,8 @@ class Loop:
             model, TEST, batches, callbacks.on_test_batch_begin, callbacks.on_test_batch_end
         )
         model.jax_state_sync()
+        if logs is NO_BATCH:
+            raise _no_batch("evaluate")
         logs = pythonify_logs(model._get_metrics_result_or_logs(logs))
         callbacks.on_test_end(logs)
         model._jax_state = None
@@ -275,15 +285,17 @@ class Loop:
         callbacks = self._callbacks(callbacks, verbose, 1, batches)
         model.make_predict_function()
         model.stop_predicting = False
-        callbacks.on_predict_begin()
         every: list[Any] = []
 
         def end(step: int, outputs: Any) -> None:
             every.append(outputs)
             callbacks.on_predict_batch_end(step, {"outputs": outputs})
 
+        callbacks.on_predict_begin()
         run_epoch(model, PREDICT, batches, callbacks.on_predict_batch_begin, end)
         model.jax_state_sync()
+        if not every:
+            raise _no_batch("predict")
         callbacks.on_predict_end()
         model._jax_state = None
         return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *every)
@@ -302,6 +314,13 @@ class Loop:
             model=self.model,
             **kwargs,
         )
+
+
+def _no_batch(call: str) -> UnusableData:
+    return UnusableData(
+        f"{call} was given 0 batches, and at least 1 is needed.\n"
+        "A generator ends once, and a filter may leave nothing: give data that has rows."
+    )
 
 
 def _call(model: Any, batches: HostIterator) -> None:

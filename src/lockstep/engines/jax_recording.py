@@ -83,7 +83,7 @@ class Recording:
 
     def restore(self, epoch: int, step: int, values: list[np.ndarray], state: Any) -> list[str]:
         """Let `fit` go on where `snapshot` and `state` were taken."""
-        self._logs = state["logs"]
+        self._logs = state["logs"] if step else {}
         words = self._put(values, state["callbacks"])
         if not state["stopped"] and epoch < self.epochs:
             if self._held_out is not None and state["validation"] is not None:
@@ -102,7 +102,8 @@ class Recording:
 
     def logs_of(self, logs: Any) -> Any:
         """The logs of an epoch's last step, also where the checkpoint came right after it."""
-        return logs or self._logs
+        mine, self._logs = self._logs, {}
+        return mine if mine and not logs else logs
 
     def is_told_to_leave(self) -> bool:
         """Whether one of several processes was sent SIGTERM, and all are at the agreed step."""

@@ -27,29 +27,53 @@ class Resident:
         split: Whether each device has its share of the rows, rather than all of them.
             Not for a CPU, where the exchange and a step that waits for another device
             may each hold the thread that the other one needs.
+        watched: Whether anybody might write into the arrays between two epochs.
+
+    Attributes:
+        arrays: What is on the mesh, as it is on the host.
+        watched: Whether it has to be looked at before each epoch.
+        gone: Whether the model has left the mesh, and the arrays with it.
     """
 
     def __init__(
-        self, arrays: tuple[np.ndarray, ...], by_rows: NamedSharding, *, split: bool
+        self,
+        arrays: tuple[np.ndarray, ...],
+        by_rows: NamedSharding,
+        *,
+        split: bool,
+        watched: bool = True,
     ) -> None:
-        self._arrays = arrays
+        self.arrays = arrays
+        self.watched = watched
+        self.gone = False
         self._by_rows = by_rows
         self._split = split
         self._replicas: int = by_rows.mesh.size
         self._everywhere = NamedSharding(by_rows.mesh, PartitionSpec())
-        self._seen: list[int] | None = None
-        self._placed = self._place()
+        self._checks = tuple(map(_check, arrays)) if watched else ()
+        self._placed = tuple(map(self._place, arrays))
 
-    def refresh(self) -> None:
-        """Place the arrays anew where something was written into them since the last call."""
-        seen = [zlib.adler32(np.ascontiguousarray(array).data) for array in self._arrays]
-        if self._seen not in (None, seen):
-            self._placed = self._place()
-        self._seen = seen
+    def refresh(self, arrays: tuple[np.ndarray, ...]) -> None:
+        """Place those of these arrays anew that have not the values that were placed last.
+
+        Args:
+            arrays: The same data set, in arrays of the same shapes and types.
+        """
+        checks = tuple(map(_check, arrays))
+        found = zip(self._placed, self._checks, checks, arrays, strict=True)
+        self._placed = tuple(
+            placed if before == now else self._place(array) for placed, before, now, array in found
+        )
+        self.arrays, self._checks = arrays, checks
+
+    def leave(self) -> None:
+        """Let go of the devices: whoever asks for batches from now on takes them from the host."""
+        self.gone = True
+        self._placed = ()
 
     def batch_bytes(self, rows: int) -> int:
         """The bytes of a batch of so many rows."""
-        return sum(array.nbytes // len(array) * rows for array in self._arrays)
+        return sum(array.nbytes // len(array) * rows for array in self.arrays)
 
     def batch(self, rows: np.ndarray) -> tuple[Any, ...]:
         """The rows of these numbers, laid out as a batch.
@@ -67,10 +91,7 @@ class Resident:
             return taken
         return tuple(Sharded(leaf, count) for leaf in taken)
 
-    def _place(self) -> tuple[jax.Array, ...]:
-        return tuple(map(self._place_one, self._arrays))
-
-    def _place_one(self, array: np.ndarray) -> jax.Array:
+    def _place(self, array: np.ndarray) -> jax.Array:
         rows = len(array)
         missing = missing_rows(rows, self._replicas) if self._split else 0
         shape = (rows + missing, *array.shape[1:])
@@ -87,6 +108,11 @@ class Resident:
 
         layout = self._by_rows if self._split else self._everywhere
         return jax.make_array_from_callback(shape, layout, share)
+
+
+def _check(array: np.ndarray) -> int:
+    # Not adler32: it is a sum, of which rows in another order change the upper half alone.
+    return zlib.crc32(np.ascontiguousarray(array).data)
 
 
 # At the level of the module, so that JAX keeps the program and not the data.

@@ -6,6 +6,8 @@ from typing import Any
 
 import keras
 
+from lockstep.engines.jax_outside import bring_home
+
 
 class CarriedState:
     """Makes a step carry one state of a stateful RNN layer.
@@ -64,9 +66,7 @@ def drop_states(model: Any) -> None:
 
 def reset(model: Any, states: list[Any]) -> None:
     """Set states of `model` to zero, between two steps as well."""
-    # Within a fit the state is outside of the variables, and would come back over the zeros:
-    # keras/src/backend/jax/trainer.py, JAXTrainer.jax_state_sync.
-    model.jax_state_sync()
+    bring_home(model)  # within a fit it would come back over the zeros
     _zero(states)
 
 

@@ -89,8 +89,9 @@ class Steps:
         """
 
         def program(state: State, batch: Any) -> tuple[Any, State]:
-            layouts = self._layouts(state, split())
             outputs, state = step(state, self._true_rows(batch))
+            # Which may be larger: a first step builds the metrics of a model compiled anew.
+            layouts = self._layouts(state, split())
             leaves, structure = jax.tree.flatten(state)
             pairs = zip(leaves, itertools.chain(*layouts), strict=True)
             leaves = [jax.lax.with_sharding_constraint(leaf, layout) for leaf, layout in pairs]
@@ -227,7 +228,7 @@ class Steps:
         if leaf is None or (type(leaf) is np.ndarray and not self._ahead):
             return leaf
         placed = isinstance(leaf, jax.Array | sparse.JAXSparse)
-        return jax.device_put(leaf if placed else np.asarray(leaf), self.replicated)
+        return jax.device_put(leaf if placed else _host_array(leaf), self.replicated)
 
     def _shard_leaf(self, leaf: Any) -> Any:
         if leaf is None:
@@ -240,7 +241,7 @@ class Steps:
                 )
             return jax.device_put(leaf, self.replicated)
         if not isinstance(leaf, jax.Array):
-            leaf = np.asarray(leaf)
+            leaf = _host_array(leaf)
         if leaf.ndim == 0 or leaf.shape[0] == 0:
             return self._put(leaf, self.replicated)
         rows = leaf.shape[0]
@@ -269,7 +270,7 @@ class Steps:
         if leaf is None:
             return None
         if not isinstance(leaf, jax.Array | sparse.JAXSparse):
-            leaf = np.asarray(leaf)
+            leaf = _host_array(leaf)
         even = leaf.ndim > 0 and leaf.shape[0] % self._replicas == 0
         even = even and not isinstance(leaf, sparse.JAXSparse)
         return jax.device_put(leaf, self.by_rows if even else self.replicated)
@@ -319,6 +320,11 @@ class Steps:
             UnsplitBatchWarning,
             stacklevel=3,
         )
+
+
+def _host_array(leaf: Any) -> np.ndarray:
+    # A masked array JAX refuses in words of its own; without its mask it would train on all.
+    return leaf if isinstance(leaf, np.ma.MaskedArray) else np.asarray(leaf)
 
 
 def _is_sharded(leaf: Any) -> bool:

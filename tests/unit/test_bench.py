@@ -168,7 +168,7 @@ def asked_for(self, model, batches, *rest):
     self.wanted = True
     keep(self, model, batches, *rest)
     with Path("kept.txt").open("a") as file:
-        print(batches.data is not None and not batches.watched, file=file)
+        print(batches.data is not None and not batches.data.watched, file=file)
 
 Keeper.keep = asked_for
 """

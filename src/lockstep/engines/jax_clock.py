@@ -25,14 +25,7 @@ class Clock(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no typ
     Lockstep's loops know this class, and go on as they would without it. It waits for the
     devices before the first step that is timed and after the last one only.
 
-    Attributes:
-        done: Steps done, with those that are not timed.
-        steps: Steps timed.
-        executions: In so many executions.
-        rows: Rows trained on in all of them.
-        batch: Rows of the largest step.
-        wall: Seconds from the begin of the first of them to the end of the last.
-        host: Processor time of the main thread in that time.
+    Its attributes are those of `lockstep.engines.engine.Clock`.
     """
 
     def __init__(self, most: int, *, settle: bool) -> None:

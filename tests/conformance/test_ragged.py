@@ -121,6 +121,65 @@ def test_a_model_that_merges_the_batch_is_exact_and_says_so_once(keras):
         made.fit(x[:12], y[:12], batch_size=12, verbose=0)
 
 
+@pytest.mark.parametrize("of", ["rows", "all but one row", "a loss"])
+def test_the_gradient_of_a_sort_is_exact_and_says_that_it_is_not_split(keras, of):
+    """XLA would end the process: JAX 0.10.2 scatters it by unsigned numbers."""
+    ops, layers = keras.ops, keras.layers
+
+    class Sorted(layers.Layer):
+        def call(self, x):
+            if of == "rows":
+                return ops.sort(x, axis=-1)
+            if of == "all but one row":
+                return ops.concatenate([x[:1], ops.sort(x[1:], axis=-1)], axis=0)
+            return x
+
+    def far(y_true, y_pred):
+        return ops.mean(ops.square(ops.sort(y_true, axis=0) - ops.sort(y_pred, axis=0)), axis=-1)
+
+    def make():
+        keras.utils.set_random_seed(1)
+        made = keras.Sequential([keras.Input((4,)), layers.Dense(6), Sorted(name="sorted")])
+        made.add(layers.Dense(2))
+        made.compile("sgd", far if of == "a loss" else "mse")
+        return made
+
+    rows = 8 if of == "all but one row" else 7  # which are uneven within the model alone
+    x, y = data(rows)
+    alone, made = make(), lockstep.distribute(make(), 4)
+    where = "compile_loss/far" if of == "a loss" else ".*sorted"
+    with pytest.warns(UnsplitBatchWarning, match=f"{rows} rows over 4 .* split: {where}:") as said:
+        made.fit(x, y, batch_size=rows, epochs=2, shuffle=False, verbose=0)
+    assert len(said) == 1
+    alone.fit(x, y, batch_size=rows, epochs=2, shuffle=False, verbose=0)
+    assert_same(weights(made), weights(alone))
+    assert_same(made.predict(x, verbose=0), alone.predict(x, verbose=0))
+
+
+def test_a_sort_over_even_shards_is_split(keras):
+    def make():
+        keras.utils.set_random_seed(1)
+        made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(6)])
+        made.add(keras.layers.Lambda(lambda x: keras.ops.sort(x, axis=-1)))
+        made.compile("sgd", lambda y_true, y_pred: keras.ops.mean(y_pred**2, axis=-1))
+        return made
+
+    x, y = data(8)
+    alone, made = make(), lockstep.distribute(make(), 4)  # warnings are errors here
+    assert_same(made.train_on_batch(x, y), alone.train_on_batch(x, y))
+    assert_same(weights(made), weights(alone))
+
+
+def test_a_model_may_give_numbers_of_python(keras):
+    class Counting(keras.Model):
+        def call(self, x):
+            return {"twice": x * 2, "rows": x.shape[0], "scale": 0.5}
+
+    x = np.ones((7, 3), "float32")
+    found = lockstep.distribute(Counting(), 4).predict_on_batch(x)
+    assert_same(found, Counting().predict_on_batch(x))
+
+
 def test_shuffling_gives_the_order_of_one_device(keras):
     def histories(devices):
         made = model()

@@ -102,15 +102,16 @@ class Clock(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no typ
         pace = self._function.pace if isinstance(self._function, StepFunction) else None
         return pace is not None and pace.times is None
 
-    def _counting(self, run: Any, look: Callable[[Any, Any, Any], None] | None) -> Any:
-        def count(program: Any, state: Any, placed: Any) -> None:
+    def _counting(self, run: Any, look: Callable[[Any, Any, Any], Any] | None) -> Any:
+        def count(program: Any, state: Any, placed: Any) -> Any:
             if look is not None:
-                look(program, state, placed)
+                placed = look(program, state, placed)
             steps, rows = _steps_and_rows(placed, several=program is not run)
             self.done += steps
             self.steps += steps
             self.rows += steps * rows
             self.batch = max(self.batch, rows)
+            return placed
 
         return count
 

@@ -115,7 +115,7 @@ def _execute(
     for run, placed in placed_ahead or step.programs(kept[-1][1], batches):
         state = kept[-1][1]
         if step.look is not None:
-            step.look(run, state, placed)
+            placed = step.look(run, state, placed)
         # What the program returns is in the list before Python looks for signals,
         # so that an interrupt finds the state before the step or the one after.
         kept.extend(map(run, (state,), (placed,)))

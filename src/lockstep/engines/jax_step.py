@@ -31,7 +31,8 @@ class StepFunction:
             compiled, the state that went in is gone afterwards.
         finish: Of predictions, from what `run` gives to the rows; `None` for logs.
         times: `steps_per_execution`.
-        look: Says what is to be said before this program takes this batch, if anything.
+        look: Says what is to be said before this program takes this batch, if anything, and
+            gives the batch as the program is to have it.
         together: From batches that can be stacked to a program for all of their steps and
             what it takes; or `None` where they are to be run one by one.
         seen: Raises where the batches are not those that every process has, or `None`.
@@ -47,7 +48,7 @@ class StepFunction:
     run: Program
     finish: Callable[[Any], Any] | None
     times: int
-    look: Callable[[Program, State, Any], None] | None = None
+    look: Callable[[Program, State, Any], Any] | None = None
     together: Callable[[State, list[Any]], tuple[Program, Any] | None] | None = None
     seen: Seen | None = None
     here: Callable[[Any], Any] | None = None
@@ -68,7 +69,7 @@ class StepFunction:
         every = []
         for run, placed in self.programs(state, batches):
             if self.look is not None:
-                self.look(run, state, placed)
+                placed = self.look(run, state, placed)
             outputs, state = run(state, placed)
             if self.one_at_a_time:
                 jax.block_until_ready(outputs)

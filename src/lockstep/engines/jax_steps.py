@@ -10,6 +10,7 @@ device, and the padding never reaches the model.
 import itertools
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from lockstep.engines.jax_resident import Chosen
 from lockstep.engines.jax_scan import AUTO, few_bytes, is_worth_it, repeated, stacked
 from lockstep.engines.jax_sharded import Sharded
 from lockstep.engines.jax_step import Program, State, Step, StepFunction
-from lockstep.engines.jax_unsplit import merging_layers
+from lockstep.engines.jax_unsplit import merging_layers, unsplittable_layers
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.shards import missing_rows
 
@@ -96,11 +97,11 @@ class Steps:
             pairs = zip(leaves, itertools.chain(*layouts), strict=True)
             leaves = [jax.lax.with_sharding_constraint(leaf, layout) for leaf, layout in pairs]
             state = jax.tree.unflatten(structure, leaves)
-            return (self._split_outputs(outputs) if stay_split else outputs), state
+            return (self._split_outputs(outputs, batch) if stay_split else outputs), state
 
         # What stays split over several processes, none of them could read.
         stay_split = per_row_outputs and not self._several
-        looked_at: set[object] = set()
+        whole: dict[object, bool] = {}  # by the shapes of batches
         outputs_layout = None if stay_split else self.replicated
         options = jax_flags.options(self.devices, gradient_bytes)
         jit = partial(jax.jit, donate_argnums=0, compiler_options=options)
@@ -110,11 +111,15 @@ class Steps:
         open_times = times == AUTO and not per_row_outputs and not self._several
         pace = Pace() if open_times else None
 
-        def look(program: Any, state: State, batch: Any) -> None:
-            ragged = self._ragged_shapes(batch, dim=0 if program is run else 1)
-            if ragged and ragged not in looked_at:
-                looked_at.add(ragged)
-                self._say_if_unsplit(program.trace(state, batch), ragged)
+        def look(program: Any, state: State, batch: Any) -> Any:
+            shapes = _shapes(batch)
+            known = (program is run, shapes)
+            if known not in whole:
+                traced = program.trace(state, batch)
+                whole[known] = self._is_unsplittable(traced, shapes)
+                if not whole[known]:
+                    self._say_if_unsplit(traced, shapes)
+            return _undivided(batch) if whole[known] else batch
 
         def together(state: State, batches: list[Any]) -> tuple[Program, Any] | None:
             if worth_it == [False] or not few_bytes(batches):
@@ -281,14 +286,21 @@ class Steps:
         def slice_rows(leaf: Any) -> Any:
             if not isinstance(leaf, Sharded):
                 return leaf
-            return jax.lax.with_sharding_constraint(leaf.padded[: leaf.rows], self.by_rows)
+            layout = self.replicated if leaf.whole else self.by_rows
+            return jax.lax.with_sharding_constraint(leaf.padded[: leaf.rows], layout)
 
         return jax.tree.map(slice_rows, batch, is_leaf=_is_sharded)
 
-    def _split_outputs(self, outputs: Any) -> Any:
+    def _split_outputs(self, outputs: Any, batch: Any) -> Any:
+        leaves = jax.tree.leaves(batch, is_leaf=_is_sharded)
+        whole = any(leaf.whole for leaf in leaves if _is_sharded(leaf))
+
         def pad(leaf: Any) -> Any:
+            leaf = jnp.asarray(leaf)  # a model may give numbers of Python's
             if leaf.ndim == 0 or leaf.shape[0] == 0:
                 return leaf
+            if whole:
+                leaf = jax.lax.with_sharding_constraint(leaf, self.replicated)
             rows = leaf.shape[0]
             padding = [(0, missing_rows(rows, self._replicas))] + [(0, 0)] * (leaf.ndim - 1)
             padded = jnp.pad(leaf, padding)
@@ -298,21 +310,32 @@ class Steps:
 
     # --------------------------------------------------------------- unsplit batches
 
-    def _ragged_shapes(self, batch: Any, dim: int) -> tuple[tuple[int, ...], ...]:
-        leaves = jax.tree.leaves(batch, is_leaf=_is_sharded)
-        return tuple(
-            (leaf.rows, *leaf.padded.shape)
-            for leaf in leaves
-            if _is_sharded(leaf) and leaf.rows != leaf.padded.shape[dim]
-        )
+    def _is_unsplittable(self, traced: Any, shapes: "_Shapes") -> bool:
+        """Whether every device has to have the whole batch, which is said."""
+        rows = {rows for rows, *_ in shapes}
+        layers = unsplittable_layers(traced.jaxpr.jaxpr, rows, self._replicas) if rows else []
+        if layers:
+            warnings.warn(
+                f"A batch of {max(rows)} rows over {self._replicas} devices is exact, but not "
+                f"split: {', '.join(layers)}: XLA cannot split the gradient of a sort unevenly, "
+                "and all devices do all of the work.\n"
+                "Give batches that the number of devices divides; or sort by "
+                "ops.take_along_axis(x, ops.argsort(x, axis), axis).",
+                UnsplitBatchWarning,
+                stacklevel=3,
+            )
+        return bool(layers)
 
-    def _say_if_unsplit(self, traced: Any, ragged: tuple[tuple[int, ...], ...]) -> None:
+    def _say_if_unsplit(self, traced: Any, shapes: "_Shapes") -> None:
+        ragged = {rows for rows, *_ in shapes if missing_rows(rows, self._replicas)}
+        if not ragged:
+            return
         # What is compiled here is what runs: JAX keeps it.
         program = traced.lower().compile().as_text() or ""
-        layers = merging_layers(traced.jaxpr.jaxpr, program, {rows for rows, *_ in ragged})
+        layers = merging_layers(traced.jaxpr.jaxpr, program, ragged)
         if not layers:
             return
-        rows = max(rows for rows, *_ in ragged)
+        rows = max(ragged)
         warnings.warn(
             f"A batch of {rows} rows over {self._replicas} devices is exact, but not fully split: "
             f"{', '.join(layers)}: the batch is merged with another dim, and devices repeat work.\n"
@@ -329,6 +352,24 @@ def _host_array(leaf: Any) -> np.ndarray:
 
 def _is_sharded(leaf: Any) -> bool:
     return isinstance(leaf, Sharded)
+
+
+_Shapes = tuple[tuple[int, ...], ...]
+
+
+def _shapes(batch: Any) -> _Shapes:
+    """Of the arrays that are split: the number of rows, and the shape with the padding."""
+    leaves = jax.tree.leaves(batch, is_leaf=_is_sharded)
+    return tuple([(leaf.rows, *leaf.padded.shape) for leaf in leaves if _is_sharded(leaf)])
+
+
+def _undivided(batch: Any) -> Any:
+    """The same batch, of which every device takes all rows."""
+
+    def undivided(leaf: Any) -> Any:
+        return replace(leaf, whole=True) if _is_sharded(leaf) else leaf
+
+    return jax.tree.map(undivided, batch, is_leaf=_is_sharded)
 
 
 def _whole_outputs(outputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Which layers keep a ragged batch from being split."""
+"""Which layers keep a batch from being split."""
 
 import re
 from collections.abc import Collection, Iterator
@@ -22,7 +22,8 @@ def merging_layers(jaxpr: Any, program: str, rows: Collection[int]) -> list[str]
     if not re.search(r" all-gather(-start)?\(", program):
         return []
     found = set()
-    for path, before, after in _reshapes(jaxpr, ""):
+    for path, equation in _equations(jaxpr, "", "reshape"):
+        before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
         merged = before and after and before[0] in rows and after[0] > before[0]
         split = before and after and after[0] in rows and before[0] > after[0]
         if path and (merged or split):
@@ -30,15 +31,43 @@ def merging_layers(jaxpr: Any, program: str, rows: Collection[int]) -> list[str]
     return sorted(found)
 
 
-def _reshapes(jaxpr: Any, outer: str) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+def unsplittable_layers(jaxpr: Any, rows: Collection[int], replicas: int) -> list[str]:
+    """The layers that XLA cannot compile for a batch that is split: it would end the process.
+
+    XLA pads the uneven shards of a scatter's indices with an int32, whatever type they have
+    (xla/service/spmd/spmd_partitioner_util.h, JAX 0.10.2). The gradient of a sort scatters by
+    unsigned numbers, that of `keras.ops.median`, `quantile` and `keras.random.shuffle` too.
+
+    Args:
+        jaxpr: The traced step.
+        rows: The numbers of rows of the batch.
+        replicas: The number of devices.
+
+    Returns:
+        Their paths, "the loss" for what is in none; or nothing, where no shard of the indices
+        can be uneven.
+    """
+    ragged = any(number % replicas for number in rows)
+    found = set()
+    for path, equation in _equations(jaxpr, "", "scatter"):
+        indices = equation.invars[1].aval
+        dims = indices.shape[:-1]
+        even = all(dim % replicas == 0 for dim in dims)
+        by_rows = not ragged and any(dim in rows for dim in dims)
+        if indices.dtype != "int32" and not even and not by_rows:
+            found.add(path or "the loss")
+    return sorted(found)
+
+
+def _equations(jaxpr: Any, outer: str, name: str) -> Iterator[tuple[str, Any]]:
+    """The equations whose primitive's name begins so, each with the path of its layer."""
     for equation in jaxpr.eqns:
         path = "/".join(filter(None, (outer, str(equation.source_info.name_stack))))
-        if equation.primitive.name == "reshape":
+        if equation.primitive.name.startswith(name):
             # The transformations, as in "transpose(jvp(layer))", are no part of the path.
-            layer = re.sub(r"\w+\(|\)", "", path)
-            yield layer, equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+            yield re.sub(r"\w+\(|\)", "", path), equation
         for parameter in equation.params.values():
             for part in parameter if isinstance(parameter, list | tuple) else [parameter]:
                 inner = getattr(part, "jaxpr", part)
                 if hasattr(inner, "eqns"):
-                    yield from _reshapes(inner, path)
+                    yield from _equations(inner, path, name)

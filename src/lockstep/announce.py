@@ -3,6 +3,7 @@
 import inspect
 import os
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 from lockstep.devices import names_in_words, rehearsed_devices
@@ -49,22 +50,29 @@ def fit_line(
         + _batch_words(
             _argument("batch_size", None, fit, args, kwargs),
             _argument("x", None, fit, args, kwargs),
+            _argument("steps_per_epoch", None, fit, args, kwargs),
             count,
         )
         + (", compiling the training step" if compiles else "")
     )
 
 
-def _batch_words(batch_size: int | None, data: Any, replicas: int) -> str:
-    if batch_size is None:
+def _batch_words(batch_size: Any, data: Any, steps: Any, replicas: int) -> str:
+    if not batch_size:  # 0 is None for Keras too
         batch_size = getattr(data, "batch_size", None)
-    if batch_size is None and (hasattr(data, "shape") or isinstance(data, list | tuple | dict)):
+    if batch_size is None and not steps and _is_arrays(data):
         batch_size = 32  # what Keras takes for arrays where nothing is said
-    if batch_size is None:
+    # An attribute of the user's own may be anything, and with steps_per_epoch arrays are cut so.
+    if type(batch_size) is bool or not isinstance(batch_size, Integral) or batch_size < 1:
         return f"batches as the data gives them, each split over {replicas}"
+    batch_size = int(batch_size)
     largest = len(shard_rows(batch_size, replicas)[0])
     up_to = "up to " if batch_size % replicas else ""
     return f"global batch {batch_size} = {up_to}{largest} per replica"
+
+
+def _is_arrays(data: Any) -> bool:
+    return hasattr(data, "shape") or isinstance(data, list | tuple | dict)
 
 
 def _argument(

@@ -1,7 +1,7 @@
 """Any data: its first batches, and what fit takes."""
 
 from collections.abc import Iterable, Iterator
-from itertools import cycle, islice
+from itertools import count, cycle, islice
 from typing import Any
 
 import numpy as np
@@ -12,15 +12,15 @@ Batch = tuple[Any, Any, Any]
 """Inputs, targets and sample weights, as arrays or nests of arrays; the last may be None."""
 
 
-def first_batches(data: Any, count: int, batch_size: int | None) -> list[Batch]:
-    """The first `count` batches; where the data is shorter, it starts again.
+def first_batches(data: Any, number: int, batch_size: int | None) -> list[Batch]:
+    """The first `number` batches; where the data is shorter, it starts again.
 
     Args:
         data: `(x, y)` or `(x, y, sample_weight)` of arrays or nests of arrays, or an
             array or dict of them as x alone, cut into batches in order; or anything that
             gives batches of that form: a `PyDataset`, `tf.data.Dataset`, torch
             `DataLoader` or generator.
-        count: How many, at least 1.
+        number: How many, at least 1.
         batch_size: Rows per batch where `data` is arrays. Defaults to 32.
 
     Raises:
@@ -28,10 +28,10 @@ def first_batches(data: Any, count: int, batch_size: int | None) -> list[Batch]:
     """
     _check_batch_size(data, batch_size)
     arrays = _is_arrays(data)
-    every = list(islice(_cut(data, batch_size or 32) if arrays else _given(data), count))
+    every = list(islice(_cut(data, batch_size or 32) if arrays else _given(data), number))
     if not every:
         raise no_batch(data)
-    return list(islice(cycle(every), count))
+    return list(islice(cycle(every), number))
 
 
 def for_fit(data: Any, batch_size: int | None) -> Batch:
@@ -115,9 +115,9 @@ def _cut(data: Any, batch_size: int) -> Iterator[Batch]:
 
 
 def _given(data: Any) -> Iterator[Batch]:
-    if hasattr(data, "__getitem__") and hasattr(data, "num_batches"):
+    if hasattr(data, "__getitem__") and hasattr(type(data), "num_batches"):
         # A PyDataset can be indexed, and does not end when it is iterated over.
-        data = map(data.__getitem__, range(data.num_batches))
+        data = map(data.__getitem__, _numbers(data))
     if not isinstance(data, Iterable):
         raise UnusableData(
             f"Data to train on was expected, and this is a {type(data).__name__}.\n"
@@ -127,13 +127,32 @@ def _given(data: Any) -> Iterator[Batch]:
         yield _batch(item)
 
 
+def _numbers(data: Any) -> Iterable[int]:
+    """The numbers of the batches of a `PyDataset`, which may have no end."""
+    try:
+        number = data.num_batches
+    except NotImplementedError:  # of a class without a length
+        number = None
+    return count() if number is None else range(number)
+
+
 def _batch(item: Any) -> Batch:
     import keras
 
-    as_arrays: Batch = keras.tree.map_structure(
-        lambda leaf: leaf if leaf is None else np.asarray(leaf), _parts(item)
-    )
+    as_arrays: Batch = keras.tree.map_structure(_array, _parts(item))
     return as_arrays
+
+
+def _array(leaf: Any) -> np.ndarray | None:
+    if leaf is None:
+        return None
+    array = np.asarray(leaf)
+    if array.dtype == object and hasattr(leaf, "toarray"):
+        raise UnusableData(
+            f"Dense arrays were expected, and this is a {type(leaf).__name__}.\n"
+            "Hand over its toarray(): the numbers are the same."
+        )
+    return array
 
 
 def _parts(item: Any) -> Batch:

@@ -50,6 +50,13 @@ def demo(devices: int, epochs: int, output: Path) -> None:
         )
     from lockstep.demo import run_demo
 
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.ClickException(
+            f"--output={output} was asked for, and is no folder to be: {error.strerror}.\n"
+            "Name a folder that can be made."
+        ) from None
     result = run_demo(devices, epochs, output)
     _show_demo(result, devices)
     sys.exit(0 if result.holds else 1)
@@ -94,7 +101,7 @@ def verify(
     from lockstep.report.verification import as_json, show_verification
     from lockstep.targets import model_and_data
 
-    asked = int(devices) if devices is not None and devices.isdecimal() else devices
+    asked = int(devices) if devices is not None and devices.strip().isdecimal() else devices
     if rehearse:
         if not isinstance(asked, int):
             raise click.UsageError("--rehearse needs --devices with a number.")

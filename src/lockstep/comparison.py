@@ -49,6 +49,7 @@ def compare(
         comparison = _Comparison(engine, model, batches, Path(folder))
         comparison.run(names)
     return Verification(
+        backend=engine.name,
         devices=names,
         steps=len(batches),
         rows=rows,
@@ -287,6 +288,7 @@ def _untouched(engine: Engine, model: Any, batch: Batch) -> Iterator[None]:
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     before, start = engine.attached(model), values_of(model)
+    data_on_devices = None if before is None else engine.data_on_devices(model)
     try:
         yield
     finally:
@@ -294,4 +296,4 @@ def _untouched(engine: Engine, model: Any, batch: Batch) -> Iterator[None]:
         assign(model, start)
         model.reset_metrics()
         if before is not None:
-            engine.attach(model, before)
+            engine.attach(model, before, data_on_devices)

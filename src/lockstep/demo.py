@@ -71,14 +71,13 @@ def run_demo(devices: int, epochs: int, folder: Path) -> DemoResult:
     Args:
         devices: Virtual devices for the second run, at least 1.
         epochs: Passes over the 1,500 training digits, at least 1.
-        folder: Where `digits.keras` and `digits.png` go; made where it is missing.
+        folder: Where `digits.keras` and `digits.png` go; it is there.
 
     Returns:
         The comparison.
     """
     rehearse(devices)
     digits = _digits()
-    folder.mkdir(parents=True, exist_ok=True)
     _say("One device")
     one, one_history = _train(digits, epochs, None)
     _say(f"{devices} devices")

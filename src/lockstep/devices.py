@@ -167,10 +167,16 @@ def _first(count: int, default: Sequence[Device]) -> tuple[str, ...]:
 
 
 def _items(asked: object) -> list[Any]:
+    if isinstance(asked, str) and asked.strip().isdecimal():
+        number = int(asked)
+        raise DeviceError(
+            f"devices={asked!r} was asked for: {number} devices, or the one with number {number}?\n"
+            f"Say devices={number} for as many, devices=[{number}] for the one."
+        )
     if isinstance(asked, str):
         items: list[Any] = [item.strip() for item in asked.split(",")]
         items = [int(item) if item.isdecimal() else item for item in items]
-    elif isinstance(asked, Iterable):
+    elif isinstance(asked, Iterable) and not isinstance(asked, bytes):
         items = list(asked)
     else:
         items = [asked]

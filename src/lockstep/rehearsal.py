@@ -2,8 +2,9 @@
 
 import os
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
+from pathlib import Path
 
 from lockstep.devices import REHEARSE, count_to_rehearse, rehearsed_devices
 from lockstep.errors import RehearsalTooLate
@@ -49,7 +50,7 @@ def rehearse_from_environment(environ: MutableMapping[str, str]) -> None:
     count = rehearsed_devices(environ)
     if count is None:
         return
-    if environ.get("KERAS_BACKEND") == "tensorflow":
+    if (environ.get("KERAS_BACKEND") or _written_backend(environ)) == "tensorflow":
         from lockstep.engines import tensorflow_devices
 
         with suppress(RehearsalTooLate):
@@ -64,3 +65,16 @@ def rehearse_from_environment(environ: MutableMapping[str, str]) -> None:
     else:
         environ["JAX_NUM_CPU_DEVICES"] = str(count)
         environ["JAX_PLATFORMS"] = "cpu"
+
+
+def _written_backend(environ: Mapping[str, str]) -> str | None:
+    """The backend in Keras's file of settings, which counts where the environment names none."""
+    import json
+
+    # keras/src/backend/config.py
+    folder = Path(environ.get("KERAS_HOME") or "~/.keras").expanduser()
+    try:
+        settings = json.loads((folder / "keras.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return settings.get("backend") if isinstance(settings, dict) else None

@@ -2,19 +2,22 @@
 
 import importlib
 import importlib.util
+import inspect
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lockstep.errors import TargetNotFound
+from lockstep.errors import TargetNotFound, UnsupportedBackend
 
 
 def call_target(target: str) -> Any:
     """Call `path/to/file.py:function` or `package.module:function`, and return its result.
 
     Raises:
-        TargetNotFound: If there is no such file, module or function.
+        TargetNotFound: If there is no such file, module or function, or it needs arguments.
+        UnsupportedBackend: If it asks for another backend than the one that has started.
     """
     place, _, name = target.rpartition(":")
     if not place:
@@ -27,7 +30,29 @@ def call_target(target: str) -> Any:
             f"{target!r} was asked for, and {place} has no function {name!r}.\n"
             "Name a function that returns a compiled model, or (model, data)."
         )
-    return function()
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise TargetNotFound(
+            f"{target!r} was asked for, and {name} needs arguments: {error}.\n"
+            "Name a function that is called without any."
+        ) from None
+    except ValueError:  # no signature is known
+        pass
+    result = function()
+    _check_backend(place)
+    return result
+
+
+def _check_backend(place: str) -> None:
+    """Raise where the target asks for another backend than the one that it got."""
+    asked = os.environ.get("KERAS_BACKEND")
+    got = getattr(getattr(sys.modules.get("keras"), "backend", None), "backend", lambda: asked)()
+    if asked != got:
+        raise UnsupportedBackend(
+            f"{place} asks for KERAS_BACKEND={asked}, and Keras had started on {got} before.\n"
+            f"Set KERAS_BACKEND={asked} in the environment of the command."
+        )
 
 
 def model_and_data(target: str) -> tuple[Any, Any]:
@@ -37,12 +62,16 @@ def model_and_data(target: str) -> tuple[Any, Any]:
         TargetNotFound: If it returns anything else.
     """
     result = call_target(target)
-    if not (isinstance(result, tuple) and len(result) == 2):
+    import keras
+
+    pair = isinstance(result, tuple) and len(result) == 2
+    if not pair or (isinstance(result[1], keras.Model) and not isinstance(result[0], keras.Model)):
+        what = "(data, model)" if pair else f"a {type(result).__name__}"
         raise TargetNotFound(
-            f"{target} returned a {type(result).__name__}, and (model, data) was expected.\n"
+            f"{target} returned {what}, and (model, data) was expected.\n"
             "Return a compiled model and (x, y), or a data set of such batches."
         )
-    return result
+    return result[0], result[1]
 
 
 def model_alone(target: str) -> Any:
@@ -74,6 +103,11 @@ def load_module(place: str) -> ModuleType:
     """
     if place.endswith(".py"):
         return _load_file(Path(place))
+    if place.startswith("."):
+        raise TargetNotFound(
+            f"{place!r} was asked for, and a module's name begins with no dot.\n"
+            "Write package.module:function, or file.py:function."
+        )
     sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.import_module(place)

@@ -34,6 +34,7 @@ class Verification:
     """What `verify` found.
 
     Attributes:
+        backend: The backend that Keras ran on.
         devices: The names of the devices that were compared with one.
         steps: Training steps taken.
         rows: Rows of the batches, smallest and largest.
@@ -45,6 +46,7 @@ class Verification:
         cause: Why, as far as it can be told; `None` where they did not part.
     """
 
+    backend: str
     devices: tuple[str, ...]
     steps: int
     rows: tuple[int, int]

@@ -57,8 +57,10 @@ def verify(
             f"A compiled model was expected, and {model.name!r} is not compiled.\n"
             "Call model.compile(optimizer, loss) first: verify trains it."
         )
-    if steps < 1:
-        raise UnusableData(f"steps={steps} was asked for, and at least one step has to be taken.")
+    if not isinstance(steps, int) or steps < 1:
+        raise UnusableData(
+            f"steps={steps} was asked for, and a whole number of at least 1 was expected."
+        )
     # These import NumPy, which `import lockstep` does without.
     from lockstep.batches import first_batches, rows_of
     from lockstep.comparison import compare

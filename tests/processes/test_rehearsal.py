@@ -13,6 +13,12 @@ def test_by_environment_in_either_import_order(imports):
     assert python(f"{imports}; {COUNT}", LOCKSTEP_REHEARSE="4") == FOUR
 
 
+def test_by_environment_on_the_backend_of_kerass_own_settings(tmp_path):
+    (tmp_path / "keras.json").write_text('{"backend": "tensorflow"}')
+    settings = {"KERAS_BACKEND": "", "KERAS_HOME": str(tmp_path), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    assert python(f"import lockstep, keras; {COUNT}", LOCKSTEP_REHEARSE="4", **settings) == FOUR
+
+
 @pytest.mark.parametrize("imports", ["import lockstep, keras", "import keras, lockstep"])
 def test_by_call_in_either_import_order(imports):
     assert python(f"{imports}; lockstep.rehearse(devices=4); {COUNT}") == FOUR

@@ -9,7 +9,13 @@ from lockstep.engines import jax_loop
 GPUS = ("gpu:0", "gpu:1", "gpu:2", "gpu:3")
 
 
-def fit(x=None, y=None, batch_size=None, epochs=1, verbose="auto"):
+class Buckets:
+    """Data with an attribute of its own."""
+
+    batch_size = (64, 8)
+
+
+def fit(x=None, y=None, batch_size=None, epochs=1, verbose="auto", steps_per_epoch=None):
     """Only its signature counts."""
 
 
@@ -26,6 +32,13 @@ def _no_rehearsal(monkeypatch):
         ((np.zeros((9, 2)),), {}, "global batch 32 = 8 per replica"),
         (({"a": np.zeros(9)},), {}, "global batch 32 = 8 per replica"),
         ((iter([]),), {}, "batches as the data gives them, each split over 4"),
+        ((np.zeros((9, 2)), None, 0), {}, "global batch 32 = 8 per replica"),
+        ((Buckets(),), {}, "batches as the data gives them, each split over 4"),
+        (
+            (np.zeros((212, 2)),),
+            {"steps_per_epoch": 4},
+            "batches as the data gives them, each split over 4",
+        ),
     ],
 )
 def test_the_line_says_what_runs(args, kwargs, batch):

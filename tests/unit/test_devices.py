@@ -43,6 +43,8 @@ def test_every_spelling(asked, names):
         (2.0, DeviceError),
         ([], DeviceError),
         ("", DeviceError),
+        ("2", DeviceError),
+        (b"2", DeviceError),
         ([0, 0], DuplicateDevice),
         ("gpu:1,/gpu:1", DuplicateDevice),
         ([7], DeviceNotFound),

@@ -1,6 +1,7 @@
 """`verify` passes what is right, and names what is wrong."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -8,11 +9,14 @@ import keras
 import ml_dtypes
 import numpy as np
 import pytest
+import scipy.sparse
 from keras import layers
 
 import lockstep
-from lockstep.errors import UnusableData
+from lockstep.engines import current_engine
+from lockstep.errors import TargetNotFound, UnsupportedBackend, UnusableData
 from lockstep.report.verification import as_json, show_verification
+from lockstep.targets import model_and_data
 from lockstep.values import moved_by_last_bit
 from tests.conformance.common import devices_of
 from tests.conformance.truth import distances, snapshot
@@ -151,12 +155,14 @@ def test_a_layer_that_reads_the_devices_is_named(monkeypatch):
 def test_the_model_is_untouched(devices):
     made = with_layer(layers.BatchNormalization(), layers.Dropout(0.2), optimizer="adam")
     if devices:
-        lockstep.distribute(made, devices)
+        lockstep.distribute(made, devices, data_on_devices=True)
     made.fit(*data(), verbose=0)
     before = snapshot(made)
     lockstep.verify(made, data(), devices=4, steps=2)
     assert set(distances(before, snapshot(made)).values()) == {0.0}
     assert devices_of(made) == {devices or 1}
+    if devices:
+        assert current_engine().data_on_devices(made) is True
 
 
 def test_the_model_is_untouched_when_training_fails():
@@ -217,6 +223,19 @@ def test_data_sets(source):
     assert found.rows == (5, 5)
 
 
+def test_a_data_set_without_an_end():
+    class Endless(keras.utils.PyDataset):
+        num_batches = None
+
+        def __getitem__(self, number):
+            x, y = data()
+            return x[number : number + 5], y[number : number + 5]
+
+    found = lockstep.verify(with_layer(), Endless(), devices=2, steps=3)
+    assert found.equal
+    assert found.steps == 3
+
+
 def test_sample_weights_count():
     x, y = data()
     found = lockstep.verify(with_layer(), (x, y, np.linspace(0, 2, len(x))), devices=3, steps=3)
@@ -230,6 +249,7 @@ def test_sample_weights_count():
         (lambda x, y: iter([]), "holds none"),
         (lambda x, y: 3, "is a int"),
         (lambda x, y: (x, y, y, y), "has 4 parts"),
+        (lambda x, y: (scipy.sparse.csr_matrix(x), y), "this is a csr_matrix"),
     ],
 )
 def test_data_that_cannot_be_used(bad, text):
@@ -250,6 +270,7 @@ def test_the_report_as_json():
     read = json.loads(as_json(found))
     assert read["equal"] is True
     assert read["devices"] == ["cpu:0", "cpu:1"]
+    assert read["backend"] == "jax"
     assert {d["name"] for d in read["differences"]} == {d.name for d in found.differences}
 
 
@@ -278,6 +299,17 @@ def broken():
 
 def only_a_model():
     return build()[0]
+
+def swapped():
+    return build()[::-1]
+
+def of(width):
+    return build()
+
+def another_backend():
+    import os
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    return build()
 """
 
 
@@ -305,3 +337,26 @@ def test_the_command(tmp_path, target, code, said):
     )
     assert done.returncode == code, done.stderr
     assert said in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        ("train.py:swapped", TargetNotFound, "returned (data, model), and (model, data) was"),
+        ("train.py:of", TargetNotFound, "of needs arguments: missing a required argument"),
+        (".train:build", TargetNotFound, "a module's name begins with no dot"),
+        (
+            "train.py:another_backend",
+            UnsupportedBackend,
+            "tensorflow, and Keras had started on jax",
+        ),
+    ],
+)
+def test_targets_that_are_refused(tmp_path, monkeypatch, name, error, said):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # which puts the path back afterwards
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    with pytest.raises(error, match=re.escape(said)):
+        model_and_data(name)
+    sys.modules.pop("train", None)

@@ -52,6 +52,10 @@ class Engine(Protocol):
         """The devices `model` runs on, `None` where it is not attached."""
         ...
 
+    def data_on_devices(self, model: Any) -> bool | None:
+        """What `attach` was told of the data of an attached model."""
+        ...
+
     def probe(self, model: Any) -> "Probe":
         """A way to look inside the steps of `model`, attached or not."""
         ...

@@ -82,6 +82,11 @@ class JaxEngine:
         """The devices `model` runs on, `None` where it is not attached."""
         return attachments.attached(model)
 
+    def data_on_devices(self, model: Any) -> bool | None:
+        """What `attach` was told of the data of an attached model."""
+        wanted: bool | None = attachments.attachment_of(model).keeper.wanted
+        return wanted
+
     def probe(self, model: Any) -> JaxProbe:
         """A way to look inside the steps of `model`, attached or not."""
         return JaxProbe(model)

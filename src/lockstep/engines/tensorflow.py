@@ -71,6 +71,10 @@ class TensorFlowEngine:
         """The devices `model` runs on, `None` where it is not attached."""
         return attachments.attached(model)
 
+    def data_on_devices(self, model: Any) -> bool | None:
+        """What `attach` was told of the data of an attached model: nothing, here."""
+        return None
+
     def probe(self, model: Any) -> TensorFlowProbe:
         """A way to look inside the steps of `model`, attached or not."""
 

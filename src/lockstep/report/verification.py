@@ -16,7 +16,8 @@ def show_verification(found: Verification, console: Console | None = None) -> No
     smallest, largest = found.rows
     rows = f"{largest}" if smallest == largest else f"{smallest} to {largest}"
     console.print(
-        f"{found.steps} steps of {rows} rows, on one device and on {len(found.devices)}; "
+        f"{found.backend}: {found.steps} steps of {rows} rows, on one device and on "
+        f"{len(found.devices)}; "
         f"rounding measured on one device with {found.control}.",
         highlight=False,
     )

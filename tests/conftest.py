@@ -15,11 +15,20 @@ import pytest
 
 import lockstep  # noqa: F401  (follows LOCKSTEP_REHEARSE before anything runs)
 
+QUICK = "--xla_cpu_use_fusion_emitters=false"
+
 
 def pytest_addoption(parser):
     parser.addoption(
         "--whole", action="store_true", help="the whole conformance matrix, not the fixed sample"
     )
+
+
+def pytest_configure(config):
+    # The fixed sample compiles in two thirds of the time, to slower loops: operations, layouts and
+    # collectives are the same. `--whole` compiles as users do, and so do processes of their own.
+    if not config.getoption("--whole"):
+        os.environ.setdefault("XLA_FLAGS", QUICK)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -58,8 +58,9 @@ class Callbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
 
     Keras hands logs of numbers over, for which it waits for the device after each
     batch, or hands the wait to another thread, which costs more than a small step.
-    Here the numbers are fetched for the first callback that looks at them, and the
-    progress bar is called for the batches at which it draws.
+    Here the numbers are fetched for the first callback that looks at them, the progress
+    bar is called for the batches at which it draws, and a callback without hooks for
+    batches at none. Which ones have some is seen when an epoch begins.
 
     Attributes:
         recorder: Is told when all callbacks have been told, or `None`.
@@ -71,32 +72,55 @@ class Callbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         """Nothing is handed to another thread."""
         # keras/src/callbacks/callback_list.py: __init__ has set all three to False.
 
+    def set_model(self, model: Any) -> None:
+        """Hand the model to every callback, as Keras does when all of them are there."""
+        super().set_model(model)
+        self._note_hooks()
+
+    def append(self, callback: Any) -> None:
+        """Call this one too."""
+        super().append(callback)
+        self._note_hooks()
+
+    def _note_hooks(self) -> None:
+        """Which callbacks have something to do at a batch; the others are not called there."""
+        self._hooked = {
+            hook: [callback for callback in self.callbacks if _has(callback, hook)]
+            for hook in _BATCH_HOOKS
+        }
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Call every callback before an epoch."""
+        super().on_epoch_begin(epoch, logs)
+        self._note_hooks()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Call every callback before evaluation."""
+        super().on_test_begin(logs)
+        self._note_hooks()
+
+    def on_predict_begin(self, logs: Any = None) -> None:
+        """Call every callback before prediction."""
+        super().on_predict_begin(logs)
+        self._note_hooks()
+
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Call every callback before a batch of training."""
-        logs = pythonify_logs(logs) if logs else {}
-        for callback in self.callbacks:
-            callback.on_train_batch_begin(batch, logs=logs)
+        self._begin("on_train_batch_begin", batch, logs)
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Call every callback before a batch of evaluation."""
-        logs = pythonify_logs(logs) if logs else {}
-        for callback in self.callbacks:
-            callback.on_test_batch_begin(batch, logs=logs)
+        self._begin("on_test_batch_begin", batch, logs)
 
     def on_predict_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Call every callback before a batch of prediction."""
-        logs = pythonify_logs(logs) if logs else {}
-        for callback in self.callbacks:
-            callback.on_predict_batch_begin(batch, logs=logs)
+        self._begin("on_predict_batch_begin", batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Call every callback after a batch of training."""
-        logs = later(logs, pythonify_logs)
-        for callback in self.callbacks:
-            if _draws(callback, batch):
-                callback.on_train_batch_end(batch, logs=logs)
+        logs = self._end("on_train_batch_end", batch, logs)
         if self.recorder is not None:
-            self.recorder.batch_ended(batch + 1, logs)
+            self.recorder.batch_ended(batch + 1, later(logs, pythonify_logs))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Call every callback after an epoch."""
@@ -108,18 +132,40 @@ class Callbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         """Call every callback after a batch of evaluation."""
-        logs = later(logs, pythonify_logs)
-        for callback in self.callbacks:
-            # Within `fit` the progress bar takes no notice of evaluation.
-            if getattr(callback, "_called_in_fit", False) or _draws(callback, batch):
-                callback.on_test_batch_end(batch, logs=logs)
+        self._end("on_test_batch_end", batch, logs)
 
     def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
         """Call every callback after a batch of prediction."""
-        logs = later(logs, pythonify_logs)
-        for callback in self.callbacks:
-            if _draws(callback, batch):
-                callback.on_predict_batch_end(batch, logs=logs)
+        self._end("on_predict_batch_end", batch, logs)
+
+    def _begin(self, hook: str, batch: int, logs: Any) -> None:
+        if hooked := self._hooked[hook]:
+            logs = pythonify_logs(logs) if logs else {}
+            for callback in hooked:
+                getattr(callback, hook)(batch, logs=logs)
+
+    def _end(self, hook: str, batch: int, logs: Any) -> Any:
+        hooked = [callback for callback in self._hooked[hook] if _draws(callback, batch)]
+        if hooked:
+            logs = later(logs, pythonify_logs)
+            for callback in hooked:
+                getattr(callback, hook)(batch, logs=logs)
+        return logs
+
+
+_KINDS = ("train", "test", "predict")
+_BATCH_HOOKS = [f"on_{kind}_batch_{end}" for kind in _KINDS for end in ("begin", "end")]
+
+
+def _has(callback: Any, hook: str) -> bool:
+    """Whether a callback does anything in a hook for batches, which Keras left empty."""
+    bar = type(callback) is keras.callbacks.ProgbarLogger
+    if bar and "_test_" in hook and callback._called_in_fit:  # it takes no notice then
+        return False
+    names = [hook]
+    if "_train_" in hook:  # keras/src/callbacks/callback.py: which calls this one
+        names.append(hook.replace("_train", ""))
+    return not all(is_default(getattr(callback, name, None)) for name in names)
 
 
 def _draws(callback: Any, batch: int) -> bool:

@@ -12,13 +12,15 @@ def later(logs: dict[str, Any] | None, numbers: Numbers) -> dict[str, Any]:
     """What Keras hands to callbacks for `logs`, fetched only when it is looked at.
 
     Args:
-        logs: What a step returned.
+        logs: What a step returned, or what this has made of it.
         numbers: Turns such logs into plain numbers, as Keras does.
 
     Returns:
         A dict. Where the step returned anything but JAX arrays, a plain one at once:
         a variable, say, would have another value later.
     """
+    if type(logs) is LaterLogs:
+        return logs
     flat = _flat(logs) if logs else {}
     if flat and all(isinstance(value, jax.Array) for value in flat.values()):
         return LaterLogs(flat, numbers)

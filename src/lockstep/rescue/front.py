@@ -90,7 +90,7 @@ def rescue(
     from lockstep.rescue import blank
 
     source, goal = os.fspath(path), os.fspath(output)
-    objects = dict(custom_objects or {})
+    objects = _yours(custom_objects or {})
     proof = None if check is None else os.fspath(check)
     return blank.apart(lambda: _rescue(source, goal, model, config, objects, proof))
 
@@ -133,6 +133,16 @@ def load_weights(model: Any, path: Path) -> Rescued:
             "Write lockstep.load_weights(model, path)."
         )
     return live.load(model, os.fspath(path))
+
+
+def _yours(objects: dict[str, Any]) -> dict[str, Any]:
+    """Without Keras's own classes under their own names, which old configs are translated to."""
+    return {
+        name: given
+        for name, given in objects.items()
+        if not isinstance(given, type)
+        or (given.__module__.partition(".")[0], given.__name__) != ("keras", name)
+    }
 
 
 def _rescue(

@@ -216,8 +216,9 @@ def _target(old: OldFile, model: Any, config: Any, context: Any, suffix: str) ->
             given = keras2.parse_json(file.read(), "config", os.fspath(config))
     else:
         given = None
-    if given is None and (suffix == ".safetensors" or (old.config is None and suffix != ".keras")):
-        return None
+    bare = suffix == ".safetensors" or (old.config is None and suffix == ".weights.h5")
+    if given is None and bare:
+        return None  # .h5 among the others: Keras 2 loads it by layer names and their order
     return template.from_config(old, given, context)
 
 
@@ -229,8 +230,6 @@ def _write(old: OldFile, target: Target | None, suffix: str, path: str) -> tuple
         dropped = "dropped" if old.optimizer else "none"
         if suffix == ".safetensors":
             return named.write_safetensors(found, path), dropped
-        if suffix == ".h5":
-            return keras2_writer.arrays_by_layer(found, old, path), dropped
         return named.write_hdf5(found, old, path), dropped
     if suffix == ".keras":
         return modern.write_keras(old, target, path)

@@ -70,7 +70,7 @@ def rescue(
         custom_objects: The user's layers and functions by name; a Lambda's function
             by the name of its layer. Nothing of that kind is taken from the file.
         check: An `.npz` with inputs x0, x1, ... and expected outputs y0, y1, ...; the
-            written model is loaded and must give them to 1e-5.
+            written model is loaded and must give them to 1e-5 (relative beyond 1).
 
     Returns:
         The proof: a table of all weights, the rule that decided, and notes.
@@ -148,7 +148,7 @@ def _yours(objects: dict[str, Any]) -> dict[str, Any]:
 def _rescue(
     source: str, goal: str, model: Any, config: Any, objects: dict[str, Any], check: str | None
 ) -> Rescued:
-    from lockstep.rescue import keras2, whole
+    from lockstep.rescue import keras2, template, whole
     from lockstep.rescue.report import Rescued
     from lockstep.rescue.settings import Context
 
@@ -163,6 +163,8 @@ def _rescue(
             if check is not None:
                 worst = _check(target, suffix, temporary, check, context)
         notes = list(context.notes)
+        if target is not None and target.live:
+            notes += template.doubts(old, target)
         if target is None:
             notes.append("arrays alone, under their old names: no architecture was given")
         elif target.template is None and target.name is None:
@@ -212,14 +214,25 @@ def _target(old: OldFile, model: Any, config: Any, context: Any, suffix: str) ->
     if isinstance(config, dict):
         given: dict[str, Any] | None = config
     elif config is not None:
-        with open(config, encoding="utf-8") as file:
-            given = keras2.parse_json(file.read(), "config", os.fspath(config))
+        given = keras2.parse_json(_text(os.fspath(config)), "config", os.fspath(config))
     else:
         given = None
     bare = suffix == ".safetensors" or (old.config is None and suffix == ".weights.h5")
     if given is None and bare:
         return None  # .h5 among the others: Keras 2 loads it by layer names and their order
     return template.from_config(old, given, context)
+
+
+def _text(config: str) -> str:
+    try:
+        with open(config, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        said = getattr(error, "strerror", None) or "it is no text"
+        raise UnreadableFile(
+            f"The config {config} cannot be read: {said}.\n"
+            "Give the file in which the template's to_json() was written."
+        ) from error
 
 
 def _write(old: OldFile, target: Target | None, suffix: str, path: str) -> tuple[list[Row], str]:

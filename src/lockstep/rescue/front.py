@@ -157,7 +157,7 @@ def _rescue(
     context = Context(objects)
     with keras2.opened(source) as old:
         target = _target(old, model, config, context, suffix)
-        with whole.appearing(goal, source, suffix) as temporary:
+        with whole.appearing(goal, source, suffix, _size(old, suffix)) as temporary:
             rows, state = _write(old, target, suffix, temporary)
             worst = None
             if check is not None:
@@ -184,6 +184,13 @@ def _rescue(
             difference=worst,
             notes=tuple(notes),
         )
+
+
+def _size(old: OldFile, suffix: str) -> int:
+    """Bytes of the new file, with room for its index."""
+    arrays = [stored for group in old.weighted for stored in group.weights]
+    arrays += old.optimizer if suffix in (".keras", ".h5") else ()
+    return 2**20 + sum(2**12 + int(stored.data.nbytes) for stored in arrays)
 
 
 def _suffix(output: str) -> str:

@@ -62,8 +62,8 @@ def rescue(
         path: The old file: what `parallel_model.save()`, `save_weights()` or
             `ModelCheckpoint` wrote with Keras 2.0.9 to 2.3.1 or tf.keras 1.8 to 2.15.
             Files of single models are translated the same way.
-        output: `.keras`, `.weights.h5`, `.h5` (Keras 2's own layout), or
-            `.safetensors` (arrays alone). Replaced if it is there.
+        output: `.keras`, `.weights.h5`, `.h5` (Keras 2's own layout; with `model`, of its
+            weights), or `.safetensors` (arrays alone). Replaced if it is there.
         model: The template as a live, built Keras 3 model, for files of weights.
             It is not changed.
         config: The template's old `to_json()`, as a path or a dict, for files of weights.

@@ -58,12 +58,3 @@ def test_a_disk_without_room_is_a_message_before_anything_is_written(output, mon
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(2**20, 2**20 - 40960, 40960))
     with pytest.raises(UnsuitableOutput, match=r"bytes, and .* has 40,960 left"):
         lockstep.rescue(OLD, output)
-
-
-def test_a_disk_that_fails_is_a_message(output, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(modern, "_write", full)
-    with pytest.raises(UnsuitableOutput, match="No space left on device"):
-        lockstep.rescue(OLD, output)

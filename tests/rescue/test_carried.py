@@ -178,9 +178,12 @@ def test_keras_2_layout_can_be_rescued_again(case, tmp_path):
 
 def test_long_names_are_written_in_chunks_as_keras_2_did(tmp_path):
     case = LEGACY / "keras-2.1.5__longattr-g2" / "parallel_weights.h5"
-    report = lockstep.rescue(case, tmp_path / "new.h5")
+    new = tmp_path / "new.weights.h5"
+    report = lockstep.rescue(case, new)
     assert len(report.rows) == 82
-    assert bytes_of(tmp_path / "new.h5") == bytes_of(case)
+    assert bytes_of(new) == bytes_of(case)
+    with h5py.File(new) as handle:
+        assert {"array_names0", "array_names1"} <= set(handle.attrs)
 
 
 def test_weights_h5_is_loaded_by_plain_keras(tmp_path):

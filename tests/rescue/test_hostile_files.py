@@ -256,7 +256,7 @@ def test_the_output_appears_whole_or_not_at_all(tmp_path, monkeypatch):
 
     original = stream.copy
     monkeypatch.setattr(stream, "copy", fails)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UnsuitableOutput, match="No space left"):
         lockstep.rescue(GOOD, output)
     assert output.read_bytes() == b"the previous one"
     assert os.listdir(tmp_path) == ["new.keras"]

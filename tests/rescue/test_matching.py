@@ -207,3 +207,28 @@ def test_other_shapes_say_what_is_only_here_and_only_there():
               Stored("dense_1/bias:0", "", (3,), "float32", None)]  # fmt: skip
     with pytest.raises(WeightsDoNotFit, match=r"only in the file \(4, 4\)"):
         match.assign(root, stored, trusted=True)
+
+
+@settings(max_examples=300, deadline=None)
+@given(trees(), st.data())
+def test_layers_made_in_another_order_than_they_lie_in(root, data):
+    """Branches: same code, other numbers. Loaded where nothing was frozen, else never misread."""
+    every = list(leaves(root))
+    made = data.draw(st.permutations(range(len(every))))
+    for one, number in zip(every, made, strict=True):
+        one.name = f"{'dense' if one.class_name == 'Dense' else 'batch_normalization'}_{number}"
+    flags = [one.trainable for one in every]
+    frozen = data.draw(st.sets(st.sampled_from(range(len(every)))))
+    for position in frozen:
+        every[position].trainable = False
+    stored, truth = file_of(root, later)
+    for one, flag in zip(every, flags, strict=True):
+        one.trainable = flag
+    try:
+        found = match.assign(root, stored, trusted=False)
+    except OldFileError:
+        unchanged = all(not flags[position] for position in frozen)
+        nested = any(isinstance(child, Branch) for child in root.children)
+        assert nested or not unchanged
+        return
+    assert right(found, truth)

@@ -72,6 +72,9 @@ class Window(io.RawIOBase):
         self._at += done
         return done
 
+    def flush(self) -> None:
+        """Nothing waits: the file below is not buffered."""
+
     def truncate(self, size: int | None = None) -> int:
         """Cut the window's end, and the file's with it."""
         end = self._at if size is None else size

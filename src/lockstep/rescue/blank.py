@@ -16,6 +16,16 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+class _Apart(threading.Thread):
+    unwanted = False
+
+
+def require_wanted() -> None:
+    """End the work of this thread where its caller was interrupted."""
+    if getattr(threading.current_thread(), "unwanted", False):
+        raise KeyboardInterrupt
+
+
 def apart(work: Callable[[], T]) -> T:
     """Do Keras work in a thread of its own, and leave no trace in the caller's Keras.
 
@@ -23,6 +33,9 @@ def apart(work: Callable[[], T]) -> T:
     all of them whenever it next finishes a model. In the caller's thread that would be
     gigabytes, long after the rescue; a thread takes its list along when it ends. Names
     that Keras numbers are not used up either.
+
+    An interrupt (Ctrl-C) ends the work at its next `require_wanted`, and is raised when it
+    has ended: nothing goes on, or appears, behind the caller's back.
     """
     done: list[T] = []
     failed: list[BaseException] = []
@@ -32,10 +45,21 @@ def apart(work: Callable[[], T]) -> T:
             done.append(work())
         except BaseException as error:
             failed.append(error)
+        finally:
+            ended.set()
 
-    thread = threading.Thread(target=run, name="lockstep-rescue", daemon=True)
+    # Not join: in Python 3.11, one that was interrupted takes its thread for ended.
+    ended = threading.Event()
+    thread = _Apart(target=run, name="lockstep-rescue", daemon=True)
     thread.start()
-    thread.join()
+    try:
+        ended.wait()
+    except BaseException:
+        thread.unwanted = True
+        ended.wait()
+        raise
+    finally:
+        thread.join()
     if failed:
         raise failed[0]
     return done[0]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
+from zipfile import BadZipFile
 
 from lockstep.errors import OutputMismatch, UnreadableFile, UnsuitableOutput
 
@@ -14,15 +16,16 @@ def inputs_and_outputs(path: str) -> tuple[list[Any], list[Any]]:
     import numpy as np
 
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
             names = set(arrays.files)
             found = [
                 [arrays[f"{kind}{n}"] for n in range(len(names)) if f"{kind}{n}" in names]
                 for kind in "xy"
             ]
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, TypeError, KeyError, BadZipFile, zlib.error) as error:
+        said = "it is one array" if isinstance(error, TypeError) else error
         raise UnreadableFile(
-            f"{path} cannot be read as an .npz of arrays: {error}.\n"
+            f"{path} cannot be read as an .npz of arrays: {said}.\n"
             "Write one with numpy.savez(path, x0=inputs, y0=outputs)."
         ) from error
     if not found[0] or not found[1]:
@@ -31,14 +34,22 @@ def inputs_and_outputs(path: str) -> tuple[list[Any], list[Any]]:
             "y0 (expected\noutput) are needed. Write one with "
             "numpy.savez(path, x0=inputs, y0=outputs)."
         )
+    for array in found[0] + found[1]:
+        if array.dtype.kind not in "fiub":
+            raise UnreadableFile(
+                f"{path} holds an array of {array.dtype}, and numbers are needed.\n"
+                "Write numbers with numpy.savez(path, x0=inputs, y0=outputs)."
+            )
     return found[0], found[1]
 
 
 def difference(model: Any, inputs: list[Any], outputs: list[Any]) -> float:
-    """Largest absolute difference between the model's outputs and the expected ones.
+    """Largest difference between the model's outputs and the expected ones.
+
+    Of an output beyond 1 it is relative: in float32 it has no more digits.
 
     Raises:
-        OutputMismatch: It is larger than TOLERANCE, or not a number.
+        OutputMismatch: It is larger than TOLERANCE, or one alone is not a number.
     """
     import keras
     import numpy as np
@@ -68,9 +79,7 @@ def difference(model: Any, inputs: list[Any], outputs: list[Any]) -> float:
                 f"Output {position} has the shape {new.shape}, and {old.shape} is expected.\n"
                 "Nothing was written. The inputs or the architecture are not those of the file."
             )
-        worst = max(worst, float(np.max(np.abs(new - old), initial=0.0)))
-        if np.isnan(new).any() != np.isnan(old).any():
-            worst = float("nan")
+        worst = max(worst, _apart(new, old.astype("float64")))
     if not worst <= TOLERANCE or len(arrays) != len(outputs):
         raise OutputMismatch(
             f"The rescued model's outputs differ from the expected ones by {worst:.3g}, more than "
@@ -78,3 +87,12 @@ def difference(model: Any, inputs: list[Any], outputs: list[Any]) -> float:
             "the architecture is another one:\ncheck --model or --config and custom layers."
         )
     return worst
+
+
+def _apart(new: Any, old: Any) -> float:
+    import numpy as np
+
+    with np.errstate(invalid="ignore"):
+        each = np.abs(new - old) / np.maximum(1.0, np.abs(old))
+    each[(new == old) | (np.isnan(new) & np.isnan(old))] = 0.0  # equal infinities among them
+    return float("inf") if np.isnan(each).any() else float(np.max(each, initial=0.0))

@@ -62,15 +62,15 @@ def rescue(
         path: The old file: what `parallel_model.save()`, `save_weights()` or
             `ModelCheckpoint` wrote with Keras 2.0.9 to 2.3.1 or tf.keras 1.8 to 2.15.
             Files of single models are translated the same way.
-        output: `.keras`, `.weights.h5`, `.h5` (Keras 2's own layout), or
-            `.safetensors` (arrays alone). Replaced if it is there.
+        output: `.keras`, `.weights.h5`, `.h5` (Keras 2's own layout; with `model`, of its
+            weights), or `.safetensors` (arrays alone). Replaced if it is there.
         model: The template as a live, built Keras 3 model, for files of weights.
             It is not changed.
         config: The template's old `to_json()`, as a path or a dict, for files of weights.
         custom_objects: The user's layers and functions by name; a Lambda's function
             by the name of its layer. Nothing of that kind is taken from the file.
         check: An `.npz` with inputs x0, x1, ... and expected outputs y0, y1, ...; the
-            written model is loaded and must give them to 1e-5.
+            written model is loaded and must give them to 1e-5 (relative beyond 1).
 
     Returns:
         The proof: a table of all weights, the rule that decided, and notes.
@@ -90,7 +90,7 @@ def rescue(
     from lockstep.rescue import blank
 
     source, goal = os.fspath(path), os.fspath(output)
-    objects = dict(custom_objects or {})
+    objects = _yours(custom_objects or {})
     proof = None if check is None else os.fspath(check)
     return blank.apart(lambda: _rescue(source, goal, model, config, objects, proof))
 
@@ -135,10 +135,20 @@ def load_weights(model: Any, path: Path) -> Rescued:
     return live.load(model, os.fspath(path))
 
 
+def _yours(objects: dict[str, Any]) -> dict[str, Any]:
+    """Without Keras's own classes under their own names, which old configs are translated to."""
+    return {
+        name: given
+        for name, given in objects.items()
+        if not isinstance(given, type)
+        or (given.__module__.partition(".")[0], given.__name__) != ("keras", name)
+    }
+
+
 def _rescue(
     source: str, goal: str, model: Any, config: Any, objects: dict[str, Any], check: str | None
 ) -> Rescued:
-    from lockstep.rescue import keras2, whole
+    from lockstep.rescue import keras2, template, whole
     from lockstep.rescue.report import Rescued
     from lockstep.rescue.settings import Context
 
@@ -147,12 +157,14 @@ def _rescue(
     context = Context(objects)
     with keras2.opened(source) as old:
         target = _target(old, model, config, context, suffix)
-        with whole.appearing(goal, source, suffix) as temporary:
+        with whole.appearing(goal, source, suffix, _size(old, suffix)) as temporary:
             rows, state = _write(old, target, suffix, temporary)
             worst = None
             if check is not None:
                 worst = _check(target, suffix, temporary, check, context)
         notes = list(context.notes)
+        if target is not None and target.live:
+            notes += template.doubts(old, target)
         if target is None:
             notes.append("arrays alone, under their old names: no architecture was given")
         elif target.template is None and target.name is None:
@@ -172,6 +184,13 @@ def _rescue(
             difference=worst,
             notes=tuple(notes),
         )
+
+
+def _size(old: OldFile, suffix: str) -> int:
+    """Bytes of the new file, with room for its index."""
+    arrays = [stored for group in old.weighted for stored in group.weights]
+    arrays += old.optimizer if suffix in (".keras", ".h5") else ()
+    return 2**20 + sum(2**12 + int(stored.data.nbytes) for stored in arrays)
 
 
 def _suffix(output: str) -> str:
@@ -202,13 +221,25 @@ def _target(old: OldFile, model: Any, config: Any, context: Any, suffix: str) ->
     if isinstance(config, dict):
         given: dict[str, Any] | None = config
     elif config is not None:
-        with open(config, encoding="utf-8") as file:
-            given = keras2.parse_json(file.read(), "config", os.fspath(config))
+        given = keras2.parse_json(_text(os.fspath(config)), "config", os.fspath(config))
     else:
         given = None
-    if given is None and (suffix == ".safetensors" or (old.config is None and suffix != ".keras")):
-        return None
+    bare = suffix == ".safetensors" or (old.config is None and suffix == ".weights.h5")
+    if given is None and bare:
+        return None  # .h5 among the others: Keras 2 loads it by layer names and their order
     return template.from_config(old, given, context)
+
+
+def _text(config: str) -> str:
+    try:
+        with open(config, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        said = getattr(error, "strerror", None) or "it is no text"
+        raise UnreadableFile(
+            f"The config {config} cannot be read: {said}.\n"
+            "Give the file in which the template's to_json() was written."
+        ) from error
 
 
 def _write(old: OldFile, target: Target | None, suffix: str, path: str) -> tuple[list[Row], str]:
@@ -219,8 +250,6 @@ def _write(old: OldFile, target: Target | None, suffix: str, path: str) -> tuple
         dropped = "dropped" if old.optimizer else "none"
         if suffix == ".safetensors":
             return named.write_safetensors(found, path), dropped
-        if suffix == ".h5":
-            return keras2_writer.arrays_by_layer(found, old, path), dropped
         return named.write_hdf5(found, old, path), dropped
     if suffix == ".keras":
         return modern.write_keras(old, target, path)

@@ -9,32 +9,39 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from lockstep.errors import UnsuitableOutput
 from lockstep.rescue import hdf5, stream
-from lockstep.rescue.keras2 import OldFile, Stored
+from lockstep.rescue.keras2 import OldFile
 from lockstep.rescue.leaves import Branch, Leaf
 from lockstep.rescue.match import Pair, halves
 from lockstep.rescue.modern import require_equal
 from lockstep.rescue.report import Row
 from lockstep.rescue.template import Target
 
+Config = dict[str, Any] | None
+
 
 def write(old: OldFile, target: Target, path: str) -> tuple[list[Row], str]:
     """Write a Keras 2 file of the template and read every array of it back."""
     import h5py
 
+    # A live model is Keras 3's, which Keras 2 does not read, and its layers have names of
+    # their own: the file's config would name others.
+    config = None if target.live else target.config
     with h5py.File(path, "w") as handle:
         root = handle
-        if target.config is not None:
+        if config is not None:
             root = handle.create_group("model_weights")
-            handle.attrs["model_config"] = json.dumps(target.config).encode()
+            handle.attrs["model_config"] = json.dumps(config).encode()
             for place in (handle, root):
                 place.attrs["backend"] = (old.backend or "tensorflow").encode()
                 place.attrs["keras_version"] = (old.version or "2.2.4").encode()
         else:
+            target.context.note("weights alone, under the names of the model that was given")
             root.attrs["backend"] = (old.backend or "tensorflow").encode()
             root.attrs["keras_version"] = (old.version or "2.2.4").encode()
-        places = _write_layers(target, root)
-        optimizer = _write_training(old, target, handle)
+        places = _write_layers(target, config, root)
+        optimizer = _write_training(old, target, config, handle)
     with h5py.File(path, "r") as handle:
         rows = [
             Row(
@@ -49,10 +56,10 @@ def write(old: OldFile, target: Target, path: str) -> tuple[list[Row], str]:
     return rows, optimizer
 
 
-def _write_layers(target: Target, root: Any) -> dict[str, Pair]:
+def _write_layers(target: Target, config: Config, root: Any) -> dict[str, Pair]:
     pairs = target.by_index()
     tops = {child.name: child for child in target.tree.children}
-    names = _layer_names(target, tops)
+    names = _layer_names(config, tops)
     hdf5.write_names(root, "layer_names", names)
     places: dict[str, Pair] = {}
     for name in names:
@@ -65,6 +72,12 @@ def _write_layers(target: Target, root: Any) -> dict[str, Pair]:
                 stream.copy(pair.stored, None, group, own)
                 places[f"{group.name}/{own}".lstrip("/")] = pair
         hdf5.write_names(group, "weight_names", listed)
+    if len(places) != len(pairs):
+        raise UnsuitableOutput(
+            f"{len(pairs)} weights were to be written, and the config names layers for "
+            f"{len(places)}.\nNothing was written: two layers share a name, or one is in no "
+            "list. Write a .keras file."
+        )
     return places
 
 
@@ -73,18 +86,18 @@ def _in_file_order(node: Leaf | Branch, pairs: dict[int, Pair]) -> list[Pair]:
     return [pairs[slot.index] for _, slot in head + tail]
 
 
-def _layer_names(target: Target, tops: dict[str, Leaf | Branch]) -> list[str]:
-    config = target.config["config"] if target.config else None
-    entries = config["layers"] if isinstance(config, dict) else config
-    if not entries:
+def _layer_names(config: Config, tops: dict[str, Leaf | Branch]) -> list[str]:
+    if config is None:
         return list(tops)
+    inner = config["config"]
+    entries = inner["layers"] if isinstance(inner, dict) else inner
     from lockstep.rescue import graph
 
     return [str(entry.get("name") or graph.entry_name(entry)) for entry in entries]
 
 
-def _write_training(old: OldFile, target: Target, handle: Any) -> str:
-    if target.config is None or old.training is None or old.config is None:
+def _write_training(old: OldFile, target: Target, config: Config, handle: Any) -> str:
+    if config is None or old.training is None or old.config is None:
         return "dropped" if old.optimizer else "none"
     settings = dict(old.training)
     merges = list(target.template.merges) if target.template else []
@@ -115,30 +128,3 @@ def _unique(name: str, taken: list[str]) -> str:
     while f"{stem}_{number}/{last}" in taken:
         number += 1
     return f"{stem}_{number}/{last}"
-
-
-def arrays_by_layer(found: dict[str, Stored], old: OldFile, path: str) -> list[Row]:
-    """Write weights without an architecture: one group per layer name, in file order."""
-    import h5py
-
-    layers: dict[str, list[tuple[str, Stored]]] = {}
-    for stored in found.values():
-        layer = stored.name.rpartition("/")[0] or "weights"
-        layers.setdefault(layer, []).append((stored.name, stored))
-    with h5py.File(path, "w") as handle:
-        handle.attrs["backend"] = (old.backend or "tensorflow").encode()
-        handle.attrs["keras_version"] = (old.version or "2.2.4").encode()
-        hdf5.write_names(handle, "layer_names", list(layers))
-        for layer, entries in layers.items():
-            group = handle.require_group(layer)
-            hdf5.write_names(group, "weight_names", [name for name, _ in entries])
-            for name, stored in entries:
-                stream.copy(stored, None, group, name)
-    with h5py.File(path, "r") as handle:
-        rows = []
-        for layer, entries in layers.items():
-            for name, stored in entries:
-                same = stream.equal(stored, None, handle[f"{layer}/{name}"])
-                rows.append(Row(stored.path.lstrip("/"), f"{layer}/{name}", stored.shape, same))
-    require_equal(rows)
-    return rows

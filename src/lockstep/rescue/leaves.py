@@ -84,7 +84,9 @@ def of_part(part: Part) -> Branch:
         if id(one.layer) in seen or not one.layer.weights:
             return None
         seen.add(id(one.layer))
-        return _leaf(one.name, one.class_name, one.layer, one.trainable, numbers)
+        return _leaf(
+            one.name, one.class_name, one.layer, one.trainable, numbers, list(one.layer.weights)
+        )
 
     root = grow(part)
     return root if isinstance(root, Branch) else Branch(part.name)
@@ -96,21 +98,55 @@ def of_model(model: Any) -> Branch:
 
     numbers = _numbers(model)
     seen: set[int] = set()
+    owned: set[int] = set()
 
     def grow(layer: Any) -> Leaf | Branch | None:
         inner = layer.layer if isinstance(layer, keras.layers.TimeDistributed) else layer
         if isinstance(inner, keras.Model):
             below = [grow(one) for one in inner.layers]
             kept = [node for node in below if node is not None]
+            own = leaf(_OWN_WEIGHTS, inner)
+            kept += [own] if own else []
             return Branch(layer.name, kept) if kept else None
-        if id(layer) in seen or not layer.weights:
+        if id(layer) in seen:
             return None
         seen.add(id(layer))
+        return leaf(layer.name, layer)
+
+    def leaf(name: str, layer: Any) -> Leaf | None:
+        """What no leaf has yet: of a subclassed model, the weights that it made itself."""
+        taken = owned if isinstance(layer, keras.Model) else set()
+        variables = [one for one in layer.weights if id(one) not in taken]
+        owned.update(id(one) for one in variables)
+        if not variables:
+            return None
         flag = bool(layer.trainable)
-        return _leaf(layer.name, type(layer).__name__, layer, flag, numbers)
+        return _leaf(name, type(layer).__name__, layer, flag, numbers, variables)
 
     root = grow(model)
     return root if isinstance(root, Branch) else Branch(model.name)
+
+
+_OWN_WEIGHTS = "top_level_model_weights"  # as tf.keras names them, and as it puts them last
+
+
+def every_layer(layer: Any) -> list[Any]:
+    """A layer and all layers within it, wrapped ones and cells among them."""
+    import keras
+
+    found: dict[int, Any] = {}
+    stack = [layer]
+    while stack:
+        here = stack.pop()
+        if isinstance(here, keras.layers.Layer):
+            if id(here) not in found:
+                found[id(here)] = here
+                stack += vars(here).values()
+        elif isinstance(here, (list, tuple)):
+            stack += here
+        elif isinstance(here, dict):
+            stack += here.values()
+    return list(found.values())
 
 
 def keys(paths: list[str]) -> list[Key]:
@@ -143,8 +179,14 @@ def _parts(path: str) -> Key:
     return tuple(kept)
 
 
-def _leaf(name: str, class_name: str, layer: Any, trainable: bool, numbers: dict[int, int]) -> Leaf:
-    variables = list(layer.weights)
+def _leaf(
+    name: str,
+    class_name: str,
+    layer: Any,
+    trainable: bool,
+    numbers: dict[int, int],
+    variables: list[Any],
+) -> Leaf:
     nature = _by_nature(layer, variables)
     found = keys([variable.path for variable in variables])
     slots = tuple(

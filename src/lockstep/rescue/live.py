@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 from lockstep.errors import UnreadableFile, WeightsDoNotFit
-from lockstep.rescue import hdf5, inspection, keras2, kinds, stream, template
+from lockstep.rescue import blank, hdf5, inspection, keras2, kinds, leaves, stream, template
 from lockstep.rescue.keras2 import Group, OldFile
 from lockstep.rescue.report import Rescued, Row
 from lockstep.rescue.settings import Context
@@ -35,20 +35,30 @@ def _set(model: Any, old: OldFile) -> Rescued:
     """Plan first, then assign, then compare: a plan that fails leaves the model untouched."""
     target = template.from_model(old, model, Context())
     variables = model.variables
+    before = {
+        pair.slot.index: blank.numbers(variables[pair.slot.index]).copy()
+        for pair in target.plan.pairs
+    }
     rows = []
-    for pair in target.plan.pairs:
-        variables[pair.slot.index].assign(stream.value(pair.stored, pair.convert))
-    for pair in target.plan.pairs:
-        same = stream.holds(variables[pair.slot.index], pair.stored, pair.convert)
-        rows.append(
-            Row(
-                pair.stored.path.lstrip("/"),
-                pair.slot.path,
-                pair.slot.shape,
-                same,
-                pair.convert is not None,
+    try:
+        for pair in target.plan.pairs:
+            variables[pair.slot.index].assign(stream.value(pair.stored, pair.convert))
+        for pair in target.plan.pairs:
+            same = stream.holds(variables[pair.slot.index], pair.stored, pair.convert)
+            rows.append(
+                Row(
+                    pair.stored.path.lstrip("/"),
+                    pair.slot.path,
+                    pair.slot.shape,
+                    same,
+                    pair.convert is not None,
+                )
             )
-        )
+    except BaseException:
+        for index, value in before.items():
+            variables[index].assign(value)
+        raise
+    _renew(model)
     notes = template.doubts(old, target)
     for note in notes:
         warnings.warn(note, stacklevel=4)
@@ -67,11 +77,21 @@ def _set(model: Any, old: OldFile) -> Rescued:
     )
 
 
+def _renew(model: Any) -> None:
+    """Let layers that compute with a copy of their weights, as Normalization does, copy again."""
+    copying = [one for one in leaves.every_layer(model) if hasattr(one, "finalize_state")]
+    copying = [one for one in copying if one.built and one.weights]
+    for one in copying:
+        one.finalize_state()
+    if copying:  # the copies are constants in functions that are compiled already
+        for kind in ("train", "test", "predict"):
+            if getattr(model, f"{kind}_function", None) is not None:
+                getattr(model, f"make_{kind}_function")(force=True)
+
+
 def _todays(model: Any, found: inspection.Inspection) -> Rescued:
     """A file of Keras 3: Keras's own loader places it, and raises where it does not fit."""
     import numpy as np
-
-    from lockstep.rescue import blank
 
     before = [blank.numbers(variable).copy() for variable in model.weights]
     shapes = sorted(entry.shape for entry in found.arrays)
@@ -84,6 +104,7 @@ def _todays(model: Any, found: inspection.Inspection) -> Rescued:
     except Exception as error:
         for variable, value in zip(model.weights, before, strict=True):
             variable.assign(value)
+        _renew(model)
         raise WeightsDoNotFit(
             f"{found.path} does not fit the model {model.name!r}: "
             f"{' '.join(str(error).split())[:160]}\n"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lockstep.errors import AmbiguousWeights, WeightsDoNotFit
@@ -177,7 +177,7 @@ def _in_order(root: Branch, sources: Sequence[Stored], frozen: set[int]) -> tupl
         owned.setdefault(id(leaf), []).append((slot, stored))
     prefixes: dict[str, Leaf] = {}
     pairs: list[Pair] = []
-    given_names = _given_names(root)
+    chosen = given_names(leaves(root))
     for leaf in leaves(root):
         given = {slot.index: stored for slot, stored in owned[id(leaf)]}
         ordered = [given[slot.index] for slot in leaf.slots]
@@ -191,21 +191,30 @@ def _in_order(root: Branch, sources: Sequence[Stored], frozen: set[int]) -> tupl
             before = stored.name.rpartition("/")[0]
             if prefixes.setdefault(before, leaf) is not leaf and before:
                 return None  # two layers never share one name
-            if before in given_names and before != leaf.name:
+            if before in chosen and before != leaf.name:
                 return None  # a name that the user gave is no accident
         pairs += fitted
     return tuple(pairs)
 
 
-def _given_names(root: Branch) -> set[str]:
+def given_names(nodes: Iterable[Leaf | Branch]) -> set[str]:
     """Names of layers that look chosen by the user, not numbered by the library."""
-    found = Counter(leaf.name for leaf in leaves(root))
-    classes = {re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", le.class_name).lower() for le in leaves(root)}
+    every = list(nodes)
+    found = Counter(node.name for node in every)
+    kinds = {"Model", "Functional", "Sequential"}
+    kinds |= {node.class_name for node in every if isinstance(node, Leaf)}
+    automatic = {name for kind in kinds for name in _automatic(kind)}
     return {
         name
         for name, count in found.items()
-        if count == 1 and name[-1:].isalpha() and name not in classes
+        if count == 1 and name[-1:].isalpha() and name not in automatic
     }
+
+
+def _automatic(kind: str) -> set[str]:
+    """The first name that Keras 3, and Keras 2, give to a layer of a class."""
+    starts = {re.sub(rf"(.)([A-Z][a-z{more}]+)", r"\1_\2", kind) for more in ("", "0-9")}
+    return {re.sub(r"([a-z])([A-Z])", r"\1_\2", start).lower() for start in starts}
 
 
 def _names_agree(leaf: Leaf, ordered: list[Stored]) -> bool:
@@ -286,11 +295,13 @@ def _require_evidence(found: Found) -> None:
         re.fullmatch(rf"{re.escape(leaf.name)}(_\d+)?", prefixes[one])
         for one, leaf in every.items()
     )
-    alike: dict[object, list[str]] = {}
+    alike: dict[object, list[int]] = {}
     for one, leaf in every.items():
-        alike.setdefault((leaf.signature, leaf.name if own else ""), []).append(prefixes[one])
-    for names in alike.values():
-        if len(names) > 1 and not ascending(names):
+        alike.setdefault((leaf.signature, leaf.name if own else ""), []).append(one)
+    for some in alike.values():
+        names = [prefixes[one] for one in some]
+        agree = same_ranks(names, [every[one].name for one in some])
+        if len(names) > 1 and not (ascending(names) if agree is None else agree):
             raise AmbiguousWeights(
                 f"The layers {', '.join(names[:4])} of the file have equal shapes, and their names "
                 "are not\nthe model's: which is which cannot be told if one was frozen then. "
@@ -306,9 +317,35 @@ def ascending(names: Sequence[str]) -> bool:
         >>> ascending(["dense", "dense_2", "dense_10"]), ascending(["dense_2", "dense_1"])
         (True, False)
     """
-    stems = {re.sub(r"(_\d+)+$", "", name) for name in names}
-    numbers = [tuple(int(n) for n in re.findall(r"_(\d+)(?=_|$)", name)) for name in names]
-    return len(stems) == 1 and numbers == sorted(numbers)
+    numbers = _numbers(names)
+    return len(_stems(names)) == 1 and numbers == sorted(numbers)
+
+
+def same_ranks(names: Sequence[str], others: Sequence[str]) -> bool | None:
+    """Whether two lists of automatic names of one kind were numbered in one order.
+
+    Layers of branches lie in another order than that in which they were made; the same
+    code makes them in the same order again. None where the names do not tell.
+
+    Example:
+        >>> same_ranks(["dense_2", "dense_1"], ["dense_9", "dense_8"])
+        True
+    """
+    mine, theirs = _numbers(names), _numbers(others)
+    if len(_stems([*names, *others])) > 1 or len(set(mine)) < len(mine):
+        return None
+    if len(set(theirs)) < len(theirs):
+        return None
+    places = range(len(mine))
+    return sorted(places, key=mine.__getitem__) == sorted(places, key=theirs.__getitem__)
+
+
+def _stems(names: Sequence[str]) -> set[str]:
+    return {re.sub(r"(_\d+)+$", "", name) for name in names}
+
+
+def _numbers(names: Sequence[str]) -> list[tuple[int, ...]]:
+    return [tuple(int(n) for n in re.findall(r"_(\d+)(?=_|$)", name)) for name in names]
 
 
 def _ambiguous(one: Found, other: Found, why: str) -> AmbiguousWeights:

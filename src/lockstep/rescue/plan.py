@@ -122,13 +122,24 @@ def _child(child: Leaf | Branch, group: Group, trusted: bool, flagged: bool) -> 
 
 def _require_numbers(groups: tuple[Group, ...], wanted: list[Leaf | Branch]) -> None:
     """Groups lie in layer order, so position decides; equal layers must be numbered so too."""
-    alike: dict[object, list[str]] = {}
+    chosen = match.given_names(wanted)
+    for group, child in zip(groups, wanted, strict=True):
+        if group.name in chosen and group.name != child.name:
+            raise AmbiguousWeights(
+                f"By the order of layers the weights of {group.name!r} would go to "
+                f"{child.name!r}, and the model has\na layer {group.name!r} of its own: order "
+                "and names disagree.\nName the model's layers as in the file (lockstep inspect "
+                "lists them)."
+            )
+    alike: dict[object, list[tuple[str, str]]] = {}
     for group, child in zip(groups, wanted, strict=True):
         signature = tuple(leaf.signature for leaf in leaves(child))
-        alike.setdefault(signature, []).append(group.name)
-    for names in alike.values():
+        alike.setdefault(signature, []).append((group.name, child.name))
+    for both in alike.values():
+        names, own = [name for name, _ in both], [name for _, name in both]
         stems = {name.rstrip("0123456789").rstrip("_") for name in names}
-        if len(names) > 1 and len(stems) == 1 and not match.ascending(names):
+        in_order = match.ascending(names) or match.same_ranks(names, own)
+        if len(names) > 1 and len(stems) == 1 and not in_order:
             raise AmbiguousWeights(
                 f"The layers {', '.join(names[:4])} have equal shapes and lie in another "
                 "order\nthan their numbers: order and names put their weights elsewhere.\n"

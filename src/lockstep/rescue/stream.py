@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lockstep.rescue import hdf5
+from lockstep.rescue import blank, hdf5
 from lockstep.rescue.cudnn import Convert
 from lockstep.rescue.keras2 import Stored
 
@@ -15,6 +15,7 @@ PIECE = 2**20
 
 def copy(stored: Stored, convert: Convert | None, group: Any, path: str) -> None:
     """Write an array at `path`, with its own dtype."""
+    blank.require_wanted()
     if convert is not None:
         group.create_dataset(path, data=convert(stored.read()))
         return
@@ -40,6 +41,7 @@ def fill(shape: tuple[int, ...], number: Any, group: Any, path: str) -> None:
 
 def equal(stored: Stored, convert: Convert | None, written: Any) -> bool:
     """Whether an array that was read back is bit for bit what the old file holds."""
+    blank.require_wanted()
     if convert is not None:
         values = convert(stored.read())
         return _same(values, written[()])
@@ -60,6 +62,7 @@ def pieces(stored: Stored) -> Iterator[Any]:
 
 
 def _read(stored: Stored, piece: slice) -> Any:
+    blank.require_wanted()
     with hdf5.reading(stored.data.file.filename):
         return stored.data[piece]
 
@@ -72,8 +75,6 @@ def value(stored: Stored, convert: Convert | None) -> Any:
 
 def holds(variable: Any, stored: Stored, convert: Convert | None) -> bool:
     """Whether a variable holds exactly what the file does."""
-    from lockstep.rescue import blank
-
     wanted = value(stored, convert)
     found = blank.numbers(variable)
     return bool(_same(wanted.astype(found.dtype), found))

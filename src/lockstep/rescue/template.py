@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.errors import NeedsCode, WeightsDoNotFit
-from lockstep.rescue import blank, graph, leaves, parallel, plan
+from lockstep.rescue import blank, graph, leaves, parallel, plan, unsaid
 from lockstep.rescue.graph import Part
 from lockstep.rescue.keras2 import OldFile
 from lockstep.rescue.leaves import Branch
@@ -170,34 +170,7 @@ def _layer_of(part: Part, index: int) -> Any:
 
 def doubts(old: OldFile, target: Target) -> list[str]:
     """What the weights alone cannot tell about a model that the user built."""
-    import keras
-
     version = old.version or ""
     early = version.startswith("2.") and (version < "2.3" or version.endswith("-tf"))
-    found = []
-    for pair in target.plan.pairs:
-        layer = _owner(target.model, pair.leaf.slots[0].index)
-        inner = layer.forward_layer if isinstance(layer, keras.layers.Bidirectional) else layer
-        gated = isinstance(inner, keras.layers.LSTM | keras.layers.GRU)
-        plain = early and gated and pair.dialect == "plain"
-        if plain and inner.recurrent_activation is keras.activations.sigmoid:
-            found.append(
-                f"{layer.name} uses sigmoid gates; {old.library} used hard_sigmoid unless told "
-                "otherwise, and weights do not tell. Check outputs, or rescue the full model."
-            )
+    found = unsaid.doubts(old, target.config, target.model, target.plan.pairs, early)
     return list(dict.fromkeys(found))
-
-
-def _owner(model: Any, index: int) -> Any:
-    import keras
-
-    wanted = id(model.variables[index])
-    stack = list(model.layers)
-    while stack:
-        layer = stack.pop()
-        inner = layer.layer if isinstance(layer, keras.layers.TimeDistributed) else layer
-        if isinstance(inner, keras.Model):
-            stack += inner.layers
-        elif any(id(variable) == wanted for variable in layer.weights):
-            return layer
-    return None

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 
 from lockstep.errors import UnsuitableOutput
+from lockstep.rescue import blank
 
 
 @contextlib.contextmanager
-def appearing(output: str, source: str, suffix: str) -> Iterator[str]:
+def appearing(output: str, source: str, suffix: str, size: int = 0) -> Iterator[str]:
     """A temporary path beside `output`, which takes its place when the body succeeds.
 
     Guarantees that `output` holds either what it held before or the finished file,
@@ -21,9 +23,11 @@ def appearing(output: str, source: str, suffix: str) -> Iterator[str]:
         output: Where the file will be; replaced if it is there.
         source: The file that is read, which must be another one.
         suffix: Ending of the temporary file.
+        size: Bytes that the new file may need.
 
     Raises:
-        UnsuitableOutput: The folder is missing or cannot be written, or both are one file.
+        UnsuitableOutput: The folder is missing, full or cannot be written, or both are one
+            file.
     """
     folder = os.path.dirname(os.path.abspath(output))
     if os.path.isdir(output):
@@ -33,6 +37,7 @@ def appearing(output: str, source: str, suffix: str) -> Iterator[str]:
             f"The output {output} is the file that is read.\n"
             "An old file is never overwritten by its rescue: give another path with -o."
         )
+    _require_room(folder, size)
     try:
         handle, path = tempfile.mkstemp(dir=folder, prefix=".rescue-", suffix=suffix)
     except OSError as error:
@@ -42,15 +47,42 @@ def appearing(output: str, source: str, suffix: str) -> Iterator[str]:
         ) from error
     os.close(handle)
     try:
-        yield path
-        os.chmod(path, 0o666 & ~_umask())
-        _sync(path)
-        os.replace(path, output)
-        _sync(folder)
+        with _told(output):
+            yield path
+            os.chmod(path, 0o666 & ~_umask())
+            _sync(path)
+            blank.require_wanted()
+            os.replace(path, output)
+            _sync(folder)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
         raise
+
+
+def _require_room(folder: str, size: int) -> None:
+    """Raise before HDF5 meets a full disk, on which it may end the whole process."""
+    free = shutil.disk_usage(folder).free if os.path.isdir(folder) else size
+    if free < size:
+        raise UnsuitableOutput(
+            f"The new file needs up to {size:,} bytes, and {folder} has {free:,} left.\n"
+            "Make room, or give a path on another disk with -o."
+        )
+
+
+@contextlib.contextmanager
+def _told(output: str) -> Iterator[None]:
+    """Tell a disk that fails while it is written to as an UnsuitableOutput."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        said = " ".join(str(error).split())
+        if isinstance(error, RuntimeError) and "write failed" not in said:
+            raise
+        raise UnsuitableOutput(
+            f"{output} could not be written: {said[:160]}.\n"
+            "Nothing was written. Make room, or give a path on another disk with -o."
+        ) from error
 
 
 def _sync(path: str) -> None:

@@ -1,0 +1,88 @@
+"""`check=` and the files that the commands are given: what is compared, what is refused."""
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import lockstep
+from lockstep.cli import main
+from lockstep.errors import OutputMismatch, UnreadableFile
+from lockstep.rescue import check
+from tests.rescue import old_files
+
+RNG = np.random.default_rng(0)
+KERNEL, BIAS = RNG.normal(size=(4, 2)).astype("float32"), RNG.normal(size=2).astype("float32")
+X = RNG.normal(size=(3, 4)).astype("float32")
+
+
+def old(tmp_path, scale=1.0):
+    config = old_files.sequential([old_files.dense(2, name="d")], (None, 4))
+    weights = [("d/kernel:0", (KERNEL * scale).astype("float32")), ("d/bias:0", BIAS)]
+    return old_files.parallel_full(tmp_path / "old.h5", config, weights)
+
+
+def checked(tmp_path, scale, x, y):
+    np.savez(tmp_path / "io.npz", x0=x, y0=y)
+    return lockstep.rescue(old(tmp_path, scale), tmp_path / "new.keras", check=tmp_path / "io.npz")
+
+
+def test_one_number_that_is_none_in_both_does_not_excuse_the_others(tmp_path):
+    x = X.copy()
+    x[0, 0] = np.nan
+    y = x @ KERNEL + BIAS
+    assert checked(tmp_path, 1, x, y).difference < 1e-5
+    y[1:] += 5
+    with pytest.raises(OutputMismatch):
+        checked(tmp_path, 1, x, y)
+    y[1:] -= 5
+    y[2, 0] = np.nan
+    with pytest.raises(OutputMismatch, match="by inf,"):
+        checked(tmp_path, 1, x, y)
+
+
+def test_large_outputs_have_no_more_digits_than_others(tmp_path):
+    y = (X.astype("float64") @ (KERNEL * 1e5).astype("float32") + BIAS).astype("float32")
+    assert checked(tmp_path, 1e5, X, y).difference < 1e-5
+    with pytest.raises(OutputMismatch):
+        checked(tmp_path, 1e5, X, y * np.float32(1.0001))
+
+
+def one_array(path):
+    np.save(path.with_suffix(".npy"), X)
+    path.with_suffix(".npy").rename(path)
+
+
+def cut(path):
+    np.savez(path, x0=X, y0=X)
+    path.write_bytes(path.read_bytes()[:200])
+
+
+def overwritten(path):
+    np.savez(path, x0=X, y0=X)
+    path.write_bytes(path.read_bytes()[:60] + bytes(140) + path.read_bytes()[200:])
+
+
+def text(path):
+    np.savez(path, x0=X, y0=np.array(["a"]))
+
+
+@pytest.mark.parametrize("write", [one_array, cut, overwritten, text])
+def test_inputs_that_are_no_arrays_are_refused(tmp_path, write):
+    write(tmp_path / "io.npz")
+    with pytest.raises(UnreadableFile, match=r"io\.npz"):
+        check.inputs_and_outputs(tmp_path / "io.npz")
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "no text"])
+def test_a_config_that_cannot_be_read_is_a_message(tmp_path, kind):
+    weights = [("d/kernel:0", KERNEL), ("d/bias:0", BIAS)]
+    parallel = old_files.parallel_weights(tmp_path / "old.h5", weights)
+    config = tmp_path / "config.json"
+    if kind == "folder":
+        config.mkdir()
+    elif kind == "no text":
+        config.write_bytes(b"\xff\xfe\x00")
+    command = ["rescue", parallel, "-o", tmp_path / "new.keras", "--config", config]
+    done = CliRunner().invoke(main, [str(part) for part in command])
+    assert (done.exit_code, done.output.splitlines()[0][:16]) == (1, "UnreadableFile: "), done
+    assert "config.json" in done.output

@@ -1,0 +1,60 @@
+"""A rescue that cannot end: the output is as it was, and nothing else is left."""
+
+import shutil
+import signal
+import threading
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+import lockstep
+from lockstep.errors import UnsuitableOutput
+from lockstep.rescue import modern
+
+OLD = Path(__file__).parents[1] / "files" / "legacy" / "keras-2.2.4__mlp4-g2" / "parallel_full.h5"
+
+
+@pytest.fixture
+def output(tmp_path):
+    path = tmp_path / "new.keras"
+    path.write_bytes(b"precious")
+    yield path
+    assert [one.name for one in tmp_path.iterdir()] == ["new.keras"]
+    assert path.read_bytes() == b"precious"
+
+
+def test_an_interrupt_ends_it_before_anything_appears(output, monkeypatch):
+    raised = threading.Event()
+
+    def interrupt(*_):
+        raised.set()
+        raise KeyboardInterrupt
+
+    compare = modern._compare
+
+    def interrupted(*arguments):
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        raised.wait()
+        time.sleep(0.2)  # the caller is told; now it has gone on
+        return compare(*arguments)
+
+    monkeypatch.setattr(modern, "_compare", interrupted)
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            lockstep.rescue(OLD, output)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    alive = [thread for thread in threading.enumerate() if thread.name == "lockstep-rescue"]
+    for thread in alive:
+        thread.join()
+    assert not alive
+
+
+def test_a_disk_without_room_is_a_message_before_anything_is_written(output, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(2**20, 2**20 - 40960, 40960))
+    with pytest.raises(UnsuitableOutput, match=r"bytes, and .* has 40,960 left"):
+        lockstep.rescue(OLD, output)

@@ -1,0 +1,65 @@
+"""What `--custom` and `custom_objects` give, beside what Keras has itself."""
+
+import keras
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import lockstep
+from lockstep.cli import main
+from tests.rescue import old_files
+
+SCALE = """
+import keras
+from keras import backend as K
+from keras.layers import LSTM, Dense
+from numpy import tanh
+
+@keras.saving.register_keras_serializable("users_code")
+class Scale(keras.layers.Layer):
+    def build(self, shape):
+        self.scale = self.add_weight(name="scale", shape=(shape[-1],))
+
+    def call(self, x):
+        return x * self.scale
+"""
+
+
+def old_lstm(x, kernel, recurrent, bias):
+    """The last step of Keras 2's LSTM: hard_sigmoid gates."""
+
+    def gate(z):
+        return np.clip(0.2 * z + 0.5, 0, 1)
+
+    h = c = np.zeros((len(x), len(recurrent)), "float32")
+    for step in range(x.shape[1]):
+        i, f, g, o = np.split(x[:, step] @ kernel + h @ recurrent + bias, 4, axis=1)
+        c = gate(f) * c + gate(i) * np.tanh(g)
+        h = gate(o) * np.tanh(c)
+    return h
+
+
+@pytest.mark.parametrize("way", ["--custom", "custom_objects"])
+def test_imports_beside_the_users_classes_do_not_replace_the_translation(tmp_path, way):
+    rng = np.random.default_rng(0)
+    lstm = [rng.normal(size=shape).astype("float32") for shape in [(3, 16), (4, 16), (16,)]]
+    config = old_files.sequential(
+        [("LSTM", {"name": "lstm_1", "units": 4, "recurrent_activation": "hard_sigmoid"}),
+         ("Scale", {"name": "scale_1"})], (None, 5, 3))  # fmt: skip
+    names = ["lstm_1/kernel:0", "lstm_1/recurrent_kernel:0", "lstm_1/bias:0"]
+    weights = [*zip(names, lstm, strict=True), ("scale_1/scale:0", np.full(4, 2, "float32"))]
+    old = old_files.parallel_full(tmp_path / "old.h5", config, weights, shapes=((None, 5, 3),))
+    (tmp_path / "users_code.py").write_text(SCALE)
+    namespace = {"__name__": "users_code"}
+    exec(SCALE, namespace)
+    new = tmp_path / "new.keras"
+    if way == "--custom":
+        command = ["rescue", old, "-o", new, "--custom", tmp_path / "users_code.py"]
+        done = CliRunner().invoke(main, [str(part) for part in command])
+        assert done.exit_code == 0, done.output
+    else:
+        given = {name: namespace[name] for name in ("Scale", "LSTM", "Dense")}
+        lockstep.rescue(old, new, custom_objects=given)
+    model = keras.models.load_model(new, custom_objects={"Scale": namespace["Scale"]})
+    x = 3 * rng.normal(size=(2, 5, 3)).astype("float32")
+    np.testing.assert_allclose(model(x), 2 * old_lstm(x, *lstm), atol=1e-5)

@@ -127,6 +127,14 @@ def test_clipnorm_of_keras_2_clipped_all_gradients_together(tmp_path):
     assert model.optimizer.clipnorm is None
 
 
+@pytest.mark.parametrize("version", ["2.2.4-tf", "2.4.0", "2.10.0"])
+def test_clipnorm_of_tf_keras_clipped_each_gradient(version, tmp_path):
+    training = {"optimizer_config": sgd(clipnorm=1.5), "loss": "mse"}
+    _, model = compiled(tmp_path, training, version=version)
+    assert model.optimizer.clipnorm == 1.5
+    assert model.optimizer.global_clipnorm is None
+
+
 def test_a_loss_of_the_users_own_leaves_the_model_uncompiled_and_says_so(tmp_path):
     report, model = compiled(tmp_path, {"optimizer_config": sgd(), "loss": "my_loss"})
     assert any("my_loss" in note for note in report.notes)

@@ -351,6 +351,19 @@ def test_an_activation_that_keras_2_did_not_have_is_the_users_own(name, tmp_path
     np.testing.assert_allclose(model(x), 2 * (x @ kernel + bias), atol=2e-6)
 
 
+def test_gelu_is_asked_for_up_to_the_version_that_tensorflow_2_3_wrote(tmp_path):
+    layers, weights = [old_files.dense(3, "gelu", name="d")], [("d/kernel:0", numbers(4, 3))]
+    weights.append(("d/bias:0", numbers(3)))
+    template = old_files.sequential(layers, (None, 4))
+    for version, known in (("2.4.0", False), ("2.10.0", True)):
+        old = old_files.parallel_full(tmp_path / "old.h5", template, weights, version=version)
+        if known:
+            lockstep.rescue(old, tmp_path / "new.keras")
+        else:
+            with pytest.raises(lockstep.errors.NeedsCode, match="gelu"):
+                lockstep.rescue(old, tmp_path / "new.keras")
+
+
 def test_bilinear_upsampling_is_not_passed_over_in_silence(tmp_path):
     layers = [
         ("Conv2D", {"filters": 1, "kernel_size": [1, 1], "name": "c"}),

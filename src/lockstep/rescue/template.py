@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.errors import NeedsCode, WeightsDoNotFit
-from lockstep.rescue import blank, graph, leaves, parallel, plan
+from lockstep.rescue import blank, graph, keras2, leaves, parallel, plan
 from lockstep.rescue.graph import Part
 from lockstep.rescue.keras2 import OldFile
 from lockstep.rescue.leaves import Branch
@@ -173,7 +173,7 @@ def doubts(old: OldFile, target: Target) -> list[str]:
     import keras
 
     version = old.version or ""
-    early = version.startswith("2.") and (version < "2.3" or version.endswith("-tf"))
+    early = (2,) <= keras2.release(version) < (2, 3) or version.endswith("-tf")
     found = []
     for pair in target.plan.pairs:
         layer = _owner(target.model, pair.leaf.slots[0].index)

@@ -189,8 +189,7 @@ def _optimizer(entry: dict[str, Any], old: OldFile, context: Context) -> Any:
         rate = keras.optimizers.schedules.deserialize(rate)
     elif decay:
         rate = keras.optimizers.schedules.InverseTimeDecay(float(rate), 1, decay)
-    standalone = not (old.version or "").endswith("-tf") and (old.version or "9") < "2.4"
-    if standalone and "clipnorm" in config:
+    if context.standalone and "clipnorm" in config:
         config["global_clipnorm"] = config.pop("clipnorm")  # Keras 2 clipped all together
     if config.get("epsilon", 0) is None:
         config["epsilon"] = 1e-7

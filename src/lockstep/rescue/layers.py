@@ -121,6 +121,10 @@ def layer(class_name: str, config: dict[str, Any], context: Context) -> Any:
             "Its code is never taken from the file: give the class with --custom file.py,\n"
             f"or in code with custom_objects={{{class_name!r}: {class_name}}}."
         )
+    if class_name == "Softmax" and context.early and config.get("axis", -1) == -1:
+        # The layer of that time knew no mask, like Activation and unlike Keras 3's Softmax.
+        config = {key: value for key, value in config.items() if key != "axis"}
+        class_name, config = "Activation", {**config, "activation": "softmax"}
     name = RENAMED.get(class_name, class_name)
     cls = getattr(keras.layers, name)
     given = {key: settings.plain(value) for key, value in config.items()}

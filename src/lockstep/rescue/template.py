@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.errors import NeedsCode, WeightsDoNotFit
-from lockstep.rescue import blank, graph, keras2, leaves, parallel, plan
+from lockstep.rescue import blank, graph, keras2, leaves, masks, parallel, plan
 from lockstep.rescue.graph import Part
 from lockstep.rescue.keras2 import OldFile
 from lockstep.rescue.leaves import Branch
@@ -73,6 +73,7 @@ def from_config(old: OldFile, config: dict[str, Any] | None, context: Context) -
                 f"The model {part.name!r} was saved without its input shape.\n"
                 "Rebuild it in code with an Input and use --model file.py:function."
             )
+        masks.require_old(part, context)
     tree = leaves.of_part(part)
     known = True if inside else False if own else None
     found = plan.make(old, tree, parallel=known, trusted=own is not None)

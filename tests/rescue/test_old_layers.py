@@ -2,6 +2,7 @@
 
 import json
 
+import h5py
 import keras
 import numpy as np
 import pytest
@@ -377,3 +378,30 @@ def test_bilinear_upsampling_is_not_passed_over_in_silence(tmp_path):
     )  # fmt: skip
     report = lockstep.rescue(old, tmp_path / "new.keras")
     assert any("bilinear" in note for note in report.notes)
+
+
+def test_kernels_that_theano_saved_are_turned(tmp_path):
+    """Theano convolved where TensorFlow correlates; Keras 2 turned kernels as it loaded them."""
+    x, kernel, deep, bias = numbers(2, 6, 3), numbers(3, 3, 2), numbers(2, 5), numbers(5)
+    layers = [
+        ("Conv1D", {"filters": 2, "kernel_size": [3], "use_bias": False, "name": "c"}),
+        ("Dense", {"units": 5, "name": "d"}),
+    ]
+    weights = [("c/kernel", kernel), ("d/kernel", deep), ("d/bias", bias)]
+    old = old_files.parallel_full(
+        tmp_path / "old.h5", old_files.sequential(layers, (None, 6, 3)), weights,
+        shapes=((None, 6, 3),),
+    )  # fmt: skip
+    with h5py.File(old, "a") as file:
+        file.attrs["backend"] = b"theano"
+    turned = kernel[::-1]
+    rows = [sum(x[:, t + k] @ turned[k] for k in range(3)) for t in range(4)]
+    wanted = np.stack(rows, axis=1) @ deep + bias
+    lockstep.rescue(old, tmp_path / "new.keras")
+    model = keras.models.load_model(tmp_path / "new.keras")
+    np.testing.assert_allclose(model(x), wanted, atol=1e-5)
+    for layer in model.layers:
+        layer.set_weights([np.zeros_like(w) for w in layer.get_weights()])
+    lockstep.load_weights(model, old)
+    np.testing.assert_allclose(model(x), wanted, atol=1e-5)
+    assert any("theano" in note for note in lockstep.inspect(old).notes)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.errors import NeedsCode, WeightsDoNotFit
-from lockstep.rescue import blank, graph, keras2, leaves, masks, parallel, plan
+from lockstep.rescue import blank, graph, keras2, leaves, masks, parallel, plan, theano
 from lockstep.rescue.graph import Part
 from lockstep.rescue.keras2 import OldFile
 from lockstep.rescue.leaves import Branch
@@ -82,7 +82,7 @@ def from_config(old: OldFile, config: dict[str, Any] | None, context: Context) -
     target = Target(
         model=part.layer,
         tree=tree,
-        plan=found,
+        plan=theano.turned(old, found),
         template=inside,
         name=inside.name if inside else grouped[0] if grouped else None,
         devices=inside.devices if inside else grouped[1] if grouped else None,
@@ -121,7 +121,7 @@ def from_model(old: OldFile, model: Any, context: Context) -> Target:
     return Target(
         model=model,
         tree=tree,
-        plan=found,
+        plan=theano.turned(old, found),
         template=inside,
         name=inside.name if inside else grouped[0] if grouped else None,
         devices=inside.devices if inside else grouped[1] if grouped else None,

@@ -281,6 +281,24 @@ def test_adam_state_since_2_11_goes_by_variable_and_names_tell(first, carried, t
             np.testing.assert_array_equal(found[f"{layer}_kernel_{name}"], truth)
 
 
+def test_state_of_fewer_weights_says_that_some_were_frozen(tmp_path):
+    """A nested model that stands last and was frozen as a whole: nothing else tells."""
+    template, weights = dense_layers("a")
+    back, more = dense_layers("b")
+    back["config"]["name"] = "back"
+    template["config"]["layers"].append(back)
+    state = [("iterations:0", np.int64(9)), ("m", np.ones((4, 4), "float32")),
+             ("v", np.ones((4, 4), "float32")), ("vhat", np.zeros(1, "float32"))]  # fmt: skip
+    adam = {"class_name": "Adam", "config": {"lr": 0.01, "epsilon": 1e-7}}
+    old = old_files.parallel_full(
+        tmp_path / "old.h5", template, weights + more, optimizer=state,
+        training={"optimizer_config": adam, "loss": "mse"},
+    )  # fmt: skip
+    report = lockstep.rescue(old, tmp_path / "new.keras")
+    assert report.optimizer == "dropped"
+    assert any("of 1 weights and the model trains 2" in note for note in report.notes)
+
+
 def metric(class_name, **config):
     return {"class_name": class_name, "config": {"dtype": "float32", **config}}
 

@@ -135,13 +135,27 @@ def state(
     carried = found is not None and not lacking and (not values or kind == "SGD")
     if old.optimizer and not carried:
         context.note(
-            f"the optimizer's state is dropped: what the file has is not what {kind} keeps in "
-            "Keras 3 (training goes on with a fresh state)"
+            f"the optimizer's state is dropped: {_why(old, kind, len(trainable))} (training goes "
+            "on with a fresh state)"
         )
         entries = [Entry(None, entry.number, entry.shape) for entry in entries]
     elif carried and step is None:
         context.note("the optimizer's step count is not in the file and starts at 0")
     return State(tuple(entries), carried)
+
+
+def _why(old: OldFile, kind: str, trainable: int) -> str:
+    """Why an optimizer's state cannot be carried."""
+    arrays = [one.shape for one in old.optimizer if one.shape]
+    if kind == "Adam" and set(arrays[2 * len(arrays) // 3 :]) == {(1,)}:
+        arrays = arrays[: 2 * len(arrays) // 3]
+    there = len(arrays) // len(_SLOTS.get(kind, ("",)))
+    if 0 < there < trainable:
+        return (
+            f"it is of {there} weights and the model trains {trainable}, so some were frozen; that "
+            "a nested model was frozen as a whole is not in the file, set its trainable=False"
+        )
+    return f"what the file has is not what {kind} keeps in Keras 3"
 
 
 def _layout(optimizer: Any, count: int) -> list[tuple[str, tuple[int, str] | None, Any]]:

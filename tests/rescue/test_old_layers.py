@@ -405,3 +405,55 @@ def test_kernels_that_theano_saved_are_turned(tmp_path):
     lockstep.load_weights(model, old)
     np.testing.assert_allclose(model(x), wanted, atol=1e-5)
     assert any("theano" in note for note in lockstep.inspect(old).notes)
+
+
+def test_kernels_of_keras_1_are_refused_and_its_arrays_are_not(tmp_path):
+    """Its files do not tell whether a kernel lies in the order of Theano or of TensorFlow."""
+    with h5py.File(tmp_path / "old.h5", "w") as root:
+        old_files.names(root, "layer_names", ["convolution2d_1"])
+        weights = [("convolution2d_1_W", numbers(3, 3, 3, 3)), ("convolution2d_1_b", numbers(3))]
+        old_files.group(root, "convolution2d_1", weights)
+    model = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Conv2D(3, 3)])
+    with pytest.raises(lockstep.errors.UntranslatableModel, match="Keras 1") as caught:
+        lockstep.load_weights(model, tmp_path / "old.h5")
+    assert len(str(caught.value).splitlines()) == 3
+    lockstep.rescue(tmp_path / "old.h5", tmp_path / "arrays.safetensors")
+
+
+@keras.saving.register_keras_serializable("Custom")
+class OldScale(keras.layers.Layer):
+    def build(self, shape):
+        self.scale = self.add_weight(name="scale", shape=(shape[-1],))
+
+    def call(self, x):
+        return x * self.scale
+
+
+@keras.saving.register_keras_serializable("tests")
+def times(x, by):
+    return x * by
+
+
+def test_the_users_code_is_found_where_old_files_name_it(tmp_path):
+    """As `package>name`, inside of a wrapper, and with arrays as arguments."""
+    x, kernel, scale = numbers(2, 5, 4), numbers(4, 3), numbers(3)
+    function = {"function": ["AAAA", None, None], "function_type": "lambda"}
+    by = {"by": {"type": "ndarray", "value": [1.0, 2.0, 3.0]}}
+    wrapped = {"class_name": "Lambda", "config": {"name": "times", "arguments": by, **function}}
+    layers = [
+        old_files.dense(3, "Custom>negative", name="d", use_bias=False),
+        ("Custom>OldScale", {"name": "s"}),
+        ("TimeDistributed", {"name": "td", "layer": wrapped}),
+    ]
+    weights = [("d/kernel:0", kernel), ("s/scale:0", scale)]
+    negative = keras.saving.register_keras_serializable("tests", "negative")(lambda_negative)
+    own = {"times": times, "negative": negative}
+    with pytest.raises(lockstep.errors.NeedsCode, match="'OldScale': OldScale"):
+        rescued(tmp_path, layers, (None, 5, 4), weights, custom_objects=own)
+    own["OldScale"] = OldScale
+    model = rescued(tmp_path, layers, (None, 5, 4), weights, custom_objects=own)
+    np.testing.assert_allclose(model(x), -(x @ kernel) * scale * [1, 2, 3], atol=1e-5)
+
+
+def lambda_negative(x):
+    return -x

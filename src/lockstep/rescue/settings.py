@@ -14,6 +14,33 @@ from lockstep.errors import NeedsCode, UntranslatableModel
 from lockstep.rescue.keras2 import release
 
 
+class Own(dict[str, Any]):
+    """The user's objects; `package>name`, as tf.keras registered them, is found by its name too.
+
+    Example:
+        >>> "Custom>Scale" in Own(Scale=1), Own(Scale=1)["Custom>Scale"]
+        (True, 1)
+    """
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and super().__contains__(self._key(name))
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(self._key(name))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The object of that name, registered or not."""
+        return super().get(self._key(name), default)
+
+    def _key(self, name: str) -> str:
+        return name if super().__contains__(name) else bare(name)
+
+
+def bare(name: str) -> str:
+    """A name without the package under which it was registered."""
+    return name.rpartition(">")[2]
+
+
 @dataclass
 class Context:
     """What the user supplied, and what was done that the user should know."""
@@ -22,6 +49,9 @@ class Context:
     notes: list[str] = field(default_factory=list)
     version: str | None = None
     """`keras_version` of the old file."""
+
+    def __post_init__(self) -> None:
+        self.custom = Own(self.custom)
 
     @property
     def early(self) -> bool:
@@ -101,7 +131,7 @@ def activation(value: Any, context: Context) -> Any:
             f"The activation {value!r} was none of Keras's up to TensorFlow 2.3: its code may be "
             "yours.\n"
             "Give it with --custom file.py (a function of that name in it), or in code with\n"
-            f"custom_objects={{{value!r}: function}}."
+            f"custom_objects={{{bare(value)!r}: function}}."
         )
     if isinstance(value, dict) and isinstance(value.get("class_name"), str):
         from lockstep.rescue.layers import layer

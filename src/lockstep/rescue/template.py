@@ -56,6 +56,7 @@ def from_config(old: OldFile, config: dict[str, Any] | None, context: Context) -
         NeedsCode: Neither the file nor the caller has a config.
     """
     old.require_whole()
+    theano.require_known_layout(old)
     context.version = old.version
     inside = parallel.in_config(old.config)
     own = inside.config if inside else old.config
@@ -103,6 +104,7 @@ def from_config(old: OldFile, config: dict[str, Any] | None, context: Context) -
 def from_model(old: OldFile, model: Any, context: Context) -> Target:
     """Plan the weights of an old file for a model that the user built."""
     old.require_whole()
+    theano.require_known_layout(old)
     if not model.built:
         raise NeedsCode(
             f"The model {model.name!r} has no weights yet, so there is nothing to fill.\n"

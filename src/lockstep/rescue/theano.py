@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from lockstep.errors import UntranslatableModel
 from lockstep.rescue.keras2 import OldFile
 from lockstep.rescue.match import Pair
 from lockstep.rescue.plan import Plan
@@ -18,6 +19,23 @@ _CONVOLUTIONS = (
     *("Convolution1D", "Convolution2D", "Convolution3D"),
     *("TimeDistributed", "Bidirectional"),  # around one of these
 )
+
+
+def require_known_layout(old: OldFile) -> None:
+    """Raise for convolutions of Keras 1, whose files do not tell how their kernels lie.
+
+    Raises:
+        UntranslatableModel: They are in it; the error names the first.
+    """
+    for stored in (one for group in old.groups for one in group.weights):
+        name = stored.name.partition(":")[0]
+        if not old.version and name.endswith("_W") and len(stored.shape) > 2:
+            raise UntranslatableModel(
+                f"{name} {stored.shape} is a kernel of Keras 1, in the order of Theano or of "
+                "TensorFlow: the file does not\ntell which, and the wrong one computes other "
+                "numbers. Load it in Keras 2.0 to 2.2 with the model's\ncode, save it there, and "
+                "rescue that file; or take the arrays alone: -o arrays.safetensors."
+            )
 
 
 def turned(old: OldFile, found: Plan) -> Plan:

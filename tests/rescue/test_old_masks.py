@@ -144,6 +144,17 @@ def test_a_mask_made_inside_time_distributed_is_refused(tmp_path):
     refused(tmp_path, layers, weights, "'td'")
 
 
+def test_a_long_sequence_is_looked_at_in_one_step(tmp_path):
+    """Keras unrolls TimeDistributed, and a stranger's file may have any length."""
+    inner = {"class_name": "Dense", "config": {"name": "d", "units": 2, "use_bias": False}}
+    word = call("InputLayer", "w", batch_input_shape=[None, 10**7], dtype="int32")
+    layers = [word, embedding("e"), call("TimeDistributed", "td", "e", layer=inner)]
+    groups = [("w", []), ("e", E["e"]), ("td", [("td/kernel:0", numbers(4, 2))])]
+    old = old_files.single_full(tmp_path / "old.h5", functional(layers, ["td", 0, 0]), groups)
+    report = lockstep.rescue(old, tmp_path / "new.keras")
+    assert not any("mask" in note for note in report.notes)
+
+
 @pytest.mark.parametrize(("version", "noted"), [("2.2.4", True), ("2.4.0", False)])
 def test_masked_steps_of_a_bidirectional_layer_are_told_of(version, noted, tmp_path):
     """Stand-alone Keras 2 repeated its last output there; tf.keras and Keras 3 give zeros."""

@@ -93,6 +93,9 @@ def _watch(part: Part, every: list[Part], context: Context) -> list[tuple[Part, 
     marked = [one for one in every if one.class_name in _MERGES or isinstance(one.layer, kinds)]
     for one in marked:
         one.layer.compute_mask = watched(one, one.layer.compute_mask)
+    wrappers = [one.layer for one in every if one.class_name == "TimeDistributed"]
+    for layer in wrappers:
+        layer.call = _one_step(layer)
     try:
         given = [
             keras.KerasTensor([2 if n is None else n for n in x.shape[:1]] + _full(x), x.dtype)
@@ -107,7 +110,20 @@ def _watch(part: Part, every: list[Part], context: Context) -> list[tuple[Part, 
     finally:
         for one in marked:
             del one.layer.compute_mask
+        for layer in wrappers:
+            del layer.call
     return found
+
+
+def _one_step(layer: Any) -> Any:
+    """A call of TimeDistributed that runs one step for all, as Keras runs each on its own."""
+    import keras
+
+    def call(inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        step = layer.layer.call(inputs[:, 0])
+        return keras.ops.repeat(keras.ops.expand_dims(step, 1), inputs.shape[1], axis=1)
+
+    return call
 
 
 def _full(tensor: Any) -> list[int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.errors import NeedsCode, WeightsDoNotFit
-from lockstep.rescue import blank, graph, keras2, leaves, masks, parallel, plan, theano
+from lockstep.rescue import blank, graph, keras2, leaves, parallel, plan, theano
 from lockstep.rescue.graph import Part
 from lockstep.rescue.keras2 import OldFile
 from lockstep.rescue.leaves import Branch
@@ -31,6 +31,8 @@ class Target:
     live: bool
     context: Context
     outputs: tuple[str, ...] = field(default=())
+    part: Part | None = None
+    """The model with its parts under their old names, where it was built from a config."""
 
     def by_index(self) -> dict[int, Pair]:
         """The pairs, by position in `model.variables`."""
@@ -74,7 +76,6 @@ def from_config(old: OldFile, config: dict[str, Any] | None, context: Context) -
                 f"The model {part.name!r} was saved without its input shape.\n"
                 "Rebuild it in code with an Input and use --model file.py:function."
             )
-        masks.require_old(part, context)
     tree = leaves.of_part(part)
     known = True if inside else False if own else None
     found = plan.make(old, tree, parallel=known, trusted=own is not None)
@@ -91,6 +92,7 @@ def from_config(old: OldFile, config: dict[str, Any] | None, context: Context) -
         live=False,
         context=context,
         outputs=_outputs(given),
+        part=part,
     )
     order = [stored for group in old.weighted for stored in group.weights]
     still = {pair.slot.index for pair in trained(tree, found.pairs, order)}

@@ -127,6 +127,14 @@ def test_clipnorm_of_keras_2_clipped_all_gradients_together(tmp_path):
     assert model.optimizer.clipnorm is None
 
 
+@pytest.mark.parametrize("version", ["2.2.4-tf", "2.4.0", "2.10.0"])
+def test_clipnorm_of_tf_keras_clipped_each_gradient(version, tmp_path):
+    training = {"optimizer_config": sgd(clipnorm=1.5), "loss": "mse"}
+    _, model = compiled(tmp_path, training, version=version)
+    assert model.optimizer.clipnorm == 1.5
+    assert model.optimizer.global_clipnorm is None
+
+
 def test_a_loss_of_the_users_own_leaves_the_model_uncompiled_and_says_so(tmp_path):
     report, model = compiled(tmp_path, {"optimizer_config": sgd(), "loss": "my_loss"})
     assert any("my_loss" in note for note in report.notes)
@@ -238,3 +246,124 @@ def test_it_holds_exactly_the_arrays_that_keras_would_save(tmp_path):
             )
         listings.append(found)
     assert listings[0] == listings[1]
+
+
+def dense_layers(*names):
+    """Dense layers of 4 units, one after another, with their weights."""
+    layers = [old_files.dense(4, name=name, use_bias=False) for name in names]
+    rng = np.random.default_rng(2)
+    weights = [(f"{name}/kernel:0", rng.normal(size=(4, 4)).astype("float32")) for name in names]
+    return old_files.sequential(layers, (None, 4)), weights
+
+
+@pytest.mark.parametrize(
+    ("first", "carried"),
+    [("Adam/{slot}/{layer}/kernel:0", True), ("Variable_{slot}_{layer}", False)],
+)
+def test_adam_state_since_2_11_goes_by_variable_and_names_tell(first, carried, tmp_path):
+    """TensorFlow 2.11 listed m, v, m, v where all before it listed m, m, v, v."""
+    template, weights = dense_layers("a", "b")
+    state = {
+        (slot, layer): np.full((4, 4), number, "float32")
+        for number, (layer, slot) in enumerate([("a", "m"), ("a", "v"), ("b", "m"), ("b", "v")])
+    }
+    listed = [(first.format(slot=slot, layer=layer), one) for (slot, layer), one in state.items()]
+    adam = {"class_name": "Adam", "config": {"name": "Adam", "learning_rate": 0.001}}
+    old = old_files.parallel_full(
+        tmp_path / "old.h5", template, weights, version="2.11.0",
+        training={"optimizer_config": adam, "loss": "mse"},
+        optimizer=[("iteration:0", np.int64(7)), *listed],
+    )  # fmt: skip
+    report = lockstep.rescue(old, tmp_path / "new.keras")
+    assert report.optimizer == ("carried" if carried else "dropped")
+    assert any("dropped" in note for note in report.notes) != carried
+    if carried:
+        found = slots(keras.models.load_model(tmp_path / "new.keras"))
+        for (slot, layer), truth in state.items():
+            name = {"m": "momentum", "v": "velocity"}[slot]
+            np.testing.assert_array_equal(found[f"{layer}_kernel_{name}"], truth)
+
+
+def test_state_of_fewer_weights_says_that_some_were_frozen(tmp_path):
+    """A nested model that stands last and was frozen as a whole: nothing else tells."""
+    template, weights = dense_layers("a")
+    back, more = dense_layers("b")
+    back["config"]["name"] = "back"
+    template["config"]["layers"].append(back)
+    state = [("iterations:0", np.int64(9)), ("m", np.ones((4, 4), "float32")),
+             ("v", np.ones((4, 4), "float32")), ("vhat", np.zeros(1, "float32"))]  # fmt: skip
+    adam = {"class_name": "Adam", "config": {"lr": 0.01, "epsilon": 1e-7}}
+    old = old_files.parallel_full(
+        tmp_path / "old.h5", template, weights + more, optimizer=state,
+        training={"optimizer_config": adam, "loss": "mse"},
+    )  # fmt: skip
+    report = lockstep.rescue(old, tmp_path / "new.keras")
+    assert report.optimizer == "dropped"
+    assert any("of 1 weights and the model trains 2" in note for note in report.notes)
+
+
+def metric(class_name, **config):
+    return {"class_name": class_name, "config": {"dtype": "float32", **config}}
+
+
+def test_metrics_keep_their_settings_and_names(tmp_path):
+    given = [
+        metric("Precision", name="p", thresholds=0.8, top_k=None, class_id=1),
+        metric("TopKCategoricalAccuracy", name="top", k=2),
+        metric("AUC", name="auc", num_thresholds=50, curve="PR"),
+        metric("MeanMetricWrapper", name="right", fn="categorical_accuracy"),
+        metric("Precision", name="gone", no_such_setting=1),
+    ]
+    report, model = compiled(
+        tmp_path, {"optimizer_config": sgd(), "loss": "mse", "metrics": given}, version="2.4.0"
+    )
+    assert any("'gone'" in note for note in report.notes)
+    x = np.array([[1, 0, 0, 0], [0, 1, 0, 0]], "float32")
+    found = model.evaluate(x, np.array([[0, 1, 0], [1, 0, 0]], "float32"), verbose=0)
+    assert np.isfinite(found).all()
+    made = {one.name: one.get_config() for one in model._compile_metrics.metrics}
+    assert set(made) == {"p", "top", "auc", "right"}
+    assert np.ravel(made["p"]["thresholds"]) == [0.8]
+    assert made["p"]["class_id"] == 1
+    assert made["top"]["k"] == 2
+    assert (made["auc"]["curve"], made["auc"]["num_thresholds"]) == ("PR", 50)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (["mae"], {"a_mae", "b_mae"}),
+        ({"b": "mae"}, {"b_mae"}),
+        ([["mae"], []], {"a_mae"}),
+        ([], set()),
+    ],
+)
+def test_metrics_of_several_outputs_go_where_keras_2_put_them(given, wanted, tmp_path):
+    dense = {"units": 2, "activation": "linear", "use_bias": False}
+    template = {
+        "class_name": "Model",
+        "config": {
+            "name": "model_1",
+            "layers": [
+                {"class_name": "InputLayer", "name": "i", "inbound_nodes": [],
+                 "config": {"name": "i", "batch_input_shape": [None, 4]}},
+                *({"class_name": "Dense", "name": name, "inbound_nodes": [[["i", 0, 0, {}]]],
+                   "config": {"name": name, **dense}} for name in "ab"),
+            ],
+            "input_layers": [["i", 0, 0]],
+            "output_layers": [["a", 0, 0], ["b", 0, 0]],
+        },
+    }  # fmt: skip
+    old = old_files.parallel_full(
+        tmp_path / "old.h5", template,
+        [(f"{name}/kernel:0", np.ones((4, 2), "float32")) for name in "ab"],
+        inputs=("i",), merges=("a", "b"),
+        training={"optimizer_config": sgd(), "loss": "mse", "metrics": given},
+    )  # fmt: skip
+    lockstep.rescue(old, tmp_path / "new.keras")
+    model = keras.models.load_model(tmp_path / "new.keras")
+    x, y = np.ones((2, 4)), [np.zeros((2, 2)), np.ones((2, 2))]
+    found = model.evaluate(x, y, verbose=0, return_dict=True)
+    assert {name for name in found if name.endswith("mae")} == wanted
+    truth = {"a_mae": 4.0, "b_mae": 3.0}
+    assert all(found[name] == pytest.approx(truth[name]) for name in wanted)

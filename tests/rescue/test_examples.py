@@ -11,7 +11,9 @@ import lockstep
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", ["front", "keras2", "leaves", "match", "plan", "states"])
+@pytest.mark.parametrize(
+    "name", ["front", "keras2", "leaves", "match", "plan", "settings", "states", "theano"]
+)
 def test_examples(name, tmp_path, monkeypatch):
     (tmp_path / "tests").symlink_to(ROOT / "tests")
     monkeypatch.chdir(tmp_path)

@@ -10,6 +10,7 @@ from keras import layers
 
 import lockstep
 from lockstep.errors import IncompleteFile, NotAModel, WeightsDoNotFit
+from tests.rescue import old_files
 
 LEGACY = Path(__file__).parents[1] / "files" / "legacy"
 
@@ -154,6 +155,15 @@ def test_a_husk_raises_instead_of_loading_nothing():
 def test_what_weights_cannot_tell_is_warned_of():
     with pytest.warns(UserWarning, match="hard_sigmoid"):
         lockstep.load_weights(sigmoid_rnn(), LEGACY / "keras-2.0.9__rnn-g2" / "parallel_weights.h5")
+
+
+def test_sigmoid_gates_are_no_doubt_where_they_were_the_default(tmp_path):
+    """Version 2.10 comes after 2.3, though not as text."""
+    weights = [("kernel", (3, 16)), ("recurrent_kernel", (4, 16)), ("bias", (16,))]
+    weights = [(f"l/{name}:0", np.ones(shape, "float32")) for name, shape in weights]
+    old = old_files.parallel_weights(tmp_path / "w.h5", weights, version="2.10.0")
+    model = keras.Sequential([keras.Input((5, 3)), keras.layers.LSTM(4, name="l")])
+    assert not lockstep.load_weights(model, old).notes
 
 
 def sigmoid_rnn():

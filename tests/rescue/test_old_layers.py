@@ -2,6 +2,7 @@
 
 import json
 
+import h5py
 import keras
 import numpy as np
 import pytest
@@ -351,6 +352,19 @@ def test_an_activation_that_keras_2_did_not_have_is_the_users_own(name, tmp_path
     np.testing.assert_allclose(model(x), 2 * (x @ kernel + bias), atol=2e-6)
 
 
+def test_gelu_is_asked_for_up_to_the_version_that_tensorflow_2_3_wrote(tmp_path):
+    layers, weights = [old_files.dense(3, "gelu", name="d")], [("d/kernel:0", numbers(4, 3))]
+    weights.append(("d/bias:0", numbers(3)))
+    template = old_files.sequential(layers, (None, 4))
+    for version, known in (("2.4.0", False), ("2.10.0", True)):
+        old = old_files.parallel_full(tmp_path / "old.h5", template, weights, version=version)
+        if known:
+            lockstep.rescue(old, tmp_path / "new.keras")
+        else:
+            with pytest.raises(lockstep.errors.NeedsCode, match="gelu"):
+                lockstep.rescue(old, tmp_path / "new.keras")
+
+
 def test_bilinear_upsampling_is_not_passed_over_in_silence(tmp_path):
     layers = [
         ("Conv2D", {"filters": 1, "kernel_size": [1, 1], "name": "c"}),
@@ -364,3 +378,82 @@ def test_bilinear_upsampling_is_not_passed_over_in_silence(tmp_path):
     )  # fmt: skip
     report = lockstep.rescue(old, tmp_path / "new.keras")
     assert any("bilinear" in note for note in report.notes)
+
+
+def test_kernels_that_theano_saved_are_turned(tmp_path):
+    """Theano convolved where TensorFlow correlates; Keras 2 turned kernels as it loaded them."""
+    x, kernel, deep, bias = numbers(2, 6, 3), numbers(3, 3, 2), numbers(2, 5), numbers(5)
+    layers = [
+        ("Conv1D", {"filters": 2, "kernel_size": [3], "use_bias": False, "name": "c"}),
+        ("Dense", {"units": 5, "name": "d"}),
+    ]
+    weights = [("c/kernel", kernel), ("d/kernel", deep), ("d/bias", bias)]
+    old = old_files.parallel_full(
+        tmp_path / "old.h5", old_files.sequential(layers, (None, 6, 3)), weights,
+        shapes=((None, 6, 3),),
+    )  # fmt: skip
+    with h5py.File(old, "a") as file:
+        file.attrs["backend"] = b"theano"
+    turned = kernel[::-1]
+    rows = [sum(x[:, t + k] @ turned[k] for k in range(3)) for t in range(4)]
+    wanted = np.stack(rows, axis=1) @ deep + bias
+    lockstep.rescue(old, tmp_path / "new.keras")
+    model = keras.models.load_model(tmp_path / "new.keras")
+    np.testing.assert_allclose(model(x), wanted, atol=1e-5)
+    for layer in model.layers:
+        layer.set_weights([np.zeros_like(w) for w in layer.get_weights()])
+    lockstep.load_weights(model, old)
+    np.testing.assert_allclose(model(x), wanted, atol=1e-5)
+    assert any("theano" in note for note in lockstep.inspect(old).notes)
+
+
+def test_kernels_of_keras_1_are_refused_and_its_arrays_are_not(tmp_path):
+    """Its files do not tell whether a kernel lies in the order of Theano or of TensorFlow."""
+    with h5py.File(tmp_path / "old.h5", "w") as root:
+        old_files.names(root, "layer_names", ["convolution2d_1"])
+        weights = [("convolution2d_1_W", numbers(3, 3, 3, 3)), ("convolution2d_1_b", numbers(3))]
+        old_files.group(root, "convolution2d_1", weights)
+    model = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Conv2D(3, 3)])
+    with pytest.raises(lockstep.errors.UntranslatableModel, match="Keras 1") as caught:
+        lockstep.load_weights(model, tmp_path / "old.h5")
+    assert len(str(caught.value).splitlines()) == 3
+    lockstep.rescue(tmp_path / "old.h5", tmp_path / "arrays.safetensors")
+
+
+@keras.saving.register_keras_serializable("Custom")
+class OldScale(keras.layers.Layer):
+    def build(self, shape):
+        self.scale = self.add_weight(name="scale", shape=(shape[-1],))
+
+    def call(self, x):
+        return x * self.scale
+
+
+@keras.saving.register_keras_serializable("tests")
+def times(x, by):
+    return x * by
+
+
+def test_the_users_code_is_found_where_old_files_name_it(tmp_path):
+    """As `package>name`, inside of a wrapper, and with arrays as arguments."""
+    x, kernel, scale = numbers(2, 5, 4), numbers(4, 3), numbers(3)
+    function = {"function": ["AAAA", None, None], "function_type": "lambda"}
+    by = {"by": {"type": "ndarray", "value": [1.0, 2.0, 3.0]}}
+    wrapped = {"class_name": "Lambda", "config": {"name": "times", "arguments": by, **function}}
+    layers = [
+        old_files.dense(3, "Custom>negative", name="d", use_bias=False),
+        ("Custom>OldScale", {"name": "s"}),
+        ("TimeDistributed", {"name": "td", "layer": wrapped}),
+    ]
+    weights = [("d/kernel:0", kernel), ("s/scale:0", scale)]
+    negative = keras.saving.register_keras_serializable("tests", "negative")(lambda_negative)
+    own = {"times": times, "negative": negative}
+    with pytest.raises(lockstep.errors.NeedsCode, match="'OldScale': OldScale"):
+        rescued(tmp_path, layers, (None, 5, 4), weights, custom_objects=own)
+    own["OldScale"] = OldScale
+    model = rescued(tmp_path, layers, (None, 5, 4), weights, custom_objects=own)
+    np.testing.assert_allclose(model(x), -(x @ kernel) * scale * [1, 2, 3], atol=1e-5)
+
+
+def lambda_negative(x):
+    return -x

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.errors import NeedsCode, OldFileError, UntranslatableModel
-from lockstep.rescue import layers, parallel
+from lockstep.rescue import layers, parallel, settings
 from lockstep.rescue.settings import Context, dtype
 
 LAYERS_CAP = 20_000
@@ -90,7 +90,7 @@ def part_of(entry: dict[str, Any], context: Context) -> Part:
     trainable = bool(config.pop("trainable", True))
     class_name = entry["class_name"]
     if class_name == "Lambda":
-        return Part(name, _lambda(name, entry["config"], context), class_name)
+        return Part(name, lambda_layer(name, entry["config"], context), class_name)
     part = Part(name, layers.layer(class_name, config, context), class_name, trainable=trainable)
     if class_name == "TimeDistributed" and parallel.is_model(config["layer"]):
         # The parts must be those of the very layer that was built.
@@ -296,7 +296,8 @@ def _call(layer: Any, positional: Any, keywords: dict[str, Any]) -> Any:
     return layer(positional, **keywords)
 
 
-def _lambda(name: str, config: dict[str, Any], context: Context) -> Any:
+def lambda_layer(name: str, config: dict[str, Any], context: Context) -> Any:
+    """A Lambda with the user's function, given under the layer's name or the function's."""
     import keras
 
     given = context.custom.get(name)
@@ -308,9 +309,20 @@ def _lambda(name: str, config: dict[str, Any], context: Context) -> Any:
     return keras.layers.Lambda(
         given,
         output_shape=tuple(shape) if shape else None,
-        arguments=dict(config.get("arguments") or {}),
+        arguments={key: _array(value) for key, value in (config.get("arguments") or {}).items()},
         name=_clean(name),
     )
+
+
+def _array(value: Any) -> Any:
+    """An argument of a Lambda; Keras 2 wrote arrays as `{"type": "ndarray", "value": [...]}`."""
+    import keras
+    import numpy as np
+
+    if settings.plain(value) is value:
+        return value
+    found = np.asarray(settings.plain(value))
+    return found.astype(keras.config.floatx()) if found.dtype == "float64" else found
 
 
 def _require_code(model: dict[str, Any], context: Context) -> None:
@@ -344,7 +356,7 @@ def _require_code(model: dict[str, Any], context: Context) -> None:
                 and not layers.known(name)
                 and name not in layers._GONE
             ):
-                wanted[name] = f"the layer class {name}"
+                wanted[name] = f"the layer class {settings.bare(name)}"
             stack += [value for key, value in here.items() if key != "inbound_nodes"]
     if wanted:
         listed = ", ".join(wanted.values())

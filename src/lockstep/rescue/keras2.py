@@ -134,6 +134,17 @@ def library(version: str | None) -> str:
     return f"Keras {version}"
 
 
+def release(version: str | None) -> tuple[int, ...]:
+    """A `keras_version` as numbers, which compare as text does not; none where it is unknown.
+
+    Example:
+        >>> release("2.2.4-tf"), release("2.10.0") > release("2.4.0"), release(None)
+        ((2, 2, 4), True, ())
+    """
+    numbers = (version or "").partition("-")[0].split(".")
+    return tuple(int(n) for n in numbers) if all(n.isdecimal() for n in numbers) else ()
+
+
 def parse_json(raw: str, what: str, path: str) -> dict[str, Any]:
     """JSON from a stranger: an object, or an UnreadableFile."""
     try:

@@ -110,6 +110,9 @@ def _old(old: OldFile) -> Inspection:
         )
     elif old.config is None and len(old.weighted) == 1 and not old.flaws:
         is_parallel = None if len(old.groups) > 1 else False
+    if old.backend not in (None, "tensorflow"):
+        turned = ": kernels of convolutions are turned" if old.backend == "theano" else ""
+        notes.append(f"the {old.backend} backend of Keras saved it{turned}")
     complete = not old.flaws and old.count > 0
     template = inside.config if inside else old.config
     return Inspection(

@@ -116,11 +116,16 @@ def layer(class_name: str, config: dict[str, Any], context: Context) -> Any:
             "take the arrays alone: -o weights.safetensors."
         )
     if not known(class_name):
+        own = settings.bare(class_name)
         raise NeedsCode(
             f"The layer {config.get('name')!r} is a {class_name}, which is none of Keras's.\n"
             "Its code is never taken from the file: give the class with --custom file.py,\n"
-            f"or in code with custom_objects={{{class_name!r}: {class_name}}}."
+            f"or in code with custom_objects={{{own!r}: {own}}}."
         )
+    if class_name == "Softmax" and context.early and config.get("axis", -1) == -1:
+        # The layer of that time knew no mask, like Activation and unlike Keras 3's Softmax.
+        config = {key: value for key, value in config.items() if key != "axis"}
+        class_name, config = "Activation", {**config, "activation": "softmax"}
     name = RENAMED.get(class_name, class_name)
     cls = getattr(keras.layers, name)
     given = {key: settings.plain(value) for key, value in config.items()}
@@ -222,6 +227,8 @@ def inner(entry: Any, context: Context) -> Any:
         )
     if parallel.is_model(entry):
         return graph.inner_model(entry, context)
+    if entry["class_name"] == "Lambda":
+        return graph.lambda_layer(str(entry["config"].get("name")), entry["config"], context)
     return layer(entry["class_name"], entry["config"], context)
 
 

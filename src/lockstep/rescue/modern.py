@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lockstep.errors import UnsuitableOutput
-from lockstep.rescue import archive, blank, stream, training
+from lockstep.rescue import archive, blank, masks, stream, training
 from lockstep.rescue.keras2 import OldFile
 from lockstep.rescue.report import Row
 from lockstep.rescue.template import Target
@@ -25,6 +25,9 @@ def write_keras(old: OldFile, target: Target, path: str) -> tuple[list[Row], str
     """
     import keras
 
+    if target.part is not None:
+        with blank.weightless():
+            masks.require_old(target.part, target.context)
     places = _places(target)
     if not target.live:
         merges = target.template.merges if target.template else target.outputs

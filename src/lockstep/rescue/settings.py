@@ -11,6 +11,34 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.errors import NeedsCode, UntranslatableModel
+from lockstep.rescue.keras2 import release
+
+
+class Own(dict[str, Any]):
+    """The user's objects; `package>name`, as tf.keras registered them, is found by its name too.
+
+    Example:
+        >>> "Custom>Scale" in Own(Scale=1), Own(Scale=1)["Custom>Scale"]
+        (True, 1)
+    """
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and super().__contains__(self._key(name))
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(self._key(name))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The object of that name, registered or not."""
+        return super().get(self._key(name), default)
+
+    def _key(self, name: str) -> str:
+        return name if super().__contains__(name) else bare(name)
+
+
+def bare(name: str) -> str:
+    """A name without the package under which it was registered."""
+    return name.rpartition(">")[2]
 
 
 @dataclass
@@ -22,11 +50,23 @@ class Context:
     version: str | None = None
     """`keras_version` of the old file."""
 
+    def __post_init__(self) -> None:
+        self.custom = Own(self.custom)
+
     @property
     def early(self) -> bool:
         """Whether the file is of Keras 2.0 to 2.3, or of tf.keras up to TensorFlow 2.2."""
-        version = self.version or ""
-        return version.endswith("-tf") or version.startswith(("2.0.", "2.1.", "2.2.", "2.3."))
+        return (2,) <= release(self.version) < (2, 4)
+
+    @property
+    def perhaps_early(self) -> bool:
+        """Whether it may be of TensorFlow 2.3 or before: 2.3 and 2.4 wrote one version."""
+        return self.early or release(self.version) == (2, 4, 0)
+
+    @property
+    def standalone(self) -> bool:
+        """Whether it is of stand-alone Keras 2, or of its copy in TensorFlow up to 1.12."""
+        return self.early and self.version not in ("2.2.4-tf", "2.3.0-tf")
 
     def note(self, said: str) -> None:
         """Remember something the user should read, once."""
@@ -85,12 +125,13 @@ def activation(value: Any, context: Context) -> Any:
                 "Keras 3's is another function"
             )
             return old_hard_sigmoid()
-        if value in _ACTIVATIONS and not (context.early and value in _LATER):
+        if value in _ACTIVATIONS and not (context.perhaps_early and value in _LATER):
             return keras.activations.get(value)
         raise NeedsCode(
-            f"The activation {value!r} was none of Keras's then, so its code is yours.\n"
+            f"The activation {value!r} was none of Keras's up to TensorFlow 2.3: its code may be "
+            "yours.\n"
             "Give it with --custom file.py (a function of that name in it), or in code with\n"
-            f"custom_objects={{{value!r}: function}}."
+            f"custom_objects={{{bare(value)!r}: function}}."
         )
     if isinstance(value, dict) and isinstance(value.get("class_name"), str):
         from lockstep.rescue.layers import layer
@@ -182,4 +223,4 @@ _ACTIVATIONS = frozenset(
 )
 
 _LATER = frozenset({"gelu", "mish", "silu", "leaky_relu", "relu6", "log_softmax"})
-"""Not yet in early Keras: such a name was the user's own function, which may be another."""
+"""Not in Keras up to TensorFlow 2.3: such a name was the user's own function, maybe another."""

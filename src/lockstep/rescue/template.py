@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.errors import NeedsCode, WeightsDoNotFit
-from lockstep.rescue import blank, graph, leaves, parallel, plan, unsaid
+from lockstep.rescue import blank, graph, keras2, leaves, parallel, plan, theano, unsaid
 from lockstep.rescue.graph import Part
 from lockstep.rescue.keras2 import OldFile
 from lockstep.rescue.leaves import Branch
@@ -31,6 +31,8 @@ class Target:
     live: bool
     context: Context
     outputs: tuple[str, ...] = field(default=())
+    part: Part | None = None
+    """The model with its parts under their old names, where it was built from a config."""
 
     def by_index(self) -> dict[int, Pair]:
         """The pairs, by position in `model.variables`."""
@@ -56,6 +58,7 @@ def from_config(old: OldFile, config: dict[str, Any] | None, context: Context) -
         NeedsCode: Neither the file nor the caller has a config.
     """
     old.require_whole()
+    theano.require_known_layout(old)
     context.version = old.version
     inside = parallel.in_config(old.config)
     own = inside.config if inside else old.config
@@ -81,7 +84,7 @@ def from_config(old: OldFile, config: dict[str, Any] | None, context: Context) -
     target = Target(
         model=part.layer,
         tree=tree,
-        plan=found,
+        plan=theano.turned(old, found),
         template=inside,
         name=inside.name if inside else grouped[0] if grouped else None,
         devices=inside.devices if inside else grouped[1] if grouped else None,
@@ -89,6 +92,7 @@ def from_config(old: OldFile, config: dict[str, Any] | None, context: Context) -
         live=False,
         context=context,
         outputs=_outputs(given),
+        part=part,
     )
     order = [stored for group in old.weighted for stored in group.weights]
     still = {pair.slot.index for pair in trained(tree, found.pairs, order)}
@@ -102,6 +106,7 @@ def from_config(old: OldFile, config: dict[str, Any] | None, context: Context) -
 def from_model(old: OldFile, model: Any, context: Context) -> Target:
     """Plan the weights of an old file for a model that the user built."""
     old.require_whole()
+    theano.require_known_layout(old)
     if not model.built:
         raise NeedsCode(
             f"The model {model.name!r} has no weights yet, so there is nothing to fill.\n"
@@ -120,7 +125,7 @@ def from_model(old: OldFile, model: Any, context: Context) -> Target:
     return Target(
         model=model,
         tree=tree,
-        plan=found,
+        plan=theano.turned(old, found),
         template=inside,
         name=inside.name if inside else grouped[0] if grouped else None,
         devices=inside.devices if inside else grouped[1] if grouped else None,
@@ -171,6 +176,6 @@ def _layer_of(part: Part, index: int) -> Any:
 def doubts(old: OldFile, target: Target) -> list[str]:
     """What the weights alone cannot tell about a model that the user built."""
     version = old.version or ""
-    early = version.startswith("2.") and (version < "2.3" or version.endswith("-tf"))
+    early = (2,) <= keras2.release(version) < (2, 3) or version.endswith("-tf")
     found = unsaid.doubts(old, target.config, target.model, target.plan.pairs, early)
     return list(dict.fromkeys(found))

@@ -5,13 +5,14 @@ Nothing here can make a rescue fail: what cannot be carried is left out, and sai
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lockstep.rescue import blank, settings
-from lockstep.rescue.keras2 import OldFile, Stored
+from lockstep.rescue.keras2 import OldFile, Stored, release
 from lockstep.rescue.settings import Context
 
 _SLOTS: dict[str, tuple[str, ...]] = {
@@ -22,6 +23,17 @@ _SLOTS: dict[str, tuple[str, ...]] = {
     "Adadelta": ("accumulated_grad", "accumulated_delta_var"),
     "Adam": ("momentum", "velocity"),
     "Adamax": ("momentum", "norm"),
+}
+
+_SLOT_NAMES = {
+    # what arrays of tf.keras optimizers are called, by Keras 3's names
+    "m": "momentum",
+    "v": "velocity",
+    "u": "norm",
+    "accum_grad": "accumulated_grad",
+    "accum_var": "accumulated_delta_var",
+    "accumulated_grad": "accumulated_grad",
+    "accumulated_delta_var": "accumulated_delta_var",
 }
 
 _SETTINGS = frozenset(
@@ -66,8 +78,7 @@ def carry(
             return
         weights = _per_output(settings_.get("loss_weights"), names)
         metrics = [
-            _metrics(_per_output(settings_.get(key), names), context)
-            for key in ("metrics", "weighted_metrics")
+            _metrics(settings_.get(key), names, context) for key in ("metrics", "weighted_metrics")
         ]
         model.compile(
             optimizer=optimizer,
@@ -103,7 +114,7 @@ def state(
     kind = type(model.optimizer).__name__
     names = _SLOTS.get(kind)
     trainable = list(model.trainable_variables)
-    found = _slots(old.optimizer, names, in_order) if names and in_order else None
+    found = _slots(old, kind, in_order) if names and in_order else None
     numbers = {id(variable): index for index, variable in enumerate(trainable)}
     if found is not None and {id(variable) for variable, _ in found} != set(numbers):
         found = None  # frozen then, trained now, or the other way round
@@ -124,13 +135,27 @@ def state(
     carried = found is not None and not lacking and (not values or kind == "SGD")
     if old.optimizer and not carried:
         context.note(
-            f"the optimizer's state is dropped: what the file has is not what {kind} keeps in "
-            "Keras 3 (training goes on with a fresh state)"
+            f"the optimizer's state is dropped: {_why(old, kind, len(trainable))} (training goes "
+            "on with a fresh state)"
         )
         entries = [Entry(None, entry.number, entry.shape) for entry in entries]
     elif carried and step is None:
         context.note("the optimizer's step count is not in the file and starts at 0")
     return State(tuple(entries), carried)
+
+
+def _why(old: OldFile, kind: str, trainable: int) -> str:
+    """Why an optimizer's state cannot be carried."""
+    arrays = [one.shape for one in old.optimizer if one.shape]
+    if kind == "Adam" and set(arrays[2 * len(arrays) // 3 :]) == {(1,)}:
+        arrays = arrays[: 2 * len(arrays) // 3]
+    there = len(arrays) // len(_SLOTS.get(kind, ("",)))
+    if 0 < there < trainable:
+        return (
+            f"it is of {there} weights and the model trains {trainable}, so some were frozen; that "
+            "a nested model was frozen as a whole is not in the file, set its trainable=False"
+        )
+    return f"what the file has is not what {kind} keeps in Keras 3"
 
 
 def _layout(optimizer: Any, count: int) -> list[tuple[str, tuple[int, str] | None, Any]]:
@@ -152,10 +177,10 @@ def _layout(optimizer: Any, count: int) -> list[tuple[str, tuple[int, str] | Non
 
 
 def _slots(
-    stored: Sequence[Stored], slots: Sequence[str], in_order: Sequence[tuple[Stored, Any]]
+    old: OldFile, kind: str, in_order: Sequence[tuple[Stored, Any]]
 ) -> list[tuple[Any, list[Stored]]] | None:
     """Per trained variable its state arrays; None where the file's list has another form."""
-    rest = list(stored)
+    slots, rest = _SLOTS[kind], list(old.optimizer)
     if rest and rest[0].shape == ():
         rest = rest[1:]
     count = len(in_order)
@@ -165,6 +190,12 @@ def _slots(
         rest = rest[: 2 * count]  # Keras 2's Adam without amsgrad: a zero for each variable
     if not count or len(rest) != count * len(slots):
         return None
+    if len(slots) > 1:
+        told = [_slot_of(one.name, slots) for one in rest]
+        if None not in told:
+            rest.sort(key=lambda one: slots.index(_slot_of(one.name, slots) or ""))
+        elif release(old.version) >= (2, 11):
+            return None  # these go by variable, not by slot, and only names say which is which
     found = []
     for position, (weight, variable) in enumerate(in_order):
         arrays = [rest[slot * count + position] for slot in range(len(slots))]
@@ -172,6 +203,15 @@ def _slots(
             return None
         found.append((variable, arrays))
     return found
+
+
+def _slot_of(name: str, slots: Sequence[str]) -> str | None:
+    """Which slot an array is: `Adam/dense/kernel/m:0`, or `Adam/m/dense/kernel:0` since 2.11."""
+    parts = name.partition(":")[0].split("/")
+    for part in (parts[-1], *parts[1:2]):
+        if _SLOT_NAMES.get(part) in slots:
+            return _SLOT_NAMES[part]
+    return None
 
 
 def _optimizer(entry: dict[str, Any], old: OldFile, context: Context) -> Any:
@@ -189,8 +229,7 @@ def _optimizer(entry: dict[str, Any], old: OldFile, context: Context) -> Any:
         rate = keras.optimizers.schedules.deserialize(rate)
     elif decay:
         rate = keras.optimizers.schedules.InverseTimeDecay(float(rate), 1, decay)
-    standalone = not (old.version or "").endswith("-tf") and (old.version or "9") < "2.4"
-    if standalone and "clipnorm" in config:
+    if context.standalone and "clipnorm" in config:
         config["global_clipnorm"] = config.pop("clipnorm")  # Keras 2 clipped all together
     if config.get("epsilon", 0) is None:
         config["epsilon"] = 1e-7
@@ -239,24 +278,58 @@ def _loss(value: Any, context: Context) -> Any:
     return None
 
 
-def _metrics(value: Any, context: Context) -> Any:
+def _metrics(value: Any, names: tuple[list[str], list[str]], context: Context) -> Any:
+    """Metrics as Keras 3 takes them: a list, or one list for each of several outputs."""
+    count = len(names[1])
+    listed = _per_output(value, names)
+    listed = listed if isinstance(listed, (list, tuple)) else [listed]
+    nested = [list(one) if isinstance(one, (list, tuple)) else [one] for one in listed]
+    if count == 1:
+        return _known([one for some in nested for one in some], context) or None
+    if not isinstance(value, dict) and not any(isinstance(o, (list, tuple)) for o in listed):
+        nested = [list(listed)] * count  # Keras 2 gave all of them to each output
+    found = [_known(some, context) for some in nested]
+    return found if any(found) else None
+
+
+def _known(listed: Sequence[Any], context: Context) -> list[Any]:
+    """Those metrics of a list that can be carried."""
+    made = [_metric(one, context) for one in listed]
+    return [one for one in made if one is not None]
+
+
+def _metric(value: Any, context: Context) -> Any:
     import keras
 
-    if isinstance(value, (list, tuple)):
-        found = [_metrics(one, context) for one in value]
-        kept = [one for one in found if one is not None]
-        return kept or None
+    name = None
     if isinstance(value, dict):
         config = dict(value.get("config") or {})
-        value = config.get("fn") or config.get("name") or value.get("class_name")
+        name = config.get("name")
+        kind = str(value.get("class_name"))
+        cls = context.custom.get(kind, getattr(keras.metrics, kind, None))
+        if "fn" not in config and inspect.isclass(cls):
+            config["dtype"] = settings.dtype(config.get("dtype"))
+            try:
+                return cls(**{key: settings.plain(one) for key, one in config.items()})
+            except Exception as error:  # a metric is never worth the rescue
+                reason = (str(error).splitlines() or [""])[0][:80]
+                context.note(f"the metric {name!r} is left out: Keras 3 refuses it ({reason})")
+                return None
+        value = config.get("fn") or name or value.get("class_name")
     if value is None:
         return None
     if value in context.custom:
-        return context.custom[value]
-    try:
-        if value not in ("accuracy", "acc"):
-            keras.metrics.get(value)
-    except ValueError:
-        context.note(f"the metric {value!r} is left out: it is none of Keras's (see --custom)")
-        return None
-    return value
+        found = context.custom[value]
+    elif value in ("accuracy", "acc"):
+        return value
+    else:
+        try:
+            found = keras.metrics.get(value)
+        except ValueError:
+            context.note(f"the metric {value!r} is left out: it is none of Keras's (see --custom)")
+            return None
+    if name is None or name == value:
+        return found if value in context.custom else value
+    if isinstance(found, keras.metrics.Metric):
+        return type(found).from_config({**found.get_config(), "name": name})
+    return keras.metrics.MeanMetricWrapper(found, name=name)

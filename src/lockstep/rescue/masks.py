@@ -1,0 +1,165 @@
+"""Where masks of old Keras and masks of Keras 3 part.
+
+Keras 3 carries masks from layer to layer as the model runs, through nested models too.
+So the built model is run once on shapes alone, and the layers that changed their rule
+are watched: what they would mask is then known, and refused where it is other numbers.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from lockstep.errors import UntranslatableModel
+from lockstep.rescue.graph import Part
+from lockstep.rescue.settings import Context
+
+_MERGES = ("Add", "Subtract", "Multiply", "Average", "Maximum", "Minimum", "Concatenate")
+
+
+def require_old(part: Part, context: Context) -> None:
+    """Raise where masks in this model would not be those of the library that saved it.
+
+    Args:
+        part: A model that was built from an old config.
+        context: Gets a note where only steps that are masked out differ.
+
+    Raises:
+        UntranslatableModel: A layer would compute other numbers; the error names it.
+    """
+    every = list(_layers(part))
+    for one in every:
+        if one.class_name == "TimeDistributed" and _hands_on(one.layer.layer):
+            raise UntranslatableModel(
+                f"The layer inside {one.name!r} makes a mask of its own, which Keras 2 handed on "
+                "to the next layer;\nKeras 3's TimeDistributed loses it, and computes other "
+                "numbers.\nRebuild the template in code and use --model file.py:function."
+            )
+    if not any(_makes(one.layer) for one in every):
+        return
+    for one, what in _watch(part, every, context):
+        if what == "bidirectional" and context.standalone:
+            context.note(
+                f"{one.name} runs over a mask: at steps that are masked out Keras 2 repeated "
+                "its last output, and Keras 3 gives zeros; other steps are equal"
+            )
+        elif what == "softmax" and context.perhaps_early:
+            raise UntranslatableModel(
+                f"The Softmax layer {one.name!r} comes after a mask: Keras 3 applies the mask in "
+                "it, and the\nlibrary that saved the file may not have. Rebuild the template in "
+                "code with\nActivation('softmax') in its place and use --model file.py:function."
+            )
+        elif what == "merge":
+            raise UntranslatableModel(
+                f"The {one.class_name} {one.name!r} joins inputs with different masks, or with "
+                "and without: Keras 2\nkept a step where all masks keep it, Keras 3 has another "
+                "rule and computes other numbers. Rebuild the\ntemplate in code, give mask= to "
+                "the layer after the merge, and use --model file.py:function."
+            )
+
+
+def _watch(part: Part, every: list[Part], context: Context) -> list[tuple[Part, str]]:
+    """What the layers that changed their rule see, while the model runs on shapes alone."""
+    import keras
+
+    found: list[tuple[Part, str]] = []
+    masks: dict[tuple[int, Any], Any] = {}  # of one input: two embeddings of it mask alike
+
+    def watched(one: Part, own: Any) -> Any:
+        def compute_mask(inputs: Any, mask: Any = None) -> Any:
+            if isinstance(one.layer, keras.layers.Embedding):
+                key = (id(inputs), one.layer.mask_zero)
+                # The input is kept with its mask, so that its id stays its own.
+                return masks.setdefault(key, (own(inputs, mask), inputs))[0]
+            if one.class_name in _MERGES:
+                there = [each for each in mask or () if each is not None]
+                axis = getattr(one.layer, "axis", -1)
+                if there and axis in (-1, len(inputs[0].shape) - 1):
+                    # Where all have one mask it is the result, by the old rule and the new one.
+                    if len(there) < len(mask) or any(each is not there[0] for each in there):
+                        found.append((one, "merge"))
+                    return there[0]
+            elif isinstance(one.layer, keras.layers.Softmax):
+                if mask is not None:
+                    found.append((one, "softmax"))
+            elif mask is not None and one.layer.forward_layer.return_sequences:
+                found.append((one, "bidirectional"))
+            return own(inputs, mask)
+
+        return compute_mask
+
+    kinds = (keras.layers.Embedding, keras.layers.Softmax, keras.layers.Bidirectional)
+    marked = [one for one in every if one.class_name in _MERGES or isinstance(one.layer, kinds)]
+    for one in marked:
+        one.layer.compute_mask = watched(one, one.layer.compute_mask)
+    wrappers = [one.layer for one in every if one.class_name == "TimeDistributed"]
+    for layer in wrappers:
+        layer.call = _one_step(layer)
+    try:
+        given = [
+            keras.KerasTensor([2 if n is None else n for n in x.shape[:1]] + _full(x), x.dtype)
+            for x in part.layer.inputs
+        ]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            keras.Operation.compute_output_spec(part.layer, given[0] if len(given) == 1 else given)
+    except Exception as error:  # layers raise all kinds
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:100]
+        context.note(f"masks could not be followed ({reason}): prove the outputs with --check")
+    finally:
+        for one in marked:
+            del one.layer.compute_mask
+        for layer in wrappers:
+            del layer.call
+    return found
+
+
+def _one_step(layer: Any) -> Any:
+    """A call of TimeDistributed that runs one step for all, as Keras runs each on its own."""
+    import keras
+
+    def call(inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        step = layer.layer.call(inputs[:, 0])
+        return keras.ops.repeat(keras.ops.expand_dims(step, 1), inputs.shape[1], axis=1)
+
+    return call
+
+
+def _full(tensor: Any) -> list[int]:
+    """A shape without the batch, and any length where it has none."""
+    return [32 if n is None else n for n in tensor.shape[1:]]
+
+
+def _makes(layer: Any) -> bool:
+    """Whether a layer makes masks out of its input."""
+    import keras
+
+    if getattr(layer, "mask_zero", False) or isinstance(layer, keras.layers.Masking):
+        return True
+    cls = type(layer)
+    own = not cls.__module__.startswith("keras.")
+    return own and cls.compute_mask is not keras.layers.Layer.compute_mask
+
+
+def _hands_on(layer: Any) -> bool:
+    """Whether the layer, or the model, that is run for each step gives a mask out."""
+    import keras
+
+    if not isinstance(layer, keras.Model):
+        return _makes(layer)
+    seen: list[Any] = []
+    asks = keras.layers.Activation("linear")
+    asks.compute_mask = lambda inputs, mask: seen.append(mask)
+    for output in layer.outputs:
+        asks(output)
+    return any(mask is not None for mask in seen)
+
+
+def _layers(part: Part) -> Iterator[Part]:
+    """All layers of a model, and those of the models in it."""
+    for one in part.parts:
+        if one.parts:
+            yield from _layers(one)
+        if not one.is_model or one.class_name == "TimeDistributed":
+            yield one

@@ -5,9 +5,15 @@ from tests.processes.common import python
 FORKED = """
 import multiprocessing, time
 from lockstep.checkpoints.signals import Signals
+fork = multiprocessing.get_context("fork")
+begun = fork.Event()
+def work():
+    begun.set()
+    time.sleep(60)
 with Signals() as signals:
-    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    worker = fork.Process(target=work)
     worker.start()
+    begun.wait(10)
     worker.terminate()  # by SIGTERM, as the pools of Keras's workers do
     worker.join(10)
     print(worker.exitcode, signals.asked)

@@ -1,12 +1,13 @@
 """`lockstep.Checkpoint`: save what a run changes, and go on from there."""
 
 import contextlib
+import math
 import os
 import signal
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from lockstep.checkpoints.arrays import Entry
 from lockstep.checkpoints.background import Background
 from lockstep.checkpoints.differences import check_facts, check_variables
 from lockstep.checkpoints.folder import Found, RunFolder
+from lockstep.checkpoints.lock import only_writer
 from lockstep.checkpoints.manifest import read_manifest
 from lockstep.checkpoints.plain import from_plain, to_plain
 from lockstep.checkpoints.retention import Retention
@@ -78,18 +80,24 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
     ) -> None:
         super().__init__()
         _check_arguments(every, steps, seconds, keep, mode)
-        self._folder = RunFolder(Path(directory))
+        if keep_model and monitor is not None and not keep_best:
+            raise CheckpointError(
+                f"keep_model=True was asked for, which is the best by monitor={monitor!r}, and "
+                "keep_best=False, which lets it go.\nSay keep_best=True, or leave monitor out."
+            )
+        # A callback may change the folder that relative paths are of.
+        self._folder = RunFolder(Path(directory).expanduser().absolute())
         self._steps, self._seconds = steps, seconds
         self._every_epoch = steps is None and seconds is None
         self._monitor, self._mode = monitor, mode
         self._keep_model = keep_model
-        self._retention = Retention(keep, keep_best, {})
+        self._retention = Retention(keep, keep_best)
         self._background = Background(background)
         self._signals = Signals()
         self._found: Found | None = None
         self._run: Run | None = None
-        self._within_fit = False
-        self._writes = True
+        self._within_fit = self._told_left_over = False
+        self._writes = self._less = True
         self._facts: dict[str, Any] = {}
         self._epoch = self._step = self._since = 0
         self._last_save = 0.0
@@ -104,21 +112,24 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
         """
         self._writes = writes
         self._folder.check()
-        self._found = self._folder.newest(_warn)
-        if writes:
-            self._folder.open()
-        self._run, self._within_fit = None, True
-        try:
-            with Signals() if alone else nullcontext(Signals()) as self._signals:
-                yield
+        with ExitStack() as stack:
+            if writes:
+                self._folder.open()
+                stack.enter_context(only_writer(self._folder.path))
+            self._found = self._folder.newest(_warn)
+            self._run, self._within_fit, self._told_left_over = None, True, False
+            self._signals = Signals()
+            try:
+                with self._signals if alone else nullcontext():
+                    yield
+                    self._background.finish()
+                    self._write_model()
+                    if self._signals.asked is not None:  # since the last epoch ended
+                        self._signals.leave()
+            finally:
                 self._background.finish()
-                self._write_model()
-                if self._signals.asked is not None:  # since the last epoch ended
-                    self._signals.leave()
-        finally:
-            self._background.finish()
-            self._found = self._run = None
-            self._within_fit = False
+                self._found = self._run = None
+                self._within_fit = False
         self._say_failure()
 
     def goes_on_from(self) -> str | None:
@@ -140,7 +151,10 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
         self._facts = run.facts()
         self._epoch, self._step, self._since = epoch, 0, 0
         self._last_save = time.monotonic()
+        if self._monitor is not None:
+            self._less = less_is_better(run.model, self._monitor, self._mode)
         self._retention.monitored.clear()
+        self._retention.broken.clear()
         for path in self._folder.checkpoints():
             self._note(path)
         _plain(run.state(0), {})  # better now than after an epoch
@@ -159,7 +173,7 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
             return  # the end of the epoch comes at once, and is saved
         # A save within an epoch is left out while one is under way; the next step asks again.
         if asked or (self._is_due() and not self._background.busy()):
-            self._save(self._epoch, step, logs, None)
+            self._save(self._epoch, step, logs, {"monitor": None})
         self._leave_if_asked()
 
     def epoch_ended(self, epoch: int, logs: dict[str, Any]) -> None:
@@ -171,7 +185,8 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
         asked = self._is_asked()
         better = monitored is not None and self._is_better(monitored)
         if self._every_epoch or last or asked or better or self._is_due():
-            self._save(epoch + 1, 0, {}, monitored)
+            finite = math.isfinite(float(logs.get("loss", 0.0)))
+            self._save(epoch + 1, 0, {}, {"monitor": monitored, "finite": finite})
         self._leave_if_asked()
 
     # ----------------------------------------------------------------------- saving
@@ -187,9 +202,7 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
             return self._since >= self._steps
         return self._seconds is not None and time.monotonic() - self._last_save >= self._seconds
 
-    def _save(
-        self, epoch: int, step: int, logs: dict[str, Any], monitored: dict[str, Any] | None
-    ) -> None:
+    def _save(self, epoch: int, step: int, logs: dict[str, Any], said: dict[str, Any]) -> None:
         """Copy the state, and have it written; waits for the save before to be done."""
         if not self._writes:
             return
@@ -202,7 +215,7 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
             "epoch": epoch,
             "step": step,
             "devices": list(run.devices),
-            "monitor": monitored,
+            **said,
             **self._facts,
             "run": _plain(run.state(step), others),
         }
@@ -229,16 +242,15 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
                 f"{', '.join(logs)}."
             )
             return None
-        less = less_is_better(self._fit.model, self._monitor, self._mode)
         value = float(logs[self._monitor])
-        return {"name": self._monitor, "value": value, "mode": "min" if less else "max"}
+        return {"name": self._monitor, "value": value, "mode": "min" if self._less else "max"}
 
     def _is_better(self, monitored: dict[str, Any]) -> bool:
         self._background.finish()
-        best = self._retention.best_of(self._folder.checkpoints())
+        best = self._retention.best_of(self._folder.checkpoints(), like=monitored)
         if best is None:
             return True
-        value, before = monitored["value"], self._retention.monitored[best][0]
+        value, before = monitored["value"], self._retention.monitored[best]["value"]
         return bool(value < before if monitored["mode"] == "min" else value > before)
 
     def _is_asked(self) -> bool:
@@ -262,12 +274,16 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
                 f"{type(failed).__name__}: {failed}.\nTraining goes on, and the checkpoint before "
                 "is as it was; the next one is tried."
             )
+        left_over = self._folder.left_over
+        if left_over is not None and not self._told_left_over:
+            self._told_left_over = True
+            _warn(f"{left_over}\nTraining and its checkpoints go on; remove it by hand.")
 
     def _write_model(self) -> None:
         if not (self._keep_model and self._writes) or self._run is None:
             return
-        best = self._retention.best_of(self._folder.checkpoints())
-        values = None if best is None else _variables(self._folder.read(best))
+        best = self._retention.read_best(self._folder, _warn)
+        values = None if best is None else _variables(best)
         try:
             self._run.save_model(str(self._folder.path / MODEL), values)
         except OSError as error:

@@ -1,5 +1,6 @@
 """A plain `.keras` file out of a checkpoint."""
 
+import contextlib
 import itertools
 import os
 from collections.abc import Iterable
@@ -14,7 +15,7 @@ from lockstep.checkpoints.manifest import FILE, read_manifest
 from lockstep.checkpoints.retention import Retention
 from lockstep.engines import jax_states
 from lockstep.engines.named_variables import GROUPS, named_variables
-from lockstep.errors import CheckpointError, CheckpointMismatch
+from lockstep.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint
 
 
 def export_model(run: Path, output: Path, model: Any = None, best: bool = False) -> Path:
@@ -43,6 +44,11 @@ def export_model(run: Path, output: Path, model: Any = None, best: bool = False)
             f"{output} was named to be written, and what is written is a .keras file.\n"
             f"Name it {output.with_suffix('.keras')}."
         )
+    if not output.parent.is_dir():
+        raise CheckpointError(
+            f"{output} was named to be written, and there is no folder {output.parent}.\n"
+            f"Make it first: mkdir -p {output.parent}"
+        )
     found = _found(run, best)
     made = _made(found) if model is None else model
     _fill(made, found)
@@ -67,16 +73,17 @@ def _found(run: Path, best: bool) -> Found:
         found = folder.newest(print)
         assert found is not None
         return found
-    retention = Retention(1, True, {})
+    retention = Retention(1, True)
     for path in folder.checkpoints():
-        retention.note(path, read_manifest(path).state)
-    chosen = retention.best_of(folder.checkpoints())
-    if chosen is None:
+        with contextlib.suppress(DamagedCheckpoint):  # or gone by now, in a run that goes on
+            retention.note(path, read_manifest(path).state)
+    found = retention.read_best(folder, print)
+    if found is None:
         raise CheckpointError(
             f"The best checkpoint of {run} was asked for, and nothing was monitored there.\n"
             "Leave --best out for the newest, or name one checkpoint."
         )
-    return folder.read(chosen)
+    return found
 
 
 def _made(found: Found) -> Any:

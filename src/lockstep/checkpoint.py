@@ -148,7 +148,7 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
     def begin(self, run: Run, epoch: int) -> int:
         """All callbacks know that training begins; the epoch to begin with, instead of `epoch`."""
         self._run, found = run, self._found
-        self._facts = run.facts()
+        self._facts, self.stopped_by = run.facts(), None
         self._epoch, self._step, self._since = epoch, 0, 0
         self._last_save = time.monotonic()
         if self._monitor is not None:
@@ -215,6 +215,8 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
             "epoch": epoch,
             "step": step,
             "devices": list(run.devices),
+            "epochs": run.epochs,
+            "stopped_by": self.stopped_by,
             **said,
             **self._facts,
             "run": _plain(run.state(step), others),
@@ -309,20 +311,37 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
             for name, array in found.arrays.items()
             if name.startswith("logs/")
         }
-        self._say_where(run, found)
+        if restored["stopped"]:
+            restored["stopped"] = self._stays_stopped(run, found)
+        self._say_where(run, found, restored["stopped"])
         words = run.restore(epoch, step, _variables(found), restored)
         if words and self._writes:  # others have fewer callbacks
             _warn(f"Callbacks differ from those that {path} was written with: {'; '.join(words)}.")
         self._epoch, self._step = epoch, step
         return run.epochs if restored["stopped"] else epoch
 
-    def _say_where(self, run: Run, found: Found) -> None:
+    def _stays_stopped(self, run: Run, found: Found) -> bool:
+        """Whether a run that a callback has stopped is at its end; it says so where it must."""
+        state = found.state
+        by, epoch = state.get("stopped_by"), state["epoch"]
+        if by is not None and by not in self.beside:
+            return False  # it was left out, so that the run goes on
+        longer = run.epochs > state.get("epochs", run.epochs)
+        if epoch < run.epochs and (by != "EarlyStopping" or longer):
+            _warn(
+                f"{found.path} is of a run that {by or 'a callback'} stopped after {epoch} of "
+                f"{run.epochs} epochs, and it stays stopped.\nTo go on from there, leave "
+                f"{by or 'that one'} out of callbacks; from the checkpoint before, remove this one."
+            )
+        return True
+
+    def _say_where(self, run: Run, found: Found, stopped: bool) -> None:
         if not (self.params or {}).get("verbose"):
             return
         state = found.state
         at = f"epoch {state['epoch'] + 1}"
         at += f", after step {state['step']}" if state["step"] else ", its beginning"
-        if state["run"]["stopped"] or state["epoch"] >= run.epochs:
+        if stopped or state["epoch"] >= run.epochs:
             at = f"the end, after {state['epoch']} epochs: nothing is left to do"
         was, now = len(state["devices"]), len(run.devices)
         print(

@@ -95,6 +95,7 @@ class Callbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         for callback in self.callbacks:
             if _draws(callback, batch):
                 callback.on_train_batch_end(batch, logs=logs)
+                self._note_stop(callback)
         if self.recorder is not None:
             self.recorder.batch_ended(batch + 1, logs)
 
@@ -103,8 +104,14 @@ class Callbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         logs = pythonify_logs(logs)
         for callback in self.callbacks:
             callback.on_epoch_end(epoch, logs)
+            self._note_stop(callback)
         if self.recorder is not None:
             self.recorder.epoch_ended(epoch, logs)
+
+    def _note_stop(self, callback: Any) -> None:
+        recorder = self.recorder
+        if recorder is not None and recorder.stopped_by is None and self._model.stop_training:
+            recorder.stopped_by = type(callback).__name__
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         """Call every callback after a batch of evaluation."""

@@ -88,7 +88,15 @@ class Run(Protocol):
 
 
 class Recorder:
-    """A callback that `fit` tells more than it tells others."""
+    """A callback that `fit` tells more than it tells others.
+
+    Attributes:
+        beside: The classes of the other callbacks, by name.
+        stopped_by: That of the one that has set `stop_training`, `None` while none has.
+    """
+
+    beside: tuple[str, ...] = ()
+    stopped_by: str | None = None
 
     def around(self, model: Any, *, writes: bool, alone: bool) -> AbstractContextManager[object]:
         """Lasts as long as `fit` does.

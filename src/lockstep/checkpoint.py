@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 
+from lockstep.checkpoints.arguments import check_arguments, check_kept
 from lockstep.checkpoints.arrays import Entry
 from lockstep.checkpoints.background import Background
 from lockstep.checkpoints.differences import check_facts, check_variables
@@ -79,12 +80,8 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
         background: bool = True,
     ) -> None:
         super().__init__()
-        _check_arguments(every, steps, seconds, keep, mode)
-        if keep_model and monitor is not None and not keep_best:
-            raise CheckpointError(
-                f"keep_model=True was asked for, which is the best by monitor={monitor!r}, and "
-                "keep_best=False, which lets it go.\nSay keep_best=True, or leave monitor out."
-            )
+        check_arguments(every, steps, seconds, keep, mode)
+        check_kept(monitor, keep_best, keep_model)
         # A callback may change the folder that relative paths are of.
         self._folder = RunFolder(Path(directory).expanduser().absolute())
         self._steps, self._seconds = steps, seconds
@@ -99,6 +96,7 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
         self._within_fit = self._told_left_over = False
         self._writes = self._less = True
         self._facts: dict[str, Any] = {}
+        self._logs: dict[str, Any] = {}
         self._epoch = self._step = self._since = 0
         self._last_save = 0.0
 
@@ -167,13 +165,26 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
         """So many steps of the epoch are done, and all callbacks have been told."""
         self._say_failure()
         self._since += step - self._step
-        self._step = step
+        self._step, self._logs = step, logs
         asked = self._is_asked()
         if self._fit.model.stop_training and not asked:
             return  # the end of the epoch comes at once, and is saved
         # A save within an epoch is left out while one is under way; the next step asks again.
         if asked or (self._is_due() and not self._background.busy()):
             self._save(self._epoch, step, logs, {"monitor": None})
+        self._leave_if_asked()
+
+    def failed(self, error: Exception, between_steps: bool) -> None:
+        """Where a signal has ended what makes the batches, save the last step and leave."""
+        if self._signals.asked is None or self._run is None:
+            return
+        saved = between_steps and self._step > 0
+        if saved:
+            self._save(self._epoch, self._step, self._logs, {"monitor": None})
+        _warn(
+            f"{type(error).__name__} came after a signal to leave: {str(error)[:200]}\n"
+            + ("The last step is saved." if saved else "The checkpoint before is as it was.")
+        )
         self._leave_if_asked()
 
     def epoch_ended(self, epoch: int, logs: dict[str, Any]) -> None:
@@ -369,23 +380,3 @@ def _plain(state: dict[str, Any], arrays: dict[str, Any]) -> Any:
 
 def _warn(words: str) -> None:
     warnings.warn(words, CheckpointWarning, stacklevel=3)
-
-
-def _check_arguments(
-    every: str, steps: int | None, seconds: float | None, keep: int, mode: str
-) -> None:
-    wrong = None
-    if every != "epoch":
-        wrong = f"every={every!r} was asked for", 'every="epoch", steps=500 or seconds=600'
-    elif steps is not None and seconds is not None:
-        wrong = f"steps={steps} and seconds={seconds} were asked for", "one of the two"
-    elif steps is not None and not (isinstance(steps, int) and steps >= 1):
-        wrong = f"steps={steps!r} was asked for", "a whole number of at least 1"
-    elif seconds is not None and not seconds > 0:
-        wrong = f"seconds={seconds!r} was asked for", "a number above 0"
-    elif not (isinstance(keep, int) and keep >= 1):
-        wrong = f"keep={keep!r} was asked for", "a whole number of at least 1"
-    elif mode not in ("auto", "min", "max"):
-        wrong = f"mode={mode!r} was asked for", '"auto", "min" or "max"'
-    if wrong:
-        raise CheckpointError(f"{wrong[0]}.\nSay {wrong[1]}.")

@@ -34,6 +34,13 @@ def run_user_code(callbacks: Any) -> bool:
     return any(map(_is_users, callbacks.callbacks))
 
 
+def hear_of_begins(callbacks: Any) -> bool:
+    """Whether any of them knows that a batch of training has begun before it is drawn."""
+    hooks = ("on_train_batch_begin", "on_batch_begin")
+    every = [getattr(each, name, None) for each in callbacks.callbacks for name in hooks]
+    return not all(map(is_default, every))
+
+
 def _is_users(callback: Any) -> bool:
     known = type(callback).__module__.startswith(("keras.", "lockstep."))
     return type(callback) in _WITH_FUNCTIONS or not known

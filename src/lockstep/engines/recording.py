@@ -123,6 +123,15 @@ class Recorder:
         """
         raise NotImplementedError
 
+    def failed(self, error: Exception, between_steps: bool) -> None:
+        """The `fit` is about to end by an error.
+
+        Args:
+            error: What was raised.
+            between_steps: Whether state and position are those after the last step that ended.
+        """
+        raise NotImplementedError
+
     def epoch_ended(self, epoch: int, logs: dict[str, Any]) -> None:
         """An epoch is done, and all callbacks have been told."""
         raise NotImplementedError

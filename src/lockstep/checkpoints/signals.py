@@ -1,5 +1,6 @@
 """SIGTERM and SIGINT, put off until a checkpoint is written."""
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -59,7 +60,10 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a fork, which a pool of workers ends by SIGTERM
+            by_default = self._before.get(number) is signal.SIG_DFL
             self._put_back()
+            if by_default and multiprocessing.parent_process() is not None:
+                raise SystemExit(128 + number)  # which lets go of the locks of its pool
             os.kill(os.getpid(), number)
             return
         if number == signal.SIGINT and self.asked == signal.SIGINT:

@@ -27,7 +27,7 @@ from lockstep.engines.jax_pace import Pace
 from lockstep.engines.jax_position import RecordedIterator, RecordedValidation
 from lockstep.engines.jax_recording import Recording, recorder_among
 from lockstep.engines.jax_step import StepFunction
-from lockstep.engines.jax_workers import drawn_elsewhere
+from lockstep.engines.jax_workers import Watch, drawn_elsewhere
 from lockstep.errors import UnusableData
 
 # Everything private below is what JAXTrainer itself goes by, and has its place in
@@ -142,6 +142,7 @@ class Loop:
             )
             first_epoch = recorder.begin(recording, first_epoch)
             callbacks.recorder = recorder
+        watch = Watch(None if recorder is None else batches.data_adapter)
         try:
             for epoch in range(first_epoch, epochs):
                 model.reset_metrics()
@@ -172,6 +173,7 @@ class Loop:
                 recorder.failed(error, drawing and not hear_of_begins(callbacks))
             raise
         finally:
+            watch.stop()
             self._after_fit(epochs)
         callbacks.on_train_end(logs=epoch_logs)
         return model.history

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.checkpoints.differences import check_model
 from lockstep.checkpoints.files import sync_file, sync_folder
 from lockstep.checkpoints.folder import Found, RunFolder
 from lockstep.checkpoints.manifest import FILE, read_manifest
@@ -51,6 +53,8 @@ def export_model(run: Path, output: Path, model: Any = None, best: bool = False)
         )
     found = _found(run, best)
     made = _made(found) if model is None else model
+    if model is not None:
+        check_model(str(found.path), found.state["model"], _config(model))
     _fill(made, found)
     aside = output.with_name(f".saving-{output.name}")
     made.save(aside)
@@ -100,6 +104,15 @@ def _made(found: Found) -> Any:
         f"The model of {found.path} cannot be made from the checkpoint alone: {why}.\n"
         "Say with --model FILE.PY:FUNCTION which function of yours makes it."
     )
+
+
+def _config(model: Any) -> Any:
+    import keras
+
+    try:
+        return json.loads(json.dumps(keras.saving.serialize_keras_object(model)))
+    except (NotImplementedError, TypeError, ValueError):
+        return None
 
 
 def _fill(model: Any, found: Found) -> None:

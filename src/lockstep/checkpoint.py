@@ -1,22 +1,25 @@
 """`lockstep.Checkpoint`: save what a run changes, and go on from there."""
 
 import contextlib
+import math
 import os
 import signal
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import keras
 
+from lockstep.checkpoints.arguments import check_arguments, check_kept
 from lockstep.checkpoints.arrays import Entry
 from lockstep.checkpoints.background import Background
 from lockstep.checkpoints.differences import check_facts, check_variables
 from lockstep.checkpoints.folder import Found, RunFolder
+from lockstep.checkpoints.lock import only_writer
 from lockstep.checkpoints.manifest import read_manifest
 from lockstep.checkpoints.plain import from_plain, to_plain
 from lockstep.checkpoints.retention import Retention
@@ -77,20 +80,23 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
         background: bool = True,
     ) -> None:
         super().__init__()
-        _check_arguments(every, steps, seconds, keep, mode)
-        self._folder = RunFolder(Path(directory))
+        check_arguments(every, steps, seconds, keep, mode)
+        check_kept(monitor, keep_best, keep_model)
+        # A callback may change the folder that relative paths are of.
+        self._folder = RunFolder(Path(directory).expanduser().absolute())
         self._steps, self._seconds = steps, seconds
         self._every_epoch = steps is None and seconds is None
         self._monitor, self._mode = monitor, mode
         self._keep_model = keep_model
-        self._retention = Retention(keep, keep_best, {})
+        self._retention = Retention(keep, keep_best)
         self._background = Background(background)
         self._signals = Signals()
         self._found: Found | None = None
         self._run: Run | None = None
-        self._within_fit = False
-        self._writes = True
+        self._within_fit = self._told_left_over = False
+        self._writes = self._less = True
         self._facts: dict[str, Any] = {}
+        self._logs: dict[str, Any] = {}
         self._epoch = self._step = self._since = 0
         self._last_save = 0.0
 
@@ -104,21 +110,24 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
         """
         self._writes = writes
         self._folder.check()
-        self._found = self._folder.newest(_warn)
-        if writes:
-            self._folder.open()
-        self._run, self._within_fit = None, True
-        try:
-            with Signals() if alone else nullcontext(Signals()) as self._signals:
-                yield
+        with ExitStack() as stack:
+            if writes:
+                self._folder.open()
+                stack.enter_context(only_writer(self._folder.path))
+            self._found = self._folder.newest(_warn)
+            self._run, self._within_fit, self._told_left_over = None, True, False
+            self._signals = Signals()
+            try:
+                with self._signals if alone else nullcontext():
+                    yield
+                    self._background.finish()
+                    self._write_model()
+                    if self._signals.asked is not None:  # since the last epoch ended
+                        self._signals.leave()
+            finally:
                 self._background.finish()
-                self._write_model()
-                if self._signals.asked is not None:  # since the last epoch ended
-                    self._signals.leave()
-        finally:
-            self._background.finish()
-            self._found = self._run = None
-            self._within_fit = False
+                self._found = self._run = None
+                self._within_fit = False
         self._say_failure()
 
     def goes_on_from(self) -> str | None:
@@ -137,10 +146,13 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
     def begin(self, run: Run, epoch: int) -> int:
         """All callbacks know that training begins; the epoch to begin with, instead of `epoch`."""
         self._run, found = run, self._found
-        self._facts = run.facts()
+        self._facts, self.stopped_by = run.facts(), None
         self._epoch, self._step, self._since = epoch, 0, 0
         self._last_save = time.monotonic()
+        if self._monitor is not None:
+            self._less = less_is_better(run.model, self._monitor, self._mode)
         self._retention.monitored.clear()
+        self._retention.broken.clear()
         for path in self._folder.checkpoints():
             self._note(path)
         _plain(run.state(0), {})  # better now than after an epoch
@@ -153,13 +165,26 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
         """So many steps of the epoch are done, and all callbacks have been told."""
         self._say_failure()
         self._since += step - self._step
-        self._step = step
+        self._step, self._logs = step, logs
         asked = self._is_asked()
         if self._fit.model.stop_training and not asked:
             return  # the end of the epoch comes at once, and is saved
         # A save within an epoch is left out while one is under way; the next step asks again.
         if asked or (self._is_due() and not self._background.busy()):
-            self._save(self._epoch, step, logs, None)
+            self._save(self._epoch, step, logs, {"monitor": None})
+        self._leave_if_asked()
+
+    def failed(self, error: Exception, between_steps: bool) -> None:
+        """Where a signal has ended what makes the batches, save the last step and leave."""
+        if self._signals.asked is None or self._run is None:
+            return
+        saved = between_steps and self._step > 0
+        if saved:
+            self._save(self._epoch, self._step, self._logs, {"monitor": None})
+        _warn(
+            f"{type(error).__name__} came after a signal to leave: {str(error)[:200]}\n"
+            + ("The last step is saved." if saved else "The checkpoint before is as it was.")
+        )
         self._leave_if_asked()
 
     def epoch_ended(self, epoch: int, logs: dict[str, Any]) -> None:
@@ -171,7 +196,8 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
         asked = self._is_asked()
         better = monitored is not None and self._is_better(monitored)
         if self._every_epoch or last or asked or better or self._is_due():
-            self._save(epoch + 1, 0, {}, monitored)
+            finite = math.isfinite(float(logs.get("loss", 0.0)))
+            self._save(epoch + 1, 0, {}, {"monitor": monitored, "finite": finite})
         self._leave_if_asked()
 
     # ----------------------------------------------------------------------- saving
@@ -187,9 +213,7 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
             return self._since >= self._steps
         return self._seconds is not None and time.monotonic() - self._last_save >= self._seconds
 
-    def _save(
-        self, epoch: int, step: int, logs: dict[str, Any], monitored: dict[str, Any] | None
-    ) -> None:
+    def _save(self, epoch: int, step: int, logs: dict[str, Any], said: dict[str, Any]) -> None:
         """Copy the state, and have it written; waits for the save before to be done."""
         if not self._writes:
             return
@@ -202,7 +226,9 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
             "epoch": epoch,
             "step": step,
             "devices": list(run.devices),
-            "monitor": monitored,
+            "epochs": run.epochs,
+            "stopped_by": self.stopped_by,
+            **said,
             **self._facts,
             "run": _plain(run.state(step), others),
         }
@@ -229,16 +255,15 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
                 f"{', '.join(logs)}."
             )
             return None
-        less = less_is_better(self._fit.model, self._monitor, self._mode)
         value = float(logs[self._monitor])
-        return {"name": self._monitor, "value": value, "mode": "min" if less else "max"}
+        return {"name": self._monitor, "value": value, "mode": "min" if self._less else "max"}
 
     def _is_better(self, monitored: dict[str, Any]) -> bool:
         self._background.finish()
-        best = self._retention.best_of(self._folder.checkpoints())
+        best = self._retention.best_of(self._folder.checkpoints(), like=monitored)
         if best is None:
             return True
-        value, before = monitored["value"], self._retention.monitored[best][0]
+        value, before = monitored["value"], self._retention.monitored[best]["value"]
         return bool(value < before if monitored["mode"] == "min" else value > before)
 
     def _is_asked(self) -> bool:
@@ -262,12 +287,16 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
                 f"{type(failed).__name__}: {failed}.\nTraining goes on, and the checkpoint before "
                 "is as it was; the next one is tried."
             )
+        left_over = self._folder.left_over
+        if left_over is not None and not self._told_left_over:
+            self._told_left_over = True
+            _warn(f"{left_over}\nTraining and its checkpoints go on; remove it by hand.")
 
     def _write_model(self) -> None:
         if not (self._keep_model and self._writes) or self._run is None:
             return
-        best = self._retention.best_of(self._folder.checkpoints())
-        values = None if best is None else _variables(self._folder.read(best))
+        best = self._retention.read_best(self._folder, _warn)
+        values = None if best is None else _variables(best)
         try:
             self._run.save_model(str(self._folder.path / MODEL), values)
         except OSError as error:
@@ -293,20 +322,37 @@ class Checkpoint(Recorder, keras.callbacks.Callback):  # type: ignore[misc]  # K
             for name, array in found.arrays.items()
             if name.startswith("logs/")
         }
-        self._say_where(run, found)
+        if restored["stopped"]:
+            restored["stopped"] = self._stays_stopped(run, found)
+        self._say_where(run, found, restored["stopped"])
         words = run.restore(epoch, step, _variables(found), restored)
         if words and self._writes:  # others have fewer callbacks
             _warn(f"Callbacks differ from those that {path} was written with: {'; '.join(words)}.")
         self._epoch, self._step = epoch, step
         return run.epochs if restored["stopped"] else epoch
 
-    def _say_where(self, run: Run, found: Found) -> None:
+    def _stays_stopped(self, run: Run, found: Found) -> bool:
+        """Whether a run that a callback has stopped is at its end; it says so where it must."""
+        state = found.state
+        by, epoch = state.get("stopped_by"), state["epoch"]
+        if by is not None and by not in self.beside:
+            return False  # it was left out, so that the run goes on
+        longer = run.epochs > state.get("epochs", run.epochs)
+        if epoch < run.epochs and (by != "EarlyStopping" or longer):
+            _warn(
+                f"{found.path} is of a run that {by or 'a callback'} stopped after {epoch} of "
+                f"{run.epochs} epochs, and it stays stopped.\nTo go on from there, leave "
+                f"{by or 'that one'} out of callbacks; from the checkpoint before, remove this one."
+            )
+        return True
+
+    def _say_where(self, run: Run, found: Found, stopped: bool) -> None:
         if not (self.params or {}).get("verbose"):
             return
         state = found.state
         at = f"epoch {state['epoch'] + 1}"
         at += f", after step {state['step']}" if state["step"] else ", its beginning"
-        if state["run"]["stopped"] or state["epoch"] >= run.epochs:
+        if stopped or state["epoch"] >= run.epochs:
             at = f"the end, after {state['epoch']} epochs: nothing is left to do"
         was, now = len(state["devices"]), len(run.devices)
         print(
@@ -334,23 +380,3 @@ def _plain(state: dict[str, Any], arrays: dict[str, Any]) -> Any:
 
 def _warn(words: str) -> None:
     warnings.warn(words, CheckpointWarning, stacklevel=3)
-
-
-def _check_arguments(
-    every: str, steps: int | None, seconds: float | None, keep: int, mode: str
-) -> None:
-    wrong = None
-    if every != "epoch":
-        wrong = f"every={every!r} was asked for", 'every="epoch", steps=500 or seconds=600'
-    elif steps is not None and seconds is not None:
-        wrong = f"steps={steps} and seconds={seconds} were asked for", "one of the two"
-    elif steps is not None and not (isinstance(steps, int) and steps >= 1):
-        wrong = f"steps={steps!r} was asked for", "a whole number of at least 1"
-    elif seconds is not None and not seconds > 0:
-        wrong = f"seconds={seconds!r} was asked for", "a number above 0"
-    elif not (isinstance(keep, int) and keep >= 1):
-        wrong = f"keep={keep!r} was asked for", "a whole number of at least 1"
-    elif mode not in ("auto", "min", "max"):
-        wrong = f"mode={mode!r} was asked for", '"auto", "min" or "max"'
-    if wrong:
-        raise CheckpointError(f"{wrong[0]}.\nSay {wrong[1]}.")

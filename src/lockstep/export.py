@@ -1,6 +1,8 @@
 """A plain `.keras` file out of a checkpoint."""
 
+import contextlib
 import itertools
+import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.checkpoints.differences import check_model
 from lockstep.checkpoints.files import sync_file, sync_folder
 from lockstep.checkpoints.folder import Found, RunFolder
 from lockstep.checkpoints.manifest import FILE, read_manifest
 from lockstep.checkpoints.retention import Retention
 from lockstep.engines import jax_states
 from lockstep.engines.named_variables import GROUPS, named_variables
-from lockstep.errors import CheckpointError, CheckpointMismatch
+from lockstep.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint
 
 
 def export_model(run: Path, output: Path, model: Any = None, best: bool = False) -> Path:
@@ -43,8 +46,15 @@ def export_model(run: Path, output: Path, model: Any = None, best: bool = False)
             f"{output} was named to be written, and what is written is a .keras file.\n"
             f"Name it {output.with_suffix('.keras')}."
         )
+    if not output.parent.is_dir():
+        raise CheckpointError(
+            f"{output} was named to be written, and there is no folder {output.parent}.\n"
+            f"Make it first: mkdir -p {output.parent}"
+        )
     found = _found(run, best)
     made = _made(found) if model is None else model
+    if model is not None:
+        check_model(str(found.path), found.state["model"], _config(model))
     _fill(made, found)
     aside = output.with_name(f".saving-{output.name}")
     made.save(aside)
@@ -67,16 +77,17 @@ def _found(run: Path, best: bool) -> Found:
         found = folder.newest(print)
         assert found is not None
         return found
-    retention = Retention(1, True, {})
+    retention = Retention(1, True)
     for path in folder.checkpoints():
-        retention.note(path, read_manifest(path).state)
-    chosen = retention.best_of(folder.checkpoints())
-    if chosen is None:
+        with contextlib.suppress(DamagedCheckpoint):  # or gone by now, in a run that goes on
+            retention.note(path, read_manifest(path).state)
+    found = retention.read_best(folder, print)
+    if found is None:
         raise CheckpointError(
             f"The best checkpoint of {run} was asked for, and nothing was monitored there.\n"
             "Leave --best out for the newest, or name one checkpoint."
         )
-    return folder.read(chosen)
+    return found
 
 
 def _made(found: Found) -> Any:
@@ -93,6 +104,15 @@ def _made(found: Found) -> Any:
         f"The model of {found.path} cannot be made from the checkpoint alone: {why}.\n"
         "Say with --model FILE.PY:FUNCTION which function of yours makes it."
     )
+
+
+def _config(model: Any) -> Any:
+    import keras
+
+    try:
+        return json.loads(json.dumps(keras.saving.serialize_keras_object(model)))
+    except (NotImplementedError, TypeError, ValueError):
+        return None
 
 
 def _fill(model: Any, found: Found) -> None:

@@ -9,6 +9,7 @@ from keras import layers
 import lockstep
 from lockstep.checkpoints.folder import RunFolder
 from lockstep.cli import main
+from lockstep.export import export_model
 from tests.checkpoints.data import arrays
 from tests.checkpoints.runs import small, train
 from tests.checkpoints.test_state import recurrent, sequences
@@ -137,6 +138,22 @@ def test_a_class_of_ones_own_needs_its_code(tmp_path):
     loaded = keras.models.load_model(tmp_path / "model.keras", custom_objects={"Own": type(made)})
     x, _ = held_out()
     np.testing.assert_array_equal(loaded.predict(x, verbose=0), made.predict(x, verbose=0))
+
+
+def test_another_model_of_the_same_shapes_is_refused(tmp_path):
+    def made(activation, names="ab"):
+        model = keras.Sequential([keras.Input((4,))])
+        for name, act in zip(names, (activation, None), strict=True):
+            model.add(layers.Dense(4, activation=act, name=name))
+        model.add(layers.Dense(2))
+        model.compile("sgd", "mse")
+        return model
+
+    trained(tmp_path / "run", lambda: made("relu"), epochs=1)
+    for other in (made("tanh"), made("relu", "ba")):
+        with pytest.raises(lockstep.errors.CheckpointMismatch, match="another model"):
+            export_model(tmp_path / "run", tmp_path / "a.keras", other)
+    export_model(tmp_path / "run", tmp_path / "a.keras", made("relu"))
 
 
 def test_what_cannot_be_exported_is_refused_and_nothing_written(tmp_path):

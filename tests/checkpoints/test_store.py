@@ -276,7 +276,7 @@ def test_other_files_may_join_a_run(tmp_path):
 def test_the_newest_few_and_the_best_stay(tmp_path):
     folder = RunFolder(tmp_path)
     for mode, order in (("min", [3.0, 1.0, 2.0, 4.0, 1.0]), ("max", [3.0, 9.0, 2.0, 4.0, 9.0])):
-        retention = Retention(keep=2, best=True, monitored={})
+        retention = Retention(keep=2, best=True)
         for value in order:
             state = {"monitor": {"name": "val_loss", "value": value, "mode": mode}}
             retention.note(save(folder, value, **state), state)
@@ -287,7 +287,7 @@ def test_the_newest_few_and_the_best_stay(tmp_path):
 
 
 def test_a_monitored_nan_is_never_the_best(tmp_path):
-    retention = Retention(keep=1, best=True, monitored={})
+    retention = Retention(keep=1, best=True)
     paths = [tmp_path / "b", tmp_path / "a"]
     for path, value in zip(paths, [float("nan"), 2.0], strict=True):
         retention.note(path, {"monitor": {"name": "loss", "value": value, "mode": "min"}})

@@ -36,6 +36,27 @@ def check_facts(path: str, written: dict[str, Any], here: dict[str, Any]) -> Non
             _compare(path, what, (), written[what], here[what])
 
 
+def check_model(path: str, written: Any, here: Any) -> None:
+    """Raise where the configuration of a model is not that of the checkpoint.
+
+    Where its classes were found, and for which shapes it was built, does not matter.
+
+    Raises:
+        CheckpointMismatch: With the first difference.
+    """
+    if written is not None and here is not None:
+        _compare(path, "model", (), _architecture(written), _architecture(here))
+
+
+def _architecture(config: Any) -> Any:
+    if isinstance(config, list):
+        return [_architecture(each) for each in config]
+    if not isinstance(config, dict):
+        return config
+    aside = ("module", "registered_name", "build_config", "compile_config", "shared_object_id")
+    return {name: _architecture(each) for name, each in config.items() if name not in aside}
+
+
 def _compare(path: str, what: str, at: tuple[str, ...], written: Any, here: Any) -> None:
     if isinstance(written, dict) and isinstance(here, dict):
         for key in [*written, *(key for key in here if key not in written)]:

@@ -1,5 +1,6 @@
 """Changes to files, in the few forms that survive a kill at any moment."""
 
+import errno
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,10 +30,13 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Return when the disk has the names in a folder."""
+    """Return when the disk has the names in a folder, where its file system knows how."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(handle)
 

@@ -5,7 +5,8 @@
         00000007-epoch-0003-step-000120/       a checkpoint, after 120 steps of the third epoch
             manifest.json
             arrays.safetensors
-        .writing-00000008/                     one that is being written, or was when a kill came
+        .writing-00000008-4711-9c2f11e0/       one that is being written, or was when a kill came
+        lockstep.lock                          while a `fit` writes here: which process it is
 
 A checkpoint is written under a name that nobody reads, and renamed when the disk has it. One
 that goes is renamed first, too.
@@ -15,7 +16,8 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+import secrets
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,10 +62,12 @@ class RunFolder:
 
     Attributes:
         path: The folder.
+        left_over: What was to be removed and could not be, in words.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.left_over: str | None = None
 
     def open(self) -> None:
         """Make the folder where there is none; take nothing for a run that is none.
@@ -131,11 +135,16 @@ class RunFolder:
             NewerCheckpoint: If a newer lockstep wrote one.
         """
         damaged: list[str] = []
-        for path in self.checkpoints():
+        tried: set[Path] = set()
+        # Listed each time: a run that goes on has removed one while it was read.
+        while left := [path for path in self.checkpoints() if path not in tried]:
+            path = left[0]
+            tried.add(path)
             try:
                 found = self.read(path)
             except DamagedCheckpoint as error:
-                damaged.append(str(error))
+                if path.exists():
+                    damaged.append(str(error))
                 continue
             for words in damaged:
                 say(f"A checkpoint is damaged and was passed over: {words}\nUsed: {path.name}.")
@@ -179,7 +188,7 @@ class RunFolder:
         self._clear()
         there = self.checkpoints()
         number = _number(there[0].name) + 1 if there else 1
-        aside, path = self.path / f".writing-{number:08}", self.path / f"{number:08}-{name}"
+        aside, path = self._aside(f"writing-{number:08}"), self.path / f"{number:08}-{name}"
         try:
             os.mkdir(aside)
             checks = write_arrays(aside / _ARRAYS, entries, arrays)
@@ -187,8 +196,7 @@ class RunFolder:
             sync_folder(aside)
             os.rename(aside, path)
         except OSError:
-            with contextlib.suppress(OSError):
-                self._clear()  # a full disk needs the room
+            self._clear()  # a full disk needs the room
             raise
         sync_folder(self.path)
         return path
@@ -198,15 +206,29 @@ class RunFolder:
         kept = set(paths)
         for path in self.checkpoints():
             if path not in kept:
-                aside = self.path / f".removing-{path.name}"
-                os.rename(path, aside)
-                remove_folder(aside)
+                aside = self._aside(f"removing-{path.name}")
+                with self._noting(path):
+                    os.rename(path, aside)
+                    remove_folder(aside)
 
     def _clear(self) -> None:
         """Remove what a kill or a full disk left half done."""
         for name in os.listdir(self.path):
             if _ASIDE.fullmatch(name):
-                remove_folder(self.path / name)
+                with self._noting(self.path / name):
+                    remove_folder(self.path / name)
+
+    @contextlib.contextmanager
+    def _noting(self, path: Path) -> Iterator[None]:
+        """What cannot be removed is in nobody's way: the next save tries again."""
+        try:
+            yield
+        except OSError as error:
+            self.left_over = f"{path} could not be removed: {error}."
+
+    def _aside(self, name: str) -> Path:
+        """A name that nobody reads, and no other process has."""
+        return self.path / f".{name}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def _number(name: str) -> int:

@@ -1,5 +1,7 @@
 """SIGTERM and SIGINT, put off until a checkpoint is written."""
 
+import multiprocessing
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
@@ -10,7 +12,8 @@ class Signals:
     """While it lasts, the first SIGTERM or SIGINT is noted, and a second SIGINT interrupts.
 
     A signal that the process ignores stays ignored. Outside of the main thread, where Python
-    has no signals, nothing is changed.
+    has no signals, nothing is changed. A process that is forked meanwhile, such as a worker that
+    makes batches, has the handlers of before when its first signal comes.
 
     Attributes:
         asked: The number of the signal that came, `None` while none has.
@@ -19,8 +22,10 @@ class Signals:
     def __init__(self) -> None:
         self.asked: int | None = None
         self._before: dict[int, Any] = {}
+        self._process = 0
 
     def __enter__(self) -> "Signals":
+        self._process = os.getpid()
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 before = signal.getsignal(number)
@@ -54,6 +59,13 @@ class Signals:
         raise SystemExit(128 + signal.SIGTERM)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a fork, which a pool of workers ends by SIGTERM
+            by_default = self._before.get(number) is signal.SIG_DFL
+            self._put_back()
+            if by_default and multiprocessing.parent_process() is not None:
+                raise SystemExit(128 + number)  # which lets go of the locks of its pool
+            os.kill(os.getpid(), number)
+            return
         if number == signal.SIGINT and self.asked == signal.SIGINT:
             raise KeyboardInterrupt
         self.asked = number

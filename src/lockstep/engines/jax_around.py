@@ -31,6 +31,8 @@ def around_fit(
                 stack.enter_context(jax_backup.made_safe(callback))
         if recorders:
             _check(model, given, fit, callbacks, recorders)
+            others = (each for each in callbacks if each is not recorders[0])
+            recorders[0].beside = tuple(type(each).__name__ for each in others)
             several, first = jax_processes.several(), jax_processes.is_first()
             stack.enter_context(recorders[0].around(model, writes=first, alone=not several))
             found = recorders[0].goes_on_from()

@@ -34,6 +34,13 @@ def run_user_code(callbacks: Any) -> bool:
     return any(map(_is_users, callbacks.callbacks))
 
 
+def hear_of_begins(callbacks: Any) -> bool:
+    """Whether any of them knows that a batch of training has begun before it is drawn."""
+    hooks = ("on_train_batch_begin", "on_batch_begin")
+    every = [getattr(each, name, None) for each in callbacks.callbacks for name in hooks]
+    return not all(map(is_default, every))
+
+
 def _is_users(callback: Any) -> bool:
     known = type(callback).__module__.startswith(("keras.", "lockstep."))
     return type(callback) in _WITH_FUNCTIONS or not known
@@ -127,8 +134,14 @@ class Callbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         logs = pythonify_logs(logs)
         for callback in self.callbacks:
             callback.on_epoch_end(epoch, logs)
+            self._note_stop(callback)
         if self.recorder is not None:
             self.recorder.epoch_ended(epoch, logs)
+
+    def _note_stop(self, callback: Any) -> None:
+        recorder = self.recorder
+        if recorder is not None and recorder.stopped_by is None and self._model.stop_training:
+            recorder.stopped_by = type(callback).__name__
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         """Call every callback after a batch of evaluation."""
@@ -150,6 +163,7 @@ class Callbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
             logs = later(logs, pythonify_logs)
             for callback in hooked:
                 getattr(callback, hook)(batch, logs=logs)
+                self._note_stop(callback)
         return logs
 
 

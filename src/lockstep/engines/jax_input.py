@@ -35,11 +35,13 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         skip: How many batches of arrays the next pass leaves out, in order and random numbers
             as if it had given them.
         ahead: What was drawn ahead of its turn.
+        broke_off: What was raised last when batches were asked for.
         recorded: Whether a checkpoint asks for the position, that of the batches trained.
     """
 
     skip = 0
     recorded = False
+    broke_off: Exception | None = None
     _looked = False
     _taken = 1
 
@@ -104,7 +106,11 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
     def agreed(self, pull: Pull, assigned: Assigned | None = None) -> list[Any]:
         """What `pull` takes out of an iterator, where every process can go on with as much."""
         if self._seen is None:
-            return pull()
+            try:
+                return pull()
+            except Exception as error:
+                self.broke_off = error
+                raise
         # keras/src/trainers/data_adapters/array_data_adapter.py, ArrayDataAdapter.__init__
         rows = getattr(self.data_adapter, "_num_samples", None)
         return self._seen.agreed(pull, (self.num_batches, rows), assigned)

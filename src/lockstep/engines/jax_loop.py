@@ -19,7 +19,7 @@ from keras.src.utils.python_utils import pythonify_logs
 from keras.src.utils.traceback_utils import filter_traceback
 
 from lockstep.announce import LONG, first_step_line
-from lockstep.engines.jax_callbacks import Callbacks, see_every_batch
+from lockstep.engines.jax_callbacks import Callbacks, hear_of_begins, see_every_batch
 from lockstep.engines.jax_epoch import NO_BATCH, PREDICT, TEST, TRAIN, Begin, End, run_epoch
 from lockstep.engines.jax_input import HostIterator
 from lockstep.engines.jax_keep import Keeper
@@ -27,6 +27,7 @@ from lockstep.engines.jax_pace import Pace
 from lockstep.engines.jax_position import RecordedIterator, RecordedValidation
 from lockstep.engines.jax_recording import Recording, recorder_among
 from lockstep.engines.jax_step import StepFunction
+from lockstep.engines.jax_workers import Watch, drawn_elsewhere
 from lockstep.errors import UnusableData
 
 # Everything private below is what JAXTrainer itself goes by, and has its place in
@@ -141,6 +142,7 @@ class Loop:
             )
             first_epoch = recorder.begin(recording, first_epoch)
             callbacks.recorder = recorder
+        watch = Watch(None if recorder is None else batches.data_adapter)
         try:
             for epoch in range(first_epoch, epochs):
                 model.reset_metrics()
@@ -165,7 +167,13 @@ class Loop:
                 callbacks.on_epoch_end(epoch, epoch_logs)
                 if model.stop_training:
                     break
+        except Exception as error:
+            if recorder is not None:  # before the state is taken apart
+                drawing = error is batches.broke_off and drawn_elsewhere(batches.data_adapter)
+                recorder.failed(error, drawing and not hear_of_begins(callbacks))
+            raise
         finally:
+            watch.stop()
             self._after_fit(epochs)
         callbacks.on_train_end(logs=epoch_logs)
         return model.history

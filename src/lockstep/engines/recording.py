@@ -88,7 +88,15 @@ class Run(Protocol):
 
 
 class Recorder:
-    """A callback that `fit` tells more than it tells others."""
+    """A callback that `fit` tells more than it tells others.
+
+    Attributes:
+        beside: The classes of the other callbacks, by name.
+        stopped_by: That of the one that has set `stop_training`, `None` while none has.
+    """
+
+    beside: tuple[str, ...] = ()
+    stopped_by: str | None = None
 
     def around(self, model: Any, *, writes: bool, alone: bool) -> AbstractContextManager[object]:
         """Lasts as long as `fit` does.
@@ -112,6 +120,15 @@ class Recorder:
         """So many steps of the epoch are done, and all callbacks have been told.
 
         Looking at a value of `logs` waits for the device.
+        """
+        raise NotImplementedError
+
+    def failed(self, error: Exception, between_steps: bool) -> None:
+        """The `fit` is about to end by an error.
+
+        Args:
+            error: What was raised.
+            between_steps: Whether state and position are those after the last step that ended.
         """
         raise NotImplementedError
 

@@ -1,0 +1,89 @@
+"""Signals where processes of their own make the batches."""
+
+from pathlib import Path
+
+from tests.processes.common import python
+
+REHEARSED = {"KERAS_BACKEND": "jax", "LOCKSTEP_REHEARSE": "2"}
+
+FORKED = """
+import multiprocessing, time
+from lockstep.checkpoints.signals import Signals
+fork = multiprocessing.get_context("fork")
+begun = fork.Event()
+def work():
+    begun.set()
+    time.sleep(60)
+with Signals() as signals:
+    worker = fork.Process(target=work)
+    worker.start()
+    begun.wait(10)
+    worker.terminate()  # by SIGTERM, as the pools of Keras's workers do
+    worker.join(10)
+    print(worker.exitcode, signals.asked)
+    worker.kill()
+"""
+
+
+def test_a_forked_worker_is_ended_by_the_signal_that_a_fit_puts_off():
+    assert python(FORKED) == "143 None"
+
+
+CUT = """
+import os, signal, time, warnings
+import keras, torch
+import lockstep
+from tests.checkpoints.data import arrays
+from tests.checkpoints.runs import assert_same_end, train
+
+warnings.simplefilter("ignore")
+given = arrays()
+
+def end_all(index, at):
+    if index == at and os.path.exists("trap"):
+        os.unlink("trap")
+        time.sleep(1)  # until the step before has ended
+        os.kill(os.getppid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 42
+    def __getitem__(self, index):
+        end_all(index, 30)  # in the fifth batch
+        return given["x"][index], given["y"][index]
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 6
+    def __getitem__(self, index):
+        end_all(index, 4)
+        rows = slice(7 * index, 7 * index + 7)
+        return given["x"][rows], given["y"][rows]
+
+def loader():
+    return {"x": torch.utils.data.DataLoader(Rows(), 7, num_workers=1, prefetch_factor=1)}
+
+def pool():
+    return {"x": Batches(workers=2, use_multiprocessing=True, max_queue_size=2)}
+
+for source in (loader, pool):
+    folder, options = source.__name__, {"devices": 2, "epochs": 1}
+    # Without a checkpoint Keras begins with batches that it has looked at before.
+    truth = train(source, f"whole {folder}", **options, checkpoint={})
+    open("trap", "w").close()
+    try:
+        train(source, folder, **options, checkpoint={})
+    except SystemExit as left:
+        print(left.code, *(name[9:] for name in os.listdir(folder) if name != "lockstep.json"))
+    assert_same_end(train(source, folder, **options, checkpoint={}), truth)
+    print("the same")
+"""
+
+
+def test_a_signal_to_all_processes_saves_the_last_step_though_no_batch_comes(tmp_path):
+    """As Slurm sends it: those that make the batches are gone before the step has ended."""
+    root = Path(__file__).parents[2]
+    told = python(CUT, cwd=tmp_path, PYTHONPATH=f"{root}/src:{root}", **REHEARSED)
+    assert told.splitlines() == ["143 epoch-0000-step-000004", "the same"] * 2

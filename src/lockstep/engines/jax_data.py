@@ -80,7 +80,7 @@ def check_batch(number: int, written: int | None, found: int | None) -> None:
 
 def check_data(adapter: Any, steps_per_epoch: int | None) -> None:
     """Raise where a position in this data could not be found again."""
-    if isinstance(adapter, TorchDataLoaderAdapter):
+    if isinstance(adapter, TorchDataLoaderAdapter) and not adapter._dataloader.num_workers:
         _check_same_twice(adapter._dataloader.dataset)
     if not isinstance(adapter, PyDatasetAdapter):
         return
@@ -96,11 +96,16 @@ def check_data(adapter: Any, steps_per_epoch: int | None) -> None:
     for hook in ("on_epoch_begin", "on_epoch_end"):
         if getattr(type(data), hook) is not getattr(keras.utils.PyDataset, hook):
             raise _unknown_change(data, f"changes itself in {hook}")
-    _check_same_twice(data)
+    if not (has_workers(adapter) and data.use_multiprocessing):
+        _check_same_twice(data)
 
 
 def _check_same_twice(data: Any) -> None:
-    """Raise where data is not the same when it is asked for twice, from the same random states."""
+    """Raise where data is not the same when it is asked for twice, from the same random states.
+
+    Not for data that other processes are asked for: what it opens when it is asked here, they
+    would inherit, and read through one position in one file.
+    """
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         return
     before = random_states.take()

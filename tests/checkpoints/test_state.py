@@ -303,6 +303,32 @@ def test_other_callbacks_than_before_are_named(tmp_path):
         train(arrays, tmp_path)
 
 
+# ------------------------------------------------------------------- the learning rate
+
+
+def slowed():
+    return keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+
+
+def test_a_rate_that_was_edited_is_told_not_to_be_used(tmp_path):
+    """By every start; and not where only callbacks have changed it."""
+    truth = train(arrays, callbacks=[slowed])
+    train(arrays, tmp_path, cut=10, callbacks=[slowed])
+    told = "rate is 0.0005 here, and the run was compiled with 0.05: its own rate, 0.0.*5 by now"
+    for cut in (8, 0):
+        with pytest.warns(CheckpointWarning, match=told):
+            mine = train(arrays, tmp_path, cut=cut, make=lambda: small(0.0005), callbacks=[slowed])
+    assert_same_end(mine, truth)
+    assert_same_end(train(arrays, tmp_path, callbacks=[slowed]), truth)
+
+
+def test_a_second_fit_of_a_model_whose_rate_has_changed_tells_nothing(tmp_path):
+    made = lockstep.distribute(small(), 1)
+    for epochs in (1, 2):
+        checkpoint = lockstep.Checkpoint(tmp_path)
+        made.fit(**arrays(), epochs=epochs, verbose=0, callbacks=[slowed(), checkpoint])
+
+
 # ------------------------------------------------------------------- the ends of a run
 
 

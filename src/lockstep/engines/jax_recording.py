@@ -1,8 +1,10 @@
 """One `fit` on JAX, as a checkpoint sees it: its state is read and set between two steps."""
 
 import json
+import warnings
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -14,6 +16,7 @@ from lockstep.engines.jax_epoch import TRAIN
 from lockstep.engines.jax_position import RecordedIterator, RecordedValidation
 from lockstep.engines.named_variables import named_variables
 from lockstep.engines.recording import Recorder, Snapshot
+from lockstep.errors import CheckpointWarning
 
 
 class Recording:
@@ -43,6 +46,7 @@ class Recording:
         self._copies = Copies(on_host=devices[0].startswith("cpu"))
         self._logs: dict[str, Any] = {}
         self._within: tuple[list[np.ndarray], Any] | None = None
+        self._rates = _rates(named_variables(model), self._values())
 
     def facts(self) -> dict[str, Any]:
         """What has to be the same for a run to go on: model, optimizer, data."""
@@ -79,11 +83,13 @@ class Recording:
             "validation": self._held_out.position() if self._held_out is not None else None,
             "callbacks": callback_states.states_of(self._callbacks),
             "stopped": bool(self.model.stop_training),
+            "rates": self._rates,
         }
 
     def restore(self, epoch: int, step: int, values: list[np.ndarray], state: Any) -> list[str]:
         """Let `fit` go on where `snapshot` and `state` were taken."""
         self._logs = state["logs"] if step else {}
+        self._say_other_rate(values, state)
         words = self._put(values, state["callbacks"])
         if not state["stopped"] and epoch < self.epochs:
             if self._held_out is not None and state["validation"] is not None:
@@ -92,6 +98,20 @@ class Recording:
             if step:  # once more when the epoch has begun, which resets metrics
                 self._within = (values, state["callbacks"])
         return words
+
+    def _say_other_rate(self, values: list[np.ndarray], state: Any) -> None:
+        """Tell of a rate that was compiled and is not the one that goes on; keep the first one."""
+        here, now = self._rates, _rates(named_variables(self.model), values)
+        self._rates = state.get("rates", here)
+        # Where `fit` is called again on the same model, its rate is where the run has left it.
+        if here not in (self._rates, now):
+            warnings.warn(
+                f"The learning rate is {_words(here)} here, and the run was compiled with "
+                f"{_words(self._rates)}: its own rate, {_words(now)} by now, goes on.\nTo train "
+                "with another one, start anew in another folder, or assign it in a callback.",
+                CheckpointWarning,
+                stacklevel=2,
+            )
 
     def epoch_began(self) -> None:
         """Where the run goes on within an epoch, take back what its beginning has changed."""
@@ -172,6 +192,20 @@ def _compiled(model: Any) -> Any:
     # The rate changes while a run goes on, and is a variable.
     config["optimizer"] = _without_rate(config.get("optimizer"))
     return config
+
+
+def _rates(named: list[tuple[str, Any]], values: list[Any]) -> list[float]:
+    """The learning rates among the values of variables; one that is a schedule is none."""
+    # keras/src/optimizers/base_optimizer.py, BaseOptimizer.__init__: the name of the variable
+    return [
+        float(np.asarray(_on_one_device(value) if isinstance(value, jax.Array) else value))
+        for (name, _), value in zip(named, values, strict=True)
+        if name.startswith("optimizer/") and name.rstrip("'").endswith("learning_rate")
+    ]
+
+
+def _words(rates: list[float]) -> str:
+    return ", ".join(f"{rate:g}" for rate in rates)
 
 
 def _without_rate(config: Any) -> Any:

@@ -1,6 +1,7 @@
 """Whatever a run changes is in its checkpoint: models, optimizers, callbacks, stops."""
 
 import csv
+import random
 
 import keras
 import numpy as np
@@ -10,7 +11,7 @@ from keras import layers
 import lockstep
 from lockstep.engines import jax_keep, jax_resident
 from lockstep.errors import CheckpointWarning
-from tests.checkpoints.data import arrays
+from tests.checkpoints.data import arrays, py_dataset
 from tests.checkpoints.runs import assert_same_end, small, train
 from tests.conformance import common
 from tests.conformance.side_by_side import BATCH, ROWS, held_out, smooth
@@ -336,6 +337,14 @@ def test_a_finished_run_is_not_trained_again_and_can_be_made_longer(tmp_path):
     short = train(arrays, tmp_path, epochs=2, checkpoint={})
     assert_same_end(train(arrays, tmp_path, epochs=2, checkpoint={}), short)
     assert_same_end(train(arrays, tmp_path, epochs=3, checkpoint={}), train(arrays))
+
+
+def test_after_a_finished_run_a_script_goes_on_with_its_random_numbers(tmp_path):
+    drawn = []
+    for folder in (None, tmp_path, tmp_path):
+        train(py_dataset, folder, epochs=1, checkpoint={})
+        drawn.append((np.random.rand(), random.random()))
+    assert drawn[0] == drawn[1] == drawn[2]
 
 
 @pytest.mark.whole

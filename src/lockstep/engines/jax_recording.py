@@ -11,7 +11,7 @@ import numpy as np
 
 from lockstep.engines import callback_states, jax_processes
 from lockstep.engines.jax_copies import Copies
-from lockstep.engines.jax_data import fingerprint
+from lockstep.engines.jax_data import fingerprint, put_states
 from lockstep.engines.jax_epoch import TRAIN
 from lockstep.engines.jax_position import RecordedIterator, RecordedValidation
 from lockstep.engines.named_variables import named_variables
@@ -91,7 +91,10 @@ class Recording:
         self._logs = state["logs"] if step else {}
         self._say_other_rate(values, state)
         words = self._put(values, state["callbacks"])
-        if not state["stopped"] and epoch < self.epochs:
+        if state["stopped"] or epoch >= self.epochs:
+            # What the script does next draws what it would have drawn after the last epoch.
+            put_states(self._batches.data_adapter, state["position"]["now"])
+        else:
             if self._held_out is not None and state["validation"] is not None:
                 self._held_out.begin_at(state["validation"])
             self._batches.begin_at(state["position"])

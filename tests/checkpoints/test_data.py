@@ -1,9 +1,13 @@
 """Data as users have it: what a checkpoint must not touch, and what it has to notice."""
 
+import keras
+import numpy as np
+import pytest
 from keras.src.trainers.data_adapters import get_data_adapter
 
 from lockstep.engines.jax_data import check_data
-from tests.checkpoints.data import Batches
+from tests.checkpoints.data import Batches, Reordered, arrays
+from tests.checkpoints.runs import assert_same_end, train
 
 
 class Untouched:
@@ -27,3 +31,32 @@ def test_data_that_other_processes_read_is_not_asked_here():
     batches = Asked(workers=1, use_multiprocessing=True)
     for data in (loader, batches):
         check_data(get_data_adapter(data), None)
+
+
+class ReorderedFirst(Reordered):
+    """Orders its batches anew before each epoch."""
+
+    def on_epoch_begin(self):
+        self.on_epoch_end()
+
+
+def with_a_state():
+    return {"x": ReorderedFirst(), "shuffle": False, "steps_per_epoch": 7}
+
+
+def that_wrap():
+    return {**arrays(), "steps_per_epoch": 4, "epochs": 5}
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize(("source", "cut"), [(that_wrap, 7), (that_wrap, 5), (with_a_state, 10)])
+def test_what_the_beginning_of_an_epoch_draws_is_drawn_once(source, cut, tmp_path):
+    """With steps_per_epoch, where a pass goes on from one epoch to the next."""
+
+    def drawing():
+        return keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: np.random.rand())
+
+    truth = train(source, callbacks=[drawing])
+    saving = {"steps": 1, "background": False}
+    train(source, tmp_path, cut=cut, callbacks=[drawing], checkpoint=saving)
+    assert_same_end(train(source, tmp_path, callbacks=[drawing]), truth)

@@ -85,6 +85,7 @@ class RecordedIterator(HostIterator):
         self._first: int | None = None
         self._before: dict[str, Any] | None = None
         self._wanted: dict[str, Any] | None = None
+        self._now: dict[str, Any] | None = None
         self._first_step = 0
         self._with_state: Any = None
 
@@ -137,6 +138,10 @@ class RecordedIterator(HostIterator):
         elif self.steps_per_epoch:
             self._current_iterator = self._advanced(position)
             self._steps_seen = position["steps_seen"] - position["step"]
+            if position["step"]:  # when the epoch has begun, which may draw once more
+                self._now = position["now"]
+            else:
+                put_states(self.data_adapter, position["now"])
         else:
             self._wanted = position
 
@@ -146,7 +151,11 @@ class RecordedIterator(HostIterator):
             if self._wanted is not None:
                 put_states(self.data_adapter, self._wanted["before"])
             self._before = states_of(self.data_adapter)
+        now, self._now = self._now, None
         for first, last, iterator in super()._enumerate_iterator():
+            if now is not None:
+                put_states(self.data_adapter, now)
+                now = None
             if first < first_step <= last:
                 raise CheckpointMismatch(
                     f"The checkpoint is after step {first_step} of its epoch, and with "
@@ -158,7 +167,11 @@ class RecordedIterator(HostIterator):
 
     def _get_iterator(self) -> Iterator[Any]:
         wanted, self._wanted = self._wanted, None
-        return self._new_pass() if wanted is None else self._advanced(wanted)
+        if wanted is None:
+            return self._new_pass()
+        advanced = self._advanced(wanted)
+        put_states(self.data_adapter, wanted["now"])
+        return advanced
 
     def _new_pass(self) -> Pass:
         if self._pass is not None and self._pass.drawn:
@@ -206,7 +219,6 @@ class RecordedIterator(HostIterator):
         if self._verified:
             check_batch(1, position["first"], current.first)
             check_batch(drawn, position["last"], checksum(current.last))
-        put_states(self.data_adapter, position["now"])
         return current
 
     def _go_over_again(self, position: dict[str, Any]) -> None:

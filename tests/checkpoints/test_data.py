@@ -60,3 +60,29 @@ def test_what_the_beginning_of_an_epoch_draws_is_drawn_once(source, cut, tmp_pat
     saving = {"steps": 1, "background": False}
     train(source, tmp_path, cut=cut, callbacks=[drawing], checkpoint=saving)
     assert_same_end(train(source, tmp_path, callbacks=[drawing]), truth)
+
+
+class Shuffling(Reordered):
+    """Orders its batches in place, in what it gives away and is given as its state."""
+
+    def on_epoch_end(self):
+        self.rng.shuffle(self.order)
+
+    def __getitem__(self, index):
+        batch = super().__getitem__(index)
+        self.order[:] = np.roll(self.order, 1)
+        return batch
+
+    def get_state(self):
+        return {"order": self.order, "rng": self.rng.bit_generator.state}
+
+    def set_state(self, state):
+        self.order, self.rng.bit_generator.state = state["order"], state["rng"]
+
+
+def test_data_that_gives_its_own_arrays_away_as_its_state(tmp_path):
+    def source():
+        return {"x": Shuffling(), "shuffle": False}
+
+    train(source, tmp_path, cut=10, checkpoint={"steps": 1, "background": False})
+    assert_same_end(train(source, tmp_path), train(source))

@@ -9,6 +9,7 @@ import pytest
 from keras import layers
 
 import lockstep
+from lockstep.checkpoints.plain import from_plain, to_plain
 from lockstep.engines import jax_keep, jax_resident
 from lockstep.errors import CheckpointWarning
 from tests.checkpoints.data import arrays, py_dataset
@@ -286,6 +287,53 @@ def test_a_callback_of_ones_own_goes_on_by_two_methods(tmp_path):
     truth = train(arrays, callbacks=[Slowing])
     train(arrays, tmp_path, cut=11, callbacks=[Slowing])
     assert_same_end(train(arrays, tmp_path, callbacks=[Slowing]), truth)
+
+
+class Careless(keras.callbacks.Callback):
+    """Gives its own lists and arrays away, and keeps those that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.began, self.seen = [], np.zeros(1)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.began.append(epoch)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen += 1
+
+    def get_state(self):
+        return {"began": self.began, "seen": self.seen}
+
+    def set_state(self, state):
+        self.began, self.seen = state["began"], state["seen"]
+
+
+def test_a_state_may_be_given_and_taken_without_a_copy(tmp_path):
+    callbacks = []
+
+    def careless():
+        callbacks.append(Careless())
+        return callbacks[-1]
+
+    saving = {"steps": 1, "background": False}
+    train(arrays, tmp_path, cut=10, callbacks=[careless], checkpoint=saving)
+    train(arrays, tmp_path, callbacks=[careless])
+    assert callbacks[-1].began == [0, 1, 2]
+    assert callbacks[-1].seen == 21
+
+
+def test_a_state_is_written_down_as_it_was():
+    seen = np.zeros(1)
+    given = {"loss/train": np.ones(1), "loss": {"train": seen}, "seen": seen}
+    arrays_of_it = {}
+    plain = to_plain(given, "state", arrays_of_it)
+    seen += 7
+    assert from_plain(plain, arrays_of_it) == {
+        "loss/train": np.ones(1),
+        "loss": {"train": np.zeros(1)},
+        "seen": np.zeros(1),
+    }
 
 
 def test_a_callback_without_them_is_named(tmp_path):

@@ -175,8 +175,18 @@ def own_states(adapter: Any) -> dict[str, Any]:
     states: dict[str, Any] = {}
     for name, source in _sources(adapter).items():
         state = source.get_state()
-        states[name] = state.numpy().copy() if type(state).__module__ == "torch" else state
+        of_torch = type(state).__module__ == "torch"
+        states[name] = state.numpy().copy() if of_torch else _copied(state)
     return states
+
+
+def _copied(state: Any) -> Any:
+    """The same state; its owner may go on changing what it has given away."""
+    if isinstance(state, dict):
+        return {name: _copied(each) for name, each in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(map(_copied, state))
+    return state.copy() if isinstance(state, np.ndarray) else state
 
 
 def put_states(adapter: Any, states: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from copy import deepcopy
 from typing import Any
 
 import jax
@@ -90,7 +91,8 @@ class Recording:
         """Let `fit` go on where `snapshot` and `state` were taken."""
         self._logs = state["logs"] if step else {}
         self._say_other_rate(values, state)
-        words = self._put(values, state["callbacks"])
+        # Who takes a state may keep it and change it, and within an epoch it is put twice.
+        words = self._put(values, deepcopy(state["callbacks"]) if step else state["callbacks"])
         if state["stopped"] or epoch >= self.epochs:
             # What the script does next draws what it would have drawn after the last epoch.
             put_states(self._batches.data_adapter, state["position"]["now"])

@@ -8,6 +8,7 @@ from keras.src.trainers.data_adapters import get_data_adapter
 from lockstep.engines.jax_data import check_data
 from tests.checkpoints.data import Batches, Reordered, arrays
 from tests.checkpoints.runs import assert_same_end, train
+from tests.conformance import common
 
 
 class Untouched:
@@ -85,4 +86,20 @@ def test_data_that_gives_its_own_arrays_away_as_its_state(tmp_path):
         return {"x": Shuffling(), "shuffle": False}
 
     train(source, tmp_path, cut=10, checkpoint={"steps": 1, "background": False})
+    assert_same_end(train(source, tmp_path), train(source))
+
+
+def test_a_stream_of_pytorch_s_that_knows_its_length(tmp_path):
+    import torch
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __len__(self):
+            return 49
+
+        def __iter__(self):
+            return iter(zip(*common.data(49), strict=True))
+
+    def source():
+        return {"x": torch.utils.data.DataLoader(Stream(), 7), "epochs": 1}
+
     assert_same_end(train(source, tmp_path), train(source))

@@ -8,7 +8,7 @@ from keras import layers
 import lockstep
 from lockstep import errors
 from tests.checkpoints.data import Batches, arrays
-from tests.checkpoints.runs import small, train
+from tests.checkpoints.runs import assert_same_end, small, train
 from tests.conformance.side_by_side import BATCH
 
 ONWARDS = "Still possible: "
@@ -211,6 +211,48 @@ def test_a_torch_data_set_that_does(tmp_path):
 
     text = told(errors.CheckpointError, lambda: train(source, tmp_path))
     assert "Let it draw from np.random, random or torch" in text
+
+
+def loading(**options):
+    import torch
+
+    data = torch.utils.data.TensorDataset(*map(torch.from_numpy, (arrays()["x"], arrays()["y"])))
+    return lambda: {"x": torch.utils.data.DataLoader(data, **options)}
+
+
+def test_workers_that_keep_what_they_have_drawn(tmp_path):
+    source = loading(batch_size=7, num_workers=1, persistent_workers=True)
+    text = told(errors.CheckpointError, lambda: train(source, tmp_path))
+    assert "Say persistent_workers=False" in text
+
+
+class OwnOrder:
+    """A sampler with random numbers of its own."""
+
+    def __init__(self, rng=None):
+        self.rng = rng or np.random.default_rng(3)
+
+    def __len__(self):
+        return 49
+
+    def __iter__(self):
+        return iter(self.rng.permutation(49).tolist())
+
+
+def test_a_sampler_with_random_numbers_of_its_own(tmp_path):
+    import torch
+
+    own = torch.utils.data.BatchSampler(OwnOrder(), 7, False)
+    for source in (loading(batch_size=7, sampler=OwnOrder()), loading(batch_sampler=own)):
+        text = told(errors.CheckpointError, lambda source=source: train(source, tmp_path))
+        assert "OwnOrder gives another order when it is asked again" in text
+
+
+def test_a_sampler_that_draws_from_numpy_s_goes_on(tmp_path):
+    source = loading(batch_size=7, sampler=OwnOrder(np.random))
+    truth = train(source)
+    train(source, tmp_path, cut=16)
+    assert_same_end(train(source, tmp_path), truth)
 
 
 def test_batches_that_do_not_come_again_are_noticed(tmp_path):

@@ -2,6 +2,7 @@
 
 import sys
 import zlib
+from itertools import islice
 from typing import Any
 
 import jax
@@ -80,8 +81,8 @@ def check_batch(number: int, written: int | None, found: int | None) -> None:
 
 def check_data(adapter: Any, steps_per_epoch: int | None) -> None:
     """Raise where a position in this data could not be found again."""
-    if isinstance(adapter, TorchDataLoaderAdapter) and not adapter._dataloader.num_workers:
-        _check_same_twice(adapter._dataloader.dataset)
+    if isinstance(adapter, TorchDataLoaderAdapter):
+        _check_loader(adapter)
     if not isinstance(adapter, PyDatasetAdapter):
         return
     data = adapter.py_dataset
@@ -100,6 +101,37 @@ def check_data(adapter: Any, steps_per_epoch: int | None) -> None:
         _check_same_twice(data)
 
 
+def _check_loader(adapter: Any) -> None:
+    loader = adapter._dataloader
+    if loader.persistent_workers:
+        raise CheckpointError(
+            f"The DataLoader has persistent_workers=True and num_workers={loader.num_workers}: the "
+            "random numbers of a worker go on\nfrom one epoch to the next, and no checkpoint sees "
+            "them. Say persistent_workers=False."
+        )
+    torch = sys.modules["torch"]
+    if not loader.num_workers and not isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        _check_same_twice(loader.dataset)
+    # torch/utils/data/dataloader.py, DataLoader.__init__: one of them is PyTorch's own, or both
+    batches = loader.batch_sampler
+    for sampler in (loader.sampler, batches, getattr(batches, "sampler", None)):
+        if sampler is not None and not type(sampler).__module__.startswith("torch."):
+            _check_same_order_twice(adapter, sampler)
+
+
+def _check_same_order_twice(adapter: Any, sampler: Any) -> None:
+    before = states_of(adapter)
+    orders = []
+    for _ in range(2):
+        order = iter(sampler)
+        if order is sampler:  # it can be gone through once
+            return
+        orders.append(list(islice(order, 64)))
+        put_states(adapter, before)
+    if repr(orders[0]) != repr(orders[1]):
+        raise _unknown_change(sampler, "gives another order when it is asked again")
+
+
 def _check_same_twice(data: Any) -> None:
     """Raise where data is not the same when it is asked for twice, from the same random states.
 
@@ -114,7 +146,7 @@ def _check_same_twice(data: Any) -> None:
         random_states.put(before)
         try:
             checks.append(checksum(data[0]))
-        except (TypeError, ValueError):  # nothing that an array can be made of
+        except (TypeError, ValueError, LookupError):  # no array, or other keys than numbers
             checks.append(0)
     random_states.put(before)
     if checks[0] != checks[1]:

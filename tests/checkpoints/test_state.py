@@ -289,6 +289,26 @@ def test_a_callback_of_ones_own_goes_on_by_two_methods(tmp_path):
     assert_same_end(train(arrays, tmp_path, callbacks=[Slowing]), truth)
 
 
+class Perturbing(keras.callbacks.Callback):
+    """Draws from the random numbers that Keras has for calls without a seed."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        weights = self.model.get_weights()
+        self.model.set_weights([w + keras.random.normal(w.shape, 0, 0.1) for w in weights])
+
+    def get_state(self):
+        return None
+
+    def set_state(self, state):
+        assert state is None
+
+
+def test_a_callback_that_draws_from_keras_s_random_numbers(tmp_path):
+    truth = train(arrays, callbacks=[Perturbing])
+    train(arrays, tmp_path, cut=16, callbacks=[Perturbing])
+    assert_same_end(train(arrays, tmp_path, callbacks=[Perturbing]), truth)
+
+
 class Careless(keras.callbacks.Callback):
     """Gives its own lists and arrays away, and keeps those that it is given."""
 

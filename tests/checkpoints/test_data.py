@@ -1,11 +1,15 @@
 """Data as users have it: what a checkpoint must not touch, and what it has to notice."""
 
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import pytest
 from keras.src.trainers.data_adapters import get_data_adapter
 
+from lockstep.engines import jax_data
 from lockstep.engines.jax_data import check_data
+from lockstep.errors import CheckpointError
 from tests.checkpoints.data import Batches, Reordered, arrays
 from tests.checkpoints.runs import assert_same_end, train
 from tests.conformance import common
@@ -103,3 +107,38 @@ def test_a_stream_of_pytorch_s_that_knows_its_length(tmp_path):
         return {"x": torch.utils.data.DataLoader(Stream(), 7), "epochs": 1}
 
     assert_same_end(train(source, tmp_path), train(source))
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path):
+    def source():
+        numbers = {"batch_size": np.int64(7), "steps_per_epoch": np.int64(7)}
+        return {**arrays(), **numbers, "shuffle": np.bool_(True)}
+
+    truth = train(source)
+    train(source, tmp_path, cut=10)
+    assert_same_end(train(source, tmp_path), truth)
+
+
+class Framed:
+    """A table of pandas, in the little that is asked of it: rows have names, not numbers."""
+
+    shape, dtypes = (49, 4), ["float32"] * 4
+
+    def __init__(self):
+        self.iloc = common.data(49)[0]
+
+    def __getitem__(self, name):
+        raise KeyError(name)
+
+
+def test_the_rows_of_a_table_are_those_of_its_values():
+    assert jax_data._check_of_rows(Framed()) == jax_data._check_of_rows(common.data(49)[0])
+    assert jax_data._type_of(Framed()) == "float32"
+
+
+def test_what_cannot_be_written_down_is_told_before_training():
+    batches = SimpleNamespace(
+        data_adapter=SimpleNamespace(num_batches=np.array([7, 7])), steps_per_epoch=None
+    )
+    with pytest.raises(CheckpointError, match="cannot be written down"):
+        jax_data.fingerprint(batches)

@@ -1,5 +1,6 @@
 """What is known of data before and between passes: what it is, and what it changes."""
 
+import json
 import sys
 import zlib
 from itertools import islice
@@ -25,8 +26,12 @@ STILL_POSSIBLE = (
 )
 
 
-def fingerprint(batches: HostIterator) -> dict[str, Any]:
-    """What is known of the data without going through it."""
+def fingerprint(batches: HostIterator) -> Any:
+    """What is known of the data without going through it, in JSON.
+
+    Raises:
+        CheckpointError: If something of it cannot be written down.
+    """
     adapter = batches.data_adapter
     known: dict[str, Any] = {
         "kind": type(adapter).__name__,
@@ -40,12 +45,18 @@ def fingerprint(batches: HostIterator) -> dict[str, Any]:
             "batch size": adapter._batch_size,
             "shuffle": adapter._shuffle,
             "shapes": [list(part.shape[1:]) for part in parts],
-            "types": [str(part.dtype) for part in parts],
+            "types": [str(_type_of(part)) for part in parts],
             "content": [_check_of_rows(part) for part in parts],
         }
     elif isinstance(adapter, PyDatasetAdapter):
         known["shuffle"] = adapter.shuffle
-    return known
+    try:
+        return json.loads(json.dumps(known, default=lambda number: number.item()))  # of NumPy
+    except (TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(
+            f"What fit was given cannot be written down: {known}.\nA checkpoint has whole numbers "
+            "and words there. Let batch_size, steps_per_epoch and num_batches be ints."
+        ) from error
 
 
 def checksum(batch: Any) -> int:
@@ -64,9 +75,18 @@ def _check_of_rows(part: Any) -> int | None:
     """The checksum of 64 rows, evenly spaced."""
     rows = np.unique(np.linspace(0, part.shape[0] - 1, 64).astype("int64"))
     try:
-        return checksum([np.asarray(part[row]) for row in rows.tolist()])
-    except (TypeError, ValueError, IndexError):  # sparse, say
+        return checksum([_row(part, row) for row in rows.tolist()])
+    except (TypeError, ValueError, LookupError):  # sparse, say
         return None
+
+
+def _type_of(part: Any) -> Any:
+    return part.dtype if hasattr(part, "dtype") else _row(part, 0).dtype  # of a table
+
+
+def _row(part: Any, row: int) -> np.ndarray:
+    """One row of an array; one of pandas may have other names for its rows than their numbers."""
+    return np.asarray(part.iloc[row] if hasattr(part, "iloc") else part[row])
 
 
 def check_batch(number: int, written: int | None, found: int | None) -> None:

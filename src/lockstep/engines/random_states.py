@@ -19,7 +19,7 @@ def take() -> dict[str, Any]:
     torch = sys.modules.get("torch")
     if torch is not None:  # a DataLoader draws from it
         states["torch"] = torch.get_rng_state().numpy().copy()
-    # keras/src/random/seed_generator.py: what keras.random.normal(), say, draws from without a seed.
+    # keras/src/random/seed_generator.py: what keras.random.normal() draws from without a seed
     generator = get_global_attribute(GLOBAL_SEED_GENERATOR)
     if generator is not None:  # somebody has drawn from it
         states["keras"] = np.array(generator.state.value)

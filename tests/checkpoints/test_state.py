@@ -309,6 +309,16 @@ def test_a_callback_that_draws_from_keras_s_random_numbers(tmp_path):
     assert_same_end(train(arrays, tmp_path, callbacks=[Perturbing]), truth)
 
 
+def test_a_word_that_a_callback_puts_into_the_logs_of_a_batch(tmp_path):
+    def telling():
+        return keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: logs.update(phase="warm")
+        )
+
+    train(arrays, tmp_path, cut=8, callbacks=[telling])
+    assert_same_end(train(arrays, tmp_path, callbacks=[telling]), train(arrays))
+
+
 class Careless(keras.callbacks.Callback):
     """Gives its own lists and arrays away, and keeps those that it is given."""
 

@@ -69,6 +69,8 @@ class Recording:
         variables = len(values)
         # Past the fetching that a look at them would cost; a step gives its logs to keep.
         for name, value in dict.items(logs):
+            if isinstance(value, (str, bytes)) or value is None:  # which a callback has put there
+                continue
             names.append(f"logs/{name}")
             values.append(jnp.asarray(value))
         arrays = [

@@ -1,6 +1,7 @@
 """Whatever a run changes is in its checkpoint: models, optimizers, callbacks, stops."""
 
 import csv
+import linecache
 import random
 
 import keras
@@ -9,8 +10,10 @@ import pytest
 from keras import layers
 
 import lockstep
+from lockstep.checkpoints.differences import check_facts
 from lockstep.checkpoints.plain import from_plain, to_plain
 from lockstep.engines import jax_keep, jax_resident
+from lockstep.engines.jax_facts import compiled_of, config_of
 from lockstep.errors import CheckpointWarning
 from tests.checkpoints.data import arrays, py_dataset
 from tests.checkpoints.runs import assert_same_end, small, train
@@ -380,6 +383,46 @@ def test_other_callbacks_than_before_are_named(tmp_path):
     train(arrays, tmp_path, cut=3, callbacks=[Slowing])
     with pytest.warns(CheckpointWarning, match="Slowing is gone"):
         train(arrays, tmp_path)
+
+
+# -------------------------------------------------------------------- the same model
+
+
+def written(lines, factor=2):
+    """A model with two lambdas, out of a file that has some lines before them."""
+    text = "\n" * lines + (
+        f"double = lambda v: v * {factor}\n"
+        "square = lambda a, b: keras.ops.mean((a - b) ** 2, axis=[n for n in (-1,)])\n"
+    )
+    name = f"/moved/{lines}.py"
+    linecache.cache[name] = (len(text), None, text.splitlines(True), name)
+    found = {"keras": keras}
+    exec(compile(text, name, "exec"), found)
+    made = keras.Sequential([keras.Input((4,)), layers.Lambda(found["double"]), layers.Dense(2)])
+    made.compile(keras.optimizers.SGD(0.05), found["square"])
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:The object being serialized includes a `lambda`")
+def test_a_lambda_is_compared_by_what_it_does():
+    facts = [[f(written(*how)) for f in (config_of, compiled_of)] for how in ((0,), (3,), (0, 3))]
+    check_facts("run", *({"model": a, "compiled": b, "data": None} for a, b in facts[:2]))
+    with pytest.raises(lockstep.errors.CheckpointMismatch, match="another model"):
+        check_facts("run", *({"model": a, "compiled": b, "data": None} for a, b in facts[::2]))
+
+
+def test_a_seed_that_was_drawn_is_not_compared():
+    def cropping(drawn, seed=None):
+        random.seed(drawn)
+        made = keras.Sequential([keras.Input((6, 6, 1)), layers.RandomCrop(4, 4, seed=seed)])
+        return config_of(made)
+
+    def facts(model):
+        return {"model": model, "compiled": None, "data": None}
+
+    check_facts("run", facts(cropping(1)), facts(cropping(2)))
+    with pytest.raises(lockstep.errors.CheckpointMismatch, match="seed was 3, and is 4"):
+        check_facts("run", facts(cropping(1, 3)), facts(cropping(1, 4)))
 
 
 # ------------------------------------------------------------------- the learning rate

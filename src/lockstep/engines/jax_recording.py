@@ -1,6 +1,5 @@
 """One `fit` on JAX, as a checkpoint sees it: its state is read and set between two steps."""
 
-import json
 import warnings
 from copy import deepcopy
 from typing import Any
@@ -14,6 +13,7 @@ from lockstep.engines import callback_states, jax_processes
 from lockstep.engines.jax_copies import Copies
 from lockstep.engines.jax_data import fingerprint, put_states
 from lockstep.engines.jax_epoch import TRAIN
+from lockstep.engines.jax_facts import compiled_of, config_of
 from lockstep.engines.jax_position import RecordedIterator, RecordedValidation
 from lockstep.engines.named_variables import named_variables
 from lockstep.engines.recording import Recorder, Snapshot
@@ -52,8 +52,8 @@ class Recording:
     def facts(self) -> dict[str, Any]:
         """What has to be the same for a run to go on: model, optimizer, data."""
         return {
-            "model": _config(self.model),
-            "compiled": _compiled(self.model),
+            "model": config_of(self.model),
+            "compiled": compiled_of(self.model),
             "data": fingerprint(self._batches),
         }
 
@@ -180,27 +180,6 @@ def _on_one_device(value: Any) -> Any:
     return value.addressable_data(0) if value.is_fully_replicated else value
 
 
-def _config(model: Any) -> Any:
-    """The configuration of a model as `model.save` writes it, `None` where it has none."""
-    try:
-        config = keras.saving.serialize_keras_object(model)
-        return json.loads(json.dumps(config))
-    except (NotImplementedError, TypeError, ValueError):
-        return None
-
-
-def _compiled(model: Any) -> Any:
-    try:
-        config = json.loads(json.dumps(model.get_compile_config()))
-    except (NotImplementedError, TypeError, ValueError):
-        return None
-    for name in ("steps_per_execution", "run_eagerly", "jit_compile"):  # no number depends on
-        config.pop(name, None)
-    # The rate changes while a run goes on, and is a variable.
-    config["optimizer"] = _without_rate(config.get("optimizer"))
-    return config
-
-
 def _rates(named: list[tuple[str, Any]], values: list[Any]) -> list[float]:
     """The learning rates among the values of variables; one that is a schedule is none."""
     # keras/src/optimizers/base_optimizer.py, BaseOptimizer.__init__: the name of the variable
@@ -213,14 +192,3 @@ def _rates(named: list[tuple[str, Any]], values: list[Any]) -> list[float]:
 
 def _words(rates: list[float]) -> str:
     return ", ".join(f"{rate:g}" for rate in rates)
-
-
-def _without_rate(config: Any) -> Any:
-    if not isinstance(config, dict):
-        return config
-    kept = {
-        name: value
-        for name, value in config.items()
-        if name != "learning_rate" or isinstance(value, dict)
-    }
-    return {name: _without_rate(value) for name, value in kept.items()}

@@ -1,5 +1,7 @@
 """What does not fit is refused in words: both values, why, the one thing to do next."""
 
+import gc
+
 import keras
 import numpy as np
 import pytest
@@ -7,7 +9,14 @@ from keras import layers
 
 import lockstep
 from lockstep import errors
-from tests.checkpoints.data import Batches, arrays
+from tests.checkpoints.data import (
+    Batches,
+    arrays,
+    grain_dataset,
+    py_dataset,
+    some_rows,
+    torch_loader,
+)
 from tests.checkpoints.runs import assert_same_end, small, train
 from tests.conformance.side_by_side import BATCH
 
@@ -270,6 +279,27 @@ def test_batches_that_do_not_come_again_are_noticed(tmp_path):
         text = told(errors.CheckpointMismatch, lambda: train(source(2), tmp_path))
     assert "random numbers of its own" in text
     assert ONWARDS in text
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        py_dataset,
+        pytest.param(torch_loader, marks=pytest.mark.whole),
+        pytest.param(grain_dataset, marks=pytest.mark.whole),
+    ],
+)
+def test_other_rows_are_noticed_between_two_epochs_too(kind, tmp_path):
+    def others():
+        x, y = some_rows()
+        return x + 1, y
+
+    train(kind, tmp_path, epochs=1, checkpoint={})
+    text = told(errors.CheckpointMismatch, lambda: train(lambda: kind(others), tmp_path))
+    assert text.startswith("Batch 1 of the pass over the data has checksum ")
+    assert_same_end(train(kind, tmp_path), train(kind))
+    gc.collect()  # the threads of Grain end with its iterators
 
 
 def test_data_that_has_become_shorter(tmp_path):

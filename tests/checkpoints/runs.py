@@ -12,10 +12,10 @@ EPOCHS = 3
 STEPS = 7
 
 
-def small():
+def small(rate=0.05):
     """A compiled model that draws random numbers and compiles fast."""
     made = keras.Sequential([keras.Input((4,)), layers.Dropout(0.3), layers.Dense(2)])
-    made.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"])
+    made.compile(keras.optimizers.SGD(rate, momentum=0.9), "mse", metrics=["mae"])
     made.optimizer.build(made.trainable_variables)
     return made
 

@@ -1,5 +1,7 @@
 """What does not fit is refused in words: both values, why, the one thing to do next."""
 
+import gc
+
 import keras
 import numpy as np
 import pytest
@@ -7,8 +9,15 @@ from keras import layers
 
 import lockstep
 from lockstep import errors
-from tests.checkpoints.data import Batches, arrays
-from tests.checkpoints.runs import small, train
+from tests.checkpoints.data import (
+    Batches,
+    arrays,
+    grain_dataset,
+    py_dataset,
+    some_rows,
+    torch_loader,
+)
+from tests.checkpoints.runs import assert_same_end, small, train
 from tests.conformance.side_by_side import BATCH
 
 ONWARDS = "Still possible: "
@@ -213,6 +222,48 @@ def test_a_torch_data_set_that_does(tmp_path):
     assert "Let it draw from np.random, random or torch" in text
 
 
+def loading(**options):
+    import torch
+
+    data = torch.utils.data.TensorDataset(*map(torch.from_numpy, (arrays()["x"], arrays()["y"])))
+    return lambda: {"x": torch.utils.data.DataLoader(data, **options)}
+
+
+def test_workers_that_keep_what_they_have_drawn(tmp_path):
+    source = loading(batch_size=7, num_workers=1, persistent_workers=True)
+    text = told(errors.CheckpointError, lambda: train(source, tmp_path))
+    assert "Say persistent_workers=False" in text
+
+
+class OwnOrder:
+    """A sampler with random numbers of its own."""
+
+    def __init__(self, rng=None):
+        self.rng = rng or np.random.default_rng(3)
+
+    def __len__(self):
+        return 49
+
+    def __iter__(self):
+        return iter(self.rng.permutation(49).tolist())
+
+
+def test_a_sampler_with_random_numbers_of_its_own(tmp_path):
+    import torch
+
+    own = torch.utils.data.BatchSampler(OwnOrder(), 7, False)
+    for source in (loading(batch_size=7, sampler=OwnOrder()), loading(batch_sampler=own)):
+        text = told(errors.CheckpointError, lambda source=source: train(source, tmp_path))
+        assert "OwnOrder gives another order when it is asked again" in text
+
+
+def test_a_sampler_that_draws_from_numpy_s_goes_on(tmp_path):
+    source = loading(batch_size=7, sampler=OwnOrder(np.random))
+    truth = train(source)
+    train(source, tmp_path, cut=16)
+    assert_same_end(train(source, tmp_path), truth)
+
+
 def test_batches_that_do_not_come_again_are_noticed(tmp_path):
     """Also where nothing could be known before."""
 
@@ -228,6 +279,27 @@ def test_batches_that_do_not_come_again_are_noticed(tmp_path):
         text = told(errors.CheckpointMismatch, lambda: train(source(2), tmp_path))
     assert "random numbers of its own" in text
     assert ONWARDS in text
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        py_dataset,
+        pytest.param(torch_loader, marks=pytest.mark.whole),
+        pytest.param(grain_dataset, marks=pytest.mark.whole),
+    ],
+)
+def test_other_rows_are_noticed_between_two_epochs_too(kind, tmp_path):
+    def others():
+        x, y = some_rows()
+        return x + 1, y
+
+    train(kind, tmp_path, epochs=1, checkpoint={})
+    text = told(errors.CheckpointMismatch, lambda: train(lambda: kind(others), tmp_path))
+    assert text.startswith("Batch 1 of the pass over the data has checksum ")
+    assert_same_end(train(kind, tmp_path), train(kind))
+    gc.collect()  # the threads of Grain end with its iterators
 
 
 def test_data_that_has_become_shorter(tmp_path):

@@ -1,6 +1,8 @@
 """Whatever a run changes is in its checkpoint: models, optimizers, callbacks, stops."""
 
 import csv
+import linecache
+import random
 
 import keras
 import numpy as np
@@ -8,9 +10,12 @@ import pytest
 from keras import layers
 
 import lockstep
+from lockstep.checkpoints.differences import check_facts
+from lockstep.checkpoints.plain import from_plain, to_plain
 from lockstep.engines import jax_keep, jax_resident
+from lockstep.engines.jax_facts import compiled_of, config_of
 from lockstep.errors import CheckpointWarning
-from tests.checkpoints.data import arrays
+from tests.checkpoints.data import arrays, py_dataset
 from tests.checkpoints.runs import assert_same_end, small, train
 from tests.conformance import common
 from tests.conformance.side_by_side import BATCH, ROWS, held_out, smooth
@@ -287,6 +292,83 @@ def test_a_callback_of_ones_own_goes_on_by_two_methods(tmp_path):
     assert_same_end(train(arrays, tmp_path, callbacks=[Slowing]), truth)
 
 
+class Perturbing(keras.callbacks.Callback):
+    """Draws from the random numbers that Keras has for calls without a seed."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        weights = self.model.get_weights()
+        self.model.set_weights([w + keras.random.normal(w.shape, 0, 0.1) for w in weights])
+
+    def get_state(self):
+        return None
+
+    def set_state(self, state):
+        assert state is None
+
+
+def test_a_callback_that_draws_from_keras_s_random_numbers(tmp_path):
+    truth = train(arrays, callbacks=[Perturbing])
+    train(arrays, tmp_path, cut=16, callbacks=[Perturbing])
+    assert_same_end(train(arrays, tmp_path, callbacks=[Perturbing]), truth)
+
+
+def test_a_word_that_a_callback_puts_into_the_logs_of_a_batch(tmp_path):
+    def telling():
+        return keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: logs.update(phase="warm")
+        )
+
+    train(arrays, tmp_path, cut=8, callbacks=[telling])
+    assert_same_end(train(arrays, tmp_path, callbacks=[telling]), train(arrays))
+
+
+class Careless(keras.callbacks.Callback):
+    """Gives its own lists and arrays away, and keeps those that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.began, self.seen = [], np.zeros(1)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.began.append(epoch)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen += 1
+
+    def get_state(self):
+        return {"began": self.began, "seen": self.seen}
+
+    def set_state(self, state):
+        self.began, self.seen = state["began"], state["seen"]
+
+
+def test_a_state_may_be_given_and_taken_without_a_copy(tmp_path):
+    callbacks = []
+
+    def careless():
+        callbacks.append(Careless())
+        return callbacks[-1]
+
+    saving = {"steps": 1, "background": False}
+    train(arrays, tmp_path, cut=10, callbacks=[careless], checkpoint=saving)
+    train(arrays, tmp_path, callbacks=[careless])
+    assert callbacks[-1].began == [0, 1, 2]
+    assert callbacks[-1].seen == 21
+
+
+def test_a_state_is_written_down_as_it_was():
+    seen = np.zeros(1)
+    given = {"loss/train": np.ones(1), "loss": {"train": seen}, "seen": seen}
+    arrays_of_it = {}
+    plain = to_plain(given, "state", arrays_of_it)
+    seen += 7
+    assert from_plain(plain, arrays_of_it) == {
+        "loss/train": np.ones(1),
+        "loss": {"train": np.zeros(1)},
+        "seen": np.zeros(1),
+    }
+
+
 def test_a_callback_without_them_is_named(tmp_path):
     class Silent(keras.callbacks.Callback):
         pass
@@ -303,6 +385,72 @@ def test_other_callbacks_than_before_are_named(tmp_path):
         train(arrays, tmp_path)
 
 
+# -------------------------------------------------------------------- the same model
+
+
+def written(lines, factor=2):
+    """A model with two lambdas, out of a file that has some lines before them."""
+    text = "\n" * lines + (
+        f"double = lambda v: v * {factor}\n"
+        "square = lambda a, b: keras.ops.mean((a - b) ** 2, axis=[n for n in (-1,)])\n"
+    )
+    name = f"/moved/{lines}.py"
+    linecache.cache[name] = (len(text), None, text.splitlines(True), name)
+    found = {"keras": keras}
+    exec(compile(text, name, "exec"), found)
+    made = keras.Sequential([keras.Input((4,)), layers.Lambda(found["double"]), layers.Dense(2)])
+    made.compile(keras.optimizers.SGD(0.05), found["square"])
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:The object being serialized includes a `lambda`")
+def test_a_lambda_is_compared_by_what_it_does():
+    facts = [[f(written(*how)) for f in (config_of, compiled_of)] for how in ((0,), (3,), (0, 3))]
+    check_facts("run", *({"model": a, "compiled": b, "data": None} for a, b in facts[:2]))
+    with pytest.raises(lockstep.errors.CheckpointMismatch, match="another model"):
+        check_facts("run", *({"model": a, "compiled": b, "data": None} for a, b in facts[::2]))
+
+
+def test_a_seed_that_was_drawn_is_not_compared():
+    def cropping(drawn, seed=None):
+        random.seed(drawn)
+        made = keras.Sequential([keras.Input((6, 6, 1)), layers.RandomCrop(4, 4, seed=seed)])
+        return config_of(made)
+
+    def facts(model):
+        return {"model": model, "compiled": None, "data": None}
+
+    check_facts("run", facts(cropping(1)), facts(cropping(2)))
+    with pytest.raises(lockstep.errors.CheckpointMismatch, match="seed was 3, and is 4"):
+        check_facts("run", facts(cropping(1, 3)), facts(cropping(1, 4)))
+
+
+# ------------------------------------------------------------------- the learning rate
+
+
+def slowed():
+    return keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+
+
+def test_a_rate_that_was_edited_is_told_not_to_be_used(tmp_path):
+    """By every start; and not where only callbacks have changed it."""
+    truth = train(arrays, callbacks=[slowed])
+    train(arrays, tmp_path, cut=10, callbacks=[slowed])
+    told = "rate is 0.0005 here, and the run was compiled with 0.05: its own rate, 0.0.*5 by now"
+    for cut in (8, 0):
+        with pytest.warns(CheckpointWarning, match=told):
+            mine = train(arrays, tmp_path, cut=cut, make=lambda: small(0.0005), callbacks=[slowed])
+    assert_same_end(mine, truth)
+    assert_same_end(train(arrays, tmp_path, callbacks=[slowed]), truth)
+
+
+def test_a_second_fit_of_a_model_whose_rate_has_changed_tells_nothing(tmp_path):
+    made = lockstep.distribute(small(), 1)
+    for epochs in (1, 2):
+        checkpoint = lockstep.Checkpoint(tmp_path)
+        made.fit(**arrays(), epochs=epochs, verbose=0, callbacks=[slowed(), checkpoint])
+
+
 # ------------------------------------------------------------------- the ends of a run
 
 
@@ -310,6 +458,14 @@ def test_a_finished_run_is_not_trained_again_and_can_be_made_longer(tmp_path):
     short = train(arrays, tmp_path, epochs=2, checkpoint={})
     assert_same_end(train(arrays, tmp_path, epochs=2, checkpoint={}), short)
     assert_same_end(train(arrays, tmp_path, epochs=3, checkpoint={}), train(arrays))
+
+
+def test_after_a_finished_run_a_script_goes_on_with_its_random_numbers(tmp_path):
+    drawn = []
+    for folder in (None, tmp_path, tmp_path):
+        train(py_dataset, folder, epochs=1, checkpoint={})
+        drawn.append((np.random.rand(), random.random()))
+    assert drawn[0] == drawn[1] == drawn[2]
 
 
 @pytest.mark.whole

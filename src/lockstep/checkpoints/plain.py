@@ -9,7 +9,8 @@ def to_plain(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
     """The same value in JSON; every array in it goes to `arrays` under a name of its own.
 
     What comes back from `from_plain` has the same values and types: dicts, lists, tuples,
-    strings, bytes, numbers of Python and of NumPy, arrays.
+    strings, bytes, numbers of Python and of NumPy, arrays. A dict of another class comes back
+    as a plain one.
 
     Raises:
         TypeError: If there is anything else in it.
@@ -33,7 +34,10 @@ def to_plain(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
         value = np.asarray(value)  # of a framework
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "biufV":
         raise TypeError(f"{name} is a {type(value).__name__}")
-    arrays[name] = value
+    while name in arrays:  # "a/b" beside "b" in "a"
+        name += "'"
+    # It is written down later, when its owner may have changed it.
+    arrays[name] = value.copy() if value.flags.writeable else value
     return {"$array": name}
 
 

@@ -1,7 +1,9 @@
 """What is known of data before and between passes: what it is, and what it changes."""
 
+import json
 import sys
 import zlib
+from itertools import islice
 from typing import Any
 
 import jax
@@ -24,8 +26,12 @@ STILL_POSSIBLE = (
 )
 
 
-def fingerprint(batches: HostIterator) -> dict[str, Any]:
-    """What is known of the data without going through it."""
+def fingerprint(batches: HostIterator) -> Any:
+    """What is known of the data without going through it, in JSON.
+
+    Raises:
+        CheckpointError: If something of it cannot be written down.
+    """
     adapter = batches.data_adapter
     known: dict[str, Any] = {
         "kind": type(adapter).__name__,
@@ -39,12 +45,18 @@ def fingerprint(batches: HostIterator) -> dict[str, Any]:
             "batch size": adapter._batch_size,
             "shuffle": adapter._shuffle,
             "shapes": [list(part.shape[1:]) for part in parts],
-            "types": [str(part.dtype) for part in parts],
+            "types": [str(_type_of(part)) for part in parts],
             "content": [_check_of_rows(part) for part in parts],
         }
     elif isinstance(adapter, PyDatasetAdapter):
         known["shuffle"] = adapter.shuffle
-    return known
+    try:
+        return json.loads(json.dumps(known, default=lambda number: number.item()))  # of NumPy
+    except (TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(
+            f"What fit was given cannot be written down: {known}.\nA checkpoint has whole numbers "
+            "and words there. Let batch_size, steps_per_epoch and num_batches be ints."
+        ) from error
 
 
 def checksum(batch: Any) -> int:
@@ -63,9 +75,18 @@ def _check_of_rows(part: Any) -> int | None:
     """The checksum of 64 rows, evenly spaced."""
     rows = np.unique(np.linspace(0, part.shape[0] - 1, 64).astype("int64"))
     try:
-        return checksum([np.asarray(part[row]) for row in rows.tolist()])
-    except (TypeError, ValueError, IndexError):  # sparse, say
+        return checksum([_row(part, row) for row in rows.tolist()])
+    except (TypeError, ValueError, LookupError):  # sparse, say
         return None
+
+
+def _type_of(part: Any) -> Any:
+    return part.dtype if hasattr(part, "dtype") else _row(part, 0).dtype  # of a table
+
+
+def _row(part: Any, row: int) -> np.ndarray:
+    """One row of an array; one of pandas may have other names for its rows than their numbers."""
+    return np.asarray(part.iloc[row] if hasattr(part, "iloc") else part[row])
 
 
 def check_batch(number: int, written: int | None, found: int | None) -> None:
@@ -81,7 +102,7 @@ def check_batch(number: int, written: int | None, found: int | None) -> None:
 def check_data(adapter: Any, steps_per_epoch: int | None) -> None:
     """Raise where a position in this data could not be found again."""
     if isinstance(adapter, TorchDataLoaderAdapter):
-        _check_same_twice(adapter._dataloader.dataset)
+        _check_loader(adapter)
     if not isinstance(adapter, PyDatasetAdapter):
         return
     data = adapter.py_dataset
@@ -96,11 +117,47 @@ def check_data(adapter: Any, steps_per_epoch: int | None) -> None:
     for hook in ("on_epoch_begin", "on_epoch_end"):
         if getattr(type(data), hook) is not getattr(keras.utils.PyDataset, hook):
             raise _unknown_change(data, f"changes itself in {hook}")
-    _check_same_twice(data)
+    if not (has_workers(adapter) and data.use_multiprocessing):
+        _check_same_twice(data)
+
+
+def _check_loader(adapter: Any) -> None:
+    loader = adapter._dataloader
+    if loader.persistent_workers:
+        raise CheckpointError(
+            f"The DataLoader has persistent_workers=True and num_workers={loader.num_workers}: the "
+            "random numbers of a worker go on\nfrom one epoch to the next, and no checkpoint sees "
+            "them. Say persistent_workers=False."
+        )
+    torch = sys.modules["torch"]
+    if not loader.num_workers and not isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        _check_same_twice(loader.dataset)
+    # torch/utils/data/dataloader.py, DataLoader.__init__: one of them is PyTorch's own, or both
+    batches = loader.batch_sampler
+    for sampler in (loader.sampler, batches, getattr(batches, "sampler", None)):
+        if sampler is not None and not type(sampler).__module__.startswith("torch."):
+            _check_same_order_twice(adapter, sampler)
+
+
+def _check_same_order_twice(adapter: Any, sampler: Any) -> None:
+    before = states_of(adapter)
+    orders = []
+    for _ in range(2):
+        order = iter(sampler)
+        if order is sampler:  # it can be gone through once
+            return
+        orders.append(list(islice(order, 64)))
+        put_states(adapter, before)
+    if repr(orders[0]) != repr(orders[1]):
+        raise _unknown_change(sampler, "gives another order when it is asked again")
 
 
 def _check_same_twice(data: Any) -> None:
-    """Raise where data is not the same when it is asked for twice, from the same random states."""
+    """Raise where data is not the same when it is asked for twice, from the same random states.
+
+    Not for data that other processes are asked for: what it opens when it is asked here, they
+    would inherit, and read through one position in one file.
+    """
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         return
     before = random_states.take()
@@ -109,7 +166,7 @@ def _check_same_twice(data: Any) -> None:
         random_states.put(before)
         try:
             checks.append(checksum(data[0]))
-        except (TypeError, ValueError):  # nothing that an array can be made of
+        except (TypeError, ValueError, LookupError):  # no array, or other keys than numbers
             checks.append(0)
     random_states.put(before)
     if checks[0] != checks[1]:
@@ -170,8 +227,18 @@ def own_states(adapter: Any) -> dict[str, Any]:
     states: dict[str, Any] = {}
     for name, source in _sources(adapter).items():
         state = source.get_state()
-        states[name] = state.numpy().copy() if type(state).__module__ == "torch" else state
+        of_torch = type(state).__module__ == "torch"
+        states[name] = state.numpy().copy() if of_torch else _copied(state)
     return states
+
+
+def _copied(state: Any) -> Any:
+    """The same state; its owner may go on changing what it has given away."""
+    if isinstance(state, dict):
+        return {name: _copied(each) for name, each in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(map(_copied, state))
+    return state.copy() if isinstance(state, np.ndarray) else state
 
 
 def put_states(adapter: Any, states: dict[str, Any]) -> None:

@@ -2,12 +2,15 @@
 
 import warnings
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.data_adapters.grain_dataset_adapter import GrainDatasetAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
 
 from lockstep.engines.jax_data import (
     STILL_POSSIBLE,
@@ -76,6 +79,7 @@ class RecordedIterator(HostIterator):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._verified = not isinstance(self.data_adapter, ArrayDataAdapter)
+        self._looked_at: dict[str, Any] | None = None
         self._forget()
         check_data(self.data_adapter, self.steps_per_epoch)
 
@@ -85,12 +89,16 @@ class RecordedIterator(HostIterator):
         self._first: int | None = None
         self._before: dict[str, Any] | None = None
         self._wanted: dict[str, Any] | None = None
+        self._now: dict[str, Any] | None = None
         self._first_step = 0
         self._with_state: Any = None
 
     def reset(self) -> None:
         """Forget every pass; Keras has looked at a batch to build the model."""
         super().reset()
+        looked = self._pass
+        if looked is not None and looked.drawn and self._is_looked_at():
+            self._looked_at = {"first": looked.first, "random": looked.random}
         self._forget()
         if has_workers(self.data_adapter):
             # What workers had ready for that look Keras gives before the first batches of the
@@ -118,6 +126,7 @@ class RecordedIterator(HostIterator):
             "source": current.before_last if goes_on and current else None,
             "steps_seen": self._steps_seen,
             "batches": self._num_batches,
+            "looked_at": self._looked_at,
             "now": states_of(self.data_adapter),
         }
 
@@ -132,11 +141,16 @@ class RecordedIterator(HostIterator):
         self._first_step = position["step"]
         self._go_over_again(position)
         self._passes = list(position["passes"])
+        self._look_again(position)
         if not position["drawn"]:
             put_states(self.data_adapter, position["now"])
         elif self.steps_per_epoch:
             self._current_iterator = self._advanced(position)
             self._steps_seen = position["steps_seen"] - position["step"]
+            if position["step"]:  # when the epoch has begun, which may draw once more
+                self._now = position["now"]
+            else:
+                put_states(self.data_adapter, position["now"])
         else:
             self._wanted = position
 
@@ -146,7 +160,11 @@ class RecordedIterator(HostIterator):
             if self._wanted is not None:
                 put_states(self.data_adapter, self._wanted["before"])
             self._before = states_of(self.data_adapter)
+        now, self._now = self._now, None
         for first, last, iterator in super()._enumerate_iterator():
+            if now is not None:
+                put_states(self.data_adapter, now)
+                now = None
             if first < first_step <= last:
                 raise CheckpointMismatch(
                     f"The checkpoint is after step {first_step} of its epoch, and with "
@@ -158,7 +176,11 @@ class RecordedIterator(HostIterator):
 
     def _get_iterator(self) -> Iterator[Any]:
         wanted, self._wanted = self._wanted, None
-        return self._new_pass() if wanted is None else self._advanced(wanted)
+        if wanted is None:
+            return self._new_pass()
+        advanced = self._advanced(wanted)
+        put_states(self.data_adapter, wanted["now"])
+        return advanced
 
     def _new_pass(self) -> Pass:
         if self._pass is not None and self._pass.drawn:
@@ -206,7 +228,6 @@ class RecordedIterator(HostIterator):
         if self._verified:
             check_batch(1, position["first"], current.first)
             check_batch(drawn, position["last"], checksum(current.last))
-        put_states(self.data_adapter, position["now"])
         return current
 
     def _go_over_again(self, position: dict[str, Any]) -> None:
@@ -226,6 +247,20 @@ class RecordedIterator(HostIterator):
                 iter(adapter.get_tf_dataset())
         if not position["drawn"]:
             check_batch(1, position["first"], checksum(next(super()._get_iterator(), None)))
+
+    def _look_again(self, position: dict[str, Any]) -> None:
+        """Between two epochs, compare what Keras saw when the run began, from the same states."""
+        self._looked_at = looked = position.get("looked_at")
+        if looked is None or position["drawn"] or not self._is_looked_at():
+            return
+        put_states(self.data_adapter, deepcopy(looked["random"]))
+        check_batch(1, looked["first"], checksum(next(self._batches(), None)))
+
+    def _is_looked_at(self) -> bool:
+        """Whether its first batch follows from states that are known, before any epoch."""
+        adapter = self.data_adapter
+        known = (PyDatasetAdapter, TorchDataLoaderAdapter, GrainDatasetAdapter)
+        return isinstance(adapter, known) and not has_workers(adapter)
 
 
 class RecordedValidation(HostIterator):

@@ -1,19 +1,23 @@
 """One `fit` on JAX, as a checkpoint sees it: its state is read and set between two steps."""
 
-import json
+import warnings
+from copy import deepcopy
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
 
 from lockstep.engines import callback_states, jax_processes
 from lockstep.engines.jax_copies import Copies
-from lockstep.engines.jax_data import fingerprint
+from lockstep.engines.jax_data import fingerprint, put_states
 from lockstep.engines.jax_epoch import TRAIN
+from lockstep.engines.jax_facts import compiled_of, config_of
 from lockstep.engines.jax_position import RecordedIterator, RecordedValidation
 from lockstep.engines.named_variables import named_variables
 from lockstep.engines.recording import Recorder, Snapshot
+from lockstep.errors import CheckpointWarning
 
 
 class Recording:
@@ -43,12 +47,13 @@ class Recording:
         self._copies = Copies(on_host=devices[0].startswith("cpu"))
         self._logs: dict[str, Any] = {}
         self._within: tuple[list[np.ndarray], Any] | None = None
+        self._rates = _rates(named_variables(model), self._values())
 
     def facts(self) -> dict[str, Any]:
         """What has to be the same for a run to go on: model, optimizer, data."""
         return {
-            "model": _config(self.model),
-            "compiled": _compiled(self.model),
+            "model": config_of(self.model),
+            "compiled": compiled_of(self.model),
             "data": fingerprint(self._batches),
         }
 
@@ -64,6 +69,8 @@ class Recording:
         variables = len(values)
         # Past the fetching that a look at them would cost; a step gives its logs to keep.
         for name, value in dict.items(logs):
+            if isinstance(value, (str, bytes)) or value is None:  # which a callback has put there
+                continue
             names.append(f"logs/{name}")
             values.append(jnp.asarray(value))
         arrays = [
@@ -79,19 +86,39 @@ class Recording:
             "validation": self._held_out.position() if self._held_out is not None else None,
             "callbacks": callback_states.states_of(self._callbacks),
             "stopped": bool(self.model.stop_training),
+            "rates": self._rates,
         }
 
     def restore(self, epoch: int, step: int, values: list[np.ndarray], state: Any) -> list[str]:
         """Let `fit` go on where `snapshot` and `state` were taken."""
         self._logs = state["logs"] if step else {}
-        words = self._put(values, state["callbacks"])
-        if not state["stopped"] and epoch < self.epochs:
+        self._say_other_rate(values, state)
+        # Who takes a state may keep it and change it, and within an epoch it is put twice.
+        words = self._put(values, deepcopy(state["callbacks"]) if step else state["callbacks"])
+        if state["stopped"] or epoch >= self.epochs:
+            # What the script does next draws what it would have drawn after the last epoch.
+            put_states(self._batches.data_adapter, state["position"]["now"])
+        else:
             if self._held_out is not None and state["validation"] is not None:
                 self._held_out.begin_at(state["validation"])
             self._batches.begin_at(state["position"])
             if step:  # once more when the epoch has begun, which resets metrics
                 self._within = (values, state["callbacks"])
         return words
+
+    def _say_other_rate(self, values: list[np.ndarray], state: Any) -> None:
+        """Tell of a rate that was compiled and is not the one that goes on; keep the first one."""
+        here, now = self._rates, _rates(named_variables(self.model), values)
+        self._rates = state.get("rates", here)
+        # Where `fit` is called again on the same model, its rate is where the run has left it.
+        if here not in (self._rates, now):
+            warnings.warn(
+                f"The learning rate is {_words(here)} here, and the run was compiled with "
+                f"{_words(self._rates)}: its own rate, {_words(now)} by now, goes on.\nTo train "
+                "with another one, start anew in another folder, or assign it in a callback.",
+                CheckpointWarning,
+                stacklevel=2,
+            )
 
     def epoch_began(self) -> None:
         """Where the run goes on within an epoch, take back what its beginning has changed."""
@@ -153,33 +180,15 @@ def _on_one_device(value: Any) -> Any:
     return value.addressable_data(0) if value.is_fully_replicated else value
 
 
-def _config(model: Any) -> Any:
-    """The configuration of a model as `model.save` writes it, `None` where it has none."""
-    try:
-        config = keras.saving.serialize_keras_object(model)
-        return json.loads(json.dumps(config))
-    except (NotImplementedError, TypeError, ValueError):
-        return None
+def _rates(named: list[tuple[str, Any]], values: list[Any]) -> list[float]:
+    """The learning rates among the values of variables; one that is a schedule is none."""
+    # keras/src/optimizers/base_optimizer.py, BaseOptimizer.__init__: the name of the variable
+    return [
+        float(np.asarray(_on_one_device(value) if isinstance(value, jax.Array) else value))
+        for (name, _), value in zip(named, values, strict=True)
+        if name.startswith("optimizer/") and name.rstrip("'").endswith("learning_rate")
+    ]
 
 
-def _compiled(model: Any) -> Any:
-    try:
-        config = json.loads(json.dumps(model.get_compile_config()))
-    except (NotImplementedError, TypeError, ValueError):
-        return None
-    for name in ("steps_per_execution", "run_eagerly", "jit_compile"):  # no number depends on
-        config.pop(name, None)
-    # The rate changes while a run goes on, and is a variable.
-    config["optimizer"] = _without_rate(config.get("optimizer"))
-    return config
-
-
-def _without_rate(config: Any) -> Any:
-    if not isinstance(config, dict):
-        return config
-    kept = {
-        name: value
-        for name, value in config.items()
-        if name != "learning_rate" or isinstance(value, dict)
-    }
-    return {name: _without_rate(value) for name, value in kept.items()}
+def _words(rates: list[float]) -> str:
+    return ", ".join(f"{rate:g}" for rate in rates)

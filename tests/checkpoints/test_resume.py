@@ -6,8 +6,10 @@ import tempfile
 import warnings
 from functools import cache
 
+import keras
 import pytest
 
+import lockstep
 from lockstep.errors import CheckpointWarning
 from tests.checkpoints.data import BATCH, ROWS, SOURCES
 from tests.checkpoints.runs import EPOCHS, STEPS, assert_same_end, train
@@ -108,3 +110,29 @@ def test_grain_goes_on_without_the_rows_before(tmp_path):
         asked.append(rows.asked)
         assert before
     assert asked[0] - asked[1] == 5 * BATCH
+
+
+def test_a_normalization_that_was_not_adapted_again_computes_with_the_statistics_of_the_run(
+    tmp_path,
+):
+    x, y = common.data(26)
+    x = x * 3 + 5
+
+    def made(rows):
+        keras.utils.set_random_seed(1)
+        normal = keras.layers.Normalization()
+        normal.adapt(rows)
+        model = keras.Sequential([keras.Input((4,)), normal, keras.layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        return lockstep.distribute(model, 4)
+
+    def fit(model, epochs, folder):
+        saving = [lockstep.Checkpoint(folder)]
+        return model.fit(x, y, epochs=epochs, verbose=0, shuffle=False, callbacks=saving).history
+
+    truth = made(x)
+    losses = fit(truth, 3, tmp_path / "whole")["loss"]
+    fit(made(x), 1, tmp_path / "run")
+    other = made(x * 2)
+    assert fit(other, 3, tmp_path / "run")["loss"] == losses
+    assert (other.predict(x, verbose=0) == truth.predict(x, verbose=0)).all()

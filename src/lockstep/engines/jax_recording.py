@@ -155,6 +155,7 @@ class Recording:
     def _put(self, values: list[np.ndarray], states: list[dict[str, Any]]) -> list[str]:
         for (_, variable), value in zip(named_variables(self.model), values, strict=True):
             variable.assign(value)
+        _renew(self.model)
         return callback_states.put_states(self._callbacks, states)
 
     def _values(self) -> list[Any]:
@@ -192,3 +193,25 @@ def _rates(named: list[tuple[str, Any]], values: list[Any]) -> list[float]:
 
 def _words(rates: list[float]) -> str:
     return ", ".join(f"{rate:g}" for rate in rates)
+
+
+def _renew(model: Any) -> None:
+    """Let layers compute with the variables that they have now.
+
+    `Normalization` computes with copies, which a program that is traced has as constants.
+    """
+    # keras/src/layers/preprocessing/normalization.py, Normalization.finalize_state
+    renewed = False
+    for layer in model._flatten_layers():
+        known = isinstance(layer, keras.layers.Normalization) and layer.built
+        if known and layer.input_mean is None:
+            before = [np.asarray(value) for value in (layer.mean, layer.variance)]
+            layer.finalize_state()
+            after = [np.asarray(value) for value in (layer.mean, layer.variance)]
+            renewed |= not all(map(np.array_equal, before, after))
+    if renewed:
+        model.make_train_function(force=True)
+        if model.test_function is not None:
+            model.make_test_function(force=True)
+        if model.predict_function is not None:
+            model.make_predict_function(force=True)

@@ -5,6 +5,7 @@ anything. What a benchmark needs beyond the package is in the extras `benchmarks
 one that lacks it fails and is named at the end, and the others run all the same.
 """
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ FIGURES = (
 
 def main() -> None:
     """Run them, and end with 1 if any of them failed."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     failed = []
     for script, *arguments in FIGURES:
         command = " ".join(["python", f"benchmarks/{script}", *arguments])

@@ -2,13 +2,16 @@
 
 import contextlib
 import errno
-import fcntl
 import os
 import platform
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.errors import CheckpointError
+
+if sys.platform != "win32":
+    import fcntl
 
 FILE = "lockstep.lock"
 
@@ -18,13 +21,13 @@ def only_writer(folder: Path) -> Iterator[None]:
     """While it lasts, no other process may write into the folder.
 
     The lock goes with the process, whatever ends it, and is not handed on to those that it forks
-    (`lockf`). Where a file system knows no locks, there is none.
+    (`lockf`). Where a file system knows no locks, and on Windows, there is none.
 
     Raises:
         CheckpointError: If another process writes there.
     """
     path = folder / FILE
-    handle = _locked(path)
+    handle = None if sys.platform == "win32" else _locked(path)
     try:
         yield
     finally:
@@ -35,6 +38,7 @@ def only_writer(folder: Path) -> Iterator[None]:
 
 
 def _locked(path: Path) -> int | None:
+    assert sys.platform != "win32"
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from tests.processes.common import python
+import pytest
+
+from tests.processes.common import python, script
 
 REHEARSED = {"KERAS_BACKEND": "jax", "LOCKSTEP_REHEARSE": "2"}
 
@@ -29,8 +31,8 @@ def test_a_forked_worker_is_ended_by_the_signal_that_a_fit_puts_off():
     assert python(FORKED) == "143 None"
 
 
-CUT = """
-import os, signal, time, warnings
+SCRIPT = """
+import os, signal, sys, time, warnings
 import keras, torch
 import lockstep
 from tests.checkpoints.data import arrays
@@ -68,22 +70,27 @@ def loader():
 def pool():
     return {"x": Batches(workers=2, use_multiprocessing=True, max_queue_size=2)}
 
-for source in (loader, pool):
-    folder, options = source.__name__, {"devices": 2, "epochs": 1}
-    # Without a checkpoint Keras begins with batches that it has looked at before.
-    truth = train(source, f"whole {folder}", **options, checkpoint={})
+source, part = {"loader": loader, "pool": pool}[sys.argv[1]], sys.argv[2]
+options = {"devices": 2, "epochs": 1, "checkpoint": {}}
+if part == "cut":
     open("trap", "w").close()
     try:
-        train(source, folder, **options, checkpoint={})
+        train(source, "run", **options)
     except SystemExit as left:
-        print(left.code, *(name[9:] for name in os.listdir(folder) if name != "lockstep.json"))
-    assert_same_end(train(source, folder, **options, checkpoint={}), truth)
+        print(left.code, *(name[9:] for name in os.listdir("run") if name != "lockstep.json"))
+else:
+    # Without a checkpoint Keras begins with batches that it has looked at before.
+    truth = train(source, "whole", **options)
+    assert_same_end(train(source, "run", **options), truth)
     print("the same")
 """
 
 
-def test_a_signal_to_all_processes_saves_the_last_step_though_no_batch_comes(tmp_path):
+@pytest.mark.parametrize("source", ["loader", pytest.param("pool", marks=pytest.mark.whole)])
+def test_a_signal_to_all_processes_saves_the_last_step_though_no_batch_comes(source, tmp_path):
     """As Slurm sends it: those that make the batches are gone before the step has ended."""
     root = Path(__file__).parents[2]
-    told = python(CUT, cwd=tmp_path, PYTHONPATH=f"{root}/src:{root}", **REHEARSED)
-    assert told.splitlines() == ["143 epoch-0000-step-000004", "the same"] * 2
+    (tmp_path / "train.py").write_text(SCRIPT)
+    environment = {"cwd": tmp_path, "PYTHONPATH": f"{root}/src:{root}", **REHEARSED}
+    told = [script("train.py", source, part, **environment) for part in ("cut", "go on")]
+    assert told == ["143 epoch-0000-step-000004", "the same"]

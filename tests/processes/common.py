@@ -10,9 +10,9 @@ def python(script, **environment):
     return _run(["-W", "error::UserWarning", "-c", script], **environment)
 
 
-def script(path, *arguments, **environment):
+def script(path, *arguments, cwd=None, **environment):
     """Run a Python file with arguments; returns what it printed."""
-    return _run(["-W", "error::UserWarning", str(path), *arguments], **environment)
+    return _run(["-W", "error::UserWarning", str(path), *arguments], cwd, **environment)
 
 
 def without_lockstep(script, cwd):

@@ -41,8 +41,9 @@ def parse_devices(asked: object, here: Sequence[Device]) -> tuple[str, ...]:
     Args:
         asked: `None` for every device of the default platform; a count; a device
             number or name; several of these in a sequence; or one string with
-            commas, as in `CUDA_VISIBLE_DEVICES`. Old spellings such as
-            `"/gpu:0"`, `"/device:GPU:0"` and `"cuda:0"` are understood.
+            commas, as in `CUDA_VISIBLE_DEVICES`; one number alone in a string might
+            be either, and is refused. Old spellings such as `"/gpu:0"`,
+            `"/device:GPU:0"` and `"cuda:0"` are understood.
         here: The devices that are here, those of the default platform first.
 
     Returns:

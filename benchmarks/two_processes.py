@@ -1,13 +1,14 @@
 """`python benchmarks/two_processes.py`: what two processes of one core each lose by talking.
 
 Each process is pinned to a core of its own. Pairs take turns, every other round backwards: two
-processes that do not know of one another (the control, which cancels the machine), two under
-lockstep, two that run a hand-written JAX loop over the same collectives, as JAX sets them up
-and with gloo's thread behind the computation, where lockstep puts it; and for PyTorch the
-same control, hand-written DistributedDataParallel, Hugging Face Accelerate and Lightning
-Fabric. A ratio is the throughput of a pair over that of its control in the same round. Wall
-time, because what is measured is how communication overlaps. A peer that is not installed is
-said to be so.
+processes that do not know of one another (the control, which cancels the machine), the same two
+where each waits for the other after every step and sends it no more than a byte (what waiting for
+the slower of two cores costs by itself), two under lockstep, two that run a hand-written JAX loop
+over the same collectives, as JAX sets them up and with gloo's thread behind the computation, where
+lockstep puts it; and for PyTorch the same control, hand-written DistributedDataParallel, Hugging
+Face Accelerate and Lightning Fabric. A ratio is the throughput of a pair over that of its control
+in the same round. Wall time, because what is measured is how communication overlaps. A peer that
+is not installed is said to be so.
 """
 
 import argparse
@@ -75,6 +76,44 @@ def lockstep_fit(rank, address, steps, rows):
     rows *= 2 if address else 1
     x, y = data(steps, rows)
     return lambda: model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
+
+
+def in_step(rank, address, steps, rows):
+    """`fit` alone, where a step ends when the other process has come to its end too."""
+    start_jax(rank, "")
+    import keras
+
+    other = connected(rank, address)
+
+    class Wait(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            logs["loss"]  # which is there when the step is done
+            other.sendall(b".")
+            other.recv(1)
+
+    import lockstep
+
+    model = lockstep.distribute(keras_model())
+    x, y = data(steps, rows)
+    waits = [Wait()]
+    return lambda: model.fit(x, y, batch_size=rows, shuffle=False, verbose=0, callbacks=waits)
+
+
+def connected(rank, address):
+    """A connection between the two processes."""
+    host, port = address.split(":")
+    if rank == 0:
+        with socket.create_server((host, int(port))) as server:
+            other, _ = server.accept()
+    else:
+        while True:
+            try:
+                other = socket.create_connection((host, int(port)))
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.1)
+    other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return other
 
 
 def hand_written_jax(rank, address, steps, rows):
@@ -171,6 +210,7 @@ def in_torch(peer):
 
 PAIRS = {
     "independent": (lockstep_fit, False),
+    "independent, in step": (in_step, True),
     "lockstep": (lockstep_fit, True),
     "hand-written JAX": (hand_written_jax, True),
     "hand-written JAX, gloo behind": (behind, True),
@@ -180,7 +220,9 @@ PAIRS = {
     "Fabric": (in_torch("fabric"), True),
 }
 RATIOS = [
+    ("independent, in step", "independent"),
     ("lockstep", "independent"),
+    ("lockstep", "independent, in step"),
     ("hand-written JAX", "independent"),
     ("hand-written JAX, gloo behind", "independent"),
     ("lockstep", "hand-written JAX"),

@@ -9,10 +9,21 @@ from typing import Any
 from lockstep.devices import names_in_words, rehearsed_devices
 from lockstep.shards import shard_rows
 
+Given = dict[str, Any]
+"""The arguments of one call, by name."""
 
-def wants_words(fit: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call of `fit` asked for any output."""
-    return bool(_argument("verbose", "auto", fit, args, kwargs))
+
+def arguments_of(fit: Callable[..., Any], args: tuple[Any, ...], kwargs: Given) -> Given:
+    """What this call gives to `fit`."""
+    try:  # a `fit` of one's own may take `**kwargs`
+        return {**kwargs, **inspect.signature(fit).bind(*args, **kwargs).arguments}
+    except TypeError:  # a wrong call is for fit itself to refuse
+        return kwargs
+
+
+def wants_words(given: Given) -> bool:
+    """Whether a call of `fit` with these arguments asks for any output."""
+    return bool(given.get("verbose", "auto"))
 
 
 LONG = 1.0
@@ -24,22 +35,13 @@ def first_step_line(seconds: float) -> str:
     return f"lockstep: the training step was compiled and has run once, after {seconds:.1f} s"
 
 
-def fit_line(
-    backend: str,
-    devices: tuple[str, ...],
-    fit: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    compiles: bool = False,
-) -> str:
+def fit_line(backend: str, devices: tuple[str, ...], given: Given, compiles: bool = False) -> str:
     """What runs: backend, devices, global and per-replica batch, in one line.
 
     Args:
         backend: The name of the backend.
         devices: The names of the devices.
-        fit: The method that is called, for its signature.
-        args: What it is called with.
-        kwargs: What it is called with by name.
+        given: What `fit` is called with.
         compiles: Whether the training step is compiled first.
     """
     count = len(devices)
@@ -47,12 +49,7 @@ def fit_line(
     plural = "device" if count == 1 else "devices"
     return (
         f"lockstep: {backend}, {count} {plural} ({names_in_words(devices)}{rehearsed}), "
-        + _batch_words(
-            _argument("batch_size", None, fit, args, kwargs),
-            _argument("x", None, fit, args, kwargs),
-            _argument("steps_per_epoch", None, fit, args, kwargs),
-            count,
-        )
+        + _batch_words(given.get("batch_size"), given.get("x"), given.get("steps_per_epoch"), count)
         + (", compiling the training step" if compiles else "")
     )
 
@@ -73,17 +70,3 @@ def _batch_words(batch_size: Any, data: Any, steps: Any, replicas: int) -> str:
 
 def _is_arrays(data: Any) -> bool:
     return hasattr(data, "shape") or isinstance(data, list | tuple | dict)
-
-
-def _argument(
-    name: str,
-    default: Any,
-    fit: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    found = kwargs.get(name, default)  # a `fit` of one's own may take `**kwargs`
-    try:
-        return inspect.signature(fit).bind(*args, **kwargs).arguments.get(name, found)
-    except TypeError:  # a wrong call is for fit itself to refuse
-        return found

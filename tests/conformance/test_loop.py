@@ -325,7 +325,7 @@ def test_compiled_anew_by_a_callback(devices, tmp_path):
         def on_epoch_end(self, epoch, logs=None):
             if epoch == 0:
                 made = self.model
-                made.compile(keras.optimizers.Adam(0.01), "mae", metrics=["mse"])
+                made.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mae", metrics=["mse"])
                 made.optimizer.build(made.trainable_variables)
                 made.make_train_function()
                 made.make_test_function()

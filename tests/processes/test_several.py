@@ -391,6 +391,16 @@ REFUSED = {
         "callbacks=[lockstep.Checkpoint(name)]); saved('run'); saved('run' if rank else 'none')",
         "and another one from another checkpoint",
     ),
+    "operation by operation": (
+        "made.compile('sgd', 'mse', run_eagerly=True); made.fit(*data(), verbose=0)",
+        "run_eagerly or jit_compile=False was asked for",
+    ),
+    "a layer that Keras does not compile": (
+        "turned = keras.Sequential([keras.layers.RandomRotation(0.1, name='turn'), "
+        "keras.layers.Flatten(), keras.layers.Dense(1)]); turned.compile('sgd', 'mse'); "
+        "x = np.zeros((8, 4, 4, 1)); lockstep.distribute(turned).fit(x, x[:, 0, 0], verbose=0)",
+        "Keras cannot compile turn (RandomRotation)",
+    ),
     "some of the devices": (
         "lockstep.distribute(made, 2)",
         "2 devices were asked for, and 4 are in 2 processes",

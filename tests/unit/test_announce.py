@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.announce import first_step_line, fit_line, wants_words
+from lockstep.announce import arguments_of, first_step_line, fit_line, wants_words
 from lockstep.engines import jax_loop
 
 GPUS = ("gpu:0", "gpu:1", "gpu:2", "gpu:3")
@@ -42,7 +42,7 @@ def _no_rehearsal(monkeypatch):
     ],
 )
 def test_the_line_says_what_runs(args, kwargs, batch):
-    line = fit_line("jax", GPUS, fit, args, kwargs)
+    line = fit_line("jax", GPUS, arguments_of(fit, args, kwargs))
     assert line == f"lockstep: jax, 4 devices (gpu:0 to gpu:3), {batch}"
 
 
@@ -51,21 +51,22 @@ def test_a_fit_that_takes_whatever_it_is_given():
         """Only its signature counts."""
 
     given = {"x": np.zeros((9, 2)), "batch_size": 8, "verbose": 0}
-    assert fit_line("jax", GPUS, fit, (), given).endswith("global batch 8 = 2 per replica")
-    assert not wants_words(fit, (), given)
+    given = arguments_of(fit, (), given)
+    assert fit_line("jax", GPUS, given).endswith("global batch 8 = 2 per replica")
+    assert not wants_words(given)
 
 
 def test_a_data_loader_knows_its_batch():
     class Loader:
         batch_size = 8
 
-    line = fit_line("jax", GPUS[:1], fit, (Loader(),), {})
+    line = fit_line("jax", GPUS[:1], arguments_of(fit, (Loader(),), {}))
     assert line == "lockstep: jax, 1 device (gpu:0), global batch 8 = 8 per replica"
 
 
 def test_a_rehearsal_is_named(monkeypatch):
     monkeypatch.setenv("LOCKSTEP_REHEARSE", "2")
-    line = fit_line("jax", ("cpu:0", "cpu:1"), fit, (), {"batch_size": 2})
+    line = fit_line("jax", ("cpu:0", "cpu:1"), {"batch_size": 2})
     assert line == (
         "lockstep: jax, 2 devices (cpu:0, cpu:1, rehearsed), global batch 2 = 1 per replica"
     )
@@ -73,15 +74,15 @@ def test_a_rehearsal_is_named(monkeypatch):
 
 @pytest.mark.parametrize(("verbose", "wanted"), [(0, False), (1, True), (2, True), ("auto", True)])
 def test_silence_is_kept(verbose, wanted):
-    assert wants_words(fit, (), {"verbose": verbose}) is wanted
+    assert wants_words(arguments_of(fit, (), {"verbose": verbose})) is wanted
 
 
 def test_a_fit_that_hands_its_arguments_on():
     def own_fit(*args, **kwargs):
         return fit(*args, **kwargs)
 
-    assert not wants_words(own_fit, (), {"verbose": 0})
-    line = fit_line("jax", GPUS, own_fit, (), {"batch_size": 256})
+    assert not wants_words(arguments_of(own_fit, (), {"verbose": 0}))
+    line = fit_line("jax", GPUS, arguments_of(own_fit, (), {"batch_size": 256}))
     assert line.endswith("global batch 256 = 64 per replica")
 
 

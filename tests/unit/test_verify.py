@@ -18,6 +18,7 @@ from lockstep.errors import TargetNotFound, UnsupportedBackend, UnusableData
 from lockstep.report.verification import as_json, show_verification
 from lockstep.targets import model_and_data
 from lockstep.values import moved_by_last_bit
+from lockstep.verification import Difference, Verification
 from tests.conformance.common import devices_of
 from tests.conformance.truth import distances, snapshot
 
@@ -272,6 +273,16 @@ def test_the_report_as_json():
     assert read["devices"] == ["cpu:0", "cpu:1"]
     assert read["backend"] == "jax"
     assert {d["name"] for d in read["differences"]} == {d.name for d in found.differences}
+
+
+def test_the_report_as_json_knows_no_infinity():
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    parted = Difference("loss", float("inf"), float("nan"), 1)
+    found = Verification("jax", ("cpu:0",), 2, (3, 3), "two orders", (parted,))
+    (read,) = json.loads(as_json(found), parse_constant=refuse)["differences"]
+    assert read == {"name": "loss", "largest": "inf", "bound": "nan", "first_step": 1}
 
 
 def test_the_report_as_a_table(capsys):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from lockstep.announce import fit_line, wants_words
+from lockstep.announce import arguments_of, fit_line, wants_words
 from lockstep.devices import Device, names_in_words
 from lockstep.engines import (
     attachments,
@@ -247,11 +247,12 @@ class Attachment:
     def _fitting(self, fit: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fit)
         def announced_fit(*args: Any, **kwargs: Any) -> Any:
-            if wants_words(fit, args, kwargs):
+            given = arguments_of(fit, args, kwargs)
+            if wants_words(given):
                 compiles = "fit" not in self._own_loops and self._loop.compiles()
-                print(fit_line("jax", self.devices, fit, args, kwargs, compiles), flush=True)
+                print(fit_line("jax", self.devices, given, compiles), flush=True)
             self._check_times()
-            with around_fit(self.model, fit, args, kwargs):
+            with around_fit(self.model, fit, given.get("callbacks")):
                 return fit(*args, **kwargs)
 
         return announced_fit
@@ -289,6 +290,8 @@ class Attachment:
     ) -> StepFunction:
         make: Any = functools.partial(self._steps.compiled, gradient_bytes=gradient_bytes)
         if self.model.run_eagerly or not self.model.jit_compile:
+            if self._several:
+                raise _no_program(self.model)
             make = self._steps.eager
         self._check_times()
         times = self.model.steps_per_execution
@@ -324,6 +327,22 @@ class Attachment:
     def _reset_states(self) -> None:
         """Set the states of every stateful RNN layer to zero, as Keras 2 did."""
         jax_states.reset(self.model, jax_states.states_of(self.model))
+
+
+def _no_program(model: Any) -> UnsupportedModel:
+    """What to raise where a step cannot be one program, as several processes need it."""
+    # keras/src/trainers/trainer.py, model_supports_jit: what jit_compile="auto" goes by
+    layers = [layer for layer in model._flatten_layers() if not layer.supports_jit]
+    if layers and not model.run_eagerly:
+        names = ", ".join(f"{layer.name} ({type(layer).__name__})" for layer in layers)
+        return UnsupportedModel(
+            f"Keras cannot compile {names}, and JAX runs in several processes, where a step\n"
+            "has to be one program. Apply such layers to the data instead, before fit."
+        )
+    return UnsupportedModel(
+        "run_eagerly or jit_compile=False was asked for, and JAX runs in several processes, where "
+        "a step\nhas to be one program. Leave both out of compile()."
+    )
 
 
 def _keeping_losses(stateless_call: Callable[..., Any], model: Any) -> Callable[..., Any]:

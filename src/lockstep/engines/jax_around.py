@@ -1,6 +1,5 @@
 """What lasts as long as a `fit` does, from before its first callback is called."""
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,16 +12,18 @@ from lockstep.errors import CheckpointError, UnsupportedModel
 
 
 @contextmanager
-def around_fit(
-    model: Any, fit: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[None]:
+def around_fit(model: Any, fit: Callable[..., Any], given: Any) -> Iterator[None]:
     """Make what callbacks write safe while `fit` runs, and let a checkpoint see it whole.
+
+    Args:
+        model: The model.
+        fit: The method that will run.
+        given: The callbacks that it is given: one, a list, a `CallbackList`, or `None`.
 
     Raises:
         CheckpointError: If these callbacks cannot work together.
         UnsupportedModel: If a checkpoint of this model could not be exact.
     """
-    given = _given(fit, args, kwargs)
     callbacks = _flat(given)
     recorders = [each for each in callbacks if isinstance(each, Recorder)]
     with ExitStack() as stack:
@@ -67,14 +68,6 @@ def _check(
             "lockstep's loop only.\nOverride train_step instead of fit, or use "
             "keras.callbacks.BackupAndRestore."
         )
-
-
-def _given(fit: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    found = kwargs.get("callbacks")
-    try:
-        return inspect.signature(fit).bind(*args, **kwargs).arguments.get("callbacks", found)
-    except TypeError:  # a wrong call is for fit itself to refuse
-        return None
 
 
 def _flat(given: Any) -> list[Any]:

@@ -160,11 +160,6 @@ class Steps:
         Outside a program JAX splits even shards only: a batch that does not divide
         goes whole to every device, which is exact and repeats the work.
         """
-        if self._several:
-            raise UnsupportedModel(
-                "run_eagerly or jit_compile=False was asked for, and JAX runs in several "
-                "processes, where a step\nhas to be one program. Leave both out of compile()."
-            )
 
         def run(state: State, batch: Any) -> tuple[Any, State]:
             return step(self.settled(state, split()), batch)

@@ -18,7 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lockstep.announce import fit_line, wants_words
+from lockstep.announce import arguments_of, fit_line, wants_words
 from lockstep.devices import Device, names_in_words
 from lockstep.engines import attachments, tensorflow_devices
 from lockstep.engines.holders import holders_of
@@ -227,8 +227,9 @@ class Attachment:
     def _fitting(self, fit: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fit)
         def announced_fit(*args: Any, **kwargs: Any) -> Any:
-            if wants_words(fit, args, kwargs):
-                line = fit_line("tensorflow", self.devices, fit, args, kwargs)
+            given = arguments_of(fit, args, kwargs)
+            if wants_words(given):
+                line = fit_line("tensorflow", self.devices, given)
                 without = "" if self._alone or not self.model.jit_compile else ", without XLA"
                 print(line + without, flush=True)
             return fit(*args, **kwargs)

@@ -1,6 +1,8 @@
 """A table of what verify found."""
 
 import json
+import math
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -42,8 +44,16 @@ def show_verification(found: Verification, console: Console | None = None) -> No
 
 
 def as_json(found: Verification) -> str:
-    """The same as JSON."""
-    return json.dumps(found.as_dict(), indent=2)
+    """The same as JSON, which knows no infinity: such a number is the string "inf" or "nan"."""
+    return json.dumps(_finite(found.as_dict()), indent=2, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [*map(_finite, value)]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _word(difference: Difference) -> str:

@@ -15,7 +15,7 @@ import pytest
 
 import lockstep  # noqa: F401  (follows LOCKSTEP_REHEARSE before anything runs)
 
-QUICK = "--xla_cpu_use_fusion_emitters=false"
+QUICK = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
 
 
 def pytest_addoption(parser):

@@ -16,6 +16,7 @@
     │   ├── DamagedCheckpoint         what was read is not what was written
     │   ├── NewerCheckpoint           a newer lockstep wrote it
     │   └── CheckpointMismatch        another model, optimizer or data than it was written with
+    ├── BusyModel (RuntimeError)      another thread is in a call of the model
     ├── UnsupportedModel              the engine could not keep this model exact
         ├── LayoutConflict                a variable would need two layouts
     └── OldFileError (ValueError)     an old file cannot be read or rescued
@@ -108,6 +109,10 @@ class NewerCheckpoint(CheckpointError):
 
 class CheckpointMismatch(CheckpointError):
     """The checkpoint is of another model, optimizer or data than those that are here."""
+
+
+class BusyModel(LockstepError, RuntimeError):
+    """One thread has called a model while another one is in its fit, evaluate or predict."""
 
 
 class UnsupportedModel(LockstepError):

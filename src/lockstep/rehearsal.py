@@ -63,8 +63,11 @@ def rehearse_from_environment(environ: MutableMapping[str, str]) -> None:
         except RehearsalTooLate:
             return
     else:
+        from lockstep.engines.jax_threads import give_threads
+
         environ["JAX_NUM_CPU_DEVICES"] = str(count)
         environ["JAX_PLATFORMS"] = "cpu"
+        give_threads(environ, count)
 
 
 def _written_backend(environ: Mapping[str, str]) -> str | None:

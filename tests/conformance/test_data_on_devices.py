@@ -220,6 +220,34 @@ def test_a_callback_that_could_write_between_steps_keeps_the_data_on_the_host(ga
     assert not gathered
 
 
+def test_a_hook_that_comes_later_takes_the_data_back(gathered):
+    """Put in place between two epochs; as if the rows had gone from the host all along."""
+    x, y = common.data(40)
+
+    class Late(keras.callbacks.Callback):
+        def __init__(self, mine):
+            super().__init__()
+            self.mine = mine
+
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                self.on_train_batch_end = self._rewrite
+
+        def _rewrite(self, batch, logs=None):
+            rows = slice((batch + 1) * 8, (batch + 2) * 8)
+            self.mine[rows] *= 0.5
+
+    found = []
+    for wanted in (False, True):
+        mine = x.copy()
+        made = on(smooth(), 2, wanted)
+        options = {"batch_size": 8, "epochs": 3, "shuffle": False, "verbose": 0}
+        history = made.fit(mine, y, **options, callbacks=[Late(mine)]).history
+        found.append([history, weights(made)])
+    assert_same(found[1], found[0], atol=0)
+    assert gathered == [(8,)] * 5
+
+
 def test_callbacks_of_keras_are_no_reason(gathered, tmp_path):
     def script(made, folder):
         saves = keras.callbacks.ModelCheckpoint(folder / "{epoch}-{batch}.keras", save_freq=2)

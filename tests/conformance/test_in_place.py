@@ -159,6 +159,24 @@ def test_release_takes_every_trace_away():
     assert set(vars(made)) - plain <= {"history", "_eval_epoch_iterator", "_jax_state"}
 
 
+def test_methods_that_an_instance_was_given_stay_its_own():
+    x, _ = data()
+    made = model()
+    plain = made.call
+
+    def doubled(*args, **kwargs):
+        return plain(*args, **kwargs) * 2
+
+    made.call = doubled
+    truth = made.predict(x, verbose=0)
+    for devices in (3, 2):
+        lockstep.distribute(made, devices)
+        assert_same(made.predict(x, verbose=0), truth)
+    lockstep.release(made)
+    assert made.call is doubled
+    assert_same(made.predict(x, verbose=0), truth)
+
+
 def test_release_from_one_device_goes_to_the_usual_one():
     made = lockstep.distribute(model(), [5])
     fit(made)
@@ -192,6 +210,15 @@ def test_on_batch_methods():
         predicted = made.predict_on_batch(batch[0])
         assert predicted.shape == (rows, 2)
         assert_same(predicted, alone.predict_on_batch(batch[0]))
+
+
+def test_rows_in_the_other_byte_order():
+    """With padding and without."""
+    made = lockstep.distribute(model(), 3)
+    x, _ = data(10)
+    for rows in (9, 10):
+        native = made.predict(x[:rows], verbose=0)
+        assert_same(made.predict(x[:rows].astype(">f4"), verbose=0), native, atol=0)
 
 
 def test_direct_calls():

@@ -11,10 +11,18 @@ import pytest
 
 import lockstep
 from lockstep.engines.jax_steps import Steps
-from lockstep.errors import UnusableData
+from lockstep.errors import BusyModel, UnusableData
 from tests.conformance import common
 from tests.conformance.common import assert_same, weights
-from tests.conformance.side_by_side import BATCH, assert_same_runs, both, held_out, smooth, train
+from tests.conformance.side_by_side import (
+    BATCH,
+    assert_same_runs,
+    both,
+    data,
+    held_out,
+    smooth,
+    train,
+)
 from tests.conformance.test_callback_hooks import HOOKS, everything
 
 
@@ -317,20 +325,25 @@ def test_a_callback_that_uses_the_model_it_was_made_with(call, tmp_path):
     assert_same_runs(*both(script, tmp_path, devices=3))
 
 
-@pytest.mark.parametrize("devices", [1, 3])
-def test_compiled_anew_by_a_callback(devices, tmp_path):
+@pytest.mark.parametrize(("devices", "times"), [(1, 1), (3, 1), (3, 3)])
+def test_compiled_anew_by_a_callback(devices, times, tmp_path):
     """The first step after it builds the new metrics, and returns a larger state."""
 
     class Compile(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             if epoch == 0:
                 made = self.model
-                made.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mae", metrics=["mse"])
+                optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+                made.compile(optimizer, "mae", metrics=["mse"], steps_per_execution=times)
                 made.optimizer.build(made.trainable_variables)
                 made.make_train_function()
                 made.make_test_function()
 
-    one, many = both(lambda made, _: train(made, [Compile()], epochs=3), tmp_path, devices)
+    def script(made, _):
+        made.steps_per_execution = times
+        return train(made, [Compile()], epochs=3)
+
+    one, many = both(script, tmp_path, devices)
     assert len(many.returned["mse"]) == 2
     assert_same_runs(one, many)
 
@@ -351,6 +364,32 @@ def test_released_or_moved_in_the_middle_of_an_epoch(after, tmp_path):
 
 def lockstep_attached(made):
     return "_lockstep" in vars(made)
+
+
+def test_two_threads_in_one_model_are_told():
+    made = lockstep.distribute(smooth(), 4)
+    x, _ = data()
+    inside, told = threading.Event(), []
+
+    class Wait(keras.callbacks.Callback):
+        def on_predict_batch_end(self, batch, logs=None):
+            inside.set()
+            other.join(1.0 if batch else 60.0)
+            self.model.evaluate(*held_out(), verbose=0)  # in one and the same thread
+
+    def second():
+        inside.wait(60.0)
+        try:
+            made.predict(x, verbose=0)
+        except BusyModel as error:
+            told.append(str(error))
+
+    other = threading.Thread(target=second, name="second")
+    other.start()
+    made.predict(x, verbose=0, callbacks=[Wait()])
+    other.join()
+    assert told[0].startswith(f"predict of {made.name!r} was called in thread 'second'")
+    assert made.predict(x, verbose=0).shape == (len(x), 2)
 
 
 def test_moving_a_model_says_its_line_once(capsys):
@@ -400,15 +439,16 @@ def test_methods_of_the_class_are_its_own():
 
 @pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("devices", [1, 4])
-def test_a_source_that_writes_each_batch_into_one_buffer(devices):
+def test_a_source_that_writes_each_batch_into_one_buffer(devices, tmp_path):
     """The step runs while Python goes on, and JAX may read a host array in place."""
     x, y = common.data(40 * BATCH)
+    mapped = np.memmap(tmp_path / "inputs", "float32", "w+", shape=(BATCH, 4))
 
     class Batches(keras.utils.PyDataset):
         def __init__(self, reuse):
             super().__init__()
             self.reuse = reuse
-            self.inputs = np.empty((BATCH, 4), "float32")
+            self.inputs = mapped  # a file's pages, say
             self.targets = np.empty((BATCH, 2), "float32")
 
         def __len__(self):

@@ -105,6 +105,17 @@ def test_a_class_with_its_own_function_maker():
     assert text.startswith("Own has its own make_train_function")
 
 
+def test_an_instance_with_step_functions_of_its_own():
+    made = model()
+    made.make_train_function = lambda force=False: None
+    text = text_of(lockstep.distribute, made, 2)
+    assert text.startswith(f"{made.name!r} has its own make_train_function")
+    made = model()
+    made.train_function = lambda state, iterator: None
+    text = text_of(lockstep.distribute, made, 2)
+    assert text.startswith(f"{made.name!r} was given a train_function")
+
+
 def test_steps_per_execution_that_is_no_number():
     made = lockstep.distribute(model(compiled=False), 2)
     made.compile("sgd", "mse", steps_per_execution=2.5)

@@ -26,7 +26,8 @@ def without_lockstep(script, cwd):
 
 
 def _run(arguments, cwd=None, **environment):
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("LOCKSTEP", "JAX_", "XLA_"))}
+    ours = ("LOCKSTEP", "JAX_", "XLA_", "PJRT_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,

@@ -47,6 +47,26 @@ def test_processes_started_from_here_rehearse_too():
     assert python(script) == FOUR
 
 
+STEPS_OF_SOME_WORK = """
+import numpy as np
+import keras, lockstep
+from keras import layers
+lockstep.rehearse(devices=4)
+units = [layers.Dense(512, "tanh"), layers.Dense(512, "tanh"), layers.Dense(2)]
+made = keras.Sequential([keras.Input((256,)), *units])
+made.compile("sgd", "mse")
+lockstep.distribute(made)
+x, y = np.ones((64 * 200, 256), "float32"), np.ones((64 * 200, 2), "float32")
+made.fit(x, y, batch_size=64, verbose=0)
+print("done")
+"""
+
+
+def test_devices_do_not_take_one_anothers_threads():
+    """With a thread for each device, these steps wait for one another, and XLA ends Python."""
+    assert python(STEPS_OF_SOME_WORK) == "done"
+
+
 def test_multi_gpu_model_accepts_rehearsed_devices():
     script = (
         "import keras, lockstep\n"

@@ -40,6 +40,29 @@ def unmark(model: Any) -> None:
     vars(model).pop(_ATTACHMENT, None)
 
 
+Methods = dict[str, Any]
+
+
+def put_on(model: Any, methods: Methods) -> Methods:
+    """Give one instance these methods; returns those of its own that they stand in for."""
+    attributes = vars(model)
+    own = {name: attributes[name] for name in methods if name in attributes}
+    attributes.update(methods)
+    return own
+
+
+def take_off(model: Any, methods: Methods, own: Methods) -> None:
+    """Undo `put_on`, but for a method that another one has been put over since."""
+    attributes = vars(model)
+    for name, method in methods.items():
+        if attributes.get(name) is not method:
+            continue
+        if name in own:
+            attributes[name] = own[name]
+        else:
+            del attributes[name]
+
+
 def attach(new: Attachment, again: Callable[[Any], Attachment]) -> None:
     """Put a new attachment in place of the one that a model has, or leave all as it was.
 

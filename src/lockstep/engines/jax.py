@@ -28,9 +28,11 @@ from lockstep.engines.jax_assigned import Assigned
 from lockstep.engines.jax_calls import CALLS
 from lockstep.engines.jax_checks import (
     check_class,
+    check_instance,
     check_layout,
     check_mode,
     check_no_distribution,
+    is_foreign,
 )
 from lockstep.engines.jax_keep import Keeper
 from lockstep.engines.jax_loop import Loop
@@ -40,6 +42,7 @@ from lockstep.engines.jax_scan import AUTO, check_times
 from lockstep.engines.jax_step import State, StepFunction
 from lockstep.engines.jax_steps import Steps
 from lockstep.engines.jax_together import together
+from lockstep.engines.one_thread import OneThread
 from lockstep.engines.whole_saves import whole_saves
 from lockstep.errors import LayoutConflict, UnsupportedModel
 
@@ -119,6 +122,7 @@ class Attachment:
         self._steps = Steps(found)
         self._split: frozenset[int] = frozenset()
         self._hooks: dict[str, Callable[..., Any]] = {}
+        self._instead_of: dict[str, Any] = {}
         self.keeper = Keeper(self._steps, data_on_devices)
         self._loop = Loop(model, devices, self.keeper)
         self._own_loops: list[str] = []
@@ -148,6 +152,8 @@ class Attachment:
         check_mode()
         check_no_distribution()
         check_class(self.model)
+        before = attachments.attachment_of(self.model)
+        check_instance(self.model, {} if before is None else before._hooks)
         for variable in every_variable(self.model):
             check_layout(self.model, variable)
             self._check_holders(variable)
@@ -157,18 +163,15 @@ class Attachment:
         self._place_variables()
         attachments.mark(self.model, self)
         self._hooks = self._new_hooks()
-        vars(self.model).update(self._hooks)
+        self._instead_of = attachments.put_on(self.model, self._hooks)
         self._remake_functions()
 
     def give_back(self) -> None:
         """Undo `take_over`, also where it broke off half way."""
         bring_home(self.model)
         self.keeper.leave()
-        attributes = vars(self.model)
         attachments.unmark(self.model)
-        for name, hook in self._hooks.items():
-            if attributes.get(name) is hook:
-                del attributes[name]
+        attachments.take_off(self.model, self._hooks, self._instead_of)
         variables = every_variable(self.model)
         for variable in variables:
             holders_of(variable).discard(self)
@@ -193,7 +196,8 @@ class Attachment:
     def _remake_functions(self) -> None:
         model = self.model
         for name in ("train", "test", "predict"):
-            if getattr(model, f"{name}_function", None) is not None:
+            function = getattr(model, f"{name}_function", None)
+            if function is not None and not is_foreign(function):
                 getattr(model, f"make_{name}_function")(force=True)
 
     def _check_holders(self, variable: Any) -> None:
@@ -242,7 +246,9 @@ class Attachment:
         names = ("fit", "evaluate", "predict")
         loops = {name: getattr(loop, name) for name in names if loop.replaces(name)}
         self._own_loops = [name for name in names if name not in loops]
-        return {**loops, "fit": self._fitting(loops.get("fit", self.model.fit))}
+        loops["fit"] = self._fitting(loops.get("fit", self.model.fit))
+        one = OneThread(self.model.name)
+        return {name: one.guard(method) for name, method in loops.items()}
 
     def _fitting(self, fit: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fit)
@@ -288,7 +294,9 @@ class Attachment:
     def _step_function(
         self, step: Any, *, per_row_outputs: bool = False, gradient_bytes: int = 0
     ) -> StepFunction:
-        make: Any = functools.partial(self._steps.compiled, gradient_bytes=gradient_bytes)
+        make: Any = functools.partial(
+            self._steps.compiled, gradient_bytes=gradient_bytes, complete=self._is_complete
+        )
         if self.model.run_eagerly or not self.model.jit_compile:
             if self._several:
                 raise _no_program(self.model)
@@ -297,6 +305,12 @@ class Attachment:
         times = self.model.steps_per_execution
         made: StepFunction = make(step, self._splits, times=times, per_row_outputs=per_row_outputs)
         return dataclasses.replace(made, assigned=self._assigned)
+
+    def _is_complete(self) -> bool:
+        """Whether the metrics are built, as the first step of a model compiled anew does."""
+        # keras/src/trainers/trainer.py, Trainer.compile
+        parts = (getattr(self.model, f"_compile_{name}", None) for name in ("loss", "metrics"))
+        return all(part is None or part.built for part in parts)
 
     def _adopt(self) -> None:
         """Take in variables that appeared since, before a fit, evaluate or predict."""

@@ -4,6 +4,7 @@ from typing import Any
 
 import keras
 
+from lockstep.engines.jax_step import StepFunction
 from lockstep.errors import LayoutConflict, UnsupportedBackend, UnsupportedModel
 
 
@@ -35,14 +36,47 @@ def check_class(model: Any) -> None:
     # keras/src/backend/jax/trainer.py: the three methods that make step functions.
     from keras.src.backend.jax.trainer import JAXTrainer
 
-    for name in ("make_train_function", "make_test_function", "make_predict_function"):
-        own = getattr(type(model), name)
-        if own is not getattr(JAXTrainer, name):
+    for name in _MAKING:
+        if getattr(type(model), name) is not getattr(JAXTrainer, name):
+            raise _own_method(type(model).__name__, name)
+
+
+def check_instance(model: Any, standing: dict[str, Any]) -> None:
+    """Raise where an instance was given step functions, or a method that makes them.
+
+    Args:
+        model: The model.
+        standing: The methods that lockstep has put on it.
+    """
+    attributes = vars(model)
+    for name in _MAKING:
+        if name in attributes and attributes[name] is not standing.get(name):
+            raise _own_method(repr(model.name), name)
+    for name in ("train_function", "test_function", "predict_function"):
+        if is_foreign(attributes.get(name)):
             raise UnsupportedModel(
-                f"{type(model).__name__} has its own {name}, and lockstep has to replace that "
-                "method to run the step on several devices.\n"
-                "Override train_step, test_step or predict_step instead."
+                f"{model.name!r} was given a {name}, and lockstep has to make its own to run the "
+                "step on several devices.\n"
+                f"Set model.{name} = None first, or override {name.replace('function', 'step')}."
             )
+
+
+def is_foreign(function: Any) -> bool:
+    """Whether neither Keras nor lockstep has made this step function."""
+    # keras/src/backend/jax/trainer.py, JAXTrainer._make_function
+    made = isinstance(function, StepFunction) or function is None
+    return not made and getattr(function, "__module__", None) != "keras.src.backend.jax.trainer"
+
+
+def _own_method(owner: str, name: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{owner} has its own {name}, and lockstep has to replace that "
+        "method to run the step on several devices.\n"
+        "Override train_step, test_step or predict_step instead."
+    )
+
+
+_MAKING = ("make_train_function", "make_test_function", "make_predict_function")
 
 
 def check_layout(model: Any, variable: Any) -> None:

@@ -5,6 +5,7 @@ import os
 import jax
 
 from lockstep.devices import Device, check_visible, rehearsed_devices
+from lockstep.engines.jax_threads import give_threads
 from lockstep.engines.too_late import too_late
 
 
@@ -40,6 +41,7 @@ def make_virtual(count: int) -> None:
         RehearsalTooLate: If JAX has started with other devices.
     """
     try:
+        give_threads(os.environ, count)
         jax.config.update("jax_num_cpu_devices", count)
         jax.config.update("jax_platforms", "cpu")
     except RuntimeError:  # JAX has started; its devices are what they are

@@ -213,4 +213,4 @@ def _fresh(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def _copied(leaf: Any) -> Any:
-    return leaf.copy() if type(leaf) is np.ndarray else leaf
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf

@@ -19,7 +19,12 @@ from keras.src.utils.python_utils import pythonify_logs
 from keras.src.utils.traceback_utils import filter_traceback
 
 from lockstep.announce import LONG, first_step_line
-from lockstep.engines.jax_callbacks import Callbacks, hear_of_begins, see_every_batch
+from lockstep.engines.jax_callbacks import (
+    Callbacks,
+    hear_of_begins,
+    may_write_between_steps,
+    see_every_batch,
+)
 from lockstep.engines.jax_epoch import NO_BATCH, PREDICT, TEST, TRAIN, Begin, End, run_epoch
 from lockstep.engines.jax_input import HostIterator
 from lockstep.engines.jax_keep import Keeper
@@ -147,6 +152,7 @@ class Loop:
             for epoch in range(first_epoch, epochs):
                 model.reset_metrics()
                 callbacks.on_epoch_begin(epoch)
+                _heed(batches, callbacks, "train")
                 if recorder is not None:
                     recording.epoch_began()
                 begin, end = callbacks.on_train_batch_begin, callbacks.on_train_batch_end
@@ -254,6 +260,7 @@ class Loop:
             self.keeper.keep(model, batches, callbacks, "test")
         model.stop_evaluating = False
         callbacks.on_test_begin()
+        _heed(batches, callbacks, "test")
         model.reset_metrics()
         logs = run_epoch(
             model, TEST, batches, callbacks.on_test_batch_begin, callbacks.on_test_batch_end
@@ -368,6 +375,14 @@ def _pace(function: Any, callbacks: Any, batch: str, recorder: Any) -> Pace | No
     if pace is None or recorder is not None or see_every_batch(callbacks, batch):
         return None
     return pace
+
+
+def _heed(batches: HostIterator, callbacks: Any, batch: str) -> None:
+    """Follow hooks for batches that a callback has put in place since it was looked at."""
+    if batches.pace is not None and see_every_batch(callbacks, batch):
+        batches.pace = None
+    if batches.data is not None and may_write_between_steps(callbacks, batch):
+        batches.data.leave()
 
 
 def _arguments(method: Callable[..., Any]) -> list[str]:

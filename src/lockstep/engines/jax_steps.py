@@ -76,6 +76,7 @@ class Steps:
         times: int | str,
         per_row_outputs: bool,
         gradient_bytes: int = 0,
+        complete: Callable[[], bool] = lambda: True,
     ) -> StepFunction:
         """A compiled step function.
 
@@ -87,6 +88,7 @@ class Steps:
             per_row_outputs: Whether outputs stay split by rows, as predictions do,
                 or go to every device, as the few numbers of a log do.
             gradient_bytes: Of the gradients that the step sums over the devices.
+            complete: Says whether every variable is there; a step that makes some runs alone.
         """
 
         def program(state: State, batch: Any) -> tuple[Any, State]:
@@ -108,6 +110,7 @@ class Steps:
         run = jit(program, out_shardings=(outputs_layout, None))
         many = jit(repeated(program), out_shardings=(outputs_layout, None))
         worth_it: list[bool] = []
+        alone: list[bool] = []
         open_times = times == AUTO and not per_row_outputs and not self._several
         pace = Pace() if open_times else None
 
@@ -123,6 +126,9 @@ class Steps:
 
         def together(state: State, batches: list[Any]) -> tuple[Program, Any] | None:
             if worth_it == [False] or not few_bytes(batches):
+                return None
+            if not worth_it and not alone and not complete():
+                alone.append(True)  # once: metrics of a class's own may count as unbuilt for ever
                 return None
             placed = self._shard_stacked(stacked(batches))
             if not worth_it:
@@ -342,7 +348,11 @@ class Steps:
 
 def _host_array(leaf: Any) -> np.ndarray:
     # A masked array JAX refuses in words of its own; without its mask it would train on all.
-    return leaf if isinstance(leaf, np.ma.MaskedArray) else np.asarray(leaf)
+    if isinstance(leaf, np.ma.MaskedArray):
+        return leaf
+    array = np.asarray(leaf)
+    # Padding would make the bytes native, and JAX takes no others: not only where it is padded.
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def _is_sharded(leaf: Any) -> bool:

@@ -104,12 +104,8 @@ class Attachment:
         self._copies = Copies(strategy, self)
         self.steps = Steps(model, strategy, self._copies)
         self._alone = len(devices) == 1
-        self._hooks = {
-            "make_train_function": self._make_train_function,
-            "make_test_function": self._make_test_function,
-            "make_predict_function": self._make_predict_function,
-            "fit": self._fitting(model.fit),
-        }
+        self._hooks: dict[str, Any] = {}
+        self._instead_of: dict[str, Any] = {}
 
     def check(self) -> None:
         """Raise where this model cannot be attached to these devices."""
@@ -127,16 +123,19 @@ class Attachment:
         """Give every device a copy of the variables, and replace the step functions."""
         self._take_in()
         attachments.mark(self.model, self)
-        vars(self.model).update(self._hooks)
+        self._hooks = {
+            "make_train_function": self._make_train_function,
+            "make_test_function": self._make_test_function,
+            "make_predict_function": self._make_predict_function,
+            "fit": self._fitting(self.model.fit),
+        }
+        self._instead_of = attachments.put_on(self.model, self._hooks)
         self._remake_functions()
 
     def give_back(self) -> None:
         """Undo `take_over`, also where it broke off half way."""
-        attributes = vars(self.model)
         attachments.unmark(self.model)
-        for name, hook in self._hooks.items():
-            if attributes.get(name) is hook:
-                del attributes[name]
+        attachments.take_off(self.model, self._hooks, self._instead_of)
         self._copies.let_go()
         self._remake_functions()
 

@@ -25,7 +25,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    # The fixed sample compiles in two thirds of the time, to slower loops: operations, layouts and
+    # The fixed sample compiles in half of the time, to slower loops: operations, layouts and
     # collectives are the same. `--whole` compiles as users do, and so do processes of their own.
     if not config.getoption("--whole"):
         os.environ.setdefault("XLA_FLAGS", QUICK)

@@ -1,7 +1,7 @@
 """Train any Keras 3 model on several devices, with the numbers and files of one."""
 
 import os as _os
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
 from lockstep import errors as errors
 from lockstep.distribute import devices as devices
@@ -15,21 +15,36 @@ from lockstep.rescue.front import load_weights as load_weights
 from lockstep.rescue.front import rescue as rescue
 from lockstep.verify import verify as verify
 
-if _TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from lockstep.checkpoint import Checkpoint as Checkpoint
 
+__all__ = [
+    "Checkpoint",
+    "devices",
+    "distribute",
+    "errors",
+    "inspect",
+    "load_weights",
+    "multi_gpu_model",
+    "rehearse",
+    "release",
+    "rescue",
+    "verify",
+]
 __version__ = "0.1.0"
 
 _rehearse_from_environment(_os.environ)
 
 
-def __getattr__(name: str) -> object:
-    """`Checkpoint`, a Keras callback, is made when it is asked for: Keras is slow to import."""
-    if name == "Checkpoint":
-        from lockstep.checkpoint import Checkpoint
+if not _typing.TYPE_CHECKING:  # which would take every name for one that is here
 
-        return Checkpoint
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        """`Checkpoint`, a Keras callback, is made when asked for: Keras is slow to import."""
+        if name == "Checkpoint":
+            from lockstep.checkpoint import Checkpoint
+
+            return Checkpoint
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,6 @@
 """Any data: its first batches, and what fit takes."""
 
+import operator
 from collections.abc import Iterable, Iterator
 from itertools import count, cycle, islice
 from typing import Any
@@ -89,7 +90,18 @@ def _is_arrays(data: Any) -> bool:
 
 
 def _check_batch_size(data: Any, batch_size: int | None) -> None:
-    if batch_size is not None and not _is_arrays(data):
+    if batch_size is None:
+        return
+    try:
+        number = operator.index(batch_size)  # NumPy's whole numbers too
+    except TypeError:
+        number = 0
+    if isinstance(batch_size, bool) or number < 1:
+        raise UnusableData(
+            f"batch_size={batch_size!r} was given, and a whole number of at least 1 was expected.\n"
+            "Leave batch_size out for 32."
+        )
+    if not _is_arrays(data):
         raise UnusableData(
             f"batch_size={batch_size} was given, and the data is a {type(data).__name__}, which "
             "makes its own batches.\nLeave batch_size out."

@@ -2,13 +2,16 @@
 
 import os
 import sys
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
 import click
 
 from lockstep import __version__
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, UnsupportedBackend
 from lockstep.rescue.commands import inspect_command, rescue_command
+
+KERAS_BACKENDS = ("jax", "tensorflow", "torch", "numpy", "openvino")
 
 
 class Commands(click.Group):
@@ -27,7 +30,13 @@ class Commands(click.Group):
 @click.version_option(__version__, package_name="keras-lockstep")
 def main() -> None:
     """Train Keras models on several devices, with the numbers and files of one."""
-    os.environ.setdefault("KERAS_BACKEND", "jax")
+    # Not what keras.json says: Keras writes it by itself, with "tensorflow", when first imported.
+    backend = os.environ.setdefault("KERAS_BACKEND", "jax")
+    if backend not in KERAS_BACKENDS:
+        raise UnsupportedBackend(
+            f"KERAS_BACKEND={backend!r} was set, and Keras has {', '.join(KERAS_BACKENDS)}.\n"
+            "Set KERAS_BACKEND=jax, or leave it out."
+        )
 
 
 @main.command()
@@ -106,8 +115,10 @@ def verify(
         if not isinstance(asked, int):
             raise click.UsageError("--rehearse needs --devices with a number.")
         lockstep.rehearse(asked)
-    model, data = model_and_data(target)
-    found = lockstep.verify(model, data, asked, steps, batch_size=batch_size)
+    # What the user's code prints is no JSON.
+    with redirect_stdout(sys.stderr) if as_json_ else nullcontext():
+        model, data = model_and_data(target)
+        found = lockstep.verify(model, data, asked, steps, batch_size=batch_size)
     if as_json_:
         click.echo(as_json(found))
     else:
@@ -229,7 +240,8 @@ def _show_demo(result: object, devices: int) -> None:
     console = Console()
     console.print()
     console.print(table)
-    console.print(f"Saved: {result.folder / 'digits.keras'}, {result.folder / 'digits.png'}")
+    saved = f"Saved: {result.folder / 'digits.keras'}, {result.folder / 'digits.png'}"
+    console.print(saved, markup=False)
     if result.holds:
         console.print(f"{devices} devices gave what one device gives.")
     else:

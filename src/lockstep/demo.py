@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.distribute import distribute
+from lockstep.errors import UnsupportedBackend
 from lockstep.rehearsal import rehearse
 
 BATCH = 53
@@ -23,8 +25,8 @@ TRAINING_ROWS = 1500
 _PLAIN_KERAS = """
 import json, sys
 import jax, keras, numpy as np
-held_out = np.load("held_out.npz")
-model = keras.models.load_model("digits.keras")
+held_out = np.load(sys.argv[1])
+model = keras.models.load_model(sys.argv[2])
 accuracy = model.evaluate(held_out["x"], held_out["y"], verbose=0, return_dict=True)["accuracy"]
 print(json.dumps({
     "accuracy": accuracy,
@@ -75,7 +77,18 @@ def run_demo(devices: int, epochs: int, folder: Path) -> DemoResult:
 
     Returns:
         The comparison.
+
+    Raises:
+        UnsupportedBackend: If Keras runs on another backend than JAX.
     """
+    import keras
+
+    if keras.backend.backend() != "jax":
+        raise UnsupportedBackend(
+            f"The demo shows that dropout draws one device's numbers, as on JAX alone, and Keras "
+            f"runs on {keras.backend.backend()!r}.\n"
+            "Run it as KERAS_BACKEND=jax lockstep demo; `lockstep verify` compares your own model."
+        )
     rehearse(devices)
     digits = _digits()
     _say("One device")
@@ -83,7 +96,6 @@ def run_demo(devices: int, epochs: int, folder: Path) -> DemoResult:
     _say(f"{devices} devices")
     many, many_history = _train(digits, epochs, devices)
 
-    one.save(folder / "one-device.keras")
     many.save(folder / "digits.keras")
     _, (x, y) = digits
     accuracies = [_accuracy(model, x, y) for model in (one, many)]
@@ -91,11 +103,10 @@ def run_demo(devices: int, epochs: int, folder: Path) -> DemoResult:
         losses=(one_history["loss"][-1], many_history["loss"][-1]),
         accuracies=(accuracies[0], accuracies[1]),
         weight_difference=_largest_difference(one, many),
-        same_files=_contents(folder / "one-device.keras") == _contents(folder / "digits.keras"),
-        plain_accuracy=_accuracy_by_plain_keras(folder, x, y),
+        same_files=_contents_saved(one) == _contents(folder / "digits.keras"),
+        plain_accuracy=_accuracy_by_plain_keras(folder / "digits.keras", x, y),
         folder=folder,
     )
-    (folder / "one-device.keras").unlink()
     _draw(folder / "digits.png", devices, one_history, many_history, many, x, y)
     return result
 
@@ -156,6 +167,13 @@ def _largest_difference(one: Any, many: Any) -> float:
     return max(float(np.max(np.abs(mine - theirs))) for mine, theirs in pairs)
 
 
+def _contents_saved(model: Any) -> tuple[Any, list[str]]:
+    with tempfile.TemporaryDirectory(prefix="lockstep-demo-") as folder:
+        file = Path(folder) / "one-device.keras"
+        model.save(file)
+        return _contents(file)
+
+
 def _contents(file: Path) -> tuple[Any, list[str]]:
     import h5py
 
@@ -172,20 +190,22 @@ def _without_address(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != "shared_object_id"}
 
 
-def _accuracy_by_plain_keras(folder: Path, x: Any, y: Any) -> float:
+def _accuracy_by_plain_keras(model: Path, x: Any, y: Any) -> float:
     import numpy as np
 
-    np.savez(folder / "held_out.npz", x=x, y=y)
-    plain = {k: v for k, v in os.environ.items() if not k.startswith(("LOCKSTEP", "JAX_NUM"))}
-    done = subprocess.run(
-        [sys.executable, "-c", _PLAIN_KERAS],
-        cwd=folder,
-        env={**plain, "JAX_PLATFORMS": "cpu"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    (folder / "held_out.npz").unlink()
+    # XLA_FLAGS may ask for more CPU devices, too.
+    several = ("LOCKSTEP", "JAX_NUM", "XLA_FLAGS")
+    plain = {k: v for k, v in os.environ.items() if not k.startswith(several)}
+    with tempfile.TemporaryDirectory(prefix="lockstep-demo-") as folder:
+        held_out = Path(folder) / "held_out.npz"
+        np.savez(held_out, x=x, y=y)
+        done = subprocess.run(
+            [sys.executable, "-c", _PLAIN_KERAS, str(held_out), str(model)],
+            env={**plain, "JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "jax"},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
     found = json.loads(done.stdout.splitlines()[-1])
     if found["devices"] != 1 or found["lockstep_imported"]:
         raise RuntimeError(f"The check by plain Keras was none: {found}")
@@ -209,4 +229,5 @@ def _draw(
 
 
 def _say(title: str) -> None:
-    print(f"\n── {title} " + "─" * (60 - len(title)), flush=True)
+    # ASCII: what stdout goes to may know nothing else.
+    print(f"\n-- {title} " + "-" * (60 - len(title)), flush=True)

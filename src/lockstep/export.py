@@ -39,7 +39,7 @@ def export_model(run: Path, output: Path, model: Any = None, best: bool = False)
 
     Raises:
         CheckpointError: If there is no checkpoint, or none that is whole, or the model cannot be
-            made from it, or is another one than was handed over.
+            made from it, or is another one than was handed over, or the file not be written.
     """
     if output.suffix != ".keras":
         raise CheckpointError(
@@ -57,9 +57,18 @@ def export_model(run: Path, output: Path, model: Any = None, best: bool = False)
         check_model(str(found.path), found.state["model"], _config(model))
     _fill(made, found)
     aside = output.with_name(f".saving-{output.name}")
-    made.save(aside)
-    sync_file(aside)
-    os.replace(aside, output)
+    try:
+        made.save(aside)
+        sync_file(aside)
+        os.replace(aside, output)
+    except OSError as error:
+        raise CheckpointError(
+            f"{output} cannot be written: {error.strerror or error}.\n"
+            "Name a file in a folder that takes files, with room for it."
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):  # that of a save that failed half way
+            aside.unlink()
     sync_folder(output.parent)
     return found.path
 

@@ -42,7 +42,7 @@ def measure(
         NotAModel: If `model` is no Keras model.
         UnusableData: If the data cannot be trained on more than once.
     """
-    load = os.getloadavg()[0]
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
     distribute(model, devices)
     x, y, sample_weight = given = for_fit(data, batch_size)
     probe = current_engine().probe(model)
@@ -50,8 +50,8 @@ def measure(
         raise no_batch(data)
     options: dict[str, Any] = {"batch_size": batch_size} if batch_size is not None else {}
 
-    def train(epochs: int = 1, *, settle: bool = False) -> Clock:
-        clock = probe.clock(steps, settle=settle)
+    def train(epochs: int = 1, *, most: int = steps, settle: bool = False) -> Clock:
+        clock = probe.clock(most, settle=settle)
         options.update(epochs=epochs, verbose=0, callbacks=[clock])
         model.fit(x, y, sample_weight=sample_weight, **options)
         return clock
@@ -66,8 +66,13 @@ def measure(
         )
     seconds, batches = probe.feed(given, batch_size, steps)
     clocks = [train() for _ in range(rounds)]
+    most = steps
     with probe.tracing() as trace:
         traced = train()
+    while trace.full and most > 1:  # too many events to be kept: of fewer steps
+        most = max(1, most // 10)
+        with probe.tracing() as trace:
+            traced = train(most=most)
     timed = sum(clock.steps for clock in clocks)
     every = [clock.wall / clock.steps for clock in clocks]
     # Of all rounds that were: the exclusive method would guess at those that were not.

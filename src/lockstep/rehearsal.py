@@ -51,9 +51,10 @@ def rehearse_from_environment(environ: MutableMapping[str, str]) -> None:
     if count is None:
         return
     if (environ.get("KERAS_BACKEND") or _written_backend(environ)) == "tensorflow":
-        from lockstep.engines import tensorflow_devices
+        # Keras writes its file by itself, and names TensorFlow where there is none, too.
+        with suppress(RehearsalTooLate, ImportError):
+            from lockstep.engines import tensorflow_devices
 
-        with suppress(RehearsalTooLate):
             tensorflow_devices.make_virtual(count)
     if "jax" in sys.modules:
         from lockstep.engines.jax_devices import make_virtual

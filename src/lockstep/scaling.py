@@ -8,8 +8,14 @@ LIMITS = {
     "host": "starting each step from Python",
     "communication": "the all-reduce between the devices",
     "compute": "the computation itself",
+    "unknown": "not known: no part that was measured explains it",
 }
-"""The parts of a step that can limit it, in words."""
+"""What can limit a step, in words."""
+
+PROFILED = (
+    "Compute and communication come from a profile of the busiest device in a round of its own, "
+    "which slows small steps; waiting for the other devices counts as communication."
+)
 
 
 @dataclass(frozen=True)
@@ -53,14 +59,20 @@ class Measurement:
 
     @property
     def limit(self) -> str:
-        """The part of a step that takes longest, a key of `LIMITS`."""
+        """The part of a step that takes longest, a key of `LIMITS`.
+
+        It is unknown where that is less than half of the step; without a trace, where input
+        or host does not come close to the step.
+        """
         parts = {
             "input": self.input,
             "host": self.host,
             "compute": self.compute or 0.0,
             "communication": self.communication or 0.0,
         }
-        return max(parts, key=lambda part: parts[part])
+        longest = max(parts, key=lambda part: parts[part])
+        enough = (0.8 if self.compute is None else 0.5) * self.step
+        return longest if parts[longest] >= enough else "unknown"
 
 
 @dataclass(frozen=True)
@@ -107,7 +119,8 @@ class Scaling:
         if best is first:
             return (
                 f"More devices do not help this model at this batch size: {_devices(first)} "
-                f"are the fastest, and what limits {len(last.devices)} is {LIMITS[last.limit]}."
+                f"{'are' if len(first.devices) > 1 else 'is'} the fastest, and what limits "
+                f"{len(last.devices)} is {LIMITS[last.limit]}."
             )
         return (
             f"{_devices(best)} are {self.speedup(best):.2f} times as fast as "
@@ -161,6 +174,7 @@ class Scaling:
             "measurements": [{**measured, **derived} for measured, derived in pairs],
             "verdict": self.verdict,
             "advice": self.advice,
+            "profiled": PROFILED,
         }
 
 

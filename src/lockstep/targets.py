@@ -5,6 +5,8 @@ import importlib.util
 import inspect
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +18,8 @@ def call_target(target: str) -> Any:
     """Call `path/to/file.py:function` or `package.module:function`, and return its result.
 
     Raises:
-        TargetNotFound: If there is no such file, module or function, or it needs arguments.
+        TargetNotFound: If there is no such file, module or function, or it needs arguments,
+            or ends Python.
         UnsupportedBackend: If it asks for another backend than the one that has started.
     """
     place, _, name = target.rpartition(":")
@@ -39,7 +42,8 @@ def call_target(target: str) -> Any:
         ) from None
     except ValueError:  # no signature is known
         pass
-    result = function()
+    with _as_a_script(place):
+        result = function()
     _check_backend(place)
     return result
 
@@ -99,7 +103,7 @@ def load_module(place: str) -> ModuleType:
     does with a script.
 
     Raises:
-        TargetNotFound: If there is no such file or module.
+        TargetNotFound: If there is no such file or module, or it ends Python.
     """
     if place.endswith(".py"):
         return _load_file(Path(place))
@@ -110,7 +114,8 @@ def load_module(place: str) -> ModuleType:
         )
     sys.path.insert(0, str(Path.cwd()))
     try:
-        return importlib.import_module(place)
+        with _as_a_script(place):
+            return importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is None or not place.startswith(error.name):
             raise  # what the user's own module lacks is for it to say
@@ -132,5 +137,21 @@ def _load_file(file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(file.parent.resolve()))
     sys.modules[file.stem] = module
-    spec.loader.exec_module(module)
+    with _as_a_script(str(file)):
+        spec.loader.exec_module(module)
     return module
+
+
+@contextmanager
+def _as_a_script(place: str) -> Iterator[None]:
+    """The user's code sees arguments of its own, none, and does not end the command."""
+    before, sys.argv = sys.argv, [place]
+    try:
+        yield
+    except SystemExit as error:
+        raise TargetNotFound(
+            f"{place} ended Python (with {error.code!r}) before it gave what was asked for.\n"
+            "Put what a script does at its end under if __name__ == '__main__':."
+        ) from None
+    finally:
+        sys.argv = before

@@ -12,7 +12,7 @@ Values = dict[str, np.ndarray]
 
 def _variables(model: Any) -> dict[str, Any]:
     named: dict[str, Any] = {}
-    own = [*model.variables, *_states_of_rnns(model)]
+    own = [*model.variables, *states_of_rnns(model)]
     own = list({id(variable): variable for variable in own}.values())
     for prefix, group in (("", own), ("optimizer/", model.optimizer.variables)):
         for variable in group:
@@ -23,12 +23,12 @@ def _variables(model: Any) -> dict[str, Any]:
     return named
 
 
-def _states_of_rnns(model: Any) -> list[Any]:
+def states_of_rnns(model: Any) -> list[Any]:
     """What stateful RNNs keep from batch to batch, which is in no list of variables."""
     layers = getattr(model, "layers", [])
-    found = [state for layer in layers for state in _states_of_rnns(layer)]
+    found = [state for layer in layers for state in states_of_rnns(layer)]
     inner = [getattr(model, name, None) for name in ("forward_layer", "backward_layer")]
-    found += [state for layer in inner if layer is not None for state in _states_of_rnns(layer)]
+    found += [state for layer in inner if layer is not None for state in states_of_rnns(layer)]
     states = getattr(model, "states", None) if getattr(model, "stateful", False) else None
     return found + [state for state in keras.tree.flatten(states) if state is not None]
 

@@ -41,7 +41,8 @@ class Verification:
         control: How rounding was measured on one device.
         differences: Every loss, metric, weight and optimizer slot, largest first.
         notes: What else is worth knowing, a sentence each.
-        first_step: The first step at which the runs parted, `None` for never.
+        first_step: The first step at which the runs parted, `None` for never, or where it
+            cannot be told, as `cause` then says.
         first_layer: The layer that parted there, where one could be named.
         cause: Why, as far as it can be told; `None` where they did not part.
     """

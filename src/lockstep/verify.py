@@ -1,5 +1,6 @@
 """N devices against one, on a model and data of the user's."""
 
+import operator
 from typing import Any
 
 from lockstep.devices import parse_devices
@@ -20,12 +21,12 @@ def verify(
     """Train on one device and on several from the same start, and compare every step.
 
     Loss, metrics, every weight and every optimizer slot are compared after each
-    step. Nothing of the model changes: weights, optimizer state and devices are
-    afterwards what they were. Where the runs part, the first step, the first layer
-    and the likely cause are named. How far rounding alone takes a model from itself
-    is measured on one device, by turning round the rows of each batch (or, for a
-    model that draws random numbers, by moving each weight by the last bit of the
-    type that layers compute in).
+    step. Weights, optimizer state and devices are afterwards what they were; metrics are
+    reset, and a model or optimizer that was not built is. Where the runs part, the first
+    step, the first layer and the likely cause are named. How far rounding alone takes a
+    model from itself is measured on one device, by turning round the rows of each batch
+    (or, where their order counts, as for a model that draws random numbers, by moving each
+    weight by the last bit of the type that layers compute in).
 
     Args:
         model: A compiled `keras.Model`.
@@ -57,7 +58,11 @@ def verify(
             f"A compiled model was expected, and {model.name!r} is not compiled.\n"
             "Call model.compile(optimizer, loss) first: verify trains it."
         )
-    if not isinstance(steps, int) or steps < 1:
+    try:
+        number = operator.index(steps)  # NumPy's whole numbers too
+    except TypeError:
+        number = 0
+    if isinstance(steps, bool) or number < 1:
         raise UnusableData(
             f"steps={steps} was asked for, and a whole number of at least 1 was expected."
         )
@@ -65,6 +70,6 @@ def verify(
     from lockstep.batches import first_batches, rows_of
     from lockstep.comparison import compare
 
-    batches = first_batches(data, steps, batch_size)
+    batches = first_batches(data, number, batch_size)
     rows = [rows_of(batch) for batch in batches]
     return compare(engine, model, batches, names, (min(rows), max(rows)))

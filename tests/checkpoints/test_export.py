@@ -156,6 +156,19 @@ def test_another_model_of_the_same_shapes_is_refused(tmp_path):
     export_model(tmp_path / "run", tmp_path / "a.keras", made("relu"))
 
 
+def test_a_file_that_cannot_be_written_is_refused_and_nothing_left(tmp_path, monkeypatch):
+    made = trained(tmp_path / "run", small, epochs=1)
+
+    def half(self, file):
+        file.write_text("half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(made), "save", half)
+    with pytest.raises(lockstep.errors.CheckpointError, match=r"cannot be written: No space left"):
+        export_model(tmp_path / "run", tmp_path / "a.keras")
+    assert [file.name for file in tmp_path.iterdir()] == ["run"]
+
+
 def test_what_cannot_be_exported_is_refused_and_nothing_written(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("")

@@ -47,6 +47,9 @@ def test_the_public_names():
         if not name.startswith("_")
         and (not inspect.ismodule(getattr(lockstep, name)) or name == "errors")
     }
+    star = {}
+    exec("from lockstep import *", star)
+    assert star.keys() - {"__builtins__"} == public
     assert public == {
         "Checkpoint",
         "devices",

@@ -1,7 +1,11 @@
 """Virtual devices, in either import order, and in words where it is too late."""
 
+import sys
+
 import pytest
 
+import lockstep
+from lockstep.rehearsal import rehearse_from_environment
 from tests.processes.common import python
 
 COUNT = "print(lockstep.devices())"
@@ -17,6 +21,20 @@ def test_by_environment_on_the_backend_of_kerass_own_settings(tmp_path):
     (tmp_path / "keras.json").write_text('{"backend": "tensorflow"}')
     settings = {"KERAS_BACKEND": "", "KERAS_HOME": str(tmp_path), "TF_CPP_MIN_LOG_LEVEL": "3"}
     assert python(f"import lockstep, keras; {COUNT}", LOCKSTEP_REHEARSE="4", **settings) == FOUR
+
+
+def test_by_environment_where_kerass_own_settings_name_tensorflow_and_it_is_not_here(
+    tmp_path, monkeypatch
+):
+    """Keras writes them by itself, so: every command and script ended in an ImportError."""
+    (tmp_path / "keras.json").write_text('{"backend": "tensorflow"}')
+    monkeypatch.delitem(sys.modules, "lockstep.engines.tensorflow_devices", raising=False)
+    monkeypatch.delattr(lockstep.engines, "tensorflow_devices", raising=False)
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
+    monkeypatch.delitem(sys.modules, "jax", raising=False)
+    environment = {"LOCKSTEP_REHEARSE": "4", "KERAS_HOME": str(tmp_path)}
+    rehearse_from_environment(environment)
+    assert environment["JAX_NUM_CPU_DEVICES"] == "4"
 
 
 @pytest.mark.parametrize("imports", ["import lockstep, keras", "import keras, lockstep"])

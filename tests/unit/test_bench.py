@@ -60,6 +60,18 @@ def test_what_limits_is_the_longest_part(parts, limit, advice):
     assert re.search(advice, " ".join(found.advice))
 
 
+def test_without_a_profile_what_limits_is_known_only_where_it_is_measured():
+    """Of a step of 50 ms, 0.2 ms of Python were said to limit it."""
+    unseen = {"compute": None, "communication": None}
+    found = scaling(measured(1, 0.05, **unseen), measured(4, 0.1, **unseen))
+    assert found.measurements[0].limit == "unknown"
+    assert "1 device is the fastest, and what limits 4 is not known" in found.verdict
+    assert measured(1, 0.05, **unseen, host=0.045).limit == "host"
+    assert measured(1, 0.05, **unseen, input=0.045).limit == "input"
+    # What takes 28% of a step does not limit it, whatever else is less.
+    assert measured(1, 0.05, compute=0.01, host=0.014).limit == "unknown"
+
+
 def test_steps_that_go_together_are_not_advised_to():
     slow = {"host": 0.02, "compute": 0.004}
     assert scaling(measured(1, 0.02, **slow)).advice
@@ -82,6 +94,10 @@ def test_the_report_names_every_number():
     again = json.loads(as_json(found))
     assert again["measurements"][1]["efficiency"] == pytest.approx(0.8333, abs=1e-3)
     assert again["measurements"][1]["compute"] is None
+    assert "which slows small steps" in " ".join(shown.split())
+    assert "which slows small steps" in again["profiled"]
+    odd = scaling(measured(1, float("nan")), measured(4, float("inf")))
+    assert json.loads(as_json(odd), parse_constant=pytest.fail)["measurements"][1]["step"] == "inf"
 
 
 def test_the_page_loads_nothing(tmp_path):
@@ -91,6 +107,9 @@ def test_the_page_loads_nothing(tmp_path):
     assert "2 devices are 1.67 times as fast" in page
     assert not re.search(r'(src|href)="http|<script|@import', page)
     assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
+    no_text = Scaling("tr\udcff.py:build", False, 2, {}, (measured(1, 0.01),))
+    write_page(no_text, tmp_path / "page.html")
+    assert "tr\\udcff.py:build" in (tmp_path / "page.html").read_text()
 
 
 SCRIPT = """

@@ -139,6 +139,31 @@ def test_the_profile_is_of_every_step(found):
     assert (found.compute, found.communication) == (2, 1)
 
 
+def test_a_profile_that_is_full_is_made_again_of_fewer_steps(keras, monkeypatch):
+    monkeypatch.setattr(jax_profile, "_MOST_EVENTS", 2500)
+    probe = current_engine().probe(made := model(keras))
+    clocks, traces = [], []
+
+    def clock(most, **options):
+        clocks.append(most)
+        return type(probe).clock(probe, most, **options)
+
+    @contextlib.contextmanager
+    def tracing():
+        with type(probe).tracing(probe) as trace:
+            yield trace
+        traces.append(trace.full)
+
+    engine = type(current_engine())
+    monkeypatch.setattr(engine, "probe", lambda *_: probe)
+    monkeypatch.setattr(probe, "clock", clock)
+    monkeypatch.setattr(probe, "tracing", tracing)
+    found = measure(made, arrays(8 * 100), 2, steps=80, rounds=1, batch_size=8)
+    assert clocks == [80, 80, 80, 8]
+    assert traces == [True, False]
+    assert found.compute > 0
+
+
 # ------------------------------------------------------------------ the path of the user
 
 

@@ -53,6 +53,14 @@ def test_what_runs_at_the_same_time_counts_once_in_each_of_the_two(tmp_path):
     assert (found.compute, found.communication) == (pytest.approx(6), pytest.approx(3))
 
 
+def test_of_a_profile_that_is_full_nothing_is_told(tmp_path, monkeypatch):
+    """It holds a million events and drops the rest: what was left was taken for all."""
+    monkeypatch.setattr(jax_profile, "_MOST_EVENTS", 3)
+    dots = [(1, 0, "dot", 10, 4), (1, 0, "dot", 20, 4)]
+    assert trace_of(tmp_path, *dots) == jax_profile.Trace(full=True)
+    assert trace_of(tmp_path, *dots[:1]).seen
+
+
 def test_a_device_does_not_compute_for_longer_than_the_profile_lasted(keras):
     made = keras.Sequential([keras.Input((30, 3)), keras.layers.LSTM(8), keras.layers.Dense(1)])
     made.compile("sgd", "mse")

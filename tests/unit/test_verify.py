@@ -1,5 +1,6 @@
 """`verify` passes what is right, and names what is wrong."""
 
+import io
 import json
 import re
 import subprocess
@@ -10,9 +11,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import scipy.sparse
+from click.testing import CliRunner
 from keras import layers
+from rich.console import Console
 
 import lockstep
+from lockstep.cli import main
 from lockstep.engines import current_engine
 from lockstep.errors import TargetNotFound, UnsupportedBackend, UnusableData
 from lockstep.report.verification import as_json, show_verification
@@ -149,6 +153,97 @@ def test_a_layer_that_reads_the_devices_is_named(monkeypatch):
     assert "something else on several devices" in found.cause
 
 
+def late(y, guess):
+    """Later rows count more, as where a batch is a stretch of time."""
+    rows = keras.ops.arange(keras.ops.shape(guess)[0], dtype="float32")
+    return keras.ops.mean(rows[:, None] * (y - guess) ** 2)
+
+
+def both_ends(y, guess):
+    """As `late`, and the same for a batch that is turned round."""
+    rows = keras.ops.arange(keras.ops.shape(guess)[0], dtype="float32")
+    middle = (keras.ops.max(rows)) / 2
+    return keras.ops.mean(keras.ops.abs(rows - middle)[:, None] * (y - guess) ** 2)
+
+
+@pytest.mark.parametrize("loss", [late, both_ends])
+def test_a_loss_by_the_place_of_rows_is_not_taken_for_rounding(monkeypatch, loss):
+    """Other orders of the rows gave another loss, and ten times that passed for rounding."""
+    made = with_layer(DeviceReader(name="culprit"))
+    made.compile("sgd", loss)
+    found = lockstep.verify(made, data(), devices=4, steps=3)
+    assert found.equal, found.cause
+    monkeypatch.setattr(DeviceReader, "model", made)
+    found = lockstep.verify(made, data(), devices=4, steps=3)
+    assert found.first_step == 1
+    assert found.first_layer.endswith("culprit")
+    assert found.control.startswith("each weight moved by its last bit")
+
+
+def test_where_rounding_explodes_nothing_is_called_equal(capsys):
+    """Any number passes ten times a control that is as far off as the loss is large."""
+    made = with_layer(layers.Lambda(lambda x: keras.ops.sin(3e4 * x)))
+    found = lockstep.verify(made, data(), devices=4, steps=5)
+    assert not found.equal
+    if found.first_step is None:
+        assert "a wrong number could pass for rounding" in found.cause
+    show_verification(found)
+    assert "give what one device gives" not in capsys.readouterr().out
+
+
+def test_a_loss_that_is_no_number_is_noted():
+    x, y = data(40)
+    x[33] = np.nan  # in the second batch
+    found = lockstep.verify(with_layer(), (x, y), devices=4, steps=3)
+    assert found.equal
+    assert found.notes == ("The loss is no finite number at step 2.",)
+
+
+def test_stateful_rnns_are_compared_with_one_device_that_carries_their_state(monkeypatch):
+    """One device was stock Keras, which drops the state, and every such model was said to part."""
+    made = keras.Sequential(
+        [
+            keras.Input(batch_shape=(6, 3, 2)),
+            layers.LSTM(4, stateful=True),
+            DeviceReader(name="culprit"),
+            layers.Dense(1),
+        ]
+    )
+    made.compile("sgd", "mse")
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(18, 3, 2)), rng.normal(size=(18, 1))
+    found = lockstep.verify(made, (x, y), devices=4, steps=3, batch_size=6)
+    assert found.equal, found.cause
+    assert "drops the states of stateful RNNs" in found.notes[0]
+    assert all(d.bound < 1e-3 for d in found.differences if "lstm" in d.name)
+    on = current_engine().attached
+    monkeypatch.setattr(
+        DeviceReader, "call", lambda self, x: x * (1.5 if len(on(made) or ()) == 4 else 1.0)
+    )
+    found = lockstep.verify(made, (x, y), devices=4, steps=3, batch_size=6)
+    assert found.first_layer.endswith("culprit")
+    assert devices_of(made) == {1}
+
+
+def test_names_are_printed_as_they_are():
+    """What stands in brackets was taken for the console's markup, and left out."""
+    found = Verification(
+        "jax",
+        ("cpu:0",),
+        2,
+        (3, 3),
+        "two orders",
+        (Difference("enc[red]oder/kernel", 1.0, 1e-5, 1),),
+        notes=("A note on a[bold].",),
+        first_step=1,
+        cause="The first layer that differs is 'cul[bold]prit'.",
+    )
+    console = Console(file=io.StringIO(), width=100)
+    show_verification(found, console)
+    for name in ("enc[red]oder/kernel", "a[bold].", "cul[bold]prit"):
+        assert name in console.file.getvalue()
+
+
 # ------------------------------------------------------------------------ leaves no trace
 
 
@@ -258,6 +353,16 @@ def test_data_that_cannot_be_used(bad, text):
         lockstep.verify(with_layer(), bad(*data()), devices=2)
 
 
+def test_numbers_that_are_none():
+    for wrong in (0, -3, 2.5, True):  # 0 was taken for 32
+        with pytest.raises(UnusableData, match=re.escape(f"batch_size={wrong!r} was given")):
+            lockstep.verify(with_layer(), data(), devices=2, batch_size=wrong)
+        with pytest.raises(UnusableData, match=re.escape(f"steps={wrong} was asked for")):
+            lockstep.verify(with_layer(), data(), devices=2, steps=wrong)
+    numbers = {"steps": np.int64(1), "batch_size": np.int32(7)}
+    assert lockstep.verify(with_layer(), data(), devices=2, **numbers).rows == (7, 7)
+
+
 def test_a_model_that_is_not_compiled():
     with pytest.raises(UnusableData, match="is not compiled"):
         lockstep.verify(keras.Sequential([layers.Dense(1)]), data(), devices=2)
@@ -306,6 +411,7 @@ def build(*between):
     return model, (np.ones((20, 2), "float32"), np.ones((20, 1), "float32"))
 
 def broken():
+    print("what the user's code says")
     return build(Noise())
 
 def only_a_model():
@@ -316,6 +422,9 @@ def swapped():
 
 def of(width):
     return build()
+
+def ends():
+    raise SystemExit(0)
 
 def another_backend():
     import os
@@ -348,6 +457,14 @@ def test_the_command(tmp_path, target, code, said):
     )
     assert done.returncode == code, done.stderr
     assert said in done.stdout + done.stderr
+    if done.stdout:  # with what the function prints on the other side
+        assert "equal" in json.loads(done.stdout)
+
+
+def test_the_command_on_a_backend_that_there_is_not():
+    asked = CliRunner().invoke(main, ["devices"], env={"KERAS_BACKEND": "nonsense"})
+    assert asked.exit_code == 1
+    assert "KERAS_BACKEND='nonsense' was set, and Keras has jax, tensorflow" in asked.output
 
 
 @pytest.mark.parametrize(
@@ -361,13 +478,30 @@ def test_the_command(tmp_path, target, code, said):
             UnsupportedBackend,
             "tensorflow, and Keras had started on jax",
         ),
+        ("train.py:ends", TargetNotFound, "ended Python (with 0) before it gave what was"),
+        ("script.py:build", TargetNotFound, "script.py ended Python (with None) before"),
+        ("script:build", TargetNotFound, "script ended Python (with None) before"),
     ],
 )
 def test_targets_that_are_refused(tmp_path, monkeypatch, name, error, said):
     (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "script.py").write_text(SCRIPT + "import sys\nsys.exit()\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)  # which puts the path back afterwards
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     with pytest.raises(error, match=re.escape(said)):
         model_and_data(name)
     sys.modules.pop("train", None)
+    sys.modules.pop("script", None)
+
+
+def test_a_target_sees_no_arguments_of_the_command(tmp_path, monkeypatch):
+    """argparse at the import of a script took lockstep's own arguments."""
+    arguments = "import argparse\nargparse.ArgumentParser().parse_args()\n"
+    (tmp_path / "parses.py").write_text(SCRIPT + arguments)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", asked := ["lockstep", "verify", "parses.py:build"])
+    assert model_and_data("parses.py:build")[0].compiled
+    assert sys.argv is asked
+    sys.modules.pop("parses", None)

@@ -68,9 +68,13 @@ class Compiling(Protocol):
 
 
 class Trace(Protocol):
-    """What the busiest device did: seconds of computation, and of communication."""
+    """What the busiest device did: seconds of computation, and of communication.
+
+    Nothing was seen where it was `full`: it had more to keep than it can.
+    """
 
     seen: bool
+    full: bool
     compute: float
     communication: float
 

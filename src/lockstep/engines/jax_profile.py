@@ -14,6 +14,10 @@ import jax
 
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective", "nccl")
 
+_MOST_EVENTS = 1_000_000
+"""So many the profiler's JSON holds, and the rest are dropped without a word:
+xla/tsl/profiler/convert/trace_container.h and xplane_to_trace_events.cc (kMaxEvents), OpenXLA."""
+
 _Span = tuple[float, float, Any]
 """When something began, when it ended, and what it was."""
 
@@ -37,9 +41,11 @@ class Trace:
         seen: Whether the profiler saw any operation of a device.
         compute: Seconds in which an operation ran that is no collective.
         communication: Seconds in which a collective ran, waiting for other devices included.
+        full: Whether the profiler dropped events, so that nothing is told.
     """
 
     seen: bool = False
+    full: bool = False
     compute: float = 0.0
     communication: float = 0.0
 
@@ -72,11 +78,16 @@ def tracing() -> Iterator[Trace]:
             yield found
         for file in Path(folder).rglob("*.trace.json.gz"):
             _read(file, found)
+        if found.full:
+            found.seen = False
 
 
 def _read(file: Path, found: Trace) -> None:
     with gzip.open(file, "rt") as opened:
         events = json.load(opened)["traceEvents"]
+    if len(events) >= _MOST_EVENTS:
+        found.full = True
+        return
     threads: dict[Any, list[_Span]] = defaultdict(list)
     for event in events:
         arguments = event.get("args", {})

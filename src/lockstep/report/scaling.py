@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lockstep.scaling import Measurement, Scaling
+from lockstep.report.numbers import finite
+from lockstep.scaling import PROFILED, Measurement, Scaling
 
 _PARTS = ("input", "host", "compute", "communication")
 _HEADS = (
@@ -34,14 +35,16 @@ def show_scaling(found: Scaling, console: Console | None = None) -> None:
         table.add_row(head, *cells)
     console.print(table)
     style = "bold red" if found.rehearsed else ""
-    console.print(found.verdict, style=style, highlight=False)
+    console.print(found.verdict, style=style, markup=False, highlight=False)
     for advice in found.advice:
-        console.print(advice, highlight=False)
+        console.print(advice, markup=False, highlight=False)
+    if any(measured.compute is not None for measured in found.measurements):
+        console.print(PROFILED, markup=False, highlight=False)
 
 
 def as_json(found: Scaling) -> str:
-    """The same as JSON."""
-    return json.dumps(found.as_dict(), indent=2)
+    """The same as JSON, which knows no infinity: such a number is the string "inf" or "nan"."""
+    return json.dumps(finite(found.as_dict()), indent=2, allow_nan=False)
 
 
 def write_page(found: Scaling, path: Path) -> None:
@@ -60,12 +63,14 @@ def write_page(found: Scaling, path: Path) -> None:
         heads="".join(f"<th>{head}</th>" for head in _HEADS),
         rows=rows,
         plots=_plots(found),
+        profiled=html.escape(PROFILED),
         machine=html.escape(
             f"{found.cores} cores; load before each measurement: {loads}; {versions}"
         ),
     )
     aside = path.with_name(path.name + ".part")
-    aside.write_text(page, encoding="utf-8")
+    # The name of a target may have bytes that are no text.
+    aside.write_text(page, encoding="utf-8", errors="backslashreplace")
     aside.replace(path)
 
 
@@ -137,8 +142,7 @@ small {{ color: #555; }}
 <p><small>A step is the median of the rounds, with its quartiles. Input, host, compute and
 communication overlap, so they do not add up to a step: the longest of them limits it. Input is
 what it takes to prepare a batch as fit does, with nothing else running; host is the processor time
-of the main thread; compute and communication come from a profile of the busiest device in a round
-of its own, which slows small steps, and waiting for the other devices counts as communication.
+of the main thread. {profiled}
 {machine}.</small></p>
 </html>
 """

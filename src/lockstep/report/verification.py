@@ -1,12 +1,12 @@
 """A table of what verify found."""
 
 import json
-import math
-from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from lockstep.report.numbers import finite
 from lockstep.verification import Difference, Verification
 
 LINES = 12
@@ -26,7 +26,7 @@ def show_verification(found: Verification, console: Console | None = None) -> No
     table = Table("", "largest difference", "bound", "")
     for difference in found.differences[:LINES]:
         table.add_row(
-            difference.name,
+            escape(difference.name),
             f"{difference.largest:.1e}",
             f"{difference.bound:.1e}",
             _word(difference),
@@ -36,24 +36,19 @@ def show_verification(found: Verification, console: Console | None = None) -> No
         table.add_row(f"{len(rest)} more", f"at most {max(d.largest for d in rest):.1e}", "", "")
     console.print(table)
     for note in found.notes:
-        console.print(note, highlight=False)
+        console.print(escape(note), highlight=False)
     if found.equal:
         console.print(f"{len(found.devices)} devices give what one device gives.", highlight=False)
     else:
-        console.print(f"[red]They part at step {found.first_step}.[/red] {found.cause}")
+        verdict = "It cannot be told whether they give the same."
+        if found.first_step is not None:
+            verdict = f"They part at step {found.first_step}."
+        console.print(f"[red]{verdict}[/red] {escape(found.cause or '')}")
 
 
 def as_json(found: Verification) -> str:
     """The same as JSON, which knows no infinity: such a number is the string "inf" or "nan"."""
-    return json.dumps(_finite(found.as_dict()), indent=2, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [*map(_finite, value)]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(finite(found.as_dict()), indent=2, allow_nan=False)
 
 
 def _word(difference: Difference) -> str:

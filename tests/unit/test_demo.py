@@ -1,0 +1,42 @@
+"""The demo, as it is run from a folder of the user's."""
+
+import os
+import subprocess
+import sys
+
+import keras
+import pytest
+
+from lockstep.demo import run_demo
+from lockstep.errors import UnsupportedBackend
+
+
+def test_the_demo_in_a_folder_with_files_of_the_users(tmp_path):
+    """It removed two of them; XLA's own CPU devices, and a console without Unicode, ended it."""
+    for name in ("held_out.npz", "one-device.keras"):
+        (tmp_path / name).write_text("the user's")
+    command = [sys.executable, "-m", "lockstep", "demo", "--epochs", "1", "--devices", "2"]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("LOCKSTEP", "JAX_NUM"))}
+    flags = "--xla_force_host_platform_device_count=8"
+    done = subprocess.run(
+        [*command, "--output", "."],
+        cwd=tmp_path,
+        env={**clean, "XLA_FLAGS": flags, "PYTHONIOENCODING": "cp1252", "PYTHONUTF8": "0"},
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 devices gave what one device gives." in done.stdout
+    files = {file.name for file in tmp_path.iterdir()}
+    assert files == {"held_out.npz", "one-device.keras", "digits.keras", "digits.png"}
+    for name in ("held_out.npz", "one-device.keras"):
+        assert (tmp_path / name).read_text() == "the user's"
+
+
+def test_the_demo_on_another_backend_is_refused_before_it_trains(tmp_path, monkeypatch):
+    """Dropout draws other numbers there: the runs were said to differ, to be reported."""
+    monkeypatch.setattr(keras.backend, "backend", lambda: "tensorflow")
+    with pytest.raises(UnsupportedBackend, match="KERAS_BACKEND=jax lockstep demo"):
+        run_demo(2, 1, tmp_path)

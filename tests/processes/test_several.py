@@ -401,6 +401,22 @@ REFUSED = {
         "x = np.zeros((8, 4, 4, 1)); lockstep.distribute(turned).fit(x, x[:, 0, 0], verbose=0)",
         "Keras cannot compile turn (RandomRotation)",
     ),
+    "rows that are masked out": (
+        "x, y = data(); made.fit(np.ma.masked_array(x, x > 1), y, batch_size=7, verbose=0)",
+        "numpy masked arrays are not supported",
+    ),
+    "arrays that no process has whole": (
+        "made.fit(*map(spread, data(56)), batch_size=7, verbose=0)",
+        "spread over processes, none of which has it whole",
+    ),
+    "batches that no process has whole": (
+        "made.fit((tuple(map(spread, data(8))) for _ in range(3)), verbose=0)",
+        "spread over processes, none of which has it whole",
+    ),
+    "one batch that no process has whole": (
+        "made.train_on_batch(*map(spread, data(8)))",
+        "spread over processes, none of which has it whole",
+    ),
     "some of the devices": (
         "lockstep.distribute(made, 2)",
         "2 devices were asked for, and 4 are in 2 processes",
@@ -416,11 +432,16 @@ def assigned(*_):
     if rank:
         made.optimizer.learning_rate = 0.5
 
+def spread(array):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), "rows")
+    layout = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+    return jax.make_array_from_callback(array.shape, layout, lambda rows: array[rows])
+
 for case, (call, _) in REFUSED.items():
     made = lockstep.distribute(model())
     try:
         exec(call)
-    except LockstepError as error:
+    except (LockstepError, ValueError) as error:
         errors[case] = str(error)
 
 from lockstep.engines import jax_flags

@@ -10,6 +10,7 @@ import numpy as np
 
 from lockstep.engines.jax_assigned import Assigned, sample
 from lockstep.engines.jax_exchange import Exchange, Word
+from lockstep.engines.jax_processes import host_array
 from lockstep.errors import ProcessesDisagree
 
 _BEGINS, _GOES_ON, _ENDED, _COMPARES = range(4)
@@ -149,7 +150,7 @@ def _shapes(batches: list[Any]) -> int:
 
 
 def _arrays(batch: Any) -> list[np.ndarray]:
-    return [np.asarray(leaf) for leaf in keras.tree.flatten(batch) if leaf is not None]
+    return [host_array(leaf) for leaf in keras.tree.flatten(batch) if leaf is not None]
 
 
 def _added(part: np.ndarray, array: np.ndarray, check: int) -> int:

@@ -81,6 +81,8 @@ def _of_all(name: str, method: Callable[..., Any], assigned: Assigned) -> Callab
     @functools.wraps(method)
     def method_of_all(*args: Any, **kwargs: Any) -> Any:
         with CALLS.call(name) as outermost:
+            for value in keras.tree.flatten((args, kwargs)):
+                local(value)  # which refuses an array that no process has whole
             if outermost and name in _LOUD:
                 assigned.share()
             if name == "fit":

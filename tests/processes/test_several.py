@@ -308,6 +308,12 @@ class Own(keras.Model):
     def fit(self, *args, **kwargs):
         return super().fit(*args, **kwargs)
 
+    def evaluate(self, *args, **kwargs):
+        return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args, **kwargs):
+        return super().predict(*args, **kwargs)
+
 inner = model(compiled=False, seed=5)
 own = Own(inner.inputs, inner.outputs)
 compile_(own)
@@ -315,6 +321,9 @@ lockstep.distribute(own)
 writing = [keras.callbacks.CSVLogger("own.csv"), keras.callbacks.BackupAndRestore("own")]
 own.fit(x, y, batch_size=7, shuffle=False, epochs=2, verbose=2, callbacks=writing)
 history["own"] = [float(loss) for loss in own.history.history["loss"]]
+by_place = keras.callbacks.CSVLogger("by_place.csv")
+history["by place"] = own.fit(x, y, 7, 1, 2, [by_place], shuffle=False).history["loss"]
+history["by place"] += [own.evaluate(x, y, 9, 2), *own.predict(x, 9, 2)[:, 0].tolist()]
 report(made, history, logs=logs, predicted=np.asarray(one).tolist(), direct=direct.tolist())
 """
 
@@ -326,6 +335,8 @@ def test_a_model_built_later_and_every_other_call(tmp_path):
     assert "Epoch" not in said[1]
     assert "lockstep:" not in said[1]
     assert len((tmp_path / "own.csv").read_text().splitlines()) == 3
+    assert "6/6" in said[0]
+    assert "6/6" not in said[1]
     one = model(compiled=False, built=False, seed=5)
     compile_(one)
     x, y = data()
@@ -347,6 +358,8 @@ def test_a_model_built_later_and_every_other_call(tmp_path):
     compile_(own)
     own.fit(x, y, batch_size=7, shuffle=False, epochs=2, verbose=0)
     history["own"] = own.history.history["loss"]
+    history["by place"] = own.fit(x, y, 7, 1, 0, shuffle=False).history["loss"]
+    history["by place"] += [own.evaluate(x, y, 9, 0), *own.predict(x, 9, 0)[:, 0].tolist()]
     assert_same(first["history"], history)
 
 
@@ -390,6 +403,21 @@ REFUSED = {
         "x, y = data(); saved = lambda name: made.fit(x, y, batch_size=7, verbose=0, "
         "callbacks=[lockstep.Checkpoint(name)]); saved('run'); saved('run' if rank else 'none')",
         "and another one from another checkpoint",
+    ),
+    "validation in one process": (
+        "x, y = data(); made.fit(x, y, batch_size=7, epochs=2, verbose=0, "
+        "validation_data=None if rank else (x, y))",
+        "Process 0 was given validation data for its fit, and process 1 none",
+    ),
+    "validation at other epochs": (
+        "x, y = data(); made.fit(x, y, batch_size=7, epochs=2, verbose=0, "
+        "validation_split=0.2, validation_freq=1 + rank)",
+        "was given another validation_freq than process",
+    ),
+    "a checkpoint in one process": (
+        "made.fit(*data(), batch_size=7, verbose=0, "
+        "callbacks=[lockstep.Checkpoint('alone')] if rank else None)",
+        "Process 1 was given a lockstep.Checkpoint for its fit, and process 0 none",
     ),
     "operation by operation": (
         "made.compile('sgd', 'mse', run_eagerly=True); made.fit(*data(), verbose=0)",

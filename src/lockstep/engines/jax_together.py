@@ -7,6 +7,8 @@ from typing import Any
 
 import keras
 
+from lockstep.announce import names_by_place
+from lockstep.engines.jax_agreement import check_course
 from lockstep.engines.jax_assigned import Assigned
 from lockstep.engines.jax_calls import CALLS
 from lockstep.engines.jax_processes import is_first, local, share_random_numbers, wait_for_all
@@ -24,9 +26,10 @@ def together(
     files; and `fit` returns when all have done what they do.
     """
     methods = {name: hooks.get(name, getattr(model, name)) for name in (*_LOUD, *_ON_BATCH)}
+    places = {name: names_by_place(getattr(model, name)) for name in methods}
     if not is_first():
-        methods |= {name: _quiet(methods[name]) for name in _LOUD}
-    methods = {name: _of_all(name, method, assigned) for name, method in methods.items()}
+        methods |= {name: _quiet(methods[name], places[name]) for name in _LOUD}
+    methods = {name: _of_all(name, each, places[name], assigned) for name, each in methods.items()}
     if not is_first():
         methods |= {name: _nothing_written for name in _WRITING if hasattr(model, name)}
     return {
@@ -75,7 +78,9 @@ def _noting(get_state: Callable[..., Any], assigned: Assigned) -> Callable[..., 
     return get_jax_state
 
 
-def _of_all(name: str, method: Callable[..., Any], assigned: Assigned) -> Callable[..., Any]:
+def _of_all(
+    name: str, method: Callable[..., Any], places: list[str], assigned: Assigned
+) -> Callable[..., Any]:
     """The same method, called by all processes, on the same variables."""
 
     @functools.wraps(method)
@@ -83,6 +88,8 @@ def _of_all(name: str, method: Callable[..., Any], assigned: Assigned) -> Callab
         with CALLS.call(name) as outermost:
             for value in keras.tree.flatten((args, kwargs)):
                 local(value)  # which refuses an array that no process has whole
+            if name == "fit":
+                check_course(_by_name(places, args, kwargs))
             if outermost and name in _LOUD:
                 assigned.share()
             if name == "fit":
@@ -97,33 +104,30 @@ def _of_all(name: str, method: Callable[..., Any], assigned: Assigned) -> Callab
     return method_of_all
 
 
-def _quiet(method: Callable[..., Any]) -> Callable[..., Any]:
+def _quiet(method: Callable[..., Any], places: list[str]) -> Callable[..., Any]:
     """The same method, without words, and without callbacks that write."""
+    parameters = inspect.signature(method).parameters
+    any_name = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
     @functools.wraps(method)
     def quiet_method(*args: Any, **kwargs: Any) -> Any:
-        bound = inspect.signature(method).bind(*args, **kwargs)
-        _give(bound, "verbose", 0)
-        given = {**bound.arguments, **bound.arguments.get(_rest(bound), {})}
+        given = _by_name(places, args, kwargs)
+        quiet = {"verbose": 0}
         if "callbacks" in given:
-            _give(bound, "callbacks", _that_do_not_write(given["callbacks"]))
-        return method(*bound.args, **bound.kwargs)
+            quiet["callbacks"] = _that_do_not_write(given["callbacks"])
+        values = [*args]
+        for argument, value in quiet.items():
+            if argument in places[: len(args)]:  # as it was given, by place or by name
+                values[places.index(argument)] = value
+            elif argument in parameters or any_name:
+                kwargs[argument] = value
+        return method(*values, **kwargs)
 
     return quiet_method
 
 
-def _give(bound: inspect.BoundArguments, name: str, value: Any) -> None:
-    """Set an argument, where the method takes one of that name."""
-    if name in bound.signature.parameters:
-        bound.arguments[name] = value
-    elif _rest(bound):
-        bound.arguments.setdefault(_rest(bound), {})[name] = value
-
-
-def _rest(bound: inspect.BoundArguments) -> str:
-    """What `**kwargs` is called, `""` where there is none."""
-    every = bound.signature.parameters.values()
-    return next((each.name for each in every if each.kind is each.VAR_KEYWORD), "")
+def _by_name(places: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(places, args, strict=False)), **kwargs}
 
 
 def _nothing_written(*_: Any, **__: Any) -> None:

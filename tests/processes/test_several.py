@@ -82,7 +82,7 @@ def weights_of(folder, rank):
 
 
 TRAIN = """
-import os
+import os, time
 
 def behind():
     threads = os.listdir("/proc/self/task") if sys.platform == "linux" else []
@@ -96,10 +96,14 @@ compile_(made)
 if rank == 0:
     np.random.seed(7)  # the order of rows is that of process 0
 stop = keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=10.0)
+slow = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: time.sleep(0.5 * (1 - rank)))
+read = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: made.load_weights("last.weights.h5"))
 callbacks = [
     stop,
+    slow,
     keras.callbacks.ModelCheckpoint("best.keras", monitor="val_loss", save_best_only=True),
     keras.callbacks.ModelCheckpoint("last.weights.h5", save_weights_only=True),
+    read,
     keras.callbacks.CSVLogger("log.csv"),
     keras.callbacks.BackupAndRestore("backup"),
 ]
@@ -419,6 +423,11 @@ REFUSED = {
         "callbacks=[lockstep.Checkpoint('alone')] if rank else None)",
         "Process 1 was given a lockstep.Checkpoint for its fit, and process 0 none",
     ),
+    "a checkpoint of Orbax's": (
+        "made.fit(*data(), batch_size=7, verbose=0, "
+        "callbacks=[keras.callbacks.OrbaxCheckpoint(os.path.abspath('orbax'))])",
+        "OrbaxCheckpoint was given, and JAX runs in several processes",
+    ),
     "operation by operation": (
         "made.compile('sgd', 'mse', run_eagerly=True); made.fit(*data(), verbose=0)",
         "run_eagerly or jit_compile=False was asked for",
@@ -453,6 +462,7 @@ REFUSED = {
 
 
 REFUSING = """
+import os
 from tests.processes.test_several import REFUSED
 errors = {}
 

@@ -11,6 +11,7 @@ from lockstep.announce import names_by_place
 from lockstep.engines.jax_agreement import check_course
 from lockstep.engines.jax_assigned import Assigned
 from lockstep.engines.jax_calls import CALLS
+from lockstep.engines.jax_exchange import tell, wait_for_first
 from lockstep.engines.jax_processes import is_first, local, share_random_numbers, wait_for_all
 
 # keras/src/backend/jax/trainer.py, JAXTrainer: `jax_state_sync`, `_get_jax_state` and
@@ -30,8 +31,10 @@ def together(
     if not is_first():
         methods |= {name: _quiet(methods[name], places[name]) for name in _LOUD}
     methods = {name: _of_all(name, each, places[name], assigned) for name, each in methods.items()}
-    if not is_first():
-        methods |= {name: _nothing_written for name in _WRITING if hasattr(model, name)}
+    for name in _WRITING:
+        if hasattr(model, name):
+            save = hooks.get(name, getattr(model, name))
+            methods[name] = _told(save) if is_first() else _written_by_first
     return {
         **hooks,
         **methods,
@@ -130,8 +133,26 @@ def _by_name(places: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return {**dict(zip(places, args, strict=False)), **kwargs}
 
 
-def _nothing_written(*_: Any, **__: Any) -> None:
-    """In the place of what writes a file, in every process but the first."""
+def _told(save: Callable[..., Any]) -> Callable[..., Any]:
+    """The same method, that tells the other processes of the same call when it has ended."""
+
+    @functools.wraps(save)
+    def save_and_tell(*args: Any, **kwargs: Any) -> Any:
+        name = CALLS.new_file()
+        try:
+            return save(*args, **kwargs)
+        finally:
+            if name is not None:
+                tell(name)
+
+    return save_and_tell
+
+
+def _written_by_first(*_: Any, **__: Any) -> None:
+    """In the place of what writes a file, in every process but the first: the file is there."""
+    name = CALLS.new_file()
+    if name is not None:
+        wait_for_first(name)
 
 
 def _that_do_not_write(callbacks: Any) -> Any:

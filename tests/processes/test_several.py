@@ -328,6 +328,16 @@ history["own"] = [float(loss) for loss in own.history.history["loss"]]
 by_place = keras.callbacks.CSVLogger("by_place.csv")
 history["by place"] = own.fit(x, y, 7, 1, 2, [by_place], shuffle=False).history["loss"]
 history["by place"] += [own.evaluate(x, y, 9, 2), *own.predict(x, 9, 2)[:, 0].tolist()]
+
+class OnPairs(keras.Model):
+    def fit(self, pair, epochs):
+        logger = keras.callbacks.CSVLogger(f"pairs-{rank}.csv")
+        return super().fit(*pair, batch_size=7, epochs=epochs, shuffle=False, callbacks=[logger])
+
+on_pairs = OnPairs(inner.inputs, inner.outputs)
+compile_(on_pairs)
+lockstep.distribute(on_pairs)
+history["on pairs"] = on_pairs.fit((x, y), 2).history["loss"]
 report(made, history, logs=logs, predicted=np.asarray(one).tolist(), direct=direct.tolist())
 """
 
@@ -339,6 +349,8 @@ def test_a_model_built_later_and_every_other_call(tmp_path):
     assert "Epoch" not in said[1]
     assert "lockstep:" not in said[1]
     assert len((tmp_path / "own.csv").read_text().splitlines()) == 3
+    assert len((tmp_path / "pairs-0.csv").read_text().splitlines()) == 3
+    assert not (tmp_path / "pairs-1.csv").exists()
     assert "6/6" in said[0]
     assert "6/6" not in said[1]
     one = model(compiled=False, built=False, seed=5)
@@ -364,6 +376,9 @@ def test_a_model_built_later_and_every_other_call(tmp_path):
     history["own"] = own.history.history["loss"]
     history["by place"] = own.fit(x, y, 7, 1, 0, shuffle=False).history["loss"]
     history["by place"] += [own.evaluate(x, y, 9, 0), *own.predict(x, 9, 0)[:, 0].tolist()]
+    compile_(own)
+    own.fit(x, y, batch_size=7, shuffle=False, epochs=2, verbose=0)
+    history["on pairs"] = own.history.history["loss"]
     assert_same(first["history"], history)
 
 

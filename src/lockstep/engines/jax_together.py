@@ -2,7 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -29,7 +30,10 @@ def together(
     methods = {name: hooks.get(name, getattr(model, name)) for name in (*_LOUD, *_ON_BATCH)}
     places = {name: names_by_place(getattr(model, name)) for name in methods}
     if not is_first():
-        methods |= {name: _quiet(methods[name], places[name]) for name in _LOUD}
+        for name in _LOUD:
+            methods[name] = _quiet(methods[name], places[name])
+            if getattr(type(model), name) is not getattr(keras.Model, name):
+                methods[name] = _all_quiet(methods[name])
     methods = {name: _of_all(name, each, places[name], assigned) for name, each in methods.items()}
     for name in _WRITING:
         if hasattr(model, name):
@@ -127,6 +131,42 @@ def _quiet(method: Callable[..., Any], places: list[str]) -> Callable[..., Any]:
         return method(*values, **kwargs)
 
     return quiet_method
+
+
+def _all_quiet(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same method of a class's own, also where it gives words and callbacks to Keras's."""
+
+    @functools.wraps(method)
+    def all_quiet_method(*args: Any, **kwargs: Any) -> Any:
+        with _quiet_loops():
+            return method(*args, **kwargs)
+
+    return all_quiet_method
+
+
+@contextmanager
+def _quiet_loops() -> Iterator[None]:
+    """While it lasts, loops of Keras's neither print nor have callbacks that write."""
+    # keras/src/callbacks/callback_list.py, CallbackList.__init__: where a loop's callbacks begin
+    every_list: Any = keras.callbacks.CallbackList
+    begin = every_list.__init__
+
+    @functools.wraps(begin)
+    def begin_quiet(
+        self: Any,
+        callbacks: Any = None,
+        add_history: bool = False,
+        add_progbar: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        add_progbar = False
+        begin(self, _that_do_not_write(callbacks), add_history, add_progbar, **kwargs)
+
+    every_list.__init__ = begin_quiet
+    try:
+        yield
+    finally:
+        every_list.__init__ = begin
 
 
 def _by_name(places: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -97,13 +97,18 @@ if rank == 0:
     np.random.seed(7)  # the order of rows is that of process 0
 stop = keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=10.0)
 slow = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: time.sleep(0.5 * (1 - rank)))
-read = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: made.load_weights("last.weights.h5"))
+sums = []
+
+def load(*_):
+    made.load_weights("last.weights.h5")
+    sums.append(float(sum(np.abs(array).sum() for array in made.get_weights())))
+
 callbacks = [
     stop,
     slow,
-    keras.callbacks.ModelCheckpoint("best.keras", monitor="val_loss", save_best_only=True),
     keras.callbacks.ModelCheckpoint("last.weights.h5", save_weights_only=True),
-    read,
+    keras.callbacks.LambdaCallback(on_epoch_end=load),
+    keras.callbacks.ModelCheckpoint("best.keras", monitor="val_loss", save_best_only=True),
     keras.callbacks.CSVLogger("log.csv"),
     keras.callbacks.BackupAndRestore("backup"),
 ]
@@ -115,7 +120,7 @@ evaluated = made.evaluate(x, y, batch_size=9, verbose=0)
 predicted = made.predict(x, batch_size=9, verbose=0)
 made.save(f"saved-by-{rank}.keras")
 report(made, history, evaluated=evaluated, predicted=predicted.tolist(),
-       devices=len(jax.devices()), stopped=stop.stopped_epoch, scheduled=scheduled)
+       devices=len(jax.devices()), stopped=stop.stopped_epoch, sums=sums, scheduled=scheduled)
 """
 
 

@@ -15,10 +15,34 @@ Given = dict[str, Any]
 
 def arguments_of(fit: Callable[..., Any], args: tuple[Any, ...], kwargs: Given) -> Given:
     """What this call gives to `fit`."""
-    try:  # a `fit` of one's own may take `**kwargs`
-        return {**kwargs, **inspect.signature(fit).bind(*args, **kwargs).arguments}
-    except TypeError:  # a wrong call is for fit itself to refuse
-        return kwargs
+    # A wrong call is for fit itself to refuse; and one of the user's own may take **kwargs.
+    return {**dict(zip(names_by_place(fit), args, strict=False)), **kwargs}
+
+
+def names_by_place(method: Callable[..., Any]) -> list[str]:
+    """What the arguments are called that a method takes by place.
+
+    Where it takes some or all of them as `*args`, they are called as in the method that it
+    overrides, and hands them on to.
+    """
+    names, open_end = _names(method)
+    owner = type(getattr(method, "__self__", None))
+    name = getattr(method, "__name__", "")
+    for overridden in (vars(base).get(name) for base in owner.__mro__):
+        if not open_end or overridden is None:
+            continue
+        longer, open_end = _names(overridden)
+        if longer[1 : len(names) + 1] == names:  # all but self
+            names = longer[1:]
+    return names
+
+
+def _names(method: Callable[..., Any]) -> tuple[list[str], bool]:
+    """The names of arguments by place, and whether there is `*args` behind them."""
+    parameters = inspect.signature(method).parameters.values()
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [each.name for each in parameters if each.kind in by_place]
+    return names, any(each.kind is each.VAR_POSITIONAL for each in parameters)
 
 
 def wants_words(given: Given) -> bool:

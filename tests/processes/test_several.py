@@ -82,7 +82,7 @@ def weights_of(folder, rank):
 
 
 TRAIN = """
-import os
+import os, time
 
 def behind():
     threads = os.listdir("/proc/self/task") if sys.platform == "linux" else []
@@ -96,10 +96,19 @@ compile_(made)
 if rank == 0:
     np.random.seed(7)  # the order of rows is that of process 0
 stop = keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=10.0)
+slow = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: time.sleep(0.5 * (1 - rank)))
+sums = []
+
+def load(*_):
+    made.load_weights("last.weights.h5")
+    sums.append(float(sum(np.abs(array).sum() for array in made.get_weights())))
+
 callbacks = [
     stop,
-    keras.callbacks.ModelCheckpoint("best.keras", monitor="val_loss", save_best_only=True),
+    slow,
     keras.callbacks.ModelCheckpoint("last.weights.h5", save_weights_only=True),
+    keras.callbacks.LambdaCallback(on_epoch_end=load),
+    keras.callbacks.ModelCheckpoint("best.keras", monitor="val_loss", save_best_only=True),
     keras.callbacks.CSVLogger("log.csv"),
     keras.callbacks.BackupAndRestore("backup"),
 ]
@@ -111,7 +120,7 @@ evaluated = made.evaluate(x, y, batch_size=9, verbose=0)
 predicted = made.predict(x, batch_size=9, verbose=0)
 made.save(f"saved-by-{rank}.keras")
 report(made, history, evaluated=evaluated, predicted=predicted.tolist(),
-       devices=len(jax.devices()), stopped=stop.stopped_epoch, scheduled=scheduled)
+       devices=len(jax.devices()), stopped=stop.stopped_epoch, sums=sums, scheduled=scheduled)
 """
 
 
@@ -308,6 +317,12 @@ class Own(keras.Model):
     def fit(self, *args, **kwargs):
         return super().fit(*args, **kwargs)
 
+    def evaluate(self, *args, **kwargs):
+        return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args, **kwargs):
+        return super().predict(*args, **kwargs)
+
 inner = model(compiled=False, seed=5)
 own = Own(inner.inputs, inner.outputs)
 compile_(own)
@@ -315,6 +330,19 @@ lockstep.distribute(own)
 writing = [keras.callbacks.CSVLogger("own.csv"), keras.callbacks.BackupAndRestore("own")]
 own.fit(x, y, batch_size=7, shuffle=False, epochs=2, verbose=2, callbacks=writing)
 history["own"] = [float(loss) for loss in own.history.history["loss"]]
+by_place = keras.callbacks.CSVLogger("by_place.csv")
+history["by place"] = own.fit(x, y, 7, 1, 2, [by_place], shuffle=False).history["loss"]
+history["by place"] += [own.evaluate(x, y, 9, 2), *own.predict(x, 9, 2)[:, 0].tolist()]
+
+class OnPairs(keras.Model):
+    def fit(self, pair, epochs):
+        logger = keras.callbacks.CSVLogger(f"pairs-{rank}.csv")
+        return super().fit(*pair, batch_size=7, epochs=epochs, shuffle=False, callbacks=[logger])
+
+on_pairs = OnPairs(inner.inputs, inner.outputs)
+compile_(on_pairs)
+lockstep.distribute(on_pairs)
+history["on pairs"] = on_pairs.fit((x, y), 2).history["loss"]
 report(made, history, logs=logs, predicted=np.asarray(one).tolist(), direct=direct.tolist())
 """
 
@@ -326,6 +354,10 @@ def test_a_model_built_later_and_every_other_call(tmp_path):
     assert "Epoch" not in said[1]
     assert "lockstep:" not in said[1]
     assert len((tmp_path / "own.csv").read_text().splitlines()) == 3
+    assert len((tmp_path / "pairs-0.csv").read_text().splitlines()) == 3
+    assert not (tmp_path / "pairs-1.csv").exists()
+    assert "6/6" in said[0]
+    assert "6/6" not in said[1]
     one = model(compiled=False, built=False, seed=5)
     compile_(one)
     x, y = data()
@@ -347,6 +379,11 @@ def test_a_model_built_later_and_every_other_call(tmp_path):
     compile_(own)
     own.fit(x, y, batch_size=7, shuffle=False, epochs=2, verbose=0)
     history["own"] = own.history.history["loss"]
+    history["by place"] = own.fit(x, y, 7, 1, 0, shuffle=False).history["loss"]
+    history["by place"] += [own.evaluate(x, y, 9, 0), *own.predict(x, 9, 0)[:, 0].tolist()]
+    compile_(own)
+    own.fit(x, y, batch_size=7, shuffle=False, epochs=2, verbose=0)
+    history["on pairs"] = own.history.history["loss"]
     assert_same(first["history"], history)
 
 
@@ -391,6 +428,26 @@ REFUSED = {
         "callbacks=[lockstep.Checkpoint(name)]); saved('run'); saved('run' if rank else 'none')",
         "and another one from another checkpoint",
     ),
+    "validation in one process": (
+        "x, y = data(); made.fit(x, y, batch_size=7, epochs=2, verbose=0, "
+        "validation_data=None if rank else (x, y))",
+        "Process 0 was given validation data for its fit, and process 1 none",
+    ),
+    "validation at other epochs": (
+        "x, y = data(); made.fit(x, y, batch_size=7, epochs=2, verbose=0, "
+        "validation_split=0.2, validation_freq=1 + rank)",
+        "was given another validation_freq than process",
+    ),
+    "a checkpoint in one process": (
+        "made.fit(*data(), batch_size=7, verbose=0, "
+        "callbacks=[lockstep.Checkpoint('alone')] if rank else None)",
+        "Process 1 was given a lockstep.Checkpoint for its fit, and process 0 none",
+    ),
+    "a checkpoint of Orbax's": (
+        "made.fit(*data(), batch_size=7, verbose=0, "
+        "callbacks=[keras.callbacks.OrbaxCheckpoint(os.path.abspath('orbax'))])",
+        "OrbaxCheckpoint was given, and JAX runs in several processes",
+    ),
     "operation by operation": (
         "made.compile('sgd', 'mse', run_eagerly=True); made.fit(*data(), verbose=0)",
         "run_eagerly or jit_compile=False was asked for",
@@ -401,6 +458,22 @@ REFUSED = {
         "x = np.zeros((8, 4, 4, 1)); lockstep.distribute(turned).fit(x, x[:, 0, 0], verbose=0)",
         "Keras cannot compile turn (RandomRotation)",
     ),
+    "rows that are masked out": (
+        "x, y = data(); made.fit(np.ma.masked_array(x, x > 1), y, batch_size=7, verbose=0)",
+        "numpy masked arrays are not supported",
+    ),
+    "arrays that no process has whole": (
+        "made.fit(*map(spread, data(56)), batch_size=7, verbose=0)",
+        "spread over processes, none of which has it whole",
+    ),
+    "batches that no process has whole": (
+        "made.fit((tuple(map(spread, data(8))) for _ in range(3)), verbose=0)",
+        "spread over processes, none of which has it whole",
+    ),
+    "one batch that no process has whole": (
+        "made.train_on_batch(*map(spread, data(8)))",
+        "spread over processes, none of which has it whole",
+    ),
     "some of the devices": (
         "lockstep.distribute(made, 2)",
         "2 devices were asked for, and 4 are in 2 processes",
@@ -409,6 +482,7 @@ REFUSED = {
 
 
 REFUSING = """
+import os
 from tests.processes.test_several import REFUSED
 errors = {}
 
@@ -416,11 +490,16 @@ def assigned(*_):
     if rank:
         made.optimizer.learning_rate = 0.5
 
+def spread(array):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), "rows")
+    layout = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+    return jax.make_array_from_callback(array.shape, layout, lambda rows: array[rows])
+
 for case, (call, _) in REFUSED.items():
     made = lockstep.distribute(model())
     try:
         exec(call)
-    except LockstepError as error:
+    except (LockstepError, ValueError) as error:
         errors[case] = str(error)
 
 from lockstep.engines import jax_flags

@@ -56,6 +56,25 @@ def test_a_fit_that_takes_whatever_it_is_given():
     assert not wants_words(given)
 
 
+class Own(keras.Model):
+    def fit(self, *args, **kwargs):
+        return super().fit(*args, **kwargs)
+
+    def evaluate(self, x, y, *args):
+        return super().evaluate(x, y, *args)
+
+    def predict(self, data, *args):
+        return super().predict(*data, *args)
+
+
+def test_what_a_method_of_ones_own_takes_by_place_is_called_as_in_the_one_it_overrides():
+    own = Own()
+    given = {"x": "x", "y": "y", "batch_size": 8, "epochs": 2, "verbose": 0, "shuffle": True}
+    assert arguments_of(own.fit, ("x", "y", 8, 2, 0), {"shuffle": True}) == given
+    assert arguments_of(own.evaluate, ("x", "y", 8, 0), {})["verbose"] == 0
+    assert arguments_of(own.predict, (("x", 8), 0), {}) == {"data": ("x", 8)}
+
+
 def test_a_data_loader_knows_its_batch():
     class Loader:
         batch_size = 8

@@ -254,7 +254,7 @@ class Attachment:
         @functools.wraps(fit)
         def announced_fit(*args: Any, **kwargs: Any) -> Any:
             given = arguments_of(fit, args, kwargs)
-            if wants_words(given):
+            if jax_processes.is_first() and wants_words(given):
                 compiles = "fit" not in self._own_loops and self._loop.compiles()
                 print(fit_line("jax", self.devices, given, compiles), flush=True)
             self._check_times()

@@ -9,7 +9,9 @@ import keras
 import numpy as np
 
 from lockstep.engines.jax_assigned import Assigned, sample
-from lockstep.engines.jax_exchange import Exchange, Word
+from lockstep.engines.jax_exchange import Exchange, Word, once
+from lockstep.engines.jax_processes import host_array
+from lockstep.engines.recording import Recorder
 from lockstep.errors import ProcessesDisagree
 
 _BEGINS, _GOES_ON, _ENDED, _COMPARES = range(4)
@@ -94,6 +96,37 @@ class Seen:
         _compare(*self._exchange.say(word))
 
 
+def check_course(given: dict[str, Any]) -> None:
+    """Raise where the processes would not come to the same places of a `fit`.
+
+    Args:
+        given: What `fit` is called with, by name.
+
+    Raises:
+        ProcessesDisagree: If that is so.
+    """
+    validates = given.get("validation_data") is not None or bool(given.get("validation_split"))
+    often = zlib.crc32(repr(given.get("validation_freq", 1)).encode()) if validates else 0
+    callbacks = keras.tree.flatten(given.get("callbacks"))
+    saves = any(isinstance(each, Recorder) for each in callbacks)
+    least, greatest = once([validates, saves, often, jax.process_index()])
+    without, has = least[3], greatest[3]
+    for what, one, other in zip(_GIVEN, least, greatest, strict=False):
+        if one != other:
+            raise ProcessesDisagree(
+                f"Process {has} was given {what} for its fit, and process {without} none: they "
+                "would wait for\none another for ever. Give every process the same."
+            )
+    if least[2] != greatest[2]:
+        raise ProcessesDisagree(
+            f"Process {has} was given another validation_freq than process {without}: they would "
+            "wait for\none another for ever. Give every process the same."
+        )
+
+
+_GIVEN = ("validation data", "a lockstep.Checkpoint")
+
+
 def _compare(least: Word, greatest: Word) -> None:
     """Raise where these two words of two processes differ in anything but the process."""
     if least[:4] == greatest[:4]:
@@ -149,7 +182,7 @@ def _shapes(batches: list[Any]) -> int:
 
 
 def _arrays(batch: Any) -> list[np.ndarray]:
-    return [np.asarray(leaf) for leaf in keras.tree.flatten(batch) if leaf is not None]
+    return [host_array(leaf) for leaf in keras.tree.flatten(batch) if leaf is not None]
 
 
 def _added(part: np.ndarray, array: np.ndarray, check: int) -> int:

@@ -26,6 +26,8 @@ def around_fit(model: Any, fit: Callable[..., Any], given: Any) -> Iterator[None
     """
     callbacks = _flat(given)
     recorders = [each for each in callbacks if isinstance(each, Recorder)]
+    if jax_processes.several():
+        _check_orbax(callbacks)
     with ExitStack() as stack:
         for callback in callbacks:
             if isinstance(callback, keras.callbacks.BackupAndRestore):
@@ -67,6 +69,16 @@ def _check(
             f"{type(model).__name__} has a fit of its own, and lockstep.Checkpoint can see into "
             "lockstep's loop only.\nOverride train_step instead of fit, or use "
             "keras.callbacks.BackupAndRestore."
+        )
+
+
+def _check_orbax(callbacks: list[Any]) -> None:
+    orbax = getattr(keras.callbacks, "OrbaxCheckpoint", ())  # which an older Keras has not
+    if any(isinstance(each, orbax) for each in callbacks):
+        raise UnsupportedModel(
+            "OrbaxCheckpoint was given, and JAX runs in several processes, each of which has the "
+            "model\nfor itself between steps: Orbax does not write such arrays. Use "
+            "lockstep.Checkpoint instead."
         )
 
 

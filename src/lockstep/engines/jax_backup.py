@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoints.files import sync_file, sync_folder, write_file
+from lockstep.engines.jax_calls import CALLS
 
 _NEXT = "next-"
 
@@ -69,7 +70,8 @@ class _Files:
                     copying = copy.with_name(_NEXT + copy.name)
                     shutil.copyfile(file, copying)
                     os.replace(copying, copy)
-        callback.model.save_weights(filepath=str(weights), overwrite=True)
+        with CALLS.alone():  # the other processes have no backup to wait for
+            callback.model.save_weights(filepath=str(weights), overwrite=True)
         said = {"epoch": callback._current_epoch, "batch": callback._last_batch_seen}
         sync_file(weights)
         write_file(epoch, [json.dumps(said).encode()])

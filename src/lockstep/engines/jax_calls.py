@@ -31,8 +31,9 @@ class Calls:
         self.steps = 0
         self._number = 0
         self.name = ""
-        self._within = self._ended = False
+        self._within = self._ended = self._alone = False
         self._names = itertools.count()
+        self._files = itertools.count()
 
     @contextmanager
     def call(self, name: str) -> Iterator[bool]:
@@ -41,7 +42,7 @@ class Calls:
             yield False
             return
         self._number, self.name, self._within = self._number + 1, name, True
-        self._ended, self._names = False, itertools.count()
+        self._ended, self._names, self._files = False, itertools.count(), itertools.count()
         try:
             yield True
         except BaseException as error:
@@ -57,6 +58,20 @@ class Calls:
         After an error in one process the next call begins with the same names in all.
         """
         return f"lockstep/{self._number}/{next(self._names)}"
+
+    def new_file(self) -> str | None:
+        """A name for the next file of this call; `None` where no other process waits for it."""
+        alone = self._alone or not self._within
+        return None if alone else f"lockstep/{self._number}/file/{next(self._files)}"
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """While it lasts, this process writes what no other one comes to."""
+        self._alone = True
+        try:
+            yield
+        finally:
+            self._alone = False
 
     def end(self) -> None:
         """Say that this process will say nothing more within this call."""

@@ -83,6 +83,20 @@ def once(word: Word) -> tuple[Word, Word]:
     return heard
 
 
+def tell(name: str) -> None:
+    """Say that something has been done."""
+    _write(name, [])
+
+
+def wait_for_first(name: str) -> None:
+    """Return when the first process has told that it has been done.
+
+    Raises:
+        ProcessesDisagree: If it has left the call before.
+    """
+    _read(name, 0)
+
+
 def _write(key: str, words: list[Word]) -> None:
     client().key_value_set(key, json.dumps(words), allow_overwrite=True)
 

@@ -2,13 +2,17 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
 
+from lockstep.announce import names_by_place
+from lockstep.engines.jax_agreement import check_course
 from lockstep.engines.jax_assigned import Assigned
 from lockstep.engines.jax_calls import CALLS
+from lockstep.engines.jax_exchange import tell, wait_for_first
 from lockstep.engines.jax_processes import is_first, local, share_random_numbers, wait_for_all
 
 # keras/src/backend/jax/trainer.py, JAXTrainer: `jax_state_sync`, `_get_jax_state` and
@@ -24,11 +28,17 @@ def together(
     files; and `fit` returns when all have done what they do.
     """
     methods = {name: hooks.get(name, getattr(model, name)) for name in (*_LOUD, *_ON_BATCH)}
+    places = {name: names_by_place(getattr(model, name)) for name in methods}
     if not is_first():
-        methods |= {name: _quiet(methods[name]) for name in _LOUD}
-    methods = {name: _of_all(name, method, assigned) for name, method in methods.items()}
-    if not is_first():
-        methods |= {name: _nothing_written for name in _WRITING if hasattr(model, name)}
+        for name in _LOUD:
+            methods[name] = _quiet(methods[name], places[name])
+            if getattr(type(model), name) is not getattr(keras.Model, name):
+                methods[name] = _all_quiet(methods[name])
+    methods = {name: _of_all(name, each, places[name], assigned) for name, each in methods.items()}
+    for name in _WRITING:
+        if hasattr(model, name):
+            save = hooks.get(name, getattr(model, name))
+            methods[name] = _told(save) if is_first() else _written_by_first
     return {
         **hooks,
         **methods,
@@ -75,12 +85,18 @@ def _noting(get_state: Callable[..., Any], assigned: Assigned) -> Callable[..., 
     return get_jax_state
 
 
-def _of_all(name: str, method: Callable[..., Any], assigned: Assigned) -> Callable[..., Any]:
+def _of_all(
+    name: str, method: Callable[..., Any], places: list[str], assigned: Assigned
+) -> Callable[..., Any]:
     """The same method, called by all processes, on the same variables."""
 
     @functools.wraps(method)
     def method_of_all(*args: Any, **kwargs: Any) -> Any:
         with CALLS.call(name) as outermost:
+            for value in keras.tree.flatten((args, kwargs)):
+                local(value)  # which refuses an array that no process has whole
+            if name == "fit":
+                check_course(_by_name(places, args, kwargs))
             if outermost and name in _LOUD:
                 assigned.share()
             if name == "fit":
@@ -95,37 +111,88 @@ def _of_all(name: str, method: Callable[..., Any], assigned: Assigned) -> Callab
     return method_of_all
 
 
-def _quiet(method: Callable[..., Any]) -> Callable[..., Any]:
+def _quiet(method: Callable[..., Any], places: list[str]) -> Callable[..., Any]:
     """The same method, without words, and without callbacks that write."""
+    parameters = inspect.signature(method).parameters
+    any_name = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
     @functools.wraps(method)
     def quiet_method(*args: Any, **kwargs: Any) -> Any:
-        bound = inspect.signature(method).bind(*args, **kwargs)
-        _give(bound, "verbose", 0)
-        given = {**bound.arguments, **bound.arguments.get(_rest(bound), {})}
+        given = _by_name(places, args, kwargs)
+        quiet = {"verbose": 0}
         if "callbacks" in given:
-            _give(bound, "callbacks", _that_do_not_write(given["callbacks"]))
-        return method(*bound.args, **bound.kwargs)
+            quiet["callbacks"] = _that_do_not_write(given["callbacks"])
+        values = [*args]
+        for argument, value in quiet.items():
+            if argument in places[: len(args)]:  # as it was given, by place or by name
+                values[places.index(argument)] = value
+            elif argument in parameters or any_name:
+                kwargs[argument] = value
+        return method(*values, **kwargs)
 
     return quiet_method
 
 
-def _give(bound: inspect.BoundArguments, name: str, value: Any) -> None:
-    """Set an argument, where the method takes one of that name."""
-    if name in bound.signature.parameters:
-        bound.arguments[name] = value
-    elif _rest(bound):
-        bound.arguments.setdefault(_rest(bound), {})[name] = value
+def _all_quiet(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same method of a class's own, also where it gives words and callbacks to Keras's."""
+
+    @functools.wraps(method)
+    def all_quiet_method(*args: Any, **kwargs: Any) -> Any:
+        with _quiet_loops():
+            return method(*args, **kwargs)
+
+    return all_quiet_method
 
 
-def _rest(bound: inspect.BoundArguments) -> str:
-    """What `**kwargs` is called, `""` where there is none."""
-    every = bound.signature.parameters.values()
-    return next((each.name for each in every if each.kind is each.VAR_KEYWORD), "")
+@contextmanager
+def _quiet_loops() -> Iterator[None]:
+    """While it lasts, loops of Keras's neither print nor have callbacks that write."""
+    # keras/src/callbacks/callback_list.py, CallbackList.__init__: where a loop's callbacks begin
+    every_list: Any = keras.callbacks.CallbackList
+    begin = every_list.__init__
+
+    @functools.wraps(begin)
+    def begin_quiet(
+        self: Any,
+        callbacks: Any = None,
+        add_history: bool = False,
+        add_progbar: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        add_progbar = False
+        begin(self, _that_do_not_write(callbacks), add_history, add_progbar, **kwargs)
+
+    every_list.__init__ = begin_quiet
+    try:
+        yield
+    finally:
+        every_list.__init__ = begin
 
 
-def _nothing_written(*_: Any, **__: Any) -> None:
-    """In the place of what writes a file, in every process but the first."""
+def _by_name(places: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(places, args, strict=False)), **kwargs}
+
+
+def _told(save: Callable[..., Any]) -> Callable[..., Any]:
+    """The same method, that tells the other processes of the same call when it has ended."""
+
+    @functools.wraps(save)
+    def save_and_tell(*args: Any, **kwargs: Any) -> Any:
+        name = CALLS.new_file()
+        try:
+            return save(*args, **kwargs)
+        finally:
+            if name is not None:
+                tell(name)
+
+    return save_and_tell
+
+
+def _written_by_first(*_: Any, **__: Any) -> None:
+    """In the place of what writes a file, in every process but the first: the file is there."""
+    name = CALLS.new_file()
+    if name is not None:
+        wait_for_first(name)
 
 
 def _that_do_not_write(callbacks: Any) -> Any:

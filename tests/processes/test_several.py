@@ -452,13 +452,18 @@ REFUSED = {
         "made.compile('sgd', 'mse', metrics=['mae'][:rank]); made.fit(*data(), verbose=0)",
         "Process 1 brings",
     ),
+    "another momentum": (
+        "made.compile(keras.optimizers.SGD(0.1, 0.8 + rank / 10), 'mse'); "
+        "made.fit(*data(), verbose=0)",
+        "Process 1 would run another step than process 0",
+    ),
     "another layer": (
         "lockstep.distribute(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2 + rank)]))",
         "Process 1 brings 2 variables with 15 numbers, and process 0 brings 2 with 10",
     ),
     "another order of devices": (
         "lockstep.distribute(made, lockstep.devices()[:: 1 - 2 * rank])",
-        "has the devices in another order",
+        "Process 1 has the devices in another order than process 0",
     ),
     "some of the devices": (
         "lockstep.distribute(made, 2)",

@@ -77,8 +77,9 @@ def check_devices(devices: list[jax.Device]) -> None:
     order = ", ".join(f"{device.platform}:{device.id}" for device in devices)
     lowest, highest = once([zlib.crc32(order.encode()), jax.process_index()])
     if lowest[0] != highest[0]:
+        first, other = sorted([lowest[1], highest[1]])
         raise ProcessesDisagree(
-            f"Process {highest[1]} has the devices in another order than process {lowest[1]}; in "
+            f"Process {other} has the devices in another order than process {first}; in "
             f"process {jax.process_index()} it is {order}.\n"
             "Give devices= in the same order in every process, or leave it out."
         )

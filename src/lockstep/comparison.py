@@ -46,6 +46,7 @@ def compare(
     with (
         tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder,
         _untouched(engine, model, batches[0]),
+        engine.probe(model).alike(),
     ):
         comparison = _Comparison(engine, model, batches, Path(folder))
         comparison.run(names)

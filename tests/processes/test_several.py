@@ -26,6 +26,7 @@ import keras, numpy as np
 from lockstep.errors import LockstepError
 from tests.conformance.common import compile_, data, model, fit
 from tests.conformance.truth import snapshot
+from tests.processes.test_several import adapted
 
 def report(made, history, **more):
     values = snapshot(made)
@@ -343,13 +344,52 @@ on_pairs = OnPairs(inner.inputs, inner.outputs)
 compile_(on_pairs)
 lockstep.distribute(on_pairs)
 history["on pairs"] = on_pairs.fit((x, y), 2).history["loss"]
-report(made, history, logs=logs, predicted=np.asarray(one).tolist(), direct=direct.tolist())
+
+failed = lockstep.distribute(model())
+try:  # an error in one process alone, before it has built what the other one has
+    failed.fit(x, y[: len(y) - rank], batch_size=7, verbose=0)
+except (ValueError, LockstepError) as error:
+    errors = [type(error).__name__]
+history["failed"] = failed.fit(x, y, batch_size=7, verbose=0, shuffle=False).history["loss"]
+
+wide = adapted(x, rank == 0)  # by the first process alone
+lockstep.distribute(wide)
+history["adapted"] = wide.fit(x, y, batch_size=7, verbose=0, shuffle=False).history["loss"]
+wide.layers[0].adapt(x * (1 + rank))
+kernel = np.array(wide.layers[1].kernel)
+kernel[0, 1] += rank  # not among the numbers that are compared before each step
+wide.layers[1].kernel.assign(kernel)
+history["assigned"] = wide.fit(x, y, batch_size=7, verbose=0, shuffle=False).history["loss"]
+
+unseeded = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+unseeded.layers[0].kernel.assign(np.full((4, 2), 1.0 + rank))
+unseeded.compile("sgd", "mse")
+verified = lockstep.verify(unseeded, (x, y), steps=2, batch_size=7)
+report(made, history, logs=logs, predicted=np.asarray(one).tolist(), direct=direct.tolist(),
+       errors=errors, wide=np.asarray(wide(x[:3])).tolist(), verified=verified.equal,
+       left=np.unique(unseeded.layers[0].kernel).tolist())
 """
+
+
+def adapted(x, by_this_process=True):
+    """A model that computes with statistics of its data, and has more than 64 KiB in a variable."""
+    keras.utils.set_random_seed(5)
+    layers = [keras.layers.Normalization(), keras.layers.Dense(6000), keras.layers.Dense(2)]
+    made = keras.Sequential([keras.Input((4,)), *layers])
+    made.compile(keras.optimizers.SGD(1e-5), "mse")
+    if by_this_process:
+        made.layers[0].adapt(x * 3 + 1)
+    return made
 
 
 def test_a_model_built_later_and_every_other_call(tmp_path):
     (first, second), said = run_both(LATER, tmp_path)
+    assert first.pop("errors") == ["ProcessesDisagree"]
+    assert second.pop("errors") == ["ValueError"]  # Keras's, of rows that differ
+    assert first.pop("left") == [1.0]  # verify leaves weights as they were
+    assert second.pop("left") == [2.0]
     assert first == second
+    assert first["verified"]
     assert "Epoch 2/2" in said[0]
     assert "Epoch" not in said[1]
     assert "lockstep:" not in said[1]
@@ -384,7 +424,14 @@ def test_a_model_built_later_and_every_other_call(tmp_path):
     compile_(own)
     own.fit(x, y, batch_size=7, shuffle=False, epochs=2, verbose=0)
     history["on pairs"] = own.history.history["loss"]
+    failed = model()
+    history["failed"] = failed.fit(x, y, batch_size=7, shuffle=False, verbose=0).history["loss"]
+    wide = adapted(x)
+    history["adapted"] = wide.fit(x, y, batch_size=7, shuffle=False, verbose=0).history["loss"]
+    wide.layers[0].adapt(x)
+    history["assigned"] = wide.fit(x, y, batch_size=7, shuffle=False, verbose=0).history["loss"]
     assert_same(first["history"], history)
+    assert_same(np.array(first["wide"]), np.asarray(wide(x[:3])))
 
 
 REFUSED = {
@@ -474,6 +521,23 @@ REFUSED = {
         "made.train_on_batch(*map(spread, data(8)))",
         "spread over processes, none of which has it whole",
     ),
+    "another metric": (
+        "made.compile('sgd', 'mse', metrics=['mae'][:rank]); made.fit(*data(), verbose=0)",
+        "Process 1 brings",
+    ),
+    "another momentum": (
+        "made.compile(keras.optimizers.SGD(0.1, 0.8 + rank / 10), 'mse'); "
+        "made.fit(*data(), verbose=0)",
+        "Process 1 would run another step than process 0",
+    ),
+    "another layer": (
+        "lockstep.distribute(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2 + rank)]))",
+        "Process 1 brings 2 variables with 15 numbers, and process 0 brings 2 with 10",
+    ),
+    "another order of devices": (
+        "lockstep.distribute(made, lockstep.devices()[:: 1 - 2 * rank])",
+        "Process 1 has the devices in another order than process 0",
+    ),
     "some of the devices": (
         "lockstep.distribute(made, 2)",
         "2 devices were asked for, and 4 are in 2 processes",
@@ -529,3 +593,19 @@ def test_processes_that_jax_does_not_know_of_are_told(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ProcessesDisagree, match="WORLD_SIZE=4 processes were started, and JAX"):
         lockstep.distribute(model(), 2)
+
+
+def test_processes_with_more_devices_than_others_are_told(monkeypatch):
+    """JAX could not lay its broadcast out, and said so in terms of its own."""
+    from unittest.mock import Mock
+
+    import jax
+
+    from lockstep.engines import jax_processes
+    from lockstep.errors import ProcessesDisagree
+
+    devices = [Mock(process_index=index, platform="gpu") for index in (0, 0, 1)]
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "devices", lambda platform: devices)
+    with pytest.raises(ProcessesDisagree, match="Process 0 has 2 devices, and process 1 has 1"):
+        jax_processes.check_devices(devices)

@@ -138,6 +138,13 @@ class Probe(Protocol):
         """While it lasts, matrix products have the full precision of their type."""
         ...
 
+    def alike(self) -> AbstractContextManager[object]:
+        """Let several processes begin with the values of the first one.
+
+        Whoever asks puts values of variables back; what else was shared is put back at the end.
+        """
+        ...
+
     def fresh(self) -> None:
         """Trace the model anew at its next step, as a new process would."""
         ...

@@ -16,6 +16,7 @@ from lockstep.devices import Device, names_in_words
 from lockstep.engines import (
     attachments,
     jax_cache,
+    jax_constants,
     jax_devices,
     jax_gloo,
     jax_losses,
@@ -64,14 +65,15 @@ class JaxEngine:
         self, model: Any, devices: tuple[str, ...], data_on_devices: bool | None = None
     ) -> None:
         """Make `model` run on `devices`, in place; on failure leave it as it was."""
-        before = attachments.attachment_of(model)
-        if before is not None and before.devices == devices:
-            before.keeper.wanted = data_on_devices
-            return
         jax_processes.check_started()
-        jax_cache.keep_programs()
-        bring_home(model)  # a fit may be running
         with CALLS.call("distribute") if jax_processes.several() else nullcontext():
+            jax_processes.check_devices(jax_devices.find(devices))
+            before = attachments.attachment_of(model)
+            if before is not None and before.devices == devices:
+                before.keeper.wanted = data_on_devices
+                return
+            jax_cache.keep_programs()
+            bring_home(model)  # a fit may be running
             attachments.attach(
                 Attachment(model, devices, data_on_devices),
                 lambda old: Attachment(model, old.devices, old.keeper.wanted),
@@ -114,11 +116,10 @@ class Attachment:
         self.model = model
         self.devices = devices
         found = jax_devices.find(devices)
-        jax_processes.check_devices(found)
         self._several = jax_processes.several()
         if self._several and found[0].platform == "cpu":
             jax_gloo.let_computation_first()
-        self._assigned = Assigned(lambda: every_variable(model)) if self._several else None
+        self._assigned = Assigned(model, self._held) if self._several else None
         self._steps = Steps(found)
         self._split: frozenset[int] = frozenset()
         self._hooks: dict[str, Callable[..., Any]] = {}
@@ -187,7 +188,7 @@ class Attachment:
         self._remake_functions()
 
     def _place_variables(self) -> None:
-        self._adopt()
+        self._adopt(first=True)
         if self._several:  # outside of a step, each process has them whole
             return
         for variable in every_variable(self.model):  # one by one, so that each old array goes
@@ -216,7 +217,7 @@ class Attachment:
     def _make_train_function(self, force: bool = False) -> None:
         # keras/src/backend/jax/trainer.py, JAXTrainer.make_train_function
         model = self.model
-        self._adopt()
+        self._adopt(first=model.train_function is None)
         if model.train_function is None or force:
             gradients = sum(variable.value.nbytes for variable in model.trainable_variables)
             model.train_function = self._step_function(model.train_step, gradient_bytes=gradients)
@@ -224,14 +225,14 @@ class Attachment:
     def _make_test_function(self, force: bool = False) -> None:
         # keras/src/backend/jax/trainer.py, JAXTrainer.make_test_function
         model = self.model
-        self._adopt()
+        self._adopt(first=model.test_function is None)
         if model.test_function is None or force:
             model.test_function = self._step_function(model.test_step)
 
     def _make_predict_function(self, force: bool = False) -> None:
         # keras/src/backend/jax/trainer.py, JAXTrainer.make_predict_function
         model = self.model
-        self._adopt()
+        self._adopt(first=model.predict_function is None)
         if model.predict_function is None or force:
 
             def predict_step(state: State, data: Any) -> tuple[Any, State]:
@@ -312,15 +313,22 @@ class Attachment:
         parts = (getattr(self.model, f"_compile_{name}", None) for name in ("loss", "metrics"))
         return all(part is None or part.built for part in parts)
 
-    def _adopt(self) -> None:
-        """Take in variables that appeared since, before a fit, evaluate or predict."""
+    def _adopt(self, first: bool) -> None:
+        """Take in variables that appeared since, before a fit, evaluate or predict.
+
+        Args:
+            first: Whether a step function was not made yet. Where processes differ in what they
+                have built, they find out there, also those that have built nothing.
+        """
         check_no_distribution()
         bring_home(self.model)  # another call may be running, and not have been asked for it
         jax_states.carry_states(self.model)
         values: set[int] = set()
         if self._several:
             new = [v for v in every_variable(self.model) if self not in holders_of(v)]
-            jax_processes.share_variables(new)
+            if new or first:
+                fixed = jax_constants.constants_of(self.model) if new else []
+                jax_processes.share_variables([*new, *fixed])
         for variable in every_variable(self.model):
             holders_of(variable).add(self)
             # Of two variables that share an array, as the average of an optimizer and
@@ -334,6 +342,9 @@ class Attachment:
             for position, variable in enumerate(self.model.non_trainable_variables)
             if id(variable) in states and self._steps.divides(variable.shape[0])
         )
+
+    def _held(self) -> list[Any]:
+        return [v for v in every_variable(self.model) if self in holders_of(v)]
 
     def _splits(self) -> frozenset[int]:
         return self._split

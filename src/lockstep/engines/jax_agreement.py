@@ -71,7 +71,9 @@ class Seen:
             raise
         if self._first:
             self._first = False
-            self._say(_BEGINS, _first_rows(found[0], rows))
+            # Not those that were taken before: after an error, what one process has built already
+            # another one may have yet to build on a batch.
+            self._say(_BEGINS, _first_rows(found[0], rows), len(found))
         elif self.every_pull:  # of other shapes, the processes would run other programs
             self._say(_GOES_ON, _shapes(found))
         return found
@@ -90,9 +92,10 @@ class Seen:
         """Nothing more is compared for some time."""
         self._exchange.close()
 
-    def _say(self, does: int, check: int) -> None:
+    def _say(self, does: int, check: int, taken: int | None = None) -> None:
         assigned = 0 if self._assigned is None else self._assigned.check
-        word = [does, self._taken, check, assigned, jax.process_index()]
+        taken = self._taken if taken is None else taken
+        word = [does, taken, check, assigned, jax.process_index()]
         _compare(*self._exchange.say(word))
 
 

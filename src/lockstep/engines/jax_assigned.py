@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from lockstep.engines import jax_processes
+from lockstep.engines.jax_constants import constants_of
 from lockstep.engines.jax_exchange import Exchange
+from lockstep.engines.jax_outside import every_variable
 
 _BYTES = 1 << 16
 """Of a larger array so many bytes are compared, from all over it."""
@@ -22,47 +24,61 @@ class Assigned:
     """What one process has assigned to the variables of one model.
 
     Args:
-        variables: Gives the variables, in the same order in every process.
+        model: The model.
+        held: Gives those of its variables that every process has been given the values of. After
+            an error in one process, another one may have built more.
 
     Attributes:
         check: A checksum of all that was assigned since the processes were last found alike.
     """
 
-    def __init__(self, variables: Callable[[], list[Any]]) -> None:
+    def __init__(self, model: Any, held: Callable[[], list[Any]]) -> None:
         self.check = 0
-        self._variables = variables
+        self._model = model
+        self._held = held
         self._exchange = Exchange()
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def left(self, arrays: list[Any]) -> None:
         """A step has left these arrays in variables, in every process."""
         left = {id(array) for array in arrays}
-        for variable in self._variables():
+        for variable in every_variable(self._model):
             if id(variable.value) in left:
                 self._know(variable)
 
-    def note(self) -> None:
-        """Take notice of what was assigned; not while a step has the arrays of the variables."""
-        for position, variable in enumerate(self._variables()):
+    def note(self, whole: bool = False) -> None:
+        """Take notice of what was assigned; not while a step has the arrays of the variables.
+
+        Args:
+            whole: Whether of large arrays every number is compared.
+        """
+        for position, variable in enumerate(every_variable(self._model)):
             known = self._known.get(id(variable))
             # No array ever changes: as long as it is the same one, so are its numbers.
             if known is None or known() is not variable.value:
                 value = np.asarray(jax_processes.local(variable.value))
                 of = repr((position, value.shape, str(value.dtype))).encode()
-                self.check = zlib.crc32(sample(value).tobytes(), zlib.crc32(of, self.check))
+                part = np.ascontiguousarray(value if whole else sample(value))
+                numbers = part.reshape(-1).view("uint8").data
+                self.check = zlib.crc32(numbers, zlib.crc32(of, self.check))
                 self._know(variable)
 
     def share(self) -> None:
         """Give every process what the first one has, where another one has assigned other values.
 
+        Every number is compared of what was assigned since the last step.
+
         Raises:
-            ProcessesDisagree: If a process has left the call.
+            ProcessesDisagree: If a process has left the call, or has other variables.
         """
-        self.note()
-        least, greatest = self._exchange.say([self.check])
+        self.note(whole=True)
+        constants = constants_of(self._model)
+        fixed = [np.asarray(constant.value).tobytes() for constant in constants]
+        least, greatest = self._exchange.say([self.check, zlib.crc32(b"".join(fixed))])
         if least != greatest:
-            jax_processes.share_variables(self._variables())
-            for variable in self._variables():
+            held = self._held()
+            jax_processes.share_variables([*held, *constants])
+            for variable in held:
                 self._know(variable)
         self.check = 0
 

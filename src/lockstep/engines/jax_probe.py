@@ -10,10 +10,13 @@ import jax
 import keras
 import numpy as np
 
-from lockstep.engines import attachments, jax_losses, jax_profile
+from lockstep.engines import attachments, jax_losses, jax_processes, jax_profile
 from lockstep.engines.engine import Data
+from lockstep.engines.jax_calls import CALLS
 from lockstep.engines.jax_clock import Clock
+from lockstep.engines.jax_constants import constants_of
 from lockstep.engines.jax_input import HostIterator
+from lockstep.engines.jax_outside import every_variable
 from lockstep.engines.jax_step import State
 from lockstep.engines.looking import part_of, watched_layers
 from lockstep.engines.replaced import replaced
@@ -63,6 +66,20 @@ class JaxProbe:
         """Matrix products at full float32 precision, which GPUs do not take by default."""
         precise: AbstractContextManager[object] = jax.default_matmul_precision("highest")
         return precise
+
+    @contextmanager
+    def alike(self) -> Iterator[None]:
+        """Let several processes begin with the values of the first one."""
+        constants = constants_of(self._model)
+        before = [constant.value for constant in constants]
+        if jax_processes.several():
+            with CALLS.call("verify"):
+                jax_processes.share_variables([*every_variable(self._model), *constants])
+        try:
+            yield
+        finally:
+            for constant, value in zip(constants, before, strict=True):
+                constant.assign(value)
 
     def fresh(self) -> None:
         """Trace the model anew at its next step."""

@@ -8,6 +8,7 @@ a step the same arrays are one array over all devices of all processes.
 import os
 import random
 import zlib
+from collections import Counter
 from typing import Any
 
 import jax
@@ -50,16 +51,37 @@ def check_started() -> None:
 
 
 def check_devices(devices: list[jax.Device]) -> None:
-    """Raise where a process would have no part in a step.
+    """Raise where the processes could not run one program on these devices.
 
     Raises:
-        ProcessesDisagree: If `devices` leaves out one of those that are here.
+        ProcessesDisagree: If `devices` leaves out one of those that are here, or has them in
+            another order than another process; or if some process has more than another.
     """
-    if several() and set(devices) != set(jax.devices(devices[0].platform)):
+    if not several():
+        return
+    if set(devices) != set(jax.devices(devices[0].platform)):
         raise ProcessesDisagree(
             f"{len(devices)} devices were asked for, and {jax.device_count()} are in "
             f"{jax.process_count()} processes, all of which have to take part.\n"
             "Leave devices out, or start fewer processes."
+        )
+    found = Counter(device.process_index for device in devices)
+    counts = [found[process] for process in range(jax.process_count())]
+    if max(counts) != min(counts):
+        most, least = counts.index(max(counts)), counts.index(min(counts))
+        raise ProcessesDisagree(
+            f"Process {most} has {counts[most]} devices, and process {least} has {counts[least]}: "
+            "JAX shares variables among processes that have as many each.\n"
+            "Let every process see as many devices (CUDA_VISIBLE_DEVICES, LOCKSTEP_REHEARSE)."
+        )
+    order = ", ".join(f"{device.platform}:{device.id}" for device in devices)
+    lowest, highest = once([zlib.crc32(order.encode()), jax.process_index()])
+    if lowest[0] != highest[0]:
+        first, other = sorted([lowest[1], highest[1]])
+        raise ProcessesDisagree(
+            f"Process {other} has the devices in another order than process {first}; in "
+            f"process {jax.process_index()} it is {order}.\n"
+            "Give devices= in the same order in every process, or leave it out."
         )
 
 
@@ -117,11 +139,31 @@ def share_random_numbers() -> None:
 
 
 def share_variables(variables: list[Any]) -> None:
-    """Give every process the values that the first one has."""
+    """Give every process the values that the first one has.
+
+    Raises:
+        ProcessesDisagree: If another process has other variables, or none.
+    """
+    mine = [np.asarray(variable.value) for variable in variables]
+    _check_alike(mine)
     if variables:
-        values = from_first([np.asarray(variable.value) for variable in variables])
-        for variable, value in zip(variables, values, strict=True):
+        for variable, value in zip(variables, from_first(mine), strict=True):
             variable.assign(value)
+
+
+def _check_alike(values: list[np.ndarray]) -> None:
+    # Between lists that differ the broadcast would wait for ever, or end Python inside of gloo.
+    kinds = repr([(value.shape, str(value.dtype)) for value in values])
+    numbers = sum(value.size for value in values)
+    word = [len(values), numbers, zlib.crc32(kinds.encode()), jax.process_index()]
+    least, greatest = once(word)
+    if least[:3] != greatest[:3]:
+        raise ProcessesDisagree(
+            f"Process {greatest[3]} brings {greatest[0]} variables with {greatest[1]} numbers, and "
+            f"process {least[3]} brings {least[0]} with {least[1]}, or of other shapes or types:\n"
+            "they would not train one model. Give every process the same layers, metrics and "
+            "optimizer."
+        )
 
 
 def check_same_run(found: str | None) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lockstep.engines import jax_flags, jax_processes
+from lockstep.engines import jax_flags, jax_processes, jax_programs
 from lockstep.engines.jax_agreement import Seen
 from lockstep.engines.jax_ahead import looks_ahead
 from lockstep.engines.jax_pace import Pace
@@ -119,6 +119,8 @@ class Steps:
             known = (program is run, shapes)
             if known not in whole:
                 traced = program.trace(state, batch)
+                if self._several:
+                    jax_programs.check_same(traced)
                 whole[known] = self._is_unsplittable(traced, shapes)
                 if not whole[known]:
                     self._say_if_unsplit(traced, shapes)

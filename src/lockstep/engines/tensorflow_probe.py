@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -60,6 +60,10 @@ class TensorFlowProbe:
         finally:
             config.enable_tensor_float_32_execution(before[0])
             model.jit_compile = before[1]
+
+    def alike(self) -> AbstractContextManager[None]:
+        """Nothing: there is one process."""
+        return nullcontext()
 
     def fresh(self) -> None:
         """Trace the model anew at its next step."""

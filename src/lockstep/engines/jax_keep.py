@@ -61,6 +61,11 @@ class Keeper:
                 stacklevel=4,
             )
 
+    def heed(self, batches: HostIterator, callbacks: Any, batch: str) -> None:
+        """Let go of the data if a callback has put a hook for batches in place since `keep`."""
+        if batches.data is not None and may_write_between_steps(callbacks, batch):
+            batches.data.leave()
+
     def leave(self) -> None:
         """The model leaves its devices: a fit under way goes on with batches from the host."""
         for data in self._kept:

@@ -22,7 +22,6 @@ from lockstep.announce import LONG, first_step_line
 from lockstep.engines.jax_callbacks import (
     Callbacks,
     hear_of_begins,
-    may_write_between_steps,
     see_every_batch,
 )
 from lockstep.engines.jax_epoch import NO_BATCH, PREDICT, TEST, TRAIN, Begin, End, run_epoch
@@ -152,7 +151,7 @@ class Loop:
             for epoch in range(first_epoch, epochs):
                 model.reset_metrics()
                 callbacks.on_epoch_begin(epoch)
-                _heed(batches, callbacks, "train")
+                self._heed(batches, callbacks, "train")
                 if recorder is not None:
                     recording.epoch_began()
                 begin, end = callbacks.on_train_batch_begin, callbacks.on_train_batch_end
@@ -260,7 +259,7 @@ class Loop:
             self.keeper.keep(model, batches, callbacks, "test")
         model.stop_evaluating = False
         callbacks.on_test_begin()
-        _heed(batches, callbacks, "test")
+        self._heed(batches, callbacks, "test")
         model.reset_metrics()
         logs = run_epoch(
             model, TEST, batches, callbacks.on_test_batch_begin, callbacks.on_test_batch_end
@@ -314,6 +313,12 @@ class Loop:
         callbacks.on_predict_end()
         model._jax_state = None
         return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *every)
+
+    def _heed(self, batches: HostIterator, callbacks: Any, batch: str) -> None:
+        """Follow hooks for batches that a callback has put in place since it was looked at."""
+        if batches.pace is not None and see_every_batch(callbacks, batch):
+            batches.pace = None
+        self.keeper.heed(batches, callbacks, batch)
 
     def _callbacks(
         self, callbacks: Any, verbose: Any, epochs: int, batches: HostIterator, **kwargs: Any
@@ -375,14 +380,6 @@ def _pace(function: Any, callbacks: Any, batch: str, recorder: Any) -> Pace | No
     if pace is None or recorder is not None or see_every_batch(callbacks, batch):
         return None
     return pace
-
-
-def _heed(batches: HostIterator, callbacks: Any, batch: str) -> None:
-    """Follow hooks for batches that a callback has put in place since it was looked at."""
-    if batches.pace is not None and see_every_batch(callbacks, batch):
-        batches.pace = None
-    if batches.data is not None and may_write_between_steps(callbacks, batch):
-        batches.data.leave()
 
 
 def _arguments(method: Callable[..., Any]) -> list[str]:

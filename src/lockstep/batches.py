@@ -89,14 +89,19 @@ def _is_arrays(data: Any) -> bool:
     return isinstance(data, tuple | list | dict) or hasattr(data, "__array__")
 
 
+def count_from_one(value: Any) -> int | None:
+    """A whole number of at least 1, of Python's or NumPy's; `None` for anything else."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        return None
+    return None if isinstance(value, bool) or number < 1 else number
+
+
 def _check_batch_size(data: Any, batch_size: int | None) -> None:
     if batch_size is None:
         return
-    try:
-        number = operator.index(batch_size)  # NumPy's whole numbers too
-    except TypeError:
-        number = 0
-    if isinstance(batch_size, bool) or number < 1:
+    if count_from_one(batch_size) is None:
         raise UnusableData(
             f"batch_size={batch_size!r} was given, and a whole number of at least 1 was expected.\n"
             "Leave batch_size out for 32."

@@ -1,6 +1,5 @@
 """N devices against one, on a model and data of the user's."""
 
-import operator
 from typing import Any
 
 from lockstep.devices import parse_devices
@@ -58,16 +57,14 @@ def verify(
             f"A compiled model was expected, and {model.name!r} is not compiled.\n"
             "Call model.compile(optimizer, loss) first: verify trains it."
         )
-    try:
-        number = operator.index(steps)  # NumPy's whole numbers too
-    except TypeError:
-        number = 0
-    if isinstance(steps, bool) or number < 1:
+    from lockstep.batches import count_from_one, first_batches, rows_of
+
+    number = count_from_one(steps)
+    if number is None:
         raise UnusableData(
             f"steps={steps} was asked for, and a whole number of at least 1 was expected."
         )
     # These import NumPy, which `import lockstep` does without.
-    from lockstep.batches import first_batches, rows_of
     from lockstep.comparison import compare
 
     batches = first_batches(data, number, batch_size)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import lockstep
+from lockstep.engines.jax_input import HostIterator
 from lockstep.engines.jax_steps import Steps
 from lockstep.errors import BusyModel, UnusableData
 from tests.conformance import common
@@ -441,16 +442,15 @@ def test_methods_of_the_class_are_its_own():
 
 @pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("devices", [1, 4])
-def test_a_source_that_writes_each_batch_into_one_buffer(devices, tmp_path):
+def test_a_source_that_writes_each_batch_into_one_buffer(devices):
     """The step runs while Python goes on, and JAX may read a host array in place."""
     x, y = common.data(40 * BATCH)
-    mapped = np.memmap(tmp_path / "inputs", "float32", "w+", shape=(BATCH, 4))
 
     class Batches(keras.utils.PyDataset):
         def __init__(self, reuse):
             super().__init__()
             self.reuse = reuse
-            self.inputs = mapped  # a file's pages, say
+            self.inputs = np.empty((BATCH, 4), "float32")
             self.targets = np.empty((BATCH, 2), "float32")
 
         def __len__(self):
@@ -469,6 +469,19 @@ def test_a_source_that_writes_each_batch_into_one_buffer(devices, tmp_path):
         made.fit(Batches(reuse), shuffle=False, verbose=0)
         found.append(everything(made))
     assert_same(found[1], found[0], atol=0)
+
+
+def test_what_a_source_may_write_into_is_copied(tmp_path):
+    """Memory, or the pages of a file."""
+    plain = np.zeros((BATCH, 4), "float32")
+    mapped = np.memmap(tmp_path / "rows", "float32", "w+", shape=(BATCH, 4))
+    batches = HostIterator(x=((plain, mapped) for _ in range(2)))
+    for _, _, iterator in batches:
+        given = next(iterator)
+        assert [part.shape for part in given] == [(BATCH, 4)] * 2
+        assert not any(map(np.shares_memory, given, (plain, mapped)))
+        return
+    raise AssertionError("no batch")
 
 
 @pytest.mark.usefixtures("ahead")

@@ -14,7 +14,7 @@ def give_threads(environ: MutableMapping[str, str], devices: int) -> None:
     those need threads for what they compute before. XLA starts one for each core, or each
     device. On two cores, with JAX 0.10.2, steps of a three-layer network of 512 units over 4
     devices waited for one another until XLA ended the process, with 4 and with 5 threads; with
-    8 for 4 devices, and 32 for 8, they ran.
+    8 for 4 devices, and 32 for 8, they ran. A smaller number that was set already is raised.
     """
     least = _EACH * devices
     try:

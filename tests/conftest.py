@@ -8,7 +8,10 @@ os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import atexit
 import multiprocessing
+import shutil
+import tempfile
 import threading
 
 import pytest
@@ -26,9 +29,23 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     # The fixed sample compiles in half of the time, to slower loops: operations, layouts and
-    # collectives are the same. `--whole` compiles as users do, and so do processes of their own.
+    # collectives are the same. `--whole` compiles as users do; so do the demo and the examples.
     if not config.getoption("--whole"):
         os.environ.setdefault("XLA_FLAGS", QUICK)
+        if os.environ["KERAS_BACKEND"] == "jax":
+            _compile_once()
+
+
+def _compile_once():
+    """Programs that several tests of this process have are compiled once, as users have it."""
+    import jax
+
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def pytest_collection_modifyitems(config, items):

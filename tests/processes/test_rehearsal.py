@@ -7,6 +7,7 @@ import pytest
 import lockstep
 from lockstep.rehearsal import rehearse_from_environment
 from tests.processes.common import python
+from tests.sampling import rest
 
 COUNT = "print(lockstep.devices())"
 FOUR = "['cpu:0', 'cpu:1', 'cpu:2', 'cpu:3']"
@@ -37,16 +38,12 @@ def test_by_environment_where_kerass_own_settings_name_tensorflow_and_it_is_not_
     assert environment["JAX_NUM_CPU_DEVICES"] == "4"
 
 
-@pytest.mark.parametrize("imports", ["import lockstep, keras", "import keras, lockstep"])
+@pytest.mark.parametrize("imports", ["import keras, lockstep", *rest("import lockstep, keras")])
 def test_by_call_in_either_import_order(imports):
     assert python(f"{imports}; lockstep.rehearse(devices=4); {COUNT}") == FOUR
 
 
-def test_without_keras_imported():
-    assert python(f"import lockstep; lockstep.rehearse(devices=4); {COUNT}") == FOUR
-
-
-def test_twice_the_same_is_fine():
+def test_without_keras_imported_and_twice_the_same():
     script = f"import lockstep; lockstep.rehearse(4); {COUNT}; lockstep.rehearse(4)"
     assert python(script) == FOUR
 

@@ -43,7 +43,7 @@ def run_both(body, folder):
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     (folder / "script.py").write_text(SCRIPT.format(body=body))
-    ours = ("LOCKSTEP", "JAX_", "XLA_", "PJRT_")
+    ours = ("LOCKSTEP", "JAX_", "PJRT_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     more = {
         "JAX_ENABLE_COMPILATION_CACHE": "false",

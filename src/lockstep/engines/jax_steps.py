@@ -29,7 +29,7 @@ from lockstep.engines.jax_resident import Chosen
 from lockstep.engines.jax_scan import AUTO, few_bytes, is_worth_it, repeated, stacked
 from lockstep.engines.jax_sharded import Sharded, longer
 from lockstep.engines.jax_step import Program, State, Step, StepFunction
-from lockstep.engines.jax_unsplit import merging_layers, why_whole
+from lockstep.engines.jax_unsplit import merging_layers, pooling_whole, why_whole
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.shards import missing_rows
 
@@ -170,7 +170,8 @@ class Steps:
         """
 
         def run(state: State, batch: Any) -> tuple[Any, State]:
-            return step(self.settled(state, split()), batch)
+            with pooling_whole(self.replicated):
+                return step(self.settled(state, split()), batch)
 
         return StepFunction(
             place=lambda batch: keras.tree.map_structure(self._place_eagerly, batch),

@@ -2,7 +2,14 @@
 
 import re
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
+
+import jax
+from jax.extend.core.primitives import select_and_scatter_add_p
+from jax.sharding import NamedSharding
+
+from lockstep.engines.replaced import replaced
 
 
 def merging_layers(jaxpr: Any, program: str, rows: Collection[int]) -> list[str]:
@@ -115,34 +122,51 @@ def pooling_layers(jaxpr: Any, rows: Collection[int], longer: Callable[[], Any])
         return sorted({path or "the loss" for path, each in found if _may_pool_rows(each, rows)})
     pairs = zip(found, others, strict=True)
     return sorted(
-        {
-            path or "the loss"
-            for (path, each), other in pairs
-            if _overlapping(each) != _overlapping(other)
-        }
+        {path or "the loss" for (path, each), other in pairs if _pooled(each) != _pooled(other)}
     )
+
+
+def pooling_whole(everywhere: NamedSharding) -> AbstractContextManager[None]:
+    """While it lasts, that gradient is computed of whole arrays where operations run one by one.
+
+    Args:
+        everywhere: The layout of what every device has whole.
+    """
+    original = select_and_scatter_add_p.impl
+
+    def whole(source: Any, operand: Any, **parameters: Any) -> Any:
+        along = _overlapping(operand.shape, parameters)
+        if any(_is_split(array, along) for array in (source, operand)):
+            source, operand = jax.device_put((source, operand), everywhere)
+        return original(source, operand, **parameters)
+
+    return replaced([(select_and_scatter_add_p, "impl", whole)])
+
+
+def _is_split(array: Any, dims: Collection[int]) -> bool:
+    shard = array.sharding.shard_shape(array.shape)
+    return any(shard[dim] != array.shape[dim] for dim in dims)
 
 
 _POOLING = "select_and_scatter_add"
 
 
-def _overlapping(equation: Any) -> list[int]:
-    """The sizes of the dims along which windows overlap."""
-    parameters = equation.params
-    windows = zip(parameters["window_dimensions"], parameters["window_strides"], strict=True)
-    sizes = equation.invars[1].aval.shape
-    return [size for size, (wide, step) in zip(sizes, windows, strict=True) if wide > step]
+def _overlapping(shape: tuple[int, ...], parameters: dict[str, Any]) -> dict[int, int]:
+    """The dims along which windows overlap, and their sizes."""
+    steps = parameters["window_strides"]
+    windows = enumerate(zip(shape, parameters["window_dimensions"], steps, strict=True))
+    return {dim: size for dim, (size, wide, step) in windows if wide > step}
+
+
+def _pooled(equation: Any) -> dict[int, int]:
+    return _overlapping(equation.invars[1].aval.shape, equation.params)
 
 
 def _may_pool_rows(equation: Any, rows: Collection[int]) -> bool:
-    pooled = _overlapping(equation)
-    first = equation.invars[1].aval.shape[0]
-    batch_first = equation.params["window_dimensions"][0] == 1 and any(
-        first % number == 0 for number in rows
-    )
-    return bool(pooled) and not (
-        batch_first and all(size % number for size in pooled for number in rows)
-    )
+    pooled, first = _pooled(equation), equation.invars[1].aval.shape[0]
+    batch_first = 0 not in pooled and any(first % number == 0 for number in rows)
+    others = all(size % number for size in pooled.values() for number in rows)
+    return bool(pooled) and not (batch_first and others)
 
 
 def _equations(jaxpr: Any, outer: str, name: str) -> Iterator[tuple[str, Any]]:

@@ -171,6 +171,67 @@ def test_a_sort_over_even_shards_is_split(keras):
     assert_same(weights(made), weights(alone))
 
 
+def pooled(keras, along, **settings):
+    """A model with overlapping windows of a max pooling along its rows, or along another dim."""
+    ops, layers = keras.ops, keras.layers
+
+    class Pooled(layers.Layer):
+        def call(self, x):
+            if along == "rows":
+                return ops.max_pool(x[None], 3, 1, padding="same")[0]
+            if along == "rows that come second":  # where the first dim looks like them
+                turned = ops.transpose(x)[:, :, None]
+                return ops.transpose(ops.max_pool(turned, 3, 1, padding="same")[:, :, 0])
+            if along == "merged rows":
+                merged = ops.max_pool(ops.reshape(x, (1, -1, 2)), 3, 1, padding="same")
+                return ops.reshape(merged, (-1, 8))
+            return ops.max_pool(x[:, :, None], 3, 1, padding="same")[:, :, 0]
+
+    keras.utils.set_random_seed(1)
+    made = keras.Sequential([keras.Input((4,)), layers.Dense(8), Pooled(name="pooled")])
+    made.add(layers.Dense(2))
+    made.compile("sgd", "mse", **settings)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("along", "rows", "times"),
+    [
+        ("rows", 8, 1),
+        ("rows", 6, 2),
+        ("rows that come second", 8, 1),
+        ("merged rows", 6, 1),
+    ],
+)
+def test_the_gradient_of_a_max_pooling_along_the_rows_is_exact_and_says_so(
+    keras, along, rows, times
+):
+    """XLA computes another one where that dim is split: JAX 0.10.2, 2e-3 to 1e-2 off."""
+    x, y = data(2 * rows)
+    alone = pooled(keras, along)
+    made = lockstep.distribute(pooled(keras, along, steps_per_execution=times), 4)
+    match = f"{rows} rows over 4 .* split: .*pooled: .* max pooling"
+    with pytest.warns(UnsplitBatchWarning, match=match):
+        made.fit(x, y, batch_size=rows, epochs=2, shuffle=False, verbose=0)
+    alone.fit(x, y, batch_size=rows, epochs=2, shuffle=False, verbose=0)
+    assert_same(weights(made), weights(alone))
+
+
+def test_the_gradient_of_a_max_pooling_along_the_rows_is_exact_operation_by_operation(keras):
+    x, y = data(8)
+    alone = pooled(keras, "rows")
+    made = lockstep.distribute(pooled(keras, "rows", jit_compile=False), 4)
+    assert_same(made.train_on_batch(x, y), alone.train_on_batch(x, y))
+    assert_same(weights(made), weights(alone))
+
+
+def test_a_max_pooling_along_another_dim_is_split(keras):
+    x, y = data(8)  # as many rows as the dim that is pooled has
+    alone, made = pooled(keras, "units"), lockstep.distribute(pooled(keras, "units"), 4)
+    assert_same(made.train_on_batch(x, y), alone.train_on_batch(x, y))  # warnings are errors
+    assert_same(weights(made), weights(alone))
+
+
 def test_a_model_may_give_numbers_of_python(keras):
     class Counting(keras.Model):
         def call(self, x):

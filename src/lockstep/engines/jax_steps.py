@@ -27,9 +27,9 @@ from lockstep.engines.jax_ahead import looks_ahead
 from lockstep.engines.jax_pace import Pace
 from lockstep.engines.jax_resident import Chosen
 from lockstep.engines.jax_scan import AUTO, few_bytes, is_worth_it, repeated, stacked
-from lockstep.engines.jax_sharded import Sharded
+from lockstep.engines.jax_sharded import Sharded, longer
 from lockstep.engines.jax_step import Program, State, Step, StepFunction
-from lockstep.engines.jax_unsplit import merging_layers, unsplittable_layers
+from lockstep.engines.jax_unsplit import merging_layers, pooling_whole, why_whole
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.shards import missing_rows
 
@@ -121,7 +121,7 @@ class Steps:
                 traced = program.trace(state, batch)
                 if self._several:
                     jax_programs.check_same(traced)
-                whole[known] = self._is_unsplittable(traced, shapes)
+                whole[known] = self._is_unsplittable(program, traced, state, batch)
                 if not whole[known]:
                     self._say_if_unsplit(traced, shapes)
             return _undivided(batch) if whole[known] else batch
@@ -170,7 +170,8 @@ class Steps:
         """
 
         def run(state: State, batch: Any) -> tuple[Any, State]:
-            return step(self.settled(state, split()), batch)
+            with pooling_whole(self.replicated):
+                return step(self.settled(state, split()), batch)
 
         return StepFunction(
             place=lambda batch: keras.tree.map_structure(self._place_eagerly, batch),
@@ -313,21 +314,17 @@ class Steps:
 
     # --------------------------------------------------------------- unsplit batches
 
-    def _is_unsplittable(self, traced: Any, shapes: "_Shapes") -> bool:
+    def _is_unsplittable(self, program: Any, traced: Any, state: State, batch: Any) -> bool:
         """Whether every device has to have the whole batch, which is said."""
-        rows = {rows for rows, *_ in shapes}
-        layers = unsplittable_layers(traced.jaxpr.jaxpr, rows, self._replicas) if rows else []
-        if layers:
-            warnings.warn(
-                f"A batch of {max(rows)} rows over {self._replicas} devices is exact, but not "
-                f"split: {', '.join(layers)}: XLA cannot split the gradient of a sort unevenly, "
-                "and all devices do all of the work.\n"
-                "Give batches that the number of devices divides; or sort by "
-                "ops.take_along_axis(x, ops.argsort(x, axis), axis).",
-                UnsplitBatchWarning,
-                stacklevel=3,
-            )
-        return bool(layers)
+        why = why_whole(
+            traced.jaxpr.jaxpr,
+            {rows for rows, *_ in _shapes(batch)},
+            self._replicas,
+            lambda: program.trace(state, longer(batch, self._replicas)).jaxpr.jaxpr,
+        )
+        if why:
+            warnings.warn(why, UnsplitBatchWarning, stacklevel=3)
+        return bool(why)
 
     def _say_if_unsplit(self, traced: Any, shapes: "_Shapes") -> None:
         ragged = {rows for rows, *_ in shapes if missing_rows(rows, self._replicas)}

@@ -1,8 +1,15 @@
 """Which layers keep a batch from being split."""
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
+
+import jax
+from jax.extend.core.primitives import select_and_scatter_add_p
+from jax.sharding import NamedSharding
+
+from lockstep.engines.replaced import replaced
 
 
 def merging_layers(jaxpr: Any, program: str, rows: Collection[int]) -> list[str]:
@@ -57,6 +64,109 @@ def unsplittable_layers(jaxpr: Any, rows: Collection[int], replicas: int) -> lis
         if indices.dtype != "int32" and not even and not by_rows:
             found.add(path or "the loss")
     return sorted(found)
+
+
+def why_whole(
+    jaxpr: Any, rows: Collection[int], replicas: int, longer: Callable[[], Any]
+) -> str | None:
+    """What to say where every device has to have the whole batch, `None` where it is split.
+
+    Args:
+        jaxpr: The traced step.
+        rows: The numbers of rows of the batch.
+        replicas: The number of devices.
+        longer: Traces the same step for a batch of more rows.
+    """
+    if not rows:
+        return None
+    begin = f"A batch of {max(rows)} rows over {replicas} devices is exact, but not split: "
+    if layers := unsplittable_layers(jaxpr, rows, replicas):
+        return (
+            f"{begin}{', '.join(layers)}: XLA cannot split the gradient of a sort unevenly, "
+            "and all devices do all of the work.\n"
+            "Give batches that the number of devices divides; or sort by "
+            "ops.take_along_axis(x, ops.argsort(x, axis), axis)."
+        )
+    if layers := pooling_layers(jaxpr, rows, longer):
+        return (
+            f"{begin}{', '.join(layers)}: XLA computes another gradient of a max pooling along the "
+            "rows where they are split, and all devices do all of the work.\n"
+            "Pool along another dim, or by windows that do not overlap."
+        )
+    return None
+
+
+def pooling_layers(jaxpr: Any, rows: Collection[int], longer: Callable[[], Any]) -> list[str]:
+    """The layers with a gradient of a max pooling whose overlapping windows go over rows.
+
+    Where such a dim is split, XLA (JAX 0.10.2) leaves out what a window adds to rows that
+    another device has. Which dims are made of rows is seen in a trace with more of them; it is
+    done only where the shapes leave that open.
+
+    Args:
+        jaxpr: The traced step.
+        rows: The numbers of rows of the batch.
+        longer: Traces the same step for a batch of more rows; gives its jaxpr.
+
+    Returns:
+        Their paths, "the loss" for what is in none.
+    """
+    found = list(_equations(jaxpr, "", _POOLING))
+    if not any(_may_pool_rows(equation, rows) for _, equation in found):
+        return []
+    try:
+        others = [equation for _, equation in _equations(longer(), "", _POOLING)]
+    except Exception:  # a step for this number of rows alone: what is open counts as one
+        others = []
+    if len(others) != len(found):
+        return sorted({path or "the loss" for path, each in found if _may_pool_rows(each, rows)})
+    pairs = zip(found, others, strict=True)
+    return sorted(
+        {path or "the loss" for (path, each), other in pairs if _pooled(each) != _pooled(other)}
+    )
+
+
+def pooling_whole(everywhere: NamedSharding) -> AbstractContextManager[None]:
+    """While it lasts, that gradient is computed of whole arrays where operations run one by one.
+
+    Args:
+        everywhere: The layout of what every device has whole.
+    """
+    original = select_and_scatter_add_p.impl
+
+    def whole(source: Any, operand: Any, **parameters: Any) -> Any:
+        along = _overlapping(operand.shape, parameters)
+        if any(_is_split(array, along) for array in (source, operand)):
+            source, operand = jax.device_put((source, operand), everywhere)
+        return original(source, operand, **parameters)
+
+    return replaced([(select_and_scatter_add_p, "impl", whole)])
+
+
+def _is_split(array: Any, dims: Collection[int]) -> bool:
+    shard = array.sharding.shard_shape(array.shape)
+    return any(shard[dim] != array.shape[dim] for dim in dims)
+
+
+_POOLING = "select_and_scatter_add"
+
+
+def _overlapping(shape: tuple[int, ...], parameters: dict[str, Any]) -> dict[int, int]:
+    """The dims along which windows overlap, and their sizes."""
+    steps = parameters["window_strides"]
+    windows = enumerate(zip(shape, parameters["window_dimensions"], steps, strict=True))
+    return {dim: size for dim, (size, wide, step) in windows if wide > step}
+
+
+def _pooled(equation: Any) -> dict[int, int]:
+    return _overlapping(equation.invars[1].aval.shape, equation.params)
+
+
+def _may_pool_rows(equation: Any, rows: Collection[int]) -> bool:
+    pooled, first = _pooled(equation), equation.invars[1].aval.shape[0]
+    batch_first = 0 not in pooled and any(first % number == 0 for number in rows)
+    others = all(size % number for size in pooled.values() for number in rows)
+    return bool(pooled) and not (batch_first and others)
 
 
 def _equations(jaxpr: Any, outer: str, name: str) -> Iterator[tuple[str, Any]]:

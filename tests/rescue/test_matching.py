@@ -142,6 +142,25 @@ def test_a_frozen_nested_model_is_found_or_refused_never_wrong(root, data):
     assert right(found, truth)
 
 
+def test_of_more_nested_models_than_are_tried_none_is_misread():
+    """Of nine, each was tried alone and all together, and what fitted by its shapes was taken."""
+    numbers = Counter()
+
+    def nested(name, *inner):
+        return Branch(name, [*inner, leaf(f"dense_{numbers.count}", "dense", 3, numbers)])
+
+    three = [
+        nested(name, nested(f"{name}_0"), nested(f"{name}_1")) for name in ("m_0", "m_1", "m_2")
+    ]
+    root = Branch("m", [*three, leaf("dense_99", "dense", 4, numbers)])
+    stored, _ = file_of(root, later, {"m_0", "m_1", "m_2"})
+    with pytest.raises(AmbiguousWeights):
+        match.assign(root, stored, trusted=True)
+    stored, _ = file_of(root, later, {"m_0", "m_2"})
+    with pytest.raises(AmbiguousWeights):
+        match.assign(root, stored, trusted=True)
+
+
 @settings(max_examples=300, deadline=None)
 @given(trees(), st.data())
 def test_layers_frozen_when_saved_and_not_in_the_model_are_never_misread(root, data):

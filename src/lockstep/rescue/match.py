@@ -78,7 +78,7 @@ def assign(
         raise _misfit(root, sources)
     if len(found) > 1:
         raise _ambiguous(found[0], found[1], "a nested model may or may not have been frozen")
-    if not trusted:
+    if not trusted or _are_too_many(root):
         _require_evidence(found[0])
     return found[0]
 
@@ -254,12 +254,17 @@ def _choices(root: Branch, flagged: bool) -> list[set[int]]:
         return [set()]
     nested = list(branches(root))
     chosen: list[set[int]] = [set()]
-    if len(nested) <= _FREEZE_CAP:
+    if not _are_too_many(root):
         for size in range(1, len(nested) + 1):
             chosen += [{id(one) for one in some} for some in itertools.combinations(nested, size)]
     else:
         chosen += [{id(one)} for one in nested] + [{id(one) for one in nested}]
     return chosen
+
+
+def _are_too_many(root: Branch) -> bool:
+    """Whether there are more nested models than are tried frozen in every combination."""
+    return len(list(branches(root))) > _FREEZE_CAP
 
 
 def halves(
@@ -360,7 +365,7 @@ def _ambiguous(one: Found, other: Found, why: str) -> AmbiguousWeights:
     raise AssertionError("two equal assignments")
 
 
-def _misfit(root: Branch, sources: Sequence[Stored]) -> WeightsDoNotFit:
+def _misfit(root: Branch, sources: Sequence[Stored]) -> WeightsDoNotFit | AmbiguousWeights:
     wanted = Counter(slot.shape for leaf in leaves(root) for slot in leaf.slots)
     count = sum(wanted.values())
     if count != len(sources):
@@ -380,6 +385,12 @@ def _misfit(root: Branch, sources: Sequence[Stored]) -> WeightsDoNotFit:
     hint = "Give the model that was trained: compare its summary() with lockstep inspect."
     if (extra and lacking) and len(extra[0]) == 1 and len(lacking[0]) == 2:
         hint = "A GRU of that time needs reset_after=False in the model (a bias of one row)."
+    if not detail and _are_too_many(root):
+        return AmbiguousWeights(
+            f"{first}, and of {len(list(branches(root)))} nested models any may have been frozen: "
+            f"all combinations\nof at most {_FREEZE_CAP} are tried.\n"
+            "Give a model whose layers are named as in the file: --model file.py:function."
+        )
     if not detail:
         detail.append("in an order that no rule of old files gives")
     return WeightsDoNotFit(f"{first}: {'; '.join(detail)}.\n{hint}")

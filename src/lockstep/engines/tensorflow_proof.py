@@ -132,10 +132,12 @@ class _Trace:
             state = walk.of(tensor) if isinstance(tensor, tf.Tensor) else Unknown("an output")
             if isinstance(state, Unknown):
                 return state.why
-            expected = Same() if tensor.shape.rank == 0 else Rows()
-            if state != expected:
-                merged = isinstance(state, Rows)
+        for tensor in call.outputs:
+            if walk.of(tensor) != (Same() if tensor.shape.rank == 0 else Rows()):
+                merged = isinstance(walk.of(tensor), Rows)
                 return "rows merged with another dim" if merged else "an output without rows"
+        if any(walk.of(loss) != Same() for loss in call.losses):  # which Keras would add up
+            return "a loss of rows"
         return walk.failure
 
     def program(self, call: _Call) -> list[Any]:

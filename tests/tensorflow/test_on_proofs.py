@@ -150,6 +150,7 @@ ACROSS = {
     "numbers drawn with a number for a seed": lambda layer, x: (
         x + keras.random.uniform(ops.shape(x), seed=3)
     ),
+    "rows looked up": lambda layer, x: ops.take(x, ops.flip(ops.arange(ops.shape(x)[0])), axis=0),
     "transposed": lambda layer, x: x @ layer.kernel + 0.01 * ops.sum(ops.transpose(x) @ x, axis=0),
 }
 

@@ -71,6 +71,10 @@ def _loop(layer, x):
     return tf.while_loop(lambda i, a: i < 3, lambda i, a: (i + 1, tf.tanh(a) + x), (0, x))[1]
 
 
+def _asserts_that_shapes_agree(layer, x):
+    return _asserting(tf.reduce_all(tf.shape(x * 2) == tf.shape(x)), x)
+
+
 def _own_gradient(x):
     return tf.identity(x), lambda g: tf.clip_by_norm(g, 0.1)
 
@@ -99,6 +103,7 @@ ROW_BY_ROW = {
     "a branch on a weight": _branch_on_a_weight,
     "a loop": _loop,
     "a counter of steps": _counts_steps,
+    "an assertion about shapes": _asserts_that_shapes_agree,
     "zeros as many as rows": lambda layer, x: x + ops.zeros((ops.shape(x)[0], 5)),
     "a function of TensorFlow's": lambda layer, x: tf.function(lambda y: y * 2, autograph=False)(x),
 }
@@ -120,6 +125,11 @@ def _last_rows(layer, x):
 def _norm_by_hand(layer, x):
     mean, variance = tf.nn.moments(x, [0])
     return (x - mean) * tf.math.rsqrt(variance + 1e-3)
+
+
+def _asserting(holds, x):
+    with tf.control_dependencies([tf.Assert(holds, ["no"])]):
+        return tf.identity(x)
 
 
 def _adds_a_loss_of_rows(layer, x):
@@ -151,6 +161,9 @@ ACROSS = {
         x + keras.random.uniform(ops.shape(x), seed=3)
     ),
     "rows looked up": lambda layer, x: ops.take(x, ops.flip(ops.arange(ops.shape(x)[0])), axis=0),
+    "an assertion about the number of rows": lambda layer, x: _asserting(
+        tf.shape(x)[0] % 11 == 0, x
+    ),
     "transposed": lambda layer, x: x @ layer.kernel + 0.01 * ops.sum(ops.transpose(x) @ x, axis=0),
 }
 
@@ -232,6 +245,36 @@ def test_what_the_first_device_runs_alone_is_exact(what):
     with pytest.warns(UnsplitBatchWarning):
         many = fit(lockstep.distribute(model(ALONE[what]), 2))
     assert_same(many, fit(model(ALONE[what])))
+
+
+class Chooses(Does):
+    """Python draws what it does, each time it is traced."""
+
+    def build(self, shape):
+        super().build(shape)
+        self.other = self.add_weight(shape=(5, 5), name="other")
+        self.drawn = iter(range(10**6))
+
+    def call(self, x, training=False):
+        return self.what(self, x, next(self.drawn))
+
+
+CHOICES = {
+    "an option": lambda layer, x, n: tf.nn.leaky_relu(x, alpha=0.01 * n),
+    "an order": lambda layer, x, n: tf.stack(
+        (lambda parts: parts[n % 5 :] + parts[: n % 5])(tf.unstack(x, axis=1)), axis=1
+    ),
+    "a weight": lambda layer, x, n: x @ (layer.other if n % 2 else layer.kernel),
+}
+
+
+@pytest.mark.parametrize("choice", ["an order", *rest("an option", "a weight")])
+def test_a_program_that_differs_in_its_wires_is_another_one(choice):
+    made = keras.Sequential([keras.Input((5,)), Chooses(CHOICES[choice]), layers.Dense(2)])
+    made.compile("sgd", "mse")
+    lockstep.distribute(made, 3)
+    with pytest.warns(UnsplitBatchWarning, match="another program each time Python makes it"):
+        fit(made)
 
 
 def _noisy_loss(y_true, y_pred):

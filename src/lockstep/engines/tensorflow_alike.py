@@ -7,9 +7,9 @@ import keras
 import tensorflow as tf
 
 from lockstep.engines.tensorflow_beside import beside
-from lockstep.engines.tensorflow_proof import program_of
+from lockstep.engines.tensorflow_program import program_of
 from lockstep.engines.tensorflow_states import calls_of, has_own_gradient
-from lockstep.engines.tensorflow_variables import shared_seeds
+from lockstep.engines.tensorflow_variables import Copies, shared_seeds
 
 _REPEATABLE = """
     AssignAddVariableOp AssignSubVariableOp AssignVariableOp Assert Case If LookupTableFindV2
@@ -62,7 +62,9 @@ class Part:
 class Program:
     """What the first replica did in one part of a step, for the others to be held against."""
 
-    def __init__(self) -> None:
+    def __init__(self, copies: Copies) -> None:
+        """`copies` are the variables, of which every replica has its own."""
+        self._copies = copies
         self._done: list[list[Any]] = []
 
     def check(
@@ -107,7 +109,10 @@ class Program:
         Raises:
             NotAlike: With the reason.
         """
-        done = program_of(operations)
+        captures = tf.compat.v1.get_default_graph().captures
+        places = self._copies.places()
+        variables = {id(inner): places.get(id(outer)) for outer, inner in captures}
+        done = program_of(operations, {n: place for n, place in variables.items() if place})
         if number == len(self._done):
             self._done.append(done)
         elif self._done[number] != done:

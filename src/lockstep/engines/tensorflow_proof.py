@@ -19,8 +19,9 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework.func_graph import FuncGraph
 
+from lockstep.engines.tensorflow_program import program_of
 from lockstep.engines.tensorflow_rows import is_batch_norm, works_by_rows
-from lockstep.engines.tensorflow_states import Rows, Same, Seed, State, Unknown, calls_of
+from lockstep.engines.tensorflow_states import Rows, Same, Seed, State, Unknown
 from lockstep.engines.tensorflow_variables import shared_seeds
 from lockstep.engines.tensorflow_walk import Walk
 
@@ -109,7 +110,7 @@ class _Trace:
                 model(x, training=training)
             else:
                 model(x)
-        self._resources = {id(inner): outer for outer, inner in self._graph.captures}
+        self._captures = {id(inner): outer for outer, inner in self._graph.captures}
         self._seeds = {id(seeds.value.handle) for seeds in shared_seeds()}
 
     def why_not(self, call: _Call) -> str | None:
@@ -142,7 +143,10 @@ class _Trace:
 
     def program(self, call: _Call) -> list[Any]:
         """What a call does, comparable with another trace of it."""
-        return program_of(self._graph.get_operations()[call.first : call.last])
+        return program_of(
+            self._graph.get_operations()[call.first : call.last],
+            {inner: id(outer) for inner, outer in self._captures.items() if _is_resource(outer)},
+        )
 
     # ------------------------------------------------------------------- while tracing
 
@@ -230,33 +234,15 @@ class _Trace:
 
     def _outside(self, tensor: Any) -> State:
         """Of a tensor that the layer was not given, and has not made."""
-        outer = self._resources.get(id(tensor))
+        outer = self._captures.get(id(tensor))
         if outer is not None:
             return Seed() if id(outer) in self._seeds else Same()
         op = getattr(tensor, "op", None)
         return Same() if op is None or op.type == "Const" else Unknown("a tensor of another layer")
 
 
-def program_of(operations: list[Any]) -> list[Any]:
-    """What these operations do, comparable with those of another trace.
-
-    Constants count where they are used: the second who uses one from outside of the
-    graph makes no new one.
-    """
-    done = []
-    for op in operations:
-        if op.type in ("Placeholder", "Const"):
-            continue
-        # What an assertion says has the names of tensors in it, which every trace makes anew.
-        inputs = op.inputs[:1] if op.type == "Assert" else op.inputs
-        constants = [
-            source.op.node_def.attr["value"].SerializeToString()
-            for source in inputs
-            if source.op.type == "Const"
-        ]
-        inside = [program_of(graph.get_operations()) for graph in calls_of(op)]
-        done.append((op.type, constants, inside))
-    return done
+def _is_resource(tensor: Any) -> bool:
+    return bool(tensor.dtype == tf.resource)
 
 
 def _of_input(tensor: Any) -> State:

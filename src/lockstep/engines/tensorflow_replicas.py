@@ -266,7 +266,7 @@ class Team:
         self._losses: list[list[tuple[Any, Any]]] = [[([], set()) for _ in layers]] * self.size
         self._boards: list[list[Any]] = []
         self._here = threading.local()
-        self.program = Program()
+        self.program = Program(copies)
 
     def run(self, step: Callable[[Replica], Any], shards: Shards) -> list[Any]:
         """What `step` gives on each replica."""

@@ -73,6 +73,14 @@ class Copies:
             for other in others:
                 other.assign(first)
 
+    def places(self) -> dict[int, str]:
+        """Which variable each copy is of, by the identity of the copy's handle."""
+        return {
+            id(copy.handle): f"variable {number}"
+            for number, (_, mirrored) in enumerate(self._mirrored)
+            for copy in mirrored.values
+        }
+
     def strangers(self, graph: Any) -> list[str]:
         """The variables that a traced step uses, and that have no copies."""
         own = {id(copy.handle) for _, mirrored in self._mirrored for copy in mirrored.values}

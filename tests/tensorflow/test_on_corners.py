@@ -177,6 +177,9 @@ SAMPLE = {
     "a state as a tensor": _reads_a_state(ops.convert_to_tensor),
 }
 REST = {
+    "a layer given numbers for each row": _operated(
+        lambda x: layers.GRU(WIDTH)(layers.Reshape((2, 2))(x), initial_state=_A_NUMBER_FOR_EACH_ROW)
+    ),
     "an operation along the only dim": _operated(_scaled_by_a_sum),
     "an operation on as many numbers as rows": _operated(
         lambda x: ops.multiply(x, _A_NUMBER_FOR_EACH_ROW)

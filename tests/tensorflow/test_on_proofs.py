@@ -137,6 +137,22 @@ def _adds_a_loss_of_rows(layer, x):
     return x
 
 
+def test_an_attention_with_a_mask_for_all_rows_is_split():
+    """A warning that it is not split would fail the test."""
+
+    def make():
+        keras.utils.set_random_seed(4)
+        inputs = keras.Input((5,))
+        steps = layers.Reshape((5, 1))(inputs)
+        mask = np.tril(np.ones((5, 5), bool))
+        steps = layers.MultiHeadAttention(2, 3)(steps, steps, attention_mask=mask)
+        made = keras.Model(inputs, layers.Dense(2)(layers.Flatten()(steps)))
+        made.compile(keras.optimizers.SGD(0.02), "mse")
+        return made
+
+    assert_same(fit(lockstep.distribute(make(), 2)), fit(make()))
+
+
 ACROSS = {
     "rows from the fifteenth on": _last_rows,
     "a branch on a value": _branch_on_a_value,

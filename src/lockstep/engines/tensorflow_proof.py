@@ -20,7 +20,7 @@ import tensorflow as tf
 from tensorflow.python.framework.func_graph import FuncGraph
 
 from lockstep.engines.tensorflow_program import program_of
-from lockstep.engines.tensorflow_rows import is_batch_norm, works_by_rows
+from lockstep.engines.tensorflow_rows import is_batch_norm, is_for_all_rows, works_by_rows
 from lockstep.engines.tensorflow_states import Rows, Same, Seed, State, Unknown
 from lockstep.engines.tensorflow_variables import shared_seeds
 from lockstep.engines.tensorflow_walk import Walk
@@ -266,9 +266,8 @@ def _of_known_layer(call: _Call, states: list[State]) -> State:
     if not rows and all(isinstance(state, Same) for state in states):
         return Unknown(type(layer).__name__) if together or draws else Same()
     for tensor, state in zip(call.inputs, states, strict=True):
-        one = tensor.shape.rank is not None and tensor.shape[:1].as_list() in ([], [1])
-        # The mask of an attention may be one for all rows, without a dim for them.
-        one = one or (type(layer).__name__ in _MASKED_ATTENTION and tensor.shape.rank == 2)
+        known = tensor.shape.rank is not None
+        one = is_for_all_rows(layer, tensor.shape.as_list() if known else None)
         if not isinstance(state, Rows) and not (isinstance(state, Same) and one):
             return Unknown(type(layer).__name__)
     if any(
@@ -278,9 +277,6 @@ def _of_known_layer(call: _Call, states: list[State]) -> State:
     if len(rows) != 1 or (together and rows != {Rows()}):
         return Unknown(type(layer).__name__)
     return rows.pop()
-
-
-_MASKED_ATTENTION = ("MultiHeadAttention", "GroupedQueryAttention")
 
 
 def _works_together(layer: Any) -> bool:

@@ -1,6 +1,5 @@
 """Which layers work row by row, so that each replica can run its own rows."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -40,6 +39,18 @@ REDUCTIONS = frozenset({"All", "Any", "Max", "Mean", "Min", "Std", "Sum", "Var"}
 """Those that are so along any axis but the first."""
 
 
+_MASKED_ATTENTION = ("MultiHeadAttention", "GroupedQueryAttention")
+
+
+def is_for_all_rows(layer: Any, shape: list[int | None] | None) -> bool:
+    """Whether a tensor of this shape, given to a layer, is one for all rows of the batch."""
+    if shape is None:
+        return False
+    # The mask of an attention may be without a dim for the rows.
+    is_mask = type(layer).__name__ in _MASKED_ATTENTION and len(shape) == 2
+    return is_mask or shape[:1] in ([], [1])
+
+
 def is_container(layer: Any) -> bool:
     """Whether a layer does nothing but call its layers, as a graph or one by one."""
     return _is_called_as_its_class(layer) and type(layer).call in (
@@ -76,7 +87,7 @@ def works_by_rows(layer: Any) -> bool:
         return _operates_by_rows(layer)
     if not (_is_in_keras(type(layer)) and type(layer).__name__ in BY_ROWS):
         return False
-    if not _is_called_as_its_class(layer) or _takes_one_dim(layer) or any(_arrays_of(layer)):
+    if not _is_called_as_its_class(layer) or _takes_one_dim(layer) or _is_given_rows(layer):
         return False
     return _has_plain_options(layer) and all(_fits_inside(part) for part in _inner_layers(layer))
 
@@ -133,9 +144,10 @@ def _is_aligned(operation: Any) -> bool:
     return all(len(shape) < rank or (len(shape) == rank and shape[0] == 1) for shape in arrays)
 
 
-def _arrays_of(layer: Any) -> Iterator[Any]:
-    """The numbers that it is given beside the tensors of a functional model."""
-    return (array for node in layer._inbound_nodes for array in _arrays_in(node))
+def _is_given_rows(layer: Any) -> bool:
+    """Whether it is given numbers for rows, beside the tensors of a functional model."""
+    arrays = [array for node in layer._inbound_nodes for array in _arrays_in(node)]
+    return not all(is_for_all_rows(layer, list(array.shape)) for array in arrays)
 
 
 def _arrays_in(node: Any) -> list[Any]:

@@ -138,7 +138,37 @@ class _NamedCall(keras.Model):
         return ops.mean(self.loss.call(y_true=y, y_pred=y_pred))
 
 
+def _operated(make):
+    """A model whose outputs go through what `make` does with a tensor of rows."""
+
+    def built():
+        inputs = keras.Input((WIDTH,))
+        return _compiled(layers.Dense(2)(make(layers.Dense(WIDTH)(inputs))), inputs, _mse())
+
+    return built
+
+
+def _scaled_by_a_sum(x):
+    return x * ops.tanh(ops.sum(ops.sum(x, axis=-1), axis=-1))
+
+
+def _each_row_less_all(x):
+    less = ops.subtract(ops.max(x, axis=-1, keepdims=True), ops.min(x, axis=-1))
+    return x * ops.mean(less, axis=-1, keepdims=True)
+
+
+_A_NUMBER_FOR_EACH_ROW = np.linspace(0, 1, ROWS * WIDTH, dtype="float32").reshape(ROWS, WIDTH)
+
+
+class _AddsALossOfEachRow(layers.Layer):
+    def call(self, x):
+        self.add_loss(ops.mean(ops.square(x), axis=-1))
+        return x
+
+
 SAMPLE = {
+    "an operation on tensors of other ranks": _operated(_each_row_less_all),
+    "losses of rows": _operated(lambda x: _AddsALossOfEachRow()(x)),
     "outputs as targets": _outputs_as_targets,
     "a gradient within the loss": lambda: _plain(_mse(), _WithGradient),
     "a loss that counts rows": lambda: _plain(_counts_rows),
@@ -147,6 +177,16 @@ SAMPLE = {
     "a state as a tensor": _reads_a_state(ops.convert_to_tensor),
 }
 REST = {
+    "a layer given numbers for each row": _operated(
+        lambda x: layers.GRU(WIDTH)(layers.Reshape((2, 2))(x), initial_state=_A_NUMBER_FOR_EACH_ROW)
+    ),
+    "an operation along the only dim": _operated(_scaled_by_a_sum),
+    "an operation on as many numbers as rows": _operated(
+        lambda x: ops.multiply(x, _A_NUMBER_FOR_EACH_ROW)
+    ),
+    "an activation that turns the batch round": _operated(
+        lambda x: layers.Dense(WIDTH, activation=ops.flip)(x)
+    ),
     "a call of the instance's own": _own_call,
     "softmax of one dim": _one_dim(layers.Softmax),
     "targets made of outputs": lambda: _plain(_mse(), _ScaledTargets),

@@ -71,6 +71,10 @@ def _loop(layer, x):
     return tf.while_loop(lambda i, a: i < 3, lambda i, a: (i + 1, tf.tanh(a) + x), (0, x))[1]
 
 
+def _asserts_that_shapes_agree(layer, x):
+    return _asserting(tf.reduce_all(tf.shape(x * 2) == tf.shape(x)), x)
+
+
 def _own_gradient(x):
     return tf.identity(x), lambda g: tf.clip_by_norm(g, 0.1)
 
@@ -99,6 +103,7 @@ ROW_BY_ROW = {
     "a branch on a weight": _branch_on_a_weight,
     "a loop": _loop,
     "a counter of steps": _counts_steps,
+    "an assertion about shapes": _asserts_that_shapes_agree,
     "zeros as many as rows": lambda layer, x: x + ops.zeros((ops.shape(x)[0], 5)),
     "a function of TensorFlow's": lambda layer, x: tf.function(lambda y: y * 2, autograph=False)(x),
 }
@@ -122,9 +127,30 @@ def _norm_by_hand(layer, x):
     return (x - mean) * tf.math.rsqrt(variance + 1e-3)
 
 
+def _asserting(holds, x):
+    with tf.control_dependencies([tf.Assert(holds, ["no"])]):
+        return tf.identity(x)
+
+
 def _adds_a_loss_of_rows(layer, x):
     layer.add_loss(ops.mean(x**2))
     return x
+
+
+def test_an_attention_with_a_mask_for_all_rows_is_split():
+    """A warning that it is not split would fail the test."""
+
+    def make():
+        keras.utils.set_random_seed(4)
+        inputs = keras.Input((5,))
+        steps = layers.Reshape((5, 1))(inputs)
+        mask = np.tril(np.ones((5, 5), bool))
+        steps = layers.MultiHeadAttention(2, 3)(steps, steps, attention_mask=mask)
+        made = keras.Model(inputs, layers.Dense(2)(layers.Flatten()(steps)))
+        made.compile(keras.optimizers.SGD(0.02), "mse")
+        return made
+
+    assert_same(fit(lockstep.distribute(make(), 2)), fit(make()))
 
 
 ACROSS = {
@@ -149,6 +175,10 @@ ACROSS = {
     ),
     "numbers drawn with a number for a seed": lambda layer, x: (
         x + keras.random.uniform(ops.shape(x), seed=3)
+    ),
+    "rows looked up": lambda layer, x: ops.take(x, ops.flip(ops.arange(ops.shape(x)[0])), axis=0),
+    "an assertion about the number of rows": lambda layer, x: _asserting(
+        tf.shape(x)[0] % 11 == 0, x
     ),
     "transposed": lambda layer, x: x @ layer.kernel + 0.01 * ops.sum(ops.transpose(x) @ x, axis=0),
 }
@@ -231,6 +261,36 @@ def test_what_the_first_device_runs_alone_is_exact(what):
     with pytest.warns(UnsplitBatchWarning):
         many = fit(lockstep.distribute(model(ALONE[what]), 2))
     assert_same(many, fit(model(ALONE[what])))
+
+
+class Chooses(Does):
+    """Python draws what it does, each time it is traced."""
+
+    def build(self, shape):
+        super().build(shape)
+        self.other = self.add_weight(shape=(5, 5), name="other")
+        self.drawn = iter(range(10**6))
+
+    def call(self, x, training=False):
+        return self.what(self, x, next(self.drawn))
+
+
+CHOICES = {
+    "an option": lambda layer, x, n: tf.nn.leaky_relu(x, alpha=0.01 * n),
+    "an order": lambda layer, x, n: tf.stack(
+        (lambda parts: parts[n % 5 :] + parts[: n % 5])(tf.unstack(x, axis=1)), axis=1
+    ),
+    "a weight": lambda layer, x, n: x @ (layer.other if n % 2 else layer.kernel),
+}
+
+
+@pytest.mark.parametrize("choice", ["an order", *rest("an option", "a weight")])
+def test_a_program_that_differs_in_its_wires_is_another_one(choice):
+    made = keras.Sequential([keras.Input((5,)), Chooses(CHOICES[choice]), layers.Dense(2)])
+    made.compile("sgd", "mse")
+    lockstep.distribute(made, 3)
+    with pytest.warns(UnsplitBatchWarning, match="another program each time Python makes it"):
+        fit(made)
 
 
 def _noisy_loss(y_true, y_pred):

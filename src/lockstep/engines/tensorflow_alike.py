@@ -7,9 +7,9 @@ import keras
 import tensorflow as tf
 
 from lockstep.engines.tensorflow_beside import beside
-from lockstep.engines.tensorflow_proof import program_of
+from lockstep.engines.tensorflow_program import program_of
 from lockstep.engines.tensorflow_states import calls_of, has_own_gradient
-from lockstep.engines.tensorflow_variables import shared_seeds
+from lockstep.engines.tensorflow_variables import Copies, shared_seeds
 
 _REPEATABLE = """
     AssignAddVariableOp AssignSubVariableOp AssignVariableOp Assert Case If LookupTableFindV2
@@ -32,17 +32,18 @@ class Part:
 
     Attributes:
         given: The tensors it works on.
+        done: Its operations, once it has ended.
     """
 
     def __init__(self, given: Iterable[Any]) -> None:
         self.given = list(given)
+        self.done: list[Any] = []
         self._graph = tf.compat.v1.get_default_graph()
-        self._done: list[Any] = []
         self.resume()
 
     def pause(self) -> None:
         """What is done from here on is none of it."""
-        self._done += self._graph.get_operations()[self._first :]
+        self.done += self._graph.get_operations()[self._first :]
 
     def resume(self) -> None:
         """What is done from here on belongs to it."""
@@ -51,7 +52,7 @@ class Part:
     def end(self) -> list[Any]:
         """All its operations."""
         self.pause()
-        return self._done
+        return self.done
 
     def is_at_top(self) -> bool:
         """Whether no function, branch or loop inside of it is being traced."""
@@ -61,7 +62,9 @@ class Part:
 class Program:
     """What the first replica did in one part of a step, for the others to be held against."""
 
-    def __init__(self) -> None:
+    def __init__(self, copies: Copies) -> None:
+        """`copies` are the variables, of which every replica has its own."""
+        self._copies = copies
         self._done: list[list[Any]] = []
 
     def check(
@@ -106,7 +109,10 @@ class Program:
         Raises:
             NotAlike: With the reason.
         """
-        done = program_of(operations)
+        captures = tf.compat.v1.get_default_graph().captures
+        places = self._copies.places()
+        variables = {id(inner): places.get(id(outer)) for outer, inner in captures}
+        done = program_of(operations, {n: place for n, place in variables.items() if place})
         if number == len(self._done):
             self._done.append(done)
         elif self._done[number] != done:
@@ -123,6 +129,21 @@ class Program:
                 raise NotAlike(f"{what} draws random numbers without a seed of its own")
             if id(tensor) not in known and tensor.op.type not in ("Const", "Placeholder"):
                 raise NotAlike(f"{what} uses what a layer keeps ({tensor.op.name})")
+
+
+def looks_up_weights(operations: Iterable[Any]) -> bool:
+    """Whether one of these takes rows out of a variable, as an embedding does.
+
+    Its gradient then has an entry for each row that was taken, and is no sum.
+    """
+    gathers = ("GatherNd", "GatherV2", "ResourceGather", "ResourceGatherNd")
+    return any(op.type in gathers and _is_read(op.inputs[0]) for op in _every(operations))
+
+
+def _is_read(tensor: Any) -> bool:
+    while tensor.op.type in ("Cast", "Identity"):
+        tensor = tensor.op.inputs[0]
+    return tensor.dtype == tf.resource or bool(tensor.op.type == "ReadVariableOp")
 
 
 def tensors_in(tree: Any) -> list[Any]:

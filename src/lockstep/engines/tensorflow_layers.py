@@ -134,17 +134,27 @@ def _on_global_batch(layer: Any, call: Callable[..., Any], team: Team) -> Callab
             return gathered
 
         def own(value: Any) -> Any:
-            if not tf.is_tensor(value) or value.shape.rank == 0:
+            if not tf.is_tensor(value):
                 return value
+            if value.shape.rank == 0:
+                return replica.own_of_alike(value)
             check = tf.debugging.assert_equal(
                 tf.shape(value)[:1], tf.reshape(replica.shards.rows, (1,)), _unaligned(layer)
             )
             with tf.control_dependencies([check]):
-                return remade(value, lambda part: part if part.shape[0] == 1 else replica.own(part))
+                return remade(
+                    value, lambda part: part if part.shape[0] == 1 else replica.own_of_alike(part)
+                )
 
         args, kwargs = keras.tree.map_structure(whole, (args, kwargs))
+        before = {id(loss) for inner in _layers(layer) for loss in inner._losses}
         with replica.globally(f"{layer.name!r} ({type(layer).__name__})", (args, kwargs)):
             outputs = call(*args, **kwargs)
+        for inner in _layers(layer):  # keras/src/layers/layer.py, Layer.add_loss
+            inner._losses[:] = [
+                loss if id(loss) in before else replica.own_of_alike(tf.reduce_sum(loss))
+                for loss in inner._losses
+            ]
         return keras.tree.map_structure(own, outputs)
 
     return gathered_call

@@ -19,8 +19,9 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework.func_graph import FuncGraph
 
-from lockstep.engines.tensorflow_rows import is_batch_norm, works_by_rows
-from lockstep.engines.tensorflow_states import Rows, Same, Seed, State, Unknown, calls_of
+from lockstep.engines.tensorflow_program import program_of
+from lockstep.engines.tensorflow_rows import is_batch_norm, is_for_all_rows, works_by_rows
+from lockstep.engines.tensorflow_states import Rows, Same, Seed, State, Unknown
 from lockstep.engines.tensorflow_variables import shared_seeds
 from lockstep.engines.tensorflow_walk import Walk
 
@@ -109,7 +110,7 @@ class _Trace:
                 model(x, training=training)
             else:
                 model(x)
-        self._resources = {id(inner): outer for outer, inner in self._graph.captures}
+        self._captures = {id(inner): outer for outer, inner in self._graph.captures}
         self._seeds = {id(seeds.value.handle) for seeds in shared_seeds()}
 
     def why_not(self, call: _Call) -> str | None:
@@ -132,15 +133,20 @@ class _Trace:
             state = walk.of(tensor) if isinstance(tensor, tf.Tensor) else Unknown("an output")
             if isinstance(state, Unknown):
                 return state.why
-            expected = Same() if tensor.shape.rank == 0 else Rows()
-            if state != expected:
-                merged = isinstance(state, Rows)
+        for tensor in call.outputs:
+            if walk.of(tensor) != (Same() if tensor.shape.rank == 0 else Rows()):
+                merged = isinstance(walk.of(tensor), Rows)
                 return "rows merged with another dim" if merged else "an output without rows"
+        if any(walk.of(loss) != Same() for loss in call.losses):  # which Keras would add up
+            return "a loss of rows"
         return walk.failure
 
     def program(self, call: _Call) -> list[Any]:
         """What a call does, comparable with another trace of it."""
-        return program_of(self._graph.get_operations()[call.first : call.last])
+        return program_of(
+            self._graph.get_operations()[call.first : call.last],
+            {inner: id(outer) for inner, outer in self._captures.items() if _is_resource(outer)},
+        )
 
     # ------------------------------------------------------------------- while tracing
 
@@ -228,33 +234,15 @@ class _Trace:
 
     def _outside(self, tensor: Any) -> State:
         """Of a tensor that the layer was not given, and has not made."""
-        outer = self._resources.get(id(tensor))
+        outer = self._captures.get(id(tensor))
         if outer is not None:
             return Seed() if id(outer) in self._seeds else Same()
         op = getattr(tensor, "op", None)
         return Same() if op is None or op.type == "Const" else Unknown("a tensor of another layer")
 
 
-def program_of(operations: list[Any]) -> list[Any]:
-    """What these operations do, comparable with those of another trace.
-
-    Constants count where they are used: the second who uses one from outside of the
-    graph makes no new one.
-    """
-    done = []
-    for op in operations:
-        if op.type in ("Placeholder", "Const"):
-            continue
-        # What an assertion says has the names of tensors in it, which every trace makes anew.
-        inputs = op.inputs[:1] if op.type == "Assert" else op.inputs
-        constants = [
-            source.op.node_def.attr["value"].SerializeToString()
-            for source in inputs
-            if source.op.type == "Const"
-        ]
-        inside = [program_of(graph.get_operations()) for graph in calls_of(op)]
-        done.append((op.type, constants, inside))
-    return done
+def _is_resource(tensor: Any) -> bool:
+    return bool(tensor.dtype == tf.resource)
 
 
 def _of_input(tensor: Any) -> State:
@@ -278,9 +266,8 @@ def _of_known_layer(call: _Call, states: list[State]) -> State:
     if not rows and all(isinstance(state, Same) for state in states):
         return Unknown(type(layer).__name__) if together or draws else Same()
     for tensor, state in zip(call.inputs, states, strict=True):
-        one = tensor.shape.rank is not None and tensor.shape[:1].as_list() in ([], [1])
-        # The mask of an attention may be one for all rows, without a dim for them.
-        one = one or (type(layer).__name__ in _MASKED_ATTENTION and tensor.shape.rank == 2)
+        known = tensor.shape.rank is not None
+        one = is_for_all_rows(layer, tensor.shape.as_list() if known else None)
         if not isinstance(state, Rows) and not (isinstance(state, Same) and one):
             return Unknown(type(layer).__name__)
     if any(
@@ -290,9 +277,6 @@ def _of_known_layer(call: _Call, states: list[State]) -> State:
     if len(rows) != 1 or (together and rows != {Rows()}):
         return Unknown(type(layer).__name__)
     return rows.pop()
-
-
-_MASKED_ATTENTION = ("MultiHeadAttention", "GroupedQueryAttention")
 
 
 def _works_together(layer: Any) -> bool:

@@ -80,7 +80,7 @@ class Replica:
         return self._team.size == 1
 
     @contextmanager
-    def globally(self, what: str, given: Any, *, last: bool = False) -> Iterator[None]:
+    def globally(self, what: str, given: Any, *, last: bool = False) -> Iterator[Part]:
         """While it lasts, what runs sees the global batch, as on every other replica.
 
         Args:
@@ -94,7 +94,7 @@ class Replica:
         before = self.part
         part = self.part = Part(tensors_in(given))
         try:
-            yield
+            yield part
         finally:
             self.part = before
         self._team.program.check(self._checked, what, part.end(), part.given, last=last)
@@ -128,6 +128,30 @@ class Replica:
         """The rows this replica runs, of a tensor of the global batch."""
         return self.shards.of(whole, self.index)
 
+    def own_of_alike(self, whole: Any) -> Any:
+        """The rows this replica runs, of what all replicas made alike; a single number as it is.
+
+        The first replica is given the gradient of all of it, and the others zeros: so what was
+        looked up in a table has one gradient for each time, as on one device, and not a part
+        from every replica. Optimizers square and clip them one by one.
+        """
+        is_one = whole.shape.rank == 0
+        if not _has_gradient(whole):
+            return whole if is_one else self.own(whole)
+
+        def own(whole: Any) -> Any:
+            def back(gradient: Any) -> Any:
+                if is_one:
+                    found = tf.add_n(self.exchange(gradient))
+                else:
+                    true = tf.convert_to_tensor(gradient)[: self.shards.counts[self.index]]
+                    found = tf.concat(self.exchange(true), axis=0)
+                return found if self.index == 0 else tf.zeros_like(found)
+
+            return tf.identity(whole) if is_one else self.own(whole), back
+
+        return tf.custom_gradient(own)(whole)
+
     def gather(self, value: Any, told: str) -> Any:
         """The rows of all replicas, for what each replica uses in a way of its own.
 
@@ -139,6 +163,7 @@ class Replica:
 
         def gathered(true: Any) -> Any:
             def back(gradient: Any) -> Any:
+                gradient = tf.convert_to_tensor(gradient)  # where rows were looked up
                 rows = [
                     gradient[start : start + count]
                     for start, count in zip(self.shards.starts, self.shards.counts, strict=True)
@@ -241,7 +266,7 @@ class Team:
         self._losses: list[list[tuple[Any, Any]]] = [[([], set()) for _ in layers]] * self.size
         self._boards: list[list[Any]] = []
         self._here = threading.local()
-        self.program = Program()
+        self.program = Program(copies)
 
     def run(self, step: Callable[[Replica], Any], shards: Shards) -> list[Any]:
         """What `step` gives on each replica."""

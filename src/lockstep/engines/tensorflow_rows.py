@@ -39,6 +39,18 @@ REDUCTIONS = frozenset({"All", "Any", "Max", "Mean", "Min", "Std", "Sum", "Var"}
 """Those that are so along any axis but the first."""
 
 
+_MASKED_ATTENTION = ("MultiHeadAttention", "GroupedQueryAttention")
+
+
+def is_for_all_rows(layer: Any, shape: list[int | None] | None) -> bool:
+    """Whether a tensor of this shape, given to a layer, is one for all rows of the batch."""
+    if shape is None:
+        return False
+    # The mask of an attention may be without a dim for the rows.
+    is_mask = type(layer).__name__ in _MASKED_ATTENTION and len(shape) == 2
+    return is_mask or shape[:1] in ([], [1])
+
+
 def is_container(layer: Any) -> bool:
     """Whether a layer does nothing but call its layers, as a graph or one by one."""
     return _is_called_as_its_class(layer) and type(layer).call in (
@@ -72,13 +84,10 @@ def works_by_rows(layer: Any) -> bool:
     across the batch.
     """
     if not isinstance(layer, keras.layers.Layer):
-        name, options = type(layer).__name__, vars(layer)
-        along = options.get("axis") is not None and _leaves_rows(options["axis"])
-        known = name in OPERATIONS_BY_ROWS or (name in REDUCTIONS and along)
-        return known and _is_keras_own(type(layer))
-    if not (_is_keras_own(type(layer)) and type(layer).__name__ in BY_ROWS):
+        return _operates_by_rows(layer)
+    if not (_is_in_keras(type(layer)) and type(layer).__name__ in BY_ROWS):
         return False
-    if not _is_called_as_its_class(layer) or _takes_one_dim(layer):
+    if not _is_called_as_its_class(layer) or _takes_one_dim(layer) or _is_given_rows(layer):
         return False
     return _has_plain_options(layer) and all(_fits_inside(part) for part in _inner_layers(layer))
 
@@ -102,11 +111,53 @@ def _is_called_as_its_class(layer: Any) -> bool:
     return type(layer).__call__ is keras.layers.Layer.__call__ and "call" not in vars(layer)
 
 
+def _operates_by_rows(operation: Any) -> bool:
+    """Whether an operation of a functional model keeps rows beside each other."""
+    name, options = type(operation).__name__, vars(operation)
+    if not _is_in_keras(type(operation)):
+        return False
+    if name in REDUCTIONS:
+        along = options.get("axis") is not None and _leaves_rows(options["axis"])
+        return along and not _takes_one_dim(operation)
+    return name in OPERATIONS_BY_ROWS and _is_aligned(operation)
+
+
 def _takes_one_dim(layer: Any) -> bool:
     """Whether it is given tensors whose only dim is the batch, so that -1 means the batch."""
     # keras/src/ops/operation.py, Operation._inbound_nodes
     tensors = [tensor for node in layer._inbound_nodes for tensor in node.input_tensors]
     return any(len(tensor.shape) < 2 for tensor in tensors)
+
+
+def _is_aligned(operation: Any) -> bool:
+    """Whether broadcasting leaves the rows of all that it is given beside each other.
+
+    A tensor of a lower rank would lay its rows along another dim.
+    """
+    nodes = operation._inbound_nodes
+    tensors = [tensor for node in nodes for tensor in node.input_tensors]
+    ranks = {len(tensor.shape) for tensor in tensors} - {0}
+    if len(ranks) != 1:
+        return False
+    (rank,) = ranks
+    arrays = [array.shape for node in nodes for array in _arrays_in(node)]
+    return all(len(shape) < rank or (len(shape) == rank and shape[0] == 1) for shape in arrays)
+
+
+def _is_given_rows(layer: Any) -> bool:
+    """Whether it is given numbers for rows, beside the tensors of a functional model."""
+    arrays = [array for node in layer._inbound_nodes for array in _arrays_in(node)]
+    return not all(is_for_all_rows(layer, list(array.shape)) for array in arrays)
+
+
+def _arrays_in(node: Any) -> list[Any]:
+    # keras/src/ops/node.py, Node.arguments
+    leaves = keras.tree.flatten((node.arguments.args, node.arguments.kwargs))
+    return [leaf for leaf in leaves if not keras.utils.is_keras_tensor(leaf) and _has_dims(leaf)]
+
+
+def _has_dims(leaf: Any) -> bool:
+    return bool(len(getattr(leaf, "shape", ())))
 
 
 def _fits_inside(part: Any) -> bool:
@@ -125,7 +176,7 @@ def _inner_layers(layer: Any) -> list[Any]:
 def _has_plain_options(layer: Any) -> bool:
     options = vars(layer)
     for name, value in options.items():
-        if name.endswith("activation") and callable(value) and not _is_keras_own(value):
+        if name.endswith("activation") and callable(value) and not _activates_by_rows(value):
             return False
         if name == "axis" and value is None:
             return False
@@ -148,7 +199,14 @@ def _keeps_first(equation: str) -> bool:
     )
 
 
-def _is_keras_own(thing: Any) -> bool:
-    if isinstance(thing, keras.layers.Layer):
-        return works_by_rows(thing)
-    return str(getattr(thing, "__module__", "")).startswith("keras.src.")
+def _activates_by_rows(activation: Any) -> bool:
+    if isinstance(activation, keras.layers.Layer):
+        return works_by_rows(activation)
+    name = str(getattr(activation, "__name__", "")).title().replace("_", "")
+    module = str(getattr(activation, "__module__", ""))
+    elementwise = module.startswith("keras.src.ops.") and name in OPERATIONS_BY_ROWS
+    return elementwise or module.startswith("keras.src.activations.")
+
+
+def _is_in_keras(thing: type) -> bool:
+    return thing.__module__.startswith("keras.src.")

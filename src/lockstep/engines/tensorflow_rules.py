@@ -82,6 +82,8 @@ def _elementwise(op: Any, states: list[State]) -> State | None:
         return Seed() if all(isinstance(state, Same | Seed) for state in states) else None
     if op.type in ("Cast", "Identity") and isinstance(states[0], Count | Sizes):
         return states[0] if op.outputs[0].dtype.is_integer else None
+    if op.type in ("Equal", "NotEqual") and isinstance(states[0], Count | Sizes):
+        return Same() if states[0] == states[1] else None  # whatever the number of rows is
     if op.type in ("Mul", "FloorDiv") and any(isinstance(state, Count) for state in states):
         return _scaled(op, states)
     tensors = list(op.inputs)

@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from lockstep.engines.tensorflow_alike import NotAlike, looks_up_weights
 from lockstep.engines.tensorflow_layers import Plan
 from lockstep.engines.tensorflow_proof import Reasons, unproven
 from lockstep.engines.tensorflow_replicas import Replica, Shards, Team
@@ -218,12 +219,14 @@ class Steps:
     ) -> Any:
         model = self._model
         losses = [loss for layer in model._flatten_layers() for loss in layer._losses]
-        with replica.globally("its loss", (y_pred, losses, replica.shards.rows)):
+        with replica.globally("its loss", (y_pred, losses, replica.shards.rows)) as part:
             # keras/src/trainers/trainer.py, Trainer._compute_loss
             loss = model._compute_loss(
                 x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training
             )
             model._loss_tracker.update_state(loss, sample_weight=replica.shards.rows)
+        if training and looks_up_weights(part.done):  # of which every replica would have a share
+            raise NotAlike("its loss looks up rows of a weight")
         return loss
 
     def _told_output(self) -> str:

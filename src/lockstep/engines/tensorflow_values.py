@@ -20,7 +20,8 @@ from tensorflow.python.framework.func_graph import FuncGraph
 from lockstep.engines.replaced import replaced
 from lockstep.engines.tensorflow_alike import tensors_in
 from lockstep.engines.tensorflow_beside import remade, signature
-from lockstep.engines.tensorflow_proof import program_of, untouched_random_numbers
+from lockstep.engines.tensorflow_program import program_of
+from lockstep.engines.tensorflow_proof import untouched_random_numbers
 from lockstep.engines.tensorflow_replicas import Replica, Team
 from lockstep.engines.tensorflow_states import Rows, Same, State, Unknown
 from lockstep.engines.tensorflow_walk import Walk

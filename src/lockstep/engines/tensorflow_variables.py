@@ -5,6 +5,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.python.distribute import distribute_lib
 
 from lockstep.engines.holders import holders_of
 
@@ -73,6 +74,14 @@ class Copies:
             for other in others:
                 other.assign(first)
 
+    def places(self) -> dict[int, str]:
+        """Which variable each copy is of, by the identity of the copy's handle."""
+        return {
+            id(copy.handle): f"variable {number}"
+            for number, (_, mirrored) in enumerate(self._mirrored)
+            for copy in mirrored.values
+        }
+
     def strangers(self, graph: Any) -> list[str]:
         """The variables that a traced step uses, and that have no copies."""
         own = {id(copy.handle) for _, mirrored in self._mirrored for copy in mirrored.values}
@@ -103,7 +112,31 @@ class Copies:
             # The name by which an optimizer knows a variable that it was built with,
             # keras/src/backend/tensorflow/optimizer.py, TFOptimizer._var_key
             copy._unique_id = plain._unique_id
+        vars(mirrored).update(_outside_of_steps(mirrored))
         return mirrored
+
+
+def _outside_of_steps(mirrored: Any) -> dict[str, Any]:
+    """Methods of a mirrored variable for whoever updates it without its strategy.
+
+    So does an optimizer in a loop of the user's own, or when it overwrites the weights with
+    their averages: it asks TensorFlow's default strategy, which takes the variable itself
+    for the number of a replica. All copies are updated, and the first one is read.
+    """
+    # tensorflow/python/distribute/values.py, DistributedVariable._update and _get_replica;
+    # distribute_lib.py, _DefaultDistributionExtended._update_non_slot
+    plain_update, plain_get = mirrored._update, mirrored._get_replica
+
+    def update(update_fn: Any, value: Any, **kwargs: Any) -> Any:
+        if isinstance(distribute_lib.get_update_replica_id(), int | None):
+            return plain_update(update_fn, value, **kwargs)
+        with distribute_lib.UpdateContext(None):
+            return plain_update(update_fn, value, **kwargs)
+
+    def get(replica_id: Any) -> Any:
+        return plain_get(replica_id if isinstance(replica_id, int) else 0)
+
+    return {"_update": update, "_get_replica": get}
 
 
 def is_mirrored(value: Any) -> bool:

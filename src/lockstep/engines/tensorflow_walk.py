@@ -67,7 +67,7 @@ class Walk:
         if op.type == "IdentityN":
             return states
         if op.type == "Assert":  # it fails, or changes nothing
-            if isinstance(states[0], Unknown) and not _is_about_shapes(op.inputs[0]):
+            if not isinstance(states[0], Same):
                 self.failure = self.failure or "an assertion about the batch"
             return []
         unknown = next((state for state in states if isinstance(state, Unknown)), None)
@@ -110,14 +110,6 @@ class Walk:
         if fails or op.op_def.is_stateful:
             self.failure = self.failure or why
         return [Unknown(why)] * len(op.outputs)
-
-
-def _is_about_shapes(tensor: Any) -> bool:
-    """Whether a tensor comes from constants and shapes alone."""
-    op = tensor.op
-    if op.type in ("Const", "Shape", "Size", "Rank"):
-        return True
-    return bool(op.inputs) and all(map(_is_about_shapes, op.inputs))
 
 
 def _either(op: Any, *states: State) -> State:

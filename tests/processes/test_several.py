@@ -531,6 +531,25 @@ REFUSED = {
         "made.fit(*data(), verbose=0)",
         "Process 1 would run another step than process 0",
     ),
+    "a difference the other way round": (
+        "whole = keras.Input((4,)); pair = [whole[:, :2], whole[:, 2:]][:: 1 - 2 * rank]; "
+        "ends = keras.layers.Dense(2)(keras.ops.subtract(*pair)); made = keras.Model(whole, ends); "
+        "made.compile('sgd', 'mse'); lockstep.distribute(made).fit(*data(), verbose=0)",
+        "Process 1 would run another step than process 0",
+    ),
+    "another type within a layer": (
+        "half = keras.layers.Dense(2, dtype=['mixed_bfloat16', 'mixed_float16'][rank]); "
+        "made = keras.Sequential([keras.Input((4,)), half]); made.compile('sgd', 'mse'); "
+        "lockstep.distribute(made).fit(*data(), verbose=0)",
+        "Process 1 would run another step than process 0",
+    ),
+    "another precision of an operation": (
+        "exact = ['default', 'highest'][rank]; times = lambda x: jax.numpy.matmul(x, x.T, "
+        "precision=exact); made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2), "
+        "keras.layers.Lambda(times)]); made.compile('sgd', 'mse'); "
+        "lockstep.distribute(made).fit(*data(8), batch_size=2, verbose=0)",
+        "Process 1 would run another step than process 0",
+    ),
     "another layer": (
         "lockstep.distribute(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2 + rank)]))",
         "Process 1 brings 2 variables with 15 numbers, and process 0 brings 2 with 10",

@@ -97,7 +97,7 @@ scheduled = [before, behind()]
 compile_(made)
 if rank == 0:
     np.random.seed(7)  # the order of rows is that of process 0
-stop = keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=10.0)
+stop = keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=10.0, verbose=1)
 slow = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: time.sleep(0.5 * (1 - rank)))
 sums = []
 
@@ -108,7 +108,7 @@ def load(*_):
 callbacks = [
     stop,
     slow,
-    keras.callbacks.ModelCheckpoint("last.weights.h5", save_weights_only=True),
+    keras.callbacks.ModelCheckpoint("last.weights.h5", save_weights_only=True, verbose=1),
     keras.callbacks.LambdaCallback(on_epoch_end=load),
     keras.callbacks.ModelCheckpoint("best.keras", monitor="val_loss", save_best_only=True),
     keras.callbacks.CSVLogger("log.csv"),
@@ -150,7 +150,9 @@ def test_two_processes_give_what_one_device_gives(tmp_path):
     # One of them prints, and one of them writes.
     assert "lockstep: jax, 4 devices" in said[0]
     assert "Epoch 1/4" in said[0]
-    assert "Epoch" not in said[1]
+    assert "saving model to last.weights.h5" in said[0]
+    assert "early stopping" in said[0]
+    assert "Epoch" not in said[1]  # in which both callbacks begin what they say
     assert "lockstep:" not in said[1]
     written = {path.name for path in tmp_path.iterdir()}
     assert {"best.keras", "last.weights.h5", "log.csv", "saved-by-0.keras"} <= written

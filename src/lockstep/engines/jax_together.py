@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import keras
+from keras.src.utils import io_utils
 
 from lockstep.announce import names_by_place
 from lockstep.engines.jax_agreement import check_course
@@ -128,9 +129,22 @@ def _quiet(method: Callable[..., Any], places: list[str]) -> Callable[..., Any]:
                 values[places.index(argument)] = value
             elif argument in parameters or any_name:
                 kwargs[argument] = value
-        return method(*values, **kwargs)
+        with _without_words():
+            return method(*values, **kwargs)
 
     return quiet_method
+
+
+@contextmanager
+def _without_words() -> Iterator[None]:
+    """While it lasts, Keras says nothing: a callback with `verbose=1` of its own, say."""
+    # keras/src/utils/io_utils.py, print_msg: by which all of keras/src/callbacks/*.py print
+    say = io_utils.print_msg
+    io_utils.print_msg = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        io_utils.print_msg = say
 
 
 def _all_quiet(method: Callable[..., Any]) -> Callable[..., Any]:

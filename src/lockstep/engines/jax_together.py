@@ -192,7 +192,7 @@ def _told(save: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(save)
     def save_and_tell(*args: Any, **kwargs: Any) -> Any:
-        name = CALLS.new_file()
+        name = CALLS.new_file(_path_of(*args, **kwargs))
         try:
             return save(*args, **kwargs)
         finally:
@@ -202,11 +202,15 @@ def _told(save: Callable[..., Any]) -> Callable[..., Any]:
     return save_and_tell
 
 
-def _written_by_first(*_: Any, **__: Any) -> None:
+def _written_by_first(*args: Any, **kwargs: Any) -> None:
     """In the place of what writes a file, in every process but the first: the file is there."""
-    name = CALLS.new_file()
+    name = CALLS.new_file(_path_of(*args, **kwargs))
     if name is not None:
-        wait_for_first(name)
+        wait_for_first(name, CALLS.passed())
+
+
+def _path_of(filepath: Any = None, *_: Any, **__: Any) -> Any:
+    return filepath
 
 
 def _that_do_not_write(callbacks: Any) -> Any:

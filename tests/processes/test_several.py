@@ -515,6 +515,11 @@ REFUSED = {
         "callbacks=[keras.callbacks.OrbaxCheckpoint(os.path.abspath('orbax'))])",
         "OrbaxCheckpoint was given, and JAX runs in several processes",
     ),
+    "a checkpoint of Orbax's in a fit of its own": (
+        "own = Saving(made.inputs, made.outputs); own.compile('sgd', 'mse'); "
+        "lockstep.distribute(own).fit(*data(), batch_size=7, verbose=0)",
+        "OrbaxCheckpoint was given, and JAX runs in several processes",
+    ),
     "operation by operation": (
         "made.compile('sgd', 'mse', run_eagerly=True); made.fit(*data(), verbose=0)",
         "run_eagerly or jit_compile=False was asked for",
@@ -597,6 +602,11 @@ def spread(array):
     mesh = jax.sharding.Mesh(np.array(jax.devices()), "rows")
     layout = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
     return jax.make_array_from_callback(array.shape, layout, lambda rows: array[rows])
+
+class Saving(keras.Model):
+    def fit(self, *args, **kwargs):
+        saving = keras.callbacks.OrbaxCheckpoint(os.path.abspath("orbax"))
+        return super().fit(*args, **kwargs, callbacks=[saving])
 
 for case, (call, _) in REFUSED.items():
     made = lockstep.distribute(model())

@@ -19,6 +19,9 @@ def rehearse(devices: int) -> None:
     the processes started from this one. `LOCKSTEP_REHEARSE=4` in the environment
     does the same as soon as lockstep is imported.
 
+    On JAX, `PJRT_NPROC` (the number of XLA's threads) is raised to four for each device where it is
+    less: with fewer, the devices may wait for one another.
+
     Args:
         devices: How many, at least 1.
 

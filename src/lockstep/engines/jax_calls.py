@@ -57,11 +57,11 @@ class Calls:
             self._within = False
 
     def new_name(self) -> str:
-        """A name that is made in the same place of the same call in every process.
+        """A name that is made in the same place of the same call in every process, and in no other.
 
         After an error in one process the next call begins with the same names in all.
         """
-        return f"lockstep/{self._number}/{next(self._names)}"
+        return f"lockstep/{self._number}/{self.name}/{next(self._names)}"
 
     def new_file(self, path: object) -> str | None:
         """A name for a file that is written now; `None` where no other process waits for it.

@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 
 from lockstep import __version__
-from lockstep.errors import LockstepError, UnsupportedBackend
+from lockstep.devices import rehearsed_devices
+from lockstep.errors import DeviceError, LockstepError, UnsupportedBackend
 from lockstep.rescue.commands import inspect_command, rescue_command
 
 KERAS_BACKENDS = ("jax", "tensorflow", "torch", "numpy", "openvino")
@@ -37,6 +38,16 @@ def main() -> None:
             f"KERAS_BACKEND={backend!r} was set, and Keras has {', '.join(KERAS_BACKENDS)}.\n"
             "Set KERAS_BACKEND=jax, or leave it out."
         )
+    try:
+        rehearsed_devices(os.environ)
+    except DeviceError as error:
+        raise _Misused(str(error)) from None
+
+
+class _Misused(click.ClickException):
+    """Bad input that is in no argument of a command."""
+
+    exit_code = 2
 
 
 @main.command()

@@ -141,7 +141,8 @@ def devices() -> list[str]:
         Names such as `"gpu:0"`.
 
     Raises:
-        RehearsalTooLate: If `LOCKSTEP_REHEARSE` is set and could not be followed.
+        DeviceError: If `LOCKSTEP_REHEARSE` is set and holds no whole number of at least 1.
+        RehearsalTooLate: If it is set and could not be followed.
         UnsupportedBackend: If no engine serves Keras's backend yet.
 
     Example:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.devices import REHEARSE, count_to_rehearse, rehearsed_devices
-from lockstep.errors import RehearsalTooLate
+from lockstep.errors import DeviceError, RehearsalTooLate
 
 
 def rehearse(devices: int) -> None:
@@ -18,6 +18,9 @@ def rehearse(devices: int) -> None:
     before or after Keras is imported, as long as no operation has run, and reaches
     the processes started from this one. `LOCKSTEP_REHEARSE=4` in the environment
     does the same as soon as lockstep is imported.
+
+    On JAX, `PJRT_NPROC` (the number of XLA's threads) is raised to four for each device where it is
+    less: with fewer, the devices may wait for one another.
 
     Args:
         devices: How many, at least 1.
@@ -44,10 +47,14 @@ def rehearse_from_environment(environ: MutableMapping[str, str]) -> None:
 
     Where JAX is not imported yet, its own variables are set for when it is; they
     are read at its import. TensorFlow reads none, so that it is imported here where
-    Keras is told to run on it. Where a framework has already started, nothing happens
-    here, and the first call that needs the devices says so.
+    Keras is told to run on it. Where a framework has already started, or the variable holds
+    no number, nothing happens here, and the first call that needs the devices says so: a
+    command that imports lockstep is to end in words.
     """
-    count = rehearsed_devices(environ)
+    try:
+        count = rehearsed_devices(environ)
+    except DeviceError:
+        return
     if count is None:
         return
     if (environ.get("KERAS_BACKEND") or _written_backend(environ)) == "tensorflow":

@@ -146,6 +146,21 @@ def test_data_that_a_callback_rewrites_between_epochs(hook, kind, gathered):
     assert len(gathered) == 15
 
 
+def test_data_that_a_hook_of_one_instance_rewrites(gathered):
+    """A plain `Callback` that was given a method is as free as a class of one's own."""
+    x, y = common.data(40)
+
+    def fit(made):
+        mine = x.copy()
+        rewriting = keras.callbacks.Callback()
+        rewriting.on_epoch_end = Rewriting(mine).rewrite
+        return made.fit(mine, y, batch_size=8, epochs=3, verbose=0, callbacks=[rewriting])
+
+    one, many = pair(fit, 2)
+    assert_same(many, one)
+    assert len(gathered) == 15
+
+
 def test_validation_data_that_a_callback_rewrites(gathered):
     x, y = common.data(40)
 

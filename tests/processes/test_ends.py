@@ -93,6 +93,21 @@ EARLIER = {
         8,
         DONE,
     ),
+    "a stop of one process within an epoch of arrays": (
+        "made.fit(x, y, **each_7, callbacks=[stops('on_train_batch_end', 2)])",
+        3,
+        ENDS.format(3),
+    ),
+    "an error of a callback within an epoch of arrays": (
+        "made.fit(x, y, **each_7, callbacks=[fails('on_train_batch_end', 2)])",
+        3,
+        LEFT,
+    ),
+    "an error of a callback that one process alone has": (
+        "made.fit(x, y, **each_7, callbacks=[fails('on_train_batch_end', 2)] * rank)",
+        3,
+        LEFT,
+    ),
     "a stop of one process": (
         "made.fit(batches(8), callbacks=[stops('on_train_batch_end', 2)], verbose=0)",
         3,
@@ -105,6 +120,8 @@ SAMPLE = [
     "fewer than steps_per_epoch",
     "several steps in one program",
     "evaluate",
+    "a stop of one process within an epoch of arrays",
+    "an error of a callback that one process alone has",
     "an error of the data",
     "an error between two epochs",
     "an error of validation data when they are first looked at",

@@ -1,5 +1,7 @@
 """Virtual devices, in either import order, and in words where it is too late."""
 
+import os
+import subprocess
 import sys
 
 import pytest
@@ -122,8 +124,27 @@ def test_an_environment_that_came_too_late_is_told_at_the_first_call():
 
 @pytest.mark.parametrize("value", ["0", "-1", "many", "2.5"])
 def test_a_number_that_is_none(value):
-    script = "try: import lockstep\nexcept ValueError as error: print(error)"
+    script = (
+        "import lockstep\n"
+        "try: lockstep.devices()\n"
+        "except lockstep.errors.DeviceError as error: print(error)"
+    )
     assert python(script, LOCKSTEP_REHEARSE=value).startswith(f"LOCKSTEP_REHEARSE={value} was")
+
+
+@pytest.mark.parametrize("value", ["0", "many"])
+def test_a_command_with_a_number_that_is_none_ends_in_words(value):
+    """It ended in a traceback of the import, before there was a command to end."""
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "devices"],
+        env={**os.environ, "LOCKSTEP_REHEARSE": value},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"Error: LOCKSTEP_REHEARSE={value} was asked for")
+    assert len(done.stderr.splitlines()) <= 3
 
 
 def test_an_empty_value_is_no_rehearsal():

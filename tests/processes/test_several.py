@@ -97,9 +97,13 @@ scheduled = [before, behind()]
 compile_(made)
 if rank == 0:
     np.random.seed(7)  # the order of rows is that of process 0
-stop = keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=10.0)
-slow = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: time.sleep(0.5 * (1 - rank)))
+stop = keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=10.0, verbose=1)
 sums = []
+
+def one_more(*_):
+    if rank == 0:  # a file that no other process waits for
+        made.save_weights("one-more.weights.h5")
+        time.sleep(0.5)
 
 def load(*_):
     made.load_weights("last.weights.h5")
@@ -107,10 +111,11 @@ def load(*_):
 
 callbacks = [
     stop,
-    slow,
-    keras.callbacks.ModelCheckpoint("last.weights.h5", save_weights_only=True),
+    keras.callbacks.LambdaCallback(on_epoch_end=one_more),
+    keras.callbacks.ModelCheckpoint("last.weights.h5", save_weights_only=True, verbose=1),
     keras.callbacks.LambdaCallback(on_epoch_end=load),
     keras.callbacks.ModelCheckpoint("best.keras", monitor="val_loss", save_best_only=True),
+    keras.callbacks.ModelCheckpoint(f"of-{rank}.weights.h5", save_weights_only=True),
     keras.callbacks.CSVLogger("log.csv"),
     keras.callbacks.BackupAndRestore("backup"),
 ]
@@ -150,7 +155,9 @@ def test_two_processes_give_what_one_device_gives(tmp_path):
     # One of them prints, and one of them writes.
     assert "lockstep: jax, 4 devices" in said[0]
     assert "Epoch 1/4" in said[0]
-    assert "Epoch" not in said[1]
+    assert "saving model to last.weights.h5" in said[0]
+    assert "early stopping" in said[0]
+    assert "Epoch" not in said[1]  # in which both callbacks begin what they say
     assert "lockstep:" not in said[1]
     written = {path.name for path in tmp_path.iterdir()}
     assert {"best.keras", "last.weights.h5", "log.csv", "saved-by-0.keras"} <= written
@@ -352,6 +359,17 @@ try:  # an error in one process alone, before it has built what the other one ha
 except (ValueError, LockstepError) as error:
     errors = [type(error).__name__]
 history["failed"] = failed.fit(x, y, batch_size=7, verbose=0, shuffle=False).history["loss"]
+mesh = jax.sharding.Mesh(np.array(jax.devices()), "rows")
+layout = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+apart = jax.make_array_from_callback((8, 4), layout, lambda rows: x[:8][rows])
+try:  # process 1 has said what it has assigned, and process 0 has not yet
+    failed.evaluate(x[:8] if rank else apart, y[:8], verbose=0)
+except LockstepError as error:
+    errors += [type(error).__name__]
+if rank == 1:
+    failed.optimizer.learning_rate = 0.5
+    __import__("time").sleep(2)
+history["said"] = failed.fit(x, y, batch_size=7, verbose=0, shuffle=False).history["loss"]
 
 wide = adapted(x, rank == 0)  # by the first process alone
 lockstep.distribute(wide)
@@ -385,8 +403,8 @@ def adapted(x, by_this_process=True):
 
 def test_a_model_built_later_and_every_other_call(tmp_path):
     (first, second), said = run_both(LATER, tmp_path)
-    assert first.pop("errors") == ["ProcessesDisagree"]
-    assert second.pop("errors") == ["ValueError"]  # Keras's, of rows that differ
+    assert first.pop("errors") == ["ProcessesDisagree", "ProcessesDisagree"]
+    assert second.pop("errors") == ["ValueError", "ProcessesDisagree"]  # Keras's, of other rows
     assert first.pop("left") == [1.0]  # verify leaves weights as they were
     assert second.pop("left") == [2.0]
     assert first == second
@@ -427,6 +445,7 @@ def test_a_model_built_later_and_every_other_call(tmp_path):
     history["on pairs"] = own.history.history["loss"]
     failed = model()
     history["failed"] = failed.fit(x, y, batch_size=7, shuffle=False, verbose=0).history["loss"]
+    history["said"] = failed.fit(x, y, batch_size=7, shuffle=False, verbose=0).history["loss"]
     wide = adapted(x)
     history["adapted"] = wide.fit(x, y, batch_size=7, shuffle=False, verbose=0).history["loss"]
     wide.layers[0].adapt(x)
@@ -496,6 +515,11 @@ REFUSED = {
         "callbacks=[keras.callbacks.OrbaxCheckpoint(os.path.abspath('orbax'))])",
         "OrbaxCheckpoint was given, and JAX runs in several processes",
     ),
+    "a checkpoint of Orbax's in a fit of its own": (
+        "own = Saving(made.inputs, made.outputs); own.compile('sgd', 'mse'); "
+        "lockstep.distribute(own).fit(*data(), batch_size=7, verbose=0)",
+        "OrbaxCheckpoint was given, and JAX runs in several processes",
+    ),
     "operation by operation": (
         "made.compile('sgd', 'mse', run_eagerly=True); made.fit(*data(), verbose=0)",
         "run_eagerly or jit_compile=False was asked for",
@@ -531,6 +555,25 @@ REFUSED = {
         "made.fit(*data(), verbose=0)",
         "Process 1 would run another step than process 0",
     ),
+    "a difference the other way round": (
+        "whole = keras.Input((4,)); pair = [whole[:, :2], whole[:, 2:]][:: 1 - 2 * rank]; "
+        "ends = keras.layers.Dense(2)(keras.ops.subtract(*pair)); made = keras.Model(whole, ends); "
+        "made.compile('sgd', 'mse'); lockstep.distribute(made).fit(*data(), verbose=0)",
+        "Process 1 would run another step than process 0",
+    ),
+    "another type within a layer": (
+        "half = keras.layers.Dense(2, dtype=['mixed_bfloat16', 'mixed_float16'][rank]); "
+        "made = keras.Sequential([keras.Input((4,)), half]); made.compile('sgd', 'mse'); "
+        "lockstep.distribute(made).fit(*data(), verbose=0)",
+        "Process 1 would run another step than process 0",
+    ),
+    "another precision of an operation": (
+        "exact = ['default', 'highest'][rank]; times = lambda x: jax.numpy.matmul(x, x.T, "
+        "precision=exact); made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2), "
+        "keras.layers.Lambda(times)]); made.compile('sgd', 'mse'); "
+        "lockstep.distribute(made).fit(*data(8), batch_size=2, verbose=0)",
+        "Process 1 would run another step than process 0",
+    ),
     "another layer": (
         "lockstep.distribute(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2 + rank)]))",
         "Process 1 brings 2 variables with 15 numbers, and process 0 brings 2 with 10",
@@ -559,6 +602,11 @@ def spread(array):
     mesh = jax.sharding.Mesh(np.array(jax.devices()), "rows")
     layout = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
     return jax.make_array_from_callback(array.shape, layout, lambda rows: array[rows])
+
+class Saving(keras.Model):
+    def fit(self, *args, **kwargs):
+        saving = keras.callbacks.OrbaxCheckpoint(os.path.abspath("orbax"))
+        return super().fit(*args, **kwargs, callbacks=[saving])
 
 for case, (call, _) in REFUSED.items():
     made = lockstep.distribute(model())

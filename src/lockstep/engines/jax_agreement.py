@@ -18,7 +18,7 @@ _BEGINS, _GOES_ON, _ENDED, _COMPARES = range(4)
 """What a process does: takes first batches, takes more, finds no more, compares an epoch's.
 
 A word is one of these, how many batches the process has taken, a checksum of them, one of what
-was assigned to variables, and the number of the process.
+was assigned to variables, whether it is watched, and the number of the process.
 """
 
 Pull = Callable[[], list[Any]]
@@ -32,10 +32,15 @@ class Seen:
     Args:
         every_pull: Whether a pull may end earlier here than in another process, or fail. All
             have to take part in a step, so they agree before each that they can.
+
+    Attributes:
+        watched: Whether callbacks come between the steps of this process, any of which may stop
+            or fail. Where those of any process do, all agree before each step.
     """
 
     def __init__(self, every_pull: bool) -> None:
         self.every_pull = every_pull
+        self.watched = False
         self._exchange = Exchange()
         self._assigned: Assigned | None = None
         self._taken = 0
@@ -73,7 +78,8 @@ class Seen:
             self._first = False
             # Not those that were taken before: after an error, what one process has built already
             # another one may have yet to build on a batch.
-            self._say(_BEGINS, _first_rows(found[0], rows), len(found))
+            greatest = self._say(_BEGINS, _first_rows(found[0], rows), len(found))
+            self.every_pull |= bool(greatest[4])
         elif self.every_pull:  # of other shapes, the processes would run other programs
             self._say(_GOES_ON, _shapes(found))
         return found
@@ -92,11 +98,13 @@ class Seen:
         """Nothing more is compared for some time."""
         self._exchange.close()
 
-    def _say(self, does: int, check: int, taken: int | None = None) -> None:
+    def _say(self, does: int, check: int, taken: int | None = None) -> Word:
         assigned = 0 if self._assigned is None else self._assigned.check
         taken = self._taken if taken is None else taken
-        word = [does, taken, check, assigned, jax.process_index()]
-        _compare(*self._exchange.say(word))
+        word = [does, taken, check, assigned, self.watched, jax.process_index()]
+        least, greatest = self._exchange.say(word)
+        _compare(least, greatest)
+        return greatest
 
 
 def check_course(given: dict[str, Any]) -> None:
@@ -131,10 +139,10 @@ _GIVEN = ("validation data", "a lockstep.Checkpoint")
 
 
 def _compare(least: Word, greatest: Word) -> None:
-    """Raise where these two words of two processes differ in anything but the process."""
+    """Raise where these two words of two processes differ in what they do."""
     if least[:4] == greatest[:4]:
         return
-    first, other = sorted([least[4], greatest[4]])
+    first, other = sorted([least[-1], greatest[-1]])
     (_, taken, *_, fewer), (*_, more) = sorted(
         [least, greatest], key=lambda word: (word[1], -word[0])
     )

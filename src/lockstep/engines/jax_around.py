@@ -27,7 +27,7 @@ def around_fit(model: Any, fit: Callable[..., Any], given: Any) -> Iterator[None
     callbacks = _flat(given)
     recorders = [each for each in callbacks if isinstance(each, Recorder)]
     if jax_processes.several():
-        _check_orbax(callbacks)
+        check_orbax(callbacks)
     with ExitStack() as stack:
         for callback in callbacks:
             if isinstance(callback, keras.callbacks.BackupAndRestore):
@@ -72,9 +72,14 @@ def _check(
         )
 
 
-def _check_orbax(callbacks: list[Any]) -> None:
+def check_orbax(given: Any) -> None:
+    """Raise where a loop of several processes is given an `OrbaxCheckpoint`.
+
+    Raises:
+        UnsupportedModel: If that is so.
+    """
     orbax = getattr(keras.callbacks, "OrbaxCheckpoint", ())  # which an older Keras has not
-    if any(isinstance(each, orbax) for each in callbacks):
+    if any(isinstance(each, orbax) for each in _flat(given)):
         raise UnsupportedModel(
             "OrbaxCheckpoint was given, and JAX runs in several processes, each of which has the "
             "model\nfor itself between steps: Orbax does not write such arrays. Use "

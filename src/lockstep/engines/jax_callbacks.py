@@ -43,7 +43,8 @@ def hear_of_begins(callbacks: Any) -> bool:
 
 def _is_users(callback: Any) -> bool:
     known = type(callback).__module__.startswith(("keras.", "lockstep."))
-    return type(callback) in _WITH_FUNCTIONS or not known
+    given = any(name.startswith("on_") for name in vars(callback))  # hooks of this instance
+    return type(callback) in _WITH_FUNCTIONS or given or not known
 
 
 def _sees(callback: Any, batch: str) -> bool:

@@ -7,6 +7,8 @@ wait for a word of it raise as well.
 
 import itertools
 import json
+import zlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -33,7 +35,8 @@ class Calls:
         self.name = ""
         self._within = self._ended = self._alone = False
         self._names = itertools.count()
-        self._files = itertools.count()
+        self._moves = 0
+        self._files: Counter[str] = Counter()
 
     @contextmanager
     def call(self, name: str) -> Iterator[bool]:
@@ -42,7 +45,8 @@ class Calls:
             yield False
             return
         self._number, self.name, self._within = self._number + 1, name, True
-        self._ended, self._names, self._files = False, itertools.count(), itertools.count()
+        self._ended, self._names, self._moves = False, itertools.count(), 0
+        self._files.clear()
         try:
             yield True
         except BaseException as error:
@@ -53,16 +57,37 @@ class Calls:
             self._within = False
 
     def new_name(self) -> str:
-        """A name that is made in the same place of the same call in every process.
+        """A name that is made in the same place of the same call in every process, and in no other.
 
         After an error in one process the next call begins with the same names in all.
         """
-        return f"lockstep/{self._number}/{next(self._names)}"
+        return f"lockstep/{self._number}/{self.name}/{next(self._names)}"
 
-    def new_file(self) -> str | None:
-        """A name for the next file of this call; `None` where no other process waits for it."""
-        alone = self._alone or not self._within
-        return None if alone else f"lockstep/{self._number}/file/{next(self._files)}"
+    def new_file(self, path: object) -> str | None:
+        """A name for a file that is written now; `None` where no other process waits for it.
+
+        It goes by where in the call that is, and by the path: the first process may write more
+        files than the others come to.
+        """
+        if self._alone or not self._within:
+            return None
+        name = f"{self._place_of_files()}/{zlib.crc32(str(path).encode())}"
+        self._files[name] += 1
+        return f"{name}/{self._files[name]}"
+
+    def passed(self) -> str:
+        """A name for that the first process has gone on from where this one is."""
+        return f"{self._place_of_files()}/passed"
+
+    def move(self) -> None:
+        """Say that this process goes on, where others may wait for a file of it."""
+        if self._files and jax.process_index() == 0:
+            client().key_value_set(self.passed(), "[]", allow_overwrite=True)
+        self._moves += 1
+        self._files.clear()
+
+    def _place_of_files(self) -> str:
+        return f"lockstep/{self._number}/file/{self._moves}"
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -75,17 +100,16 @@ class Calls:
 
     def end(self) -> None:
         """Say that this process will say nothing more within this call."""
+        self.move()
         self._ended = True
         self._say(_ENDED, jax.process_index())
 
     def left(self, process: int) -> ProcessesDisagree | None:
         """What to raise where another process will not come to where this one waits for it."""
-        try:
-            number, how, by = json.loads(client().key_value_try_get(_place(process)))
-        except jax.errors.JaxRuntimeError as error:
-            if "NOT_FOUND" not in str(error):
-                raise
+        said = said_now(_place(process))
+        if said is None:
             return None  # it has left no call at all
+        number, how, by = json.loads(said)
         if number < self._number or (how == _ENDED and self._ended):
             return None
         me, name = jax.process_index(), self.name
@@ -119,6 +143,17 @@ def client() -> Any:
     """The connection to JAX's coordination service."""
     # jax/_src/distributed.py, State.client: what jax.distributed.initialize has connected.
     return distributed.global_state.client
+
+
+def said_now(key: str) -> str | None:
+    """What stands there by now, if anything."""
+    try:
+        said: str = client().key_value_try_get(key)
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" not in str(error):
+            raise
+        return None
+    return said
 
 
 def _place(process: int) -> str:

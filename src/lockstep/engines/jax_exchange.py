@@ -3,17 +3,21 @@
 A sum over devices would wait for the steps that are under way on them.
 """
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator
 
 import jax
 
-from lockstep.engines.jax_calls import CALLS, client
+from lockstep.engines.jax_calls import CALLS, client, said_now
+from lockstep.engines.jax_waits import Wait
 
 Word = list[int]
 
 _SECOND = 1000
+_TURN = 25
+"""Milliseconds for each of two places where a word may come."""
 _SAID_AFTER = 30
 """Seconds that a process waits before it says for whom."""
 _BLOCK = 64
@@ -36,8 +40,10 @@ class Exchange:
         """Say a word; when all processes have, the least and the greatest word are returned.
 
         Raises:
-            ProcessesDisagree: If one of them has left the call in which this one waits.
+            ProcessesDisagree: If one of them has left the call in which this one waits, or waits
+                for ever itself.
         """
+        CALLS.move()
         # In each round a process passes on what it has heard of, to one that is twice as far away
         # as in the round before: after log2(processes) rounds, all have heard of all.
         least = greatest = word
@@ -88,40 +94,68 @@ def tell(name: str) -> None:
     _write(name, [])
 
 
-def wait_for_first(name: str) -> None:
-    """Return when the first process has told that it has been done.
+def wait_for_first(name: str, passed: str) -> None:
+    """Return when the first process has told that it has been done, or that it has gone on.
 
     Raises:
-        ProcessesDisagree: If it has left the call before.
+        ProcessesDisagree: If it has left the call before, or waits for this one.
     """
-    _read(name, 0)
+    _read(name, 0, passed)
 
 
 def _write(key: str, words: list[Word]) -> None:
     client().key_value_set(key, json.dumps(words), allow_overwrite=True)
 
 
-def _read(key: str, process: int) -> list[Word]:
-    """What another process writes there, however long it takes; Ctrl-C is heard meanwhile."""
-    waited = 0
-    while True:
-        said = _said(key, _SECOND)
-        if said is None:
-            waited += 1
-            left = CALLS.left(process)
-            said = _said(key, 1) if left is not None else None  # as the last thing before
-            if left is not None and said is None:
+def _read(key: str, process: int, instead: str | None = None) -> list[Word]:
+    """What another process writes there, however long it takes; Ctrl-C is heard meanwhile.
+
+    Args:
+        key: The place.
+        process: The one that writes.
+        instead: Another place, where it may write instead.
+    """
+    places = [key] if instead is None else [key, instead]
+    said = _said_within_a_second(places)
+    if said is None:
+        wait = Wait(places, process)
+        try:
+            said = _waited_for(places, process, wait)
+        finally:
+            wait.end()
+    words: list[Word] = json.loads(said)
+    return words
+
+
+def _waited_for(places: list[str], process: int, wait: Wait) -> str:
+    for waited in itertools.count(1):
+        left = wait.is_for_ever() or CALLS.left(process)
+        if left is not None:
+            said = next(filter(None, map(said_now, places)), None)  # as the last thing before
+            if said is None:
                 raise left
-            if waited == _SAID_AFTER:
-                print(
-                    f"lockstep: process {jax.process_index()} has waited for process {process} in "
-                    f"{CALLS.name} for {waited} seconds; every process has to call it",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            return said
+        if waited == _SAID_AFTER:
+            print(
+                f"lockstep: process {jax.process_index()} has waited for process {process} in "
+                f"{CALLS.name} for {waited} seconds; every process has to call it",
+                file=sys.stderr,
+                flush=True,
+            )
+        said = _said_within_a_second(places)
         if said is not None:
-            words: list[Word] = json.loads(said)
-            return words
+            return said
+    raise AssertionError
+
+
+def _said_within_a_second(places: list[str]) -> str | None:
+    turn = _SECOND if len(places) == 1 else _TURN
+    for _ in range(_SECOND // (turn * len(places))):
+        for place in places:
+            said = _said(place, turn)
+            if said is not None:
+                return said
+    return None
 
 
 def _said(key: str, milliseconds: int) -> str | None:

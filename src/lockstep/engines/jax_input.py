@@ -129,6 +129,11 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         free = self.pace is None and self.data is None and not self.recorded
         return free and (self.num_batches is None or step < self.num_batches)
 
+    def watch(self, watched: bool) -> None:
+        """Say whether callbacks come between two steps, and may stop or fail in one process."""
+        if self._seen is not None:
+            self._seen.watched = watched
+
     def check_epoch(self) -> None:
         """Raise where another process took other batches in the epoch that ends here."""
         if self._seen is not None:

@@ -306,6 +306,7 @@ class Loop:
             callbacks.on_predict_batch_end(step, {"outputs": outputs})
 
         callbacks.on_predict_begin()
+        self._heed(batches, callbacks, "predict")
         run_epoch(model, PREDICT, batches, callbacks.on_predict_batch_begin, end)
         model.jax_state_sync()
         if not every:
@@ -316,7 +317,9 @@ class Loop:
 
     def _heed(self, batches: HostIterator, callbacks: Any, batch: str) -> None:
         """Follow hooks for batches that a callback has put in place since it was looked at."""
-        if batches.pace is not None and see_every_batch(callbacks, batch):
+        sees = see_every_batch(callbacks, batch)
+        batches.watch(sees)
+        if batches.pace is not None and sees:
             batches.pace = None
         self.keeper.heed(batches, callbacks, batch)
 

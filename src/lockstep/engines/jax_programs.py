@@ -4,7 +4,8 @@ What is no variable (an activation, a momentum, the bins of a layer) is in the p
 """
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from enum import Enum
 from typing import Any
 
 import jax
@@ -41,23 +42,55 @@ def _parts(program: Any) -> Iterator[bytes]:
     # No text of the program: it tells of files and addresses too, which differ by process.
     for constant in getattr(program, "consts", ()):
         yield _numbers(constant)
-    for equation in getattr(program, "jaxpr", program).eqns:
-        shapes = [getattr(out.aval, "shape", ()) for out in equation.outvars]
-        plain = [(name, value) for name, value in equation.params.items() if _is_plain(value)]
-        yield repr((equation.primitive.name, shapes, sorted(plain))).encode()
+    program = getattr(program, "jaxpr", program)
+    known: dict[Any, int] = {}  # by which value an equation takes what, a - b is not b - a
+
+    def place(value: Any) -> str:
+        number = known.setdefault(value, len(known))
+        return f"{number}:{_kind(value)}"
+
+    for value in (*program.constvars, *program.invars):
+        yield place(value).encode()
+    for equation in program.eqns:
+        yield equation.primitive.name.encode()
         for into in equation.invars:
-            if isinstance(into, jax.extend.core.Literal):
-                yield _numbers(into.val)
-        for value in equation.params.values():
+            literal = isinstance(into, jax.extend.core.Literal)
+            yield _kind(into).encode() + _numbers(into.val) if literal else place(into).encode()
+        yield ",".join(map(place, equation.outvars)).encode()
+        for name, value in sorted(equation.params.items()):
+            yield f"{name}={'' if name in _SAYS_NOTHING else _said(value)}".encode()
             for inner in value if isinstance(value, list | tuple) else [value]:
                 if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
                     yield from _parts(inner)
+    for value in program.outvars:
+        literal = isinstance(value, jax.extend.core.Literal)
+        yield _numbers(value.val) if literal else place(value).encode()
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return isinstance(value, int | float)
+_SAYS_NOTHING = ("name",)
+"""Of a function, which two processes may call differently and write alike."""
+
+
+def _kind(value: Any) -> str:
+    shape, dtype = getattr(value.aval, "shape", ()), getattr(value.aval, "dtype", "")
+    return f"{dtype}{shape}"
+
+
+def _said(value: Any) -> str:
+    """What a parameter of an operation asks for; nothing of what only this process knows it by."""
+    if isinstance(value, jax.extend.core.Primitive):
+        return str(value.name)
+    if isinstance(value, int | float | complex | str | bytes | np.dtype | Enum | None):
+        return repr(value)
+    if isinstance(value, type):
+        return value.__name__
+    if isinstance(value, np.ndarray | np.generic):
+        return f"{value.dtype}{value.shape}{value.tobytes()!r}"
+    if isinstance(value, Mapping):
+        return repr(sorted((str(name), _said(each)) for name, each in value.items()))
+    if isinstance(value, list | tuple):
+        return f"({','.join(map(_said, value))})"
+    return ""
 
 
 def _numbers(value: Any) -> bytes:

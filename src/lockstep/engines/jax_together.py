@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import keras
+from keras.src.utils import io_utils
 
 from lockstep.announce import names_by_place
 from lockstep.engines.jax_agreement import check_course
+from lockstep.engines.jax_around import check_orbax
 from lockstep.engines.jax_assigned import Assigned
 from lockstep.engines.jax_calls import CALLS
 from lockstep.engines.jax_exchange import tell, wait_for_first
@@ -29,11 +31,11 @@ def together(
     """
     methods = {name: hooks.get(name, getattr(model, name)) for name in (*_LOUD, *_ON_BATCH)}
     places = {name: names_by_place(getattr(model, name)) for name in methods}
-    if not is_first():
-        for name in _LOUD:
+    for name in _LOUD:
+        if not is_first():
             methods[name] = _quiet(methods[name], places[name])
-            if getattr(type(model), name) is not getattr(keras.Model, name):
-                methods[name] = _all_quiet(methods[name])
+        if getattr(type(model), name) is not getattr(keras.Model, name):
+            methods[name] = _with_loops_of_all(methods[name])
     methods = {name: _of_all(name, each, places[name], assigned) for name, each in methods.items()}
     for name in _WRITING:
         if hasattr(model, name):
@@ -128,41 +130,59 @@ def _quiet(method: Callable[..., Any], places: list[str]) -> Callable[..., Any]:
                 values[places.index(argument)] = value
             elif argument in parameters or any_name:
                 kwargs[argument] = value
-        return method(*values, **kwargs)
+        with _without_words():
+            return method(*values, **kwargs)
 
     return quiet_method
 
 
-def _all_quiet(method: Callable[..., Any]) -> Callable[..., Any]:
+@contextmanager
+def _without_words() -> Iterator[None]:
+    """While it lasts, Keras says nothing: a callback with `verbose=1` of its own, say."""
+    # keras/src/utils/io_utils.py, print_msg: by which all of keras/src/callbacks/*.py print
+    say = io_utils.print_msg
+    io_utils.print_msg = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        io_utils.print_msg = say
+
+
+def _with_loops_of_all(method: Callable[..., Any]) -> Callable[..., Any]:
     """The same method of a class's own, also where it gives words and callbacks to Keras's."""
 
     @functools.wraps(method)
-    def all_quiet_method(*args: Any, **kwargs: Any) -> Any:
-        with _quiet_loops():
+    def own_method(*args: Any, **kwargs: Any) -> Any:
+        with _loops_of_all():
             return method(*args, **kwargs)
 
-    return all_quiet_method
+    return own_method
 
 
 @contextmanager
-def _quiet_loops() -> Iterator[None]:
-    """While it lasts, loops of Keras's neither print nor have callbacks that write."""
+def _loops_of_all() -> Iterator[None]:
+    """While it lasts, loops of Keras's have callbacks that several processes can have.
+
+    In every process but the first, they neither print nor have callbacks that write.
+    """
     # keras/src/callbacks/callback_list.py, CallbackList.__init__: where a loop's callbacks begin
     every_list: Any = keras.callbacks.CallbackList
     begin = every_list.__init__
 
     @functools.wraps(begin)
-    def begin_quiet(
+    def begin_as_one_of_all(
         self: Any,
         callbacks: Any = None,
         add_history: bool = False,
         add_progbar: bool = False,
         **kwargs: Any,
     ) -> None:
-        add_progbar = False
-        begin(self, _that_do_not_write(callbacks), add_history, add_progbar, **kwargs)
+        check_orbax(callbacks)
+        if not is_first():
+            callbacks, add_progbar = _that_do_not_write(callbacks), False
+        begin(self, callbacks, add_history, add_progbar, **kwargs)
 
-    every_list.__init__ = begin_quiet
+    every_list.__init__ = begin_as_one_of_all
     try:
         yield
     finally:
@@ -178,7 +198,7 @@ def _told(save: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(save)
     def save_and_tell(*args: Any, **kwargs: Any) -> Any:
-        name = CALLS.new_file()
+        name = CALLS.new_file(_path_of(*args, **kwargs))
         try:
             return save(*args, **kwargs)
         finally:
@@ -188,11 +208,15 @@ def _told(save: Callable[..., Any]) -> Callable[..., Any]:
     return save_and_tell
 
 
-def _written_by_first(*_: Any, **__: Any) -> None:
+def _written_by_first(*args: Any, **kwargs: Any) -> None:
     """In the place of what writes a file, in every process but the first: the file is there."""
-    name = CALLS.new_file()
+    name = CALLS.new_file(_path_of(*args, **kwargs))
     if name is not None:
-        wait_for_first(name)
+        wait_for_first(name, CALLS.passed())
+
+
+def _path_of(filepath: Any = None, *_: Any, **__: Any) -> Any:
+    return filepath
 
 
 def _that_do_not_write(callbacks: Any) -> Any:

@@ -34,9 +34,9 @@ import numpy as np
 from jax.experimental import topologies
 
 import lockstep
-from lockstep.engines import jax_flags
-from lockstep.engines.jax_sharded import Sharded
-from lockstep.engines.jax_steps import Steps
+from lockstep.engines.jax import flags
+from lockstep.engines.jax.on_devices.sharded import Sharded
+from lockstep.engines.jax.steps.steps import Steps
 
 TARGET = """
 platform_name: "CUDA"
@@ -134,7 +134,7 @@ def compiled(
     name: str, target: str, count: int, side: str, extra: dict[str, Any]
 ) -> dict[str, Any]:
     """What the program for so many devices says."""
-    os.environ[jax_flags.OUT] = "on" if side == "lockstep" else "off"
+    os.environ[flags.OUT] = "on" if side == "lockstep" else "off"
     hosts = max(count // DEVICES_PER_HOST, 1)
     shape = f"1x{hosts}x{count // hosts}"
     topology = topologies.get_topology_desc(
@@ -156,7 +156,7 @@ def compiled(
         "model": name,
         "devices": f"{count} {target}",
         "options": side if not extra else f"{side} and {extra}",
-        "chosen": jax_flags.choice("gpu", gradients, os.environ),
+        "chosen": flags.choice("gpu", gradients, os.environ),
         "gradient bytes": gradients,
         "collectives": told.counts(),
         "bytes all-reduced over gradient bytes": reduced / gradients,

@@ -30,9 +30,9 @@ import numpy as np
 
 import lockstep
 from lockstep.checkpoint import Checkpoint
-from lockstep.engines.jax_callbacks import Callbacks
-from lockstep.engines.jax_position import RecordedIterator
-from lockstep.engines.jax_recording import Recording
+from lockstep.engines.jax.checkpoints.position import RecordedIterator
+from lockstep.engines.jax.checkpoints.recording import Recording
+from lockstep.engines.jax.fit.callbacks import Callbacks
 
 
 def model(width, depth):

@@ -51,7 +51,7 @@ def keras_model():
 def behind(rank, address, steps, rows):
     """The hand-written loop, with gloo's thread where lockstep puts it."""
     run = hand_written_jax(rank, address, steps, rows)
-    from lockstep.engines.jax_gloo import let_computation_first
+    from lockstep.engines.jax.several.gloo import let_computation_first
 
     assert let_computation_first(), "gloo's thread was not found"
     return run

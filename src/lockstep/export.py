@@ -15,7 +15,7 @@ from lockstep.checkpoints.files import sync_file, sync_folder
 from lockstep.checkpoints.folder import Found, RunFolder
 from lockstep.checkpoints.manifest import FILE, read_manifest
 from lockstep.checkpoints.retention import Retention
-from lockstep.engines import jax_states
+from lockstep.engines.jax import states
 from lockstep.engines.named_variables import GROUPS, named_variables
 from lockstep.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint
 
@@ -128,7 +128,7 @@ def _fill(model: Any, found: Found) -> None:
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     # As in training, where the states of stateful RNNs are among the variables.
-    jax_states.carry_states(model)
+    states.carry_states(model)
     here, there = _by_group(named_variables(model)), _by_group(_of_variables(found).items())
     groups = ("trainable", "non_trainable", "optimizer")
     for group in groups if model.optimizer is not None else groups[:2]:
@@ -136,7 +136,7 @@ def _fill(model: Any, found: Found) -> None:
             if not (mine and theirs and tuple(mine[1].shape) == theirs[1].shape):
                 raise _other(found, group, theirs, mine)
             mine[1].assign(theirs[1])
-    jax_states.drop_states(model)
+    states.drop_states(model)
 
 
 def _by_group(named: Iterable[tuple[str, Any]]) -> dict[str, list[tuple[str, Any]]]:

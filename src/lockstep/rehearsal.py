@@ -60,18 +60,18 @@ def rehearse_from_environment(environ: MutableMapping[str, str]) -> None:
     if (environ.get("KERAS_BACKEND") or _written_backend(environ)) == "tensorflow":
         # Keras writes its file by itself, and names TensorFlow where there is none, too.
         with suppress(RehearsalTooLate, ImportError):
-            from lockstep.engines import tensorflow_devices
+            from lockstep.engines.tensorflow import devices as tensorflow_devices
 
             tensorflow_devices.make_virtual(count)
     if "jax" in sys.modules:
-        from lockstep.engines.jax_devices import make_virtual
+        from lockstep.engines.jax.devices import make_virtual
 
         try:
             make_virtual(count)
         except RehearsalTooLate:
             return
     else:
-        from lockstep.engines.jax_threads import give_threads
+        from lockstep.engines.jax.threads import give_threads
 
         environ["JAX_NUM_CPU_DEVICES"] = str(count)
         environ["JAX_PLATFORMS"] = "cpu"

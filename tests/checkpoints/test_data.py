@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from keras.src.trainers.data_adapters import get_data_adapter
 
-from lockstep.engines import jax_data
-from lockstep.engines.jax_data import check_data
+from lockstep.engines.jax.checkpoints import data as jax_data
+from lockstep.engines.jax.checkpoints.data import check_data
 from lockstep.errors import CheckpointError
 from tests.checkpoints.data import Batches, Reordered, arrays
 from tests.checkpoints.runs import assert_same_end, train

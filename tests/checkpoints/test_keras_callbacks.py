@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.engines.jax_backup import made_safe
+from lockstep.engines.jax.checkpoints.backup import made_safe
 from tests.checkpoints.cutting import Cut, Cutting
 from tests.checkpoints.data import arrays
 from tests.checkpoints.runs import small

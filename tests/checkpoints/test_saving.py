@@ -13,8 +13,8 @@ import lockstep
 from lockstep import errors
 from lockstep.checkpoints import background
 from lockstep.checkpoints.folder import RunFolder
-from lockstep.engines import jax_recording
-from lockstep.engines.jax_copies import Copies
+from lockstep.engines.jax.checkpoints import recording
+from lockstep.engines.jax.checkpoints.copies import Copies
 from tests.checkpoints.data import arrays
 from tests.checkpoints.runs import assert_same_end, small, train
 from tests.conformance.side_by_side import held_out
@@ -95,7 +95,7 @@ def test_a_monitor_that_is_not_in_the_logs_is_told(tmp_path):
 
 def test_a_copy_on_the_devices_is_as_good(tmp_path, monkeypatch):
     """As on accelerators: ordered there, and fetched by the thread."""
-    monkeypatch.setattr(jax_recording, "Copies", lambda on_host: Copies(on_host=False))
+    monkeypatch.setattr(recording, "Copies", lambda on_host: Copies(on_host=False))
     options = {"devices": 2, "checkpoint": {"steps": 1}}
     train(arrays, tmp_path, cut=12, **options)
     assert_same_end(train(arrays, tmp_path, **options), train(arrays, devices=2))

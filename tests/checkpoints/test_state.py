@@ -12,8 +12,9 @@ from keras import layers
 import lockstep
 from lockstep.checkpoints.differences import check_facts
 from lockstep.checkpoints.plain import from_plain, to_plain
-from lockstep.engines import jax_keep, jax_resident
-from lockstep.engines.jax_facts import compiled_of, config_of
+from lockstep.engines.jax.fit import keep
+from lockstep.engines.jax.on_devices import resident
+from lockstep.engines.jax.several.facts import compiled_of, config_of
 from lockstep.errors import CheckpointWarning
 from tests.checkpoints.data import arrays, py_dataset
 from tests.checkpoints.runs import assert_same_end, small, train
@@ -128,11 +129,11 @@ def test_several_steps_in_one_execution(cut, tmp_path):
 @pytest.mark.parametrize("shuffle", ["batch", pytest.param(True, marks=pytest.mark.whole)])
 def test_data_on_the_devices_and_steps_left_open(shuffle, tmp_path, monkeypatch):
     """The callback that cuts writes nothing into the data."""
-    monkeypatch.setattr(jax_keep, "may_write_between_steps", lambda *_: False)
+    monkeypatch.setattr(keep, "may_write_between_steps", lambda *_: False)
     gathered = []
-    batch = jax_resident.Resident.batch
+    batch = resident.Resident.batch
     monkeypatch.setattr(
-        jax_resident.Resident, "batch", lambda *given: gathered.append(1) or batch(*given)
+        resident.Resident, "batch", lambda *given: gathered.append(1) or batch(*given)
     )
 
     def make():

@@ -81,7 +81,7 @@ def test_the_next_batch_is_drawn_before_the_callbacks_of_a_step(devices, ahead):
 @pytest.mark.parametrize(("devices", "times"), [(1, 1), (4, 3)])
 def test_no_bit_depends_on_when_a_batch_is_drawn(devices, times, monkeypatch):
     def train(ahead):
-        monkeypatch.setattr("lockstep.engines.jax_steps.looks_ahead", lambda _: ahead)
+        monkeypatch.setattr("lockstep.engines.jax.steps.steps.looks_ahead", lambda _: ahead)
         made = model(compiled=False)
         compile_(made)
         made.steps_per_execution = times
@@ -150,5 +150,5 @@ def test_under_a_checkpoint_every_batch_is_drawn_in_its_turn(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
 def test_a_source_that_does_not_know_its_end_gives_what_it_gives_one_device(monkeypatch):
-    monkeypatch.setattr("lockstep.engines.jax_steps.looks_ahead", lambda _: True)
+    monkeypatch.setattr("lockstep.engines.jax.steps.steps.looks_ahead", lambda _: True)
     assert_agrees("Data", "generator of changing batch sizes", 4)

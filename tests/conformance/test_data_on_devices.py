@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.engines import jax_keep, jax_resident
+from lockstep.engines.jax.fit import keep
+from lockstep.engines.jax.on_devices import resident
 from lockstep.errors import DataOnHostWarning
 from tests.conformance import common
 from tests.conformance.common import assert_same, weights
@@ -18,13 +19,13 @@ from tests.conformance.side_by_side import Closeness, assert_same_runs, both, sm
 def gathered(monkeypatch):
     """How many rows each gathered batch had."""
     counted = []
-    original = jax_resident.Resident.batch
+    original = resident.Resident.batch
 
     def counting(self, rows):
         counted.append(rows.shape)
         return original(self, rows)
 
-    monkeypatch.setattr(jax_resident.Resident, "batch", counting)
+    monkeypatch.setattr(resident.Resident, "batch", counting)
     return counted
 
 
@@ -90,9 +91,9 @@ def test_weights_of_samples_and_classes(gathered):
 
 @pytest.mark.parametrize("times", [3, "auto"])
 def test_several_steps_in_one_program(times, gathered, monkeypatch):
-    from lockstep.engines import jax_pace
+    from lockstep.engines.jax.steps import pace
 
-    monkeypatch.setattr(jax_pace, "GAIN", float("inf"))
+    monkeypatch.setattr(pace, "GAIN", float("inf"))
     x, y = common.data(150)
     found = []
     for distributed in (False, True):
@@ -312,12 +313,12 @@ def test_room_on_devices_that_tell_their_memory():
         platform = "gpu"
         devices = (Memory(1000, 100), Memory(800, 500))
 
-    assert jax_keep.Keeper(Steps(), None)._room() == 80
-    assert jax_keep.Keeper(Steps(), True)._room() == 150
+    assert keep.Keeper(Steps(), None)._room() == 80
+    assert keep.Keeper(Steps(), True)._room() == 150
 
 
 def test_data_that_do_not_fit_go_from_the_host(gathered, monkeypatch):
-    monkeypatch.setattr(jax_keep.Keeper, "_room", lambda self: 100)
+    monkeypatch.setattr(keep.Keeper, "_room", lambda self: 100)
     x, y = common.data(40)
     with pytest.warns(DataOnHostWarning, match="more than the 0 MiB free for them"):
         one, many = pair(lambda made: made.fit(x, y, batch_size=9, verbose=0), 3)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.engines.jax_input import HostIterator
-from lockstep.engines.jax_steps import Steps
+from lockstep.engines.jax.steps.input import HostIterator
+from lockstep.engines.jax.steps.steps import Steps
 from lockstep.errors import BusyModel, UnusableData
 from tests.conformance import common
 from tests.conformance.common import assert_same, weights
@@ -73,7 +73,7 @@ def test_order_of_calls_and_logs_are_those_of_keras(devices, tmp_path):
 
 
 def test_nothing_is_fetched_for_callbacks_that_look_at_no_value(monkeypatch):
-    from lockstep.engines.jax_logs import LaterLogs
+    from lockstep.engines.jax.fit.logs import LaterLogs
 
     made = lockstep.distribute(smooth(), devices=1)
     notes = Notes()

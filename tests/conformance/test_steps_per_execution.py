@@ -6,7 +6,7 @@ import pytest
 from keras import layers
 
 import lockstep
-from lockstep.engines import jax_pace, jax_steps
+from lockstep.engines.jax.steps import pace, steps
 from lockstep.errors import UnsupportedModel
 from tests.conformance import common
 from tests.conformance.common import assert_same, weights
@@ -20,13 +20,13 @@ STEPS = 7  # of an epoch of `train`
 def together(monkeypatch):
     """How many steps each program for several steps had."""
     counted = []
-    stacked = jax_steps.stacked
+    stacked = steps.stacked
 
     def counting(batches):
         counted.append(len(batches))
         return stacked(batches)
 
-    monkeypatch.setattr(jax_steps, "stacked", counting)
+    monkeypatch.setattr(steps, "stacked", counting)
     return counted
 
 
@@ -75,7 +75,7 @@ def test_fit_evaluate_and_predict(times, devices, programs, together, tmp_path):
 
 def found_out_as_faster(monkeypatch):
     """What the clock says would be chance: here, programs of several steps are faster."""
-    monkeypatch.setattr(jax_pace, "GAIN", float("inf"))
+    monkeypatch.setattr(pace, "GAIN", float("inf"))
 
 
 class PerBatch(keras.callbacks.Callback):
@@ -312,9 +312,9 @@ def test_a_convolution_on_cpu_runs_step_by_step(together):
 
 
 def test_more_data_than_may_stand_on_the_devices_runs_step_by_step(monkeypatch, together):
-    from lockstep.engines import jax_scan
+    from lockstep.engines.jax.steps import scan
 
-    monkeypatch.setattr(jax_scan, "MOST_BYTES", 100)
+    monkeypatch.setattr(scan, "MOST_BYTES", 100)
     made = lockstep.distribute(at_once(smooth(), 3), 1)
     train(made)
     assert together == []

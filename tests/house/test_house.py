@@ -1,6 +1,7 @@
 """The rules of the house that a machine can see."""
 
 import ast
+import graphlib
 import inspect
 from pathlib import Path
 
@@ -109,6 +110,31 @@ def test_imports_go_down_only():
                 target = name.split(".")[1]
                 if target in height:  # a module, and no name out of the package itself
                     assert height[target] <= height[place], f"{path}: {name}"
+
+
+def test_no_engine_knows_another_and_its_parts_import_one_another_in_one_direction():
+    engines = SOURCE / "engines"
+    uses = {}
+    for path in sorted(engines.rglob("*.py")):
+        imported = {
+            name.removeprefix("lockstep.engines.").replace(".", "/")
+            for name in _imports(path)
+            if name.startswith("lockstep.engines.")
+        }
+        files = [engines / f"{name}.py" for name in imported]
+        part = _part(path.relative_to(engines))
+        known = {_part(file.relative_to(engines)) for file in files if file.exists()} - {part}
+        uses.setdefault(part, set()).update(known)
+        others = {name.split("/")[0] for name in known if "/" in name} - {part.split("/")[0]}
+        assert not others or path == engines / "__init__.py", f"{path}: {others}"
+    assert uses["jax/fit"], "imports are seen"
+    assert uses["tensorflow/steps"], "imports are seen"
+    graphlib.TopologicalSorter(uses).prepare()  # raises where two parts import each other
+
+
+def _part(path):
+    """A folder of an engine, or a file beside one."""
+    return "/".join(path.with_suffix("").parts[:2])
 
 
 def test_no_file_is_two_ideas():

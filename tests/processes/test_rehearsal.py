@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-import lockstep
 from lockstep.rehearsal import rehearse_from_environment
 from tests.processes.common import python
 from tests.sampling import rest
@@ -31,8 +30,8 @@ def test_by_environment_where_kerass_own_settings_name_tensorflow_and_it_is_not_
 ):
     """Keras writes them by itself, so: every command and script ended in an ImportError."""
     (tmp_path / "keras.json").write_text('{"backend": "tensorflow"}')
-    monkeypatch.delitem(sys.modules, "lockstep.engines.tensorflow_devices", raising=False)
-    monkeypatch.delattr(lockstep.engines, "tensorflow_devices", raising=False)
+    monkeypatch.delitem(sys.modules, "lockstep.engines.tensorflow.devices", raising=False)
+    monkeypatch.delattr("lockstep.engines.tensorflow.devices", raising=False)
     monkeypatch.setitem(sys.modules, "tensorflow", None)
     monkeypatch.delitem(sys.modules, "jax", raising=False)
     environment = {"LOCKSTEP_REHEARSE": "4", "KERAS_HOME": str(tmp_path)}

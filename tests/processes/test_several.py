@@ -615,7 +615,7 @@ for case, (call, _) in REFUSED.items():
     except (LockstepError, ValueError) as error:
         errors[case] = str(error)
 
-from lockstep.engines import jax_flags
+from lockstep.engines.jax import flags as jax_flags
 jax_flags.choice = lambda *_: {jax_flags.BUCKET: 2**20, "xla_gpu_of_another_version": True}
 made = lockstep.distribute(model())
 x, y = data()
@@ -650,11 +650,11 @@ def test_processes_with_more_devices_than_others_are_told(monkeypatch):
 
     import jax
 
-    from lockstep.engines import jax_processes
+    from lockstep.engines.jax.several import processes
     from lockstep.errors import ProcessesDisagree
 
     devices = [Mock(process_index=index, platform="gpu") for index in (0, 0, 1)]
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "devices", lambda platform: devices)
     with pytest.raises(ProcessesDisagree, match="Process 0 has 2 devices, and process 1 has 1"):
-        jax_processes.check_devices(devices)
+        processes.check_devices(devices)

@@ -10,7 +10,7 @@ from keras import layers, losses, metrics, ops
 
 import lockstep
 from lockstep.engines import attachments
-from lockstep.engines.tensorflow_replicas import Replica
+from lockstep.engines.tensorflow.replicas import Replica
 from lockstep.errors import UnsplitBatchWarning
 from tests.conformance.common import assert_same
 

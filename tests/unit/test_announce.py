@@ -4,7 +4,7 @@ import pytest
 
 import lockstep
 from lockstep.announce import arguments_of, first_step_line, fit_line, wants_words
-from lockstep.engines import jax_loop
+from lockstep.engines.jax.fit import loop
 
 GPUS = ("gpu:0", "gpu:1", "gpu:2", "gpu:3")
 
@@ -118,7 +118,7 @@ def test_fit_says_one_line_at_its_start(capsys):
 
 
 def test_fit_says_what_is_compiled_and_how_long_it_took(capsys, monkeypatch):
-    monkeypatch.setattr(jax_loop, "LONG", 0.0)
+    monkeypatch.setattr(loop, "LONG", 0.0)
     made = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     lockstep.distribute(made, 2)
     told = []

@@ -179,7 +179,7 @@ WATCHED = (
     SCRIPT
     + """
 from pathlib import Path
-from lockstep.engines.jax_keep import Keeper
+from lockstep.engines.jax.fit.keep import Keeper
 
 keep = Keeper.keep
 

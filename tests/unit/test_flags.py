@@ -7,8 +7,8 @@ import pytest
 from keras import layers
 
 import lockstep
-from lockstep.engines import jax_flags
-from lockstep.engines.jax_flags import BUCKET, LEAST, OWN, SCHEDULER, choice
+from lockstep.engines.jax import flags as jax_flags
+from lockstep.engines.jax.flags import BUCKET, LEAST, OWN, SCHEDULER, choice
 
 MIB = 2**20
 

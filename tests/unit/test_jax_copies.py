@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lockstep.engines.jax_copies import Copies
+from lockstep.engines.jax.checkpoints.copies import Copies
 
 NAMES = ["kernel", "seed", "half", "empty"]
 step = jax.jit(lambda values: [value + value.dtype.type(1) for value in values], donate_argnums=0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from keras.src.utils.python_utils import pythonify_logs
 
-from lockstep.engines.jax_logs import LaterLogs, later
+from lockstep.engines.jax.fit.logs import LaterLogs, later
 
 NUMBERS = {"acc": 0.5, "loss": 2.25}
 

@@ -10,14 +10,12 @@ import pytest
 import lockstep
 from lockstep import measurement
 from lockstep.batches import first_batches, for_fit
-from lockstep.engines import (
-    current_engine,
-    jax_input,
-    jax_loop,
-    jax_pace,
-    jax_profile,
-    jax_resident,
-)
+from lockstep.engines import current_engine
+from lockstep.engines.jax.fit import loop
+from lockstep.engines.jax.looks import profile
+from lockstep.engines.jax.on_devices import resident
+from lockstep.engines.jax.steps import input
+from lockstep.engines.jax.steps import pace as jax_pace
 from lockstep.errors import UnusableData
 from lockstep.measurement import measure
 
@@ -120,7 +118,7 @@ def found(keras, monkeypatch):
 
     made = model(keras)
     probe = current_engine().probe(made)
-    trace = jax_profile.Trace(seen=True, compute=22, communication=11)
+    trace = profile.Trace(seen=True, compute=22, communication=11)
     probe.clock = lambda most, settle: Clock()
     probe.tracing = lambda: contextlib.nullcontext(trace)
     monkeypatch.setattr(made, "fit", lambda *args, **kwargs: None)
@@ -140,7 +138,7 @@ def test_the_profile_is_of_every_step(found):
 
 
 def test_a_profile_that_is_full_is_made_again_of_fewer_steps(keras, monkeypatch):
-    monkeypatch.setattr(jax_profile, "_MOST_EVENTS", 2500)
+    monkeypatch.setattr(profile, "_MOST_EVENTS", 2500)
     probe = current_engine().probe(made := model(keras))
     clocks, traces = [], []
 
@@ -169,13 +167,13 @@ def test_a_profile_that_is_full_is_made_again_of_fewer_steps(keras, monkeypatch)
 
 def test_the_clock_leaves_the_data_on_the_devices(keras, monkeypatch):
     gathered = []
-    original = jax_resident.Resident.batch
+    original = resident.Resident.batch
 
     def counting(self, rows):
         gathered.append(rows.shape)
         return original(self, rows)
 
-    monkeypatch.setattr(jax_resident.Resident, "batch", counting)
+    monkeypatch.setattr(resident.Resident, "batch", counting)
     made = lockstep.distribute(model(keras), 2, data_on_devices=True)
     clocked(made, arrays(5 * 8), 5, batch_size=8)
     assert gathered == [(8,)] * 5
@@ -188,8 +186,8 @@ def test_steps_that_go_together_by_themselves_are_measured_as_they_go(keras, mon
         paces.append(original(*args))
         return paces[-1]
 
-    original = jax_loop._pace
-    monkeypatch.setattr(jax_loop, "_pace", noting)
+    original = loop._pace
+    monkeypatch.setattr(loop, "_pace", noting)
     monkeypatch.setattr(jax_pace, "GAIN", float("inf"))  # whatever the clock says
     monkeypatch.setattr(jax_pace, "WINDOW", 1000)
     made = model(keras, steps_per_execution="auto")
@@ -246,8 +244,8 @@ def test_input_of_arrays_is_their_rows_in_the_order_of_fit(keras, monkeypatch):
             taken.append(batch)
             yield batch
 
-    original = jax_input._rows_of_arrays
-    monkeypatch.setattr(jax_input, "_rows_of_arrays", noting)
+    original = input._rows_of_arrays
+    monkeypatch.setattr(input, "_rows_of_arrays", noting)
     x = np.arange(40)
     assert feed(model(keras), (x, x), 50, batch_size=16) == len(taken) == 3
     rows = np.concatenate([batch[0] for batch in taken])
@@ -256,7 +254,7 @@ def test_input_of_arrays_is_their_rows_in_the_order_of_fit(keras, monkeypatch):
 
 
 def test_input_of_data_on_the_devices_is_the_numbers_of_rows(keras, monkeypatch):
-    monkeypatch.setattr(jax_input, "_rows_of_arrays", None)  # nothing is taken on the host
+    monkeypatch.setattr(input, "_rows_of_arrays", None)  # nothing is taken on the host
     made = lockstep.distribute(model(keras), 2, data_on_devices=True)
     assert feed(made, arrays(40), 50) == 2
 

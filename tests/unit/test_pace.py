@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.engines.jax_pace import MOST_STEPS, WINDOW, Pace
+from lockstep.engines.jax.steps.pace import MOST_STEPS, WINDOW, Pace
 
 
 class Machine:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.engines import current_engine, jax_profile
+from lockstep.engines import current_engine
+from lockstep.engines.jax.looks import profile
 
 
 def trace_of(folder, *events):
@@ -29,8 +30,8 @@ def trace_of(folder, *events):
     file = folder / "some.trace.json.gz"
     with gzip.open(file, "wt") as opened:
         json.dump({"traceEvents": [*told, {"ph": "M", "name": "no operation"}]}, opened)
-    found = jax_profile.Trace()
-    jax_profile._read(file, found)
+    found = profile.Trace()
+    profile._read(file, found)
     return found
 
 
@@ -38,7 +39,7 @@ def test_an_operation_within_another_counts_once(tmp_path):
     """A loop counted beside all that runs in it: an LSTM computed for longer than it took."""
     loop = [(1, 0, "while.3", 10, 8), (1, 0, "dot.1", 11, 2), (1, 0, "add", 13, 1)]
     found = trace_of(tmp_path, *loop, (1, 0, "dot.2", 20, 1))
-    assert found == jax_profile.Trace(seen=True, compute=pytest.approx(9), communication=0)
+    assert found == profile.Trace(seen=True, compute=pytest.approx(9), communication=0)
 
 
 def test_a_collective_within_a_loop_is_no_computation(tmp_path):
@@ -55,9 +56,9 @@ def test_what_runs_at_the_same_time_counts_once_in_each_of_the_two(tmp_path):
 
 def test_of_a_profile_that_is_full_nothing_is_told(tmp_path, monkeypatch):
     """It holds a million events and drops the rest: what was left was taken for all."""
-    monkeypatch.setattr(jax_profile, "_MOST_EVENTS", 3)
+    monkeypatch.setattr(profile, "_MOST_EVENTS", 3)
     dots = [(1, 0, "dot", 10, 4), (1, 0, "dot", 20, 4)]
-    assert trace_of(tmp_path, *dots) == jax_profile.Trace(full=True)
+    assert trace_of(tmp_path, *dots) == profile.Trace(full=True)
     assert trace_of(tmp_path, *dots[:1]).seen
 
 

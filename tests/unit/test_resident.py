@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lockstep.engines.jax_resident import Chosen, Resident
-from lockstep.engines.jax_sharded import Sharded
+from lockstep.engines.jax.on_devices.resident import Chosen, Resident
+from lockstep.engines.jax.on_devices.sharded import Sharded
 
 ROWS = 103
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lockstep.engines.jax_scan import is_worth_it, repeated, runs_of_alike, stacked
+from lockstep.engines.jax.steps.scan import is_worth_it, repeated, runs_of_alike, stacked
 
 
 def batch(rows, dtype="float32", fill=0):

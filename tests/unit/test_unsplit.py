@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lockstep.engines.jax_unsplit import merging_layers
+from lockstep.engines.jax.unsplit import merging_layers
 
 GATHERS = "%g = f32[8,4] all-gather(f32[2,4] %p)"
 

@@ -14,11 +14,11 @@ def current_engine() -> Engine:
 
     backend = keras.backend.backend()
     if backend == "jax":
-        from lockstep.engines.jax import JaxEngine
+        from lockstep.engines.jax.engine import JaxEngine
 
         return JaxEngine()
     if backend == "tensorflow":
-        from lockstep.engines.tensorflow import TensorFlowEngine
+        from lockstep.engines.tensorflow.engine import TensorFlowEngine
 
         return TensorFlowEngine()
     raise UnsupportedBackend(

@@ -1,0 +1,1 @@
+"""What a checkpoint reads of a fit, and sets."""

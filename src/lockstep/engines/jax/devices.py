@@ -1,0 +1,59 @@
+"""JAX's devices, and virtual ones on the CPU."""
+
+import os
+
+import jax
+
+from lockstep.devices import Device, check_visible, rehearsed_devices
+from lockstep.engines.jax.threads import give_threads
+from lockstep.engines.too_late import too_late
+
+
+def list_devices() -> tuple[Device, ...]:
+    """The devices JAX has, those of its default backend first.
+
+    Raises:
+        RehearsalTooLate: If a rehearsal is asked for and not in force.
+        DeviceError: If `CUDA_VISIBLE_DEVICES` was set too late.
+    """
+    found = jax.devices()
+    if found[0].platform != "cpu":
+        found = [*found, *jax.devices("cpu")]
+    here = tuple(_describe(device) for device in found)
+    check_visible(here, os.environ)
+    asked = rehearsed_devices(os.environ)
+    if asked and (here[0].platform != "cpu" or jax.local_device_count() != asked):
+        raise too_late("JAX", asked, here)
+    return here
+
+
+def find(names: tuple[str, ...]) -> list[jax.Device]:
+    """JAX's own objects for device names, in their order."""
+    platform = names[0].split(":")[0]
+    by_name = {_describe(device).name: device for device in jax.devices(platform)}
+    return [by_name[name] for name in names]
+
+
+def make_virtual(count: int) -> None:
+    """Make `count` virtual CPU devices, and hide accelerators.
+
+    Raises:
+        RehearsalTooLate: If JAX has started with other devices.
+    """
+    try:
+        give_threads(os.environ, count)
+        jax.config.update("jax_num_cpu_devices", count)
+        jax.config.update("jax_platforms", "cpu")
+    except RuntimeError:  # JAX has started; its devices are what they are
+        here = tuple(_describe(device) for device in jax.devices())
+        if here[0].platform != "cpu" or len(here) != count:
+            raise too_late("JAX", count, here) from None
+
+
+def _describe(device: jax.Device) -> Device:
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return Device(
+        name=f"{device.platform}:{device.id}",
+        kind=device.device_kind,
+        memory=(stats or {}).get("bytes_limit"),
+    )

@@ -1,0 +1,108 @@
+"""Whether the data of a fit stay on the devices."""
+
+import warnings
+import weakref
+from typing import Any
+
+import jax
+
+from lockstep.engines.jax.fit.callbacks import may_write_between_steps, run_user_code
+from lockstep.engines.jax.on_devices.resident import Resident, can_stay
+from lockstep.engines.jax.several import processes
+from lockstep.engines.jax.steps.input import HostIterator, plain_arrays
+from lockstep.engines.jax.steps.steps import Steps
+from lockstep.errors import DataOnHostWarning
+
+WHOLE_BYTES = 2**28
+"""Up to here every device has all rows, and none has to send any; then each has its share."""
+SHARE_UNASKED = 0.1
+"""Of the memory of a device, for data that nobody asked to be kept."""
+SHARE_ASKED = 0.5
+"""Of the memory of a device that is free, for data that were asked to be kept."""
+MEMORY_UNKNOWN = 2**30
+"""Bytes of data that may be kept unasked on a device that does not tell its memory."""
+
+
+class Keeper:
+    """Keeps the data of fits on the devices of one model, where that is right and they fit.
+
+    Attributes:
+        wanted: Whether the user wants it; `None` where they left it open.
+    """
+
+    def __init__(self, steps: Steps, wanted: bool | None) -> None:
+        self.wanted = wanted
+        self._steps = steps
+        self._kept: weakref.WeakSet[Resident] = weakref.WeakSet()
+
+    def keep(self, model: Any, batches: HostIterator, callbacks: Any, batch: str) -> None:
+        """Let the batches of a fit be gathered on the devices, if they can; decided once.
+
+        Args:
+            model: The model, whose step function has been made.
+            batches: What yields the batches.
+            callbacks: Keras's list of callbacks of this call.
+            batch: The kind of batch, as in the names of their hooks: `"train"` or `"test"`.
+        """
+        if batches.decided or self.wanted is False:
+            return
+        batches.decided = True
+        if self.wanted is None and self._steps.platform == "cpu":
+            return
+        found = self._data(model, batches, callbacks, batch)
+        if isinstance(found, Resident):
+            batches.data = found
+            self._kept.add(found)
+        elif self.wanted:
+            warnings.warn(
+                f"data_on_devices=True was asked for, and {found}.\n"
+                "Batches go from the host instead, with the same numbers.",
+                DataOnHostWarning,
+                stacklevel=4,
+            )
+
+    def heed(self, batches: HostIterator, callbacks: Any, batch: str) -> None:
+        """Let go of the data if a callback has put a hook for batches in place since `keep`."""
+        if batches.data is not None and may_write_between_steps(callbacks, batch):
+            batches.data.leave()
+
+    def leave(self) -> None:
+        """The model leaves its devices: a fit under way goes on with batches from the host."""
+        for data in self._kept:
+            data.leave()
+
+    def _data(
+        self, model: Any, batches: HostIterator, callbacks: Any, batch: str
+    ) -> Resident | str:
+        if processes.several():
+            return "JAX runs in several processes"
+        if model.run_eagerly or not model.jit_compile:
+            return "the model runs operation by operation"
+        if may_write_between_steps(callbacks, batch):
+            return "a callback with hooks for batches could write into the data between two steps"
+        arrays = plain_arrays(batches.data_adapter)
+        if arrays is None or not all(map(can_stay, arrays)):
+            return "the data are not NumPy arrays of numbers in a tuple"
+        size = sum(array.nbytes for array in arrays)
+        split = self._steps.platform != "cpu" and size > WHOLE_BYTES
+        each = size // len(self._steps.devices) if split else size
+        room = self._room()
+        if room is not None and each > room:
+            return f"{each / 2**20:.0f} MiB are more than the {room / 2**20:.0f} MiB free for them"
+        try:
+            watched = run_user_code(callbacks)
+            return Resident(arrays, self._steps.by_rows, split=split, watched=watched)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return f"{each / 2**20:.0f} MiB do not fit on a device"
+
+    def _room(self) -> int | None:
+        """The bytes of data that each device may hold, `None` where it does not tell."""
+        told = [device.memory_stats() for device in self._steps.devices]
+        if not all(stats and "bytes_limit" in stats for stats in told):
+            return None if self.wanted else MEMORY_UNKNOWN
+        if not self.wanted:
+            return int(SHARE_UNASKED * min(stats["bytes_limit"] for stats in told))
+        free = [stats["bytes_limit"] - stats.get("bytes_in_use", 0) for stats in told]
+        return int(SHARE_ASKED * min(free))

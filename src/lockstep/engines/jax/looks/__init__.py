@@ -1,0 +1,1 @@
+"""What `verify` and `bench` see of a model's steps."""

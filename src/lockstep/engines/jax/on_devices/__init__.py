@@ -1,0 +1,1 @@
+"""Data of a fit that stay on the devices."""

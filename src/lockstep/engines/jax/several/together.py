@@ -1,0 +1,257 @@
+"""The methods of a model that several processes train."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+from keras.src.utils import io_utils
+
+from lockstep.announce import names_by_place
+from lockstep.engines.jax.several.agreement import check_course
+from lockstep.engines.jax.several.assigned import Assigned
+from lockstep.engines.jax.several.calls import CALLS
+from lockstep.engines.jax.several.exchange import tell, wait_for_first
+from lockstep.engines.jax.several.processes import (
+    check_orbax,
+    is_first,
+    local,
+    share_random_numbers,
+    wait_for_all,
+)
+
+# keras/src/backend/jax/trainer.py, JAXTrainer: `jax_state_sync`, `_get_jax_state` and
+# `_jax_state`, in which the arrays of a step are until the variables get them.
+
+
+def together(
+    model: Any, hooks: dict[str, Callable[..., Any]], assigned: Assigned
+) -> dict[str, Callable[..., Any]]:
+    """The methods that a model has where several processes train it: these, and more.
+
+    Whatever reads a variable finds it in its own process; one process prints and writes
+    files; and `fit` returns when all have done what they do.
+    """
+    methods = {name: hooks.get(name, getattr(model, name)) for name in (*_LOUD, *_ON_BATCH)}
+    places = {name: names_by_place(getattr(model, name)) for name in methods}
+    for name in _LOUD:
+        if not is_first():
+            methods[name] = _quiet(methods[name], places[name])
+        if getattr(type(model), name) is not getattr(keras.Model, name):
+            methods[name] = _with_loops_of_all(methods[name])
+    methods = {name: _of_all(name, each, places[name], assigned) for name, each in methods.items()}
+    for name in _WRITING:
+        if hasattr(model, name):
+            save = hooks.get(name, getattr(model, name))
+            methods[name] = _told(save) if is_first() else _written_by_first
+    return {
+        **hooks,
+        **methods,
+        "jax_state_sync": _synced_here(model, model.jax_state_sync, assigned),
+        "_get_jax_state": _noting(model._get_jax_state, assigned),
+    }
+
+
+_LOUD = ("fit", "evaluate", "predict")
+_ON_BATCH = ("train_on_batch", "test_on_batch", "predict_on_batch")
+_WRITING = ("save", "save_weights", "export")
+_GROUPS = (
+    "trainable_variables",
+    "non_trainable_variables",
+    "optimizer_variables",
+    "metrics_variables",
+)
+
+
+def _synced_here(model: Any, sync: Callable[[], None], assigned: Assigned) -> Callable[[], None]:
+    def jax_state_sync() -> None:
+        state = getattr(model, "_jax_state", None)
+        if not state or model._jax_state_synced:
+            return
+        groups = {name: state.get(name, None) for name in _GROUPS}
+        here = {
+            name: [local(value) for value in group]
+            for name, group in groups.items()
+            if group is not None
+        }
+        vars(model)["_jax_state"] = here
+        sync()
+        assigned.left([value for group in here.values() for value in group])
+
+    return jax_state_sync
+
+
+def _noting(get_state: Callable[..., Any], assigned: Assigned) -> Callable[..., Any]:
+    @functools.wraps(get_state)
+    def get_jax_state(*args: Any, **kwargs: Any) -> Any:
+        assigned.note()
+        return get_state(*args, **kwargs)
+
+    return get_jax_state
+
+
+def _of_all(
+    name: str, method: Callable[..., Any], places: list[str], assigned: Assigned
+) -> Callable[..., Any]:
+    """The same method, called by all processes, on the same variables."""
+
+    @functools.wraps(method)
+    def method_of_all(*args: Any, **kwargs: Any) -> Any:
+        with CALLS.call(name) as outermost:
+            for value in keras.tree.flatten((args, kwargs)):
+                local(value)  # which refuses an array that no process has whole
+            if name == "fit":
+                check_course(_by_name(places, args, kwargs))
+            if outermost and name in _LOUD:
+                assigned.share()
+            if name == "fit":
+                share_random_numbers()
+            result = method(*args, **kwargs)
+            if name == "fit":
+                if outermost:
+                    CALLS.end()
+                wait_for_all()
+            return result
+
+    return method_of_all
+
+
+def _quiet(method: Callable[..., Any], places: list[str]) -> Callable[..., Any]:
+    """The same method, without words, and without callbacks that write."""
+    parameters = inspect.signature(method).parameters
+    any_name = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+    @functools.wraps(method)
+    def quiet_method(*args: Any, **kwargs: Any) -> Any:
+        given = _by_name(places, args, kwargs)
+        quiet = {"verbose": 0}
+        if "callbacks" in given:
+            quiet["callbacks"] = _that_do_not_write(given["callbacks"])
+        values = [*args]
+        for argument, value in quiet.items():
+            if argument in places[: len(args)]:  # as it was given, by place or by name
+                values[places.index(argument)] = value
+            elif argument in parameters or any_name:
+                kwargs[argument] = value
+        with _without_words():
+            return method(*values, **kwargs)
+
+    return quiet_method
+
+
+@contextmanager
+def _without_words() -> Iterator[None]:
+    """While it lasts, Keras says nothing: a callback with `verbose=1` of its own, say."""
+    # keras/src/utils/io_utils.py, print_msg: by which all of keras/src/callbacks/*.py print
+    say = io_utils.print_msg
+    io_utils.print_msg = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        io_utils.print_msg = say
+
+
+def _with_loops_of_all(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same method of a class's own, also where it gives words and callbacks to Keras's."""
+
+    @functools.wraps(method)
+    def own_method(*args: Any, **kwargs: Any) -> Any:
+        with _loops_of_all():
+            return method(*args, **kwargs)
+
+    return own_method
+
+
+@contextmanager
+def _loops_of_all() -> Iterator[None]:
+    """While it lasts, loops of Keras's have callbacks that several processes can have.
+
+    In every process but the first, they neither print nor have callbacks that write.
+    """
+    # keras/src/callbacks/callback_list.py, CallbackList.__init__: where a loop's callbacks begin
+    every_list: Any = keras.callbacks.CallbackList
+    begin = every_list.__init__
+
+    @functools.wraps(begin)
+    def begin_as_one_of_all(
+        self: Any,
+        callbacks: Any = None,
+        add_history: bool = False,
+        add_progbar: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        check_orbax(callbacks)
+        if not is_first():
+            callbacks, add_progbar = _that_do_not_write(callbacks), False
+        begin(self, callbacks, add_history, add_progbar, **kwargs)
+
+    every_list.__init__ = begin_as_one_of_all
+    try:
+        yield
+    finally:
+        every_list.__init__ = begin
+
+
+def _by_name(places: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(places, args, strict=False)), **kwargs}
+
+
+def _told(save: Callable[..., Any]) -> Callable[..., Any]:
+    """The same method, that tells the other processes of the same call when it has ended."""
+
+    @functools.wraps(save)
+    def save_and_tell(*args: Any, **kwargs: Any) -> Any:
+        name = CALLS.new_file(_path_of(*args, **kwargs))
+        try:
+            return save(*args, **kwargs)
+        finally:
+            if name is not None:
+                tell(name)
+
+    return save_and_tell
+
+
+def _written_by_first(*args: Any, **kwargs: Any) -> None:
+    """In the place of what writes a file, in every process but the first: the file is there."""
+    name = CALLS.new_file(_path_of(*args, **kwargs))
+    if name is not None:
+        wait_for_first(name, CALLS.passed())
+
+
+def _path_of(filepath: Any = None, *_: Any, **__: Any) -> Any:
+    return filepath
+
+
+def _that_do_not_write(callbacks: Any) -> Any:
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks.callbacks[:] = _that_do_not_write(callbacks.callbacks)
+        return callbacks
+    if callbacks is None:
+        return None
+    writing = (
+        keras.callbacks.CSVLogger,
+        keras.callbacks.TensorBoard,
+        keras.callbacks.RemoteMonitor,
+        keras.callbacks.ProgbarLogger,
+    )
+    return [
+        _RestoreOnly(callback)
+        if isinstance(callback, keras.callbacks.BackupAndRestore)
+        else callback
+        for callback in keras.tree.flatten(callbacks)
+        if not isinstance(callback, writing)
+    ]
+
+
+class _RestoreOnly(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
+    """`BackupAndRestore` without the backup."""
+
+    def __init__(self, backup: Any) -> None:
+        super().__init__()
+        self._backup = backup
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._backup.set_model(self.model)
+        self._backup.on_train_begin(logs)

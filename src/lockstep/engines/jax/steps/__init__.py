@@ -1,0 +1,1 @@
+"""The steps of a model on a mesh, and the batches they take."""

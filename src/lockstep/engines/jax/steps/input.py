@@ -1,0 +1,221 @@
+"""Where the batches of an epoch come from: fresh host arrays, one after the other."""
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.array_slicing import NumpySliceable, convert_to_sliceable
+from keras.src.trainers.epoch_iterator import EpochIterator
+
+from lockstep.engines.jax.on_devices.resident import Chosen, Resident
+from lockstep.engines.jax.several import processes
+from lockstep.engines.jax.several.agreement import Pull, Seen
+from lockstep.engines.jax.several.assigned import Assigned
+from lockstep.engines.jax.steps.ahead import Ahead
+from lockstep.engines.jax.steps.pace import Pace
+from lockstep.engines.jax.steps.scan import AUTO, check_times
+
+
+class HostIterator(EpochIterator):  # type: ignore[misc]
+    """Keras's iterator over epochs, with host arrays that nobody else writes into.
+
+    A step runs while Python goes on, and JAX may read a host array in place for as
+    long. Who yields one array again and again, with new rows in it each time, would
+    train on rows of the next batch.
+
+    Keras's own for JAX puts each batch on the first device of an accelerator.
+
+    Attributes:
+        pace: Says how many steps each execution takes; `None` for `steps_per_execution`.
+        data: The data on the devices; `None` where batches go from the host.
+        decided: Whether it has been decided where the data are.
+        skip: How many batches of arrays the next pass leaves out, in order and random numbers
+            as if it had given them.
+        ahead: What was drawn ahead of its turn.
+        broke_off: What was raised last when batches were asked for.
+        recorded: Whether a checkpoint asks for the position, that of the batches trained.
+    """
+
+    skip = 0
+    recorded = False
+    broke_off: Exception | None = None
+    _looked = False
+    _taken = 1
+
+    # keras/src/backend/jax/trainer.py, JAXEpochIterator; and the base class,
+    # keras/src/trainers/epoch_iterator.py, which calls both.
+
+    def __init__(self, *args: Any, steps_per_execution: Any = 1, **kwargs: Any) -> None:
+        check_times(steps_per_execution)
+        self.pace: Pace | None = None
+        self.data: Resident | None = None
+        self.decided = False
+        self.ahead = Ahead()
+        times = 1 if steps_per_execution == AUTO else steps_per_execution
+        # Before the data are looked at, which may fail here alone.
+        self._seen = Seen(every_pull=True) if processes.several() else None
+        super().__init__(*args, steps_per_execution=times, **kwargs)
+        self._trust_arrays()
+
+    def __next__(self) -> Any:
+        return next(self._epoch_iterator)
+
+    def reset(self) -> None:
+        """Forget what was taken to look at, as Keras does before the first step."""
+        super().reset()
+        self.pace = None  # which Keras, in whose hands a released model is, does not know
+        self.ahead = Ahead()
+        if self._seen is not None:
+            self._seen.close()
+            self._seen = Seen(every_pull=True)
+            self._trust_arrays()
+
+    def _trust_arrays(self) -> None:
+        if self._seen is not None:
+            # They have as many batches as they say, and give them without an error.
+            self._seen.every_pull = not isinstance(self.data_adapter, ArrayDataAdapter)
+
+    def _enumerate_iterator(self) -> Iterator[tuple[int, int, Iterator[Any]]]:
+        self._looked = False
+        steps: Iterator[tuple[int, int, Iterator[Any]]] = super()._enumerate_iterator()
+        return steps if self.pace is None else self._paced(steps, self.pace)
+
+    def _paced(
+        self, steps: Iterator[tuple[int, int, Iterator[Any]]], pace: Pace
+    ) -> Iterator[tuple[int, int, Iterator[Any]]]:
+        number = self.num_batches
+        for first, _, iterator in steps:
+            left = None if number is None else number - first
+            self._taken = pace.next(left)
+            yield first, first + self._taken - 1, iterator
+            for _ in islice(steps, self._taken - 1):  # counted where there were batches for them
+                pass
+
+    def took(self, first: int, steps: int) -> int:
+        """An execution took so many batches, maybe fewer than it was to; the last step's number."""
+        self._taken = steps
+        return first + steps - 1
+
+    def _get_iterator(self) -> Iterator[Any]:
+        batches = self._batches()
+        return batches if self._seen is None else self._seen.each(batches)
+
+    def agreed(self, pull: Pull, assigned: Assigned | None = None) -> list[Any]:
+        """What `pull` takes out of an iterator, where every process can go on with as much."""
+        if self._seen is None:
+            try:
+                return pull()
+            except Exception as error:
+                self.broke_off = error
+                raise
+        # keras/src/trainers/data_adapters/array_data_adapter.py, ArrayDataAdapter.__init__
+        rows = getattr(self.data_adapter, "_num_samples", None)
+        return self._seen.agreed(pull, (self.num_batches, rows), assigned)
+
+    def build(self, building: Callable[[], object]) -> None:
+        """Let the model be built on the first batch, and begin anew."""
+        self.agreed(lambda: [building()])
+        self.reset()
+
+    def may_look_ahead(self, step: int) -> bool:
+        """Whether the batches of this step and after may be drawn before their turn.
+
+        Not past the end of an epoch, where a generator could lose them; nor where steps are
+        timed, or data are on the devices.
+        """
+        free = self.pace is None and self.data is None and not self.recorded
+        return free and (self.num_batches is None or step < self.num_batches)
+
+    def watch(self, watched: bool) -> None:
+        """Say whether callbacks come between two steps, and may stop or fail in one process."""
+        if self._seen is not None:
+            self._seen.watched = watched
+
+    def check_epoch(self) -> None:
+        """Raise where another process took other batches in the epoch that ends here."""
+        if self._seen is not None:
+            self._seen.check()
+
+    def _batches(self) -> Iterator[Any]:
+        data = self.data
+        if data is not None and not data.gone:
+            # Where Keras casts, a pass has the values that were there when it began.
+            watched = plain_arrays(self.data_adapter) if data.watched else None
+            return self._chosen(data, watched or data.arrays, self.skip)
+        arrays = plain_arrays(self.data_adapter)
+        if arrays is not None:
+            return _rows_of_arrays(self.data_adapter, arrays, self.skip)
+        batches = self._source()
+        return _fresh(islice(batches, self.skip, None) if self.skip else batches)
+
+    def _source(self) -> Any:
+        return self.data_adapter.get_jax_iterator()
+
+    def _chosen(
+        self, data: Resident, arrays: tuple[np.ndarray, ...], skip: int
+    ) -> Iterator[Chosen | tuple[np.ndarray, ...]]:
+        for rows in _row_numbers(self.data_adapter, skip):
+            if data.gone:
+                yield _rows_of(arrays, rows)
+                continue
+            if data.watched and not self._looked:  # in every epoch, of which a pass may have many
+                data.refresh(arrays)
+                self._looked = True
+            if isinstance(rows, slice):
+                rows = np.arange(rows.start, rows.stop)
+            yield Chosen(rows.astype("int32"), data)
+
+
+def plain_arrays(adapter: Any) -> tuple[np.ndarray, ...] | None:
+    """The arrays of a data set that is one tuple of NumPy arrays, or `None`."""
+    # keras/src/trainers/data_adapters/array_data_adapter.py, ArrayDataAdapter.__init__
+    if type(adapter) is not ArrayDataAdapter or type(adapter._inputs) is not tuple:
+        return None
+    sliceable = convert_to_sliceable(adapter._inputs, target_backend="jax")
+    if any(type(part) is not NumpySliceable for part in sliceable):
+        return None
+    arrays = tuple(part.array for part in sliceable)
+    return None if any(isinstance(array, np.ma.MaskedArray) for array in arrays) else arrays
+
+
+def _rows_of_arrays(adapter: Any, arrays: tuple[np.ndarray, ...], skip: int) -> Iterator[Any]:
+    """The batches of Keras, in its order and from its random numbers, with less Python."""
+    for rows in _row_numbers(adapter, skip):
+        yield _rows_of(arrays, rows)
+
+
+def _rows_of(arrays: tuple[np.ndarray, ...], rows: np.ndarray | slice) -> tuple[np.ndarray, ...]:
+    if isinstance(rows, slice):
+        return tuple([array[rows].copy() for array in arrays])
+    return tuple([array.take(rows, axis=0) for array in arrays])
+
+
+def _row_numbers(adapter: Any, skip: int) -> Iterator[np.ndarray | slice]:
+    """Which rows each batch has, but for so many at the beginning."""
+    # keras/src/trainers/data_adapters/array_data_adapter.py, ArrayDataAdapter._get_iterator
+    rows, size, shuffle = adapter._num_samples, adapter._batch_size, adapter._shuffle
+    order = np.random.permutation(rows) if shuffle and shuffle != "batch" else None
+    for start in range(0, rows, size):
+        stop = min(start + size, rows)
+        if start < skip * size:
+            if shuffle == "batch":
+                np.random.permutation(stop - start)
+            continue
+        if order is not None:
+            yield order[start:stop]
+        elif shuffle:
+            yield np.random.permutation(stop - start) + start
+        else:
+            yield slice(start, stop)
+
+
+def _fresh(batches: Iterator[Any]) -> Iterator[Any]:
+    for batch in batches:
+        yield keras.tree.map_structure(_copied, batch)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf

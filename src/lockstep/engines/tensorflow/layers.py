@@ -1,0 +1,206 @@
+"""How each layer of a split model runs, while a step is traced."""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from lockstep.engines.replaced import replaced
+from lockstep.engines.tensorflow.beside import remade
+from lockstep.engines.tensorflow.moments import moments_over
+from lockstep.engines.tensorflow.proof.rows import (
+    is_batch_norm,
+    is_container,
+    parts_of,
+    stateful_rnns,
+    works_by_rows,
+)
+from lockstep.engines.tensorflow.replicas import Team
+from lockstep.engines.tensorflow.stateful import by_rows
+
+
+class Plan:
+    """Which layers of a model run by rows, and which see the global batch.
+
+    Attributes:
+        whole: Layers and operations that may look across the batch.
+        norms: Batch norms, whose moments are those of the global batch.
+        stateful: RNNs of which each replica runs its own rows of their state.
+        every: Every layer that is not inside one of `whole`.
+    """
+
+    def __init__(
+        self, model: Any, proven: Collection[Any] = (), *, draws_together: bool = False
+    ) -> None:
+        self.whole: list[Any] = []
+        self.norms: list[Any] = []
+        self.stateful: list[Any] = []
+        self.every: list[Any] = []
+        self._proven = {id(part) for part in proven}
+        self._seen: set[int] = set()
+        self._draws_together = draws_together
+        self._sort(model)
+
+    def _sort(self, part: Any) -> None:
+        if id(part) in self._seen:
+            return
+        self._seen.add(id(part))
+        if is_container(part):
+            self.every.append(part)
+            for inner in parts_of(part):
+                self._sort(inner)
+        elif is_batch_norm(part):
+            self.norms.append(part)
+            self.every.append(part)
+        elif self._draws_together and _drawing(part) == [part]:
+            self.whole.append(part)
+        elif works_by_rows(part):
+            self.every += _layers(part)
+        elif stateful_rnns(part):
+            self.stateful += stateful_rnns(part)
+            self.every += _layers(part)
+        elif id(part) in self._proven:
+            inside = _layers(part)
+            self.norms += [layer for layer in inside if is_batch_norm(layer)]
+            self.every += inside
+            self.whole += _drawing(part) if self._draws_together else []
+        else:
+            self.whole.append(part)
+
+    @contextmanager
+    def in_force(self, team: Team) -> Iterator[None]:
+        """While it lasts, the layers run by this plan in the replicas of `team`."""
+        changes: list[tuple[Any, str, Any]] = []
+        for layer in self.whole:
+            changes.append((layer, "call", _on_global_batch(layer, layer.call, team)))
+            if hasattr(layer, "compute_mask"):
+                mask = _on_global_batch(layer, layer.compute_mask, team)
+                changes.append((layer, "compute_mask", mask))
+        for rnn in _each(self.stateful):
+            changes += by_rows(rnn, team)
+        changes += [(layer, "_moments", moments_over(layer, team)) for layer in _each(self.norms)]
+        for layer in _each([*self.every, *_own_layers(self.whole)]):
+            regularizer = layer.activity_regularizer
+            if regularizer is not None:
+                hook = _of_global_outputs(layer, regularizer, team)
+                changes.append((layer, "activity_regularizer", hook))
+        for layer in _each(self.every):
+            # keras/src/layers/layer.py, Layer._initialize_tracker
+            for seeds in layer._seed_generators:
+                changes.append((seeds, "next", _of_this_replica(seeds.next, team)))
+        with replaced(changes):
+            yield
+
+
+def _each(items: list[Any]) -> list[Any]:
+    return list({id(item): item for item in items}.values())
+
+
+def _drawing(part: Any) -> list[Any]:
+    """The layers that draw random numbers, of those that can see the whole batch."""
+    if not isinstance(part, keras.layers.Layer):
+        return []
+    if part._seed_generators or works_by_rows(part) or stateful_rnns(part):
+        return [part] if any(layer._seed_generators for layer in _layers(part)) else []
+    return [layer for inner in part._layers for layer in _drawing(inner)]
+
+
+def _own_layers(parts: list[Any]) -> list[Any]:
+    return [part for part in parts if isinstance(part, keras.layers.Layer)]
+
+
+def _layers(part: Any) -> list[Any]:
+    return list(part._flatten_layers()) if isinstance(part, keras.layers.Layer) else []
+
+
+def _on_global_batch(layer: Any, call: Callable[..., Any], team: Team) -> Callable[..., Any]:
+    """`call`, with the rows of all replicas in its inputs, and this one's of its outputs."""
+    told = f"what goes into and out of {layer.name!r} ({type(layer).__name__})"
+
+    def gathered_call(*args: Any, **kwargs: Any) -> Any:
+        replica = team.current()
+        if replica is None:
+            return call(*args, **kwargs)
+
+        def whole(value: Any) -> Any:
+            if not _has_rows(value):
+                return value
+            gathered = replica.gather(value, told)
+            mask = keras.src.backend.get_keras_mask(value)  # keras/src/backend/__init__.py
+            if mask is not None:
+                keras.src.backend.set_keras_mask(gathered, replica.gather(mask, told))
+            return gathered
+
+        def own(value: Any) -> Any:
+            if not tf.is_tensor(value):
+                return value
+            if value.shape.rank == 0:
+                return replica.own_of_alike(value)
+            check = tf.debugging.assert_equal(
+                tf.shape(value)[:1], tf.reshape(replica.shards.rows, (1,)), _unaligned(layer)
+            )
+            with tf.control_dependencies([check]):
+                return remade(
+                    value, lambda part: part if part.shape[0] == 1 else replica.own_of_alike(part)
+                )
+
+        args, kwargs = keras.tree.map_structure(whole, (args, kwargs))
+        before = {id(loss) for inner in _layers(layer) for loss in inner._losses}
+        with replica.globally(f"{layer.name!r} ({type(layer).__name__})", (args, kwargs)):
+            outputs = call(*args, **kwargs)
+        for inner in _layers(layer):  # keras/src/layers/layer.py, Layer.add_loss
+            inner._losses[:] = [
+                loss if id(loss) in before else replica.own_of_alike(tf.reduce_sum(loss))
+                for loss in inner._losses
+            ]
+        return keras.tree.map_structure(own, outputs)
+
+    return gathered_call
+
+
+def _has_rows(value: Any) -> bool:
+    # Inside a step the number of a replica's rows is not known when it is traced, so
+    # that a tensor with a known first dim is none of rows.
+    return isinstance(value, tf.Tensor) and value.shape.rank != 0 and value.shape[0] is None
+
+
+def _unaligned(layer: Any) -> str:
+    return (
+        f"lockstep: layer {layer.name!r} ({type(layer).__name__}) merges the batch with another "
+        "dim or drops it, and what it gives cannot be split by rows on TensorFlow.\n"
+        "Keep the batch as the first dim, or set KERAS_BACKEND=jax, where any layer works."
+    )
+
+
+def _of_global_outputs(layer: Any, regularizer: Any, team: Team) -> Callable[[Any], Any]:
+    """An activity regularizer of the outputs of all replicas."""
+    told = f"what comes out of {layer.name!r}"
+
+    def regularize(output: Any) -> Any:
+        replica = team.current()
+        if replica is None or output.shape.rank == 0:
+            return regularizer(output)
+        whole = replica.gather_alike(output, told)
+        with replica.globally(f"the regularizer of {layer.name!r}", whole):
+            loss = regularizer(whole)
+        # keras/src/layers/layer.py, Layer.__call__ divides by the rows of `output`.
+        rows = tf.cast(tf.shape(output)[0], loss.dtype)
+        return tf.math.divide_no_nan(loss * rows, tf.cast(tf.shape(whole)[0], loss.dtype))
+
+    return regularize
+
+
+def _of_this_replica(draw: Callable[..., Any], team: Team) -> Callable[..., Any]:
+    """The next seed, another one on every replica but the first."""
+
+    def draw_here(*args: Any, **kwargs: Any) -> Any:
+        seed = draw(*args, **kwargs)
+        replica = team.current()
+        if replica is None or replica.index == 0:
+            return seed
+        folded = tf.random.experimental.stateless_fold_in(tf.cast(seed, "int32"), replica.index)
+        return tf.cast(folded, seed.dtype)
+
+    return draw_here

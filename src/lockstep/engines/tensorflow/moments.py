@@ -1,0 +1,56 @@
+"""The moments of batch norm, over the rows of all replicas."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from lockstep.engines.tensorflow.replicas import Replica, Team
+
+
+def moments_over(layer: Any, team: Team) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """Mean and variance of the global batch, in place of a batch norm's `_moments`.
+
+    The variance is the mean of the squared distances from the mean, in a second pass:
+    the mean of squares less the square of the mean loses all digits for inputs far
+    from zero.
+    """
+    plain = layer._moments  # keras/src/layers/normalization/batch_normalization.py
+
+    def moments(inputs: Any, mask: Any) -> tuple[Any, Any]:
+        replica = team.current()
+        if replica is None:
+            alone: tuple[Any, Any] = plain(inputs, mask)
+            return alone
+        return _moments(layer, replica, inputs, mask)
+
+    return moments
+
+
+def _moments(layer: Any, replica: Replica, inputs: Any, mask: Any) -> tuple[Any, Any]:
+    axes = layer._reduction_axes
+    told = f"what goes into {layer.name!r}"
+    inputs = replica.true_rows(inputs, told)
+
+    def total(value: Any) -> Any:
+        return replica.sum(tf.reduce_sum(value, axes, keepdims=True))
+
+    if mask is None:
+        kept = tf.ones_like(inputs)
+        count = tf.add_n(replica.exchange(tf.reduce_sum(kept, axes, keepdims=True)))
+        mean = tf.math.divide_no_nan(total(inputs), count)
+        variance = tf.math.divide_no_nan(
+            total(tf.math.squared_difference(inputs, tf.stop_gradient(mean))), count
+        )
+    else:
+        shape = tf.shape(inputs)
+        kept = tf.broadcast_to(replica.true_rows(mask, told)[..., None], shape)
+        kept = tf.cast(kept, "bool")
+        weights = tf.cast(kept, inputs.dtype)
+        count = tf.add_n(replica.exchange(tf.reduce_sum(weights, axes, keepdims=True)))
+        # The same small number that Keras adds where there is a mask.
+        count += keras.config.epsilon()
+        mean = total(tf.where(kept, inputs, 0)) / count
+        variance = total(tf.square(tf.where(kept, inputs - mean, 0))) / count
+    return tf.squeeze(mean, axes), tf.squeeze(variance, axes)

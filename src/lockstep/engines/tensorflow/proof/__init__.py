@@ -1,0 +1,1 @@
+"""The proof that a layer works row by row."""

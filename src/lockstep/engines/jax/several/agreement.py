@@ -143,8 +143,9 @@ def _compare(least: Word, greatest: Word) -> None:
     if least[:4] == greatest[:4]:
         return
     first, other = sorted([least[-1], greatest[-1]])
+    # One that begins anew counts from there, so that who has ended comes first, whatever it took.
     (_, taken, *_, fewer), (*_, more) = sorted(
-        [least, greatest], key=lambda word: (word[1], -word[0])
+        [least, greatest], key=lambda word: (word[0] != _ENDED, word[1], -word[0])
     )
     if least[:3] == greatest[:3]:
         raise ProcessesDisagree(

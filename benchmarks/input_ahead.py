@@ -3,8 +3,9 @@
 A generator sleeps for as long as a step of the CNN takes, then yields a batch. If it is
 asked while the device computes, a step takes as long as one of the two; if not, as long as
 both. Wall time over that of the same steps with batches that are ready, because overlap is
-what is measured; a callback that looks at every step's loss has to wait for each step. The
-sides take turns on one core, every other round backwards.
+what is measured; a callback that looks at every step's loss has to wait for each step, unless
+a thread makes the next batches meanwhile. The sides take turns on one core, every other round
+backwards.
 """
 
 import argparse
@@ -49,7 +50,11 @@ def main():
     options = parser.parse_args()
     pin(0)  # before JAX starts its threads
     load = os.getloadavg()[0]
-    models = {"lockstep": lockstep.distribute(keras_model(), 1), "Keras": keras_model()}
+    models = {
+        "lockstep": lockstep.distribute(keras_model(), 1),
+        "lockstep, prefetch=2": lockstep.distribute(keras_model(), 1, prefetch=2),
+        "Keras": keras_model(),
+    }
     sides = [(name, callback) for name in models for callback in (None, Looks)]
     for name, callback in sides:
         seconds(models[name], 3, 0, [callback()] if callback else [])

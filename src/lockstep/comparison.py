@@ -362,12 +362,12 @@ def _untouched(engine: Engine, model: Any, batch: Batch) -> Iterator[None]:
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     before, start = engine.attached(model), values_of(model)
-    data_on_devices = None if before is None else engine.data_on_devices(model)
+    options = None if before is None else engine.input_options(model)
     try:
         yield
     finally:
         engine.detach(model)
         assign(model, start)
         model.reset_metrics()
-        if before is not None:
-            engine.attach(model, before, data_on_devices)
+        if before is not None and options is not None:
+            engine.attach(model, before, options)

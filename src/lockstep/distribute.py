@@ -6,7 +6,8 @@ from typing import TypeVar
 
 from lockstep.devices import parse_devices
 from lockstep.engines import current_engine
-from lockstep.errors import NotAModel, NothingToDoWarning
+from lockstep.engines.engine import InputOptions
+from lockstep.errors import NotAModel, NothingToDoWarning, UnusableData
 
 Model = TypeVar("Model")
 
@@ -15,7 +16,11 @@ Devices = int | str | Sequence[int] | Sequence[str]
 
 
 def distribute(
-    model: Model, devices: Devices | None = None, *, data_on_devices: bool | None = None
+    model: Model,
+    devices: Devices | None = None,
+    *,
+    data_on_devices: bool | None = None,
+    prefetch: int = 0,
 ) -> Model:
     """Make a Keras model train, evaluate and predict on several devices, in place.
 
@@ -35,6 +40,9 @@ def distribute(
             and batches are gathered there: `None` on accelerators, where they take at
             most a tenth of each device's memory, `False` never, `True` on any device
             if they fit; if not, a warning says why batches go from the host.
+        prefetch: How many batches a background thread makes ready before their turn, for
+            data that take time to make while a callback waits for every step. Rows are
+            read early then, though not past the end of an epoch whose length is known.
 
     Returns:
         The same `model`.
@@ -42,8 +50,9 @@ def distribute(
     Raises:
         DeviceError: If `devices` cannot be followed: unknown, twice, or too many.
         NotAModel: If `model` is no Keras model.
+        UnusableData: If `prefetch` is no whole number of at least 0.
         UnsupportedBackend: If no engine serves Keras's backend yet, or the engine does
-            not keep data on devices.
+            not keep data on devices, or make batches ready.
         UnsupportedModel: If the engine could not keep this model exact.
         LayoutConflict: If another tool, or another model on other devices, has
             laid out one of its variables.
@@ -54,8 +63,9 @@ def distribute(
         True
     """
     check_model(model)
+    options = InputOptions(data_on_devices, _checked(prefetch))
     engine = current_engine()
-    engine.attach(model, parse_devices(devices, engine.devices()), data_on_devices)
+    engine.attach(model, parse_devices(devices, engine.devices()), options)
     return model
 
 
@@ -150,6 +160,15 @@ def devices() -> list[str]:
         'cpu:0'
     """
     return [device.name for device in current_engine().devices()]
+
+
+def _checked(prefetch: object) -> int:
+    if type(prefetch) is int and prefetch >= 0:
+        return prefetch
+    raise UnusableData(
+        f"prefetch={prefetch!r} was given, and it is a number of batches: 0 or more.\n"
+        "Leave it out, or give 2."
+    )
 
 
 def check_model(model: object) -> None:

@@ -33,7 +33,7 @@
     LockstepWarning (UserWarning)
     ├── CheckpointWarning             a save failed, a damaged one was passed over, a slow resume
     ├── UnsplitBatchWarning           exact, but devices repeat work
-    ├── DataOnHostWarning             data were to stay on the devices, and do not
+    ├── DataOnHostWarning             data were to stay on the devices, or be made ready ahead
     └── NothingToDoWarning            an old argument that has no meaning now
 
 Every message says what was wrong with both values, why, and the one thing to do
@@ -176,7 +176,7 @@ class UnsplitBatchWarning(LockstepWarning):
 
 
 class DataOnHostWarning(LockstepWarning):
-    """Data were asked to stay on the devices, and batches go from the host instead."""
+    """Data were to stay on the devices, or be made ready ahead, and go from the host in turn."""
 
 
 class NothingToDoWarning(LockstepWarning):

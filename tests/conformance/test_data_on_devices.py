@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import lockstep
+from lockstep.engines.engine import InputOptions
 from lockstep.engines.jax.fit import keep
 from lockstep.engines.jax.on_devices import resident
 from lockstep.errors import DataOnHostWarning
@@ -313,8 +314,8 @@ def test_room_on_devices_that_tell_their_memory():
         platform = "gpu"
         devices = (Memory(1000, 100), Memory(800, 500))
 
-    assert keep.Keeper(Steps(), None)._room() == 80
-    assert keep.Keeper(Steps(), True)._room() == 150
+    assert keep.Keeper(Steps(), InputOptions())._room() == 80
+    assert keep.Keeper(Steps(), InputOptions(True))._room() == 150
 
 
 def test_data_that_do_not_fit_go_from_the_host(gathered, monkeypatch):

@@ -9,7 +9,13 @@ import tensorflow as tf
 from keras import layers
 
 import lockstep
-from lockstep.errors import DeviceNotFound, LayoutConflict, UnsplitBatchWarning, UnsupportedModel
+from lockstep.errors import (
+    DeviceNotFound,
+    LayoutConflict,
+    UnsplitBatchWarning,
+    UnsupportedBackend,
+    UnsupportedModel,
+)
 from tests.conformance.common import assert_same, data
 from tests.sampling import rest
 
@@ -223,3 +229,12 @@ def test_xla_serves_one_device_and_is_said_to_be_left_out_on_several(capsys, dev
     assert_same(fit(made, verbose=2), fit(alone))
     said = capsys.readouterr().out.splitlines()[0]
     assert said.endswith("3 per replica, without XLA" if devices == 3 else "7 per replica")
+
+
+@pytest.mark.parametrize("asked", [{"data_on_devices": True}, {"prefetch": 2}])
+def test_what_this_engine_does_not_do_with_data_is_refused(asked):
+    made = model()
+    with pytest.raises(UnsupportedBackend, match=f"{next(iter(asked))}=.* on 'jax' so far"):
+        lockstep.distribute(made, 4, **asked)
+    assert holders(made) == holders(model())
+    lockstep.distribute(made, 4, data_on_devices=False, prefetch=0)

@@ -18,6 +18,7 @@ from rich.console import Console
 import lockstep
 from lockstep.cli import main
 from lockstep.engines import current_engine
+from lockstep.engines.engine import InputOptions
 from lockstep.errors import TargetNotFound, UnsupportedBackend, UnusableData
 from lockstep.report.verification import as_json, show_verification
 from lockstep.targets import model_and_data
@@ -251,14 +252,14 @@ def test_names_are_printed_as_they_are():
 def test_the_model_is_untouched(devices):
     made = with_layer(layers.BatchNormalization(), layers.Dropout(0.2), optimizer="adam")
     if devices:
-        lockstep.distribute(made, devices, data_on_devices=True)
+        lockstep.distribute(made, devices, data_on_devices=True, prefetch=3)
     made.fit(*data(), verbose=0)
     before = snapshot(made)
     lockstep.verify(made, data(), devices=4, steps=2)
     assert set(distances(before, snapshot(made)).values()) == {0.0}
     assert devices_of(made) == {devices or 1}
     if devices:
-        assert current_engine().data_on_devices(made) is True
+        assert current_engine().input_options(made) == InputOptions(True, 3)
 
 
 def test_the_model_is_untouched_when_training_fails():

@@ -1,12 +1,29 @@
 """What an engine is: the interface behind `distribute`."""
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lockstep.devices import Device
 
 Data = tuple[Any, Any, Any]
 """Inputs or a data set, targets, and sample weights; the last two may be `None`."""
+
+
+@dataclass(frozen=True)
+class InputOptions:
+    """How data get to the devices, where the user has a say.
+
+    Attributes:
+        data_on_devices: Whether NumPy data of a `fit` stay there; `None`: by size.
+        prefetch: How many batches a thread makes ready before their turn.
+    """
+
+    data_on_devices: bool | None = None
+    prefetch: int = 0
+
+
+DEFAULT_INPUT = InputOptions()
 
 
 class Engine(Protocol):
@@ -33,14 +50,14 @@ class Engine(Protocol):
         ...
 
     def attach(
-        self, model: Any, devices: tuple[str, ...], data_on_devices: bool | None = None
+        self, model: Any, devices: tuple[str, ...], options: InputOptions = DEFAULT_INPUT
     ) -> None:
         """Make `model` run on `devices`, in place; on failure leave it as it was.
 
         Args:
             model: A Keras model.
             devices: Their names.
-            data_on_devices: Whether NumPy data of a `fit` stay there; `None`: by size.
+            options: How data get there.
         """
         ...
 
@@ -52,7 +69,7 @@ class Engine(Protocol):
         """The devices `model` runs on, `None` where it is not attached."""
         ...
 
-    def data_on_devices(self, model: Any) -> bool | None:
+    def input_options(self, model: Any) -> InputOptions:
         """What `attach` was told of the data of an attached model."""
         ...
 

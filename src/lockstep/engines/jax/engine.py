@@ -14,6 +14,7 @@ import numpy as np
 from lockstep.announce import arguments_of, fit_line, wants_words
 from lockstep.devices import Device, names_in_words
 from lockstep.engines import attachments
+from lockstep.engines.engine import DEFAULT_INPUT, InputOptions
 from lockstep.engines.holders import holders_of
 from lockstep.engines.jax import cache, losses
 from lockstep.engines.jax import devices as jax_devices
@@ -57,7 +58,7 @@ class JaxEngine:
         jax_devices.make_virtual(devices)
 
     def attach(
-        self, model: Any, devices: tuple[str, ...], data_on_devices: bool | None = None
+        self, model: Any, devices: tuple[str, ...], options: InputOptions = DEFAULT_INPUT
     ) -> None:
         """Make `model` run on `devices`, in place; on failure leave it as it was."""
         processes.check_started()
@@ -65,13 +66,13 @@ class JaxEngine:
             processes.check_devices(jax_devices.find(devices))
             before = attachments.attachment_of(model)
             if before is not None and before.devices == devices:
-                before.keeper.wanted = data_on_devices
+                before.keeper.options = options
                 return
             cache.keep_programs()
             bring_home(model)  # a fit may be running
             attachments.attach(
-                Attachment(model, devices, data_on_devices),
-                lambda old: Attachment(model, old.devices, old.keeper.wanted),
+                Attachment(model, devices, options),
+                lambda old: Attachment(model, old.devices, old.keeper.options),
             )
 
     def detach(self, model: Any) -> None:
@@ -82,10 +83,10 @@ class JaxEngine:
         """The devices `model` runs on, `None` where it is not attached."""
         return attachments.attached(model)
 
-    def data_on_devices(self, model: Any) -> bool | None:
+    def input_options(self, model: Any) -> InputOptions:
         """What `attach` was told of the data of an attached model."""
-        wanted: bool | None = attachments.attachment_of(model).keeper.wanted
-        return wanted
+        options: InputOptions = attachments.attachment_of(model).keeper.options
+        return options
 
     def probe(self, model: Any) -> JaxProbe:
         """A way to look inside the steps of `model`, attached or not."""
@@ -102,12 +103,10 @@ class Attachment:
     Attributes:
         model: The model.
         devices: The names of its devices.
-        keeper: Decides whether the data of `fit` stay on them.
+        keeper: Decides how the data of `fit` get to them.
     """
 
-    def __init__(
-        self, model: Any, devices: tuple[str, ...], data_on_devices: bool | None = None
-    ) -> None:
+    def __init__(self, model: Any, devices: tuple[str, ...], options: InputOptions) -> None:
         self.model = model
         self.devices = devices
         found = jax_devices.find(devices)
@@ -119,7 +118,7 @@ class Attachment:
         self._split: frozenset[int] = frozenset()
         self._hooks: dict[str, Callable[..., Any]] = {}
         self._instead_of: dict[str, Any] = {}
-        self.keeper = Keeper(self._steps, data_on_devices)
+        self.keeper = Keeper(self._steps, options)
         self._loop = Loop(model, devices, self.keeper)
         self._own_loops: list[str] = []
 
@@ -254,6 +253,8 @@ class Attachment:
                 compiles = "fit" not in self._own_loops and self._loop.compiles()
                 print(fit_line("jax", self.devices, given, compiles), flush=True)
             self._check_times()
+            if "fit" in self._own_loops:
+                self.keeper.pass_over(type(self.model).__name__)
             with around_fit(self.model, fit, given.get("callbacks")):
                 return fit(*args, **kwargs)
 

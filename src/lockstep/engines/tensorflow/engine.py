@@ -21,6 +21,7 @@ import tensorflow as tf
 from lockstep.announce import arguments_of, fit_line, wants_words
 from lockstep.devices import Device, names_in_words
 from lockstep.engines import attachments
+from lockstep.engines.engine import DEFAULT_INPUT, InputOptions
 from lockstep.engines.holders import holders_of
 from lockstep.engines.tensorflow import devices as tensorflow_devices
 from lockstep.engines.tensorflow.alike import NotAlike
@@ -51,13 +52,18 @@ class TensorFlowEngine:
         tensorflow_devices.make_virtual(devices)
 
     def attach(
-        self, model: Any, devices: tuple[str, ...], data_on_devices: bool | None = None
+        self, model: Any, devices: tuple[str, ...], options: InputOptions = DEFAULT_INPUT
     ) -> None:
         """Make `model` run on `devices`, in place; on failure leave it as it was."""
-        if data_on_devices:
+        if options.data_on_devices:
             raise UnsupportedBackend(
                 "data_on_devices=True was asked for on 'tensorflow', and data stay on the devices "
                 "on 'jax' so far.\nLeave it out, or set KERAS_BACKEND=jax before Keras is imported."
+            )
+        if options.prefetch:
+            raise UnsupportedBackend(
+                f"prefetch={options.prefetch} was asked for on 'tensorflow', and lockstep draws "
+                "batches ahead on 'jax' so far.\nLeave it out: a tf.data.Dataset has .prefetch()."
             )
         if self.attached(model) != devices:
             attachments.attach(
@@ -72,9 +78,9 @@ class TensorFlowEngine:
         """The devices `model` runs on, `None` where it is not attached."""
         return attachments.attached(model)
 
-    def data_on_devices(self, model: Any) -> bool | None:
+    def input_options(self, model: Any) -> InputOptions:
         """What `attach` was told of the data of an attached model: nothing, here."""
-        return None
+        return DEFAULT_INPUT
 
     def probe(self, model: Any) -> TensorFlowProbe:
         """A way to look inside the steps of `model`, attached or not."""

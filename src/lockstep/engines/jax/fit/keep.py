@@ -2,11 +2,14 @@
 
 import warnings
 import weakref
+from dataclasses import asdict
 from typing import Any
 
 import jax
 
+from lockstep.engines.engine import InputOptions
 from lockstep.engines.jax.fit.callbacks import may_write_between_steps, run_user_code
+from lockstep.engines.jax.fit.prefetch import batches_ahead, warn_if_left_out
 from lockstep.engines.jax.on_devices.resident import Resident, can_stay
 from lockstep.engines.jax.several import processes
 from lockstep.engines.jax.steps.input import HostIterator, plain_arrays
@@ -27,11 +30,11 @@ class Keeper:
     """Keeps the data of fits on the devices of one model, where that is right and they fit.
 
     Attributes:
-        wanted: Whether the user wants it; `None` where they left it open.
+        options: What the user wants.
     """
 
-    def __init__(self, steps: Steps, wanted: bool | None) -> None:
-        self.wanted = wanted
+    def __init__(self, steps: Steps, options: InputOptions) -> None:
+        self.options = options
         self._steps = steps
         self._kept: weakref.WeakSet[Resident] = weakref.WeakSet()
 
@@ -44,16 +47,18 @@ class Keeper:
             callbacks: Keras's list of callbacks of this call.
             batch: The kind of batch, as in the names of their hooks: `"train"` or `"test"`.
         """
-        if batches.decided or self.wanted is False:
+        if batches.decided:
             return
         batches.decided = True
-        if self.wanted is None and self._steps.platform == "cpu":
+        warn_if_left_out(self.options.prefetch, batches)
+        wanted = self.options.data_on_devices
+        if wanted is False or (wanted is None and self._steps.platform == "cpu"):
             return
         found = self._data(model, batches, callbacks, batch)
         if isinstance(found, Resident):
             batches.data = found
             self._kept.add(found)
-        elif self.wanted:
+        elif wanted:
             warnings.warn(
                 f"data_on_devices=True was asked for, and {found}.\n"
                 "Batches go from the host instead, with the same numbers.",
@@ -62,9 +67,21 @@ class Keeper:
             )
 
     def heed(self, batches: HostIterator, callbacks: Any, batch: str) -> None:
-        """Let go of the data if a callback has put a hook for batches in place since `keep`."""
+        """Follow hooks for batches that a callback has put in place since `keep`."""
         if batches.data is not None and may_write_between_steps(callbacks, batch):
             batches.data.leave()
+        batches.prefetch = batches_ahead(self.options.prefetch, batches)
+
+    def pass_over(self, class_name: str) -> None:
+        """Say that a class's own `fit` does not do with its data what the user wants."""
+        asked = [f"{name}={value}" for name, value in asdict(self.options).items() if value]
+        if asked:
+            warnings.warn(
+                f"{' and '.join(asked)} asked for, and {class_name} has its own fit, which Keras's "
+                "loop serves.\nBatches go from the host, each in its turn, with the same numbers.",
+                DataOnHostWarning,
+                stacklevel=3,
+            )
 
     def leave(self) -> None:
         """The model leaves its devices: a fit under way goes on with batches from the host."""
@@ -99,10 +116,11 @@ class Keeper:
 
     def _room(self) -> int | None:
         """The bytes of data that each device may hold, `None` where it does not tell."""
+        wanted = self.options.data_on_devices
         told = [device.memory_stats() for device in self._steps.devices]
         if not all(stats and "bytes_limit" in stats for stats in told):
-            return None if self.wanted else MEMORY_UNKNOWN
-        if not self.wanted:
+            return None if wanted else MEMORY_UNKNOWN
+        if not wanted:
             return int(SHARE_UNASKED * min(stats["bytes_limit"] for stats in told))
         free = [stats["bytes_limit"] - stats.get("bytes_in_use", 0) for stats in told]
         return int(SHARE_ASKED * min(free))

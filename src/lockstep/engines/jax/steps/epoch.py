@@ -85,8 +85,10 @@ def run_epoch(
                 if getattr(model, kind.stop):
                     break
         batches.check_epoch()
-    except BaseException:
+        batches.settle()
+    except BaseException as error:
         model.jax_state_sync()
+        batches.settle(waiting=isinstance(error, Exception))  # a slow draw may be why of Ctrl-C
         raise
     return outputs
 

@@ -1,6 +1,7 @@
 """Where the batches of an epoch come from: fresh host arrays, one after the other."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -14,6 +15,7 @@ from lockstep.engines.jax.on_devices.resident import Chosen, Resident
 from lockstep.engines.jax.several import processes
 from lockstep.engines.jax.several.agreement import Pull, Seen
 from lockstep.engines.jax.several.assigned import Assigned
+from lockstep.engines.jax.steps import prefetched
 from lockstep.engines.jax.steps.ahead import Ahead
 from lockstep.engines.jax.steps.pace import Pace
 from lockstep.engines.jax.steps.scan import AUTO, check_times
@@ -35,15 +37,18 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         skip: How many batches of arrays the next pass leaves out, in order and random numbers
             as if it had given them.
         ahead: What was drawn ahead of its turn.
+        prefetch: How many batches a thread makes ready before their turn.
         broke_off: What was raised last when batches were asked for.
         recorded: Whether a checkpoint asks for the position, that of the batches trained.
     """
 
     skip = 0
+    prefetch = 0
     recorded = False
     broke_off: Exception | None = None
     _looked = False
     _taken = 1
+    _prefetched: prefetched.Prefetched | None = None
 
     # keras/src/backend/jax/trainer.py, JAXEpochIterator; and the base class,
     # keras/src/trainers/epoch_iterator.py, which calls both.
@@ -68,6 +73,7 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         super().reset()
         self.pace = None  # which Keras, in whose hands a released model is, does not know
         self.ahead = Ahead()
+        self.prefetch, self._prefetched = 0, None
         if self._seen is not None:
             self._seen.close()
             self._seen = Seen(every_pull=True)
@@ -80,6 +86,8 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
 
     def _enumerate_iterator(self) -> Iterator[tuple[int, int, Iterator[Any]]]:
         self._looked = False
+        if self._prefetched is not None:  # an epoch may go on with the pass of the one before
+            self._prefetched.begin_epoch(self.prefetch, self.num_batches)
         steps: Iterator[tuple[int, int, Iterator[Any]]] = super()._enumerate_iterator()
         return steps if self.pace is None else self._paced(steps, self.pace)
 
@@ -147,9 +155,24 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
             return self._chosen(data, watched or data.arrays, self.skip)
         arrays = plain_arrays(self.data_adapter)
         if arrays is not None:
-            return _rows_of_arrays(self.data_adapter, arrays, self.skip)
+            # The batches of Keras, in its order and from its random numbers, with less Python.
+            rows, batch = _row_numbers(self.data_adapter, self.skip), partial(_rows_of, arrays)
+            if not self.prefetch:
+                return map(batch, rows)
+            return self._made(prefetched.of_rows(rows, batch))
         batches = self._source()
-        return _fresh(islice(batches, self.skip, None) if self.skip else batches)
+        batches = _fresh(islice(batches, self.skip, None) if self.skip else batches)
+        return self._made(prefetched.of(batches)) if self.prefetch else batches
+
+    def _made(self, made: prefetched.Prefetched) -> prefetched.Prefetched:
+        made.begin_epoch(self.prefetch, self.num_batches)
+        self._prefetched = made
+        return made
+
+    def settle(self, waiting: bool = True) -> None:
+        """Let no other thread go on drawing batches; wait for the one that it is at."""
+        if self._prefetched is not None:
+            self._prefetched.settle(waiting)
 
     def _source(self) -> Any:
         return self.data_adapter.get_jax_iterator()
@@ -179,12 +202,6 @@ def plain_arrays(adapter: Any) -> tuple[np.ndarray, ...] | None:
         return None
     arrays = tuple(part.array for part in sliceable)
     return None if any(isinstance(array, np.ma.MaskedArray) for array in arrays) else arrays
-
-
-def _rows_of_arrays(adapter: Any, arrays: tuple[np.ndarray, ...], skip: int) -> Iterator[Any]:
-    """The batches of Keras, in its order and from its random numbers, with less Python."""
-    for rows in _row_numbers(adapter, skip):
-        yield _rows_of(arrays, rows)
 
 
 def _rows_of(arrays: tuple[np.ndarray, ...], rows: np.ndarray | slice) -> tuple[np.ndarray, ...]:

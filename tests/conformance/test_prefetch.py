@@ -1,0 +1,295 @@
+"""A thread makes batches ready before their turn, and nothing else changes."""
+
+import threading
+import time
+
+import keras
+import numpy as np
+import pytest
+
+import lockstep
+from lockstep.engines.jax.steps.prefetched import of, of_rows
+from lockstep.errors import CheckpointWarning, DataOnHostWarning, UnusableData
+from tests.conformance import common
+from tests.conformance.agreement import assert_agrees, runs
+from tests.conformance.common import assert_same, weights
+from tests.conformance.side_by_side import BATCH, smooth
+from tests.conformance.test_ahead import Items, Notes, drawn_before_done, iter_of
+from tests.conformance.test_callback_hooks import everything
+
+X, Y = common.data(7 * BATCH)
+PIECES = [(X[i * BATCH :][:BATCH], Y[i * BATCH :][:BATCH]) for i in range(7)]
+AHEAD = 2
+
+SAMPLED = {
+    *("NumPy, shuffled", "NumPy, batches shuffled", "generator of changing batch sizes"),
+    *("generator that does not end", "PyDataset, 2 threads", "torch DataLoader"),
+    *("tf.data, repeated", "Grain IterDataset"),
+}
+"""The fixed sample asks these alone; iterators of the others differ in what they yield."""
+
+
+def sources():
+    """Every source on every number of devices, most of them under `--whole`."""
+    for run in runs("Data"):
+        left_out = [] if run.values[1] in SAMPLED else [pytest.mark.whole]
+        yield pytest.param(*run.values, marks=[*run.marks, *left_out])
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
+@pytest.mark.parametrize(("family", "case", "devices"), sources())
+def test_every_source_gives_what_it_gives_one_device(family, case, devices, monkeypatch):
+    monkeypatch.setitem(lockstep.distribute.__kwdefaults__, "prefetch", AHEAD)
+    assert_agrees(family, case, devices)
+
+
+@pytest.mark.parametrize(("devices", "times", "shuffle"), [(1, 1, True), (4, 3, "batch")])
+def test_no_bit_depends_on_who_draws_a_batch(devices, times, shuffle):
+    def train(prefetch):
+        made = smooth()
+        made.steps_per_execution = times
+        lockstep.distribute(made, devices, prefetch=prefetch)
+        np.random.seed(3)
+        x, y = common.data()
+        options = {"verbose": 0, "callbacks": [Notes([])]}
+        made.fit(x, y, batch_size=7, epochs=2, validation_data=(X, Y), shuffle=shuffle, **options)
+        endless = ((x[i % 40 : i % 40 + 9], y[i % 40 : i % 40 + 9]) for i in range(100))
+        made.fit(endless, steps_per_epoch=6, epochs=2, shuffle=False, **options)
+        left = len(list(endless))
+        predicted = made.predict(x, batch_size=7, verbose=0)
+        evaluated = made.evaluate(x, y, batch_size=7, verbose=0)
+        return left, predicted, evaluated, everything(made), np.random.random()
+
+    assert_same(train(AHEAD), train(0), atol=0)
+
+
+class Drawn:
+    """Batches, which note the thread that draws each of them."""
+
+    def __init__(self, notes=None):
+        self.by = []
+        self.notes = [] if notes is None else notes
+        self.enough = threading.Event()
+
+    def __iter__(self):
+        for index, piece in enumerate(PIECES):
+            self.by.append(threading.current_thread())
+            self.notes.append(("drawn", index))
+            if len(self.by) == 1 + AHEAD:
+                self.enough.set()
+            yield piece
+
+
+class Waits(keras.callbacks.Callback):
+    """Ends no first step before so many batches are drawn as are to be ahead."""
+
+    def __init__(self, drawn):
+        super().__init__()
+        self.drawn = drawn
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 0:
+            assert self.drawn.enough.wait(60)
+            time.sleep(0.3)  # for more, if there were any
+            self.seen = len(self.drawn.by)
+
+
+def test_two_batches_are_made_while_a_callback_holds_the_first_step():
+    drawn = Drawn()
+    waits = Waits(drawn)
+    made = lockstep.distribute(smooth(), 3, prefetch=AHEAD)
+    made.fit(iter(drawn), steps_per_epoch=7, shuffle=False, verbose=0, callbacks=[waits])
+    assert waits.seen == 1 + AHEAD
+    others = {thread for thread in drawn.by if thread is not threading.main_thread()}
+    assert len(others) == 1  # but for the first, at which Keras looks before
+    right = smooth()
+    right.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0)
+    assert_same(weights(made), weights(right))
+
+
+def test_rows_of_arrays_are_made_ahead_too():
+    """A callback that writes into rows of the next batches comes too late for two of them."""
+
+    class Writes(keras.callbacks.Callback):
+        def __init__(self, rows):
+            super().__init__()
+            self.rows = rows
+
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 0:
+                self.asked = time.monotonic()
+
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 0:
+                time.sleep(0.5)
+                self.rows[:] = 0
+
+    def train(made, zeros_from):
+        rows = X.copy()
+        if zeros_from is not None:
+            rows[zeros_from * BATCH :] = 0
+        callbacks = [Writes(rows)] if zeros_from is None else []
+        made.fit(rows, Y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks)
+        return weights(made)
+
+    one = train(smooth(), zeros_from=1)  # Keras draws each batch in its turn
+    assert_same(train(lockstep.distribute(smooth(), 3), None), one)
+    ahead = train(smooth(), zeros_from=1 + AHEAD)
+    assert_same(train(lockstep.distribute(smooth(), 3, prefetch=AHEAD), None), ahead)
+
+
+@pytest.mark.parametrize("steps", [3, 7])
+def test_a_generator_loses_no_batch_at_the_end_of_an_epoch(steps):
+    left = []
+    for devices in (None, 2):
+        made = smooth()
+        if devices:
+            lockstep.distribute(made, devices, prefetch=AHEAD)
+        endless = (PIECES[index % 7] for index in range(50))
+        made.fit(endless, steps_per_epoch=steps, epochs=2, shuffle=False, verbose=0)
+        left.append(len(list(endless)))
+    assert left[0] == left[1]
+
+
+def test_an_epoch_that_was_stopped_goes_on_where_it_was():
+    class Stops(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = batch == 1
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.stop_training = False
+
+    found = []
+    for devices in (None, 3):
+        made = smooth()
+        if devices:
+            lockstep.distribute(made, devices, prefetch=AHEAD)
+        options = {"steps_per_epoch": 5, "epochs": 3, "shuffle": False, "verbose": 0}
+        made.fit(iter_of(PIECES), callbacks=[Stops()], **options)
+        found.append(weights(made))
+    assert_same(found[1], found[0])
+
+
+def test_a_generator_can_be_gone_on_with_after_a_callback_has_failed():
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise OSError("no room")
+
+    def slow():
+        for piece in PIECES * 3:
+            time.sleep(0.05)
+            yield piece
+
+    made = lockstep.distribute(smooth(), 2, prefetch=AHEAD)
+    data = slow()
+    with pytest.raises(OSError, match="no room"):
+        made.fit(data, steps_per_epoch=7, shuffle=False, verbose=0, callbacks=[Fails()])
+    assert len(list(data)) >= 21 - 2 - AHEAD  # not "generator already executing"
+
+
+def test_what_fails_is_told_in_its_turn():
+    notes = []
+    made = lockstep.distribute(smooth(), 4, prefetch=AHEAD)
+    with pytest.raises(OSError, match="the disk is gone"):
+        made.fit(Items(notes, fails=3), shuffle=False, verbose=0, callbacks=[Notes(notes)])
+    assert [number for what, number in notes if what == "done"] == [0, 1, 2]
+    right = smooth()
+    right.fit(X[: 3 * BATCH], Y[: 3 * BATCH], batch_size=BATCH, shuffle=False, verbose=0)
+    assert_same(weights(made), weights(right))
+
+
+def test_a_checkpoint_has_data_drawn_in_their_turn_and_says_so(tmp_path):
+    notes = []
+    made = lockstep.distribute(smooth(), 2, prefetch=AHEAD)
+    callbacks = [Notes(notes), lockstep.Checkpoint(tmp_path / "run")]
+    with pytest.warns(CheckpointWarning, match="prefetch=2 was asked for") as said:
+        made.fit(Items(notes), shuffle=False, epochs=2, verbose=0, callbacks=callbacks)
+    assert sum("prefetch" in str(one.message) for one in said) == 1
+    assert drawn_before_done(notes) == [*range(1, 15)]
+
+
+def test_the_position_of_arrays_does_not_move(tmp_path):
+    class Fails(keras.callbacks.Callback):
+        def __init__(self, at):
+            super().__init__()
+            self.at = at
+
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == self.at:
+                raise OSError("the power is gone")
+
+        def get_state(self):
+            return None
+
+        def set_state(self, state):
+            pass
+
+    def train(made, at, *callbacks):
+        options = {"batch_size": BATCH, "epochs": 2, "verbose": 0}
+        made.fit(X, Y, callbacks=[Fails(at), *callbacks], **options)
+        return everything(made)
+
+    whole = train(lockstep.distribute(smooth(), 2), None)
+    run = tmp_path / "run"
+    broken = lockstep.distribute(smooth(), 2, prefetch=AHEAD)
+    with pytest.raises(OSError, match="the power is gone"):
+        train(broken, 3, lockstep.Checkpoint(run, steps=2))
+    np.random.seed(77)
+    again = lockstep.distribute(smooth(), 2, prefetch=AHEAD)
+    assert_same(train(again, None, lockstep.Checkpoint(run)), whole, atol=0)
+
+
+@pytest.mark.parametrize("asked", [{"prefetch": 2}, {"data_on_devices": True}])
+def test_a_class_with_its_own_fit_says_that_it_does_without(asked):
+    class Own(keras.Sequential):
+        def fit(self, *args, **kwargs):
+            return super().fit(*args, **kwargs)
+
+    def train(made):
+        made.compile("sgd", "mse")
+        made.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0)
+        return weights(made)
+
+    layers = smooth(dropout=0).layers
+    start = [layer.get_weights() for layer in layers]
+    right = train(Own(layers))
+    for layer, values in zip(layers, start, strict=True):
+        layer.set_weights(values)
+    made = lockstep.distribute(Own(layers), 2, **asked)
+    with pytest.warns(DataOnHostWarning, match="asked for, and Own has its own fit"):
+        assert_same(train(made), right)
+
+
+@pytest.mark.parametrize("prefetch", [-1, True, 2.0, None, "2"])
+def test_a_number_that_is_none_is_refused(prefetch):
+    made = smooth()
+    with pytest.raises(UnusableData, match=r"prefetch=.* was given"):
+        lockstep.distribute(made, 2, prefetch=prefetch)
+    assert "fit" not in vars(made)
+
+
+def test_what_was_not_begun_is_asked_for_again():
+    may_be_made = threading.Semaphore(1)
+
+    def batch(number):
+        assert may_be_made.acquire(timeout=60)
+        return number
+
+    made = of_rows(iter(range(5)), batch)
+    made.begin_epoch(3, 5)
+    assert next(made) == 0
+    later = threading.Timer(0.3, may_be_made.release, (4,))  # until then 1 is being made
+    later.start()
+    made.settle(waiting=True)
+    later.join()
+    made.begin_epoch(0, 5)
+    assert list(made) == [1, 2, 3, 4]
+
+
+def test_nothing_is_drawn_before_the_first_batch_is_asked_for():
+    asked = []
+    made = of(asked.append(number) or number for number in range(3))
+    made.begin_epoch(2, None)
+    assert asked == []
+    assert list(made) == [0, 1, 2]
+    assert list(made) == []

@@ -37,7 +37,7 @@ def sources():
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
-@pytest.mark.parametrize(("family", "case", "devices"), sources())
+@pytest.mark.parametrize(("family", "case", "devices"), [*sources()])
 def test_every_source_gives_what_it_gives_one_device(family, case, devices, monkeypatch):
     monkeypatch.setitem(lockstep.distribute.__kwdefaults__, "prefetch", AHEAD)
     assert_agrees(family, case, devices)

@@ -187,6 +187,28 @@ def test_a_generator_can_be_gone_on_with_after_a_callback_has_failed():
     assert len(list(data)) >= 21 - 2 - AHEAD  # not "generator already executing"
 
 
+def test_ctrl_c_does_not_wait_for_data_that_do_not_come():
+    class Interrupts(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise KeyboardInterrupt
+
+    interrupted, waited = threading.Event(), []
+
+    def data():
+        yield from PIECES[:2]  # Keras looks at them before
+        waited.append(interrupted.wait(30))
+        yield PIECES[2]
+
+    made = lockstep.distribute(smooth(), 2, prefetch=AHEAD)
+    with pytest.raises(KeyboardInterrupt):
+        made.fit(data(), steps_per_epoch=3, shuffle=False, verbose=0, callbacks=[Interrupts()])
+    assert waited == []
+    interrupted.set()
+    right = smooth()
+    right.fit(*PIECES[0], batch_size=BATCH, shuffle=False, verbose=0)
+    assert_same(weights(made), weights(right))
+
+
 def test_what_fails_is_told_in_its_turn():
     notes = []
     made = lockstep.distribute(smooth(), 4, prefetch=AHEAD)

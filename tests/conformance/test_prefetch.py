@@ -173,15 +173,18 @@ def test_an_epoch_that_was_stopped_goes_on_where_it_was():
 def test_a_generator_can_be_gone_on_with_after_a_callback_has_failed():
     class Fails(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            if batch == 1:  # the thread is at the fourth batch
+            if batch == 1:
+                assert at_it.wait(60)
                 raise OSError("no room")
 
     def slow():
         for index, piece in enumerate(PIECES * 3):
             if index == 3:
+                at_it.set()
                 time.sleep(1)
             yield piece
 
+    at_it = threading.Event()
     made = lockstep.distribute(smooth(), 2, prefetch=AHEAD)
     data = slow()
     with pytest.raises(OSError, match="no room"):

@@ -77,11 +77,13 @@ def _found(run: Path, best: bool) -> Found:
     folder = RunFolder(run)
     if (run / FILE).exists():
         return folder.read(run)
-    if not run.is_dir() or not folder.check() or not folder.checkpoints():
-        raise CheckpointError(
-            f"{run} was named, and has no checkpoint.\n"
-            "Name the folder that lockstep.Checkpoint was given, or one checkpoint in it."
-        )
+    if not folder.marked() or not folder.check() or not folder.checkpoints():
+        within = sorted(run.iterdir()) if run.is_dir() else []
+        runs = [each for each in within if RunFolder(each).marked()]
+        wanted = "the folder that lockstep.Checkpoint was given, or one checkpoint in it."
+        if runs:
+            wanted = f"one of the runs in it: {runs[0]}"
+        raise CheckpointError(f"{run} was named, and has no checkpoint.\nName {wanted}")
     if not best:
         found = folder.newest(print)
         assert found is not None

@@ -175,7 +175,8 @@ def test_what_cannot_be_exported_is_refused_and_nothing_written(tmp_path):
     trained(tmp_path / "run", small, epochs=1)
     cases = [
         ((tmp_path / "none", "-o", tmp_path / "a.keras"), "has no checkpoint"),
-        ((tmp_path / "notes", "-o", tmp_path / "a.keras"), "but no run of lockstep"),
+        ((tmp_path / "notes", "-o", tmp_path / "a.keras"), "has no checkpoint"),
+        ((tmp_path, "-o", tmp_path / "a.keras"), f"one of the runs in it: {tmp_path / 'run'}"),
         ((tmp_path / "run", "-o", tmp_path / "a.h5"), "a .keras file"),
         ((tmp_path / "run", "--best", "-o", tmp_path / "a.keras"), "nothing was monitored"),
     ]

@@ -116,6 +116,10 @@ class RunFolder:
         check_version(mark, version)
         return True
 
+    def marked(self) -> bool:
+        """Whether it says of itself that it is a run."""
+        return (self.path / _MARK).exists()
+
     def checkpoints(self) -> list[Path]:
         """The folders of the checkpoints, the newest first."""
         try:

@@ -9,6 +9,9 @@ from keras import layers, ops
 
 import lockstep
 
+# Keras says so of a softmax over one unit, which a random model may have.
+pytestmark = pytest.mark.filterwarnings("ignore:You are using a softmax over axis:UserWarning")
+
 BOUND = 1e-5
 
 few = settings(

@@ -71,7 +71,7 @@ def distances(a, b):
 
 
 def rounding(name, optimizer):
-    """How far rounding alone takes each variable of one device from itself.
+    """How far rounding alone takes each variable, and each prediction, of one device from itself.
 
     Two runs on one device, without dropout, differ in nothing but the order of the
     rows inside each batch. Adam divides a gradient by its own size, so where the
@@ -79,7 +79,9 @@ def rounding(name, optimizer):
     """
     plain = run(name, optimizer, None, dropout=False)
     reversed_ = run(name, optimizer, None, dropout=False, reverse=True)
-    return distances(plain.variables, reversed_.variables)
+    pairs = zip(plain.predicted, reversed_.predicted, strict=True)
+    predicted = [_distance(mine, theirs) for mine, theirs in pairs]
+    return distances(plain.variables, reversed_.variables), predicted
 
 
 def _distance(a, b):

@@ -9,22 +9,22 @@ import pytest
 
 import lockstep
 from lockstep.engines.jax.steps.prefetched import of, of_rows
-from lockstep.errors import CheckpointWarning, DataOnHostWarning, UnusableData
+from lockstep.errors import DataOnHostWarning, UnusableData
 from tests.conformance import common
 from tests.conformance.agreement import assert_agrees, runs
 from tests.conformance.common import assert_same, weights
 from tests.conformance.side_by_side import BATCH, smooth
 from tests.conformance.test_ahead import Items, Notes, drawn_before_done, iter_of
 from tests.conformance.test_callback_hooks import everything
+from tests.processes.common import python
 
 X, Y = common.data(7 * BATCH)
 PIECES = [(X[i * BATCH :][:BATCH], Y[i * BATCH :][:BATCH]) for i in range(7)]
 AHEAD = 2
 
 SAMPLED = {
-    *("NumPy, shuffled", "NumPy, batches shuffled", "generator of changing batch sizes"),
-    *("generator that does not end", "PyDataset, 2 threads", "torch DataLoader"),
-    *("tf.data, repeated", "Grain IterDataset"),
+    *("NumPy, shuffled", "generator of changing batch sizes", "generator that does not end"),
+    *("PyDataset, 2 threads", "torch DataLoader", "tf.data, repeated", "Grain IterDataset"),
 }
 """The fixed sample asks these alone; iterators of the others differ in what they yield."""
 
@@ -32,6 +32,8 @@ SAMPLED = {
 def sources():
     """Every source on every number of devices, most of them under `--whole`."""
     for run in runs("Data"):
+        if run.values[1] == "NumPy, batches shuffled":  # below
+            continue
         left_out = [] if run.values[1] in SAMPLED else [pytest.mark.whole]
         yield pytest.param(*run.values, marks=[*run.marks, *left_out])
 
@@ -43,8 +45,8 @@ def test_every_source_gives_what_it_gives_one_device(family, case, devices, monk
     assert_agrees(family, case, devices)
 
 
-@pytest.mark.parametrize(("devices", "times", "shuffle"), [(1, 1, True), (4, 3, "batch")])
-def test_no_bit_depends_on_who_draws_a_batch(devices, times, shuffle):
+@pytest.mark.parametrize(("devices", "times"), [(1, 1), (4, 3)])
+def test_no_bit_depends_on_who_draws_a_batch(devices, times):
     def train(prefetch):
         made = smooth()
         made.steps_per_execution = times
@@ -52,7 +54,7 @@ def test_no_bit_depends_on_who_draws_a_batch(devices, times, shuffle):
         np.random.seed(3)
         x, y = common.data()
         options = {"verbose": 0, "callbacks": [Notes([])]}
-        made.fit(x, y, batch_size=7, epochs=2, validation_data=(X, Y), shuffle=shuffle, **options)
+        made.fit(x, y, batch_size=7, epochs=2, validation_data=(X, Y), **options)
         endless = ((x[i % 40 : i % 40 + 9], y[i % 40 : i % 40 + 9]) for i in range(100))
         made.fit(endless, steps_per_epoch=6, epochs=2, shuffle=False, **options)
         left = len(list(endless))
@@ -151,6 +153,122 @@ def test_a_generator_loses_no_batch_at_the_end_of_an_epoch(steps):
     assert left[0] == left[1]
 
 
+def test_rows_that_are_shuffled_within_batches_are_drawn_in_their_turn():
+    def train(**asked):
+        made = lockstep.distribute(smooth(), 3, **asked)
+        made.fit(X, Y, batch_size=BATCH, epochs=2, shuffle="batch", verbose=0)
+        return [*weights(made), np.random.random()]
+
+    with pytest.warns(DataOnHostWarning, match="shuffle='batch' draws random numbers"):
+        assert_same(train(prefetch=AHEAD), train(), atol=0)
+
+
+@pytest.mark.parametrize("steps", [None, 4])
+def test_a_stopped_pass_over_a_generator_leaves_what_it_has_made_to_the_next(steps):
+    class Stops(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            self.model.stop_evaluating = batch == 2
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = batch == 2
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.stop_training = False
+
+    def endless(seed):
+        rng = np.random.default_rng(seed)
+        for _ in range(100):
+            yield (
+                rng.normal(size=(BATCH, 4)).astype("float32"),
+                rng.normal(size=(BATCH, 2)).astype("float32"),
+            )
+
+    def train(made):
+        held_out = endless(8)
+        options = {"shuffle": False, "verbose": 0, "callbacks": [Stops()]}
+        options |= {"validation_data": held_out, "validation_steps": 6}
+        history = made.fit(endless(7), steps_per_epoch=steps, epochs=4, **options).history
+        return [history, weights(made)], len(list(held_out))
+
+    one, left = train(smooth())
+    ahead, left_ahead = train(lockstep.distribute(smooth(), 2, prefetch=AHEAD))
+    assert_same(ahead, one)
+    assert left - AHEAD <= left_ahead <= left
+
+
+def test_data_that_wait_for_a_callback_that_has_stopped_are_not_waited_for():
+    waiting = threading.Event()
+
+    def data():
+        yield from PIECES[:2]  # Keras looks at them before
+        assert fed.wait(60)
+        yield PIECES[2]
+        waiting.set()
+        never.wait(60)
+        returned.append(True)
+
+    class Feeds(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            fed.set()
+            if batch == 2:
+                assert waiting.wait(60)
+                self.model.stop_training = True
+
+    fed, never, returned = threading.Event(), threading.Event(), []
+    made = lockstep.distribute(smooth(), 2, prefetch=AHEAD)
+    made.fit(data(), shuffle=False, verbose=0, callbacks=[Feeds()])
+    assert returned == []
+    never.set()
+
+
+FORKS = """
+import multiprocessing, keras, numpy as np, lockstep
+
+def batches():
+    for _ in range(6):
+        child = multiprocessing.get_context("fork").Process(target=int)
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+        yield np.ones((4, 3), "float32"), np.ones((4, 1), "float32")
+
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+lockstep.distribute(model, 2, prefetch=2)
+model.compile("sgd", "mse")
+model.fit(batches(), shuffle=False, verbose=0)
+print("trained")
+
+def blocked():
+    yield from [(np.ones((4, 3), "float32"), np.ones((4, 1), "float32"))] * 2
+    time.sleep(3600)
+
+class Interrupts(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        raise KeyboardInterrupt
+
+import time
+try:
+    model.fit(blocked(), steps_per_epoch=5, shuffle=False, verbose=0, callbacks=[Interrupts()])
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_the_thread_keeps_neither_forked_processes_nor_python_from_ending():
+    assert python(FORKS, LOCKSTEP_REHEARSE="2").split()[-2:] == ["trained", "interrupted"]
+
+
+def test_numpy_raises_in_the_thread_what_it_raises_for_the_caller():
+    def data():
+        for _ in range(5):
+            x, y = PIECES[0]
+            yield x * np.float32(1e38) * np.float32(1e38), y
+
+    made = lockstep.distribute(smooth(), 2, prefetch=AHEAD)
+    with np.errstate(over="raise"), pytest.raises(FloatingPointError):
+        made.fit(data(), shuffle=False, verbose=0)
+
+
 def test_an_epoch_that_was_stopped_goes_on_where_it_was():
     class Stops(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -229,9 +347,9 @@ def test_a_checkpoint_has_data_drawn_in_their_turn_and_says_so(tmp_path):
     notes = []
     made = lockstep.distribute(smooth(), 2, prefetch=AHEAD)
     callbacks = [Notes(notes), lockstep.Checkpoint(tmp_path / "run")]
-    with pytest.warns(CheckpointWarning, match="prefetch=2 was asked for") as said:
+    with pytest.warns(DataOnHostWarning, match="and a Checkpoint saves the position") as said:
         made.fit(Items(notes), shuffle=False, epochs=2, verbose=0, callbacks=callbacks)
-    assert sum("prefetch" in str(one.message) for one in said) == 1
+    assert [one.category for one in said].count(DataOnHostWarning) == 1
     assert drawn_before_done(notes) == [*range(1, 15)]
 
 
@@ -282,9 +400,9 @@ def test_a_class_with_its_own_fit_says_that_it_does_without(asked):
     right = train(Own(layers))
     for layer, values in zip(layers, start, strict=True):
         layer.set_weights(values)
-    made = lockstep.distribute(Own(layers), 2, **asked)
     with pytest.warns(DataOnHostWarning, match="asked for, and Own has its own fit"):
-        assert_same(train(made), right)
+        made = lockstep.distribute(Own(layers), 2, **asked)
+    assert_same(train(made), right)
 
 
 @pytest.mark.parametrize("prefetch", [-1, True, 2.0, None, "2"])

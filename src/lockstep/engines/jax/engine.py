@@ -67,13 +67,14 @@ class JaxEngine:
             before = attachments.attachment_of(model)
             if before is not None and before.devices == devices:
                 before.keeper.options = options
-                return
-            cache.keep_programs()
-            bring_home(model)  # a fit may be running
-            attachments.attach(
-                Attachment(model, devices, options),
-                lambda old: Attachment(model, old.devices, old.keeper.options),
-            )
+            else:
+                cache.keep_programs()
+                bring_home(model)  # a fit may be running
+                attachments.attach(
+                    Attachment(model, devices, options),
+                    lambda old: Attachment(model, old.devices, old.keeper.options),
+                )
+            attachments.attachment_of(model).say_left_out()
 
     def detach(self, model: Any) -> None:
         """Make `model` run on one device again; does nothing where it does already."""
@@ -245,6 +246,11 @@ class Attachment:
         one = OneThread(self.model.name)
         return {name: one.guard(method) for name, method in loops.items()}
 
+    def say_left_out(self) -> None:
+        """Say what a class's own loops do not do with their data."""
+        if self._own_loops:
+            self.keeper.pass_over(type(self.model).__name__, self._own_loops[0])
+
     def _fitting(self, fit: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fit)
         def announced_fit(*args: Any, **kwargs: Any) -> Any:
@@ -253,8 +259,6 @@ class Attachment:
                 compiles = "fit" not in self._own_loops and self._loop.compiles()
                 print(fit_line("jax", self.devices, given, compiles), flush=True)
             self._check_times()
-            if "fit" in self._own_loops:
-                self.keeper.pass_over(type(self.model).__name__)
             with around_fit(self.model, fit, given.get("callbacks")):
                 return fit(*args, **kwargs)
 

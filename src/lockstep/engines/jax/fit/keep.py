@@ -72,15 +72,16 @@ class Keeper:
             batches.data.leave()
         batches.prefetch = batches_ahead(self.options.prefetch, batches)
 
-    def pass_over(self, class_name: str) -> None:
-        """Say that a class's own `fit` does not do with its data what the user wants."""
+    def pass_over(self, class_name: str, loop: str) -> None:
+        """Say that a class's own `fit`, say, does not do with its data what the user wants."""
         asked = [f"{name}={value}" for name, value in asdict(self.options).items() if value]
         if asked:
             warnings.warn(
-                f"{' and '.join(asked)} asked for, and {class_name} has its own fit, which Keras's "
-                "loop serves.\nBatches go from the host, each in its turn, with the same numbers.",
+                f"{' and '.join(asked)} asked for, and {class_name} has its own {loop}, which "
+                "Keras's loop serves.\nThere batches go from the host, each in its turn, with the "
+                "same numbers.",
                 DataOnHostWarning,
-                stacklevel=3,
+                stacklevel=5,
             )
 
     def leave(self) -> None:

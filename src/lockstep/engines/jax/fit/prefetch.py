@@ -2,8 +2,10 @@
 
 import warnings
 
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+
 from lockstep.engines.jax.steps.input import HostIterator, plain_arrays
-from lockstep.errors import CheckpointWarning
+from lockstep.errors import DataOnHostWarning
 
 
 def batches_ahead(wanted: int, batches: HostIterator) -> int:
@@ -11,25 +13,28 @@ def batches_ahead(wanted: int, batches: HostIterator) -> int:
 
     None of data that stay on the devices, which gather them there.
     """
-    return 0 if batches.data is not None or _moves_position(batches) else wanted
+    return 0 if batches.data is not None or _why_left_out(batches) else wanted
 
 
 def warn_if_left_out(wanted: int, batches: HostIterator) -> None:
     """Say that batches are drawn in their turn although the user wants them before."""
-    if wanted and _moves_position(batches):
+    why = _why_left_out(batches) if wanted else None
+    if why is not None:
         warnings.warn(
-            f"prefetch={wanted} was asked for, and a Checkpoint saves the position of the batches "
-            "trained, which\nthese data do not have once others are drawn. They are drawn in "
-            "their turn, with the same numbers.",
-            CheckpointWarning,
+            f"prefetch={wanted} was asked for, and {why}.\n"
+            "Batches are drawn in their turn instead, with the same numbers.",
+            DataOnHostWarning,
             stacklevel=5,
         )
 
 
-def _moves_position(batches: HostIterator) -> bool:
-    """Whether a position is saved that would move with what is drawn early.
-
-    That of arrays does not: their order is drawn before the first batch, but for `"batch"`.
-    """
+def _why_left_out(batches: HostIterator) -> str | None:
+    """Why it would be no longer the same if they were drawn before their turn, if it would."""
     adapter = batches.data_adapter
-    return batches.recorded and (plain_arrays(adapter) is None or adapter._shuffle == "batch")
+    # keras/src/trainers/data_adapters/array_data_adapter.py, ArrayDataAdapter._get_iterator
+    if isinstance(adapter, ArrayDataAdapter) and adapter._shuffle == "batch":
+        return "shuffle='batch' draws random numbers for each batch"
+    # The order of other arrays is drawn before the first batch.
+    if batches.recorded and plain_arrays(adapter) is None:
+        return "a Checkpoint saves the position of the batches trained"
+    return None

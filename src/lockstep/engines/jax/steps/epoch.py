@@ -87,8 +87,10 @@ def run_epoch(
         batches.check_epoch()
         batches.settle()
     except BaseException as error:
-        model.jax_state_sync()
-        batches.settle(waiting=isinstance(error, Exception))  # a slow draw may be why of Ctrl-C
+        try:
+            model.jax_state_sync()
+        finally:
+            batches.settle(waiting=isinstance(error, Exception))
         raise
     return outputs
 

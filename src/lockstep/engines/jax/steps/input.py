@@ -9,6 +9,7 @@ import keras
 import numpy as np
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.array_slicing import NumpySliceable, convert_to_sliceable
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from lockstep.engines.jax.on_devices.resident import Chosen, Resident
@@ -49,6 +50,7 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
     _looked = False
     _taken = 1
     _prefetched: prefetched.Prefetched | None = None
+    _generator: prefetched.OneGenerator | None = None
 
     # keras/src/backend/jax/trainer.py, JAXEpochIterator; and the base class,
     # keras/src/trainers/epoch_iterator.py, which calls both.
@@ -162,6 +164,11 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
             return self._made(prefetched.of_rows(rows, batch))
         batches = self._source()
         batches = _fresh(islice(batches, self.skip, None) if self.skip else batches)
+        adapter = self.data_adapter
+        if self.prefetch and isinstance(adapter, GeneratorDataAdapter) and not self._generator:
+            self._generator = prefetched.OneGenerator(len(adapter._first_batches))
+        if self._generator is not None:
+            return self._made(self._generator.next_pass(batches))
         return self._made(prefetched.of(batches)) if self.prefetch else batches
 
     def _made(self, made: prefetched.Prefetched) -> prefetched.Prefetched:

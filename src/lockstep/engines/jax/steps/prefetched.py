@@ -1,16 +1,22 @@
 """Batches that a thread makes ready before their turn."""
 
+import contextvars
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, count, repeat
+from queue import SimpleQueue
 from typing import Any
 
 Draw = Callable[[], Any]
 """Makes one batch, or says `END`."""
 
 END = object()
+_LONGEST = 5.0
+"""Seconds to wait for a batch that nobody needs any more."""
 
 
 class Prefetched:
@@ -28,7 +34,8 @@ class Prefetched:
         self.ahead = 0
         self.left: int | None = None
         self._draws = draws
-        self._thread: ThreadPoolExecutor | None = None
+        self._given = 0
+        self._maker: _Maker | None = None
         self._under_way: deque[tuple[Draw, Future[Any]]] = deque()
 
     def __iter__(self) -> "Prefetched":
@@ -40,6 +47,7 @@ class Prefetched:
         made = self._under_way.popleft()[1].result() if self._under_way else next(self._draws)()
         if made is END:
             raise StopIteration
+        self._given += 1
         self._fill(self.ahead)
         return made
 
@@ -49,26 +57,94 @@ class Prefetched:
         self.left = None if batches is None else batches - len(self._under_way)
 
     def settle(self, waiting: bool) -> None:
-        """End the thread, and wait for what it is making; the rest can be asked for again."""
+        """Take back what was not begun, and end the thread, if it comes to an end soon.
+
+        A generator that another one uses next has to be at rest; one that waits for what
+        never comes is not waited for.
+        """
         put_back: list[Draw] = []
         while self._under_way and self._under_way[-1][1].cancel():
             put_back.insert(0, self._under_way.pop()[0])
         if put_back:
             self._draws = chain(put_back, self._draws)
-        if self._thread is not None:
-            self._thread.shutdown(waiting)
-            self._thread = None
+        running = [made for _, made in self._under_way]
+        if not wait(running, _LONGEST if waiting else 0).not_done:
+            self._maker = None
+
+    def unused(self, after: int) -> list[Future[Any]]:
+        """What was begun and not given, but for the first batches of the pass, so many."""
+        self.settle(waiting=False)
+        begun = [made for _, made in self._under_way]
+        return begun[max(0, after - self._given) :]
 
     def _fill(self, number: int) -> None:
         while self.ahead and len(self._under_way) < number and self.left != 0:
             draw = next(self._draws, None)
             if draw is None:
                 return
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, "lockstep-input")
-            self._under_way.append((draw, self._thread.submit(draw)))
+            self._maker = self._maker or _Maker()
+            self._under_way.append((draw, self._maker.make(draw)))
             if self.left is not None:
                 self.left -= 1
+
+
+class OneGenerator:
+    """The passes over one generator, of which none loses what another has had made.
+
+    Each begins with the batches that Keras has looked at, and goes on where the generator is:
+    keras/src/trainers/data_adapters/generator_data_adapter.py, peek_and_restore.
+    """
+
+    def __init__(self, looked_at: int) -> None:
+        self._looked_at = looked_at
+        self._kept: deque[Future[Any]] = deque()
+        self._current: Prefetched | None = None
+
+    def next_pass(self, batches: Iterator[Any]) -> Prefetched:
+        """A pass over these batches, of the generator as well, after those made for others."""
+        if self._current is not None:
+            self._kept.extendleft(reversed(self._current.unused(self._looked_at)))
+        drawn = count()
+
+        def draw() -> Any:
+            if next(drawn) >= self._looked_at and self._kept:
+                return self._kept.popleft().result()
+            return next(batches, END)
+
+        self._current = Prefetched(repeat(draw))
+        return self._current
+
+
+class _Maker:
+    """A thread that makes one batch after the other, and ends with this object.
+
+    It is a daemon, for which Python does not wait at its exit, as it does for the threads of
+    `concurrent.futures`: also in a process that is forked from it, as workers of a data set are.
+    """
+
+    def __init__(self) -> None:
+        self._wanted: SimpleQueue[tuple[Draw, Future[Any]] | None] = SimpleQueue()
+        context = contextvars.copy_context()  # numpy.errstate, for example
+        work = partial(context.run, _work, self._wanted)
+        threading.Thread(target=work, name="lockstep-input", daemon=True).start()
+        weakref.finalize(self, self._wanted.put, None)
+
+    def make(self, draw: Draw) -> Future[Any]:
+        """Have a batch made after those that were asked for before."""
+        made: Future[Any] = Future()
+        self._wanted.put((draw, made))
+        return made
+
+
+def _work(wanted: SimpleQueue[tuple[Draw, Future[Any]] | None]) -> None:
+    while (task := wanted.get()) is not None:
+        draw, made = task
+        if made.set_running_or_notify_cancel():
+            try:
+                made.set_result(draw())
+            except BaseException as error:  # raised where the batch is asked for
+                made.set_exception(error)
+        del task, draw, made  # which hold a batch
 
 
 def of_rows(rows: Iterator[Any], batch: Callable[[Any], Any]) -> Prefetched:

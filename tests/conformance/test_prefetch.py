@@ -45,6 +45,7 @@ def test_every_source_gives_what_it_gives_one_device(family, case, devices, monk
     assert_agrees(family, case, devices)
 
 
+@pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize(("devices", "times"), [(1, 1), (4, 3)])
 def test_no_bit_depends_on_who_draws_a_batch(devices, times):
     def train(prefetch):

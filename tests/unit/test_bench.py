@@ -179,12 +179,13 @@ WATCHED = (
     SCRIPT
     + """
 from pathlib import Path
+from lockstep.engines.engine import InputOptions
 from lockstep.engines.jax.fit.keep import Keeper
 
 keep = Keeper.keep
 
 def asked_for(self, model, batches, *rest):
-    self.wanted = True
+    self.options = InputOptions(data_on_devices=True)
     keep(self, model, batches, *rest)
     with Path("kept.txt").open("a") as file:
         print(batches.data is not None and not batches.data.watched, file=file)

@@ -157,11 +157,10 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
             return self._chosen(data, watched or data.arrays, self.skip)
         arrays = plain_arrays(self.data_adapter)
         if arrays is not None:
-            # The batches of Keras, in its order and from its random numbers, with less Python.
-            rows, batch = _row_numbers(self.data_adapter, self.skip), partial(_rows_of, arrays)
             if not self.prefetch:
-                return map(batch, rows)
-            return self._made(prefetched.of_rows(rows, batch))
+                return _rows_of_arrays(self.data_adapter, arrays, self.skip)
+            rows = _row_numbers(self.data_adapter, self.skip)
+            return self._made(prefetched.of_rows(rows, partial(_rows_of, arrays)))
         batches = self._source()
         batches = _fresh(islice(batches, self.skip, None) if self.skip else batches)
         adapter = self.data_adapter
@@ -209,6 +208,11 @@ def plain_arrays(adapter: Any) -> tuple[np.ndarray, ...] | None:
         return None
     arrays = tuple(part.array for part in sliceable)
     return None if any(isinstance(array, np.ma.MaskedArray) for array in arrays) else arrays
+
+
+def _rows_of_arrays(adapter: Any, arrays: tuple[np.ndarray, ...], skip: int) -> Iterator[Any]:
+    """The batches of Keras, in its order and from its random numbers, with less Python."""
+    return map(partial(_rows_of, arrays), _row_numbers(adapter, skip))
 
 
 def _rows_of(arrays: tuple[np.ndarray, ...], rows: np.ndarray | slice) -> tuple[np.ndarray, ...]:

@@ -370,4 +370,5 @@ def _untouched(engine: Engine, model: Any, batch: Batch) -> Iterator[None]:
         assign(model, start)
         model.reset_metrics()
         if before is not None and options is not None:
-            engine.attach(model, before, options)
+            with warnings.catch_warnings(action="ignore"):  # said when it was first attached
+                engine.attach(model, before, options)

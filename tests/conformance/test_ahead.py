@@ -56,6 +56,16 @@ class Notes(keras.callbacks.Callback):
         pass
 
 
+class StopsEpochs(keras.callbacks.Callback):
+    """Stops every epoch after its second step."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.stop_training = batch == 1
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = False
+
+
 def drawn_before_done(notes):
     """How many batches were drawn when each step was done."""
     return [
@@ -85,31 +95,28 @@ def test_no_bit_depends_on_when_a_batch_is_drawn(devices, times, monkeypatch):
         made = model(compiled=False)
         compile_(made)
         made.steps_per_execution = times
-        lockstep.distribute(made, devices)
-        np.random.seed(3)
-        x, y = common.data()
-        options = {"verbose": 0, "callbacks": [Notes([])]}
-        made.fit(x, y, batch_size=7, epochs=2, validation_data=(X, Y), **options)
-        endless = ((x[i % 40 : i % 40 + 9], y[i % 40 : i % 40 + 9]) for i in range(100))
-        made.fit(endless, steps_per_epoch=4, epochs=2, shuffle=False, **options)
-        left = len(list(endless))
-        predicted = made.predict(x, batch_size=7, verbose=0)
-        evaluated = made.evaluate(x, y, batch_size=7, verbose=0)
-        return left, predicted, evaluated, everything(made)
+        return every_bit(lockstep.distribute(made, devices))
 
     assert_same(train(ahead=True), train(ahead=False), atol=0)
+
+
+def every_bit(made):
+    """All that comes of arrays and a generator, with a callback that looks at every loss."""
+    np.random.seed(3)
+    x, y = common.data()
+    options = {"verbose": 0, "callbacks": [Notes([])]}
+    made.fit(x, y, batch_size=7, epochs=2, validation_data=(X, Y), **options)
+    endless = ((x[i % 40 : i % 40 + 9], y[i % 40 : i % 40 + 9]) for i in range(100))
+    made.fit(endless, steps_per_epoch=4, epochs=2, shuffle=False, **options)
+    left = len(list(endless))
+    predicted = made.predict(x, batch_size=7, verbose=0)
+    evaluated = made.evaluate(x, y, batch_size=7, verbose=0)
+    return left, predicted, evaluated, everything(made), np.random.random()
 
 
 @pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("steps", [None, 5])
 def test_an_epoch_that_was_stopped_leaves_nothing_to_the_next_but_its_own_data(steps):
-    class Stops(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            self.model.stop_training = batch == 1
-
-        def on_epoch_end(self, epoch, logs=None):
-            self.model.stop_training = False
-
     found = []
     for devices in (None, 3):
         made = smooth()
@@ -118,7 +125,7 @@ def test_an_epoch_that_was_stopped_leaves_nothing_to_the_next_but_its_own_data(s
         data = [(X[i * BATCH :][:BATCH], Y[i * BATCH :][:BATCH]) for i in range(7)]
         given = {"x": iter_of(data), "steps_per_epoch": steps} if steps else {"x": X, "y": Y}
         given |= {"shuffle": False} | ({} if steps else {"batch_size": BATCH})
-        made.fit(**given, epochs=3, verbose=0, callbacks=[Stops()])
+        made.fit(**given, epochs=3, verbose=0, callbacks=[StopsEpochs()])
         found.append(weights(made))
     assert_same(found[1], found[0])
 

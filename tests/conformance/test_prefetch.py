@@ -8,13 +8,21 @@ import numpy as np
 import pytest
 
 import lockstep
+from lockstep.engines.attachments import attached
 from lockstep.engines.jax.steps.prefetched import of, of_rows
 from lockstep.errors import DataOnHostWarning, UnusableData
 from tests.conformance import common
 from tests.conformance.agreement import assert_agrees, runs
 from tests.conformance.common import assert_same, weights
 from tests.conformance.side_by_side import BATCH, smooth
-from tests.conformance.test_ahead import Items, Notes, drawn_before_done, iter_of
+from tests.conformance.test_ahead import (
+    Items,
+    Notes,
+    StopsEpochs,
+    drawn_before_done,
+    every_bit,
+    iter_of,
+)
 from tests.conformance.test_callback_hooks import everything
 from tests.processes.common import python
 
@@ -51,17 +59,7 @@ def test_no_bit_depends_on_who_draws_a_batch(devices, times):
     def train(prefetch):
         made = smooth()
         made.steps_per_execution = times
-        lockstep.distribute(made, devices, prefetch=prefetch)
-        np.random.seed(3)
-        x, y = common.data()
-        options = {"verbose": 0, "callbacks": [Notes([])]}
-        made.fit(x, y, batch_size=7, epochs=2, validation_data=(X, Y), **options)
-        endless = ((x[i % 40 : i % 40 + 9], y[i % 40 : i % 40 + 9]) for i in range(100))
-        made.fit(endless, steps_per_epoch=6, epochs=2, shuffle=False, **options)
-        left = len(list(endless))
-        predicted = made.predict(x, batch_size=7, verbose=0)
-        evaluated = made.evaluate(x, y, batch_size=7, verbose=0)
-        return left, predicted, evaluated, everything(made), np.random.random()
+        return every_bit(lockstep.distribute(made, devices, prefetch=prefetch))
 
     assert_same(train(AHEAD), train(0), atol=0)
 
@@ -271,20 +269,13 @@ def test_numpy_raises_in_the_thread_what_it_raises_for_the_caller():
 
 
 def test_an_epoch_that_was_stopped_goes_on_where_it_was():
-    class Stops(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            self.model.stop_training = batch == 1
-
-        def on_epoch_end(self, epoch, logs=None):
-            self.model.stop_training = False
-
     found = []
     for devices in (None, 3):
         made = smooth()
         if devices:
             lockstep.distribute(made, devices, prefetch=AHEAD)
         options = {"steps_per_epoch": 5, "epochs": 3, "shuffle": False, "verbose": 0}
-        made.fit(iter_of(PIECES), callbacks=[Stops()], **options)
+        made.fit(iter_of(PIECES), callbacks=[StopsEpochs()], **options)
         found.append(weights(made))
     assert_same(found[1], found[0])
 
@@ -401,9 +392,19 @@ def test_a_class_with_its_own_fit_says_that_it_does_without(asked):
     right = train(Own(layers))
     for layer, values in zip(layers, start, strict=True):
         layer.set_weights(values)
-    with pytest.warns(DataOnHostWarning, match="asked for, and Own has its own fit"):
-        made = lockstep.distribute(Own(layers), 2, **asked)
+    made = Own(layers)
+    with pytest.raises(DataOnHostWarning):  # where warnings are errors, nothing is changed
+        lockstep.distribute(made, 2, **asked)
+    assert "fit" not in vars(made)
+    for devices in (2, 2, 3):
+        with pytest.warns(DataOnHostWarning, match="asked for, and Own has its own fit") as said:
+            lockstep.distribute(made, devices, **asked)
+        assert said[0].filename == __file__
+    with pytest.raises(DataOnHostWarning):
+        lockstep.distribute(made, 2, **asked)
+    assert len(attached(made)) == 3
     assert_same(train(made), right)
+    assert lockstep.verify(made, (X, Y), devices=2, steps=2).equal
 
 
 @pytest.mark.parametrize("prefetch", [-1, True, 2.0, None, "2"])

@@ -1,5 +1,6 @@
 """The one object on a model by which it runs on several devices, put there and taken away."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -78,7 +79,8 @@ def attach(new: Attachment, again: Callable[[Any], Attachment]) -> None:
     except BaseException:
         new.give_back()
         if before is not None:
-            again(before).take_over()
+            with warnings.catch_warnings(action="ignore"):  # said when it was first attached
+                again(before).take_over()
         raise
 
 

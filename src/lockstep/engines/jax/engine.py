@@ -28,7 +28,7 @@ from lockstep.engines.jax.checks import (
     check_no_distribution,
     is_foreign,
 )
-from lockstep.engines.jax.fit.keep import Keeper
+from lockstep.engines.jax.fit.keep import Keeper, warn_of_own_loop
 from lockstep.engines.jax.fit.loop import Loop
 from lockstep.engines.jax.looks.probe import JaxProbe
 from lockstep.engines.jax.outside import bring_home, every_variable
@@ -66,6 +66,7 @@ class JaxEngine:
             processes.check_devices(jax_devices.find(devices))
             before = attachments.attachment_of(model)
             if before is not None and before.devices == devices:
+                before.say_left_out(options, stacklevel=4)
                 before.keeper.options = options
             else:
                 cache.keep_programs()
@@ -74,7 +75,6 @@ class JaxEngine:
                     Attachment(model, devices, options),
                     lambda old: Attachment(model, old.devices, old.keeper.options),
                 )
-            attachments.attachment_of(model).say_left_out()
 
     def detach(self, model: Any) -> None:
         """Make `model` run on one device again; does nothing where it does already."""
@@ -159,6 +159,7 @@ class Attachment:
         self._place_variables()
         attachments.mark(self.model, self)
         self._hooks = self._new_hooks()
+        self.say_left_out(self.keeper.options, stacklevel=6)
         self._instead_of = attachments.put_on(self.model, self._hooks)
         self._remake_functions()
 
@@ -246,10 +247,11 @@ class Attachment:
         one = OneThread(self.model.name)
         return {name: one.guard(method) for name, method in loops.items()}
 
-    def say_left_out(self) -> None:
+    def say_left_out(self, options: InputOptions, stacklevel: int) -> None:
         """Say what a class's own loops do not do with their data."""
         if self._own_loops:
-            self.keeper.pass_over(type(self.model).__name__, self._own_loops[0])
+            own = f"{type(self.model).__name__} has its own {self._own_loops[0]}"
+            warn_of_own_loop(options, own, stacklevel + 1)
 
     def _fitting(self, fit: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fit)

@@ -72,18 +72,6 @@ class Keeper:
             batches.data.leave()
         batches.prefetch = batches_ahead(self.options.prefetch, batches)
 
-    def pass_over(self, class_name: str, loop: str) -> None:
-        """Say that a class's own `fit`, say, does not do with its data what the user wants."""
-        asked = [f"{name}={value}" for name, value in asdict(self.options).items() if value]
-        if asked:
-            warnings.warn(
-                f"{' and '.join(asked)} asked for, and {class_name} has its own {loop}, which "
-                "Keras's loop serves.\nThere batches go from the host, each in its turn, with the "
-                "same numbers.",
-                DataOnHostWarning,
-                stacklevel=5,
-            )
-
     def leave(self) -> None:
         """The model leaves its devices: a fit under way goes on with batches from the host."""
         for data in self._kept:
@@ -125,3 +113,15 @@ class Keeper:
             return int(SHARE_UNASKED * min(stats["bytes_limit"] for stats in told))
         free = [stats["bytes_limit"] - stats.get("bytes_in_use", 0) for stats in told]
         return int(SHARE_ASKED * min(free))
+
+
+def warn_of_own_loop(options: InputOptions, own: str, stacklevel: int) -> None:
+    """Say that a class's own `fit`, say, does not do with its data what the user wants."""
+    asked = [f"{name}={value}" for name, value in asdict(options).items() if value]
+    if asked:
+        warnings.warn(
+            f"{' and '.join(asked)} asked for, and {own}, which Keras's loop serves.\n"
+            "There batches go from the host, each in its turn, with the same numbers.",
+            DataOnHostWarning,
+            stacklevel,
+        )

@@ -65,6 +65,55 @@ def by_hand(model: keras.Model, x: np.ndarray, y: np.ndarray) -> Run:
     return epoch
 
 
+def evaluated_by_hand(model: keras.Model, x: np.ndarray, y: np.ndarray) -> Run:
+    """One evaluation by a jitted loop, with the same metrics."""
+    import jax
+
+    loss_function = model.loss
+    mean = keras.metrics.Mean()
+    accuracy = keras.metrics.SparseCategoricalAccuracy()
+
+    def step(means: Any, hits: Any, weights: Any, x: Any, y: Any) -> Any:
+        y_pred, _ = model.stateless_call(*weights, x, training=False)
+        means = mean.stateless_update_state(
+            means, loss_function(y, y_pred), sample_weight=x.shape[0]
+        )
+        hits = accuracy.stateless_update_state(hits, y, y_pred)
+        logs = {"loss": mean.stateless_result(means), "acc": accuracy.stateless_result(hits)}
+        return logs, means, hits
+
+    run = jax.jit(step, donate_argnums=(0, 1))
+    weights = _values(model)
+
+    def evaluate() -> None:
+        means, hits = ([v.value + 0 for v in m.variables] for m in (mean, accuracy))
+        for start in range(0, len(x), BATCH):
+            rows = slice(start, start + BATCH)
+            logs, means, hits = run(means, hits, weights, x[rows], y[rows])
+        {name: float(value) for name, value in logs.items()}
+
+    return evaluate
+
+
+def predicted_by_hand(model: keras.Model, x: np.ndarray) -> Run:
+    """One prediction by a jitted loop, whose rows are put together at the end."""
+    import jax
+
+    run = jax.jit(lambda weights, x: model.stateless_call(*weights, x, training=False)[0])
+    weights = _values(model)
+
+    def predict() -> None:
+        parts = [run(weights, x[start : start + BATCH]) for start in range(0, len(x), BATCH)]
+        np.concatenate([np.asarray(part) for part in parts])
+
+    return predict
+
+
+def _values(model: keras.Model) -> Any:
+    groups = (model.trainable_variables, model.non_trainable_variables)
+    return tuple([v.value for v in group] for group in groups)
+
+
 def by_hand_tensorflow(model: keras.Model, x: np.ndarray, y: np.ndarray) -> Run:
     """The same loop as Keras's guide to TensorFlow writes it, with XLA where `fit` has it."""
     import tensorflow as tf
@@ -94,6 +143,26 @@ def by_hand_tensorflow(model: keras.Model, x: np.ndarray, y: np.ndarray) -> Run:
         float(mean.result()), float(accuracy.result())
 
     return epoch
+
+
+def by_evaluate(model: keras.Model, x: np.ndarray, y: np.ndarray) -> Run:
+    """One `evaluate`, with the progress bar."""
+
+    def evaluate() -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            model.evaluate(x, y, batch_size=BATCH)
+
+    return evaluate
+
+
+def by_predict(model: keras.Model, x: np.ndarray) -> Run:
+    """One `predict`, with the progress bar."""
+
+    def predict() -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            model.predict(x, batch_size=BATCH)
+
+    return predict
 
 
 def by_fit(model: keras.Model, x: np.ndarray, y: np.ndarray, **kwargs: Any) -> Run:

@@ -1,11 +1,12 @@
-"""CPU time per training step: a hand-written JAX loop, stock Keras, lockstep on one device.
+"""CPU time per step: a hand-written JAX loop, stock Keras, lockstep on one device.
 
     KERAS_BACKEND=jax OMP_NUM_THREADS=1 python benchmarks/trainer_tax.py
 
 All sides run the same model on the same shuffled rows with the same loss and metrics,
 in turn in one process, round after round; the progress bar is on for the fits, with
 stock callbacks attached, and each runs once more with `steps_per_execution=20`, lockstep
-also with `"auto"`, and with the data kept on the device. What is compared is
+also with `"auto"`, and with the data kept on the device. `--calls evaluate predict` does the
+same for those. What is compared is
 `time.process_time`, which a busy machine disturbs less than the clock on the wall, and the
 ratio within each round. `--json` prints everything as one object.
 """
@@ -25,7 +26,17 @@ from typing import Any
 import jax
 import keras
 import models
-from loops import Run, by_fit, by_hand, compiled
+import numpy as np
+from loops import (
+    Run,
+    by_evaluate,
+    by_fit,
+    by_hand,
+    by_predict,
+    compiled,
+    evaluated_by_hand,
+    predicted_by_hand,
+)
 from rows import BATCH, data
 
 import lockstep
@@ -34,34 +45,62 @@ MODELS = {name: getattr(models, name) for name in ("mlp", "many", "cnn", "transf
 STEPS = {"mlp": 1000, "many": 200, "cnn": 200, "transformer": 200}
 ROUNDS = {"mlp": 45, "many": 15, "cnn": 15, "transformer": 15}
 """The smaller the step, the more its rounds scatter on a shared machine."""
+HAND = "by hand"
 
 
 # ------------------------------------------------------------------------ the numbers
 
 
-def measure(name: str, rounds: int, steps: int) -> dict[str, Any]:
+def fits(name: str, x: np.ndarray, y: np.ndarray) -> dict[str, Run]:
+    """The sides of `fit`."""
+    model = MODELS[name]
+    return {
+        HAND: by_hand(compiled(model), x, y),
+        "keras": by_fit(compiled(model), x, y),
+        "lockstep": by_fit(ours(name), x, y),
+        "keras, 20 at once": by_fit(compiled(model, 20), x, y),
+        "lockstep, 20 at once": by_fit(ours(name, 20), x, y),
+        "lockstep, auto": by_fit(ours(name, "auto"), x, y),
+        "lockstep, data stay": by_fit(ours(name, data_on_devices=True), x, y),
+    }
+
+
+def evaluations(name: str, x: np.ndarray, y: np.ndarray) -> dict[str, Run]:
+    """The sides of `evaluate`."""
+    model = MODELS[name]
+    return {
+        HAND: evaluated_by_hand(compiled(model), x, y),
+        "keras": by_evaluate(compiled(model), x, y),
+        "lockstep": by_evaluate(ours(name), x, y),
+        "keras, 20 at once": by_evaluate(compiled(model, 20), x, y),
+        "lockstep, 20 at once": by_evaluate(ours(name, 20), x, y),
+    }
+
+
+def predictions(name: str, x: np.ndarray, y: np.ndarray) -> dict[str, Run]:
+    """The sides of `predict`."""
+    model = MODELS[name]
+    return {
+        HAND: predicted_by_hand(compiled(model), x),
+        "keras": by_predict(compiled(model), x),
+        "lockstep": by_predict(ours(name), x),
+    }
+
+
+CALLS = {"fit": fits, "evaluate": evaluations, "predict": predictions}
+
+
+def ours(name: str, times: int | str = 1, **options: Any) -> keras.Model:
+    """The model under lockstep, on one device."""
+    return lockstep.distribute(compiled(MODELS[name], times), devices=1, **options)
+
+
+def measure(name: str, call: str, rounds: int, steps: int) -> dict[str, Any]:
     """CPU milliseconds per step of each side, and the ratios within each round."""
     x, y = data(compiled(MODELS[name]).input_shape[1], steps)
-    one_step = {"keras": by_fit(compiled(MODELS[name]), x[:BATCH], y[:BATCH])}
-    one_step["lockstep"] = by_fit(
-        lockstep.distribute(compiled(MODELS[name]), devices=1), x[:BATCH], y[:BATCH]
-    )
-    calls = {side: _milliseconds(run) for side, run in one_step.items()}
-    sides = {
-        "by hand": by_hand(compiled(MODELS[name]), x, y),
-        "keras": by_fit(compiled(MODELS[name]), x, y),
-        "lockstep": by_fit(lockstep.distribute(compiled(MODELS[name]), devices=1), x, y),
-        "keras, 20 at once": by_fit(compiled(MODELS[name], 20), x, y),
-        "lockstep, 20 at once": by_fit(
-            lockstep.distribute(compiled(MODELS[name], 20), devices=1), x, y
-        ),
-        "lockstep, auto": by_fit(
-            lockstep.distribute(compiled(MODELS[name], "auto"), devices=1), x, y
-        ),
-        "lockstep, data stay": by_fit(
-            lockstep.distribute(compiled(MODELS[name]), devices=1, data_on_devices=True), x, y
-        ),
-    }
+    sides = CALLS[call](name, x, y)
+    once = CALLS[call](name, x[:BATCH], y[:BATCH])
+    calls = {side: _milliseconds(once[side]) for side in ("keras", "lockstep")}
     times: dict[str, list[float]] = {side: [] for side in sides}
     for number in range(rounds + 2):
         order = list(sides) if number % 2 else list(reversed(sides))
@@ -71,14 +110,15 @@ def measure(name: str, rounds: int, steps: int) -> dict[str, Any]:
             if number >= 2:  # the first two compile and warm up
                 times[side].append((time.process_time() - start) * 1e3 / steps)
     ratios = {
-        side: sorted(mine / hand for mine, hand in zip(times[side], times["by hand"], strict=True))
+        side: sorted(mine / hand for mine, hand in zip(times[side], times[HAND], strict=True))
         for side in sides
     }
     return {
         "model": name,
+        "call": call,
         "steps per round": steps,
         "rounds": rounds,
-        "milliseconds of a fit of one step": calls,
+        "milliseconds of a call of one step": calls,
         "milliseconds": {side: statistics.median(values) for side, values in times.items()},
         "ratio": {side: statistics.median(values) for side, values in ratios.items()},
         "quartiles": {
@@ -101,6 +141,7 @@ def main() -> None:
     """Measure, and print a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--calls", nargs="+", choices=CALLS, default=["fit"])
     parser.add_argument("--rounds", type=int, help="the model's own by default")
     parser.add_argument("--steps", type=int, help="steps per round; the model's own by default")
     parser.add_argument("--json", action="store_true")
@@ -108,8 +149,9 @@ def main() -> None:
 
     before = os.getloadavg()[0]
     results = [
-        measure(name, arguments.rounds or ROUNDS[name], arguments.steps or STEPS[name])
+        measure(name, call, arguments.rounds or ROUNDS[name], arguments.steps or STEPS[name])
         for name in arguments.models
+        for call in arguments.calls
     ]
     around = {
         "load average": [before, os.getloadavg()[0]],
@@ -125,13 +167,13 @@ def main() -> None:
         return
     print("CPU time per step; ratio to the loop by hand, median [quartiles] of the rounds")
     for result in results:
-        print(f"{result['model']}:")
+        print(f"{result['model']}, {result['call']}:")
         for side, milliseconds in result["milliseconds"].items():
             low, high = result["quartiles"][side]
             ratio = result["ratio"][side]
             print(f"  {side:20} {milliseconds:8.3f} ms   {ratio:5.2f} [{low:.2f}, {high:.2f}]")
-        calls = result["milliseconds of a fit of one step"].items()
-        print("  a fit of one step:", ", ".join(f"{side} {call:.1f} ms" for side, call in calls))
+        calls = result["milliseconds of a call of one step"].items()
+        print("  a call of one step:", ", ".join(f"{side} {call:.1f} ms" for side, call in calls))
     print(around)
 
 

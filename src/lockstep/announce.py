@@ -55,8 +55,11 @@ LONG = 1.0
 
 
 def first_step_line(seconds: float) -> str:
-    """How long the user has waited for the first step, which is compiled before it runs."""
-    return f"lockstep: the training step was compiled and has run once, after {seconds:.1f} s"
+    """How long the user has waited for the first step to be under way."""
+    return (
+        f"lockstep: the first training step is under way after {seconds:.1f} s, "
+        "in which its batch was read and the step compiled"
+    )
 
 
 def fit_line(backend: str, devices: tuple[str, ...], given: Given, compiles: bool = False) -> str:

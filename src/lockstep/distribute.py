@@ -1,8 +1,10 @@
 """The front door: distribute, release, multi_gpu_model, devices."""
 
+import contextlib
+import operator
 import warnings
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lockstep.devices import parse_devices
 from lockstep.engines import current_engine
@@ -50,7 +52,8 @@ def distribute(
     Raises:
         DeviceError: If `devices` cannot be followed: unknown, twice, or too many.
         NotAModel: If `model` is no Keras model.
-        UnusableData: If `prefetch` is no whole number of at least 0.
+        UnusableData: If `prefetch` is no whole number of at least 0, or `data_on_devices`
+            none of its three values.
         UnsupportedBackend: If no engine serves Keras's backend yet, or the engine does
             not keep data on devices, or make batches ready.
         UnsupportedModel: If the engine could not keep this model exact.
@@ -63,7 +66,7 @@ def distribute(
         True
     """
     check_model(model)
-    options = InputOptions(data_on_devices, _checked(prefetch))
+    options = InputOptions(_checked_stay(data_on_devices), _checked_ahead(prefetch))
     engine = current_engine()
     engine.attach(model, parse_devices(devices, engine.devices()), options)
     return model
@@ -162,9 +165,20 @@ def devices() -> list[str]:
     return [device.name for device in current_engine().devices()]
 
 
-def _checked(prefetch: object) -> int:
-    if type(prefetch) is int and prefetch >= 0:
-        return prefetch
+def _checked_stay(data_on_devices: object) -> bool | None:
+    if data_on_devices is None or isinstance(data_on_devices, bool):
+        return data_on_devices
+    raise UnusableData(
+        f"data_on_devices={data_on_devices!r} was given, and it is True, False or None.\n"
+        "Leave it out, and accelerators keep what takes little of their memory."
+    )
+
+
+def _checked_ahead(prefetch: Any) -> int:
+    with contextlib.suppress(TypeError):
+        number = operator.index(prefetch)  # NumPy's whole numbers too
+        if number >= 0 and not isinstance(prefetch, bool):
+            return number
     raise UnusableData(
         f"prefetch={prefetch!r} was given, and it is a number of batches: 0 or more.\n"
         "Leave it out, or give 2."

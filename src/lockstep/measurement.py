@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.batches import for_fit, no_batch
 from lockstep.distribute import distribute
 from lockstep.engines import current_engine
-from lockstep.engines.engine import Clock
+from lockstep.engines.engine import DEFAULT_INPUT, Clock
 from lockstep.errors import UnusableData
 from lockstep.scaling import Measurement
 from lockstep.targets import model_and_data
@@ -28,7 +28,8 @@ def measure(
     """How fast `model` trains on `data` over so many devices.
 
     Args:
-        model: A compiled `keras.Model`; it is trained.
+        model: A compiled `keras.Model`; it is trained. Where `distribute` has been told how its
+            data get to the devices, it stays so.
         data: As for `fit`: `(x, y)`, `(x, y, sample_weight)`, an array or dict as x alone,
             or a data set that can be gone through again.
         devices: How many.
@@ -43,9 +44,11 @@ def measure(
         UnusableData: If the data cannot be trained on more than once.
     """
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
-    distribute(model, devices)
+    engine = current_engine()
+    kept = engine.input_options(model) if engine.attached(model) else DEFAULT_INPUT
+    distribute(model, devices, **asdict(kept))
     x, y, sample_weight = given = for_fit(data, batch_size)
-    probe = current_engine().probe(model)
+    probe = engine.probe(model)
     if not probe.feed(given, batch_size, 1)[1]:
         raise no_batch(data)
     options: dict[str, Any] = {"batch_size": batch_size} if batch_size is not None else {}
@@ -78,7 +81,7 @@ def measure(
     # Of all rounds that were: the exclusive method would guess at those that were not.
     quartiles = statistics.quantiles(every, n=4, method="inclusive") if rounds > 1 else every * 3
     return Measurement(
-        devices=current_engine().attached(model) or (),
+        devices=engine.attached(model) or (),
         rows=max(clock.batch for clock in clocks),
         rows_per_step=sum(clock.rows for clock in clocks) / timed,
         steps_per_execution=timed / sum(clock.executions for clock in clocks),

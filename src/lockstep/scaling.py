@@ -116,16 +116,18 @@ class Scaling:
                 f"limits it is {LIMITS[first.limit]}."
             )
         best = max(self.measurements, key=lambda m: m.rows_per_second)
-        if best is first:
+        if not _is_faster(best, first):
+            fastest = "the fastest" if best is first else "as fast as any, within the spread"
             return (
                 f"More devices do not help this model at this batch size: {_devices(first)} "
-                f"{'are' if len(first.devices) > 1 else 'is'} the fastest, and what limits "
+                f"{'are' if len(first.devices) > 1 else 'is'} {fastest}, and what limits "
                 f"{len(last.devices)} is {LIMITS[last.limit]}."
             )
+        more = "" if best is last else f"; {_devices(last)} are no faster"
         return (
             f"{_devices(best)} are {self.speedup(best):.2f} times as fast as "
             f"{len(first.devices)}, an efficiency of {self.efficiency(best):.0%}, and what limits "
-            f"them is {LIMITS[best.limit]}."
+            f"them is {LIMITS[best.limit]}{more}."
         )
 
     @property
@@ -138,7 +140,7 @@ class Scaling:
             factor = _power_of_two(last.communication / (0.1 * last.compute))
             if factor > 1:
                 found.append(
-                    f"Try batch_size={last.rows * factor}, if the training bears it: the "
+                    f"Try batch_size={last.rows * factor}, if memory and training bear it: the "
                     "all-reduce costs the same for any batch, and takes "
                     f"{last.communication / last.step:.0%} of a step now."
                 )
@@ -146,8 +148,8 @@ class Scaling:
             steps = _power_of_two(last.host / (0.05 * last.compute))
             if steps > 1:
                 found.append(
-                    f"Try compile(steps_per_execution={steps}): Python takes "
-                    f"{last.host / last.step:.0%} of a step."
+                    f"Try compile(steps_per_execution={steps}), or 'auto', which tries it first: "
+                    f"Python takes {last.host / last.step:.0%} of a step."
                 )
         if last.input > 0.8 * last.step:
             found.append(
@@ -176,6 +178,11 @@ class Scaling:
             "advice": self.advice,
             "profiled": PROFILED,
         }
+
+
+def _is_faster(one: Measurement, other: Measurement) -> bool:
+    """Whether the slower rounds of one, by quartile, are faster than the faster ones of another."""
+    return one.rows_per_step / one.spread[1] > other.rows_per_step / other.spread[0]
 
 
 def _devices(of: Measurement) -> str:

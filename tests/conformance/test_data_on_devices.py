@@ -2,15 +2,17 @@
 
 import warnings
 
+import jax
 import keras
 import numpy as np
 import pytest
+from keras import layers
 
 import lockstep
 from lockstep.engines.engine import InputOptions
 from lockstep.engines.jax.fit import keep
 from lockstep.engines.jax.on_devices import resident
-from lockstep.errors import DataOnHostWarning
+from lockstep.errors import DataOnHostWarning, UnusableData
 from tests.conformance import common
 from tests.conformance.common import assert_same, weights
 from tests.conformance.side_by_side import Closeness, assert_same_runs, both, smooth
@@ -316,6 +318,89 @@ def test_room_on_devices_that_tell_their_memory():
 
     assert keep.Keeper(Steps(), InputOptions())._room() == 80
     assert keep.Keeper(Steps(), InputOptions(True))._room() == 150
+
+
+def test_devices_that_do_not_tell_share_the_memory_of_the_machine(monkeypatch):
+    told = {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(keep.os, "sysconf", told.__getitem__)
+
+    class Steps:
+        platform = "cpu"
+        devices = (Memory(None, None), Memory(None, None))
+
+    for device in Steps.devices:
+        device.stats = None
+    assert keep.Keeper(Steps(), InputOptions(True))._room() == 1_024_000
+
+
+def test_an_array_that_the_device_has_no_room_for_goes_from_the_host(gathered, monkeypatch):
+    def full(*args, **options):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
+
+    monkeypatch.setattr(keep, "Resident", type("Resident", (), {"__new__": full}))
+    x, y = common.data(40)
+    with pytest.warns(DataOnHostWarning, match="0 MiB do not fit on a device"):
+        one, many = pair(lambda made: made.fit(x, y, batch_size=9, verbose=0), 3)
+    assert_same(many, one)
+    assert not gathered
+
+
+def several_inputs(data):
+    """A model of two inputs and two outputs, trained on them as dicts or lists."""
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(4)
+    left, right = keras.Input((4,), name="left"), keras.Input((2,), name="right")
+    both = layers.Dense(5, "tanh")(layers.Concatenate()([left, right]))
+    outputs = {"one": layers.Dense(2, name="one")(both), "two": layers.Dense(1, name="two")(both)}
+    inputs = {"left": left, "right": right}
+    made = keras.Model(
+        *((inputs, outputs) if data is dict else ([left, right], [*outputs.values()]))
+    )
+    made.compile("sgd", "mse")
+    return made
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+@pytest.mark.parametrize("devices", [1, 3])
+def test_data_of_several_inputs_stay_too(kind, devices, gathered):
+    (x, y), (z, _) = common.data(46), common.data(46, seed=8)
+    inputs, outputs = {"right": z[:, :2], "left": x}, {"one": y, "two": z[:, :1]}
+    if kind is list:
+        inputs, outputs = [x, z[:, :2]], [y, z[:, :1]]
+    found = []
+    for distributed in (False, True):
+        made = several_inputs(kind)
+        if distributed:
+            on(made, devices)
+        np.random.seed(11)
+        history = made.fit(inputs, outputs, batch_size=7, epochs=2, verbose=0).history
+        predicted = made.predict(inputs, batch_size=7, verbose=0)
+        found.append([history, weights(made), predicted])
+    assert_same(found[1], found[0])
+    assert len(gathered) == 14
+
+
+@pytest.mark.parametrize("stay", [True, False])
+@pytest.mark.parametrize("devices", [1, 3])
+def test_bytes_in_the_other_order(devices, stay, gathered):
+    """Which stock Keras refuses on JAX."""
+    x, y = common.data(40)
+    found = []
+    for order in ("=", ">"):
+        made = smooth() if order == "=" else on(smooth(), devices, stay)
+        keras.utils.set_random_seed(11)
+        made.fit(x.astype(f"{order}f4"), y.astype(f"{order}f4"), batch_size=9, verbose=0)
+        found.append([weights(made), made.predict(x.astype(f"{order}f4"), verbose=0)])
+    assert_same(found[1], found[0])
+    assert bool(gathered) is stay
+
+
+@pytest.mark.parametrize("wanted", [0, 1, "never", np.True_])
+def test_an_answer_that_is_none_is_refused(wanted):
+    made = smooth()
+    with pytest.raises(UnusableData, match=r"data_on_devices=.* was given"):
+        on(made, 2, wanted)
+    assert "fit" not in vars(made)
 
 
 def test_data_that_do_not_fit_go_from_the_host(gathered, monkeypatch):

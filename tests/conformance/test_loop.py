@@ -5,6 +5,7 @@ import random
 import signal
 import threading
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -81,6 +82,49 @@ def test_nothing_is_fetched_for_callbacks_that_look_at_no_value(monkeypatch):
     logs = [logs for _, name, _, logs in notes.calls if name == "on_train_batch_end"]
     assert len(logs) == 14
     assert all(isinstance(each, LaterLogs) and each._numbers is not None for each in logs)
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """Counts how often the host waits for a device, for numbers or for a step to be done."""
+    counted = []
+
+    def counting(original):
+        def wait(*args):
+            counted.append(original)
+            return original(*args)
+
+        return wait
+
+    array = type(jax.numpy.ones(1))
+    numbers = vars(array)["_value"]  # jax/_src/array.py, ArrayImpl: what every way to them reads
+    monkeypatch.setattr(array, "_value", property(counting(numbers.fget)))
+    monkeypatch.setattr(array, "block_until_ready", counting(array.block_until_ready))
+    monkeypatch.setattr(jax, "block_until_ready", counting(jax.block_until_ready))
+    return counted
+
+
+@pytest.mark.parametrize("devices", [2, 4])  # NumPy reads an array of one CPU device by itself
+def test_no_step_waits_for_a_device(devices, waits, tmp_path):
+    made = lockstep.distribute(smooth(), devices)
+
+    def count(rows, callbacks=()):
+        x, y = common.data(rows)
+        stock = [
+            keras.callbacks.EarlyStopping("loss", patience=99),
+            keras.callbacks.ReduceLROnPlateau("loss", patience=99),
+            keras.callbacks.ModelCheckpoint(tmp_path / "model.keras"),
+            keras.callbacks.CSVLogger(tmp_path / "log.csv"),
+        ]
+        waits.clear()
+        made.fit(x, y, batch_size=BATCH, verbose=2, callbacks=[*stock, *callbacks])
+        made.evaluate(x, y, batch_size=BATCH, verbose=0)
+        made.predict(x[: 2 * BATCH], batch_size=BATCH, verbose=0)
+        return len(waits)
+
+    count(10 * BATCH)  # compiles
+    assert count(60 * BATCH) == count(10 * BATCH)
+    assert count(60 * BATCH, [keras.callbacks.TerminateOnNaN()]) >= 60  # who looks, waits
 
 
 class Total(keras.metrics.Metric):

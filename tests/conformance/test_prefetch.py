@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import lockstep
+from lockstep.engines import current_engine
 from lockstep.engines.attachments import attached
 from lockstep.engines.jax.steps.prefetched import of, of_rows
 from lockstep.errors import DataOnHostWarning, UnusableData
@@ -413,6 +414,11 @@ def test_a_number_that_is_none_is_refused(prefetch):
     with pytest.raises(UnusableData, match=r"prefetch=.* was given"):
         lockstep.distribute(made, 2, prefetch=prefetch)
     assert "fit" not in vars(made)
+
+
+def test_a_number_of_numpys_is_one():
+    made = lockstep.distribute(smooth(), 2, prefetch=np.int64(2))
+    assert current_engine().input_options(made).prefetch == 2
 
 
 def test_what_was_not_begun_is_asked_for_again():

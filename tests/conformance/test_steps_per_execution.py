@@ -321,6 +321,34 @@ def test_more_data_than_may_stand_on_the_devices_runs_step_by_step(monkeypatch, 
     assert all(np.isfinite(value).all() for value in weights(made))
 
 
+@pytest.mark.parametrize(("most", "ahead"), [(100, 2), (2**20, 7)])
+def test_batches_that_are_not_stacked_are_drawn_one_by_one(most, ahead, monkeypatch):
+    """Keras holds one batch at a time, and the two it looks at before."""
+    from lockstep.engines.jax.steps import scan
+
+    def source():
+        for _ in range(7):
+            notes.append("drawn")
+            yield common.data(BATCH)
+
+    def running(self, each):
+        notes.extend(["runs"] * (len(each[0]) if most > 100 else 1))
+        return shard(self, each)
+
+    notes = []
+    monkeypatch.setattr(scan, "MOST_BYTES", most)
+    name = "_shard_stacked" if most > 100 else "_shard"
+    shard = getattr(steps.Steps, name)
+    monkeypatch.setattr(steps.Steps, name, running)
+    made = lockstep.distribute(at_once(smooth(), 7), 2)
+    made.fit(source(), steps_per_epoch=7, shuffle=False, verbose=0)
+    drawn = [notes[:place].count("drawn") for place, what in enumerate(notes) if what == "runs"]
+    assert max(count - number for number, count in enumerate(drawn)) == ahead
+    right = smooth()
+    right.fit(source(), steps_per_epoch=7, shuffle=False, verbose=0)
+    assert_same(weights(made), weights(right))
+
+
 def test_state_of_a_recurrent_layer_and_accumulated_gradients_go_from_step_to_step(together):
     """Keras alone drops the state of the layer on JAX: single steps are the truth."""
     found = []

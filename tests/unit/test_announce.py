@@ -127,10 +127,12 @@ def test_fit_says_what_is_compiled_and_how_long_it_took(capsys, monkeypatch):
             made.compile("sgd", "mse", run_eagerly=number == 4)
         made.fit(np.zeros((8, 2)), np.zeros((8, 1)), batch_size=4, epochs=2, verbose=2)
         said = capsys.readouterr().out.splitlines()
-        after = [line for line in said if "has run once, after" in line]
+        after = [line for line in said if "is under way after" in line]
         told.append((said[0].endswith(", compiling the training step"), len(after)))
     assert told == [(True, 1), (False, 0), (True, 1), (False, 0), (False, 0)]
 
 
 def test_the_wait_for_the_first_step_is_told_in_seconds():
-    assert first_step_line(12.345).endswith("after 12.3 s")
+    assert first_step_line(12.345).startswith(
+        "lockstep: the first training step is under way after 12.3 s,"
+    )

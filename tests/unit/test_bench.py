@@ -45,6 +45,17 @@ def test_speedup_and_efficiency_are_those_of_rows_per_second():
     assert "the computation itself" in found.verdict
 
 
+def test_more_devices_help_only_beyond_the_spread_of_the_rounds():
+    found = scaling(measured(1, 0.0100), measured(4, 0.0099))
+    assert "1 device is as fast as any, within the spread, and what limits 4" in found.verdict
+
+
+def test_the_most_devices_are_named_where_fewer_are_the_fastest():
+    found = scaling(measured(1, 0.010), measured(2, 0.006), measured(4, 0.008))
+    assert "2 devices are 1.67 times as fast as 1" in found.verdict
+    assert found.verdict.endswith("; 4 devices are no faster.")
+
+
 @pytest.mark.parametrize(
     ("parts", "limit", "advice"),
     [

@@ -11,10 +11,11 @@ import lockstep
 from lockstep import measurement
 from lockstep.batches import first_batches, for_fit
 from lockstep.engines import current_engine
+from lockstep.engines.engine import DEFAULT_INPUT
 from lockstep.engines.jax.fit import loop
 from lockstep.engines.jax.looks import profile
 from lockstep.engines.jax.on_devices import resident
-from lockstep.engines.jax.steps import input
+from lockstep.engines.jax.on_devices.arrays import Arrays
 from lockstep.engines.jax.steps import pace as jax_pace
 from lockstep.errors import UnusableData
 from lockstep.measurement import measure
@@ -122,9 +123,10 @@ def found(keras, monkeypatch):
     probe.clock = lambda most, settle: Clock()
     probe.tracing = lambda: contextlib.nullcontext(trace)
     monkeypatch.setattr(made, "fit", lambda *args, **kwargs: None)
-    engine = type("Engine", (), {"probe": lambda self, model: probe, "attached": lambda *_: ("",)})
+    told = {"probe": probe, "attached": ("",), "input_options": DEFAULT_INPUT}
+    engine = type("Engine", (), {name: lambda *_, it=it: it for name, it in told.items()})
     monkeypatch.setattr(measurement, "current_engine", engine)
-    monkeypatch.setattr(measurement, "distribute", lambda *args: None)
+    monkeypatch.setattr(measurement, "distribute", lambda *args, **options: None)
     return measure(made, arrays(8), 1, steps=1, rounds=2, batch_size=None)
 
 
@@ -239,13 +241,12 @@ def test_input_of_arrays_is_their_rows_in_the_order_of_fit(keras, monkeypatch):
     """It was slices, which are views and cost nothing; fit gathers shuffled rows."""
     taken = []
 
-    def noting(adapter, arrays, skip):
-        for batch in original(adapter, arrays, skip):
-            taken.append(batch)
-            yield batch
+    def noting(arrays, rows):
+        taken.append(original(arrays, rows))
+        return taken[-1]
 
-    original = input._rows_of_arrays
-    monkeypatch.setattr(input, "_rows_of_arrays", noting)
+    original = Arrays.batch
+    monkeypatch.setattr(Arrays, "batch", noting)
     x = np.arange(40)
     assert feed(model(keras), (x, x), 50, batch_size=16) == len(taken) == 3
     rows = np.concatenate([batch[0] for batch in taken])
@@ -253,8 +254,19 @@ def test_input_of_arrays_is_their_rows_in_the_order_of_fit(keras, monkeypatch):
     assert list(rows) != list(x)
 
 
+@pytest.mark.parametrize("options", [{"prefetch": 2}, {"data_on_devices": True}, {}])
+def test_what_the_user_wants_with_the_data_is_measured(keras, options):
+    made = lockstep.distribute(model(keras), 1, **options)
+    measure(made, arrays(64), 2, steps=2, rounds=1, batch_size=8)
+    kept = current_engine().input_options(made)
+    assert (kept.prefetch, kept.data_on_devices) == (
+        options.get("prefetch", 0),
+        options.get("data_on_devices"),
+    )
+
+
 def test_input_of_data_on_the_devices_is_the_numbers_of_rows(keras, monkeypatch):
-    monkeypatch.setattr(input, "_rows_of_arrays", None)  # nothing is taken on the host
+    monkeypatch.setattr(Arrays, "batch", None)  # nothing is taken on the host
     made = lockstep.distribute(model(keras), 2, data_on_devices=True)
     assert feed(made, arrays(40), 50) == 2
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from lockstep.engines.jax.on_devices.arrays import Arrays
 from lockstep.engines.jax.on_devices.resident import Chosen, Resident
 from lockstep.engines.jax.on_devices.sharded import Sharded
 
@@ -23,6 +24,10 @@ def arrays():
         rng.normal(size=ROWS).astype("float16"),
         np.array([-0.0, np.nan, np.inf] * 34 + [0.0], "float32"),
     )
+
+
+def of(*leaves):
+    return Arrays(leaves, tuple)
 
 
 def by_rows(devices):
@@ -42,7 +47,7 @@ def rows_of(leaf, dim):
 )
 @pytest.mark.parametrize("shape", [(10,), (12,), (1,), (3, 10)])
 def test_rows_by_their_numbers(devices, split, shape):
-    data = Resident(arrays(), by_rows(devices), split=split)
+    data = Resident(of(*arrays()), by_rows(devices), split=split)
     rows = np.random.default_rng(1).permutation(ROWS)[: np.prod(shape)].reshape(shape)
     # One by one: two exchanges at once may wait for one another on a CPU.
     taken = jax.block_until_ready(Chosen(rows.astype("int32"), data).placed())
@@ -52,14 +57,14 @@ def test_rows_by_their_numbers(devices, split, shape):
 
 @pytest.mark.parametrize("devices", [1, 3])
 def test_each_device_gets_its_shard_of_the_batch_alone(devices):
-    data = Resident(arrays(), by_rows(devices), split=devices > 1)
+    data = Resident(of(*arrays()), by_rows(devices), split=devices > 1)
     leaf = jax.tree.leaves(jax.block_until_ready(data.batch(np.arange(12, dtype="int32"))))[0]
     assert [shard.data.shape[0] for shard in leaf.addressable_shards] == [12 // devices] * devices
 
 
 def test_what_is_written_into_the_arrays_arrives_after_a_refresh():
     mine = arrays()
-    data = Resident(mine, by_rows(2), split=False)
+    data = Resident(of(*mine), by_rows(2), split=False)
     rows = np.arange(4, dtype="int32")
 
     def first():
@@ -68,10 +73,10 @@ def test_what_is_written_into_the_arrays_arrives_after_a_refresh():
     before = first()
     mine[0][1] = 7.0
     assert first().tobytes() == before.tobytes()
-    data.refresh(mine)
+    data.refresh(of(*mine))
     assert first().tobytes() == mine[0][:4].tobytes()
     other = (mine[0] + 1, *mine[1:])
-    data.refresh(other)
+    data.refresh(of(*other))
     assert first().tobytes() == other[0][:4].tobytes()
 
 
@@ -80,13 +85,13 @@ def test_rows_in_another_order_are_seen():
     rows = np.arange(4, dtype="int32")
     mine = np.array([1, 0, 0, 1], "uint8")
     before = zlib.adler32(mine.data)
-    data = Resident((mine,), by_rows(1), split=False)
+    data = Resident(of(mine), by_rows(1), split=False)
     mine[:] = mine[[1, 0, 3, 2]]
     assert zlib.adler32(mine.data) == before
-    data.refresh((mine,))
+    data.refresh(of(mine))
     np.testing.assert_array_equal(data.batch(rows)[0], [0, 1, 1, 0])
 
 
 def test_bytes_of_a_batch():
-    data = Resident((np.zeros((8, 3), "float32"), np.zeros(8, "uint8")), by_rows(1), split=False)
+    data = Resident(of(np.zeros((8, 3), "float32"), np.zeros(8, "uint8")), by_rows(1), split=False)
     assert Chosen(np.zeros((2, 5), "int32"), data).nbytes == 10 * (3 * 4 + 1)

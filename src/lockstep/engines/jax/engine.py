@@ -295,7 +295,7 @@ class Attachment:
         return undistributed_state_tree
 
     def _step_function(
-        self, step: Any, *, per_row_outputs: bool = False, gradient_bytes: int = 0
+        self, step: Any, *, per_row_outputs: bool = False, gradient_bytes: int | None = None
     ) -> StepFunction:
         make: Any = functools.partial(
             self._steps.compiled, gradient_bytes=gradient_bytes, complete=self._is_complete

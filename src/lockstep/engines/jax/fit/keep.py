@@ -1,5 +1,6 @@
 """Whether the data of a fit stay on the devices."""
 
+import os
 import warnings
 import weakref
 from dataclasses import asdict
@@ -10,9 +11,10 @@ import jax
 from lockstep.engines.engine import InputOptions
 from lockstep.engines.jax.fit.callbacks import may_write_between_steps, run_user_code
 from lockstep.engines.jax.fit.prefetch import batches_ahead, warn_if_left_out
+from lockstep.engines.jax.on_devices.arrays import plain_arrays
 from lockstep.engines.jax.on_devices.resident import Resident, can_stay
 from lockstep.engines.jax.several import processes
-from lockstep.engines.jax.steps.input import HostIterator, plain_arrays
+from lockstep.engines.jax.steps.input import HostIterator
 from lockstep.engines.jax.steps.steps import Steps
 from lockstep.errors import DataOnHostWarning
 
@@ -87,9 +89,9 @@ class Keeper:
         if may_write_between_steps(callbacks, batch):
             return "a callback with hooks for batches could write into the data between two steps"
         arrays = plain_arrays(batches.data_adapter)
-        if arrays is None or not all(map(can_stay, arrays)):
-            return "the data are not NumPy arrays of numbers in a tuple"
-        size = sum(array.nbytes for array in arrays)
+        if arrays is None or not all(map(can_stay, arrays.leaves)):
+            return "the data are not NumPy arrays of numbers"
+        size = sum(array.nbytes for array in arrays.leaves)
         split = self._steps.platform != "cpu" and size > WHOLE_BYTES
         each = size // len(self._steps.devices) if split else size
         room = self._room()
@@ -104,15 +106,23 @@ class Keeper:
             return f"{each / 2**20:.0f} MiB do not fit on a device"
 
     def _room(self) -> int | None:
-        """The bytes of data that each device may hold, `None` where it does not tell."""
+        """The bytes of data that each device may hold, `None` where nothing is known."""
         wanted = self.options.data_on_devices
         told = [device.memory_stats() for device in self._steps.devices]
         if not all(stats and "bytes_limit" in stats for stats in told):
-            return None if wanted else MEMORY_UNKNOWN
+            return self._share_of_host() if wanted else MEMORY_UNKNOWN
         if not wanted:
             return int(SHARE_UNASKED * min(stats["bytes_limit"] for stats in told))
         free = [stats["bytes_limit"] - stats.get("bytes_in_use", 0) for stats in told]
         return int(SHARE_ASKED * min(free))
+
+    def _share_of_host(self) -> int | None:
+        """For devices that do not tell their memory: CPU devices, which share the machine's."""
+        try:
+            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (AttributeError, OSError, ValueError):  # not on Windows
+            return None
+        return int(SHARE_ASKED * memory / len(self._steps.devices))
 
 
 def warn_of_own_loop(options: InputOptions, own: str, stacklevel: int) -> None:

@@ -356,7 +356,7 @@ def _call(model: Any, batches: HostIterator) -> None:
 
 
 def _telling(begin: Begin, end: End) -> tuple[Begin, End]:
-    """The same hooks, that say how long the first step took where it took long."""
+    """The same hooks, that say how long it took to call the first step where it took long."""
     times: list[float] = []
 
     def telling_begin(step: int) -> None:

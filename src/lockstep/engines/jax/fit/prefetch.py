@@ -4,7 +4,8 @@ import warnings
 
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
-from lockstep.engines.jax.steps.input import HostIterator, plain_arrays
+from lockstep.engines.jax.on_devices.arrays import plain_arrays
+from lockstep.engines.jax.steps.input import HostIterator
 from lockstep.errors import DataOnHostWarning
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from lockstep.engines.jax.on_devices.arrays import Arrays
 from lockstep.engines.jax.on_devices.sharded import Sharded
 from lockstep.shards import missing_rows
 
@@ -22,7 +23,7 @@ class Resident:
     Bits are moved, so that what arrives is what was there.
 
     Args:
-        arrays: The data set, with rows as the first dim of each array.
+        arrays: The data set.
         by_rows: The layout of a batch.
         split: Whether each device has its share of the rows, rather than all of them.
             Not for a CPU, where the exchange and a step that waits for another device
@@ -37,7 +38,7 @@ class Resident:
 
     def __init__(
         self,
-        arrays: tuple[np.ndarray, ...],
+        arrays: Arrays,
         by_rows: NamedSharding,
         *,
         split: bool,
@@ -50,17 +51,17 @@ class Resident:
         self._split = split
         self._replicas: int = by_rows.mesh.size
         self._everywhere = NamedSharding(by_rows.mesh, PartitionSpec())
-        self._checks = tuple(map(_check, arrays)) if watched else ()
-        self._placed = tuple(map(self._place, arrays))
+        self._checks = tuple(map(_check, arrays.leaves)) if watched else ()
+        self._placed = tuple(map(self._place, arrays.leaves))
 
-    def refresh(self, arrays: tuple[np.ndarray, ...]) -> None:
+    def refresh(self, arrays: Arrays) -> None:
         """Place those of these arrays anew that have not the values that were placed last.
 
         Args:
             arrays: The same data set, in arrays of the same shapes and types.
         """
-        checks = tuple(map(_check, arrays))
-        found = zip(self._placed, self._checks, checks, arrays, strict=True)
+        checks = tuple(map(_check, arrays.leaves))
+        found = zip(self._placed, self._checks, checks, arrays.leaves, strict=True)
         self._placed = tuple(
             placed if before == now else self._place(array) for placed, before, now, array in found
         )
@@ -73,9 +74,9 @@ class Resident:
 
     def batch_bytes(self, rows: int) -> int:
         """The bytes of a batch of so many rows."""
-        return sum(array.nbytes // len(array) * rows for array in self.arrays)
+        return sum(array.nbytes // len(array) * rows for array in self.arrays.leaves)
 
-    def batch(self, rows: np.ndarray) -> tuple[Any, ...]:
+    def batch(self, rows: np.ndarray) -> Any:
         """The rows of these numbers, laid out as a batch.
 
         Args:
@@ -88,14 +89,14 @@ class Resident:
             rows = np.concatenate([rows, padding], axis=-1)
         taken: tuple[jax.Array, ...] = _taken(self._placed, rows, self._by_rows, self._split)
         if self._replicas == 1:
-            return taken
-        return tuple(Sharded(leaf, count) for leaf in taken)
+            return self.arrays.pack(taken)
+        return self.arrays.pack(tuple(Sharded(leaf, count) for leaf in taken))
 
     def _place(self, array: np.ndarray) -> jax.Array:
         rows = len(array)
         missing = missing_rows(rows, self._replicas) if self._split else 0
         shape = (rows + missing, *array.shape[1:])
-        dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+        dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
 
         def share(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
@@ -178,7 +179,7 @@ class Chosen:
         """The bytes of the rows."""
         return self.data.batch_bytes(self.rows.size)
 
-    def placed(self) -> tuple[Any, ...]:
+    def placed(self) -> Any:
         """The batch."""
         return self.data.batch(self.rows)
 

@@ -5,7 +5,10 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
+
+Shapes = tuple[tuple[int, ...], ...]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["padded"], meta_fields=["rows", "whole"])
@@ -37,4 +40,37 @@ def longer(batch: Any, rows: int) -> Any:
         padded: Any = jax.ShapeDtypeStruct(shape, leaf.padded.dtype, sharding=layout)
         return replace(leaf, padded=padded, rows=leaf.rows + rows)
 
-    return jax.tree.map(extended, batch, is_leaf=lambda leaf: isinstance(leaf, Sharded))
+    return jax.tree.map(extended, batch, is_leaf=is_sharded)
+
+
+def is_sharded(leaf: Any) -> bool:
+    """Whether this is a `Sharded`, at which a walk through a batch ends."""
+    return isinstance(leaf, Sharded)
+
+
+def shapes_of(batch: Any) -> Shapes:
+    """Of the arrays that are split: the number of rows, and the shape with the padding."""
+    leaves = jax.tree.leaves(batch, is_leaf=is_sharded)
+    return tuple([(leaf.rows, *leaf.padded.shape) for leaf in leaves if is_sharded(leaf)])
+
+
+def undivided(batch: Any) -> Any:
+    """The same batch, of which every device takes all rows."""
+
+    def whole(leaf: Any) -> Any:
+        return replace(leaf, whole=True) if is_sharded(leaf) else leaf
+
+    return jax.tree.map(whole, batch, is_leaf=is_sharded)
+
+
+def whole_rows(outputs: Any) -> Any:
+    """Predictions without the padding; only ragged ones are fetched for it."""
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, Sharded):
+            return leaf
+        if leaf.rows == leaf.padded.shape[0]:
+            return leaf.padded
+        return np.asarray(leaf.padded)[: leaf.rows]
+
+    return jax.tree.map(cut, outputs, is_leaf=is_sharded)

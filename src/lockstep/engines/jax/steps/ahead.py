@@ -30,6 +30,11 @@ class Ahead:
         self._drawn: list[Any] | Exception = []
         self._programs: Iterable[tuple[Program, Any]] | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has been drawn ahead."""
+        return self._iterator is None
+
     def look(self, step: StepFunction, state: State, iterator: Iterator[Any], times: int) -> None:
         """Draw the batches of so many steps, and send the first of them off.
 

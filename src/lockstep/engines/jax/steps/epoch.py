@@ -3,10 +3,12 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 
+from lockstep.engines.jax.steps.ahead import Ahead
 from lockstep.engines.jax.steps.input import HostIterator
 from lockstep.engines.jax.steps.scan import most_batches
 from lockstep.engines.jax.steps.step import StepFunction
@@ -70,7 +72,10 @@ def run_epoch(
                 step = getattr(model, kind.function)
                 if isinstance(step, StepFunction):
                     times = last - first + 1
-                    outputs, taken = _execute(model, step, current, batches, iterator, times)
+                    if times == 1 and step.plain and batches.ahead.is_empty:
+                        outputs, taken = _step(model, step, current, batches, iterator), 1
+                    else:
+                        outputs, taken = _execute(model, step, current, batches, iterator, times)
                     if step.ahead and batches.may_look_ahead(last + 1):
                         batches.ahead.look(step, current.kept[-1][1], iterator, times)
                 else:  # a callback has released the model
@@ -95,6 +100,24 @@ def run_epoch(
     return outputs
 
 
+def _step(
+    model: Any, step: StepFunction, current: "_Current", source: HostIterator, iterator: Any
+) -> Any:
+    """What `_execute` does where there is one step and nothing beside it."""
+    try:
+        batch = next(iterator)
+    except Exception as error:
+        source.broke_off = error
+        raise
+    if vars(model)["_jax_state_synced"]:
+        _read(model, current, step)
+    kept = current.kept
+    kept.extend(map(step.run, (kept[-1][1],), (step.place(batch),)))
+    del kept[0]
+    outputs = kept[0][0]
+    return outputs if step.finish is None else step.finish(outputs)
+
+
 def _execute(
     model: Any,
     step: StepFunction,
@@ -107,27 +130,40 @@ def _execute(
     kept, ahead = current.kept, source.ahead
     if step.assigned is not None and vars(model)["_jax_state_synced"]:
         step.assigned.note()
-    batches = source.agreed(
-        lambda: ahead.drawn(iterator) or step.pull(iterator, times), step.assigned
-    )
-    placed_ahead = ahead.programs(step)
-    if step.pace is not None and step.pace.times is None:
-        step.pace.at_most(most_batches(batches[0]))
-    if vars(model)["_jax_state_synced"]:  # by a callback, or at the start
-        _read(model, current, step)
     every: list[Any] = []
-    for run, placed in placed_ahead or step.programs(kept[-1][1], batches):
-        state = kept[-1][1]
-        if step.look is not None:
-            placed = step.look(run, state, placed)
-        # What the program returns is in the list before Python looks for signals,
-        # so that an interrupt finds the state before the step or the one after.
-        kept.extend(map(run, (state,), (placed,)))
-        del kept[0]
-        every.append(kept[0][0])
-        if step.one_at_a_time:
-            jax.block_until_ready(every[-1])
-    return step.outputs(every), len(batches)
+    taken = 0
+    while taken < times:
+        wanted = 1 if taken else times
+        try:
+            batches = source.agreed(partial(_draw, ahead, step, iterator, wanted), step.assigned)
+        except StopIteration:
+            if not taken:
+                raise
+            break
+        placed_ahead = ahead.programs(step)
+        if step.pace is not None and step.pace.times is None:
+            step.pace.at_most(most_batches(batches[0]))
+        if vars(model)["_jax_state_synced"]:  # by a callback, or at the start
+            _read(model, current, step)
+        for run, placed in placed_ahead or step.programs(kept[-1][1], batches):
+            state = kept[-1][1]
+            if step.look is not None:
+                placed = step.look(run, state, placed)
+            # What the program returns is in the list before Python looks for signals,
+            # so that an interrupt finds the state before the step or the one after.
+            kept.extend(map(run, (state,), (placed,)))
+            del kept[0]
+            every.append(kept[0][0])
+            if step.one_at_a_time:
+                jax.block_until_ready(every[-1])
+        taken += len(batches)
+        if len(batches) > 1:  # all that there are
+            break
+    return step.outputs(every), taken
+
+
+def _draw(ahead: Ahead, step: StepFunction, iterator: Any, times: int) -> list[Any]:
+    return ahead.drawn(iterator) or step.pull(iterator, times)
 
 
 def _read(model: Any, current: "_Current", step: StepFunction | None = None) -> None:

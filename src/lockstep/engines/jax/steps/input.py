@@ -1,17 +1,16 @@
 """Where the batches of an epoch come from: fresh host arrays, one after the other."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import islice
 from typing import Any
 
 import keras
 import numpy as np
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-from keras.src.trainers.data_adapters.array_slicing import NumpySliceable, convert_to_sliceable
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 
+from lockstep.engines.jax.on_devices.arrays import Arrays, plain_arrays, row_numbers
 from lockstep.engines.jax.on_devices.resident import Chosen, Resident
 from lockstep.engines.jax.several import processes
 from lockstep.engines.jax.several.agreement import Pull, Seen
@@ -157,10 +156,10 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
             return self._chosen(data, watched or data.arrays, self.skip)
         arrays = plain_arrays(self.data_adapter)
         if arrays is not None:
+            rows = row_numbers(self.data_adapter, self.skip)
             if not self.prefetch:
-                return _rows_of_arrays(self.data_adapter, arrays, self.skip)
-            rows = _row_numbers(self.data_adapter, self.skip)
-            return self._made(prefetched.of_rows(rows, partial(_rows_of, arrays)))
+                return map(arrays.batch, rows)
+            return self._made(prefetched.of_rows(rows, arrays.batch))
         batches = self._source()
         batches = _fresh(islice(batches, self.skip, None) if self.skip else batches)
         adapter = self.data_adapter
@@ -183,12 +182,10 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
     def _source(self) -> Any:
         return self.data_adapter.get_jax_iterator()
 
-    def _chosen(
-        self, data: Resident, arrays: tuple[np.ndarray, ...], skip: int
-    ) -> Iterator[Chosen | tuple[np.ndarray, ...]]:
-        for rows in _row_numbers(self.data_adapter, skip):
+    def _chosen(self, data: Resident, arrays: Arrays, skip: int) -> Iterator[Any]:
+        for rows in row_numbers(self.data_adapter, skip):
             if data.gone:
-                yield _rows_of(arrays, rows)
+                yield arrays.batch(rows)
                 continue
             if data.watched and not self._looked:  # in every epoch, of which a pass may have many
                 data.refresh(arrays)
@@ -196,48 +193,6 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
             if isinstance(rows, slice):
                 rows = np.arange(rows.start, rows.stop)
             yield Chosen(rows.astype("int32"), data)
-
-
-def plain_arrays(adapter: Any) -> tuple[np.ndarray, ...] | None:
-    """The arrays of a data set that is one tuple of NumPy arrays, or `None`."""
-    # keras/src/trainers/data_adapters/array_data_adapter.py, ArrayDataAdapter.__init__
-    if type(adapter) is not ArrayDataAdapter or type(adapter._inputs) is not tuple:
-        return None
-    sliceable = convert_to_sliceable(adapter._inputs, target_backend="jax")
-    if any(type(part) is not NumpySliceable for part in sliceable):
-        return None
-    arrays = tuple(part.array for part in sliceable)
-    return None if any(isinstance(array, np.ma.MaskedArray) for array in arrays) else arrays
-
-
-def _rows_of_arrays(adapter: Any, arrays: tuple[np.ndarray, ...], skip: int) -> Iterator[Any]:
-    """The batches of Keras, in its order and from its random numbers, with less Python."""
-    return map(partial(_rows_of, arrays), _row_numbers(adapter, skip))
-
-
-def _rows_of(arrays: tuple[np.ndarray, ...], rows: np.ndarray | slice) -> tuple[np.ndarray, ...]:
-    if isinstance(rows, slice):
-        return tuple([array[rows].copy() for array in arrays])
-    return tuple([array.take(rows, axis=0) for array in arrays])
-
-
-def _row_numbers(adapter: Any, skip: int) -> Iterator[np.ndarray | slice]:
-    """Which rows each batch has, but for so many at the beginning."""
-    # keras/src/trainers/data_adapters/array_data_adapter.py, ArrayDataAdapter._get_iterator
-    rows, size, shuffle = adapter._num_samples, adapter._batch_size, adapter._shuffle
-    order = np.random.permutation(rows) if shuffle and shuffle != "batch" else None
-    for start in range(0, rows, size):
-        stop = min(start + size, rows)
-        if start < skip * size:
-            if shuffle == "batch":
-                np.random.permutation(stop - start)
-            continue
-        if order is not None:
-            yield order[start:stop]
-        elif shuffle:
-            yield np.random.permutation(stop - start) + start
-        else:
-            yield slice(start, stop)
 
 
 def _fresh(batches: Iterator[Any]) -> Iterator[Any]:

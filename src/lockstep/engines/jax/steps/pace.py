@@ -21,7 +21,8 @@ class Pace:
     Single steps and programs of several take turns, the devices waited for before and
     after each turn; what needs less time, by the medians, is taken. Steps that are long,
     few in an epoch or large stay single without a trial. Every step of the trial is one
-    of the training, and none is run for the trial alone.
+    of the training, and none is run for the trial alone. Where the length of an epoch was
+    what bounded it, an epoch of more than twice as many steps begins a new trial.
 
     Attributes:
         times: How many steps go into one program; `None` until that is found out.
@@ -30,10 +31,15 @@ class Pace:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.times: int | None = None
         self._clock = clock
+        self._bound_by: int | None = None
         self._epoch = 0
         self._steps: int | None = None
         self._wait: Callable[[], object] = lambda: None
         self._most = MOST_STEPS
+        self._begin_trial()
+
+    def _begin_trial(self) -> None:
+        self.times, self._bound_by = None, None
         self._trial = self._find_out()
         next(self._trial)
 
@@ -46,6 +52,8 @@ class Pace:
         """
         self._epoch += 1
         self._steps, self._wait = steps, wait
+        if self._bound_by is not None and (steps is None or steps > 2 * self._bound_by):
+            self._begin_trial()
 
     def at_most(self, times: int) -> None:
         """No more than so many batches may stand on the devices at once."""
@@ -53,7 +61,7 @@ class Pace:
 
     def refuse(self) -> None:
         """A program for several steps cannot be, or is known to be slower."""
-        self.times = 1
+        self.times, self._bound_by = 1, None
 
     def next(self, left: int | None) -> int:
         """How many steps the next program takes.
@@ -76,11 +84,13 @@ class Pace:
         # The last batch may be smaller, and is left out of what is timed.
         full = None if self._steps is None else self._steps - 1
         if full is not None and full < 4:
+            self._bound_by = self._steps
             return 1
         each, left = yield from self._turn(1, min(8, full or 8), left)
         times = min(int(WINDOW / max(each, 1e-9)), self._most, MOST_STEPS)
         if full is not None:
-            times = min(times, full // 2)
+            if times > full // 2:
+                times, self._bound_by = full // 2, self._steps
             if times > 1 and full < 20 * times:  # the rest, step by step, would count
                 times = full // math.ceil(full / times)
         if times < 2:

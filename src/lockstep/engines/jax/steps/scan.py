@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from lockstep.engines.jax.on_devices.resident import Chosen
+from lockstep.engines.jax.steps.reading import whole
 from lockstep.errors import UnsupportedModel
 
 Program = Callable[[Any, Any], tuple[Any, Any]]
@@ -37,18 +38,24 @@ def repeated(program: Program) -> Program:
     """A program that runs `program` once for each of the batches that are stacked.
 
     Each step gets the state that the one before left; the outputs are those of the
-    last, as of `steps_per_execution` steps in Keras.
+    last, as of `steps_per_execution` steps in Keras. Groups of the state that each step leaves
+    alone are `None` in its place, as in what `program` returns.
     """
 
     def steps(state: Any, batches: Any) -> tuple[Any, Any]:
+        left_alone: list[bool] = []
+
         def body(state: Any, batch: Any) -> tuple[Any, Any]:
             outputs, after = program(state, batch)
+            left_alone[:] = [group is None for group in after]
             # A step of the user's own may return tuples where it was given lists.
-            leaves = jax.tree.leaves(after)
+            leaves = jax.tree.leaves(whole(state, after))
             return jax.tree.unflatten(jax.tree.structure(state), leaves), outputs
 
-        state, outputs = jax.lax.scan(body, state, batches)
-        return jax.tree.map(lambda each: each[-1], outputs), state
+        after, outputs = jax.lax.scan(body, state, batches)
+        groups = zip(left_alone, after, strict=True)
+        after = tuple([None if alone else group for alone, group in groups])
+        return jax.tree.map(lambda each: each[-1], outputs), after
 
     return steps
 

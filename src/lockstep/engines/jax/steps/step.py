@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -33,6 +34,8 @@ class StepFunction:
         times: `steps_per_execution`.
         look: Says what is to be said before this program takes this batch, if anything, and
             gives the batch as the program is to have it.
+        at_once: Of so many batches like this one, how many are drawn before the first of
+            them runs: all, or one. `None` for one.
         together: From batches that can be stacked to a program for all of their steps and
             what it takes; or `None` where they are to be run one by one.
         seen: Raises where the batches are not those that every process has, or `None`.
@@ -49,6 +52,7 @@ class StepFunction:
     finish: Callable[[Any], Any] | None
     times: int
     look: Callable[[Program, State, Any], Any] | None = None
+    at_once: Callable[[Any, int], int] | None = None
     together: Callable[[State, list[Any]], tuple[Program, Any] | None] | None = None
     seen: Seen | None = None
     here: Callable[[Any], Any] | None = None
@@ -57,29 +61,58 @@ class StepFunction:
     one_at_a_time: bool = False
     ahead: bool = False
 
+    @cached_property
+    def plain(self) -> bool:
+        """Whether a step draws a batch, places it and runs, and nothing else is to be done."""
+        beside = (self.look, self.seen, self.here, self.pace, self.assigned)
+        several = self.one_at_a_time or self.ahead
+        return not several and all(each is None for each in beside)
+
     def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
         """`times` steps, or as many as the iterator has batches for, in Keras's protocol."""
         # keras/src/backend/jax/trainer.py, JAXTrainer._make_function
-        if self.seen is None:
-            batches = self.pull(iterator, self.times)
-        else:
-            noted = self.seen.each(iterator)
-            batches = self.seen.agreed(lambda: self.pull(noted, self.times), None, self.assigned)
-        state = self.settle(state)
-        every = []
-        for run, placed in self.programs(state, batches):
-            if self.look is not None:
-                placed = self.look(run, state, placed)
-            outputs, state = run(state, placed)
-            if self.one_at_a_time:
-                jax.block_until_ready(outputs)
-            every.append(outputs)
+        seen = self.seen
+        noted = iterator if seen is None else seen.each(iterator)
+
+        def pull(times: int) -> list[Any]:
+            batches = partial(self.pull, noted, times)
+            return batches() if seen is None else seen.agreed(batches, None, self.assigned)
+
+        every: list[Any] = []
+        taken = 0  # the outputs of several steps may be one
+        while taken < self.times:
+            try:
+                batches = pull(1 if taken else self.times)
+            except StopIteration:
+                if not taken:
+                    raise
+                break
+            if not taken:
+                state = self.settle(state)
+            for run, placed in self.programs(state, batches):
+                if self.look is not None:
+                    placed = self.look(run, state, placed)
+                outputs, state = run(state, placed)
+                if self.one_at_a_time:
+                    jax.block_until_ready(outputs)
+                every.append(outputs)
+            taken += len(batches)
+            if len(batches) > 1:  # all that there are
+                break
         return self.outputs(every), state
 
     def pull(self, iterator: Iterator[Any], times: int) -> list[Any]:
-        """The batches of so many steps: at least one, or the iterator's `StopIteration`."""
+        """The batches of so many steps, or the first of them where they are not to be stacked.
+
+        Then the others are drawn one by one, each after the step before it, as Keras does.
+
+        Raises:
+            StopIteration: Of the iterator, where there is none.
+        """
         first = next(iterator)
-        return [first] if times == 1 else [first, *itertools.islice(iterator, times - 1)]
+        if times > 1 and self.at_once is not None:
+            return [first, *itertools.islice(iterator, self.at_once(first, times) - 1)]
+        return [first]
 
     def programs(self, state: State, batches: list[Any]) -> Iterable[tuple[Program, Any]]:
         """What to run for these batches, one after the other, and with what."""

@@ -7,10 +7,8 @@ shards. So the partitioner handles the uneven split, the mathematics is that of 
 device, and the padding never reaches the model.
 """
 
-import itertools
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,12 +21,28 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep.engines.jax import flags
 from lockstep.engines.jax.on_devices.resident import Chosen
-from lockstep.engines.jax.on_devices.sharded import Sharded, longer
+from lockstep.engines.jax.on_devices.sharded import (
+    Shapes,
+    Sharded,
+    is_sharded,
+    longer,
+    shapes_of,
+    undivided,
+    whole_rows,
+)
 from lockstep.engines.jax.several import processes, programs
 from lockstep.engines.jax.several.agreement import Seen
 from lockstep.engines.jax.steps.ahead import looks_ahead
 from lockstep.engines.jax.steps.pace import Pace
-from lockstep.engines.jax.steps.scan import AUTO, few_bytes, is_worth_it, repeated, stacked
+from lockstep.engines.jax.steps.reading import Reading, changed
+from lockstep.engines.jax.steps.scan import (
+    AUTO,
+    few_bytes,
+    is_worth_it,
+    most_batches,
+    repeated,
+    stacked,
+)
 from lockstep.engines.jax.steps.step import Program, State, Step, StepFunction
 from lockstep.engines.jax.unsplit import merging_layers, pooling_whole, why_whole
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
@@ -76,7 +90,7 @@ class Steps:
         *,
         times: int | str,
         per_row_outputs: bool,
-        gradient_bytes: int = 0,
+        gradient_bytes: int | None = None,
         complete: Callable[[], bool] = lambda: True,
     ) -> StepFunction:
         """A compiled step function.
@@ -88,35 +102,42 @@ class Steps:
             times: `steps_per_execution`: a number, or `"auto"`.
             per_row_outputs: Whether outputs stay split by rows, as predictions do,
                 or go to every device, as the few numbers of a log do.
-            gradient_bytes: Of the gradients that the step sums over the devices.
+            gradient_bytes: Of the gradients that the step sums over the devices, `None` where
+                it trains nothing.
             complete: Says whether every variable is there; a step that makes some runs alone.
         """
 
         def program(state: State, batch: Any) -> tuple[Any, State]:
-            outputs, state = step(state, self._true_rows(batch))
+            outputs, after = step(state, self._true_rows(batch))
             # Which may be larger: a first step builds the metrics of a model compiled anew.
-            layouts = self._layouts(state, split())
-            leaves, structure = jax.tree.flatten(state)
-            pairs = zip(leaves, itertools.chain(*layouts), strict=True)
-            leaves = [jax.lax.with_sharding_constraint(leaf, layout) for leaf, layout in pairs]
-            state = jax.tree.unflatten(structure, leaves)
-            return (self._split_outputs(outputs, batch) if stay_split else outputs), state
+            layouts = self._layouts(after, split())
+            if not trains:
+                after = changed(state, after)
+            after = tuple(map(_laid_out, after, layouts))
+            return (self._split_outputs(outputs, batch) if stay_split else outputs), after
 
+        trains = gradient_bytes is not None
         # What stays split over several processes, none of them could read.
-        stay_split = per_row_outputs and not self._several
+        stay_split = per_row_outputs and self._replicas > 1 and not self._several
         whole: dict[object, bool] = {}  # by the shapes of batches
         outputs_layout = None if stay_split else self.replicated
-        options = flags.options(self.devices, gradient_bytes)
-        jit = partial(jax.jit, donate_argnums=0, compiler_options=options)
-        run = jit(program, out_shardings=(outputs_layout, None))
-        many = jit(repeated(program), out_shardings=(outputs_layout, None))
+        jit = partial(
+            jax.jit,
+            donate_argnums=0 if trains else (),
+            compiler_options=flags.options(self.devices, gradient_bytes or 0),
+            out_shardings=(outputs_layout, None),
+        )
+        run: Any = jit(program)
+        many: Any = jit(repeated(program))
+        if not trains:
+            run, many = Reading(run), Reading(many)
         worth_it: list[bool] = []
         alone: list[bool] = []
         open_times = times == AUTO and not per_row_outputs and not self._several
         pace = Pace() if open_times else None
 
         def look(program: Any, state: State, batch: Any) -> Any:
-            shapes = _shapes(batch)
+            shapes = shapes_of(batch)
             known = (program is run, shapes)
             if known not in whole:
                 traced = program.trace(state, batch)
@@ -125,7 +146,10 @@ class Steps:
                 whole[known] = self._is_unsplittable(program, traced, state, batch)
                 if not whole[known]:
                     self._say_if_unsplit(traced, shapes)
-            return _undivided(batch) if whole[known] else batch
+            return undivided(batch) if whole[known] else batch
+
+        def at_once(batch: Any, times: int) -> int:
+            return times if worth_it != [False] and times <= most_batches(batch) else 1
 
         def together(state: State, batches: list[Any]) -> tuple[Program, Any] | None:
             if worth_it == [False] or not few_bytes(batches):
@@ -145,9 +169,10 @@ class Steps:
             place=self._shard,
             settle=lambda state: self.settled(state, split()),
             run=run,
-            finish=_whole_outputs if per_row_outputs else None,
+            finish=(whole_rows if stay_split else _as_they_are) if per_row_outputs else None,
             times=1 if isinstance(times, str) else times,
             look=look if self._replicas > 1 else None,
+            at_once=None if per_row_outputs else at_once,
             together=None if per_row_outputs else together,
             seen=Seen(every_pull=True) if self._several else None,
             here=partial(jax.tree.map, processes.local) if self._several else None,
@@ -178,7 +203,7 @@ class Steps:
             place=lambda batch: keras.tree.map_structure(self._place_eagerly, batch),
             settle=lambda state: state,
             run=run,
-            finish=(lambda outputs: outputs) if per_row_outputs else None,
+            finish=_as_they_are if per_row_outputs else None,
             times=1 if isinstance(times, str) else times,
         )
 
@@ -227,15 +252,14 @@ class Steps:
         if isinstance(batch, Chosen):
             return batch.placed()
         if self._replicas == 1:
-            # Where nothing is split, JAX's own way in is right for a host array, and fast.
-            plain = type(batch) is tuple and all(type(leaf) is np.ndarray for leaf in batch)
-            if plain and not self._ahead:
+            leaves = batch if type(batch) is tuple else (batch,)
+            if not self._ahead and all(map(_is_taken, leaves)):
                 return batch
             return keras.tree.map_structure(self._place_on_one, batch)
         return keras.tree.map_structure(self._shard_leaf, batch)
 
     def _place_on_one(self, leaf: Any) -> Any:
-        if leaf is None or (type(leaf) is np.ndarray and not self._ahead):
+        if leaf is None or (_is_taken(leaf) and not self._ahead):
             return leaf
         placed = isinstance(leaf, jax.Array | sparse.JAXSparse)
         return jax.device_put(leaf if placed else _host_array(leaf), self.replicated)
@@ -294,11 +318,11 @@ class Steps:
             layout = self.replicated if leaf.whole else self.by_rows
             return jax.lax.with_sharding_constraint(leaf.padded[: leaf.rows], layout)
 
-        return jax.tree.map(slice_rows, batch, is_leaf=_is_sharded)
+        return jax.tree.map(slice_rows, batch, is_leaf=is_sharded)
 
     def _split_outputs(self, outputs: Any, batch: Any) -> Any:
-        leaves = jax.tree.leaves(batch, is_leaf=_is_sharded)
-        whole = any(leaf.whole for leaf in leaves if _is_sharded(leaf))
+        leaves = jax.tree.leaves(batch, is_leaf=is_sharded)
+        whole = any(leaf.whole for leaf in leaves if is_sharded(leaf))
 
         def pad(leaf: Any) -> Any:
             leaf = jnp.asarray(leaf)  # a model may give numbers of Python's
@@ -319,7 +343,7 @@ class Steps:
         """Whether every device has to have the whole batch, which is said."""
         why = why_whole(
             traced.jaxpr.jaxpr,
-            {rows for rows, *_ in _shapes(batch)},
+            {rows for rows, *_ in shapes_of(batch)},
             self._replicas,
             lambda: program.trace(state, longer(batch, self._replicas)).jaxpr.jaxpr,
         )
@@ -327,7 +351,7 @@ class Steps:
             warnings.warn(why, UnsplitBatchWarning, stacklevel=3)
         return bool(why)
 
-    def _say_if_unsplit(self, traced: Any, shapes: "_Shapes") -> None:
+    def _say_if_unsplit(self, traced: Any, shapes: Shapes) -> None:
         ragged = {rows for rows, *_ in shapes if missing_rows(rows, self._replicas)}
         if not ragged:
             return
@@ -346,6 +370,11 @@ class Steps:
         )
 
 
+def _is_taken(leaf: Any) -> bool:
+    """Whether JAX's own way in is right for it, and fast, where nothing is split."""
+    return type(leaf) is np.ndarray and leaf.dtype.isnative
+
+
 def _host_array(leaf: Any) -> np.ndarray:
     # A masked array JAX refuses in words of its own; without its mask it would train on all.
     if isinstance(leaf, np.ma.MaskedArray):
@@ -355,36 +384,12 @@ def _host_array(leaf: Any) -> np.ndarray:
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def _is_sharded(leaf: Any) -> bool:
-    return isinstance(leaf, Sharded)
+def _laid_out(group: Any, layouts: list[NamedSharding]) -> Any:
+    if group is None:  # the step has left it alone
+        return None
+    pairs = zip(jax.tree.leaves(group), layouts, strict=True)
+    return [jax.lax.with_sharding_constraint(leaf, layout) for leaf, layout in pairs]
 
 
-_Shapes = tuple[tuple[int, ...], ...]
-
-
-def _shapes(batch: Any) -> _Shapes:
-    """Of the arrays that are split: the number of rows, and the shape with the padding."""
-    leaves = jax.tree.leaves(batch, is_leaf=_is_sharded)
-    return tuple([(leaf.rows, *leaf.padded.shape) for leaf in leaves if _is_sharded(leaf)])
-
-
-def _undivided(batch: Any) -> Any:
-    """The same batch, of which every device takes all rows."""
-
-    def undivided(leaf: Any) -> Any:
-        return replace(leaf, whole=True) if _is_sharded(leaf) else leaf
-
-    return jax.tree.map(undivided, batch, is_leaf=_is_sharded)
-
-
-def _whole_outputs(outputs: Any) -> Any:
-    """Predictions without the padding; only ragged ones are fetched for it."""
-
-    def cut(leaf: Any) -> Any:
-        if not isinstance(leaf, Sharded):
-            return leaf
-        if leaf.rows == leaf.padded.shape[0]:
-            return leaf.padded
-        return np.asarray(leaf.padded)[: leaf.rows]
-
-    return jax.tree.map(cut, outputs, is_leaf=_is_sharded)
+def _as_they_are(outputs: Any) -> Any:
+    return outputs

@@ -1,0 +1,78 @@
+"""Data sets of NumPy arrays, and their batches."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.array_slicing import NumpySliceable, convert_to_sliceable
+
+Rows = np.ndarray | slice
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """NumPy arrays, of which a batch has the same rows each.
+
+    Attributes:
+        leaves: The arrays.
+        pack: From a part of each to a batch, in the order and structure of the data set.
+    """
+
+    leaves: tuple[np.ndarray, ...]
+    pack: Callable[[tuple[Any, ...]], Any]
+
+    def batch(self, rows: Rows) -> Any:
+        """A batch of these rows, in arrays of its own."""
+        if isinstance(rows, slice):
+            return self.pack(tuple([array[rows].copy() for array in self.leaves]))
+        return self.pack(tuple([array.take(rows, axis=0) for array in self.leaves]))
+
+
+def plain_arrays(adapter: Any) -> Arrays | None:
+    """The data set of an adapter, where it is NumPy arrays and nothing else, or `None`."""
+    # keras/src/trainers/data_adapters/array_data_adapter.py, ArrayDataAdapter.__init__
+    if type(adapter) is not ArrayDataAdapter:
+        return None
+    parts = convert_to_sliceable(adapter._inputs, target_backend="jax")
+    sliceable = keras.tree.flatten(parts)
+    if any(type(part) is not NumpySliceable for part in sliceable):
+        return None
+    leaves = tuple([part.array for part in sliceable])
+    if any(isinstance(array, np.ma.MaskedArray) for array in leaves):
+        return None
+    if parts is sliceable[0]:
+        return Arrays(leaves, _alone)
+    if type(parts) is tuple and len(parts) == len(leaves):
+        return Arrays(leaves, _as_it_is)
+    return Arrays(leaves, partial(keras.tree.pack_sequence_as, parts))
+
+
+def _alone(parts: tuple[Any, ...]) -> Any:
+    return parts[0]
+
+
+def _as_it_is(parts: tuple[Any, ...]) -> Any:
+    return parts
+
+
+def row_numbers(adapter: Any, skip: int) -> Iterator[Rows]:
+    """Which rows each batch has, but for so many at the beginning."""
+    # keras/src/trainers/data_adapters/array_data_adapter.py, ArrayDataAdapter._get_iterator
+    rows, size, shuffle = adapter._num_samples, adapter._batch_size, adapter._shuffle
+    order = np.random.permutation(rows) if shuffle and shuffle != "batch" else None
+    for start in range(0, rows, size):
+        stop = min(start + size, rows)
+        if start < skip * size:
+            if shuffle == "batch":
+                np.random.permutation(stop - start)
+            continue
+        if order is not None:
+            yield order[start:stop]
+        elif shuffle:
+            yield np.random.permutation(stop - start) + start
+        else:
+            yield slice(start, stop)

@@ -1,4 +1,4 @@
-"""`python benchmarks/everything.py`: every figure in docs/performance.md, one after the other.
+"""`python benchmarks/everything.py`: every command in docs/performance.md, one after the other.
 
 Runs each benchmark in a process of its own and prints what it prints; nothing runs beside
 anything. What a benchmark needs beyond the package is in the extras `benchmarks` and `ahead`;
@@ -12,6 +12,7 @@ from pathlib import Path
 
 FIGURES = (
     ["trainer_tax.py"],
+    ["trainer_tax.py", "--calls", "evaluate", "predict"],
     ["peers.py"],
     ["two_processes.py"],
     ["two_processes.py", "--rows", "128", "--steps", "12", "--rounds", "7"],

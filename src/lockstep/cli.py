@@ -140,8 +140,12 @@ def verify(
 @main.command()
 @click.argument("target")
 @click.option("--devices", default="1", show_default=True, help="Numbers of devices: 1,2,4.")
-@click.option("--steps", default=50, show_default=True, type=click.IntRange(min=1))
-@click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1))
+@click.option(
+    "--steps", default=50, show_default=True, type=click.IntRange(min=1), help="Of a round."
+)
+@click.option(
+    "--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="To be measured."
+)
 @click.option("--batch-size", type=click.IntRange(min=1), help="Where the data is arrays.")
 @click.option("--rehearse", is_flag=True, help="Make as many virtual CPU devices each time.")
 @click.option("--json", "as_json_", is_flag=True, help="Print JSON instead of a table.")

@@ -18,5 +18,8 @@ class Holders(weakref.WeakSet[Any]):
 
 def holders_of(variable: Any) -> Holders:
     """The attachments that hold this Keras variable."""
-    holders: Holders = vars(variable).setdefault(_HOLDERS, Holders())
+    attributes = vars(variable)
+    holders: Holders | None = attributes.get(_HOLDERS)
+    if holders is None:
+        holders = attributes[_HOLDERS] = Holders()
     return holders

@@ -31,7 +31,7 @@ from lockstep.engines.jax.checks import (
 from lockstep.engines.jax.fit.keep import Keeper, warn_of_own_loop
 from lockstep.engines.jax.fit.loop import Loop
 from lockstep.engines.jax.looks.probe import JaxProbe
-from lockstep.engines.jax.outside import bring_home, every_variable
+from lockstep.engines.jax.outside import bring_home, every_variable, unshare_arrays
 from lockstep.engines.jax.several import constants, gloo, processes
 from lockstep.engines.jax.several.assigned import Assigned
 from lockstep.engines.jax.several.calls import CALLS
@@ -325,19 +325,15 @@ class Attachment:
         check_no_distribution()
         bring_home(self.model)  # another call may be running, and not have been asked for it
         jax_states.carry_states(self.model)
-        values: set[int] = set()
+        variables = every_variable(self.model)
         if self._several:
-            new = [v for v in every_variable(self.model) if self not in holders_of(v)]
+            new = [v for v in variables if self not in holders_of(v)]
             if new or first:
                 fixed = constants.constants_of(self.model) if new else []
                 processes.share_variables([*new, *fixed])
-        for variable in every_variable(self.model):
+        for variable in variables:
             holders_of(variable).add(self)
-            # Of two variables that share an array, as the average of an optimizer and
-            # its variable may, one step would give the array away for both.
-            if id(variable.value) in values:
-                variable.assign(jnp.copy(variable.value))
-            values.add(id(variable.value))
+        unshare_arrays(variables)
         states = {id(state) for state in jax_states.states_of(self.model)}
         self._split = frozenset(
             position

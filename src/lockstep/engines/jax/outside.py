@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import jax.numpy as jnp
+
 # keras/src/backend/jax/trainer.py: `_get_jax_state` takes the state out of the variables,
 # `_purge_model_variables` empties them, `_jax_state` is where it stands until
 # `jax_state_sync` puts it back, which says so in `_jax_state_synced`.
@@ -13,6 +15,20 @@ def every_variable(model: Any) -> list[Any]:
     found = [*model.variables, *model.metrics_variables]
     found += optimizer.variables if optimizer is not None else []
     return list({id(variable): variable for variable in found}.values())
+
+
+def unshare_arrays(variables: list[Any]) -> None:
+    """Give each of these variables an array of its own.
+
+    Of two that share one, as the average of an optimizer and its variable may, a step would
+    give the array away for both.
+    """
+    values: set[int] = set()
+    for variable in variables:
+        value = variable.value
+        if id(value) in values:
+            variable.assign(jnp.copy(value))
+        values.add(id(value))
 
 
 def bring_home(model: Any) -> None:

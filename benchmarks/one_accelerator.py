@@ -1,0 +1,121 @@
+"""One accelerator: `fit` and `predict` under lockstep beside stock Keras, in time and memory.
+
+    KERAS_BACKEND=jax python benchmarks/one_accelerator.py
+
+ResNet-50 and a transformer of BERT-base's size, each library in a process of its own on the
+first device that JAX has, taking turns round after round. The clock on the wall is what
+counts here, from the call to its return; memory is the most that JAX had in use on the device.
+`--models mlp --steps 50` tries the command where there is no accelerator.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import time
+from typing import Any
+
+from peers import ratio, spread, versions
+from workers import Worker, answer
+
+ROWS = {"resnet": 32, "bert": 32, "mlp": 32}
+SIDES = ("keras", "lockstep")
+CALLS = ("fit", "predict")
+
+
+def worker(side: str, name: str, steps: int) -> None:
+    """One process: seconds of the call whose name comes in, and the device's memory."""
+    import jax
+    import keras
+    import models
+    import numpy as np
+
+    import lockstep
+
+    keras.utils.set_random_seed(0)
+    model = getattr(models, name)()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(1e-4), loss, metrics=["accuracy"])
+    if side == "lockstep":
+        lockstep.distribute(model, devices=1)
+    rng = np.random.default_rng(0)
+    rows, (width, *_) = ROWS[name] * steps, model.output_shape[1:]
+    shape = model.input_shape[1:]
+    if model.inputs[0].dtype == "int32":
+        x = rng.integers(0, 1000, (rows, *shape)).astype("int32")
+    else:
+        x = rng.normal(size=(rows, *shape)).astype("float32")
+    y = rng.integers(0, width, rows).astype("int32")
+    options: dict[str, Any] = {"batch_size": ROWS[name], "verbose": 0}
+    calls = {
+        "fit": lambda: model.fit(x, y, **options),
+        "predict": lambda: model.predict(x, **options),
+    }
+    device = jax.devices()[0]
+    memory = {}
+    for call, run in calls.items():  # compiles
+        run()
+        told = device.memory_stats() or {}
+        memory[call] = told.get("peak_bytes_in_use")
+    answer({"device": device.device_kind, "memory": memory})
+    with contextlib.suppress(EOFError):
+        while True:
+            run = calls[input()]
+            start = time.perf_counter()
+            run()
+            answer((time.perf_counter() - start) / steps)
+
+
+def measure(name: str, rounds: int, steps: int) -> dict[str, Any]:
+    """Milliseconds per step of each call and side, lockstep's over Keras's, and memory."""
+    before = os.getloadavg()[0]
+    workers = {}
+    for side in SIDES:
+        arguments = ("--worker", side, "--models", name, "--steps", steps)
+        # Two processes share the device: neither takes more of its memory than it needs.
+        shared = {"KERAS_BACKEND": "jax", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        workers[side] = Worker(__file__, *arguments, **shared)
+        workers[side].wait()
+    turns = [(call, side) for call in CALLS for side in SIDES]
+    times: dict[tuple[str, str], list[float]] = {turn: [] for turn in turns}
+    for number in range(rounds):
+        for call, side in turns if number % 2 else reversed(turns):
+            workers[side].ask(call)
+            times[call, side].append(workers[side].answer() * 1e3)
+    for each in workers.values():
+        each.end()
+        each.wait_for_end()
+    return {
+        "model": name,
+        "device": workers["keras"].said["device"],
+        "rows per step": ROWS[name],
+        "steps per round": steps,
+        "rounds": rounds,
+        "load average": [before, os.getloadavg()[0]],
+        "milliseconds": {
+            call: {side: spread(times[call, side]) for side in SIDES} for call in CALLS
+        },
+        "lockstep over keras": {
+            call: ratio(times[call, "lockstep"], times[call, "keras"]) for call in CALLS
+        },
+        "peak bytes, fit and then predict": {side: workers[side].said["memory"] for side in SIDES},
+    }
+
+
+def main() -> None:
+    """Measure, and print JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=ROWS, default=["resnet", "bert"])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=30, help="steps per round")
+    parser.add_argument("--worker", choices=SIDES, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        worker(arguments.worker, arguments.models[0], arguments.steps)
+        return
+    results = [measure(name, arguments.rounds, arguments.steps) for name in arguments.models]
+    print(json.dumps({"results": results, "versions": versions()}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -39,7 +39,7 @@ def plain_arrays(adapter: Any) -> Arrays | None:
         return None
     parts = convert_to_sliceable(adapter._inputs, target_backend="jax")
     sliceable = keras.tree.flatten(parts)
-    if any(type(part) is not NumpySliceable for part in sliceable):
+    if not sliceable or any(type(part) is not NumpySliceable for part in sliceable):
         return None
     leaves = tuple([part.array for part in sliceable])
     if any(isinstance(array, np.ma.MaskedArray) for array in leaves):

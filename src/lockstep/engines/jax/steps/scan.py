@@ -69,6 +69,11 @@ def runs_of_alike(batches: list[Any]) -> list[list[Any]]:
     ]
 
 
+def can_be_stacked(batch: Any) -> bool:
+    """Whether several batches like this one can be stacked: host arrays, and nothing else."""
+    return _key(batch) is not None
+
+
 def _key(batch: Any) -> Any:
     leaves, structure = jax.tree.flatten(batch)
     if not leaves or not all(type(leaf) is np.ndarray and leaf.ndim for leaf in leaves):

@@ -37,6 +37,7 @@ from lockstep.engines.jax.steps.pace import Pace
 from lockstep.engines.jax.steps.reading import Reading, changed
 from lockstep.engines.jax.steps.scan import (
     AUTO,
+    can_be_stacked,
     few_bytes,
     is_worth_it,
     most_batches,
@@ -149,7 +150,8 @@ class Steps:
             return undivided(batch) if whole[known] else batch
 
         def at_once(batch: Any, times: int) -> int:
-            return times if worth_it != [False] and times <= most_batches(batch) else 1
+            stacks = worth_it != [False] and can_be_stacked(batch)
+            return times if stacks and times <= most_batches(batch) else 1
 
         def together(state: State, batches: list[Any]) -> tuple[Program, Any] | None:
             if worth_it == [False] or not few_bytes(batches):

@@ -7,11 +7,13 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 import lockstep
 from lockstep.engines.engine import InputOptions
 from lockstep.engines.jax.fit import keep
 from lockstep.engines.jax.on_devices import resident
+from lockstep.engines.jax.on_devices.arrays import plain_arrays, row_numbers
 from lockstep.errors import DataOnHostWarning, UnusableData
 from tests.conformance import common
 from tests.conformance.common import assert_same, weights
@@ -358,6 +360,35 @@ def several_inputs(data):
     )
     made.compile("sgd", "mse")
     return made
+
+
+STRUCTURES = [
+    lambda a, b: (a, b),
+    lambda a, b: ({"a": a}, b),
+    lambda a, b: ([a], {"b": b}),
+    lambda a, b: ({"b": b, "a": a}, [a, (b,)]),
+    lambda a, b: (a,),
+    lambda a, b: a,
+]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_batches_have_the_structure_of_the_data(structure, shuffle):
+    a, b = common.data(5)
+    adapter = ArrayDataAdapter(structure(a, b), batch_size=2, shuffle=shuffle)
+    adapter._inputs = structure(a, b)  # of x alone it makes a tuple
+    np.random.seed(1)
+    theirs = [*adapter.get_jax_iterator()]
+    np.random.seed(1)
+    mine = [*map(plain_arrays(adapter).batch, row_numbers(adapter, 0))]
+    assert len(mine) == 3
+    for one, other in zip(mine, theirs, strict=True):
+        assert jax.tree.structure(one) == jax.tree.structure(other)
+        assert_same(one, other, atol=0)
+        assert repr(keras.tree.map_structure(np.shape, one)) == repr(
+            keras.tree.map_structure(np.shape, other)
+        )
 
 
 @pytest.mark.parametrize("kind", [dict, list])

@@ -46,7 +46,7 @@ def plain_arrays(adapter: Any) -> Arrays | None:
         return None
     if parts is sliceable[0]:
         return Arrays(leaves, _alone)
-    if type(parts) is tuple and len(parts) == len(leaves):
+    if type(parts) is tuple and all(type(part) is NumpySliceable for part in parts):
         return Arrays(leaves, _as_it_is)
     return Arrays(leaves, partial(keras.tree.pack_sequence_as, parts))
 

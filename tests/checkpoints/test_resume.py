@@ -112,6 +112,43 @@ def test_grain_goes_on_without_the_rows_before(tmp_path):
     assert asked[0] - asked[1] == 5 * BATCH
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
+@pytest.mark.parametrize("times", [2, 4])
+def test_grain_goes_on_after_an_epoch_whose_last_execution_was_not_full(times, tmp_path):
+    """The state of the data was taken once more where there was no batch."""
+    rows = common.data(7 * BATCH)
+
+    class Ends(keras.callbacks.Callback):
+        at = None
+
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == self.at:
+                raise KeyboardInterrupt
+
+        def get_state(self):
+            return {}
+
+        def set_state(self, state):
+            pass
+
+    def fit(folder):
+        import grain
+
+        keras.utils.set_random_seed(1)
+        made = lockstep.distribute(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]), 2)
+        made.compile(keras.optimizers.SGD(0.05), "mse", steps_per_execution=times)
+        data = grain.MapDataset.source([*zip(*rows, strict=True)]).to_iter_dataset().batch(BATCH)
+        saving = lockstep.Checkpoint(folder, steps=1)
+        made.fit(data, epochs=2, shuffle=False, verbose=0, callbacks=[saving, Ends()])
+        return made.get_weights()
+
+    Ends.at = 0
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path / "run")
+    Ends.at = None
+    common.assert_same(fit(tmp_path / "run"), fit(tmp_path / "whole"), atol=0)
+
+
 def test_a_normalization_that_was_not_adapted_again_computes_with_the_statistics_of_the_run(
     tmp_path,
 ):

@@ -1,5 +1,8 @@
 """Several steps in one program give what as many single steps give, and Keras."""
 
+import gc
+import weakref
+
 import keras
 import numpy as np
 import pytest
@@ -7,7 +10,7 @@ from keras import layers
 
 import lockstep
 from lockstep.engines.jax.steps import pace, steps
-from lockstep.errors import UnsupportedModel
+from lockstep.errors import LayoutConflict, UnsupportedModel
 from tests.conformance import common
 from tests.conformance.common import assert_same, weights
 from tests.conformance.side_by_side import BATCH, assert_same_runs, both, held_out, smooth, train
@@ -347,6 +350,40 @@ def test_batches_that_are_not_stacked_are_drawn_one_by_one(most, ahead, monkeypa
     right = smooth()
     right.fit(source(), steps_per_epoch=7, shuffle=False, verbose=0)
     assert_same(weights(made), weights(right))
+
+
+def test_more_steps_than_an_epoch_has_are_as_many_as_it_has(monkeypatch, together):
+    from lockstep.engines.jax.steps import scan
+
+    data = common.data(7 * BATCH)
+    monkeypatch.setattr(scan, "MOST_BYTES", 10 * sum(array[:BATCH].nbytes for array in data))
+    made = lockstep.distribute(at_once(smooth(), 1000), 2)
+    made.fit(*data, batch_size=BATCH, shuffle=False, verbose=0)
+    right = smooth()
+    right.fit(*data, batch_size=BATCH, shuffle=False, verbose=0)
+    assert_same(weights(made), weights(right))
+    assert together == [7]
+
+
+def test_auto_stays_on_other_devices():
+    made = lockstep.distribute(at_once(smooth(), "auto"), 1)
+    assert lockstep.distribute(made, 2).steps_per_execution == "auto"
+    train(made)
+    other = lockstep.distribute(keras.Sequential([made.layers[0], layers.Dense(2)]), 2)
+    with pytest.raises(LayoutConflict):
+        lockstep.distribute(made, 3)
+    assert made.steps_per_execution == "auto"
+    lockstep.release(other)
+    assert lockstep.release(made).steps_per_execution == 1
+
+
+def test_auto_holds_nothing_of_an_evaluation_that_is_over():
+    made = lockstep.distribute(at_once(smooth(), "auto"), 2)
+    made.evaluate(*held_out(), verbose=0)
+    old = weakref.ref(made.layers[0].kernel.value)
+    made.set_weights([0 * value for value in made.get_weights()])
+    gc.collect()
+    assert old() is None
 
 
 def test_state_of_a_recurrent_layer_and_accumulated_gradients_go_from_step_to_step(together):

@@ -71,12 +71,12 @@ def test_too_few_steps_to_tell(steps):
     assert machine.pace.times == 1
 
 
-@pytest.mark.parametrize("short", [3, 11])
-def test_a_longer_epoch_is_tried_anew_where_the_length_was_what_bounded_it(short):
+@pytest.mark.parametrize(("short", "times"), [(3, 1), (11, 5), (131, 43)])
+def test_a_longer_epoch_is_tried_anew_where_the_length_was_what_bounded_it(short, times):
     machine = Machine(call=1e-4, step=1e-4, step_together=1e-4)
     for _ in range(60):
         machine.epoch(short)
-    assert machine.pace.times == (5 if short == 11 else 1)
+    assert machine.pace.times == times
     machine.epoch(2 * short).epoch(5000)
     assert machine.pace.times == MOST_STEPS
     tried = len(machine.ran)
@@ -88,6 +88,13 @@ def test_what_no_epoch_bounded_is_not_tried_anew():
     machine = Machine(call=1e-4, step=5e-4, step_together=30e-4).epoch(100).epoch(3000)
     assert machine.ran.count(max(machine.ran)) <= 10
     assert machine.pace.times == 1
+
+
+def test_large_batches_bound_no_later_trial():
+    machine = Machine(call=1e-4, step=1e-4, step_together=1e-4)
+    machine.pace.at_most(1)
+    machine.epoch(3)
+    assert machine.epoch(5000).pace.times == MOST_STEPS
 
 
 def test_no_long_rest_at_the_end_of_an_epoch():

@@ -7,9 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import keras
-import numpy as np
 
 from lockstep.announce import arguments_of, fit_line, wants_words
 from lockstep.devices import Device, names_in_words
@@ -31,7 +29,7 @@ from lockstep.engines.jax.checks import (
 from lockstep.engines.jax.fit.keep import Keeper, warn_of_own_loop
 from lockstep.engines.jax.fit.loop import Loop
 from lockstep.engines.jax.looks.probe import JaxProbe
-from lockstep.engines.jax.outside import bring_home, every_variable, unshare_arrays
+from lockstep.engines.jax.outside import bring_home, every_variable, uncommit, unshare_arrays
 from lockstep.engines.jax.several import constants, gloo, processes
 from lockstep.engines.jax.several.assigned import Assigned
 from lockstep.engines.jax.several.calls import CALLS
@@ -71,9 +69,10 @@ class JaxEngine:
             else:
                 cache.keep_programs()
                 bring_home(model)  # a fit may be running
+                times = getattr(model, "steps_per_execution", None)
                 attachments.attach(
-                    Attachment(model, devices, options),
-                    lambda old: Attachment(model, old.devices, old.keeper.options),
+                    Attachment(model, devices, options, times),
+                    lambda old: Attachment(model, old.devices, old.keeper.options, times),
                 )
 
     def detach(self, model: Any) -> None:
@@ -107,8 +106,11 @@ class Attachment:
         keeper: Decides how the data of `fit` get to them.
     """
 
-    def __init__(self, model: Any, devices: tuple[str, ...], options: InputOptions) -> None:
+    def __init__(
+        self, model: Any, devices: tuple[str, ...], options: InputOptions, times: Any
+    ) -> None:
         self.model = model
+        self._times = times
         self.devices = devices
         found = jax_devices.find(devices)
         self._several = processes.several()
@@ -156,6 +158,8 @@ class Attachment:
 
     def take_over(self) -> None:
         """Move the variables to the mesh, and replace the step functions."""
+        if self._times == AUTO:  # which the attachment before has taken away
+            self.model.steps_per_execution = AUTO
         self._place_variables()
         attachments.mark(self.model, self)
         self._hooks = self._new_hooks()
@@ -176,11 +180,7 @@ class Attachment:
             jax_states.drop_states(self.model)
         if getattr(self.model, "steps_per_execution", None) == AUTO:  # of lockstep's loops alone
             self.model.steps_per_execution = 1
-        for variable in variables:
-            if not holders_of(variable) and variable.value.committed:
-                # Through the host: what JAX copies between devices stays committed
-                # to them, and would not mix with a new array later.
-                variable.assign(jnp.asarray(np.asarray(variable.value)))
+        uncommit([variable for variable in variables if not holders_of(variable)])
         self._remake_functions()
 
     def _place_variables(self) -> None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 # keras/src/backend/jax/trainer.py: `_get_jax_state` takes the state out of the variables,
 # `_purge_model_variables` empties them, `_jax_state` is where it stands until
@@ -29,6 +30,14 @@ def unshare_arrays(variables: list[Any]) -> None:
         if id(value) in values:
             variable.assign(jnp.copy(value))
         values.add(id(value))
+
+
+def uncommit(variables: list[Any]) -> None:
+    """Put the values of these variables on the default device, where they mix with any other."""
+    for variable in variables:
+        if variable.value.committed:
+            # Through the host: what JAX copies between devices stays committed to them.
+            variable.assign(jnp.asarray(np.asarray(variable.value)))
 
 
 def bring_home(model: Any) -> None:

@@ -60,9 +60,9 @@ class Pass:
     def __next__(self) -> Any:
         if self.random is None:
             self.random = states_of(self._adapter)
-        if self._source is not None:
-            self.before_last = self._source.get_state()
+        before = None if self._source is None else self._source.get_state()
         batch = next(self._batches)
+        self.before_last = before  # not where there is no batch
         self.drawn += 1
         if self._verified:
             self.last = batch

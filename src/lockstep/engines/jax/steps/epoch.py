@@ -61,8 +61,9 @@ def run_epoch(
     outputs: Any = NO_BATCH
     # Set past the tracking of attributes, which looks at every array of every step.
     attributes["_jax_state_synced"] = True
-    if batches.pace is not None:
-        batches.pace.begin_epoch(
+    pace = batches.pace
+    if pace is not None:
+        pace.begin_epoch(
             batches.num_batches, lambda: jax.block_until_ready([state for _, state in current.kept])
         )
     try:
@@ -97,6 +98,9 @@ def run_epoch(
         finally:
             batches.settle(waiting=isinstance(error, Exception))
         raise
+    finally:
+        if pace is not None:
+            pace.end_epoch()
     return outputs
 
 
@@ -133,7 +137,7 @@ def _execute(
     every: list[Any] = []
     taken = 0
     while taken < times:
-        wanted = 1 if taken else times
+        wanted = 1 if taken else source.at_most(times)
         try:
             batches = source.agreed(partial(_draw, ahead, step, iterator, wanted), step.assigned)
         except StopIteration:

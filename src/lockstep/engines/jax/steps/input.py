@@ -138,6 +138,11 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         free = self.pace is None and self.data is None and not self.recorded
         return free and (self.num_batches is None or step < self.num_batches)
 
+    def at_most(self, times: int) -> int:
+        """How many batches so many steps can have: of arrays, no more than a pass has."""
+        known = isinstance(self.data_adapter, ArrayDataAdapter)  # others may grow between epochs
+        return min(times, max(1, self.data_adapter.num_batches)) if known else times
+
     def watch(self, watched: bool) -> None:
         """Say whether callbacks come between two steps, and may stop or fail in one process."""
         if self._seen is not None:

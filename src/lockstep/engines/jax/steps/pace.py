@@ -35,11 +35,10 @@ class Pace:
         self._epoch = 0
         self._steps: int | None = None
         self._wait: Callable[[], object] = lambda: None
-        self._most = MOST_STEPS
         self._begin_trial()
 
     def _begin_trial(self) -> None:
-        self.times, self._bound_by = None, None
+        self.times, self._bound_by, self._most = None, None, MOST_STEPS
         self._trial = self._find_out()
         next(self._trial)
 
@@ -54,6 +53,10 @@ class Pace:
         self._steps, self._wait = steps, wait
         if self._bound_by is not None and (steps is None or steps > 2 * self._bound_by):
             self._begin_trial()
+
+    def end_epoch(self) -> None:
+        """Hold nothing of the epoch."""
+        self._wait = lambda: None
 
     def at_most(self, times: int) -> None:
         """No more than so many batches may stand on the devices at once."""
@@ -92,7 +95,7 @@ class Pace:
             if times > full // 2:
                 times, self._bound_by = full // 2, self._steps
             if times > 1 and full < 20 * times:  # the rest, step by step, would count
-                times = full // math.ceil(full / times)
+                times, self._bound_by = full // math.ceil(full / times), self._steps
         if times < 2:
             return 1
         _, left = yield from self._turn(times, 1, left)  # compiles

@@ -32,8 +32,6 @@ class Reading:
 
 def whole(before: State, changed: State) -> State:
     """The groups that a step has changed, and for each `None` the one of before."""
-    if not any(changed):
-        return before
     return tuple([old if new is None else new for old, new in zip(before, changed, strict=True)])
 
 

@@ -1,4 +1,4 @@
-"""`python benchmarks/everything.py`: every command in docs/performance.md, one after the other.
+"""`python benchmarks/everything.py`: every benchmark for CPUs in docs/performance.md.
 
 Runs each benchmark in a process of its own and prints what it prints; nothing runs beside
 anything. What a benchmark needs beyond the package is in the extras `benchmarks` and `ahead`;

@@ -21,6 +21,7 @@ import json
 import platform
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -53,13 +54,8 @@ HAND = "by hand"
 
 def fits(name: str, x: np.ndarray, y: np.ndarray) -> dict[str, Run]:
     """The sides of `fit`."""
-    model = MODELS[name]
     return {
-        HAND: by_hand(compiled(model), x, y),
-        "keras": by_fit(compiled(model), x, y),
-        "lockstep": by_fit(ours(name), x, y),
-        "keras, 20 at once": by_fit(compiled(model, 20), x, y),
-        "lockstep, 20 at once": by_fit(ours(name, 20), x, y),
+        **_sides(name, by_hand, by_fit, x, y),
         "lockstep, auto": by_fit(ours(name, "auto"), x, y),
         "lockstep, data stay": by_fit(ours(name, data_on_devices=True), x, y),
     }
@@ -67,13 +63,19 @@ def fits(name: str, x: np.ndarray, y: np.ndarray) -> dict[str, Run]:
 
 def evaluations(name: str, x: np.ndarray, y: np.ndarray) -> dict[str, Run]:
     """The sides of `evaluate`."""
+    return _sides(name, evaluated_by_hand, by_evaluate, x, y)
+
+
+def _sides(
+    name: str, hand: Callable[..., Run], run: Callable[..., Run], x: np.ndarray, y: np.ndarray
+) -> dict[str, Run]:
     model = MODELS[name]
     return {
-        HAND: evaluated_by_hand(compiled(model), x, y),
-        "keras": by_evaluate(compiled(model), x, y),
-        "lockstep": by_evaluate(ours(name), x, y),
-        "keras, 20 at once": by_evaluate(compiled(model, 20), x, y),
-        "lockstep, 20 at once": by_evaluate(ours(name, 20), x, y),
+        HAND: hand(compiled(model), x, y),
+        "keras": run(compiled(model), x, y),
+        "lockstep": run(ours(name), x, y),
+        "keras, 20 at once": run(compiled(model, 20), x, y),
+        "lockstep, 20 at once": run(ours(name, 20), x, y),
     }
 
 

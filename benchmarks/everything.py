@@ -6,20 +6,23 @@ one that lacks it fails and is named at the end, and the others run all the same
 """
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 FIGURES = (
-    ["trainer_tax.py"],
-    ["trainer_tax.py", "--calls", "evaluate", "predict"],
-    ["peers.py"],
-    ["two_processes.py"],
-    ["two_processes.py", "--rows", "128", "--steps", "12", "--rounds", "7"],
-    ["input_ahead.py"],
-    ["ahead_of_time.py"],
-    ["ahead_of_time.py", "--target", "a100", "--devices", "8"],
-    ["ahead_of_time.py", "--models", "bert", "resnet", "--devices", "8", "64", "512"],
+    "trainer_tax.py",
+    "trainer_tax.py --calls evaluate predict",
+    "LOCKSTEP_REHEARSE=4 trainer_tax.py --devices 4 --calls fit evaluate predict "
+    "--rounds 9 --steps 100",
+    "peers.py",
+    "two_processes.py",
+    "two_processes.py --rows 128 --steps 12 --rounds 7",
+    "input_ahead.py",
+    "ahead_of_time.py",
+    "ahead_of_time.py --target a100 --devices 8",
+    "ahead_of_time.py --models bert resnet --devices 8 64 512",
 )
 
 
@@ -27,12 +30,15 @@ def main() -> None:
     """Run them, and end with 1 if any of them failed."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     failed = []
-    for script, *arguments in FIGURES:
-        command = " ".join(["python", f"benchmarks/{script}", *arguments])
-        print(f"\n== {command}", flush=True)
-        path = Path(__file__).with_name(script)
-        if subprocess.run([sys.executable, str(path), *arguments], check=False).returncode:
-            failed.append(command)
+    for figure in FIGURES:
+        print(f"\n== {figure}", flush=True)
+        words = figure.split()
+        first = next(number for number, word in enumerate(words) if word.endswith(".py"))
+        environment = os.environ | dict(word.split("=") for word in words[:first])
+        path = Path(__file__).with_name(words[first])
+        command = [sys.executable, str(path), *words[first + 1 :]]
+        if subprocess.run(command, env=environment, check=False).returncode:
+            failed.append(figure)
     if failed:
         sys.exit("\nfailed: " + "; ".join(failed))
 

@@ -26,10 +26,22 @@ def compiled(build: Callable[[], keras.Model], times: int | str = 1) -> keras.Mo
     return model
 
 
-def by_hand(model: keras.Model, x: np.ndarray, y: np.ndarray) -> Run:
+def layouts(devices: int) -> tuple[Any, Any]:
+    """Of what every device has, and of what is split by rows; `None` where there is one device."""
+    import jax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    if devices == 1:
+        return None, None
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("batch",))
+    return NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("batch"))
+
+
+def by_hand(model: keras.Model, x: np.ndarray, y: np.ndarray, devices: int = 1) -> Run:
     """One epoch of a loop as Keras's guide to JAX writes it, with the same metrics."""
     import jax
 
+    everywhere, by_rows = layouts(devices)
     optimizer, loss_function = model.optimizer, model.loss
     optimizer.build(model.trainable_variables)
     mean = keras.metrics.Mean()
@@ -49,26 +61,28 @@ def by_hand(model: keras.Model, x: np.ndarray, y: np.ndarray) -> Run:
         logs = {"loss": mean.stateless_result(means), "acc": accuracy.stateless_result(hits)}
         return logs, (trainable, non_trainable, slots, means, hits)
 
-    run = jax.jit(step, donate_argnums=0)
+    run = jax.jit(step, donate_argnums=0, out_shardings=everywhere)
     variables = (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
-    kept = [tuple([jax.numpy.copy(v.value) for v in group] for group in variables)]
+    kept = [jax.device_put(_copies(*variables), everywhere)]
 
     def epoch() -> None:
-        state = (*kept[0], *([v.value + 0 for v in m.variables] for m in (mean, accuracy)))
+        counts = jax.device_put(_copies(mean.variables, accuracy.variables), everywhere)
+        state = (*kept[0], *counts)
         order = np.random.permutation(len(x))
         for start in range(0, len(x), BATCH):
             rows = order[start : start + BATCH]
-            logs, state = run(state, x[rows], y[rows])
+            logs, state = run(state, *_split(by_rows, x[rows], y[rows]))
         {name: float(value) for name, value in logs.items()}
         kept[0] = state[:3]
 
     return epoch
 
 
-def evaluated_by_hand(model: keras.Model, x: np.ndarray, y: np.ndarray) -> Run:
+def evaluated_by_hand(model: keras.Model, x: np.ndarray, y: np.ndarray, devices: int = 1) -> Run:
     """One evaluation by a jitted loop, with the same metrics."""
     import jax
 
+    everywhere, by_rows = layouts(devices)
     loss_function = model.loss
     mean = keras.metrics.Mean()
     accuracy = keras.metrics.SparseCategoricalAccuracy()
@@ -82,31 +96,44 @@ def evaluated_by_hand(model: keras.Model, x: np.ndarray, y: np.ndarray) -> Run:
         logs = {"loss": mean.stateless_result(means), "acc": accuracy.stateless_result(hits)}
         return logs, means, hits
 
-    run = jax.jit(step, donate_argnums=(0, 1))
-    weights = _values(model)
+    run = jax.jit(step, donate_argnums=(0, 1), out_shardings=everywhere)
+    weights = jax.device_put(_values(model), everywhere)
 
     def evaluate() -> None:
-        means, hits = ([v.value + 0 for v in m.variables] for m in (mean, accuracy))
+        means, hits = jax.device_put(_copies(mean.variables, accuracy.variables), everywhere)
         for start in range(0, len(x), BATCH):
             rows = slice(start, start + BATCH)
-            logs, means, hits = run(means, hits, weights, x[rows], y[rows])
+            logs, means, hits = run(means, hits, weights, *_split(by_rows, x[rows], y[rows]))
         {name: float(value) for name, value in logs.items()}
 
     return evaluate
 
 
-def predicted_by_hand(model: keras.Model, x: np.ndarray) -> Run:
+def predicted_by_hand(model: keras.Model, x: np.ndarray, devices: int = 1) -> Run:
     """One prediction by a jitted loop, whose rows are put together at the end."""
     import jax
 
+    everywhere, by_rows = layouts(devices)
     run = jax.jit(lambda weights, x: model.stateless_call(*weights, x, training=False)[0])
-    weights = _values(model)
+    weights = jax.device_put(_values(model), everywhere)
 
     def predict() -> None:
-        parts = [run(weights, x[start : start + BATCH]) for start in range(0, len(x), BATCH)]
+        starts = range(0, len(x), BATCH)
+        parts = [run(weights, *_split(by_rows, x[start : start + BATCH])) for start in starts]
         np.concatenate([np.asarray(part) for part in parts])
 
     return predict
+
+
+def _split(by_rows: Any, *parts: np.ndarray) -> Any:
+    """The parts of a batch, over the devices where there are several."""
+    import jax
+
+    return parts if by_rows is None else jax.device_put(parts, by_rows)
+
+
+def _copies(*groups: list[Any]) -> Any:
+    return tuple([variable.value + 0 for variable in group] for group in groups)
 
 
 def _values(model: keras.Model) -> Any:

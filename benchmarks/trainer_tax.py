@@ -1,12 +1,14 @@
-"""CPU time per step: a hand-written JAX loop, stock Keras, lockstep on one device.
+"""CPU time per step: a hand-written JAX loop, stock Keras, lockstep.
 
     KERAS_BACKEND=jax OMP_NUM_THREADS=1 python benchmarks/trainer_tax.py
+    LOCKSTEP_REHEARSE=4 python benchmarks/trainer_tax.py --devices 4
 
 All sides run the same model on the same shuffled rows with the same loss and metrics,
 in turn in one process, round after round; the progress bar is on for the fits, with
 stock callbacks attached, and each runs once more with `steps_per_execution=20`, lockstep
 also with `"auto"`, and with the data kept on the device. `--calls evaluate predict` does the
-same for those. What is compared is
+same for those. On several devices the loop by hand is jitted over the same mesh, and Keras's
+side is its own answer, `keras.distribution.DataParallel`. What is compared is
 `time.process_time`, which a busy machine disturbs less than the clock on the wall, and the
 ratio within each round. `--json` prints everything as one object.
 """
@@ -52,56 +54,84 @@ HAND = "by hand"
 # ------------------------------------------------------------------------ the numbers
 
 
-def fits(name: str, x: np.ndarray, y: np.ndarray) -> dict[str, Run]:
+def fits(name: str, devices: int, x: np.ndarray, y: np.ndarray) -> dict[str, Run]:
     """The sides of `fit`."""
     return {
-        **_sides(name, by_hand, by_fit, x, y),
-        "lockstep, auto": by_fit(ours(name, "auto"), x, y),
-        "lockstep, data stay": by_fit(ours(name, data_on_devices=True), x, y),
+        **_sides(name, devices, by_hand, by_fit, x, y),
+        "lockstep, auto": by_fit(ours(name, devices, "auto"), x, y),
+        "lockstep, data stay": by_fit(ours(name, devices, data_on_devices=True), x, y),
     }
 
 
-def evaluations(name: str, x: np.ndarray, y: np.ndarray) -> dict[str, Run]:
+def evaluations(name: str, devices: int, x: np.ndarray, y: np.ndarray) -> dict[str, Run]:
     """The sides of `evaluate`."""
-    return _sides(name, evaluated_by_hand, by_evaluate, x, y)
+    return _sides(name, devices, evaluated_by_hand, by_evaluate, x, y)
 
 
 def _sides(
-    name: str, hand: Callable[..., Run], run: Callable[..., Run], x: np.ndarray, y: np.ndarray
+    name: str,
+    devices: int,
+    hand: Callable[..., Run],
+    run: Callable[..., Run],
+    x: np.ndarray,
+    y: np.ndarray,
 ) -> dict[str, Run]:
     model = MODELS[name]
     return {
-        HAND: hand(compiled(model), x, y),
-        "keras": run(compiled(model), x, y),
-        "lockstep": run(ours(name), x, y),
-        "keras, 20 at once": run(compiled(model, 20), x, y),
-        "lockstep, 20 at once": run(ours(name, 20), x, y),
+        HAND: hand(compiled(model), x, y, devices),
+        "keras": kerass(name, devices, run, x, y),
+        "lockstep": run(ours(name, devices), x, y),
+        "keras, 20 at once": kerass(name, devices, run, x, y, times=20),
+        "lockstep, 20 at once": run(ours(name, devices, 20), x, y),
     }
 
 
-def predictions(name: str, x: np.ndarray, y: np.ndarray) -> dict[str, Run]:
+def predictions(name: str, devices: int, x: np.ndarray, y: np.ndarray) -> dict[str, Run]:
     """The sides of `predict`."""
-    model = MODELS[name]
     return {
-        HAND: predicted_by_hand(compiled(model), x),
-        "keras": by_predict(compiled(model), x),
-        "lockstep": by_predict(ours(name), x),
+        HAND: predicted_by_hand(compiled(MODELS[name]), x, devices),
+        "keras": kerass(name, devices, by_predict, x),
+        "lockstep": by_predict(ours(name, devices), x),
     }
 
 
 CALLS = {"fit": fits, "evaluate": evaluations, "predict": predictions}
 
 
-def ours(name: str, times: int | str = 1, **options: Any) -> keras.Model:
-    """The model under lockstep, on one device."""
-    return lockstep.distribute(compiled(MODELS[name], times), devices=1, **options)
+def ours(name: str, devices: int, times: int | str = 1, **options: Any) -> keras.Model:
+    """The model under lockstep."""
+    return lockstep.distribute(compiled(MODELS[name], times), devices=devices, **options)
 
 
-def measure(name: str, call: str, rounds: int, steps: int) -> dict[str, Any]:
+def kerass(
+    name: str, devices: int, run: Callable[..., Run], *rows: np.ndarray, times: int = 1
+) -> Run:
+    """Stock Keras, on several devices as its `DataParallel` lays a model out."""
+    layout = None
+    if devices > 1:
+        names = [f"{device.platform}:{device.id}" for device in jax.devices()[:devices]]
+        layout = keras.distribution.DataParallel(devices=names, auto_shard_dataset=False)
+    keras.distribution.set_distribution(layout)
+    try:
+        call = run(compiled(MODELS[name], times), *rows)
+    finally:
+        keras.distribution.set_distribution(None)
+
+    def distributed() -> None:
+        keras.distribution.set_distribution(layout)
+        try:
+            call()
+        finally:
+            keras.distribution.set_distribution(None)
+
+    return distributed
+
+
+def measure(name: str, call: str, devices: int, rounds: int, steps: int) -> dict[str, Any]:
     """CPU milliseconds per step of each side, and the ratios within each round."""
     x, y = data(compiled(MODELS[name]).input_shape[1], steps)
-    sides = CALLS[call](name, x, y)
-    once = CALLS[call](name, x[:BATCH], y[:BATCH])
+    sides = CALLS[call](name, devices, x, y)
+    once = CALLS[call](name, devices, x[:BATCH], y[:BATCH])
     calls = {side: _milliseconds(once[side]) for side in ("keras", "lockstep")}
     times: dict[str, list[float]] = {side: [] for side in sides}
     for number in range(rounds + 2):
@@ -118,6 +148,7 @@ def measure(name: str, call: str, rounds: int, steps: int) -> dict[str, Any]:
     return {
         "model": name,
         "call": call,
+        "devices": devices,
         "steps per round": steps,
         "rounds": rounds,
         "milliseconds of a call of one step": calls,
@@ -144,17 +175,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--calls", nargs="+", choices=CALLS, default=["fit"])
+    parser.add_argument(
+        "--devices", type=int, default=1, help=f"how many; they have to divide {BATCH}"
+    )
     parser.add_argument("--rounds", type=int, help="the model's own by default")
     parser.add_argument("--steps", type=int, help="steps per round; the model's own by default")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
 
     before = os.getloadavg()[0]
-    results = [
-        measure(name, call, arguments.rounds or ROUNDS[name], arguments.steps or STEPS[name])
-        for name in arguments.models
-        for call in arguments.calls
-    ]
+    results = []
+    for name in arguments.models:
+        often = arguments.rounds or ROUNDS[name], arguments.steps or STEPS[name]
+        results += [measure(name, call, arguments.devices, *often) for call in arguments.calls]
     around = {
         "load average": [before, os.getloadavg()[0]],
         "cores": os.cpu_count(),

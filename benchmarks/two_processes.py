@@ -7,8 +7,9 @@ the slower of two cores costs by itself), two under lockstep, two that run a han
 over the same collectives, as JAX sets them up and with gloo's thread behind the computation, where
 lockstep puts it; and for PyTorch the same control, hand-written DistributedDataParallel, Hugging
 Face Accelerate and Lightning Fabric. A ratio is the throughput of a pair over that of its control
-in the same round. Wall time, because what is measured is how communication overlaps. A peer that
-is not installed is said to be so.
+in the same round; over one process, whose other core has nothing to do then, it is the scaling
+efficiency, the throughput of two over twice that of one. Wall time, because what is measured is how
+communication overlaps. A peer that is not installed is said to be so.
 """
 
 import argparse
@@ -208,17 +209,20 @@ def in_torch(peer):
     return prepare
 
 
-PAIRS = {
-    "independent": (lockstep_fit, False),
-    "independent, in step": (in_step, True),
-    "lockstep": (lockstep_fit, True),
-    "hand-written JAX": (hand_written_jax, True),
-    "hand-written JAX, gloo behind": (behind, True),
-    "independent PyTorch": (in_torch("alone"), False),
-    "DistributedDataParallel": (in_torch("data_parallel"), True),
-    "Accelerate": (in_torch("accelerate"), True),
-    "Fabric": (in_torch("fabric"), True),
+GROUPS = {
+    "one process": (lockstep_fit, 1, False),
+    "independent": (lockstep_fit, 2, False),
+    "independent, in step": (in_step, 2, True),
+    "lockstep": (lockstep_fit, 2, True),
+    "hand-written JAX": (hand_written_jax, 2, True),
+    "hand-written JAX, gloo behind": (behind, 2, True),
+    "one process, PyTorch": (in_torch("alone"), 1, False),
+    "independent PyTorch": (in_torch("alone"), 2, False),
+    "DistributedDataParallel": (in_torch("data_parallel"), 2, True),
+    "Accelerate": (in_torch("accelerate"), 2, True),
+    "Fabric": (in_torch("fabric"), 2, True),
 }
+"""What makes a round, how many processes there are, and whether they have a connection."""
 RATIOS = [
     ("independent, in step", "independent"),
     ("lockstep", "independent"),
@@ -230,13 +234,18 @@ RATIOS = [
     ("DistributedDataParallel", "independent PyTorch"),
     ("Accelerate", "independent PyTorch"),
     ("Fabric", "independent PyTorch"),
+    ("independent", "one process"),
+    ("lockstep", "one process"),
+    ("hand-written JAX", "one process"),
+    ("independent PyTorch", "one process, PyTorch"),
+    ("DistributedDataParallel", "one process, PyTorch"),
 ]
 
 
 def worker(name, rank, address, steps, rows):
-    """One process of a pair: a round for each line that comes in, its seconds out."""
+    """One process of a group: a round for each line that comes in, its seconds out."""
     pin(rank)
-    make, _ = PAIRS[name]
+    make, _, _ = GROUPS[name]
     try:
         run = make(rank, address, steps, rows)
     except ImportError as error:
@@ -250,27 +259,28 @@ def worker(name, rank, address, steps, rows):
         answer(time.perf_counter() - start)
 
 
-class Pair:
-    """Two processes that wait for their turn.
+class Group:
+    """One process, or two, that wait for their turn.
 
     Attributes:
         missing: What keeps them from running, if anything.
     """
 
     def __init__(self, name, steps, rows):
+        _, processes, talking = GROUPS[name]
         address = ""
-        if PAIRS[name][1]:
+        if talking:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 address = f"127.0.0.1:{free.getsockname()[1]}"
         arguments = ("--worker", name, "--steps", steps, "--rows", rows, "--address", address)
-        self._workers = [Worker(__file__, *arguments, "--rank", rank) for rank in (0, 1)]
+        self._workers = [Worker(__file__, *arguments, "--rank", rank) for rank in range(processes)]
         for each in self._workers:
             each.wait()
         self.missing = self._workers[0].said
 
     def round(self):
-        """Seconds until the slower of the two is done."""
+        """Seconds until the slowest is done."""
         for each in self._workers:
             each.ask("go")
         return max(each.answer() for each in self._workers)
@@ -298,14 +308,14 @@ def main():
     if len(os.sched_getaffinity(0)) < 2:
         raise SystemExit("Two cores are needed, one for each process.")
     load = os.getloadavg()[0]
-    pairs = {name: Pair(name, options.steps, options.rows) for name in PAIRS}
-    here = {name: pair for name, pair in pairs.items() if not pair.missing}
+    groups = {name: Group(name, options.steps, options.rows) for name in GROUPS}
+    here = {name: group for name, group in groups.items() if not group.missing}
     rounds = []
     for number in range(options.rounds):
         turns = list(here) if number % 2 else reversed(here)
         rounds.append({name: here[name].round() for name in turns})
-    for pair in pairs.values():
-        pair.end()
+    for group in groups.values():
+        group.end()
     found = {"load": load, "load after": os.getloadavg()[0], "rows per step": 2 * options.rows}
     found |= {"rounds": options.rounds, "versions": versions()}
     times = {name: [seconds[name] for seconds in rounds] for name in here}
@@ -314,8 +324,8 @@ def main():
     for of, over in RATIOS:
         if of in here:
             found[f"{of} / {over}"] = ratio(times[over], times[of])
-    for name in pairs.keys() - here.keys():
-        found[f"{name}, not installed"] = pairs[name].missing
+    for name in groups.keys() - here.keys():
+        found[f"{name}, not installed"] = groups[name].missing
     if options.json:
         print(json.dumps(found, indent=2))
         return

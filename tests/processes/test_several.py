@@ -644,6 +644,21 @@ def test_processes_that_jax_does_not_know_of_are_told(monkeypatch):
         lockstep.distribute(model(), 2)
 
 
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_other_launchers_processes_that_jax_does_not_know_of_are_warned(monkeypatch, name):
+    import lockstep
+    from lockstep.errors import LockstepWarning
+
+    monkeypatch.setenv(name, "1")
+    made = lockstep.distribute(model(), 2)  # without a word
+    lockstep.release(made)
+    monkeypatch.setenv(name, "3")
+    with pytest.warns(LockstepWarning, match=f"started 3 processes .{name}., and JAX") as said:
+        lockstep.distribute(made, 2)
+    assert said[0].filename == __file__
+    made.predict(np.ones((4, *made.input_shape[1:]), "float32"), verbose=0)  # and goes on
+
+
 def test_processes_with_more_devices_than_others_are_told(monkeypatch):
     """JAX could not lay its broadcast out, and said so in terms of its own."""
     from unittest.mock import Mock

@@ -24,6 +24,10 @@ def unshare_arrays(variables: list[Any]) -> None:
     Of two that share one, as the average of an optimizer and its variable may, a step would
     give the array away for both.
     """
+    # keras/src/backend/common/variables.py, Variable: `value` asks for scopes, and takes longer.
+    arrays = {id(variable._value) for variable in variables}
+    if len(arrays) == len(variables):
+        return
     values: set[int] = set()
     for variable in variables:
         value = variable.value

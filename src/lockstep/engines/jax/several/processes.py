@@ -7,6 +7,7 @@ a step the same arrays are one array over all devices of all processes.
 
 import os
 import random
+import warnings
 import zlib
 from collections import Counter
 from typing import Any
@@ -19,7 +20,7 @@ from jax.sharding import NamedSharding
 
 from lockstep.engines.jax.several.calls import CALLS
 from lockstep.engines.jax.several.exchange import once
-from lockstep.errors import ProcessesDisagree, UnsupportedModel
+from lockstep.errors import LockstepWarning, ProcessesDisagree, UnsupportedModel
 
 
 def several() -> bool:
@@ -34,21 +35,47 @@ def is_first() -> bool:
     return index == 0
 
 
-def check_started() -> None:
-    """Raise where a launcher has started several processes and JAX knows of one.
+_LAUNCHERS = {
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpiexec",
+}
+"""Where launchers of many kinds of jobs say how many processes they started."""
 
-    Each of them would train alone, on all rows.
+
+def check_started() -> None:
+    """Say where a launcher has started several processes and JAX knows of one.
+
+    Each of them would train alone, on all rows. WORLD_SIZE is that of processes which are to
+    train together; other launchers may have started a sweep, which is warned about and no more.
 
     Raises:
-        ProcessesDisagree: If that is so.
+        ProcessesDisagree: If WORLD_SIZE is more than 1.
     """
-    asked = os.environ.get("WORLD_SIZE", "")
-    if jax.process_count() == 1 and asked.isdecimal() and int(asked) > 1:
+    if several():
+        return
+    if (asked := _number("WORLD_SIZE")) > 1:
         raise ProcessesDisagree(
             f"WORLD_SIZE={asked} processes were started, and JAX knows of one: each would train "
             "alone.\nCall jax.distributed.initialize(...) before the first Keras operation, "
             "with the address,\nWORLD_SIZE and RANK, or unset WORLD_SIZE to train in one process."
         )
+    for name, launcher in _LAUNCHERS.items():
+        if (asked := _number(name)) > 1:
+            warnings.warn(
+                f"{launcher} started {asked} processes ({name}), and JAX knows of one: each trains "
+                "alone, on all rows,\nand writes the same files. To train together, call "
+                "jax.distributed.initialize(...) before the first\nKeras operation; for trainings "
+                f"that are meant to be apart, unset {name}.",
+                LockstepWarning,
+                stacklevel=4,
+            )
+            return
+
+
+def _number(name: str) -> int:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else 0
 
 
 def check_devices(devices: list[jax.Device]) -> None:

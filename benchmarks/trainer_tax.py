@@ -79,9 +79,9 @@ def _sides(
     model = MODELS[name]
     return {
         HAND: hand(compiled(model), x, y, devices),
-        "keras": kerass(name, devices, run, x, y),
+        "keras": stock(name, devices, run, x, y),
         "lockstep": run(ours(name, devices), x, y),
-        "keras, 20 at once": kerass(name, devices, run, x, y, times=20),
+        "keras, 20 at once": stock(name, devices, run, x, y, times=20),
         "lockstep, 20 at once": run(ours(name, devices, 20), x, y),
     }
 
@@ -90,7 +90,7 @@ def predictions(name: str, devices: int, x: np.ndarray, y: np.ndarray) -> dict[s
     """The sides of `predict`."""
     return {
         HAND: predicted_by_hand(compiled(MODELS[name]), x, devices),
-        "keras": kerass(name, devices, by_predict, x),
+        "keras": stock(name, devices, by_predict, x),
         "lockstep": by_predict(ours(name, devices), x),
     }
 
@@ -103,7 +103,7 @@ def ours(name: str, devices: int, times: int | str = 1, **options: Any) -> keras
     return lockstep.distribute(compiled(MODELS[name], times), devices=devices, **options)
 
 
-def kerass(
+def stock(
     name: str, devices: int, run: Callable[..., Run], *rows: np.ndarray, times: int = 1
 ) -> Run:
     """Stock Keras, on several devices as its `DataParallel` lays a model out."""

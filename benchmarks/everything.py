@@ -31,14 +31,15 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     failed = []
     for figure in FIGURES:
-        print(f"\n== {figure}", flush=True)
         words = figure.split()
         first = next(number for number, word in enumerate(words) if word.endswith(".py"))
+        shown = [*words[:first], "python", f"benchmarks/{words[first]}", *words[first + 1 :]]
+        print("\n==", *shown, flush=True)
         environment = os.environ | dict(word.split("=") for word in words[:first])
         path = Path(__file__).with_name(words[first])
         command = [sys.executable, str(path), *words[first + 1 :]]
         if subprocess.run(command, env=environment, check=False).returncode:
-            failed.append(figure)
+            failed.append(" ".join(shown))
     if failed:
         sys.exit("\nfailed: " + "; ".join(failed))
 

@@ -61,7 +61,7 @@ def by_hand(model: keras.Model, x: np.ndarray, y: np.ndarray, devices: int = 1) 
         logs = {"loss": mean.stateless_result(means), "acc": accuracy.stateless_result(hits)}
         return logs, (trainable, non_trainable, slots, means, hits)
 
-    run = jax.jit(step, donate_argnums=0, out_shardings=everywhere)
+    run = _over(by_rows, 2, jax.jit(step, donate_argnums=0, out_shardings=everywhere))
     variables = (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
     kept = [jax.device_put(_copies(*variables), everywhere)]
 
@@ -71,7 +71,7 @@ def by_hand(model: keras.Model, x: np.ndarray, y: np.ndarray, devices: int = 1) 
         order = np.random.permutation(len(x))
         for start in range(0, len(x), BATCH):
             rows = order[start : start + BATCH]
-            logs, state = run(state, *_split(by_rows, x[rows], y[rows]))
+            logs, state = run(state, x[rows], y[rows])
         {name: float(value) for name, value in logs.items()}
         kept[0] = state[:3]
 
@@ -96,14 +96,14 @@ def evaluated_by_hand(model: keras.Model, x: np.ndarray, y: np.ndarray, devices:
         logs = {"loss": mean.stateless_result(means), "acc": accuracy.stateless_result(hits)}
         return logs, means, hits
 
-    run = jax.jit(step, donate_argnums=(0, 1), out_shardings=everywhere)
+    run = _over(by_rows, 2, jax.jit(step, donate_argnums=(0, 1), out_shardings=everywhere))
     weights = jax.device_put(_values(model), everywhere)
 
     def evaluate() -> None:
         means, hits = jax.device_put(_copies(mean.variables, accuracy.variables), everywhere)
         for start in range(0, len(x), BATCH):
             rows = slice(start, start + BATCH)
-            logs, means, hits = run(means, hits, weights, *_split(by_rows, x[rows], y[rows]))
+            logs, means, hits = run(means, hits, weights, x[rows], y[rows])
         {name: float(value) for name, value in logs.items()}
 
     return evaluate
@@ -114,22 +114,28 @@ def predicted_by_hand(model: keras.Model, x: np.ndarray, devices: int = 1) -> Ru
     import jax
 
     everywhere, by_rows = layouts(devices)
-    run = jax.jit(lambda weights, x: model.stateless_call(*weights, x, training=False)[0])
+    forward = jax.jit(lambda weights, x: model.stateless_call(*weights, x, training=False)[0])
+    run = _over(by_rows, 1, forward)
     weights = jax.device_put(_values(model), everywhere)
 
     def predict() -> None:
-        starts = range(0, len(x), BATCH)
-        parts = [run(weights, *_split(by_rows, x[start : start + BATCH])) for start in starts]
+        parts = [run(weights, x[start : start + BATCH]) for start in range(0, len(x), BATCH)]
         np.concatenate([np.asarray(part) for part in parts])
 
     return predict
 
 
-def _split(by_rows: Any, *parts: np.ndarray) -> Any:
-    """The parts of a batch, over the devices where there are several."""
+def _over(by_rows: Any, parts: int, run: Callable[..., Any]) -> Callable[..., Any]:
+    """The same step, whose last arguments, so many parts of a batch, are split over devices."""
     import jax
 
-    return parts if by_rows is None else jax.device_put(parts, by_rows)
+    if by_rows is None:
+        return run
+
+    def placed(*given: Any) -> Any:
+        return run(*given[:-parts], *jax.device_put(given[-parts:], by_rows))
+
+    return placed
 
 
 def _copies(*groups: list[Any]) -> Any:

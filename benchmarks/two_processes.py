@@ -1,6 +1,6 @@
 """`python benchmarks/two_processes.py`: what two processes of one core each lose by talking.
 
-Each process is pinned to a core of its own. Pairs take turns, every other round backwards: two
+Each process is pinned to a core of its own. They take turns, every other round backwards: two
 processes that do not know of one another (the control, which cancels the machine), the same two
 where each waits for the other after every step and sends it no more than a byte (what waiting for
 the slower of two cores costs by itself), two under lockstep, two that run a hand-written JAX loop
@@ -236,9 +236,10 @@ RATIOS = [
     ("Fabric", "independent PyTorch"),
     ("independent", "one process"),
     ("lockstep", "one process"),
-    ("hand-written JAX", "one process"),
     ("independent PyTorch", "one process, PyTorch"),
     ("DistributedDataParallel", "one process, PyTorch"),
+    ("Accelerate", "one process, PyTorch"),
+    ("Fabric", "one process, PyTorch"),
 ]
 
 

@@ -59,6 +59,8 @@ def distribute(
         UnsupportedModel: If the engine could not keep this model exact.
         LayoutConflict: If another tool, or another model on other devices, has
             laid out one of its variables.
+        ProcessesDisagree: If `WORLD_SIZE` says that several processes were started, and JAX
+            knows of one; or if those that it knows of ask for different devices.
 
     Example:
         >>> model = keras.Sequential([keras.layers.Dense(1)])

@@ -653,10 +653,19 @@ def test_other_launchers_processes_that_jax_does_not_know_of_are_warned(monkeypa
     made = lockstep.distribute(model(), 2)  # without a word
     lockstep.release(made)
     monkeypatch.setenv(name, "3")
-    with pytest.warns(LockstepWarning, match=f"started 3 processes .{name}., and JAX") as said:
+    with pytest.warns(LockstepWarning, match=f"{name}=3 processes were started, and JAX") as said:
         lockstep.distribute(made, 2)
     assert said[0].filename == __file__
     made.predict(np.ones((4, *made.input_shape[1:]), "float32"), verbose=0)  # and goes on
+
+
+def test_processes_that_jax_knows_of_are_not_warned(monkeypatch):
+    from lockstep.engines.jax.several import processes
+
+    for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setattr(processes.jax, "process_count", lambda: 2)
+    processes.check_started()  # a warning would be an error
 
 
 def test_processes_with_more_devices_than_others_are_told(monkeypatch):

@@ -335,10 +335,10 @@ class Attachment:
             holders_of(variable).add(self)
         unshare_arrays(variables)
         states = {id(state) for state in jax_states.states_of(self.model)}
-        beside_weights = self.model.non_trainable_variables if states else []
+        others = self.model.non_trainable_variables if states else []
         self._split = frozenset(
             position
-            for position, variable in enumerate(beside_weights)
+            for position, variable in enumerate(others)
             if id(variable) in states and self._steps.divides(variable.shape[0])
         )
 

@@ -35,12 +35,8 @@ def is_first() -> bool:
     return index == 0
 
 
-_LAUNCHERS = {
-    "SLURM_STEP_NUM_TASKS": "srun",
-    "OMPI_COMM_WORLD_SIZE": "mpirun",
-    "PMI_SIZE": "mpiexec",
-}
-"""Where launchers of many kinds of jobs say how many processes they started."""
+_STARTED = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Where Slurm, Open MPI and MPICH say how many processes they started, to whatever end."""
 
 
 def check_started() -> None:
@@ -60,13 +56,12 @@ def check_started() -> None:
             "alone.\nCall jax.distributed.initialize(...) before the first Keras operation, "
             "with the address,\nWORLD_SIZE and RANK, or unset WORLD_SIZE to train in one process."
         )
-    for name, launcher in _LAUNCHERS.items():
+    for name in _STARTED:
         if (asked := _number(name)) > 1:
             warnings.warn(
-                f"{launcher} started {asked} processes ({name}), and JAX knows of one: each trains "
-                "alone, on all rows,\nand writes the same files. To train together, call "
-                "jax.distributed.initialize(...) before the first\nKeras operation; for trainings "
-                f"that are meant to be apart, unset {name}.",
+                f"{name}={asked} processes were started, and JAX knows of one: each trains alone, "
+                "on all rows.\nTo train together, call jax.distributed.initialize(...) before the "
+                f"first Keras operation.\nFor trainings that are meant to be apart, unset {name}.",
                 LockstepWarning,
                 stacklevel=4,
             )

@@ -182,20 +182,20 @@ def test_the_clock_leaves_the_data_on_the_devices(keras, monkeypatch):
 
 
 def test_steps_that_go_together_by_themselves_are_measured_as_they_go(keras, monkeypatch):
-    paces = []
+    paces = {}
 
-    def noting(*args):
-        paces.append(original(*args))
-        return paces[-1]
+    def noting(self, batches, *args):
+        original(self, batches, *args)
+        paces[batches] = batches.pace
 
-    original = loop._pace
-    monkeypatch.setattr(loop, "_pace", noting)
+    original = loop.Loop._heed
+    monkeypatch.setattr(loop.Loop, "_heed", noting)
     monkeypatch.setattr(jax_pace, "GAIN", float("inf"))  # whatever the clock says
     monkeypatch.setattr(jax_pace, "WINDOW", 1000)
     made = model(keras, steps_per_execution="auto")
     found = measure(made, arrays(41 * 8), 1, steps=8, rounds=1, batch_size=8)
     assert len(paces) == 3  # one fit to warm up, one round, one under the profiler
-    assert [pace.times for pace in paces] == [20] * 3
+    assert [pace.times for pace in paces.values()] == [20] * 3
     assert found.steps_per_execution == 41 / 3
 
 
@@ -241,12 +241,13 @@ def test_input_of_arrays_is_their_rows_in_the_order_of_fit(keras, monkeypatch):
     """It was slices, which are views and cost nothing; fit gathers shuffled rows."""
     taken = []
 
-    def noting(arrays, rows):
-        taken.append(original(arrays, rows))
-        return taken[-1]
+    def noting(arrays, every, **kwargs):
+        for batch in original(arrays, every, **kwargs):
+            taken.append(batch)
+            yield batch
 
-    original = Arrays.batch
-    monkeypatch.setattr(Arrays, "batch", noting)
+    original = Arrays.batches
+    monkeypatch.setattr(Arrays, "batches", noting)
     x = np.arange(40)
     assert feed(model(keras), (x, x), 50, batch_size=16) == len(taken) == 3
     rows = np.concatenate([batch[0] for batch in taken])
@@ -266,7 +267,7 @@ def test_what_the_user_wants_with_the_data_is_measured(keras, options):
 
 
 def test_input_of_data_on_the_devices_is_the_numbers_of_rows(keras, monkeypatch):
-    monkeypatch.setattr(Arrays, "batch", None)  # nothing is taken on the host
+    monkeypatch.setattr(Arrays, "batches", None)  # nothing is taken on the host
     made = lockstep.distribute(model(keras), 2, data_on_devices=True)
     assert feed(made, arrays(40), 50) == 2
 

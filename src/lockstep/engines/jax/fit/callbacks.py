@@ -21,7 +21,8 @@ def see_every_batch(callbacks: Any, batch: str) -> bool:
         callbacks: Keras's list of callbacks.
         batch: The kind of batch: `"train"`, `"test"` or `"predict"`.
     """
-    return any(_sees(callback, batch) for callback in callbacks.callbacks)
+    own = type(callbacks) not in (Callbacks, keras.callbacks.CallbackList)  # a class of the user's
+    return own or any(_sees(callback, batch) for callback in callbacks.callbacks)
 
 
 def may_write_between_steps(callbacks: Any, batch: str) -> bool:

@@ -30,7 +30,6 @@ from lockstep.engines.jax.fit.callbacks import (
 from lockstep.engines.jax.fit.keep import Keeper
 from lockstep.engines.jax.steps.epoch import NO_BATCH, PREDICT, TEST, TRAIN, Begin, End, run_epoch
 from lockstep.engines.jax.steps.input import HostIterator
-from lockstep.engines.jax.steps.pace import Pace
 from lockstep.engines.jax.steps.step import StepFunction
 from lockstep.errors import UnusableData
 
@@ -66,7 +65,7 @@ class Loop:
         that the loop does not.
         """
         keras_own: Callable[..., Any] = getattr(JAXTrainer, name)
-        if getattr(getattr(self.model, name), "__func__", None) is not keras_own:
+        if not _is_keras(self.model, name):
             return False
         mine: Callable[..., Any] = getattr(type(self), name)
         return _arguments(keras_own) == _arguments(mine)
@@ -124,7 +123,6 @@ class Loop:
         batches.build(lambda: model._symbolic_build(iterator=batches))
         callbacks = self._callbacks(callbacks, verbose, epochs, batches, add_history=True)
         model.make_train_function()
-        batches.pace = _pace(model.train_function, callbacks, "train", recorder)
         self.keeper.keep(model, batches, callbacks, "train")
         model.stop_training = False
         train_logs: dict[str, Any] | None = None
@@ -253,10 +251,10 @@ class Loop:
         batches.build(lambda: model._symbolic_build(iterator=batches))
         callbacks = self._callbacks(callbacks, verbose, 1, batches)
         model.make_test_function()
-        recorder = getattr(callbacks, "recorder", None)
-        batches.pace = _pace(model.test_function, callbacks, "test", recorder)
         if within_fit:
             self.keeper.keep(model, batches, callbacks, "test")
+        # Where each step has the metrics of the one before, the last one ends after all others.
+        batches.in_place = _is_keras(model, "test_step")
         model.stop_evaluating = False
         callbacks.on_test_begin()
         self._heed(batches, callbacks, "test")
@@ -302,25 +300,35 @@ class Loop:
         every: list[Any] = []
 
         def end(step: int, outputs: Any) -> None:
-            every.append(outputs)
             callbacks.on_predict_batch_end(step, {"outputs": outputs})
 
+        batches.in_place = True  # what steps return is put together, all of it
         callbacks.on_predict_begin()
         self._heed(batches, callbacks, "predict")
-        run_epoch(model, PREDICT, batches, callbacks.on_predict_batch_begin, end)
+        begin = callbacks.on_predict_batch_begin
+        run_epoch(model, PREDICT, batches, begin, end, each=every.append)
         model.jax_state_sync()
         if not every:
             raise _no_batch("predict")
         callbacks.on_predict_end()
         model._jax_state = None
+        if not keras.tree.is_nested(every[0]):
+            return np.concatenate(every)
         return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *every)
 
     def _heed(self, batches: HostIterator, callbacks: Any, batch: str) -> None:
-        """Follow hooks for batches that a callback has put in place since it was looked at."""
+        """Follow the hooks for batches that there are now: a callback may put some in place."""
         sees = see_every_batch(callbacks, batch)
         batches.watch(sees)
-        if batches.pace is not None and sees:
-            batches.pace = None
+        # Under a recorder steps stay single: what a clock finds out would be in the last bits.
+        single = sees or getattr(callbacks, "recorder", None) is not None
+        function = getattr(self.model, f"{batch}_function")
+        pace, alone = None, False  # of a step of Keras's, where a callback has released the model
+        if isinstance(function, StepFunction):
+            pace, alone = function.pace, function.alone
+        batches.pace = None if single else pace
+        free = alone and pace is None and batches.steps_per_execution == 1
+        batches.unseen = free and not single
         self.keeper.heed(batches, callbacks, batch)
 
     def _callbacks(
@@ -374,15 +382,10 @@ def _telling(begin: Begin, end: End) -> tuple[Begin, End]:
     return telling_begin, telling_end
 
 
-def _pace(function: Any, callbacks: Any, batch: str, recorder: Any) -> Pace | None:
-    """What says how many steps go into one program, where nothing looks at single ones.
-
-    Under a recorder steps stay single: what a clock finds out would be in the last bits.
-    """
-    pace = function.pace if isinstance(function, StepFunction) else None
-    if pace is None or recorder is not None or see_every_batch(callbacks, batch):
-        return None
-    return pace
+def _is_keras(model: Any, name: str) -> bool:
+    """Whether a method of the model is the one that Keras gives to every model."""
+    found = getattr(getattr(model, name), "__func__", None)
+    return found is not None and found is getattr(JAXTrainer, name)
 
 
 def _arguments(method: Callable[..., Any]) -> list[str]:

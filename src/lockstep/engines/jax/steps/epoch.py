@@ -1,7 +1,8 @@
 """The steps of one epoch, with little Python in each."""
 
 import itertools
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from lockstep.engines.jax.steps.step import StepFunction
 
 Begin = Callable[[int], None]
 End = Callable[[int, Any], None]
+Each = Callable[[Any], None]
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,18 @@ def run_epoch(
     batches: HostIterator,
     begin: Begin,
     end: End,
+    each: Each | None = None,
 ) -> Any:
-    """The steps of one epoch; the outputs of the last one are returned, or `NO_BATCH`."""
+    """The steps of one epoch; the outputs of the last one are returned, or `NO_BATCH`.
+
+    Args:
+        model: The model.
+        kind: What is done with it.
+        batches: What yields the batches.
+        begin: Is called with the number of the first step of those that follow.
+        end: Is called with the number of the last step, and its outputs.
+        each: Is called with the outputs of every step, or of those that are one execution.
+    """
     attributes = vars(model)
     current = _Current(kind.state)
     outputs: Any = NO_BATCH
@@ -73,10 +85,15 @@ def run_epoch(
                 step = getattr(model, kind.function)
                 if isinstance(step, StepFunction):
                     times = last - first + 1
-                    if times == 1 and step.plain and batches.ahead.is_empty:
-                        outputs, taken = _step(model, step, current, batches, iterator), 1
+                    alone = (times == 1 and batches.pace is None) or batches.unseen
+                    if alone and step.alone and batches.ahead.is_empty:
+                        most = times if first else 1  # the progress bar times the first
+                        outputs, taken = _each(model, kind, current, batches, iterator, most, each)
                     else:
+                        times = 1 if batches.unseen else times
                         outputs, taken = _execute(model, step, current, batches, iterator, times)
+                        if each is not None:
+                            each(outputs)
                     if step.ahead and batches.may_look_ahead(last + 1):
                         batches.ahead.look(step, current.kept[-1][1], iterator, times)
                 else:  # a callback has released the model
@@ -85,13 +102,17 @@ def run_epoch(
                     rest = itertools.chain(batches.ahead.drawn(iterator), iterator)
                     current.kept[:] = [step(current.kept[-1][1], rest)]
                     outputs, taken = current.kept[-1][0], 1
-                if batches.pace is not None:
+                    if each is not None:
+                        each(outputs)
+                if batches.pace is not None or batches.unseen:
                     last = batches.took(first, taken)
                 end(last, outputs)
                 if getattr(model, kind.stop):
                     break
         batches.check_epoch()
         batches.settle()
+        if batches.in_place:
+            jax.block_until_ready(current.get("metrics_variables"))
     except BaseException as error:
         try:
             model.jax_state_sync()
@@ -104,22 +125,59 @@ def run_epoch(
     return outputs
 
 
-def _step(
-    model: Any, step: StepFunction, current: "_Current", source: HostIterator, iterator: Any
-) -> Any:
-    """What `_execute` does where there is one step and nothing beside it."""
-    try:
-        batch = next(iterator)
-    except Exception as error:
-        source.broke_off = error
-        raise
-    if vars(model)["_jax_state_synced"]:
-        _read(model, current, step)
-    kept = current.kept
-    kept.extend(map(step.run, (kept[-1][1],), (step.place(batch),)))
-    del kept[0]
-    outputs = kept[0][0]
-    return outputs if step.finish is None else step.finish(outputs)
+UNSEEN = 0.01
+"""Seconds of steps one after the other, at most, where nobody looks between two of them. The
+progress bar draws 20 times a second."""
+
+
+def _each(
+    model: Any,
+    kind: Kind,
+    current: "_Current",
+    source: HostIterator,
+    iterator: Iterator[Any],
+    most: int,
+    each: Each | None,
+) -> tuple[Any, int]:
+    """What `_execute` does for steps that run alone, so many of them at most.
+
+    Returns:
+        The outputs of the last one, and how many were taken.
+    """
+    attributes = vars(model)
+    step: StepFunction = getattr(model, kind.function)
+    kept, run, look = current.kept, step.run, step.look
+    outputs: Any = None
+    taken = 0
+    until = time.monotonic() + UNSEEN
+    while True:
+        try:
+            batch = next(iterator)
+        except Exception as error:
+            if taken and isinstance(error, StopIteration):
+                return outputs, taken
+            source.broke_off = error
+            raise
+        # Who draws batches may be code of the user's, and may have asked for the model.
+        if attributes["_jax_state_synced"]:
+            _read(model, current, step)
+        placed = step.place(batch)
+        if look is not None:
+            placed = look(run, kept[-1][1], placed)
+        # What the program returns is in the list before Python looks for signals,
+        # so that an interrupt finds the state before the step or the one after.
+        kept.extend(map(run, (kept[-1][1],), (placed,)))
+        del kept[0]
+        outputs = kept[0][0]
+        if step.finish is not None:
+            outputs = step.finish(outputs)
+        if each is not None:
+            each(outputs)
+        taken += 1
+        if taken == most or time.monotonic() > until or getattr(model, kind.stop):
+            return outputs, taken
+        if getattr(model, kind.function) is not step:
+            return outputs, taken
 
 
 def _execute(

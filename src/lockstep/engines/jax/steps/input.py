@@ -1,5 +1,6 @@
 """Where the batches of an epoch come from: fresh host arrays, one after the other."""
 
+import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -32,6 +33,9 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
 
     Attributes:
         pace: Says how many steps each execution takes; `None` for `steps_per_execution`.
+        unseen: Whether nobody looks between two steps, which are handed over as they come.
+        in_place: Whether steps may read the memory of the user's arrays, where nobody looks between
+            two steps: all of them are waited for before the call ends.
         data: The data on the devices; `None` where batches go from the host.
         decided: Whether it has been decided where the data are.
         skip: How many batches of arrays the next pass leaves out, in order and random numbers
@@ -42,6 +46,8 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         recorded: Whether a checkpoint asks for the position, that of the batches trained.
     """
 
+    unseen = False
+    in_place = False
     skip = 0
     prefetch = 0
     recorded = False
@@ -72,7 +78,8 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget what was taken to look at, as Keras does before the first step."""
         super().reset()
-        self.pace = None  # which Keras, in whose hands a released model is, does not know
+        # Of both, Keras, in whose hands a released model is, does not know.
+        self.pace, self.unseen = None, False
         self.ahead = Ahead()
         self.prefetch, self._prefetched = 0, None
         if self._seen is not None:
@@ -90,15 +97,21 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         if self._prefetched is not None:  # an epoch may go on with the pass of the one before
             self._prefetched.begin_epoch(self.prefetch, self.num_batches)
         steps: Iterator[tuple[int, int, Iterator[Any]]] = super()._enumerate_iterator()
-        return steps if self.pace is None else self._paced(steps, self.pace)
+        if self.pace is not None:
+            return self._paced(steps, self.pace.next)
+        return self._paced(steps, _all_of_them) if self.unseen else steps
 
     def _paced(
-        self, steps: Iterator[tuple[int, int, Iterator[Any]]], pace: Pace
+        self,
+        steps: Iterator[tuple[int, int, Iterator[Any]]],
+        times: Callable[[int | None], int],
     ) -> Iterator[tuple[int, int, Iterator[Any]]]:
         number = self.num_batches
         for first, _, iterator in steps:
             left = None if number is None else number - first
-            self._taken = pace.next(left)
+            if left is not None and self._num_batches:  # of a pass, which epochs may share
+                left = min(left, self._num_batches - self._steps_seen + 1)
+            self._taken = times(left)
             yield first, first + self._taken - 1, iterator
             for _ in islice(steps, self._taken - 1):  # counted where there were batches for them
                 pass
@@ -163,7 +176,7 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         if arrays is not None:
             rows = row_numbers(self.data_adapter, self.skip)
             if not self.prefetch:
-                return map(arrays.batch, rows)
+                return arrays.batches(rows, views=self.unseen and self.in_place)
             return self._made(prefetched.of_rows(rows, arrays.batch))
         batches = self._source()
         batches = _fresh(islice(batches, self.skip, None) if self.skip else batches)
@@ -198,6 +211,10 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
             if isinstance(rows, slice):
                 rows = np.arange(rows.start, rows.stop)
             yield Chosen(rows.astype("int32"), data)
+
+
+def _all_of_them(left: int | None) -> int:
+    return left or sys.maxsize
 
 
 def _fresh(batches: Iterator[Any]) -> Iterator[Any]:

@@ -14,9 +14,8 @@ class Reading:
     got them would cost twice as much as they do, and copy them wherever they are not donated.
 
     Args:
-        program: A compiled function from state and batch to outputs and state, with `None` in
-            place of each group of variables that the step has left as it was. The state is not
-            donated, as it is used again.
+        program: A compiled function from state and batch to outputs and the groups of variables
+            that the step has changed, by position. The state is not donated, as it is used again.
     """
 
     def __init__(self, program: Any) -> None:
@@ -30,15 +29,20 @@ class Reading:
         return outputs, whole(state, changed)
 
 
-def whole(before: State, changed: State) -> State:
-    """The groups that a step has changed, and for each `None` the one of before."""
-    return tuple([old if new is None else new for old, new in zip(before, changed, strict=True)])
+def whole(before: State, changed: dict[int, Any]) -> State:
+    """The state after a step: what it has changed, and of all other groups those of before."""
+    if not changed:
+        return before
+    after = list(before)
+    for position, group in changed.items():
+        after[position] = group
+    return tuple(after)
 
 
-def changed(before: State, after: State) -> State:
-    """While a step is traced: the groups of the state after it, `None` for those it left alone."""
-    pairs = zip(before, after, strict=True)
-    return tuple([None if _is_same(old, new) else new for old, new in pairs])
+def changed(before: State, after: State) -> list[int]:
+    """While a step is traced: which groups of the state it has not left alone, by position."""
+    pairs = enumerate(zip(before, after, strict=True))
+    return [position for position, (old, new) in pairs if not _is_same(old, new)]
 
 
 def _is_same(old: Any, new: Any) -> bool:

@@ -38,23 +38,26 @@ def repeated(program: Program) -> Program:
     """A program that runs `program` once for each of the batches that are stacked.
 
     Each step gets the state that the one before left; the outputs are those of the
-    last, as of `steps_per_execution` steps in Keras. Groups of the state that each step leaves
-    alone are `None` in its place, as in what `program` returns.
+    last, as of `steps_per_execution` steps in Keras. The state is returned as `program` returns
+    it: whole, or the groups that each step changes.
     """
 
     def steps(state: Any, batches: Any) -> tuple[Any, Any]:
-        left_alone: list[bool] = []
+        changed: list[int] | None = None
 
         def body(state: Any, batch: Any) -> tuple[Any, Any]:
+            nonlocal changed
             outputs, after = program(state, batch)
-            left_alone[:] = [group is None for group in after]
+            if isinstance(after, dict):
+                changed = list(after)
+                after = whole(state, after)
             # A step of the user's own may return tuples where it was given lists.
-            leaves = jax.tree.leaves(whole(state, after))
+            leaves = jax.tree.leaves(after)
             return jax.tree.unflatten(jax.tree.structure(state), leaves), outputs
 
         after, outputs = jax.lax.scan(body, state, batches)
-        groups = zip(left_alone, after, strict=True)
-        after = tuple([None if alone else group for alone, group in groups])
+        if changed is not None:
+            after = {position: after[position] for position in changed}
         return jax.tree.map(lambda each: each[-1], outputs), after
 
     return steps

@@ -62,11 +62,10 @@ class StepFunction:
     ahead: bool = False
 
     @cached_property
-    def plain(self) -> bool:
-        """Whether a step draws a batch, places it and runs, and nothing else is to be done."""
-        beside = (self.look, self.seen, self.here, self.pace, self.assigned)
-        several = self.one_at_a_time or self.ahead
-        return not several and all(each is None for each in beside)
+    def alone(self) -> bool:
+        """Whether a step draws a batch, places it and runs, and has no other process to heed."""
+        several = self.seen, self.here, self.assigned
+        return all(each is None for each in several) and not (self.one_at_a_time or self.ahead)
 
     def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
         """`times` steps, or as many as the iterator has batches for, in Keras's protocol."""

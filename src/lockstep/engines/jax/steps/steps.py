@@ -108,13 +108,15 @@ class Steps:
             complete: Says whether every variable is there; a step that makes some runs alone.
         """
 
-        def program(state: State, batch: Any) -> tuple[Any, State]:
+        def program(state: State, batch: Any) -> tuple[Any, Any]:
+            after: Any
             outputs, after = step(state, self._true_rows(batch))
             # Which may be larger: a first step builds the metrics of a model compiled anew.
             layouts = self._layouts(after, split())
-            if not trains:
-                after = changed(state, after)
-            after = tuple(map(_laid_out, after, layouts))
+            if trains:
+                after = tuple(map(_laid_out, after, layouts))
+            else:
+                after = {n: _laid_out(after[n], layouts[n]) for n in changed(state, after)}
             return (self._split_outputs(outputs, batch) if stay_split else outputs), after
 
         trains = gradient_bytes is not None
@@ -387,8 +389,6 @@ def _host_array(leaf: Any) -> np.ndarray:
 
 
 def _laid_out(group: Any, layouts: list[NamedSharding]) -> Any:
-    if group is None:  # the step has left it alone
-        return None
     pairs = zip(jax.tree.leaves(group), layouts, strict=True)
     return [jax.lax.with_sharding_constraint(leaf, layout) for leaf, layout in pairs]
 

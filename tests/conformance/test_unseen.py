@@ -1,0 +1,219 @@
+"""Steps that nobody looks at go one after the other, and are those of Keras."""
+
+import keras
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader, IterableDataset
+
+import lockstep
+from lockstep.engines.jax.fit.callbacks import Callbacks
+from lockstep.engines.jax.steps import epoch
+from tests.conformance import common
+from tests.conformance.common import assert_same, weights
+from tests.conformance.side_by_side import BATCH, both, smooth, train
+
+
+def rows(batches):
+    x, y = common.data(batches * BATCH)
+    return [(x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, batches * BATCH, BATCH)]
+
+
+@pytest.fixture(autouse=True)
+def whole_epochs(monkeypatch):
+    """No clock cuts them short."""
+    monkeypatch.setattr(epoch, "UNSEEN", float("inf"))
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_callbacks_that_look_at_no_batch_are_called_after_the_first_and_the_last(
+    devices, monkeypatch
+):
+    called = []
+    end = Callbacks._end
+
+    def noting(self, hook, batch, logs):
+        called.append((hook, batch))
+        return end(self, hook, batch, logs)
+
+    monkeypatch.setattr(Callbacks, "_end", noting)
+    made = lockstep.distribute(smooth(), devices)
+    x, y = common.data(6 * BATCH)
+    made.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[keras.callbacks.EarlyStopping("loss")])
+    made.evaluate(x, y, batch_size=BATCH, verbose=0)
+    assert len(made.predict(x, batch_size=BATCH, verbose=0)) == len(x)
+    kinds = ["train", "test", "predict"]
+    assert called == [(f"on_{kind}_batch_end", batch) for kind in kinds for batch in (0, 5)]
+
+
+class Notes(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.batches = []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            self.on_train_batch_end = lambda batch, logs=None: self.batches.append(batch)
+
+
+def test_a_hook_that_comes_between_two_epochs_is_called_for_every_batch(tmp_path):
+    def script(made, folder):
+        notes = Notes()
+        train(made, [notes], validation_data=None)
+        return notes.batches
+
+    one, many = both(script, tmp_path, devices=1)
+    assert many.returned == one.returned == list(range(7))
+
+
+class Every(keras.callbacks.CallbackList):
+    def on_train_batch_end(self, batch, logs=None):
+        super().on_train_batch_end(batch, logs)
+        self.batches = [*getattr(self, "batches", []), batch]
+
+
+def test_a_list_of_callbacks_of_a_class_of_its_own_is_called_for_every_batch(tmp_path):
+    def script(made, folder):
+        every = Every([], add_history=True, model=made)
+        x, y = common.data(7 * BATCH)
+        made.fit(x, y, batch_size=BATCH, callbacks=every, verbose=0, shuffle=False)
+        return every.batches
+
+    one, many = both(script, tmp_path, devices=1)
+    assert many.returned == one.returned == list(range(7))
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
+@pytest.mark.parametrize("devices", [1, 3])
+def test_data_that_ask_for_the_model_get_that_of_the_step_before(devices):
+    """Keras alone loses the weights there; a callback may ask."""
+    asked = []
+
+    class Asks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            asked.append(weights(self.model))
+
+    smooth().fit((batch for batch in rows(7)), verbose=0, shuffle=False, callbacks=[Asks()])
+    made, found = lockstep.distribute(smooth(), devices), []
+
+    def batches():
+        for batch in rows(7):
+            made.jax_state_sync()
+            found.append(weights(made))
+            yield batch
+
+    made.fit(batches(), verbose=0, shuffle=False)
+    assert len(found) == len(asked) == 7  # two were drawn to look at them
+    assert_same([*found[2:], weights(made)], asked[1:], atol=0 if devices == 1 else 1e-6)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
+def test_data_that_stop_it_end_it_after_the_same_step(call, devices, tmp_path):
+    def script(made, folder):
+        stop = {"fit": "training", "evaluate": "evaluating", "predict": "predicting"}[call]
+        drawn = []
+
+        def batches():
+            for batch in rows(9):
+                drawn.append(1)
+                if len(drawn) == 5:
+                    setattr(made, f"stop_{stop}", True)
+                yield (batch[0],) if call == "predict" else batch
+
+        options = {"shuffle": False} if call == "fit" else {}
+        found = getattr(made, call)(batches(), verbose=0, **options)
+        found = found.history if call == "fit" else found
+        return len(drawn), int(made.optimizer.iterations), found
+
+    one, many = both(script, tmp_path, devices)
+    assert many.returned[:2] == one.returned[:2]
+    assert many.returned[0] == 5
+    assert_same(many.returned[2], one.returned[2])
+
+
+class Longer(IterableDataset):
+    def __len__(self):
+        return 7
+
+    def __iter__(self):
+        return iter(rows(9))
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset:UserWarning")
+@pytest.mark.parametrize(
+    "source", ["arrays", "generator", "dataset", "endless dataset", "longer than it says"]
+)
+@pytest.mark.parametrize("steps", [None, 3, 5, 12])
+def test_epochs_that_share_a_pass_or_find_it_too_short(source, steps, tmp_path):
+    import tensorflow as tf
+
+    if source == "endless dataset" and steps is None:
+        steps = 7
+
+    def script(made, folder):
+        x, y = common.data(7 * BATCH)
+        data, options = (x, y), {"batch_size": BATCH}
+        if source == "generator":
+            data, options = ((batch for batch in rows(7) * 2),), {}
+        elif "dataset" in source:
+            data, options = (tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH),), {}
+        if source == "endless dataset":
+            data = (data[0].repeat(),)
+        elif source == "longer than it says":
+            data, options = (DataLoader(Longer(), batch_size=None),), {}
+        history = made.fit(
+            *data, **options, steps_per_epoch=steps, epochs=4, verbose=0, shuffle=False
+        )
+        return int(made.optimizer.iterations), history.epoch, history.history
+
+    one, many = both(script, tmp_path, devices=1)
+    assert many.returned[:2] == one.returned[:2]
+    assert_same(many.returned[2], one.returned[2], atol=0)
+    assert_same(weights(many.model), weights(one.model), atol=0)
+
+
+# ------------------------------------------------------------------ arrays of the user's
+
+
+class Wide(keras.Model):
+    """Takes its time, and answers what it has learned of the rows in a variable alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = [keras.layers.Dense(1024, activation="tanh") for _ in range(3)]
+        self.out = keras.layers.Dense(2)
+
+    def call(self, inputs):
+        for layer in self.wide:
+            inputs = layer(inputs)
+        return self.out(inputs)
+
+    def get_metrics_result(self):
+        return {"nothing": 0.0}
+
+
+@pytest.mark.parametrize("call", ["evaluate", "predict"])
+def test_rows_that_are_written_to_after_the_call_were_read_before(call):
+    keras.utils.set_random_seed(3)
+    made = Wide()
+    made.compile("sgd", "mse")
+    x = np.random.default_rng(1).normal(size=(8 * 512, 1024)).astype("float32")
+    y = np.zeros((len(x), 2), "float32")
+    options = {"batch_size": 512, "verbose": 0}
+    lockstep.distribute(made, 1)
+
+    def run():
+        given = x.copy()
+        if call == "predict":
+            found = made.predict(given, **options)
+        else:
+            made.evaluate(given, y, **options)
+            found = None
+        given[:] = 100.0
+        return np.asarray(made._loss_tracker.total) if found is None else found
+
+    first = run()
+    assert np.abs(first).max() > 0
+    for _ in range(5):
+        assert_same(run(), first, atol=0)

@@ -88,11 +88,7 @@ def _sides(
 
 def predictions(name: str, devices: int, x: np.ndarray, y: np.ndarray) -> dict[str, Run]:
     """The sides of `predict`."""
-    return {
-        HAND: predicted_by_hand(compiled(MODELS[name]), x, devices),
-        "keras": stock(name, devices, by_predict, x),
-        "lockstep": by_predict(ours(name, devices), x),
-    }
+    return _sides(name, devices, predicted_by_hand, by_predict, x, y)
 
 
 CALLS = {"fit": fits, "evaluate": evaluations, "predict": predictions}
@@ -104,7 +100,12 @@ def ours(name: str, devices: int, times: int | str = 1, **options: Any) -> keras
 
 
 def stock(
-    name: str, devices: int, run: Callable[..., Run], *rows: np.ndarray, times: int = 1
+    name: str,
+    devices: int,
+    run: Callable[..., Run],
+    x: np.ndarray,
+    y: np.ndarray,
+    times: int = 1,
 ) -> Run:
     """Stock Keras, on several devices as its `DataParallel` lays a model out."""
     layout = None
@@ -113,7 +114,7 @@ def stock(
         layout = keras.distribution.DataParallel(devices=names, auto_shard_dataset=False)
     keras.distribution.set_distribution(layout)
     try:
-        call = run(compiled(MODELS[name], times), *rows)
+        call = run(compiled(MODELS[name], times), x, y)
     finally:
         keras.distribution.set_distribution(None)
 

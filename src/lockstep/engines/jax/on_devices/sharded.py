@@ -27,6 +27,20 @@ class Sharded:
     whole: bool = False
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["padded"], meta_fields=["rows"])
+@dataclass(frozen=True)
+class StackedRows:
+    """The predictions of several steps: the step is the first dim, and the second is split.
+
+    Attributes:
+        padded: Their rows, each step's with its padding.
+        rows: How many of each step are true.
+    """
+
+    padded: jax.Array
+    rows: int
+
+
 def longer(batch: Any, rows: int) -> Any:
     """A batch like this one with so many rows more, as shapes alone."""
 
@@ -67,10 +81,13 @@ def whole_rows(outputs: Any) -> Any:
     """Predictions without the padding; only ragged ones are fetched for it."""
 
     def cut(leaf: Any) -> Any:
+        if isinstance(leaf, StackedRows):
+            rows = np.asarray(leaf.padded)[:, : leaf.rows]
+            return rows.reshape(-1, *rows.shape[2:])
         if not isinstance(leaf, Sharded):
             return leaf
         if leaf.rows == leaf.padded.shape[0]:
             return leaf.padded
         return np.asarray(leaf.padded)[: leaf.rows]
 
-    return jax.tree.map(cut, outputs, is_leaf=is_sharded)
+    return jax.tree.map(cut, outputs, is_leaf=lambda leaf: isinstance(leaf, Sharded | StackedRows))

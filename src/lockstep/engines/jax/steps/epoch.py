@@ -75,9 +75,7 @@ def run_epoch(
     attributes["_jax_state_synced"] = True
     pace = batches.pace
     if pace is not None:
-        pace.begin_epoch(
-            batches.num_batches, lambda: jax.block_until_ready([state for _, state in current.kept])
-        )
+        pace.begin_epoch(batches.num_batches, lambda: jax.block_until_ready(current.kept))
     try:
         with batches.catch_stop_iteration():
             for first, last, iterator in batches:
@@ -111,7 +109,7 @@ def run_epoch(
                     break
         batches.check_epoch()
         batches.settle()
-        if batches.in_place:
+        if batches.in_place and current.kept:
             jax.block_until_ready(current.get("metrics_variables"))
     except BaseException as error:
         try:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from lockstep.engines.jax.on_devices.resident import Chosen
+from lockstep.engines.jax.on_devices.sharded import StackedRows, is_sharded
 from lockstep.engines.jax.steps.reading import whole
 from lockstep.errors import UnsupportedModel
 
@@ -34,12 +35,37 @@ def check_times(times: object) -> None:
         )
 
 
-def repeated(program: Program) -> Program:
+def last(outputs: Any) -> Any:
+    """Of the logs of several steps, stacked: those of the last one, as in Keras."""
+    return jax.tree.map(lambda each: each[-1], outputs)
+
+
+def every_row(outputs: Any) -> Any:
+    """Of the predictions of several steps, stacked: all rows, in their order.
+
+    Raises:
+        TypeError: Where a prediction is a number, which has no rows.
+    """
+
+    def rows(each: Any) -> Any:
+        if is_sharded(each):
+            return StackedRows(each.padded, each.rows)
+        if each.ndim < 2:
+            raise TypeError(f"a prediction of the shape {each.shape[1:]}")
+        return each.reshape(-1, *each.shape[2:])
+
+    return jax.tree.map(rows, outputs, is_leaf=is_sharded)
+
+
+def repeated(program: Program, collect: Callable[[Any], Any] = last) -> Program:
     """A program that runs `program` once for each of the batches that are stacked.
 
-    Each step gets the state that the one before left; the outputs are those of the
-    last, as of `steps_per_execution` steps in Keras. The state is returned as `program` returns
+    Each step gets the state that the one before left. The state is returned as `program` returns
     it: whole, or the groups that each step changes.
+
+    Args:
+        program: State and batch in, outputs and state out.
+        collect: What to return of the outputs of all steps, stacked.
     """
 
     def steps(state: Any, batches: Any) -> tuple[Any, Any]:
@@ -58,7 +84,7 @@ def repeated(program: Program) -> Program:
         after, outputs = jax.lax.scan(body, state, batches)
         if changed is not None:
             after = {position: after[position] for position in changed}
-        return jax.tree.map(lambda each: each[-1], outputs), after
+        return collect(outputs), after
 
     return steps
 

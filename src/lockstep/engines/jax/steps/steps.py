@@ -38,8 +38,10 @@ from lockstep.engines.jax.steps.reading import Reading, changed
 from lockstep.engines.jax.steps.scan import (
     AUTO,
     can_be_stacked,
+    every_row,
     few_bytes,
     is_worth_it,
+    last,
     most_batches,
     repeated,
     stacked,
@@ -105,7 +107,7 @@ class Steps:
                 or go to every device, as the few numbers of a log do.
             gradient_bytes: Of the gradients that the step sums over the devices, `None` where
                 it trains nothing.
-            complete: Says whether every variable is there; a step that makes some runs alone.
+            complete: Says whether every metric is there; a step that makes some runs alone.
         """
 
         def program(state: State, batch: Any) -> tuple[Any, Any]:
@@ -131,12 +133,13 @@ class Steps:
             out_shardings=(outputs_layout, None),
         )
         run: Any = jit(program)
-        many: Any = jit(repeated(program))
+        many: Any = jit(repeated(program, every_row if per_row_outputs else last))
         if not trains:
             run, many = Reading(run), Reading(many)
+        stacks = not (per_row_outputs and self._several)
         worth_it: list[bool] = []
         alone: list[bool] = []
-        open_times = times == AUTO and not per_row_outputs and not self._several
+        open_times = times == AUTO and not self._several
         pace = Pace() if open_times else None
 
         def look(program: Any, state: State, batch: Any) -> Any:
@@ -152,13 +155,13 @@ class Steps:
             return undivided(batch) if whole[known] else batch
 
         def at_once(batch: Any, times: int) -> int:
-            stacks = worth_it != [False] and can_be_stacked(batch)
-            return times if stacks and times <= most_batches(batch) else 1
+            can = worth_it != [False] and can_be_stacked(batch)
+            return times if can and times <= most_batches(batch) else 1
 
         def together(state: State, batches: list[Any]) -> tuple[Program, Any] | None:
             if worth_it == [False] or not few_bytes(batches):
                 return None
-            if not worth_it and not alone and not complete():
+            if not (worth_it or alone or per_row_outputs or complete()):
                 alone.append(True)  # once: metrics of a class's own may count as unbuilt for ever
                 return None
             placed = self._shard_stacked(stacked(batches))
@@ -176,8 +179,8 @@ class Steps:
             finish=(whole_rows if stay_split else _as_they_are) if per_row_outputs else None,
             times=1 if isinstance(times, str) else times,
             look=look if self._replicas > 1 else None,
-            at_once=None if per_row_outputs else at_once,
-            together=None if per_row_outputs else together,
+            at_once=at_once if stacks else None,
+            together=together if stacks else None,
             seen=Seen(every_pull=True) if self._several else None,
             here=partial(jax.tree.map, processes.local) if self._several else None,
             pace=pace,

@@ -109,7 +109,7 @@ def evaluated_by_hand(model: keras.Model, x: np.ndarray, y: np.ndarray, devices:
     return evaluate
 
 
-def predicted_by_hand(model: keras.Model, x: np.ndarray, _: np.ndarray, devices: int = 1) -> Run:
+def predicted_by_hand(model: keras.Model, x: np.ndarray, devices: int = 1) -> Run:
     """One prediction by a jitted loop, whose rows are put together at the end."""
     import jax
 
@@ -188,7 +188,7 @@ def by_evaluate(model: keras.Model, x: np.ndarray, y: np.ndarray) -> Run:
     return evaluate
 
 
-def by_predict(model: keras.Model, x: np.ndarray, _: np.ndarray) -> Run:
+def by_predict(model: keras.Model, x: np.ndarray) -> Run:
     """One `predict`, with the progress bar."""
 
     def predict() -> None:

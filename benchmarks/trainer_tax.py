@@ -73,22 +73,21 @@ def _sides(
     devices: int,
     hand: Callable[..., Run],
     run: Callable[..., Run],
-    x: np.ndarray,
-    y: np.ndarray,
+    *rows: np.ndarray,
 ) -> dict[str, Run]:
     model = MODELS[name]
     return {
-        HAND: hand(compiled(model), x, y, devices),
-        "keras": stock(name, devices, run, x, y),
-        "lockstep": run(ours(name, devices), x, y),
-        "keras, 20 at once": stock(name, devices, run, x, y, times=20),
-        "lockstep, 20 at once": run(ours(name, devices, 20), x, y),
+        HAND: hand(compiled(model), *rows, devices=devices),
+        "keras": stock(name, devices, run, *rows),
+        "lockstep": run(ours(name, devices), *rows),
+        "keras, 20 at once": stock(name, devices, run, *rows, times=20),
+        "lockstep, 20 at once": run(ours(name, devices, 20), *rows),
     }
 
 
 def predictions(name: str, devices: int, x: np.ndarray, y: np.ndarray) -> dict[str, Run]:
     """The sides of `predict`."""
-    return _sides(name, devices, predicted_by_hand, by_predict, x, y)
+    return _sides(name, devices, predicted_by_hand, by_predict, x)
 
 
 CALLS = {"fit": fits, "evaluate": evaluations, "predict": predictions}
@@ -100,12 +99,7 @@ def ours(name: str, devices: int, times: int | str = 1, **options: Any) -> keras
 
 
 def stock(
-    name: str,
-    devices: int,
-    run: Callable[..., Run],
-    x: np.ndarray,
-    y: np.ndarray,
-    times: int = 1,
+    name: str, devices: int, run: Callable[..., Run], *rows: np.ndarray, times: int = 1
 ) -> Run:
     """Stock Keras, on several devices as its `DataParallel` lays a model out."""
     layout = None
@@ -114,7 +108,7 @@ def stock(
         layout = keras.distribution.DataParallel(devices=names, auto_shard_dataset=False)
     keras.distribution.set_distribution(layout)
     try:
-        call = run(compiled(MODELS[name], times), x, y)
+        call = run(compiled(MODELS[name], times), *rows)
     finally:
         keras.distribution.set_distribution(None)
 

@@ -54,10 +54,10 @@ def test_plain_keras_reads_it_and_trains_on(tmp_path):
         "    np.savez(f'{name}.npz', *values)\n",
         cwd=tmp_path,
     )
-    mine, theirs = np.load(tmp_path / "model.npz"), np.load(tmp_path / "truth.npz")
-    assert mine.files == theirs.files
-    for name in mine.files:
-        np.testing.assert_array_equal(mine[name], theirs[name])
+    with np.load(tmp_path / "model.npz") as mine, np.load(tmp_path / "truth.npz") as theirs:
+        assert mine.files == theirs.files
+        for name in mine.files:
+            np.testing.assert_array_equal(mine[name], theirs[name])
 
 
 @pytest.mark.whole

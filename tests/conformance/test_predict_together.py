@@ -6,6 +6,7 @@ import pytest
 from keras import layers
 
 import lockstep
+from lockstep.engines.jax.on_devices.sharded import StackedRows
 from lockstep.engines.jax.steps import pace
 from tests.conformance import common
 from tests.conformance.common import assert_same
@@ -61,6 +62,7 @@ def test_several_outputs_and_vectors(devices, together, tmp_path):
         inputs = keras.Input((4,))
         hidden = layers.Dense(5, activation="tanh")(inputs)
         outputs = {"rows": hidden, "of a vector": keras.ops.sum(hidden, axis=-1)}
+        outputs["of none"] = hidden[:, 5:]
         made = keras.Model(inputs, outputs)
         made.compile("sgd", steps_per_execution=5)
         return made
@@ -70,7 +72,22 @@ def test_several_outputs_and_vectors(devices, together, tmp_path):
     found = lockstep.distribute(build(), devices).predict(X, batch_size=4, verbose=0)
     assert together == [5]
     assert found["of a vector"].shape == (len(X),)
+    assert found["of none"].shape == (len(X), 0)
     assert_same(found, expected)
+
+
+def test_rows_are_fetched_when_all_steps_have_been_called(together, monkeypatch):
+    fetch = StackedRows.__array__
+
+    def noting(self, *args, **kwargs):
+        together.append("fetched")
+        return fetch(self, *args, **kwargs)
+
+    monkeypatch.setattr(StackedRows, "__array__", noting)
+    made = lockstep.distribute(at_once(smooth(), 3), 3)
+    predicted = made.predict(X[:24], batch_size=4, verbose=0)
+    assert together == [3, 3, "fetched", "fetched"]
+    assert_same(predicted, smooth().predict(X[:24], verbose=0))
 
 
 class Mean(keras.Sequential):
@@ -113,7 +130,7 @@ def test_a_seed_goes_from_step_to_step(together, tmp_path):
     assert together == [3, 3] * 2
 
 
-def test_a_convolution_on_cpu_runs_step_by_step(monkeypatch):
+def test_a_convolution_on_cpu_runs_step_by_step():
     made = keras.Sequential([keras.Input((8, 8, 1)), layers.Conv2D(2, 3), layers.Flatten()])
     made.compile("sgd", steps_per_execution=3)
     x = np.random.default_rng(2).normal(size=(25, 8, 8, 1)).astype("float32")

@@ -21,18 +21,24 @@ def see_every_batch(callbacks: Any, batch: str) -> bool:
         callbacks: Keras's list of callbacks.
         batch: The kind of batch: `"train"`, `"test"` or `"predict"`.
     """
-    own = type(callbacks) not in (Callbacks, keras.callbacks.CallbackList)  # a class of the user's
-    return own or any(_sees(callback, batch) for callback in callbacks.callbacks)
+    each = (_sees(callback, batch) for callback in callbacks.callbacks)
+    return _is_users_list(callbacks) or any(each)
+
+
+def is_timed(callbacks: Any) -> bool:
+    """Whether a `Clock` is among them."""
+    return any(type(callback) is Clock for callback in callbacks.callbacks)
 
 
 def may_write_between_steps(callbacks: Any, batch: str) -> bool:
     """Whether code of the user's runs between two steps."""
-    return any(_sees(callback, batch) and _is_users(callback) for callback in callbacks.callbacks)
+    each = (_sees(callback, batch) and _is_users(callback) for callback in callbacks.callbacks)
+    return _is_users_list(callbacks) or any(each)
 
 
 def run_user_code(callbacks: Any) -> bool:
     """Whether code of the user's runs between two epochs."""
-    return any(map(_is_users, callbacks.callbacks))
+    return _is_users_list(callbacks) or any(map(_is_users, callbacks.callbacks))
 
 
 def hear_of_begins(callbacks: Any) -> bool:
@@ -44,17 +50,27 @@ def hear_of_begins(callbacks: Any) -> bool:
 
 def _is_users(callback: Any) -> bool:
     known = type(callback).__module__.startswith(("keras.", "lockstep."))
-    given = any(name.startswith("on_") for name in vars(callback))  # hooks of this instance
-    return type(callback) in _WITH_FUNCTIONS or given or not known
+    return type(callback) in _WITH_FUNCTIONS or _has_own_hooks(callback) or not known
+
+
+def _is_users_list(callbacks: Any) -> bool:
+    known = type(callbacks) in (Callbacks, keras.callbacks.CallbackList)
+    return not known or _has_own_hooks(callbacks)
+
+
+def _has_own_hooks(instance: Any) -> bool:
+    return any(name.startswith("on_") for name in vars(instance))
 
 
 def _sees(callback: Any, batch: str) -> bool:
+    hooks = [f"on_{batch}_batch_begin", f"on_{batch}_batch_end"]
+    hooks += ["on_batch_begin", "on_batch_end"] if batch == "train" else []
+    if any(hook in vars(callback) for hook in hooks):  # of this instance
+        return True
     if type(callback) in (keras.callbacks.ProgbarLogger, Clock):
         return False
     if type(callback) in _AT_EPOCHS and callback.save_freq == "epoch":
         return False
-    hooks = [f"on_{batch}_batch_begin", f"on_{batch}_batch_end"]
-    hooks += ["on_batch_begin", "on_batch_end"] if batch == "train" else []
     return not all(is_default(getattr(callback, name, None)) for name in hooks)
 
 

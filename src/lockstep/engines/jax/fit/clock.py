@@ -61,12 +61,14 @@ class Clock(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no typ
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """End training where that was enough."""
+        self.executions += 1
         if self._first and self._is_left_out():
             if logs:
                 dict(logs)  # their numbers: the devices have done it
             self._reset()
         self._first = False
-        if self._is_enough():
+        enough = self.steps >= self._most and self.executions >= EXECUTIONS
+        if enough and not (self._settle and self._is_open()):
             self.model.stop_training = True
             self._stop()
         # What Keras does at the end of an epoch, waiting for workers say, is no step.
@@ -77,10 +79,6 @@ class Clock(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no typ
         """Stop where nobody knew that a step would be the last."""
         if self._runs:
             self._stop()
-
-    def _is_enough(self) -> bool:
-        enough = self.steps >= self._most and self.executions >= EXECUTIONS
-        return enough and not (self._settle and self._is_open())
 
     def _is_left_out(self) -> bool:
         """Whether the first execution is not timed, because training ends within the epoch.
@@ -113,11 +111,6 @@ class Clock(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no typ
             self.steps += steps
             self.rows += steps * rows
             self.batch = max(self.batch, rows)
-            self.executions += 1
-            # Of steps that nobody sees, several run before `on_train_batch_end`.
-            if not self._first and self._is_enough():
-                # keras/src/callbacks/callback.py: `model` would take the state out of the loop.
-                self._model.stop_training = True
             return placed
 
         return count

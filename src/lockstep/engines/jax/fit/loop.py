@@ -5,7 +5,6 @@ and change, and what stops them. What is left out is what Keras does at every st
 for every variable, and the wait for the numbers of every step.
 """
 
-import inspect
 import time
 import warnings
 from collections.abc import Callable
@@ -25,9 +24,12 @@ from lockstep.engines.jax.checkpoints.workers import Watch, drawn_elsewhere
 from lockstep.engines.jax.fit.callbacks import (
     Callbacks,
     hear_of_begins,
+    is_timed,
     see_every_batch,
 )
 from lockstep.engines.jax.fit.keep import Keeper
+from lockstep.engines.jax.fit.own import is_chained, is_keras, knows_arguments
+from lockstep.engines.jax.on_devices.sharded import fetched
 from lockstep.engines.jax.steps.epoch import NO_BATCH, PREDICT, TEST, TRAIN, Begin, End, run_epoch
 from lockstep.engines.jax.steps.input import HostIterator
 from lockstep.engines.jax.steps.step import StepFunction
@@ -64,11 +66,8 @@ class Loop:
         Not where the model has one of its own, nor where this Keras knows arguments
         that the loop does not.
         """
-        keras_own: Callable[..., Any] = getattr(JAXTrainer, name)
-        if not _is_keras(self.model, name):
-            return False
         mine: Callable[..., Any] = getattr(type(self), name)
-        return _arguments(keras_own) == _arguments(mine)
+        return is_keras(self.model, name) and knows_arguments(mine, name)
 
     # ------------------------------------------------------------------------ fit
 
@@ -253,8 +252,7 @@ class Loop:
         model.make_test_function()
         if within_fit:
             self.keeper.keep(model, batches, callbacks, "test")
-        # Where each step has the metrics of the one before, the last one ends after all others.
-        batches.in_place = _is_keras(model, "test_step")
+        batches.in_place = is_chained(model)  # the last step ends after all others
         model.stop_evaluating = False
         callbacks.on_test_begin()
         self._heed(batches, callbacks, "test")
@@ -300,9 +298,10 @@ class Loop:
         every: list[Any] = []
 
         def end(step: int, outputs: Any) -> None:
+            outputs = fetched(outputs) if see_every_batch(callbacks, "predict") else outputs
             callbacks.on_predict_batch_end(step, {"outputs": outputs})
 
-        batches.in_place = True  # what steps return is put together, all of it
+        batches.in_place = True  # what the steps return is fetched, all of it
         callbacks.on_predict_begin()
         self._heed(batches, callbacks, "predict")
         begin = callbacks.on_predict_batch_begin
@@ -328,7 +327,7 @@ class Loop:
             pace, alone = function.pace, function.alone
         batches.pace = None if single else pace
         free = alone and pace is None and batches.steps_per_execution == 1
-        batches.unseen = free and not single
+        batches.unseen = free and not single and not is_timed(callbacks)
         self.keeper.heed(batches, callbacks, batch)
 
     def _callbacks(
@@ -380,13 +379,3 @@ def _telling(begin: Begin, end: End) -> tuple[Begin, End]:
         end(step, logs)
 
     return telling_begin, telling_end
-
-
-def _is_keras(model: Any, name: str) -> bool:
-    """Whether a method of the model is the one that Keras gives to every model."""
-    found = getattr(getattr(model, name), "__func__", None)
-    return found is not None and found is getattr(JAXTrainer, name)
-
-
-def _arguments(method: Callable[..., Any]) -> list[str]:
-    return list(inspect.signature(method).parameters)

@@ -1,6 +1,6 @@
 """Data sets of NumPy arrays, and their batches."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,24 +27,13 @@ class Arrays:
 
     def batch(self, rows: Rows) -> Any:
         """A batch of these rows, in arrays of its own."""
-        return next(self.batches([rows]))
+        if isinstance(rows, slice):
+            return self.pack(tuple([array[rows].copy() for array in self.leaves]))
+        return self.pack(tuple([array.take(rows, axis=0) for array in self.leaves]))
 
-    def batches(self, every: Iterable[Rows], *, views: bool = False) -> Iterator[Any]:
-        """Batches of these rows, one after the other.
-
-        Args:
-            every: The rows of each batch.
-            views: Whether a slice is given as it stands in the memory of the data set, and not
-                in arrays of its own.
-        """
-        leaves, pack = self.leaves, self.pack
-        for rows in every:
-            if not isinstance(rows, slice):
-                yield pack(tuple([array.take(rows, axis=0) for array in leaves]))
-            elif views:
-                yield pack(tuple([array[rows] for array in leaves]))
-            else:
-                yield pack(tuple([array[rows].copy() for array in leaves]))
+    def view(self, rows: Rows) -> Any:
+        """A batch of these rows; where they are a slice, in the memory of the data set."""
+        return self.pack(tuple([array[rows] for array in self.leaves]))
 
 
 def plain_arrays(adapter: Any) -> Arrays | None:

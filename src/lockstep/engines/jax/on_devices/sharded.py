@@ -32,6 +32,8 @@ class Sharded:
 class StackedRows:
     """The predictions of several steps: the step is the first dim, and the second is split.
 
+    NumPy takes it for an array of all true rows, in their order, and fetches them only then.
+
     Attributes:
         padded: Their rows, each step's with its padding.
         rows: How many of each step are true.
@@ -39,6 +41,11 @@ class StackedRows:
 
     padded: jax.Array
     rows: int
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The rows."""
+        steps = np.asarray(self.padded)[:, : self.rows]
+        return steps.reshape(len(steps) * self.rows, *steps.shape[2:]).astype(dtype or steps.dtype)
 
 
 def longer(batch: Any, rows: int) -> Any:
@@ -81,9 +88,6 @@ def whole_rows(outputs: Any) -> Any:
     """Predictions without the padding; only ragged ones are fetched for it."""
 
     def cut(leaf: Any) -> Any:
-        if isinstance(leaf, StackedRows):
-            rows = np.asarray(leaf.padded)[:, : leaf.rows]
-            return rows.reshape(-1, *rows.shape[2:])
         if not isinstance(leaf, Sharded):
             return leaf
         if leaf.rows == leaf.padded.shape[0]:
@@ -91,3 +95,12 @@ def whole_rows(outputs: Any) -> Any:
         return np.asarray(leaf.padded)[: leaf.rows]
 
     return jax.tree.map(cut, outputs, is_leaf=lambda leaf: isinstance(leaf, Sharded | StackedRows))
+
+
+def fetched(outputs: Any) -> Any:
+    """Predictions of which none waits any longer to be fetched."""
+
+    def rows(leaf: Any) -> Any:
+        return np.asarray(leaf) if isinstance(leaf, StackedRows) else leaf
+
+    return jax.tree.map(rows, outputs, is_leaf=lambda leaf: isinstance(leaf, StackedRows))

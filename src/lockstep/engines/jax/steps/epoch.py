@@ -1,5 +1,6 @@
 """The steps of one epoch, with little Python in each."""
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -116,6 +117,9 @@ def run_epoch(
             model.jax_state_sync()
         finally:
             batches.settle(waiting=isinstance(error, Exception))
+            if batches.in_place:
+                with contextlib.suppress(Exception):
+                    jax.block_until_ready(current.kept)
         raise
     finally:
         if pace is not None:
@@ -171,6 +175,7 @@ def _each(
             outputs = step.finish(outputs)
         if each is not None:
             each(outputs)
+        del batch, placed  # not to be held while the next ones are drawn
         taken += 1
         if taken == most or time.monotonic() > until or getattr(model, kind.stop):
             return outputs, taken

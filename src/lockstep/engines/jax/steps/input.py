@@ -35,7 +35,7 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         pace: Says how many steps each execution takes; `None` for `steps_per_execution`.
         unseen: Whether nobody looks between two steps, which are handed over as they come.
         in_place: Whether steps may read the memory of the user's arrays, where nobody looks between
-            two steps: all of them are waited for before the call ends.
+            two steps: all of them are waited for before the call returns.
         data: The data on the devices; `None` where batches go from the host.
         decided: Whether it has been decided where the data are.
         skip: How many batches of arrays the next pass leaves out, in order and random numbers
@@ -53,7 +53,7 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
     recorded = False
     broke_off: Exception | None = None
     _looked = False
-    _taken = 1
+    _steps: Iterator[Any] = iter(())
     _prefetched: prefetched.Prefetched | None = None
     _generator: prefetched.OneGenerator | None = None
 
@@ -107,18 +107,17 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         times: Callable[[int | None], int],
     ) -> Iterator[tuple[int, int, Iterator[Any]]]:
         number = self.num_batches
+        self._steps = steps
         for first, _, iterator in steps:
             left = None if number is None else number - first
             if left is not None and self._num_batches:  # of a pass, which epochs may share
                 left = min(left, self._num_batches - self._steps_seen + 1)
-            self._taken = times(left)
-            yield first, first + self._taken - 1, iterator
-            for _ in islice(steps, self._taken - 1):  # counted where there were batches for them
-                pass
+            yield first, first + times(left) - 1, iterator
 
     def took(self, first: int, steps: int) -> int:
-        """An execution took so many batches, maybe fewer than it was to; the last step's number."""
-        self._taken = steps
+        """So many steps had a batch, maybe fewer than were to; the number of the last one."""
+        for _ in islice(self._steps, steps - 1):  # which counts them
+            pass
         return first + steps - 1
 
     def _get_iterator(self) -> Iterator[Any]:
@@ -176,7 +175,7 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         if arrays is not None:
             rows = row_numbers(self.data_adapter, self.skip)
             if not self.prefetch:
-                return arrays.batches(rows, views=self.unseen and self.in_place)
+                return map(arrays.view if self.unseen and self.in_place else arrays.batch, rows)
             return self._made(prefetched.of_rows(rows, arrays.batch))
         batches = self._source()
         batches = _fresh(islice(batches, self.skip, None) if self.skip else batches)

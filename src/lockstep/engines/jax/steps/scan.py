@@ -52,7 +52,7 @@ def every_row(outputs: Any) -> Any:
             return StackedRows(each.padded, each.rows)
         if each.ndim < 2:
             raise TypeError(f"a prediction of the shape {each.shape[1:]}")
-        return each.reshape(-1, *each.shape[2:])
+        return each.reshape(each.shape[0] * each.shape[1], *each.shape[2:])
 
     return jax.tree.map(rows, outputs, is_leaf=is_sharded)
 

@@ -10,6 +10,7 @@ import jax
 import keras
 import numpy as np
 
+from lockstep.engines.jax.on_devices.sharded import fetched
 from lockstep.engines.jax.several.agreement import Seen
 from lockstep.engines.jax.several.assigned import Assigned
 from lockstep.engines.jax.steps.pace import Pace
@@ -98,7 +99,7 @@ class StepFunction:
             taken += len(batches)
             if len(batches) > 1:  # all that there are
                 break
-        return self.outputs(every), state
+        return fetched(self.outputs(every)), state
 
     def pull(self, iterator: Iterator[Any], times: int) -> list[Any]:
         """The batches of so many steps, or the first of them where they are not to be stacked.

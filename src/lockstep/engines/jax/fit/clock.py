@@ -22,8 +22,9 @@ class Clock(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no typ
     Steps and rows are counted where a program is run. What Keras numbers are steps that an
     execution has room for, of which the data may not fill all.
 
-    Lockstep's loops know this class, and go on as they would without it. It waits for the
-    devices before the first step that is timed and after the last one only.
+    Lockstep's loops know this class, and go on as they would without it, but for coming back to
+    it after every step or execution. It waits for the devices before the first step that is
+    timed and after the last one only.
 
     Its attributes are those of `lockstep.engines.engine.Clock`.
     """

@@ -296,14 +296,15 @@ class Loop:
         model.make_predict_function()
         model.stop_predicting = False
         every: list[Any] = []
-
-        def end(step: int, outputs: Any) -> None:
-            outputs = fetched(outputs) if see_every_batch(callbacks, "predict") else outputs
-            callbacks.on_predict_batch_end(step, {"outputs": outputs})
-
         batches.in_place = True  # what the steps return is fetched, all of it
         callbacks.on_predict_begin()
         self._heed(batches, callbacks, "predict")
+        sees = see_every_batch(callbacks, "predict")
+
+        def end(step: int, outputs: Any) -> None:
+            outputs = fetched(outputs) if sees else outputs
+            callbacks.on_predict_batch_end(step, {"outputs": outputs})
+
         begin = callbacks.on_predict_batch_begin
         run_epoch(model, PREDICT, batches, begin, end, each=every.append)
         model.jax_state_sync()
@@ -312,8 +313,8 @@ class Loop:
         callbacks.on_predict_end()
         model._jax_state = None
         if not keras.tree.is_nested(every[0]):
-            return np.concatenate(every)
-        return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *every)
+            return _joined(*every)
+        return keras.tree.map_structure(_joined, *every)
 
     def _heed(self, batches: HostIterator, callbacks: Any, batch: str) -> None:
         """Follow the hooks for batches that there are now: a callback may put some in place."""
@@ -344,6 +345,11 @@ class Loop:
             model=self.model,
             **kwargs,
         )
+
+
+def _joined(*parts: Any) -> np.ndarray:
+    # One by one: np.concatenate takes longer to find out that they are arrays.
+    return np.concatenate([np.asarray(part) for part in parts])
 
 
 def _no_batch(call: str) -> UnusableData:

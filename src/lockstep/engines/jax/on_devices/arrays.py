@@ -25,6 +25,11 @@ class Arrays:
     leaves: tuple[np.ndarray, ...]
     pack: Callable[[tuple[Any, ...]], Any]
 
+    @property
+    def native(self) -> bool:
+        """Whether JAX's own way in is right for every leaf of every batch."""
+        return all(map(is_native, self.leaves))
+
     def batch(self, rows: Rows) -> Any:
         """A batch of these rows, in arrays of its own."""
         if isinstance(rows, slice):
@@ -34,6 +39,11 @@ class Arrays:
     def view(self, rows: Rows) -> Any:
         """A batch of these rows; where they are a slice, in the memory of the data set."""
         return self.pack(tuple([array[rows] for array in self.leaves]))
+
+
+def is_native(leaf: Any) -> bool:
+    """Whether JAX's own way in is right for it, and fast, where nothing is split."""
+    return type(leaf) is np.ndarray and leaf.dtype.isnative
 
 
 def plain_arrays(adapter: Any) -> Arrays | None:

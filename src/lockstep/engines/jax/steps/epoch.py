@@ -12,6 +12,7 @@ import jax
 
 from lockstep.engines.jax.steps.ahead import Ahead
 from lockstep.engines.jax.steps.input import HostIterator
+from lockstep.engines.jax.steps.reading import Reading, whole
 from lockstep.engines.jax.steps.scan import most_batches
 from lockstep.engines.jax.steps.step import StepFunction
 
@@ -149,6 +150,8 @@ def _each(
     attributes = vars(model)
     step: StepFunction = getattr(model, kind.function)
     kept, run, look = current.kept, step.run, step.look
+    as_they_are = step.takes_arrays and source.gives_arrays
+    reading = run.program if isinstance(run, Reading) else None
     outputs: Any = None
     taken = 0
     until = time.monotonic() + UNSEEN
@@ -163,19 +166,23 @@ def _each(
         # Who draws batches may be code of the user's, and may have asked for the model.
         if attributes["_jax_state_synced"]:
             _read(model, current, step)
-        placed = step.place(batch)
+        placed = batch if as_they_are else step.place(batch)
+        state = kept[-1][1]
         if look is not None:
-            placed = look(run, kept[-1][1], placed)
-        # What the program returns is in the list before Python looks for signals,
-        # so that an interrupt finds the state before the step or the one after.
-        kept.extend(map(run, (kept[-1][1],), (placed,)))
-        del kept[0]
-        outputs = kept[0][0]
+            placed = look(run, state, placed)
+        # An interrupt finds the state before the step or the one after it.
+        if reading is not None:  # which leaves the one before as it was
+            outputs, changed = reading(state, placed)
+            kept[0] = (outputs, whole(state, changed) if changed else state)
+        else:  # what it returns is in the list before Python looks for signals
+            kept.extend(map(run, (state,), (placed,)))
+            del kept[0]
+            outputs = kept[0][0]
         if step.finish is not None:
             outputs = step.finish(outputs)
         if each is not None:
             each(outputs)
-        del batch, placed  # not to be held while the next ones are drawn
+        del batch, placed, state  # not to be held while the next ones are drawn
         taken += 1
         if taken == most or time.monotonic() > until or getattr(model, kind.stop):
             return outputs, taken

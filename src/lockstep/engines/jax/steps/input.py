@@ -36,6 +36,7 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         unseen: Whether nobody looks between two steps, which are handed over as they come.
         in_place: Whether steps may read the memory of the user's arrays, where nobody looks between
             two steps: all of them are waited for before the call returns.
+        gives_arrays: Whether every batch of this pass is one that `Arrays.native` is true of.
         data: The data on the devices; `None` where batches go from the host.
         decided: Whether it has been decided where the data are.
         skip: How many batches of arrays the next pass leaves out, in order and random numbers
@@ -48,6 +49,7 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
 
     unseen = False
     in_place = False
+    gives_arrays = False
     skip = 0
     prefetch = 0
     recorded = False
@@ -167,6 +169,7 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
 
     def _batches(self) -> Iterator[Any]:
         data = self.data
+        self.gives_arrays = False
         if data is not None and not data.gone:
             # Where Keras casts, a pass has the values that were there when it began.
             watched = plain_arrays(self.data_adapter) if data.watched else None
@@ -175,6 +178,7 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         if arrays is not None:
             rows = row_numbers(self.data_adapter, self.skip)
             if not self.prefetch:
+                self.gives_arrays = arrays.native
                 return map(arrays.view if self.unseen and self.in_place else arrays.batch, rows)
             return self._made(prefetched.of_rows(rows, arrays.batch))
         batches = self._source()
@@ -213,7 +217,7 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
 
 
 def _all_of_them(left: int | None) -> int:
-    return left or sys.maxsize
+    return sys.maxsize if left is None else left
 
 
 def _fresh(batches: Iterator[Any]) -> Iterator[Any]:

@@ -16,16 +16,19 @@ class Reading:
     Args:
         program: A compiled function from state and batch to outputs and the groups of variables
             that the step has changed, by position. The state is not donated, as it is used again.
+
+    Attributes:
+        program: The same.
     """
 
     def __init__(self, program: Any) -> None:
-        self._program = program
+        self.program = program
         self.trace = program.trace
         self.lower = program.lower
 
     def __call__(self, state: State, batch: Any) -> tuple[Any, State]:
         """The outputs, and the whole state."""
-        outputs, changed = self._program(state, batch)
+        outputs, changed = self.program(state, batch)
         return outputs, whole(state, changed)
 
 

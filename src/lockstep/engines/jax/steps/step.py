@@ -45,6 +45,7 @@ class StepFunction:
         assigned: What this process has assigned to variables, or `None`.
         one_at_a_time: Whether a step is waited for before the next one is called.
         ahead: Whether the next batches are drawn and placed before the callbacks of a step.
+        takes_arrays: Whether `place` leaves a batch as it is that `Arrays.native` is true of.
     """
 
     place: Callable[[Any], Any]
@@ -61,6 +62,7 @@ class StepFunction:
     assigned: Assigned | None = None
     one_at_a_time: bool = False
     ahead: bool = False
+    takes_arrays: bool = False
 
     @cached_property
     def alone(self) -> bool:

@@ -20,6 +20,7 @@ from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep.engines.jax import flags
+from lockstep.engines.jax.on_devices.arrays import is_native
 from lockstep.engines.jax.on_devices.resident import Chosen
 from lockstep.engines.jax.on_devices.sharded import (
     Shapes,
@@ -186,6 +187,7 @@ class Steps:
             pace=pace,
             one_at_a_time=self._one_at_a_time,
             ahead=self._ahead,
+            takes_arrays=self._replicas == 1 and not self._ahead,
         )
 
     def eager(
@@ -260,13 +262,13 @@ class Steps:
             return batch.placed()
         if self._replicas == 1:
             leaves = batch if type(batch) is tuple else (batch,)
-            if not self._ahead and all(map(_is_taken, leaves)):
+            if not self._ahead and all(map(is_native, leaves)):
                 return batch
             return keras.tree.map_structure(self._place_on_one, batch)
         return keras.tree.map_structure(self._shard_leaf, batch)
 
     def _place_on_one(self, leaf: Any) -> Any:
-        if leaf is None or (_is_taken(leaf) and not self._ahead):
+        if leaf is None or (is_native(leaf) and not self._ahead):
             return leaf
         placed = isinstance(leaf, jax.Array | sparse.JAXSparse)
         return jax.device_put(leaf if placed else _host_array(leaf), self.replicated)
@@ -375,11 +377,6 @@ class Steps:
             UnsplitBatchWarning,
             stacklevel=3,
         )
-
-
-def _is_taken(leaf: Any) -> bool:
-    """Whether JAX's own way in is right for it, and fast, where nothing is split."""
-    return type(leaf) is np.ndarray and leaf.dtype.isnative
 
 
 def _host_array(leaf: Any) -> np.ndarray:

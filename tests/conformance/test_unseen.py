@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lockstep
 from lockstep.engines.jax.fit.callbacks import Callbacks
-from lockstep.engines.jax.steps import epoch
+from lockstep.engines.jax.steps import epoch, pace
 from tests.conformance import common
 from tests.conformance.common import assert_same, weights
 from tests.conformance.side_by_side import BATCH, both, smooth, train
@@ -229,6 +229,28 @@ def test_an_epoch_that_the_data_have_ended_counts_its_steps(tmp_path):
     assert_same(many.returned[1], one.returned[1], atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
+@pytest.mark.parametrize("times", [1, "auto"])
+def test_data_that_stop_it_at_their_end_begin_anew_in_the_next_epoch(times, monkeypatch):
+    monkeypatch.setattr(pace, "GAIN", float("inf"))  # several steps in one program
+
+    def steps(made):
+        class Stopping(IterableDataset):
+            def __iter__(self):
+                yield from rows(50)
+                made.stop_training = True
+
+        starts = Starts()
+        data = DataLoader(Stopping(), batch_size=None)
+        made.fit(data, steps_per_epoch=80, epochs=4, verbose=0, shuffle=False, callbacks=[starts])
+        return starts.steps
+
+    expected = steps(smooth())
+    made = lockstep.distribute(smooth(), 1)
+    made.compile(made.optimizer, "mse", metrics=["mae"], steps_per_execution=times)
+    assert steps(made) == expected == [50, 100, 150, 200]
+
+
 # ------------------------------------------------------------------ arrays of the user's
 
 
@@ -279,3 +301,25 @@ def test_rows_that_are_written_to_after_an_evaluation_were_read_before(tracked):
     for _ in range(5):
         found = run(made, 100.0)
         np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+class Writes(keras.callbacks.Callback):
+    def __init__(self, rows):
+        super().__init__()
+        self.rows = rows
+
+    def on_predict_end(self, logs=None):
+        self.rows[:] = 100.0
+
+
+def test_rows_that_a_callback_writes_to_after_the_last_prediction_were_read_before():
+    keras.utils.set_random_seed(3)
+    made = Wide(tracked=True)
+    made.compile("sgd", "mse")
+    x = np.random.default_rng(1).normal(size=(8 * 512, 1024)).astype("float32")
+    expected = made.predict(x, batch_size=512, verbose=0)
+    lockstep.distribute(made, 1)
+    for _ in range(5):
+        given = x.copy()
+        found = made.predict(given, batch_size=512, verbose=0, callbacks=[Writes(given)])
+        assert_same(found, expected)

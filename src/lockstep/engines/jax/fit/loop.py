@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 from keras.src.backend.jax.trainer import JAXTrainer
@@ -310,6 +311,7 @@ class Loop:
         model.jax_state_sync()
         if not every:
             raise _no_batch("predict")
+        jax.block_until_ready(every)  # before anybody may write into the rows
         callbacks.on_predict_end()
         model._jax_state = None
         if not keras.tree.is_nested(every[0]):

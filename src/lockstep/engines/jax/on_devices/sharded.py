@@ -45,7 +45,8 @@ class StackedRows:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """The rows."""
         steps = np.asarray(self.padded)[:, : self.rows]
-        return steps.reshape(len(steps) * self.rows, *steps.shape[2:]).astype(dtype or steps.dtype)
+        rows = steps.reshape(len(steps) * self.rows, *steps.shape[2:])
+        return rows.astype(dtype or rows.dtype, copy=bool(copy))
 
 
 def longer(batch: Any, rows: int) -> Any:

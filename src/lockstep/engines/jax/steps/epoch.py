@@ -88,10 +88,13 @@ def run_epoch(
                     alone = (times == 1 and batches.pace is None) or batches.unseen
                     if alone and step.alone and batches.ahead.is_empty:
                         most = times if first else 1  # the progress bar times the first
-                        outputs, taken = _each(model, kind, current, batches, iterator, most, each)
+                        outputs, taken, over = _each(
+                            model, kind, current, batches, iterator, most, each
+                        )
                     else:
                         times = 1 if batches.unseen else times
                         outputs, taken = _execute(model, step, current, batches, iterator, times)
+                        over = taken < times
                         if each is not None:
                             each(outputs)
                     if step.ahead and batches.may_look_ahead(last + 1):
@@ -101,13 +104,16 @@ def run_epoch(
                         _read(model, current)
                     rest = itertools.chain(batches.ahead.drawn(iterator), iterator)
                     current.kept[:] = [step(current.kept[-1][1], rest)]
-                    outputs, taken = current.kept[-1][0], 1
+                    outputs, taken, over = current.kept[-1][0], 1, False
                     if each is not None:
                         each(outputs)
                 if batches.pace is not None or batches.unseen:
                     last = batches.took(first, taken)
+                else:  # as many as Keras would take
+                    over = False
                 end(last, outputs)
-                if getattr(model, kind.stop):
+                # Data that have ended say so where Keras would draw next, also if they stop it.
+                if getattr(model, kind.stop) and not over:
                     break
         batches.check_epoch()
         batches.settle()
@@ -118,7 +124,7 @@ def run_epoch(
             model.jax_state_sync()
         finally:
             batches.settle(waiting=isinstance(error, Exception))
-            if batches.in_place:
+            if batches.in_place and isinstance(error, Exception):
                 with contextlib.suppress(Exception):
                     jax.block_until_ready(current.kept)
         raise
@@ -141,11 +147,11 @@ def _each(
     iterator: Iterator[Any],
     most: int,
     each: Each | None,
-) -> tuple[Any, int]:
+) -> tuple[Any, int, bool]:
     """What `_execute` does for steps that run alone, so many of them at most.
 
     Returns:
-        The outputs of the last one, and how many were taken.
+        The outputs of the last one, how many were taken, and whether the data have ended.
     """
     attributes = vars(model)
     step: StepFunction = getattr(model, kind.function)
@@ -160,7 +166,7 @@ def _each(
             batch = next(iterator)
         except Exception as error:
             if taken and isinstance(error, StopIteration):
-                return outputs, taken
+                return outputs, taken, True
             source.broke_off = error
             raise
         # Who draws batches may be code of the user's, and may have asked for the model.
@@ -185,9 +191,9 @@ def _each(
         del batch, placed, state  # not to be held while the next ones are drawn
         taken += 1
         if taken == most or time.monotonic() > until or getattr(model, kind.stop):
-            return outputs, taken
+            return outputs, taken, False
         if getattr(model, kind.function) is not step:
-            return outputs, taken
+            return outputs, taken, False
 
 
 def _execute(

@@ -90,3 +90,19 @@ def check_layout(model: Any, variable: Any) -> None:
         f"({type(layout or variable.value.sharding).__name__}), and lockstep wants to lay it out.\n"
         "Distribute with one tool: build the model anew without the other one, and load its file."
     )
+
+
+def no_program(model: Any) -> UnsupportedModel:
+    """What to raise where a step cannot be one program, as several processes need it."""
+    # keras/src/trainers/trainer.py, model_supports_jit: what jit_compile="auto" goes by
+    layers = [layer for layer in model._flatten_layers() if not layer.supports_jit]
+    if layers and not model.run_eagerly:
+        names = ", ".join(f"{layer.name} ({type(layer).__name__})" for layer in layers)
+        return UnsupportedModel(
+            f"Keras cannot compile {names}, and JAX runs in several processes, where a step\n"
+            "has to be one program. Apply such layers to the data instead, before fit."
+        )
+    return UnsupportedModel(
+        "run_eagerly or jit_compile=False was asked for, and JAX runs in several processes, where "
+        "a step\nhas to be one program. Leave both out of compile()."
+    )

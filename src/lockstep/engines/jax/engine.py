@@ -25,9 +25,11 @@ from lockstep.engines.jax.checks import (
     check_mode,
     check_no_distribution,
     is_foreign,
+    no_program,
 )
 from lockstep.engines.jax.fit.keep import Keeper, warn_of_own_loop
 from lockstep.engines.jax.fit.loop import Loop
+from lockstep.engines.jax.fit.own import is_keras
 from lockstep.engines.jax.looks.probe import JaxProbe
 from lockstep.engines.jax.outside import bring_home, every_variable, uncommit, unshare_arrays
 from lockstep.engines.jax.several import constants, gloo, processes
@@ -223,7 +225,8 @@ class Attachment:
         model = self.model
         self._adopt(first=model.test_function is None)
         if model.test_function is None or force:
-            model.test_function = self._step_function(model.test_step)
+            leaves = is_keras(model, "test_step")
+            model.test_function = self._step_function(model.test_step, leaves_weights=leaves)
 
     def _make_predict_function(self, force: bool = False) -> None:
         # keras/src/backend/jax/trainer.py, JAXTrainer.make_predict_function
@@ -235,7 +238,8 @@ class Attachment:
                 outputs, non_trainable_variables = model.predict_step(state, data)
                 return outputs, (state[0], non_trainable_variables)
 
-            model.predict_function = self._step_function(predict_step, per_row_outputs=True)
+            options = {"per_row_outputs": True, "leaves_weights": True}
+            model.predict_function = self._step_function(predict_step, **options)
 
     def _loops(self) -> dict[str, Callable[..., Any]]:
         """`fit`, announced; and where the model has none of its own, the faster loops."""
@@ -295,19 +299,24 @@ class Attachment:
         return undistributed_state_tree
 
     def _step_function(
-        self, step: Any, *, per_row_outputs: bool = False, gradient_bytes: int | None = None
+        self,
+        step: Any,
+        *,
+        per_row_outputs: bool = False,
+        leaves_weights: bool = False,
+        gradient_bytes: int | None = None,
     ) -> StepFunction:
         make: Any = functools.partial(
             self._steps.compiled, gradient_bytes=gradient_bytes, complete=self._is_complete
         )
         if self.model.run_eagerly or not self.model.jit_compile:
             if self._several:
-                raise _no_program(self.model)
+                raise no_program(self.model)
             make = self._steps.eager
         self._check_times()
         times = self.model.steps_per_execution
         made: StepFunction = make(step, self._splits, times=times, per_row_outputs=per_row_outputs)
-        return dataclasses.replace(made, assigned=self._assigned)
+        return dataclasses.replace(made, assigned=self._assigned, leaves_weights=leaves_weights)
 
     def _is_complete(self) -> bool:
         """Whether the metrics are built, as the first step of a model compiled anew does."""
@@ -351,22 +360,6 @@ class Attachment:
     def _reset_states(self) -> None:
         """Set the states of every stateful RNN layer to zero, as Keras 2 did."""
         jax_states.reset(self.model, jax_states.states_of(self.model))
-
-
-def _no_program(model: Any) -> UnsupportedModel:
-    """What to raise where a step cannot be one program, as several processes need it."""
-    # keras/src/trainers/trainer.py, model_supports_jit: what jit_compile="auto" goes by
-    layers = [layer for layer in model._flatten_layers() if not layer.supports_jit]
-    if layers and not model.run_eagerly:
-        names = ", ".join(f"{layer.name} ({type(layer).__name__})" for layer in layers)
-        return UnsupportedModel(
-            f"Keras cannot compile {names}, and JAX runs in several processes, where a step\n"
-            "has to be one program. Apply such layers to the data instead, before fit."
-        )
-    return UnsupportedModel(
-        "run_eagerly or jit_compile=False was asked for, and JAX runs in several processes, where "
-        "a step\nhas to be one program. Leave both out of compile()."
-    )
 
 
 def _keeping_losses(stateless_call: Callable[..., Any], model: Any) -> Callable[..., Any]:

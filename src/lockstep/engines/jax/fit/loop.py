@@ -31,6 +31,8 @@ from lockstep.engines.jax.fit.callbacks import (
 from lockstep.engines.jax.fit.keep import Keeper
 from lockstep.engines.jax.fit.own import is_chained, is_keras, knows_arguments
 from lockstep.engines.jax.on_devices.sharded import fetched
+from lockstep.engines.jax.outside import uncommit
+from lockstep.engines.jax.several import processes
 from lockstep.engines.jax.steps.epoch import NO_BATCH, PREDICT, TEST, TRAIN, Begin, End, run_epoch
 from lockstep.engines.jax.steps.input import HostIterator
 from lockstep.engines.jax.steps.step import StepFunction
@@ -51,6 +53,7 @@ class Loop:
     def __init__(self, model: Any, devices: tuple[str, ...], keeper: Keeper) -> None:
         self.model = model
         self._devices = devices
+        self._many = len(devices) > 1 and not processes.several()
         self.keeper = keeper
         self._ran: Any = None
 
@@ -159,9 +162,8 @@ class Loop:
                 logs = run_epoch(model, TRAIN, batches, begin, end)
                 if recorder is not None:
                     logs = recording.logs_of(logs)
-                model.jax_state_sync()
                 if logs is not NO_BATCH:
-                    train_logs = dict(model._get_metrics_result_or_logs(logs))
+                    train_logs = dict(self._results(logs))
                 elif train_logs is None:
                     raise _no_batch(f"fit, in epoch {epoch + 1},")
                 epoch_logs = dict(train_logs)  # those of Keras, where an epoch had no batch
@@ -261,10 +263,9 @@ class Loop:
         logs = run_epoch(
             model, TEST, batches, callbacks.on_test_batch_begin, callbacks.on_test_batch_end
         )
-        model.jax_state_sync()
         if logs is NO_BATCH:
             raise _no_batch("evaluate")
-        logs = pythonify_logs(model._get_metrics_result_or_logs(logs))
+        logs = pythonify_logs(self._results(logs))
         callbacks.on_test_end(logs)
         model._jax_state = None
         return logs if return_dict else model._flatten_metrics_in_order(logs)
@@ -317,6 +318,14 @@ class Loop:
         if not keras.tree.is_nested(every[0]):
             return _joined(*every)
         return keras.tree.map_structure(_joined, *every)
+
+    def _results(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """The logs of an epoch, which metrics compute one operation after the other."""
+        self.model.jax_state_sync()
+        if self._many:  # each of which would compute the same
+            uncommit(self.model.metrics_variables)
+        results: dict[str, Any] = self.model._get_metrics_result_or_logs(logs)
+        return results
 
     def _heed(self, batches: HostIterator, callbacks: Any, batch: str) -> None:
         """Follow the hooks for batches that there are now: a callback may put some in place."""

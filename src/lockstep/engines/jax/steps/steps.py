@@ -26,6 +26,7 @@ from lockstep.engines.jax.on_devices.sharded import (
     Shapes,
     Sharded,
     is_sharded,
+    laid_out,
     longer,
     shapes_of,
     undivided,
@@ -76,9 +77,7 @@ class Steps:
         # some thirty steps under way wait for one another for ever: JAX 0.10.2.
         here = len(mesh.local_devices)
         self._one_at_a_time = self._several and self.platform == "cpu" and here > 1
-        self._put: Callable[[Any, NamedSharding], Any] = (
-            processes.put if self._several else jax.device_put
-        )
+        self._put = processes.put if self._several else laid_out
         self._stacked_by_rows = NamedSharding(mesh, PartitionSpec(None, "batch"))
 
     def divides(self, rows: int) -> bool:
@@ -225,6 +224,8 @@ class Steps:
         compilation; one that two variables share cannot be donated.
         """
         seen: set[int] = set()
+        # Where the memory is the host's, the way from there to many devices is the shorter one.
+        from_host = self.platform == "cpu" and self._replicas > 1 and not self._several
 
         def settle(value: Any, layout: NamedSharding) -> Any:
             if id(value) in seen:
@@ -232,7 +233,7 @@ class Steps:
             seen.add(id(value))
             if getattr(value, "sharding", None) == layout:
                 return value
-            return self._put(value, layout)
+            return self._put(np.asarray(value) if from_host else value, layout)
 
         layouts = self._layouts(state, split)
         return tuple([*map(settle, *pair)] for pair in zip(state, layouts, strict=True))

@@ -1,0 +1,127 @@
+"""Evaluating and predicting give weights back as they were, and metrics come home."""
+
+import keras
+import pytest
+
+import lockstep
+from tests.conformance import common
+from tests.conformance.common import assert_same, weights
+from tests.conformance.side_by_side import BATCH, smooth
+
+X, Y = common.data(6 * BATCH)
+
+
+class Calls(keras.callbacks.Callback):
+    """Calls a function between two steps, that knows the model without asking for it."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def between(self, batch, logs=None):
+        if batch == 2:
+            self.function()
+
+    on_test_batch_end = on_predict_batch_end = between
+
+
+def called(made, kind, function=None):
+    rows = {"x": X, "y": Y} if kind == "evaluate" else {"x": X}
+    callbacks = None if function is None else [Calls(function)]
+    return getattr(made, kind)(**rows, batch_size=BATCH, verbose=0, callbacks=callbacks)
+
+
+KINDS = pytest.mark.parametrize("kind", ["evaluate", "predict"])
+DEVICES = pytest.mark.parametrize("devices", [1, 3])
+
+
+@KINDS
+@DEVICES
+def test_weights_get_back_the_arrays_that_they_have_lent(kind, devices):
+    def arrays():
+        return [variable._value for variable in made.trainable_variables]
+
+    made = lockstep.distribute(smooth(), devices)
+    before, between = arrays(), []
+    called(made, kind, lambda: between.extend(arrays()))
+    assert between == [None] * len(before)  # as in Keras: a program cannot take them for constants
+    assert all(map(lambda one, other: one is other, arrays(), before))
+
+
+@KINDS
+@DEVICES
+@pytest.mark.parametrize("asks", [False, True])
+def test_weights_assigned_between_two_steps_are_what_keras_makes_of_them(kind, devices, asks):
+    """Where the callback has not asked for the model, Keras forgets them."""
+
+    def run(distributed):
+        made = smooth()
+        if distributed:
+            lockstep.distribute(made, devices)
+        half = [value / 2 for value in made.get_weights()]
+        callback = Calls(lambda: (callback.model if asks else made).set_weights(half))
+        rows = {"x": X, "y": Y} if kind == "evaluate" else {"x": X}
+        found = getattr(made, kind)(**rows, batch_size=BATCH, verbose=0, callbacks=[callback])
+        return [found, weights(made), called(made, kind)]
+
+    assert_same(run(True), run(False))
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("evaluate", "fit"),
+        *[(kind, what) for kind in ("evaluate", "predict") for what in ("release", "move", "ask")],
+    ],
+)
+def test_what_is_done_with_the_model_between_two_steps_finds_its_weights(kind, what):
+    def act():
+        if what == "release":
+            lockstep.release(made)
+        elif what == "move":
+            lockstep.distribute(made, 2)
+        elif what == "ask":
+            inside.append(called(made, "predict"))
+        else:
+            made.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0)
+
+    right = smooth()
+    if what == "fit":
+        right.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0)
+    made, inside = lockstep.distribute(smooth(), 3), []
+    called(made, kind)
+    before = called(smooth(), kind)
+    found = called(made, kind, act)
+    if what != "fit":  # the rows after it have other weights
+        assert_same(found, before)
+    assert_same(weights(made), weights(right))
+    assert_same(called(made, kind), called(right, kind))
+    for rows in inside:
+        assert_same(rows, called(right, "predict"))
+
+
+def test_states_of_metrics_mix_with_weights_after_a_call():
+    made = lockstep.distribute(smooth(), 3)
+    made.fit(X, Y, batch_size=BATCH, verbose=0)
+    called(made, "evaluate")
+    for variable in made.metrics_variables:
+        sums = made.trainable_variables[0].value.sum() + variable.value
+        assert len(sums.devices()) == 3
+
+
+def test_results_of_metrics_are_computed_on_one_device():
+    made = lockstep.distribute(smooth(), 3)
+    devices = []
+
+    class Notes(keras.metrics.MeanAbsoluteError):
+        def result(self):
+            if not keras.src.backend.common.stateless_scope.in_stateless_scope():
+                devices.append(len(self.total.value.devices()))
+            return super().result()
+
+    made.compile("sgd", "mse", metrics=[Notes()])
+    made.fit(X, Y, batch_size=BATCH, verbose=0)
+    called(made, "evaluate")
+    assert len(devices) >= 2
+    assert set(devices) == {1}
+    assert {len(variable.value.devices()) for variable in made.trainable_variables} == {3}

@@ -1,6 +1,7 @@
 """Evaluating and predicting give weights back as they were, and metrics come home."""
 
 import keras
+import numpy as np
 import pytest
 
 import lockstep
@@ -125,3 +126,35 @@ def test_results_of_metrics_are_computed_on_one_device():
     assert len(devices) >= 2
     assert set(devices) == {1}
     assert {len(variable.value.devices()) for variable in made.trainable_variables} == {3}
+
+
+def aligned(array):
+    """A copy that JAX takes over on CPUs as it is, because it begins at a multiple of 64 bytes."""
+    memory = np.zeros(array.nbytes + 64, np.uint8)
+    begin = -memory.ctypes.data % 64
+    copy = memory[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+@KINDS
+@DEVICES
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_arrays_that_were_assigned_may_be_written_into(kind, devices, when):
+    def run(distributed):
+        made = smooth()
+        if distributed and when == "after":
+            lockstep.distribute(made, devices)
+        given = [aligned(np.asarray(variable.value)) for variable in made.weights]
+        for variable, array in zip(made.weights, given, strict=True):
+            variable.assign(array)
+        if distributed and when == "before":
+            lockstep.distribute(made, devices)
+        found = [called(made, kind)]
+        for array in given:
+            array *= 3
+        found += [called(made, kind), weights(made)]
+        made.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0)
+        return [*found, weights(made)]
+
+    assert_same(run(True), run(False))

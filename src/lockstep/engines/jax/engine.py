@@ -190,7 +190,7 @@ class Attachment:
         if self._several:  # outside of a step, each process has them whole
             return
         for variable in every_variable(self.model):  # one by one, so that each old array goes
-            variable.assign(jax.device_put(variable.value, self._steps.replicated))
+            variable.assign(self._steps.moved(variable.value, self._steps.replicated))
 
     def _remake_functions(self) -> None:
         model = self.model

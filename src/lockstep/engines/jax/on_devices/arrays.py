@@ -46,6 +46,16 @@ def is_native(leaf: Any) -> bool:
     return type(leaf) is np.ndarray and leaf.dtype.isnative
 
 
+def host_array(leaf: Any) -> np.ndarray:
+    """A leaf of a batch as an array that JAX can be given."""
+    # A masked array JAX refuses in words of its own; without its mask it would train on all.
+    if isinstance(leaf, np.ma.MaskedArray):
+        return leaf
+    array = np.asarray(leaf)
+    # Padding would make the bytes native, and JAX takes no others: not only where it is padded.
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
 def plain_arrays(adapter: Any) -> Arrays | None:
     """The data set of an adapter, where it is NumPy arrays and nothing else, or `None`."""
     # keras/src/trainers/data_adapters/array_data_adapter.py, ArrayDataAdapter.__init__

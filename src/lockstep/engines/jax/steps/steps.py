@@ -20,7 +20,7 @@ from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep.engines.jax import flags
-from lockstep.engines.jax.on_devices.arrays import is_native
+from lockstep.engines.jax.on_devices.arrays import host_array, is_native
 from lockstep.engines.jax.on_devices.resident import Chosen
 from lockstep.engines.jax.on_devices.sharded import (
     Shapes,
@@ -224,8 +224,6 @@ class Steps:
         compilation; one that two variables share cannot be donated.
         """
         seen: set[int] = set()
-        # Where the memory is the host's, the way from there to many devices is the shorter one.
-        from_host = self.platform == "cpu" and self._replicas > 1 and not self._several
 
         def settle(value: Any, layout: NamedSharding) -> Any:
             if id(value) in seen:
@@ -233,10 +231,17 @@ class Steps:
             seen.add(id(value))
             if getattr(value, "sharding", None) == layout:
                 return value
-            return self._put(np.asarray(value) if from_host else value, layout)
+            return self.moved(value, layout)
 
         layouts = self._layouts(state, split)
         return tuple([*map(settle, *pair)] for pair in zip(state, layouts, strict=True))
+
+    def moved(self, value: Any, layout: NamedSharding) -> Any:
+        """The array in another layout, and in memory that nobody else writes into.
+
+        On CPUs JAX may have taken over that of an array of NumPy's which was assigned.
+        """
+        return self._put(np.array(value) if self.platform == "cpu" else value, layout)
 
     def _layouts(self, state: State, split: frozenset[int]) -> list[list[NamedSharding]]:
         layouts = [[self.replicated] * len(group) for group in state]
@@ -272,7 +277,7 @@ class Steps:
         if leaf is None or (is_native(leaf) and not self._ahead):
             return leaf
         placed = isinstance(leaf, jax.Array | sparse.JAXSparse)
-        return jax.device_put(leaf if placed else _host_array(leaf), self.replicated)
+        return jax.device_put(leaf if placed else host_array(leaf), self.replicated)
 
     def _shard_leaf(self, leaf: Any) -> Any:
         if leaf is None:
@@ -285,7 +290,7 @@ class Steps:
                 )
             return jax.device_put(leaf, self.replicated)
         if not isinstance(leaf, jax.Array):
-            leaf = _host_array(leaf)
+            leaf = host_array(leaf)
         if leaf.ndim == 0 or leaf.shape[0] == 0:
             return self._put(leaf, self.replicated)
         rows = leaf.shape[0]
@@ -314,7 +319,7 @@ class Steps:
         if leaf is None:
             return None
         if not isinstance(leaf, jax.Array | sparse.JAXSparse):
-            leaf = _host_array(leaf)
+            leaf = host_array(leaf)
         even = leaf.ndim > 0 and leaf.shape[0] % self._replicas == 0
         even = even and not isinstance(leaf, sparse.JAXSparse)
         return jax.device_put(leaf, self.by_rows if even else self.replicated)
@@ -378,15 +383,6 @@ class Steps:
             UnsplitBatchWarning,
             stacklevel=3,
         )
-
-
-def _host_array(leaf: Any) -> np.ndarray:
-    # A masked array JAX refuses in words of its own; without its mask it would train on all.
-    if isinstance(leaf, np.ma.MaskedArray):
-        return leaf
-    array = np.asarray(leaf)
-    # Padding would make the bytes native, and JAX takes no others: not only where it is padded.
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def _laid_out(group: Any, layouts: list[NamedSharding]) -> Any:

@@ -241,7 +241,8 @@ class Steps:
 
         On CPUs JAX may have taken over that of an array of NumPy's which was assigned.
         """
-        return self._put(np.array(value) if self.platform == "cpu" else value, layout)
+        own = np.array(processes.local(value)) if self.platform == "cpu" else value
+        return self._put(own, layout)
 
     def _layouts(self, state: State, split: frozenset[int]) -> list[list[NamedSharding]]:
         layouts = [[self.replicated] * len(group) for group in state]

@@ -96,9 +96,7 @@ def test_weights_of_samples_and_classes(gathered):
 
 @pytest.mark.parametrize("times", [3, "auto"])
 def test_several_steps_in_one_program(times, gathered, monkeypatch):
-    from lockstep.engines.jax.steps import pace
-
-    monkeypatch.setattr(pace, "GAIN", float("inf"))
+    common.several_steps_are_faster(monkeypatch)
     x, y = common.data(150)
     found = []
     for distributed in (False, True):

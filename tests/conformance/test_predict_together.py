@@ -7,7 +7,6 @@ from keras import layers
 
 import lockstep
 from lockstep.engines.jax.on_devices.sharded import StackedRows
-from lockstep.engines.jax.steps import pace
 from tests.conformance import common
 from tests.conformance.common import assert_same
 from tests.conformance.side_by_side import both, smooth
@@ -142,8 +141,7 @@ def test_a_convolution_on_cpu_runs_step_by_step():
 
 
 def test_auto_finds_a_number_for_predict_too(together, monkeypatch):
-    monkeypatch.setattr(pace, "GAIN", float("inf"))  # whatever the clock says
-    monkeypatch.setattr(pace, "WINDOW", 1000)
+    common.several_steps_are_faster(monkeypatch)
     x = common.data(100 * 4)[0]
     expected = smooth().predict(x, batch_size=4, verbose=0)
     made = lockstep.distribute(at_once(smooth(), "auto"), 1)

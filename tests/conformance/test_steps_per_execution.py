@@ -9,7 +9,7 @@ import pytest
 from keras import layers
 
 import lockstep
-from lockstep.engines.jax.steps import pace, steps
+from lockstep.engines.jax.steps import steps
 from lockstep.errors import LayoutConflict, UnsupportedModel
 from tests.conformance import common
 from tests.conformance.common import assert_same, weights
@@ -76,11 +76,6 @@ def test_fit_evaluate_and_predict(times, devices, programs, together, tmp_path):
     assert_same_runs(one, many)
 
 
-def found_out_as_faster(monkeypatch):
-    """What the clock says would be chance: here, programs of several steps are faster."""
-    monkeypatch.setattr(pace, "GAIN", float("inf"))
-
-
 class PerBatch(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
         self.model.optimizer.learning_rate = 0.05 / (1 + batch)
@@ -92,7 +87,7 @@ class PerBatch(keras.callbacks.Callback):
 
 @pytest.mark.parametrize("devices", [3, *rest(1)])
 def test_auto_gives_the_numbers_of_single_steps(devices, together, monkeypatch):
-    found_out_as_faster(monkeypatch)
+    common.several_steps_are_faster(monkeypatch)
     x, y = common.data(110)
     found = []
     for made in (smooth(), lockstep.distribute(at_once(smooth(), "auto"), devices)):
@@ -107,7 +102,7 @@ def test_auto_gives_the_numbers_of_single_steps(devices, together, monkeypatch):
 
 
 def test_auto_leaves_steps_single_where_a_callback_looks_at_each(together, monkeypatch, tmp_path):
-    found_out_as_faster(monkeypatch)
+    common.several_steps_are_faster(monkeypatch)
 
     def script(made, folder):
         times = "auto" if "_lockstep" in vars(made) else 1
@@ -136,7 +131,7 @@ def test_auto_on_little_data(rows):
 
 
 def test_auto_on_a_generator_takes_as_many_batches_as_keras(together, monkeypatch):
-    found_out_as_faster(monkeypatch)
+    common.several_steps_are_faster(monkeypatch)
     taken, found = [], []
     for times in (1, "auto"):
         made = smooth()
@@ -161,7 +156,7 @@ def test_auto_on_a_generator_takes_as_many_batches_as_keras(together, monkeypatc
 def test_auto_counts_the_steps_of_data_without_a_length_as_keras_does(together, monkeypatch):
     import tensorflow as tf
 
-    found_out_as_faster(monkeypatch)
+    common.several_steps_are_faster(monkeypatch)
     x, y = common.data(150 * BATCH)
     batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).filter(lambda *_: True)
     found = []
@@ -180,7 +175,7 @@ def test_auto_counts_the_steps_of_data_without_a_length_as_keras_does(together, 
 def test_auto_is_single_steps_after_a_callback_has_released_the_model(
     together, monkeypatch, tmp_path
 ):
-    found_out_as_faster(monkeypatch)
+    common.several_steps_are_faster(monkeypatch)
 
     class Release(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):

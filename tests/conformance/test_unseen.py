@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lockstep
 from lockstep.engines.jax.fit.callbacks import Callbacks
-from lockstep.engines.jax.steps import epoch, pace
+from lockstep.engines.jax.steps import epoch
 from tests.conformance import common
 from tests.conformance.common import assert_same, weights
 from tests.conformance.side_by_side import BATCH, both, smooth, train
@@ -232,7 +232,7 @@ def test_an_epoch_that_the_data_have_ended_counts_its_steps(tmp_path):
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
 @pytest.mark.parametrize("times", [1, "auto"])
 def test_data_that_stop_it_at_their_end_begin_anew_in_the_next_epoch(times, monkeypatch):
-    monkeypatch.setattr(pace, "GAIN", float("inf"))  # several steps in one program
+    common.several_steps_are_faster(monkeypatch)
 
     def steps(made):
         class Stopping(IterableDataset):

@@ -16,9 +16,9 @@ from lockstep.engines.jax.fit import loop
 from lockstep.engines.jax.looks import profile
 from lockstep.engines.jax.on_devices import resident
 from lockstep.engines.jax.on_devices.arrays import Arrays
-from lockstep.engines.jax.steps import pace as jax_pace
 from lockstep.errors import UnusableData
 from lockstep.measurement import measure
+from tests.conformance.common import several_steps_are_faster
 
 
 def model(keras, **options):
@@ -190,8 +190,7 @@ def test_steps_that_go_together_by_themselves_are_measured_as_they_go(keras, mon
 
     original = loop.Loop._heed
     monkeypatch.setattr(loop.Loop, "_heed", noting)
-    monkeypatch.setattr(jax_pace, "GAIN", float("inf"))  # whatever the clock says
-    monkeypatch.setattr(jax_pace, "WINDOW", 1000)
+    several_steps_are_faster(monkeypatch)
     made = model(keras, steps_per_execution="auto")
     found = measure(made, arrays(41 * 8), 1, steps=8, rounds=1, batch_size=8)
     assert len(paces) == 3  # one fit to warm up, one round, one under the profiler

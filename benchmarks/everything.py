@@ -20,6 +20,7 @@ FIGURES = (
     "two_processes.py",
     "two_processes.py --rows 128 --steps 12 --rounds 7",
     "input_ahead.py",
+    "gathering.py",
     "ahead_of_time.py",
     "ahead_of_time.py --target a100 --devices 8",
     "ahead_of_time.py --models bert resnet --devices 8 64 512",

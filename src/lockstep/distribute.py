@@ -22,7 +22,7 @@ def distribute(
     devices: Devices | None = None,
     *,
     data_on_devices: bool | None = None,
-    prefetch: int = 0,
+    prefetch: int | None = None,
 ) -> Model:
     """Make a Keras model train, evaluate and predict on several devices, in place.
 
@@ -42,9 +42,11 @@ def distribute(
             and batches are gathered there: `None` on accelerators, where they take at
             most a tenth of each device's memory, `False` never, `True` on any device
             if they fit; if not, a warning says why batches go from the host.
-        prefetch: How many batches a background thread makes ready before their turn, for
-            data that take time to make while a callback waits for every step. Rows are
-            read early then, though not past the end of an epoch whose length is known.
+        prefetch: How many batches a background thread makes ready before their turn.
+            `None`: two on accelerators, where batches of NumPy arrays have 1 MiB or more and
+            no callback of yours has hooks for batches; else none. A number: so many, of any
+            data; code of yours that makes them then runs early, and beside the training.
+            Never past the end of an epoch whose length is known.
 
     Returns:
         The same `model`.
@@ -176,7 +178,9 @@ def _checked_stay(data_on_devices: object) -> bool | None:
     )
 
 
-def _checked_ahead(prefetch: Any) -> int:
+def _checked_ahead(prefetch: Any) -> int | None:
+    if prefetch is None:
+        return None
     with contextlib.suppress(TypeError):
         number = operator.index(prefetch)  # NumPy's whole numbers too
         if number >= 0 and not isinstance(prefetch, bool):

@@ -259,7 +259,7 @@ def test_what_the_user_wants_with_the_data_is_measured(keras, options):
     measure(made, arrays(64), 2, steps=2, rounds=1, batch_size=8)
     kept = current_engine().input_options(made)
     assert (kept.prefetch, kept.data_on_devices) == (
-        options.get("prefetch", 0),
+        options.get("prefetch"),
         options.get("data_on_devices"),
     )
 

@@ -16,11 +16,12 @@ class InputOptions:
 
     Attributes:
         data_on_devices: Whether NumPy data of a `fit` stay there; `None`: by size.
-        prefetch: How many batches a thread makes ready before their turn.
+        prefetch: How many batches a thread makes ready before their turn; `None`: two of large
+            NumPy data, on accelerators.
     """
 
     data_on_devices: bool | None = None
-    prefetch: int = 0
+    prefetch: int | None = None
 
 
 DEFAULT_INPUT = InputOptions()

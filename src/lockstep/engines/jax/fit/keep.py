@@ -10,11 +10,12 @@ import jax
 
 from lockstep.engines.engine import InputOptions
 from lockstep.engines.jax.fit.callbacks import may_write_between_steps, run_user_code
-from lockstep.engines.jax.fit.prefetch import batches_ahead, warn_if_left_out
+from lockstep.engines.jax.fit.prefetch import batches_ahead, unasked, warn_if_left_out
 from lockstep.engines.jax.on_devices.arrays import plain_arrays
 from lockstep.engines.jax.on_devices.resident import Resident, can_stay
 from lockstep.engines.jax.several import processes
 from lockstep.engines.jax.steps.input import HostIterator
+from lockstep.engines.jax.steps.step import StepFunction
 from lockstep.engines.jax.steps.steps import Steps
 from lockstep.errors import DataOnHostWarning
 
@@ -52,7 +53,7 @@ class Keeper:
         if batches.decided:
             return
         batches.decided = True
-        warn_if_left_out(self.options.prefetch, batches)
+        warn_if_left_out(self.options.prefetch or 0, batches)
         wanted = self.options.data_on_devices
         if wanted is False or (wanted is None and self._steps.platform == "cpu"):
             return
@@ -68,11 +69,17 @@ class Keeper:
                 stacklevel=4,
             )
 
-    def heed(self, batches: HostIterator, callbacks: Any, batch: str) -> None:
-        """Follow hooks for batches that a callback has put in place since `keep`."""
+    def heed(self, model: Any, batches: HostIterator, callbacks: Any, batch: str) -> None:
+        """Follow hooks for batches that a callback has put in place since the last epoch."""
         if batches.data is not None and may_write_between_steps(callbacks, batch):
             batches.data.leave()
-        batches.prefetch = batches_ahead(self.options.prefetch, batches)
+        wanted = self.options.prefetch
+        if wanted is None:
+            step = getattr(model, f"{batch}_function")
+            compiled = isinstance(step, StepFunction) and _compiles(model)
+            only_read = compiled and not may_write_between_steps(callbacks, batch)
+            wanted = unasked(batches) if only_read and self._steps.ahead else 0
+        batches.prefetch = batches_ahead(wanted, batches)
 
     def leave(self) -> None:
         """The model leaves its devices: a fit under way goes on with batches from the host."""
@@ -84,7 +91,7 @@ class Keeper:
     ) -> Resident | str:
         if processes.several():
             return "JAX runs in several processes"
-        if model.run_eagerly or not model.jit_compile:
+        if not _compiles(model):
             return "the model runs operation by operation"
         if may_write_between_steps(callbacks, batch):
             return "a callback with hooks for batches could write into the data between two steps"
@@ -123,6 +130,10 @@ class Keeper:
         except (AttributeError, OSError, ValueError):  # not on Windows
             return None
         return int(SHARE_ASKED * memory / len(self._steps.devices))
+
+
+def _compiles(model: Any) -> bool:
+    return bool(model.jit_compile) and not model.run_eagerly
 
 
 def warn_of_own_loop(options: InputOptions, own: str, stacklevel: int) -> None:

@@ -340,7 +340,7 @@ class Loop:
         batches.pace = None if single else pace
         free = alone and pace is None and batches.steps_per_execution == 1
         batches.unseen = free and not single and not is_timed(callbacks)
-        self.keeper.heed(batches, callbacks, batch)
+        self.keeper.heed(self.model, batches, callbacks, batch)
 
     def _callbacks(
         self, callbacks: Any, verbose: Any, epochs: int, batches: HostIterator, **kwargs: Any

@@ -8,6 +8,26 @@ from lockstep.engines.jax.on_devices.arrays import plain_arrays
 from lockstep.engines.jax.steps.input import HostIterator
 from lockstep.errors import DataOnHostWarning
 
+UNASKED = 2
+"""Batches of arrays that a thread makes ready where nobody has said how many."""
+WORTH_IT = 2**20
+"""Bytes of a batch which take longer to gather than having a thread do it (docs/performance.md)."""
+
+
+def unasked(batches: HostIterator) -> int:
+    """How many batches a thread makes ready where nobody has said how many.
+
+    Only of arrays, whose rows are read and no more: who makes batches otherwise runs code that
+    could tell.
+    """
+    arrays = plain_arrays(batches.data_adapter)
+    if arrays is None:
+        return 0
+    # keras/src/trainers/data_adapters/array_data_adapter.py, ArrayDataAdapter.__init__
+    rows, each = batches.data_adapter._num_samples, batches.data_adapter._batch_size
+    size = sum(array.nbytes for array in arrays.leaves) / max(1, rows) * min(rows, each)
+    return UNASKED if size >= WORTH_IT else 0
+
 
 def batches_ahead(wanted: int, batches: HostIterator) -> int:
     """How many batches of the next epoch a thread makes ready before their turn.

@@ -1,4 +1,4 @@
-"""`python benchmarks/everything.py`: every benchmark for CPUs in docs/performance.md.
+"""`python benchmarks/everything.py`: every benchmark in docs/performance.md.
 
 Runs each benchmark in a process of its own and prints what it prints; nothing runs beside
 anything. What a benchmark needs beyond the package is in the extras `benchmarks` and `ahead`;
@@ -11,27 +11,31 @@ import subprocess
 import sys
 from pathlib import Path
 
+from hardware import gpus
+
 FIGURES = (
-    "trainer_tax.py",
-    "trainer_tax.py --calls evaluate predict",
+    "JAX_PLATFORMS=cpu trainer_tax.py",
+    "JAX_PLATFORMS=cpu trainer_tax.py --calls evaluate predict",
     "LOCKSTEP_REHEARSE=4 trainer_tax.py --devices 4 --calls fit evaluate predict "
     "--rounds 9 --steps 100",
     "peers.py",
     "two_processes.py",
     "two_processes.py --rows 128 --steps 12 --rounds 7",
-    "input_ahead.py",
+    "JAX_PLATFORMS=cpu input_ahead.py",
     "gathering.py",
     "ahead_of_time.py",
     "ahead_of_time.py --target a100 --devices 8",
     "ahead_of_time.py --models bert resnet --devices 8 64 512",
 )
+ON_GPUS = ("one_accelerator.py",)
+"""Where there are GPUs, on which `peers.py` and `two_processes.py` run then, too."""
 
 
 def main() -> None:
     """Run them, and end with 1 if any of them failed."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     failed = []
-    for figure in FIGURES:
+    for figure in FIGURES + (ON_GPUS if gpus() else ()):
         words = figure.split()
         first = next(number for number, word in enumerate(words) if word.endswith(".py"))
         shown = [*words[:first], "python", f"benchmarks/{words[first]}", *words[first + 1 :]]

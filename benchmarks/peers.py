@@ -11,6 +11,9 @@ the clock on the wall. The fits have their progress bar and stock callbacks; the
 loops have neither, and slice tensors instead of asking a `DataLoader`. The loop by hand in
 TensorFlow uses XLA where the `fit` beside it does, which on CPUs is nowhere.
 
+Where there are GPUs, or with `--platform gpu`, all of this is on one of them, for libraries
+that have come with their CUDA: the clock on the wall counts then, and nothing is pinned.
+
 One process, one device: this is what each library costs before any device talks to another
 (`two_processes.py` has two that talk). A peer that is not installed is said to be so.
 """
@@ -23,10 +26,10 @@ import os
 import platform
 import socket
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
+from hardware import CLOCKS, add_platform, check, environment, require
 from rows import BATCH, data
 from workers import Worker, answer, pin
 
@@ -34,7 +37,10 @@ WIDTH = {"mlp": 64, "cnn": 256, "transformer": 256}
 STEPS = {"mlp": 1000, "cnn": 200, "transformer": 200}
 BY_HAND = {"jax": "by hand", "tensorflow": "by hand, TensorFlow", "torch": "by hand, PyTorch"}
 OURS = "lockstep"
-VERSIONS = ("keras", "jax", "tensorflow-cpu", "torch", "accelerate", "lightning-fabric")
+VERSIONS = (
+    *("keras", "jax", "tensorflow", "tensorflow-cpu", "torch", "accelerate"),
+    "lightning-fabric",
+)
 
 Sides = dict[str, Callable[[], None]]
 
@@ -42,15 +48,17 @@ Sides = dict[str, Callable[[], None]]
 # ------------------------------------------------------------------- the three backends
 
 
-def on_jax(name: str, x: Any, y: Any) -> tuple[int, Sides, dict[str, str]]:
+def on_jax(name: str, x: Any, y: Any, platform: str) -> tuple[int, Sides, dict[str, str]]:
+    import jax
     import keras
     import models
     from loops import by_fit, by_hand, compiled
 
     import lockstep
 
+    check(platform, f"JAX {jax.__version__}", jax.default_backend())
     build = getattr(models, name)
-    layout = keras.distribution.DataParallel(devices=["cpu:0"])
+    layout = keras.distribution.DataParallel(devices=[f"{platform}:0"])
 
     @contextlib.contextmanager
     def distribution() -> Any:
@@ -76,15 +84,18 @@ def on_jax(name: str, x: Any, y: Any) -> tuple[int, Sides, dict[str, str]]:
     return build().count_params(), sides, {}
 
 
-def on_tensorflow(name: str, x: Any, y: Any) -> tuple[int, Sides, dict[str, str]]:
+def on_tensorflow(name: str, x: Any, y: Any, platform: str) -> tuple[int, Sides, dict[str, str]]:
     import models
     import tensorflow as tf
     from loops import by_fit, by_hand_tensorflow, compiled
 
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(1)
+    found = "gpu" if tf.config.list_physical_devices("GPU") else "cpu"
+    check(platform, f"TensorFlow {tf.__version__}", found)
+    if platform == "cpu":
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+        tf.config.threading.set_inter_op_parallelism_threads(1)
     build = getattr(models, name)
-    with tf.distribute.MirroredStrategy(["/cpu:0"]).scope():
+    with tf.distribute.MirroredStrategy([f"/{platform}:0"]).scope():
         mirrored = by_fit(compiled(build), x, y)
     sides = {
         BY_HAND["tensorflow"]: by_hand_tensorflow(compiled(build), x, y),
@@ -94,15 +105,17 @@ def on_tensorflow(name: str, x: Any, y: Any) -> tuple[int, Sides, dict[str, str]
     return build().count_params(), sides, {}
 
 
-def on_torch(name: str, x: Any, y: Any) -> tuple[int, Sides, dict[str, str]]:
+def on_torch(name: str, x: Any, y: Any, platform: str) -> tuple[int, Sides, dict[str, str]]:
     import torch
     import torch_loops
 
-    torch.set_num_threads(1)
+    device = torch_loops.device_for(platform)
+    if platform == "cpu":
+        torch.set_num_threads(1)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    os.environ.update(torch_loops.environment(0, 1, port))
+    os.environ.update(torch_loops.environment(platform, 0, 1, port))
     x, y = torch.from_numpy(x), torch.from_numpy(y).long()
     made = {
         BY_HAND["torch"]: torch_loops.alone,
@@ -113,7 +126,7 @@ def on_torch(name: str, x: Any, y: Any) -> tuple[int, Sides, dict[str, str]]:
     sides, missing = {}, {}
     for side, make in made.items():
         torch.manual_seed(0)
-        model = getattr(torch_loops, name)()
+        model = getattr(torch_loops, name)().to(device)
         count = torch_loops.parameters(model)
         try:
             model, optimizer, backward = make(model, lambda p: torch.optim.Adam(p, 1e-3))
@@ -127,36 +140,42 @@ def on_torch(name: str, x: Any, y: Any) -> tuple[int, Sides, dict[str, str]]:
 BACKENDS = {"jax": on_jax, "tensorflow": on_tensorflow, "torch": on_torch}
 
 
-def worker(backend: str, name: str, steps: int) -> None:
-    """One process: CPU milliseconds per step of the side whose name comes in."""
-    pin(0)
+def worker(backend: str, name: str, steps: int, platform: str) -> None:
+    """One process: milliseconds per step of the side whose name comes in."""
+    if platform == "cpu":
+        pin(0)
     x, y = data(WIDTH[name], steps)
     try:
-        count, sides, missing = BACKENDS[backend](name, x, y)
+        count, sides, missing = BACKENDS[backend](name, x, y, platform)
     except ImportError as error:
         count, sides, missing = 0, {}, {BY_HAND[backend] + " and its peers": str(error)}
     for run in [*sides.values()] * 2:  # compile, and warm up
         run()
     answer({"parameters": count, "sides": list(sides), "missing": missing})
+    clock = CLOCKS[platform]
     with contextlib.suppress(EOFError):
         while True:
             run = sides[input()]
-            start = time.process_time()
+            start = clock()
             run()
-            answer((time.process_time() - start) * 1e3 / steps)
+            answer((clock() - start) * 1e3 / steps)
 
 
 # -------------------------------------------------------------------------- the figures
 
 
-def measure(name: str, rounds: int, steps: int) -> dict[str, Any]:
+def measure(name: str, rounds: int, steps: int, platform: str) -> dict[str, Any]:
     """Milliseconds of every side, and their ratios within each round."""
     before = os.getloadavg()[0]
     workers = {}
     for backend in BACKENDS:  # one after the other: they would share a core
         arguments = ("--worker", backend, "--models", name, "--steps", steps)
-        workers[backend] = Worker(__file__, *arguments, KERAS_BACKEND=backend, JAX_PLATFORMS="cpu")
+        arguments += ("--platform", platform)
+        around = {"KERAS_BACKEND": backend, **environment(platform)}
+        workers[backend] = Worker(__file__, *arguments, **around)
         workers[backend].wait()
+    if OURS not in workers["jax"].said["sides"]:
+        raise SystemExit(f"Nothing to compare with: {workers['jax'].said['missing']}.")
     counts = {each.said["parameters"] for each in workers.values() if each.said["sides"]}
     if len(counts) != 1:
         raise SystemExit(f"{name} is not one model on all backends: {counts} parameters.")
@@ -175,15 +194,14 @@ def measure(name: str, rounds: int, steps: int) -> dict[str, Any]:
         "parameters": counts.pop(),
         "steps per round": steps,
         "rounds": rounds,
+        "time": "of the CPU" if platform == "cpu" else "by the clock, on one GPU",
         "load average": [before, os.getloadavg()[0]],
         "milliseconds": {side: spread(values) for side, values in times.items()},
         "over lockstep": {side: ratio(times[side], times[OURS]) for side in times},
         "over a loop by hand on its backend": {
             side: ratio(times[side], times[own[side]]) for side in times
         },
-        "not installed": {
-            k: v for each in workers.values() for k, v in each.said["missing"].items()
-        },
+        "left out": {k: v for each in workers.values() for k, v in each.said["missing"].items()},
     }
 
 
@@ -205,14 +223,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, help="steps per round; the model's own by default")
     parser.add_argument("--json", action="store_true")
+    add_platform(parser)
     parser.add_argument("--worker", choices=BACKENDS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        worker(arguments.worker, arguments.models[0], arguments.steps)
+        worker(arguments.worker, arguments.models[0], arguments.steps, arguments.platform)
         return
+    require(arguments.platform, 1)
     results = []
     for name in arguments.models:
-        results.append(measure(name, arguments.rounds, arguments.steps or STEPS[name]))
+        steps = arguments.steps or STEPS[name]
+        results.append(measure(name, arguments.rounds, steps, arguments.platform))
         if not arguments.json:
             show(results[-1])
     around = {"rows per step": BATCH, "cores": os.cpu_count(), "versions": versions()}
@@ -234,15 +255,16 @@ def show(result: dict[str, Any]) -> None:
     print(
         f"{result['model']}, {result['parameters']} parameters, {result['rounds']} rounds, ", end=""
     )
-    print(f"load {load}\n{'':34}{'ms':>8}   over lockstep        over a loop by hand")
+    print(f"time {result['time']}, load {load}")
+    print(f"{'':34}{'ms':>8}   over lockstep        over a loop by hand")
     for side, (milliseconds, _, _) in result["milliseconds"].items():
         ratios = [
             "{:6.2f} [{:.2f}, {:.2f}]".format(*result[over][side])
             for over in ("over lockstep", "over a loop by hand on its backend")
         ]
         print(f"  {side:32}{milliseconds:8.3f}   {ratios[0]:20} {ratios[1]}")
-    for side, why in result["not installed"].items():
-        print(f"  {side}: not installed ({why})")
+    for side, why in result["left out"].items():
+        print(f"  {side}: left out ({why})")
     print("", flush=True)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from hardware import check
 from rows import BATCH
 from torch import nn
 
@@ -62,6 +63,11 @@ def parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where it has its parameters, and wants its batches."""
+    return next(model.parameters()).device
+
+
 def epoch(
     model: nn.Module,
     optimizer: Any,
@@ -71,13 +77,15 @@ def epoch(
 ) -> Run:
     """One epoch over shuffled rows, with the mean loss and the accuracy."""
 
+    device = device_of(model)
+
     def run() -> None:
         order = torch.randperm(len(x))
-        total = torch.zeros(())
-        right = torch.zeros((), dtype=torch.int64)
+        total = torch.zeros((), device=device)
+        right = torch.zeros((), dtype=torch.int64, device=device)
         for start in range(0, len(x), BATCH):
             rows = order[start : start + BATCH]
-            inputs, targets = x[rows], y[rows]
+            inputs, targets = x[rows].to(device), y[rows].to(device)
             optimizer.zero_grad()
             outputs = model(inputs)
             loss = nn.functional.cross_entropy(outputs, targets)
@@ -90,7 +98,7 @@ def epoch(
     return run
 
 
-# ------------------------------------- each gives the model, its optimizer and `backward`
+# ---- each is given a model where it is to run, and gives it, its optimizer and `backward`
 
 Made = tuple[nn.Module, Any, Callable[[torch.Tensor], Any]]
 
@@ -104,7 +112,8 @@ def data_parallel(model: nn.Module, make_optimizer: Callable[..., Any]) -> Made:
     """Hand-written DistributedDataParallel."""
     if not torch.distributed.is_initialized():
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
+        over = "nccl" if device_of(model).type == "cuda" else "gloo"
+        torch.distributed.init_process_group(over, rank=rank, world_size=size)
     wrapped = nn.parallel.DistributedDataParallel(model)
     return wrapped, make_optimizer(wrapped.parameters()), torch.Tensor.backward
 
@@ -113,7 +122,7 @@ def accelerate(model: nn.Module, make_optimizer: Callable[..., Any]) -> Made:
     """Hugging Face Accelerate; one process alone it does not wrap."""
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=device_of(model).type == "cpu")
     model, optimizer = accelerator.prepare(model, make_optimizer(model.parameters()))
     return model, optimizer, accelerator.backward
 
@@ -123,15 +132,26 @@ def fabric(model: nn.Module, make_optimizer: Callable[..., Any]) -> Made:
     from lightning_fabric import Fabric
 
     hosts = int(os.environ["WORLD_SIZE"])  # one device in each process, as between hosts
-    made = Fabric(accelerator="cpu", devices=1, num_nodes=hosts, strategy="ddp")
+    made = Fabric(accelerator=device_of(model).type, devices=1, num_nodes=hosts, strategy="ddp")
     made.launch()
     model, optimizer = made.setup(model, make_optimizer(model.parameters()))
     return model, optimizer, made.backward
 
 
-def environment(rank: int, size: int, port: int) -> dict[str, str]:
+def device_for(platform: str) -> torch.device:
+    """The one device of this process.
+
+    Raises:
+        ImportError: If this PyTorch has none of the platform.
+    """
+    has = platform == "cpu" or torch.cuda.is_available()
+    check(platform, f"PyTorch {torch.__version__}", platform if has else "cpu")
+    return torch.device("cpu" if platform == "cpu" else "cuda")
+
+
+def environment(platform: str, rank: int, size: int, port: int) -> dict[str, str]:
     """What a launcher sets for a process, one on each host."""
     ranks = {"RANK": rank, "NODE_RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": size}
     named = {name: str(value) for name, value in ranks.items()}
-    named |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
-    return named | {"LOCAL_WORLD_SIZE": "1"}
+    named |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "1"}
+    return named | ({"ACCELERATE_USE_CPU": "true"} if platform == "cpu" else {})

@@ -1,15 +1,16 @@
-"""`python benchmarks/two_processes.py`: what two processes of one core each lose by talking.
+"""`python benchmarks/two_processes.py`: what two processes of one device each lose by talking.
 
-Each process is pinned to a core of its own. They take turns, every other round backwards: two
-processes that do not know of one another (the control, which cancels the machine), the same two
-where each waits for the other after every step and sends it no more than a byte (what waiting for
-the slower of two cores costs by itself), two under lockstep, two that run a hand-written JAX loop
-over the same collectives, as JAX sets them up and with gloo's thread behind the computation, where
-lockstep puts it; and for PyTorch the same control, hand-written DistributedDataParallel, Hugging
-Face Accelerate and Lightning Fabric. A ratio is the throughput of a pair over that of its control
-in the same round; over one process, whose other core has nothing to do then, it is the scaling
-efficiency, the throughput of two over twice that of one. Wall time, because what is measured is how
-communication overlaps. A peer that is not installed is said to be so.
+Each process is pinned to a core of its own; where there are two GPUs, each has one of them instead
+(`--platform cpu` and `--platform gpu` say which it is to be). They take turns, every other round
+backwards: two processes that do not know of one another (the control, which cancels the machine),
+the same two where each waits for the other after every step and sends it no more than a byte (what
+waiting for the slower of two costs by itself), two under lockstep, two that run a hand-written JAX
+loop over the same collectives, as JAX sets them up and (between CPUs) with gloo's thread behind the
+computation, where lockstep puts it; and for PyTorch the same control, hand-written
+DistributedDataParallel, Hugging Face Accelerate and Lightning Fabric. A ratio is the throughput of
+a pair over that of its control in the same round; over one process, whose neighbour has nothing to
+do then, it is the scaling efficiency, the throughput of two over twice that of one. Wall time,
+because what is measured is how communication overlaps. A peer that is not here is said to be so.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import socket
 import sys
 import time
 
+from hardware import add_platform, check, environment, require
 from peers import ratio, spread, versions
 from workers import Worker, answer, pin
 
@@ -49,39 +51,40 @@ def keras_model():
     return model
 
 
-def behind(rank, address, steps, rows):
+def behind(platform, rank, address, steps, rows):
     """The hand-written loop, with gloo's thread where lockstep puts it."""
-    run = hand_written_jax(rank, address, steps, rows)
+    run = hand_written_jax(platform, rank, address, steps, rows)
     from lockstep.engines.jax.several.gloo import let_computation_first
 
     assert let_computation_first(), "gloo's thread was not found"
     return run
 
 
-def start_jax(rank, address):
+def start_jax(platform, rank, address):
     os.environ["KERAS_BACKEND"] = "jax"
     os.environ["JAX_NUM_CPU_DEVICES"] = "1"
-    os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
     if address:
         jax.distributed.initialize(address, 2, rank)
+    check(platform, f"JAX {jax.__version__}", jax.default_backend())
+    assert jax.local_device_count() == 1, jax.local_devices()
 
 
-def lockstep_fit(rank, address, steps, rows):
+def lockstep_fit(platform, rank, address, steps, rows):
     """Rounds of `fit` under lockstep, alone or with the other process."""
-    start_jax(rank, address)
+    start_jax(platform, rank, address)
     import lockstep
 
-    model = lockstep.distribute(keras_model())
+    model = lockstep.distribute(keras_model(), data_on_devices=False)  # as in two processes
     rows *= 2 if address else 1
     x, y = data(steps, rows)
     return lambda: model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
 
 
-def in_step(rank, address, steps, rows):
+def in_step(platform, rank, address, steps, rows):
     """`fit` alone, where a step ends when the other process has come to its end too."""
-    start_jax(rank, "")
+    start_jax(platform, rank, "")
     import keras
 
     other = connected(rank, address)
@@ -94,7 +97,7 @@ def in_step(rank, address, steps, rows):
 
     import lockstep
 
-    model = lockstep.distribute(keras_model())
+    model = lockstep.distribute(keras_model(), data_on_devices=False)  # as in two processes
     x, y = data(steps, rows)
     waits = [Wait()]
     return lambda: model.fit(x, y, batch_size=rows, shuffle=False, verbose=0, callbacks=waits)
@@ -117,9 +120,9 @@ def connected(rank, address):
     return other
 
 
-def hand_written_jax(rank, address, steps, rows):
+def hand_written_jax(platform, rank, address, steps, rows):
     """A jitted step over the mesh of both processes, and a plain loop."""
-    start_jax(rank, address)
+    start_jax(platform, rank, address)
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -168,12 +171,14 @@ def hand_written_jax(rank, address, steps, rows):
 def in_torch(peer):
     """The same network in PyTorch, by hand or by one of `torch_loops`."""
 
-    def prepare(rank, address, steps, rows):
+    def prepare(platform, rank, address, steps, rows):
         import torch
         import torch_loops
         from torch import nn
 
-        torch.set_num_threads(1)
+        device = torch_loops.device_for(platform)
+        if platform == "cpu":
+            torch.set_num_threads(1)
         torch.manual_seed(0)
         made, channels = [], 3
         for filters in (32, 64, 64):
@@ -181,9 +186,10 @@ def in_torch(peer):
             channels = filters
         made += [nn.Flatten(), nn.Linear(64 * 2 * 2, 64), nn.ReLU(), nn.Linear(64, 10)]
         if address:
-            os.environ.update(torch_loops.environment(rank, 2, address.split(":")[1]))
+            port = address.split(":")[1]
+            os.environ.update(torch_loops.environment(platform, rank, 2, port))
         model, optimizer, backward = getattr(torch_loops, peer)(
-            nn.Sequential(*made), lambda p: torch.optim.SGD(p, 0.01, momentum=0.9)
+            nn.Sequential(*made).to(device), lambda p: torch.optim.SGD(p, 0.01, momentum=0.9)
         )
         x, y = (torch.from_numpy(part) for part in data(steps, rows))
         x = x.permute(0, 3, 1, 2).contiguous()
@@ -194,7 +200,8 @@ def in_torch(peer):
         def run():
             total = right = 0
             for start in range(0, len(x), rows):
-                inputs, targets = x[start : start + rows], y[start : start + rows]
+                batch = slice(start, start + rows)
+                inputs, targets = x[batch].to(device), y[batch].to(device)
                 optimizer.zero_grad()
                 outputs = model(inputs)
                 loss = nn.functional.cross_entropy(outputs, targets)
@@ -243,12 +250,13 @@ RATIOS = [
 ]
 
 
-def worker(name, rank, address, steps, rows):
+def worker(name, platform, rank, address, steps, rows):
     """One process of a group: a round for each line that comes in, its seconds out."""
-    pin(rank)
+    if platform == "cpu":
+        pin(rank)
     make, _, _ = GROUPS[name]
     try:
-        run = make(rank, address, steps, rows)
+        run = make(platform, rank, address, steps, rows)
     except ImportError as error:
         answer(str(error))
         return
@@ -267,7 +275,7 @@ class Group:
         missing: What keeps them from running, if anything.
     """
 
-    def __init__(self, name, steps, rows):
+    def __init__(self, name, platform, steps, rows):
         _, processes, talking = GROUPS[name]
         address = ""
         if talking:
@@ -275,7 +283,11 @@ class Group:
                 free.bind(("127.0.0.1", 0))
                 address = f"127.0.0.1:{free.getsockname()[1]}"
         arguments = ("--worker", name, "--steps", steps, "--rows", rows, "--address", address)
-        self._workers = [Worker(__file__, *arguments, "--rank", rank) for rank in range(processes)]
+        arguments += ("--platform", platform, "--rank")
+        self._workers = [
+            Worker(__file__, *arguments, rank, **environment(platform, rank))
+            for rank in range(processes)
+        ]
         for each in self._workers:
             each.wait()
         self.missing = self._workers[0].said
@@ -299,17 +311,22 @@ def main():
     parser.add_argument("--rows", type=int, default=ROWS, help="rows of a step in each process")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", action="store_true")
+    add_platform(parser, devices=2)
     parser.add_argument("--worker")
     parser.add_argument("--rank", type=int)
     parser.add_argument("--address", default="")
     options = parser.parse_args()
     if options.worker:
-        worker(options.worker, options.rank, options.address, options.steps, options.rows)
+        given = options.platform, options.rank, options.address, options.steps, options.rows
+        worker(options.worker, *given)
         return
-    if len(os.sched_getaffinity(0)) < 2:
-        raise SystemExit("Two cores are needed, one for each process.")
+    require(options.platform, 2)
     load = os.getloadavg()[0]
-    groups = {name: Group(name, options.steps, options.rows) for name in GROUPS}
+    groups = {
+        name: Group(name, options.platform, options.steps, options.rows)
+        for name in GROUPS
+        if options.platform == "cpu" or GROUPS[name][0] is not behind
+    }
     here = {name: group for name, group in groups.items() if not group.missing}
     rounds = []
     for number in range(options.rounds):
@@ -318,15 +335,15 @@ def main():
     for group in groups.values():
         group.end()
     found = {"load": load, "load after": os.getloadavg()[0], "rows per step": 2 * options.rows}
-    found |= {"rounds": options.rounds, "versions": versions()}
+    found |= {"platform": options.platform, "rounds": options.rounds, "versions": versions()}
     times = {name: [seconds[name] for seconds in rounds] for name in here}
     for name, values in times.items():
         found[f"{name}, ms per step"] = spread([value / options.steps * 1e3 for value in values])
     for of, over in RATIOS:
-        if of in here:
+        if of in here and over in here:
             found[f"{of} / {over}"] = ratio(times[over], times[of])
     for name in groups.keys() - here.keys():
-        found[f"{name}, not installed"] = groups[name].missing
+        found[f"{name}, left out"] = groups[name].missing
     if options.json:
         print(json.dumps(found, indent=2))
         return

@@ -27,15 +27,17 @@ FIGURES = (
     "ahead_of_time.py --target a100 --devices 8",
     "ahead_of_time.py --models bert resnet --devices 8 64 512",
 )
-ON_GPUS = ("one_accelerator.py",)
-"""Where there are GPUs, on which `peers.py` and `two_processes.py` run then, too."""
+ON_ONE_GPU = ("peers.py --platform gpu", "JAX_PLATFORMS=cuda one_accelerator.py")
+ON_TWO_GPUS = ("two_processes.py --platform gpu --steps 400",)
 
 
 def main() -> None:
     """Run them, and end with 1 if any of them failed."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     failed = []
-    for figure in FIGURES + (ON_GPUS if gpus() else ()):
+    here = len(gpus())
+    figures = FIGURES + (ON_ONE_GPU if here else ()) + (ON_TWO_GPUS if here > 1 else ())
+    for figure in figures:
         words = figure.split()
         first = next(number for number, word in enumerate(words) if word.endswith(".py"))
         shown = [*words[:first], "python", f"benchmarks/{words[first]}", *words[first + 1 :]]

@@ -13,22 +13,40 @@ _NAMES = "CUDA_VISIBLE_DEVICES"
 
 def gpus() -> list[str]:
     """The GPUs that may be used, by their names in `CUDA_VISIBLE_DEVICES`."""
+    here = _asked("index")
     chosen = os.environ.get(_NAMES)
-    if chosen is not None:
-        names = [name.strip() for name in chosen.split(",")]
-        return names[: names.index("-1")] if "-1" in names else [name for name in names if name]
-    command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    return here if chosen is None or not here else _visible(chosen)
+
+
+def _asked(what: str) -> list[str]:
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return []
-    return listed.split()
+    return [line.strip() for line in listed.splitlines() if line.strip()]
 
 
-def add_platform(parser: argparse.ArgumentParser, devices: int = 1) -> None:
-    """`--platform`, by default that of GPUs where there are so many."""
-    default = "gpu" if len(gpus()) >= devices else "cpu"
-    parser.add_argument("--platform", choices=CLOCKS, default=default, help="default: %(default)s")
+def _visible(names: str) -> list[str]:
+    """As CUDA reads them: up to the first that is none."""
+    found = []
+    for name in names.split(","):
+        if not (name.strip().isdecimal() or name.strip().startswith(("GPU-", "MIG-"))):
+            break
+        found.append(name.strip())
+    return found
+
+
+def described(platform: str) -> str:
+    """What ran, for the record."""
+    if platform == "cpu":
+        return f"{os.cpu_count()} cores"
+    return "; ".join(_asked("index,name,driver_version")) + f"; of these {', '.join(gpus())}"
+
+
+def add_platform(parser: argparse.ArgumentParser) -> None:
+    """`--platform`."""
+    parser.add_argument("--platform", choices=CLOCKS, default="cpu", help="default: %(default)s")
 
 
 def require(platform: str, devices: int) -> None:
@@ -45,7 +63,7 @@ def environment(platform: str, number: int = 0) -> dict[str, str]:
         return {"JAX_PLATFORMS": "cpu", _NAMES: ""}
     # Several processes share a GPU: none takes more of its memory than it needs.
     growing = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
-    return {_NAMES: gpus()[number], **growing}
+    return {_NAMES: gpus()[number], "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **growing}
 
 
 def check(platform: str, library: str, found: str) -> None:

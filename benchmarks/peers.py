@@ -11,8 +11,9 @@ the clock on the wall. The fits have their progress bar and stock callbacks; the
 loops have neither, and slice tensors instead of asking a `DataLoader`. The loop by hand in
 TensorFlow uses XLA where the `fit` beside it does, which on CPUs is nowhere.
 
-Where there are GPUs, or with `--platform gpu`, all of this is on one of them, for libraries
-that have come with their CUDA: the clock on the wall counts then, and nothing is pinned.
+With `--platform gpu` all of this is on one GPU, for libraries that have come with their CUDA: the
+clock on the wall counts then, nothing is pinned, and each library has its own default for the
+precision of products of matrices. Every side sends each batch to the device.
 
 One process, one device: this is what each library costs before any device talks to another
 (`two_processes.py` has two that talk). A peer that is not installed is said to be so.
@@ -29,7 +30,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from hardware import CLOCKS, add_platform, check, environment, require
+from hardware import CLOCKS, add_platform, check, described, environment, require
 from rows import BATCH, data
 from workers import Worker, answer, pin
 
@@ -76,7 +77,7 @@ def on_jax(name: str, x: Any, y: Any, platform: str) -> tuple[int, Sides, dict[s
             data_parallel()
 
     sides = {
-        OURS: by_fit(lockstep.distribute(compiled(build), devices=1), x, y),
+        OURS: by_fit(lockstep.distribute(compiled(build), 1, data_on_devices=False), x, y),
         BY_HAND["jax"]: by_hand(compiled(build), x, y),
         "keras fit": by_fit(compiled(build), x, y),
         "keras.distribution.DataParallel": in_distribution,
@@ -175,7 +176,9 @@ def measure(name: str, rounds: int, steps: int, platform: str) -> dict[str, Any]
         workers[backend] = Worker(__file__, *arguments, **around)
         workers[backend].wait()
     if OURS not in workers["jax"].said["sides"]:
-        raise SystemExit(f"Nothing to compare with: {workers['jax'].said['missing']}.")
+        for each in workers.values():
+            each.end()
+        raise SystemExit(f"Nothing to compare with: {workers['jax'].said['missing']}")
     counts = {each.said["parameters"] for each in workers.values() if each.said["sides"]}
     if len(counts) != 1:
         raise SystemExit(f"{name} is not one model on all backends: {counts} parameters.")
@@ -195,6 +198,7 @@ def measure(name: str, rounds: int, steps: int, platform: str) -> dict[str, Any]
         "steps per round": steps,
         "rounds": rounds,
         "time": "of the CPU" if platform == "cpu" else "by the clock, on one GPU",
+        "device": described(platform),
         "load average": [before, os.getloadavg()[0]],
         "milliseconds": {side: spread(values) for side, values in times.items()},
         "over lockstep": {side: ratio(times[side], times[OURS]) for side in times},

@@ -1,7 +1,7 @@
 """`python benchmarks/two_processes.py`: what two processes of one device each lose by talking.
 
-Each process is pinned to a core of its own; where there are two GPUs, each has one of them instead
-(`--platform cpu` and `--platform gpu` say which it is to be). They take turns, every other round
+Each process is pinned to a core of its own; with `--platform gpu` it has a GPU of its own instead
+(give it more `--steps` then, as a round is not to be too short). They take turns, every other round
 backwards: two processes that do not know of one another (the control, which cancels the machine),
 the same two where each waits for the other after every step and sends it no more than a byte (what
 waiting for the slower of two costs by itself), two under lockstep, two that run a hand-written JAX
@@ -20,12 +20,16 @@ import socket
 import sys
 import time
 
-from hardware import add_platform, check, environment, require
+from hardware import add_platform, check, described, environment, require
 from peers import ratio, spread, versions
 from workers import Worker, answer, pin
 
 ROWS = 32
 """Rows of a step in each process, unless others are asked for."""
+
+
+AS_BETWEEN_TWO = {"data_on_devices": False, "prefetch": 0}
+"""Of what lockstep does with data on GPUs, that which it does in all groups."""
 
 
 def data(steps, rows):
@@ -66,7 +70,8 @@ def start_jax(platform, rank, address):
     import jax
 
     if address:
-        jax.distributed.initialize(address, 2, rank)
+        here = [0] if platform == "gpu" else None  # of those that it sees, whoever started it
+        jax.distributed.initialize(address, 2, rank, local_device_ids=here)
     check(platform, f"JAX {jax.__version__}", jax.default_backend())
     assert jax.local_device_count() == 1, jax.local_devices()
 
@@ -76,7 +81,7 @@ def lockstep_fit(platform, rank, address, steps, rows):
     start_jax(platform, rank, address)
     import lockstep
 
-    model = lockstep.distribute(keras_model(), data_on_devices=False)  # as in two processes
+    model = lockstep.distribute(keras_model(), **AS_BETWEEN_TWO)
     rows *= 2 if address else 1
     x, y = data(steps, rows)
     return lambda: model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
@@ -97,7 +102,7 @@ def in_step(platform, rank, address, steps, rows):
 
     import lockstep
 
-    model = lockstep.distribute(keras_model(), data_on_devices=False)  # as in two processes
+    model = lockstep.distribute(keras_model(), **AS_BETWEEN_TWO)
     x, y = data(steps, rows)
     waits = [Wait()]
     return lambda: model.fit(x, y, batch_size=rows, shuffle=False, verbose=0, callbacks=waits)
@@ -311,7 +316,7 @@ def main():
     parser.add_argument("--rows", type=int, default=ROWS, help="rows of a step in each process")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", action="store_true")
-    add_platform(parser, devices=2)
+    add_platform(parser)
     parser.add_argument("--worker")
     parser.add_argument("--rank", type=int)
     parser.add_argument("--address", default="")
@@ -334,7 +339,14 @@ def main():
         rounds.append({name: here[name].round() for name in turns})
     for group in groups.values():
         group.end()
-    found = {"load": load, "load after": os.getloadavg()[0], "rows per step": 2 * options.rows}
+    if "lockstep" not in here:
+        raise SystemExit(f"Nothing to compare with: {groups['lockstep'].missing}")
+    found = {
+        "device": described(options.platform),
+        "load": load,
+        "load after": os.getloadavg()[0],
+        "rows per step": 2 * options.rows,
+    }
     found |= {"platform": options.platform, "rounds": options.rounds, "versions": versions()}
     times = {name: [seconds[name] for seconds in rounds] for name in here}
     for name, values in times.items():

@@ -51,7 +51,11 @@ class Worker:
         self._process.stdin.close()
 
     def wait_for_end(self) -> None:
-        self._process.wait(60)
+        """It has said all that counts: what takes long to end (a connection) is ended."""
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
 
 
 def answer(value: Any) -> None:

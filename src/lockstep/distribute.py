@@ -46,7 +46,7 @@ def distribute(
             `None`: two on accelerators, where batches of NumPy arrays have 1 MiB or more and
             no callback of yours has hooks for batches; else none. A number: so many, of any
             data; code of yours that makes them then runs early, and beside the training.
-            Never past the end of an epoch whose length is known.
+            They take memory of the host. Never past the end of an epoch whose length is known.
 
     Returns:
         The same `model`.

@@ -221,7 +221,8 @@ def test_a_model_that_leaves_its_devices_between_two_epochs(after, steps, gather
     assert gathered == [(7,)] * (steps or 6) + [(7,), (2,)]
 
 
-def test_a_callback_that_could_write_between_steps_keeps_the_data_on_the_host(gathered):
+@pytest.mark.parametrize("in_a_list", [False, True])
+def test_a_callback_that_could_write_between_steps_keeps_the_data_on_the_host(in_a_list, gathered):
     x, y = common.data(40)
 
     def fit(made):
@@ -231,7 +232,8 @@ def test_a_callback_that_could_write_between_steps_keeps_the_data_on_the_host(ga
             mine[:] = mine[::-1] * 0.9
 
         halving = keras.callbacks.LambdaCallback(on_train_batch_end=rewrite)
-        return made.fit(mine, y, batch_size=8, epochs=2, verbose=0, callbacks=[halving])
+        callbacks = [keras.callbacks.CallbackList([halving]) if in_a_list else halving]
+        return made.fit(mine, y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
 
     with pytest.warns(DataOnHostWarning, match="could write into the data between two steps"):
         one, many = pair(fit, 2)

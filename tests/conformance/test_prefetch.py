@@ -424,11 +424,12 @@ def test_a_number_of_numpys_is_one():
 def test_what_was_not_begun_is_asked_for_again():
     may_be_made = threading.Semaphore(1)
 
-    def batch(number):
-        assert may_be_made.acquire(timeout=60)
-        return number
+    def batches():
+        for number in range(5):
+            assert may_be_made.acquire(timeout=60)
+            yield number
 
-    made = of_rows(iter(range(5)), batch)
+    made = of(batches())
     made.begin_epoch(3, 5)
     assert next(made) == 0
     later = threading.Timer(0.3, may_be_made.release, (4,))  # until then 1 is being made
@@ -437,6 +438,26 @@ def test_what_was_not_begun_is_asked_for_again():
     later.join()
     made.begin_epoch(0, 5)
     assert list(made) == [1, 2, 3, 4]
+
+
+def test_rows_are_gathered_again_that_were_not_given():
+    rows, begun, may_end = list(range(5)), threading.Event(), threading.Event()
+
+    def batch(number):
+        if number == 2 and not begun.is_set():
+            begun.set()
+            assert may_end.wait(60)
+        return rows[number]
+
+    made = of_rows(iter(range(5)), batch)
+    made.begin_epoch(3, 5)
+    assert next(made) == 0
+    assert begun.wait(60)  # 1 is there, 2 is being gathered, 3 waits
+    made.settle(waiting=True)
+    rows[:] = [number * 10 for number in rows]
+    made.begin_epoch(2, 5)
+    may_end.set()
+    assert list(made) == [10, 20, 30, 40]
 
 
 def test_nothing_is_drawn_before_the_first_batch_is_asked_for():

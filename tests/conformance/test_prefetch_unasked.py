@@ -141,12 +141,34 @@ def test_rows_that_are_written_into_between_epochs_are_those_of_one_device(gathe
 
 
 @pytest.mark.usefixtures("accelerators")
-def test_a_callback_that_may_write_between_steps_has_no_thread_beside_it(gathered):
+def test_a_pass_that_goes_on_has_rows_that_were_written_into_after_a_stop():
+    class StopsThenWrites(AtEpochs):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.stop_training = True  # after one step
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.stop_training = False
+            super().on_epoch_end(epoch)
+
+    def trained(**asked):
+        made = lockstep.distribute(smooth(), 2, data_on_devices=False, **asked)
+        return train(made, callback=StopsThenWrites, steps_per_epoch=3)
+
+    assert_same(trained(), trained(prefetch=0), atol=0)
+
+
+def among_others(rows):
+    return keras.callbacks.CallbackList([AtBatches(rows)])
+
+
+@pytest.mark.usefixtures("accelerators")
+@pytest.mark.parametrize("callback", [AtBatches, among_others])
+def test_a_callback_that_may_write_between_steps_has_no_thread_beside_it(callback, gathered):
     made = lockstep.distribute(smooth(), 3, data_on_devices=False)
-    unasked = train(made, callback=AtBatches)
+    unasked = train(made, callback=callback)
     assert in_turn(gathered)
     made = lockstep.distribute(smooth(), 3, data_on_devices=False, prefetch=0)
-    assert_same(unasked, train(made, callback=AtBatches), atol=0)
+    assert_same(unasked, train(made, callback=callback), atol=0)
 
 
 @pytest.mark.usefixtures("accelerators")
@@ -214,6 +236,61 @@ def test_in_their_turn_where_it_could_be_told(asked, options, model, gathered):
         setattr(made, name, value)
     train(lockstep.distribute(made, 2, data_on_devices=False, **asked), **options)
     assert in_turn(gathered)
+
+
+@pytest.mark.usefixtures("accelerators")
+def test_in_their_turn_while_the_step_is_the_one_that_runs_operation_by_operation(gathered):
+    made = smooth()
+    made.jit_compile = False
+    lockstep.distribute(made, 2, data_on_devices=False)
+    train(made)
+    made.jit_compile = True  # which Keras heeds when it makes the next function
+    train(made)
+    assert in_turn(gathered)
+
+
+class Lazy:
+    """Rows that are made when NumPy asks for them."""
+
+    def __init__(self, rows):
+        self.rows, self.shape, self.dtype, self.ndim = rows, rows.shape, rows.dtype, rows.ndim
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __array__(self, dtype=None, copy=None):
+        return self.rows + np.random.normal(size=self.shape).astype("float32")
+
+
+class Noisy(np.ndarray):
+    """Rows that draw random numbers when they are asked for."""
+
+    def take(self, *args, **kwargs):
+        rows = np.asarray(self).take(*args, **kwargs)
+        return rows + np.random.normal(size=rows.shape).astype("float32")
+
+
+@pytest.mark.usefixtures("accelerators")
+@pytest.mark.parametrize("of", [Lazy, lambda rows: rows.view(Noisy)], ids=["lazy", "subclass"])
+def test_rows_that_run_code_of_their_own_are_asked_for_as_before(of, gathered):
+    def calls(**asked):
+        made = lockstep.distribute(smooth(), 2, data_on_devices=False, **asked)
+        np.random.seed(3)
+        made.fit(of(X), Y, batch_size=BATCH, epochs=2, verbose=0)
+        evaluated = made.evaluate(of(X), Y, batch_size=BATCH, verbose=0)
+        return [weights(made), evaluated, np.random.random()]
+
+    unasked = calls()
+    assert in_turn(gathered)
+    assert_same(unasked, calls(prefetch=0), atol=0)
+
+
+@pytest.mark.usefixtures("accelerators")
+def test_no_thread_is_left_after_a_call():
+    made = lockstep.distribute(smooth(), 2, data_on_devices=False)
+    for _ in range(20):
+        made.predict(X, batch_size=BATCH, verbose=0)
+        assert "lockstep-input" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_in_their_turn_on_cpus(gathered, monkeypatch):

@@ -74,7 +74,10 @@ def _sees(callback: Any, batch: str) -> bool:
     return not all(is_default(getattr(callback, name, None)) for name in hooks)
 
 
-_WITH_FUNCTIONS = (keras.callbacks.LambdaCallback, keras.callbacks.LearningRateScheduler)
+_WITH_FUNCTIONS = (
+    *(keras.callbacks.LambdaCallback, keras.callbacks.LearningRateScheduler),
+    keras.callbacks.CallbackList,  # one among the others, of anybody's callbacks
+)
 _AT_EPOCHS = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
 
 

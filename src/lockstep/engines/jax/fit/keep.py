@@ -76,9 +76,9 @@ class Keeper:
         wanted = self.options.prefetch
         if wanted is None:
             step = getattr(model, f"{batch}_function")
-            compiled = isinstance(step, StepFunction) and _compiles(model)
-            only_read = compiled and not may_write_between_steps(callbacks, batch)
-            wanted = unasked(batches) if only_read and self._steps.ahead else 0
+            ahead = isinstance(step, StepFunction) and step.ahead
+            quiet = ahead and not may_write_between_steps(callbacks, batch)
+            wanted = unasked(batches) if quiet else 0
         batches.prefetch = batches_ahead(wanted, batches)
 
     def leave(self) -> None:
@@ -91,7 +91,7 @@ class Keeper:
     ) -> Resident | str:
         if processes.several():
             return "JAX runs in several processes"
-        if not _compiles(model):
+        if model.run_eagerly or not model.jit_compile:
             return "the model runs operation by operation"
         if may_write_between_steps(callbacks, batch):
             return "a callback with hooks for batches could write into the data between two steps"
@@ -130,10 +130,6 @@ class Keeper:
         except (AttributeError, OSError, ValueError):  # not on Windows
             return None
         return int(SHARE_ASKED * memory / len(self._steps.devices))
-
-
-def _compiles(model: Any) -> bool:
-    return bool(model.jit_compile) and not model.run_eagerly
 
 
 def warn_of_own_loop(options: InputOptions, own: str, stacklevel: int) -> None:

@@ -2,6 +2,8 @@
 
 import warnings
 
+import keras
+import numpy as np
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 from lockstep.engines.jax.on_devices.arrays import plain_arrays
@@ -11,22 +13,25 @@ from lockstep.errors import DataOnHostWarning
 UNASKED = 2
 """Batches of arrays that a thread makes ready where nobody has said how many."""
 WORTH_IT = 2**20
-"""Bytes of a batch which take longer to gather than having a thread do it (docs/performance.md)."""
+"""Bytes of a batch: while a device computes, of fewer the caller gathers the rows as fast as it
+has them from a thread (docs/performance.md)."""
 
 
 def unasked(batches: HostIterator) -> int:
     """How many batches a thread makes ready where nobody has said how many.
 
-    Only of arrays, whose rows are read and no more: who makes batches otherwise runs code that
+    Only of NumPy's arrays, whose rows are read and no more: all else makes batches by code that
     could tell.
     """
-    arrays = plain_arrays(batches.data_adapter)
-    if arrays is None:
+    adapter = batches.data_adapter
+    if type(adapter) is not ArrayDataAdapter or batches.num_batches == 1:
         return 0
     # keras/src/trainers/data_adapters/array_data_adapter.py, ArrayDataAdapter.__init__
-    rows, each = batches.data_adapter._num_samples, batches.data_adapter._batch_size
-    size = sum(array.nbytes for array in arrays.leaves) / max(1, rows) * min(rows, each)
-    return UNASKED if size >= WORTH_IT else 0
+    arrays = keras.tree.flatten(adapter._inputs)
+    if any(type(array) not in (np.ndarray, np.memmap) for array in arrays):
+        return 0
+    row = sum(array[:1].nbytes for array in arrays)
+    return UNASKED if row * adapter._batch_size >= WORTH_IT else 0
 
 
 def batches_ahead(wanted: int, batches: HostIterator) -> int:

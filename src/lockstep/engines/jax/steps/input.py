@@ -191,6 +191,7 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         return self._made(prefetched.of(batches)) if self.prefetch else batches
 
     def _made(self, made: prefetched.Prefetched) -> prefetched.Prefetched:
+        self.settle(waiting=False)  # the pass before, whose thread would end a little later
         made.begin_epoch(self.prefetch, self.num_batches)
         self._prefetched = made
         return made

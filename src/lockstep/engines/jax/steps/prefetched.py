@@ -16,7 +16,9 @@ Draw = Callable[[], Any]
 
 END = object()
 _LONGEST = 5.0
-"""Seconds to wait for a batch that nobody needs any more."""
+"""Seconds to wait for a batch that nobody needs any more, of data that others may ask next."""
+_LONGEST_ROWS = 0.5
+"""And of rows, which are only read."""
 
 
 class Prefetched:
@@ -25,14 +27,19 @@ class Prefetched:
     Their order is the order in which they were asked for, and an error is raised in its turn.
     None is made before the first has been asked for.
 
+    Args:
+        draws: What makes each batch.
+        again: Whether a batch can be made a second time, out of rows as they are by then.
+
     Attributes:
         ahead: How many are made ready before their turn.
         left: How many may still be asked for ahead of their turn; `None` for all there are.
     """
 
-    def __init__(self, draws: Iterator[Draw]) -> None:
+    def __init__(self, draws: Iterator[Draw], again: bool = False) -> None:
         self.ahead = 0
         self.left: int | None = None
+        self._again = again
         self._draws = draws
         self._given = 0
         self._maker: _Maker | None = None
@@ -57,18 +64,29 @@ class Prefetched:
         self.left = None if batches is None else batches - len(self._under_way)
 
     def settle(self, waiting: bool) -> None:
-        """Take back what was not begun, and end the thread, if it comes to an end soon.
+        """Take back what was not begun or can be made again, and end the thread if it rests soon.
 
         A generator that another one uses next has to be at rest; one that waits for what
         never comes is not waited for.
         """
         put_back: list[Draw] = []
-        while self._under_way and self._under_way[-1][1].cancel():
-            put_back.insert(0, self._under_way.pop()[0])
+        begun: list[Future[Any]] = []
+        while self._under_way:
+            draw, made = self._under_way[-1]
+            if not made.cancel():
+                if not self._again:
+                    break
+                begun.append(made)
+            self._under_way.pop()
+            put_back.insert(0, draw)
         if put_back:
             self._draws = chain(put_back, self._draws)
-        running = [made for _, made in self._under_way]
-        if not wait(running, _LONGEST if waiting else 0).not_done:
+        begun += [made for _, made in self._under_way]
+        longest = _LONGEST_ROWS if self._again else _LONGEST
+        at_rest = not wait(begun, longest if waiting else 0).not_done
+        if at_rest and self._maker is not None:
+            self._maker.end()
+        if at_rest or self._again:
             self._maker = None
 
     def unused(self, after: int) -> list[Future[Any]]:
@@ -126,14 +144,20 @@ class _Maker:
         self._wanted: SimpleQueue[tuple[Draw, Future[Any]] | None] = SimpleQueue()
         context = contextvars.copy_context()  # numpy.errstate, for example
         work = partial(context.run, _work, self._wanted)
-        threading.Thread(target=work, name="lockstep-input", daemon=True).start()
-        weakref.finalize(self, self._wanted.put, None)
+        self._thread = threading.Thread(target=work, name="lockstep-input", daemon=True)
+        self._thread.start()
+        self._finish = weakref.finalize(self, self._wanted.put, None)
 
     def make(self, draw: Draw) -> Future[Any]:
         """Have a batch made after those that were asked for before."""
         made: Future[Any] = Future()
         self._wanted.put((draw, made))
         return made
+
+    def end(self) -> None:
+        """End the thread, which has nothing to make."""
+        self._finish()
+        self._thread.join()
 
 
 def _work(wanted: SimpleQueue[tuple[Draw, Future[Any]] | None]) -> None:
@@ -149,7 +173,7 @@ def _work(wanted: SimpleQueue[tuple[Draw, Future[Any]] | None]) -> None:
 
 def of_rows(rows: Iterator[Any], batch: Callable[[Any], Any]) -> Prefetched:
     """Batches of arrays: which rows they have is drawn in the thread of the caller."""
-    return Prefetched(partial(batch, chosen) for chosen in rows)
+    return Prefetched((partial(batch, chosen) for chosen in rows), again=True)
 
 
 def of(batches: Iterator[Any]) -> Prefetched:

@@ -62,14 +62,13 @@ class Steps:
         by_rows: The layout of data: split by the first dim.
         devices: The devices, in order.
         platform: What they are: `"cpu"`, `"gpu"`.
-        ahead: Whether batches are drawn before the callbacks of the step before them.
     """
 
     def __init__(self, devices: list[jax.Device]) -> None:
         self.devices = devices
         self.platform: str = devices[0].platform
         self._replicas = len(devices)
-        self.ahead = looks_ahead(devices)
+        self._ahead = looks_ahead(devices)
         mesh = Mesh(np.array(devices), ("batch",))
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.by_rows = NamedSharding(mesh, PartitionSpec("batch"))
@@ -186,8 +185,8 @@ class Steps:
             here=partial(jax.tree.map, processes.local) if self._several else None,
             pace=pace,
             one_at_a_time=self._one_at_a_time,
-            ahead=self.ahead,
-            takes_arrays=self._replicas == 1 and not self.ahead,
+            ahead=self._ahead,
+            takes_arrays=self._replicas == 1 and not self._ahead,
         )
 
     def eager(
@@ -270,13 +269,13 @@ class Steps:
             return batch.placed()
         if self._replicas == 1:
             leaves = batch if type(batch) is tuple else (batch,)
-            if not self.ahead and all(map(is_native, leaves)):
+            if not self._ahead and all(map(is_native, leaves)):
                 return batch
             return keras.tree.map_structure(self._place_on_one, batch)
         return keras.tree.map_structure(self._shard_leaf, batch)
 
     def _place_on_one(self, leaf: Any) -> Any:
-        if leaf is None or (is_native(leaf) and not self.ahead):
+        if leaf is None or (is_native(leaf) and not self._ahead):
             return leaf
         placed = isinstance(leaf, jax.Array | sparse.JAXSparse)
         return jax.device_put(leaf if placed else host_array(leaf), self.replicated)

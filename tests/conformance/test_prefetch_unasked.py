@@ -226,6 +226,7 @@ def test_a_model_that_is_released_within_a_fit_has_no_thread_any_more(gathered):
     [
         ({"prefetch": 0}, {}, {}),
         ({}, {"shuffle": "batch"}, {}),
+        ({}, {"batch_size": len(X)}, {}),  # one batch, of which none is ahead
         ({}, {}, {"run_eagerly": True}),
         ({}, {}, {"jit_compile": False}),
     ],

@@ -210,3 +210,18 @@ def by_fit(model: keras.Model, x: np.ndarray, y: np.ndarray, **kwargs: Any) -> R
             model.fit(x, y, batch_size=BATCH, callbacks=callbacks, **kwargs)
 
     return epoch
+
+
+def by_batches(method: str) -> Callable[..., Run]:
+    """One call of this `*_on_batch` method after the other."""
+
+    def by_method(model: keras.Model, *parts: np.ndarray) -> Run:
+        on_batch = getattr(model, method)
+
+        def run() -> None:
+            for start in range(0, len(parts[0]), BATCH):
+                on_batch(*(part[start : start + BATCH] for part in parts))
+
+        return run
+
+    return by_method

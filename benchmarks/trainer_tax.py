@@ -7,8 +7,9 @@ All sides run the same model on the same shuffled rows with the same loss and me
 in turn in one process, round after round; the progress bar is on for the fits, with
 stock callbacks attached, and each runs once more with `steps_per_execution=20`, lockstep
 also with `"auto"`, and with the data kept on the device. `--calls evaluate predict` does the
-same for those. On several devices the loop by hand is jitted over the same mesh, and Keras's
-side is its own answer, `keras.distribution.DataParallel`. What is compared is
+same for those, and `--calls train_on_batch test_on_batch predict_on_batch` compares these
+methods with Keras's own. On several devices the loop by hand is jitted over the same mesh, and
+Keras's side is its own answer, `keras.distribution.DataParallel`. What is compared is
 `time.process_time`, which a busy machine disturbs less than the clock on the wall, and the
 ratio within each round. `--json` prints everything as one object.
 """
@@ -32,6 +33,7 @@ import models
 import numpy as np
 from loops import (
     Run,
+    by_batches,
     by_evaluate,
     by_fit,
     by_hand,
@@ -49,6 +51,7 @@ STEPS = {"mlp": 1000, "many": 200, "cnn": 200, "transformer": 200}
 ROUNDS = {"mlp": 45, "many": 15, "cnn": 15, "transformer": 15}
 """The smaller the step, the more its rounds scatter on a shared machine."""
 HAND = "by hand"
+Sides = Callable[..., dict[str, Run]]
 
 
 # ------------------------------------------------------------------------ the numbers
@@ -90,7 +93,24 @@ def predictions(name: str, devices: int, x: np.ndarray, y: np.ndarray) -> dict[s
     return _sides(name, devices, predicted_by_hand, by_predict, x)
 
 
-CALLS = {"fit": fits, "evaluate": evaluations, "predict": predictions}
+def _on_batch(method: str) -> Sides:
+    """The sides of a method that takes one batch, the first of which is Keras's."""
+    parts = 1 if method == "predict_on_batch" else 2
+
+    def sides(name: str, devices: int, *rows: np.ndarray) -> dict[str, Run]:
+        run, rows = by_batches(method), rows[:parts]
+        keras_own = stock(name, devices, run, *rows)
+        return {"keras": keras_own, "lockstep": run(ours(name, devices), *rows)}
+
+    return sides
+
+
+CALLS: dict[str, Sides] = {
+    "fit": fits,
+    "evaluate": evaluations,
+    "predict": predictions,
+    **{f"{kind}_on_batch": _on_batch(f"{kind}_on_batch") for kind in ("train", "test", "predict")},
+}
 
 
 def ours(name: str, devices: int, times: int | str = 1, **options: Any) -> keras.Model:
@@ -123,7 +143,7 @@ def stock(
 
 
 def measure(name: str, call: str, devices: int, rounds: int, steps: int) -> dict[str, Any]:
-    """CPU milliseconds per step of each side, and the ratios within each round."""
+    """CPU milliseconds per step of each side, and the ratios to the first in each round."""
     x, y = data(compiled(MODELS[name]).input_shape[1], steps)
     sides = CALLS[call](name, devices, x, y)
     once = CALLS[call](name, devices, x[:BATCH], y[:BATCH])
@@ -136,8 +156,9 @@ def measure(name: str, call: str, devices: int, rounds: int, steps: int) -> dict
             sides[side]()
             if number >= 2:  # the first two compile and warm up
                 times[side].append((time.process_time() - start) * 1e3 / steps)
+    first = next(iter(sides))
     ratios = {
-        side: sorted(mine / hand for mine, hand in zip(times[side], times[HAND], strict=True))
+        side: sorted(mine / other for mine, other in zip(times[side], times[first], strict=True))
         for side in sides
     }
     return {
@@ -195,7 +216,7 @@ def main() -> None:
     if arguments.json:
         print(json.dumps({"results": results, **around}, indent=1))
         return
-    print("CPU time per step; ratio to the loop by hand, median [quartiles] of the rounds")
+    print("CPU time per step; ratio to the first of each, median [quartiles] of the rounds")
     for result in results:
         print(f"{result['model']}, {result['call']}:")
         for side, milliseconds in result["milliseconds"].items():

@@ -372,6 +372,17 @@ def test_auto_stays_on_other_devices():
     assert lockstep.release(made).steps_per_execution == 1
 
 
+def test_auto_stays_where_distribute_fails(monkeypatch):
+    def full(self, value, layout):
+        raise MemoryError("full")
+
+    made = at_once(smooth(), "auto")
+    monkeypatch.setattr(steps.Steps, "moved", full)
+    with pytest.raises(MemoryError, match="full"):
+        lockstep.distribute(made, 2)
+    assert made.steps_per_execution == "auto"
+
+
 def test_auto_holds_nothing_of_an_evaluation_that_is_over():
     made = lockstep.distribute(at_once(smooth(), "auto"), 2)
     made.evaluate(*held_out(), verbose=0)

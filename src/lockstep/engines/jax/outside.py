@@ -1,9 +1,14 @@
 """The state that a loop has outside of the variables, brought home."""
 
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+from keras.src.backend.jax.trainer import JAXTrainer
 
 # keras/src/backend/jax/trainer.py: `_get_jax_state` takes the state out of the variables,
 # `_purge_model_variables` empties them, `_jax_state` is where it stands until
@@ -42,6 +47,60 @@ def uncommit(variables: list[Any]) -> None:
         if variable.value.committed:
             # Through the host: what JAX copies between devices stays committed to them.
             variable.assign(jnp.asarray(np.asarray(variable.value)))
+
+
+def put_back(model: Any) -> None:
+    """What `jax_state_sync` does, without a conversion of each array.
+
+    Keras assigns one after the other, those of optimizers twice, which takes as long as several
+    steps. An array that is what the variable holds anyway becomes its value here.
+    """
+    if in_stateless_scope():  # in which variables keep what they have
+        JAXTrainer.jax_state_sync(model)
+        return
+    attributes = vars(model)
+    state = attributes.get("_jax_state")
+    if not state or attributes["_jax_state_synced"]:
+        return
+    for name in GROUPS:
+        if values := state.get(name, None):
+            for variable, value in zip(variables_of(model, name), values):  # noqa: B905  # as Keras
+                _set(variable, value)
+    attributes["_jax_state_synced"] = True
+
+
+GROUPS = (
+    "trainable_variables",
+    "non_trainable_variables",
+    "optimizer_variables",
+    "metrics_variables",
+)
+"""What Keras calls the parts of a state, in the order in which it puts them back."""
+
+
+def variables_of(model: Any, group: str) -> list[Any]:
+    """The variables of a part of the state."""
+    # keras/src/backend/jax/trainer.py, JAXTrainer.jax_state_sync
+    found: list[Any] = (
+        model.optimizer.variables if group == "optimizer_variables" else getattr(model, group)
+    )
+    return found
+
+
+def _set(variable: Any, value: Any) -> None:
+    # keras/src/backend/common/variables.py, Variable.assign, and keras/src/backend/jax/core.py,
+    # JaxVariable._direct_assign: what is left of them where nothing is to be converted.
+    plain = type(variable) is keras.Variable and variable._layout is None
+    fits = plain and isinstance(value, jax.Array) and value.shape == variable._shape
+    if fits and _name_of(value.dtype) == variable._dtype:
+        variable._value = value
+    else:
+        variable.assign(value)
+
+
+@functools.cache
+def _name_of(dtype: np.dtype[Any]) -> str:
+    return dtype.name  # which NumPy composes anew each time
 
 
 def bring_home(model: Any) -> None:

@@ -40,8 +40,9 @@ def states_of(model: Any) -> list[Any]:
     return [state for layer in stateful_layers(model) for state in keras.tree.flatten(layer.states)]
 
 
-def carry_states(model: Any) -> None:
-    """Let every step of `model` carry the states of its stateful RNN layers."""
+def carry_states(model: Any) -> list[Any]:
+    """Let every step of `model` carry the states of its stateful RNN layers, which are returned."""
+    every: list[Any] = []
     for layer in stateful_layers(model):
         # keras/src/layers/layer.py, Layer.variables reads `_seed_generators`. The list
         # is tracked, and would take nothing but seed generators by its own append.
@@ -53,6 +54,8 @@ def carry_states(model: Any) -> None:
         # Keras 3.15.1's own, keras/src/layers/rnn/rnn.py, fails where cells are stacked.
         states = keras.tree.flatten(layer.states)
         vars(layer)["reset_state"] = partial(_reset_now, weakref.ref(model), states)
+        every += states
+    return every
 
 
 def drop_states(model: Any) -> None:

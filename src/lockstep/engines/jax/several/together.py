@@ -10,6 +10,7 @@ import keras
 from keras.src.utils import io_utils
 
 from lockstep.announce import names_by_place
+from lockstep.engines.jax.outside import GROUPS
 from lockstep.engines.jax.several.agreement import check_course
 from lockstep.engines.jax.several.assigned import Assigned
 from lockstep.engines.jax.several.calls import CALLS
@@ -46,10 +47,11 @@ def together(
         if hasattr(model, name):
             save = hooks.get(name, getattr(model, name))
             methods[name] = _told(save) if is_first() else _written_by_first
+    sync = hooks.get("jax_state_sync", model.jax_state_sync)
     return {
         **hooks,
         **methods,
-        "jax_state_sync": _synced_here(model, model.jax_state_sync, assigned),
+        "jax_state_sync": _synced_here(model, sync, assigned),
         "_get_jax_state": _noting(model._get_jax_state, assigned),
     }
 
@@ -57,12 +59,6 @@ def together(
 _LOUD = ("fit", "evaluate", "predict")
 _ON_BATCH = ("train_on_batch", "test_on_batch", "predict_on_batch")
 _WRITING = ("save", "save_weights", "export")
-_GROUPS = (
-    "trainable_variables",
-    "non_trainable_variables",
-    "optimizer_variables",
-    "metrics_variables",
-)
 
 
 def _synced_here(model: Any, sync: Callable[[], None], assigned: Assigned) -> Callable[[], None]:
@@ -70,7 +66,7 @@ def _synced_here(model: Any, sync: Callable[[], None], assigned: Assigned) -> Ca
         state = getattr(model, "_jax_state", None)
         if not state or model._jax_state_synced:
             return
-        groups = {name: state.get(name, None) for name in _GROUPS}
+        groups = {name: state.get(name, None) for name in GROUPS}
         here = {
             name: [local(value) for value in group]
             for name, group in groups.items()

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import operator
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -84,8 +83,6 @@ def run_epoch(
             for first, last, iterator in batches:
                 begin(first)
                 step = getattr(model, kind.function)
-                if not getattr(step, "leaves_weights", False):  # as the one before may have
-                    current.lent = []
                 if isinstance(step, StepFunction):
                     times = last - first + 1
                     alone = (times == 1 and batches.pace is None) or batches.unseen
@@ -253,8 +250,6 @@ def _read(model: Any, current: "_Current", step: StepFunction | None = None) -> 
     groups = dict.fromkeys(current.names, True)
     read: tuple[Any, ...] = model._get_jax_state(**groups)
     state = read if step is None else step.settle(read)
-    same = step is not None and step.leaves_weights and all(map(operator.is_, read[0], state[0]))
-    current.lent = model.trainable_variables if same else []
     # Before the variables let go of it: an exception would otherwise lose it.
     current.kept[:] = [(None, state)]
     attributes["_jax_state"] = current
@@ -268,26 +263,12 @@ class _Current:
     Attributes:
         names: The groups of variables in the state.
         kept: What the steps returned: outputs and state. The last one counts.
-        lent: The variables of the first group, where they get back the arrays they have given.
     """
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
         self.kept: list[tuple[Any, Any]] = []
-        self.lent: list[Any] = []
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The values of a group of variables, as JAXTrainer.jax_state_sync asks for them.
-
-        It assigns them one by one, which takes as long as several steps. Arrays that were lent
-        go back here, and the answer is that there is nothing to assign.
-        """
-        if name not in self.names:
-            return default
-        group = self.kept[-1][1][self.names.index(name)]
-        if name != self.names[0] or not self.lent:
-            return group
-        for variable, array in zip(self.lent, group, strict=True):
-            # keras/src/backend/common/variables.py, Variable.assign, sets this in the end.
-            variable._value = array
-        return default
+        """The values of a group of variables, as JAXTrainer.jax_state_sync asks for them."""
+        return self.kept[-1][1][self.names.index(name)] if name in self.names else default

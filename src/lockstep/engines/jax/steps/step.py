@@ -45,7 +45,6 @@ class StepFunction:
         assigned: What this process has assigned to variables, or `None`.
         one_at_a_time: Whether a step is waited for before the next one is called.
         ahead: Whether the next batches are drawn and placed before the callbacks of a step.
-        leaves_weights: Whether the trainable variables come out of `run` as they went in.
         takes_arrays: Whether `place` leaves a batch as it is that `Arrays.native` is true of.
     """
 
@@ -63,7 +62,6 @@ class StepFunction:
     assigned: Assigned | None = None
     one_at_a_time: bool = False
     ahead: bool = False
-    leaves_weights: bool = False
     takes_arrays: bool = False
 
     @cached_property

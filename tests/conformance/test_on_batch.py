@@ -1,0 +1,312 @@
+"""`train_on_batch`, `test_on_batch` and `predict_on_batch` are Keras's, batch by batch."""
+
+import jax
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+
+import lockstep
+from tests.conformance.common import assert_same, compile_, data, model, weights
+from tests.conformance.test_lent_weights import aligned
+
+DEVICES = pytest.mark.parametrize("devices", [1, 3])
+ROWS = 7
+
+
+def both(make=model, devices=3):
+    return lockstep.distribute(make(), devices), make()
+
+
+@DEVICES
+def test_batches_go_from_the_host_to_the_devices_that_need_them(devices):
+    made = lockstep.distribute(model(), devices)
+    x, y = data(ROWS)
+    made.train_on_batch(x, y), made.test_on_batch(x, y), made.predict_on_batch(x)  # compiled
+    batches = []
+    for name in ("train_function", "test_function", "predict_function"):
+        step = getattr(made, name)
+
+        def seen(state, iterator, step=step):
+            batch = next(iterator)
+            batches.extend(leaf for leaf in keras.tree.flatten(batch) if leaf is not None)
+            return step(state, iter((batch,)))
+
+        setattr(made, name, seen)
+    with jax.transfer_guard_device_to_device("disallow_explicit"):
+        made.train_on_batch(x, y), made.test_on_batch(x, y), made.predict_on_batch(x)
+    assert len(batches) == 5
+    assert all(type(leaf) is np.ndarray for leaf in batches)
+
+
+KINDS = {
+    "bytes": lambda x: np.abs(x).astype("uint8"),
+    "whole numbers of 64 bits": lambda x: x.astype("int64"),
+    "floats of 64 bits": lambda x: x.astype("float64"),
+    "floats of 16 bits": lambda x: x.astype("float16"),
+    "brain floats": lambda x: x.astype(ml_dtypes.bfloat16),
+    "truth values": lambda x: x > 0,
+    "a view with gaps": lambda x: np.repeat(x, 2, axis=0)[::2],
+    "rows that are read only": lambda x: np.broadcast_to(x[:1], x.shape),
+    "an array of JAX's": jax.numpy.asarray,
+}
+
+
+@DEVICES
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_any_kind(kind, devices):
+    made, alone = both(devices=devices)
+    x, y = data(ROWS)
+    x = KINDS[kind](x)
+    found, right = (
+        [each.train_on_batch(x, y), each.test_on_batch(x, y), each.predict_on_batch(x)]
+        for each in (made, alone)
+    )
+    assert_same(found, right)
+    assert_same(weights(made), weights(alone))
+
+
+@DEVICES
+def test_rows_in_the_other_byte_order(devices):
+    made, alone = both(devices=devices)
+    x, y = data(ROWS)
+    other = x.astype(">f4"), y.astype(">f4")
+    assert_same(made.train_on_batch(*other), alone.train_on_batch(x, y))
+    assert_same(made.test_on_batch(*other), alone.test_on_batch(x, y))
+    assert_same(made.predict_on_batch(other[0]), alone.predict_on_batch(x))
+    assert_same(weights(made), weights(alone))
+
+
+@DEVICES
+def test_several_inputs_and_outputs(devices):
+    def make():
+        keras.utils.set_random_seed(5)
+        inputs = {name: keras.Input((4,), name=name) for name in ("left", "right")}
+        both = keras.layers.concatenate([inputs["left"], inputs["right"]])
+        outputs = {name: keras.layers.Dense(2, name=name)(both) for name in ("one", "two")}
+        made = keras.Model(inputs, outputs)
+        made.compile("sgd", {"one": "mse", "two": "mae"}, metrics={"two": ["mse"]})
+        return made
+
+    made, alone = both(make, devices)
+    x, y = data(ROWS)
+    rows = {"left": x, "right": 1 - x}, {"one": y, "two": 2 * y}
+    weighted = (*rows, {"one": np.arange(ROWS), "two": np.ones(ROWS)})
+    for batch in (rows, weighted):
+        found, right = (each.train_on_batch(*batch, return_dict=True) for each in (made, alone))
+        assert list(found) == list(right)
+        assert_same(found, right)
+        assert_same(made.test_on_batch(*batch), alone.test_on_batch(*batch))
+    found, right = (each.predict_on_batch(rows[0]) for each in (made, alone))
+    assert list(found) == list(right)
+    assert all(type(part) is np.ndarray for part in found.values())
+    assert_same(found, right)
+    assert_same(weights(made), weights(alone))
+
+
+@DEVICES
+@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize("first", ["train", "test", "predict"])
+def test_each_may_come_first(first, built, devices):
+    made, alone = both(lambda: model(built=built), devices)
+    x, y = data(ROWS)
+    rows = (x,) if first == "predict" else (x, y)
+    for each in (first, "train", "test", "predict"):
+        rows = (x,) if each == "predict" else (x, y)
+        found, right = (getattr(which, f"{each}_on_batch")(*rows) for which in (made, alone))
+        assert np.shape(found) == np.shape(right)
+        assert_same(found, right)
+    assert_same(weights(made), weights(alone))
+
+
+@DEVICES
+def test_weights_of_rows_and_of_classes(devices):
+    def make():
+        made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="softmax")])
+        made.set_weights([np.linspace(-1, 1, 12).reshape(4, 3), np.zeros(3)])
+        made.compile("sgd", "sparse_categorical_crossentropy", weighted_metrics=["accuracy"])
+        return made
+
+    made, alone = both(make, devices)
+    x, _ = data(ROWS)
+    y, rows = np.arange(ROWS) % 3, np.linspace(0, 2, ROWS)
+    for arguments in (
+        {"sample_weight": rows},
+        {"class_weight": {0: 0.1, 1: 2.0, 2: 5.0}},
+        {"class_weight": {0: 0.5, 1: 3.0, 2: 1.0}, "return_dict": True},
+    ):
+        found, right = (each.train_on_batch(x, y, **arguments) for each in (made, alone))
+        assert type(found) is type(right)
+        assert_same(found, right)
+    with pytest.raises(ValueError, match="cannot be specified at the same time") as refused:
+        alone.train_on_batch(x, y, sample_weight=rows, class_weight={0: 1.0, 1: 1.0, 2: 1.0})
+    with pytest.raises(ValueError, match="cannot be specified at the same time") as mine:
+        made.train_on_batch(x, y, sample_weight=rows, class_weight={0: 1.0, 1: 1.0, 2: 1.0})
+    assert str(mine.value) == str(refused.value)
+    found, right = (
+        each.test_on_batch(x, y, sample_weight=rows, return_dict=True) for each in (made, alone)
+    )
+    assert list(found) == list(right)
+    assert_same(found, right)
+    assert_same(weights(made), weights(alone))
+
+
+REFUSED = {
+    "words": lambda x: np.array([["a"] * 4] * len(x)),
+    "objects": lambda x: x.astype(object),
+    "times": lambda x: x.astype("datetime64[s]"),
+    "a masked array": lambda x: np.ma.masked_array(x, x > 0),
+    "nothing": lambda x: None,
+}
+
+
+@DEVICES
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_keras_refuses_is_refused_and_changes_nothing(kind, devices):
+    made, alone = both(devices=devices)
+    x, y = data(ROWS)
+    before = weights(made)
+    for call in ("train_on_batch", "test_on_batch"):
+        raised = []
+        for each in (alone, made):
+            with pytest.raises(Exception) as error:  # noqa: PT011  # whatever Keras says
+                getattr(each, call)(REFUSED[kind](x), y)
+            raised.append(error.type)
+        assert raised[0] is raised[1]
+    assert_same(weights(made), before, atol=0)
+    assert_same(made.train_on_batch(x, y), alone.train_on_batch(x, y))
+
+
+@DEVICES
+@pytest.mark.parametrize("settings", [{"run_eagerly": True}, {"jit_compile": False}])
+def test_steps_that_are_not_compiled(settings, devices):
+    def make():
+        made = model(compiled=False)
+        made.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse", metrics=["mae"], **settings)
+        return made
+
+    made, alone = both(make, devices)
+    x, y = data(6)
+    for call, *rows in (("train", x, y), ("test", x, y), ("predict", x)):
+        name = f"{call}_on_batch"
+        assert_same(getattr(made, name)(*rows), getattr(alone, name)(*rows))
+    assert_same(weights(made), weights(alone))
+
+
+@DEVICES
+@pytest.mark.parametrize("times", [3, "auto"])
+def test_a_batch_is_one_step_whatever_an_execution_has(times, devices):
+    def make():
+        made = model(compiled=False)
+        made.compile("adam", "mse", metrics=["mae"], steps_per_execution=times)
+        return made
+
+    alone = model(compiled=False)
+    alone.compile("adam", "mse", metrics=["mae"])
+    made = model(compiled=False)
+    lockstep.distribute(made, devices)
+    made.compile("adam", "mse", metrics=["mae"], steps_per_execution=times)
+    x, y = data(ROWS)
+    for _ in range(2):
+        assert_same(made.train_on_batch(x, y), alone.train_on_batch(x, y))
+    assert_same(made.predict_on_batch(x), alone.predict_on_batch(x))
+    assert made.optimizer.iterations.numpy() == 2
+
+
+class Silent(keras.Sequential):
+    """Trains, and says nothing of it: nobody waits for a number."""
+
+    def train_step(self, state, data):
+        _, state = super().train_step(state, data)
+        return {}, state
+
+
+@DEVICES
+@pytest.mark.parametrize("made_by", [keras.Sequential, Silent])
+def test_rows_may_be_written_into_after_the_call(made_by, devices):
+    """JAX takes memory at such an address as it is, and runs on while Python does.
+
+    Keras's own steps train the silent one on the rows of the next batch.
+    """
+
+    def run(distributed):
+        keras.utils.set_random_seed(5)
+        made = made_by([keras.Input((256,)), *map(keras.layers.Dense, [512, 512, 256])])
+        if distributed:
+            lockstep.distribute(made, devices)
+        compile_(made)
+        rng = np.random.default_rng(0)
+        x, y = (aligned(rng.normal(size=(120, 256)).astype("float32")) for _ in range(2))
+        for _ in range(4):
+            if distributed:
+                made.train_on_batch(x, y)
+            else:
+                made.train_on_batch(x.copy(), y.copy())
+            x[...], y[...] = (rng.normal(size=(120, 256)) for _ in range(2))
+        return weights(made)
+
+    assert_same(run(True), run(False))
+
+
+class Doubling(keras.Sequential):
+    """Has `*_on_batch` methods of its own."""
+
+    def train_on_batch(self, x, y=None, **kwargs):
+        return super().train_on_batch(2 * x, y, **kwargs)
+
+    def predict_on_batch(self, x):
+        return 2 * super().predict_on_batch(x)
+
+
+@DEVICES
+def test_methods_of_a_class_of_ones_own_are_its_own(devices):
+    def make():
+        keras.utils.set_random_seed(5)
+        made = Doubling([keras.Input((4,)), keras.layers.Dense(2)])
+        compile_(made)
+        return made
+
+    made, alone = both(make, devices)
+    x, y = data(ROWS)
+    assert_same(made.train_on_batch(x, y), alone.train_on_batch(x, y))
+    assert_same(made.test_on_batch(x, y), alone.test_on_batch(x, y))
+    assert_same(made.predict_on_batch(x), alone.predict_on_batch(x))
+    assert_same(weights(made), weights(alone))
+
+
+def test_released_models_have_kerass_own_again():
+    made = lockstep.distribute(model(), 3)
+    lockstep.release(made)
+    for name in ("train_on_batch", "test_on_batch", "predict_on_batch", "jax_state_sync"):
+        assert name not in vars(made)
+
+
+class Narrow(keras.Sequential):
+    """Returns states of metrics in a type that the variables do not have."""
+
+    def test_step(self, state, data):
+        logs, (trainable, others, metrics) = super().test_step(state, data)
+        return logs, (trainable, others, [jax.numpy.full((), 2, "int32") for _ in metrics])
+
+
+@DEVICES
+def test_what_a_step_of_ones_own_returns_is_assigned_as_keras_does(devices):
+    made = Narrow([keras.Input((4,)), keras.layers.Dense(2)])
+    compile_(made)
+    lockstep.distribute(made, devices)
+    made.test_on_batch(*data(ROWS))
+    states = [variable.value for variable in made.metrics_variables]
+    assert [str(state.dtype) for state in states] == ["float32"] * len(states)
+    assert [float(state) for state in states] == [2] * len(states)
+
+
+def test_a_state_of_another_shape_is_refused_as_keras_does():
+    made, alone = both(devices=1)
+    values = [keras.ops.zeros((3, *variable.shape)) for variable in alone.trainable_variables]
+    said = []
+    for each in (alone, made):
+        vars(each)["_jax_state"], each._jax_state_synced = {"trainable_variables": values}, False
+        with pytest.raises(ValueError, match="must match") as refused:
+            each.jax_state_sync()
+        said.append(str(refused.value).split("Target")[0])
+    assert said[0] == said[1]

@@ -1,5 +1,7 @@
 """`train_on_batch`, `test_on_batch` and `predict_on_batch` are Keras's, batch by batch."""
 
+import threading
+
 import jax
 import keras
 import ml_dtypes
@@ -7,6 +9,8 @@ import numpy as np
 import pytest
 
 import lockstep
+from lockstep.engines.jax.steps.step import StepFunction
+from lockstep.errors import BusyModel
 from tests.conformance.common import assert_same, compile_, data, model, weights
 from tests.conformance.test_lent_weights import aligned
 
@@ -19,24 +23,31 @@ def both(make=model, devices=3):
 
 
 @DEVICES
-def test_batches_go_from_the_host_to_the_devices_that_need_them(devices):
+@pytest.mark.parametrize("memory", [np.ndarray, np.memmap])
+def test_batches_go_from_the_host_to_the_devices_that_need_them(
+    devices, memory, monkeypatch, tmp_path
+):
+    def in_memory(array, name):
+        if memory is np.ndarray:
+            return array
+        np.save(tmp_path / name, array)
+        return np.load(tmp_path / f"{name}.npy", mmap_mode="r")
+
+    def seen(step, kept, iterator):
+        batch = next(iterator)
+        batches.extend(leaf for leaf in keras.tree.flatten(batch) if leaf is not None)
+        return steps(step, kept, iter((batch,)))
+
     made = lockstep.distribute(model(), devices)
-    x, y = data(ROWS)
+    x, y = map(in_memory, data(ROWS), "xy")
+    assert type(x) is memory
     made.train_on_batch(x, y), made.test_on_batch(x, y), made.predict_on_batch(x)  # compiled
-    batches = []
-    for name in ("train_function", "test_function", "predict_function"):
-        step = getattr(made, name)
-
-        def seen(state, iterator, step=step):
-            batch = next(iterator)
-            batches.extend(leaf for leaf in keras.tree.flatten(batch) if leaf is not None)
-            return step(state, iter((batch,)))
-
-        setattr(made, name, seen)
+    batches, steps = [], StepFunction.steps
+    monkeypatch.setattr(StepFunction, "steps", seen)
     with jax.transfer_guard_device_to_device("disallow_explicit"):
         made.train_on_batch(x, y), made.test_on_batch(x, y), made.predict_on_batch(x)
     assert len(batches) == 5
-    assert all(type(leaf) is np.ndarray for leaf in batches)
+    assert all(isinstance(leaf, np.ndarray) for leaf in batches)
 
 
 KINDS = {
@@ -155,6 +166,8 @@ REFUSED = {
     "words": lambda x: np.array([["a"] * 4] * len(x)),
     "objects": lambda x: x.astype(object),
     "times": lambda x: x.astype("datetime64[s]"),
+    "floats that JAX has not": lambda x: x.astype(np.longdouble),
+    "records": lambda x: np.zeros(len(x), [("a", "f4"), ("b", "i4")]),
     "a masked array": lambda x: np.ma.masked_array(x, x > 0),
     "nothing": lambda x: None,
 }
@@ -310,3 +323,93 @@ def test_a_state_of_another_shape_is_refused_as_keras_does():
             each.jax_state_sync()
         said.append(str(refused.value).split("Target")[0])
     assert said[0] == said[1]
+
+
+@DEVICES
+@pytest.mark.parametrize("where", ["programs", "outputs"])
+def test_an_interrupt_finds_the_weights_before_the_step_or_after_it(where, devices, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    made, alone = both(devices=devices)
+    x, y = data(ROWS)
+    made.train_on_batch(x, y), alone.train_on_batch(x, y)
+    with monkeypatch.context() as patch:
+        patch.setattr(StepFunction, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            made.train_on_batch(2 * x, y)
+    if where == "outputs":  # of a step that has run
+        alone.train_on_batch(2 * x, y)
+    assert_same(weights(made), weights(alone))
+    assert_same(made.predict_on_batch(x), alone.predict_on_batch(x))
+    assert_same(made.train_on_batch(x, y), alone.train_on_batch(x, y))
+
+
+@DEVICES
+def test_batches_of_several_threads_have_their_turns(devices):
+    """Keras alone, where one of them trains, gives away arrays that the other is about to take."""
+    made, alone = both(devices=devices)
+    x, y = data(ROWS)
+    right = [alone.predict_on_batch(x)]
+    for _ in range(30):
+        alone.train_on_batch(x, y)
+        right.append(alone.predict_on_batch(x))
+    found, done = [], threading.Event()
+
+    def asks():
+        while not done.is_set():
+            found.append(made.predict_on_batch(x))
+
+    threads = [threading.Thread(target=asks) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(30):
+            made.train_on_batch(x, y)
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert_same(weights(made), weights(alone))
+    assert found
+    for rows in found:
+        assert min(np.abs(rows - each).max() for each in right) < 1e-5
+
+
+def test_a_batch_from_another_thread_within_a_fit_is_refused():
+    made = lockstep.distribute(model(), 3)
+    x, y = data(ROWS)
+    told = []
+
+    def asks():
+        try:
+            made.predict_on_batch(x)
+        except BusyModel as error:
+            told.append(str(error))
+
+    class Asks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            thread = threading.Thread(target=asks, name="asks")
+            thread.start()
+            thread.join()
+
+    made.fit(x, y, verbose=0, callbacks=[Asks()])
+    assert told[0].startswith(f"predict_on_batch of {made.name!r} was called in thread 'asks'")
+    assert made.predict_on_batch(x).shape == (ROWS, 2)
+
+
+@DEVICES
+def test_a_step_function_that_somebody_has_put_around_is_called(devices):
+    made, alone = both(devices=devices)
+    x, y = data(ROWS)
+    made.train_on_batch(x, y), alone.train_on_batch(x, y)
+    step, batches = made.train_function, []
+
+    def around(state, iterator):
+        batches.append(next(iterator))
+        return step(state, iter(batches[-1:]))
+
+    made.train_function = around
+    assert_same(made.train_on_batch(x, y), alone.train_on_batch(x, y))
+    assert len(batches) == 1
+    assert_same(weights(made), weights(alone))

@@ -14,6 +14,7 @@ import pytest
 from keras import layers
 
 import lockstep
+from lockstep.errors import LayoutConflict
 from tests.conformance.common import assert_same
 from tests.conformance.truth import distances, snapshot
 from tests.processes.common import python
@@ -234,6 +235,32 @@ def test_a_row_keeps_its_state_on_its_device():
         shards = state.value.addressable_shards
         assert [shard.data.shape for shard in shards] == [(2, 5)] * 4
         assert [shard.index[0].start or 0 for shard in shards] == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize("devices", [3, *rest(1, 2, 4)])
+def test_a_state_moves_with_its_model(devices):
+    x = sequences("LSTM")
+    whole = one_layer("LSTM", STEPS, stateful=False).predict(x, verbose=0)
+    made = lockstep.distribute(one_layer("LSTM", PIECE, stateful=True), 2)
+    found = []
+    for number, start in enumerate(range(0, STEPS, PIECE)):
+        if number == 2:
+            lockstep.distribute(made, devices)
+        found.append(made.predict(x[:, start : start + PIECE], batch_size=ROWS, verbose=0))
+    assert_same(np.concatenate(found, axis=1), whole)
+
+
+def test_a_state_may_be_shared_with_another_model_on_the_same_devices_alone():
+    made = lockstep.distribute(one_layer("LSTM", PIECE, stateful=True), 2)
+    made.predict(pieces(sequences("LSTM")), batch_size=ROWS, verbose=0)
+    other = keras.Sequential([keras.Input(batch_shape=(ROWS, PIECE, 2)), *made.layers])
+    with pytest.raises(LayoutConflict, match="is shared with"):
+        lockstep.distribute(other, 4)
+    lockstep.distribute(other, 2)
+    x = sequences("LSTM")[:, :PIECE]
+    made.reset_states()
+    right = one_layer("LSTM", PIECE, stateful=False).predict(x, verbose=0)
+    assert_same(other.predict(x, batch_size=ROWS, verbose=0), right)
 
 
 def test_the_state_is_no_weight_and_in_no_file(tmp_path):

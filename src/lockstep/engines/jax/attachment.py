@@ -88,7 +88,6 @@ class Attachment:
             "make_predict_function": self._make_predict_function,
             "reset_states": self._reset_states,
             **self._loops(),
-            **OnBatch(model).methods(),
             **whole_saves(model),
             "call": self._calling(model.call),
             "stateless_call": _keeping_losses(model.stateless_call, model),
@@ -111,7 +110,8 @@ class Attachment:
         before = attachments.attachment_of(self.model)
         check_instance(self.model, {} if before is None else before._hooks)
         for variable in every_variable(self.model):
-            check_layout(self.model, variable)
+            if variable._layout is not None or not holders_of(variable):
+                check_layout(self.model, variable)
             self._check_holders(variable)
 
     def take_over(self) -> None:
@@ -196,14 +196,18 @@ class Attachment:
             model.predict_function = self._step_function(predict_step, per_row_outputs=True)
 
     def _loops(self) -> dict[str, Callable[..., Any]]:
-        """`fit`, announced; and where the model has none of its own, the faster loops."""
+        """`fit`, announced; and where the model has none of its own, what is faster."""
         loop = self._loop
         names = ("fit", "evaluate", "predict")
         loops = {name: getattr(loop, name) for name in names if loop.replaces(name)}
         self._own_loops = [name for name in names if name not in loops]
         loops["fit"] = self._fitting(loops.get("fit", self.model.fit))
         one = OneThread(self.model.name)
-        return {name: one.guard(method) for name, method in loops.items()}
+        batches = OnBatch(self.model).methods()
+        return {
+            **{name: one.loop(method) for name, method in loops.items()},
+            **{name: one.batch(method) for name, method in batches.items()},
+        }
 
     def say_left_out(self, options: InputOptions, stacklevel: int) -> None:
         """Say what a class's own loops do not do with their data."""

@@ -60,7 +60,7 @@ def put_back(model: Any) -> None:
         return
     attributes = vars(model)
     state = attributes.get("_jax_state")
-    if not state or attributes["_jax_state_synced"]:
+    if not state or model._jax_state_synced:
         return
     for name in GROUPS:
         if values := state.get(name, None):

@@ -11,7 +11,9 @@ from keras.src.trainers.data_adapters.data_adapter_utils import class_weight_to_
 from keras.src.utils.python_utils import pythonify_logs
 
 from lockstep.engines.jax.fit.own import is_keras, knows_arguments
-from lockstep.engines.jax.steps.epoch import PREDICT, TEST, TRAIN, Kind
+from lockstep.engines.jax.on_devices.arrays import host_array
+from lockstep.engines.jax.steps.epoch import PREDICT, TEST, TRAIN, Current, Kind
+from lockstep.engines.jax.steps.step import StepFunction
 
 # Everything private below is what JAXTrainer itself goes by, and has its place in
 # keras/src/trainers/trainer.py or keras/src/backend/jax/trainer.py (`_jax_state`).
@@ -81,14 +83,23 @@ class OnBatch:
     def _step(self, kind: Kind, batch: Any) -> Any:
         """One step; its outputs."""
         model, attributes = self.model, vars(self.model)
+        step, batches = getattr(model, kind.function), iter((batch,))
+        current = Current(kind.state)
         state = model._get_jax_state(**dict.fromkeys(kind.state, True))
-        outputs, after = getattr(model, kind.function)(state, iter((batch,)))
-        attributes["_jax_state"] = dict(zip(kind.state, after, strict=True))
-        attributes["_jax_state_synced"] = False
-        model.jax_state_sync()
-        attributes["_jax_state"] = None
+        current.kept.append((None, state))
+        attributes["_jax_state"], attributes["_jax_state_synced"] = current, False
+        try:
+            if isinstance(step, StepFunction):
+                outputs = step.steps(current.kept, batches)
+            else:  # which somebody has put around it
+                current.kept.extend(map(step, (state,), (batches,)))
+                del current.kept[0]
+                outputs = current.kept[0][0]
+        finally:  # after an interrupt, too
+            model.jax_state_sync()
+            attributes["_jax_state"] = None
         # A device may read the rows in place, which belong to the caller again after this.
-        jax.block_until_ready((outputs, after))
+        jax.block_until_ready(current.kept)
         return outputs
 
     def _logs(self, logs: Any, return_dict: bool) -> Any:
@@ -107,8 +118,9 @@ def _as_jax_has_it(batch: Any) -> Any:
     """
 
     def converted(leaf: Any) -> Any:
-        if type(leaf) is not np.ndarray or leaf.dtype.kind in _NO_NUMBERS:
+        if not isinstance(leaf, np.ndarray) or leaf.dtype.kind in _NO_NUMBERS:
             return jax.device_put(leaf)
-        return leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False)
+        array = host_array(leaf)
+        return array.astype(jax.typeof(array).dtype, copy=False)
 
     return keras.tree.map_structure(converted, batch)

@@ -10,7 +10,7 @@ import numpy as np
 
 from lockstep.engines.jax.several.assigned import Assigned, sample
 from lockstep.engines.jax.several.exchange import Exchange, Word, once
-from lockstep.engines.jax.several.processes import host_array
+from lockstep.engines.jax.several.processes import local_array
 from lockstep.engines.recording import Recorder
 from lockstep.errors import ProcessesDisagree
 
@@ -194,7 +194,7 @@ def _shapes(batches: list[Any]) -> int:
 
 
 def _arrays(batch: Any) -> list[np.ndarray]:
-    return [host_array(leaf) for leaf in keras.tree.flatten(batch) if leaf is not None]
+    return [local_array(leaf) for leaf in keras.tree.flatten(batch) if leaf is not None]
 
 
 def _added(part: np.ndarray, array: np.ndarray, check: int) -> int:

@@ -112,7 +112,7 @@ def put(value: Any, layout: NamedSharding) -> jax.Array:
     """An array that every process has whole, laid out over the devices of all."""
     value = local(value)
     if not layout.is_fully_replicated:
-        host = host_array(value)
+        host = local_array(value)
         return jax.make_array_from_callback(host.shape, layout, lambda rows: host[rows])
     mine = [device for device in layout.mesh.devices.flat if device in layout.addressable_devices]
     copies = [jax.device_put(value, device) for device in mine]
@@ -131,7 +131,7 @@ def local(value: Any) -> Any:
     return value.addressable_data(0)
 
 
-def host_array(value: Any) -> np.ndarray:
+def local_array(value: Any) -> np.ndarray:
     """The array as this process has it."""
     value = local(value)
     if isinstance(value, np.ma.MaskedArray):

@@ -14,7 +14,7 @@ from lockstep.engines.jax.steps.ahead import Ahead
 from lockstep.engines.jax.steps.input import HostIterator
 from lockstep.engines.jax.steps.reading import Reading, whole
 from lockstep.engines.jax.steps.scan import most_batches
-from lockstep.engines.jax.steps.step import StepFunction
+from lockstep.engines.jax.steps.step import Kept, StepFunction
 
 # keras/src/backend/jax/trainer.py, JAXTrainer: between steps the state is in `_jax_state`,
 # and `jax_state_sync`, which a callback's `self.model` calls, puts it into the variables
@@ -71,7 +71,7 @@ def run_epoch(
         each: Is called with the outputs of every step, or of those that are one execution.
     """
     attributes = vars(model)
-    current = _Current(kind.state)
+    current = Current(kind.state)
     outputs: Any = NO_BATCH
     # Set past the tracking of attributes, which looks at every array of every step.
     attributes["_jax_state_synced"] = True
@@ -142,7 +142,7 @@ progress bar draws 20 times a second."""
 def _each(
     model: Any,
     kind: Kind,
-    current: "_Current",
+    current: "Current",
     source: HostIterator,
     iterator: Iterator[Any],
     most: int,
@@ -199,7 +199,7 @@ def _each(
 def _execute(
     model: Any,
     step: StepFunction,
-    current: "_Current",
+    current: "Current",
     source: HostIterator,
     iterator: Any,
     times: int,
@@ -244,7 +244,7 @@ def _draw(ahead: Ahead, step: StepFunction, iterator: Any, times: int) -> list[A
     return ahead.drawn(iterator) or step.pull(iterator, times)
 
 
-def _read(model: Any, current: "_Current", step: StepFunction | None = None) -> None:
+def _read(model: Any, current: "Current", step: StepFunction | None = None) -> None:
     """Take the state as it stands in the variables, which let go of it."""
     attributes = vars(model)
     groups = dict.fromkeys(current.names, True)
@@ -257,7 +257,7 @@ def _read(model: Any, current: "_Current", step: StepFunction | None = None) -> 
     model._purge_model_variables(**groups)
 
 
-class _Current:
+class Current:
     """The state between two steps, where Keras looks for it when a callback wants the model.
 
     Attributes:
@@ -267,7 +267,7 @@ class _Current:
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
-        self.kept: list[tuple[Any, Any]] = []
+        self.kept: Kept = []
 
     def get(self, name: str, default: Any = None) -> Any:
         """The values of a group of variables, as JAXTrainer.jax_state_sync asks for them."""

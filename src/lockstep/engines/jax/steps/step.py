@@ -19,6 +19,8 @@ from lockstep.engines.jax.steps.scan import runs_of_alike
 State = tuple[Any, ...]
 Step = Callable[[State, Any], tuple[Any, State]]
 Program = Step
+Kept = list[tuple[Any, State]]
+"""What steps have returned: outputs and state. The last one counts."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,16 @@ class StepFunction:
     def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
         """`times` steps, or as many as the iterator has batches for, in Keras's protocol."""
         # keras/src/backend/jax/trainer.py, JAXTrainer._make_function
+        kept: Kept = [(None, state)]
+        return self.steps(kept, iterator), kept[-1][1]
+
+    def steps(self, kept: Kept, iterator: Iterator[Any]) -> Any:
+        """The outputs of these steps, the state after each of which is in `kept` at once.
+
+        Args:
+            kept: Has the state before them. The last one in it counts whenever an interrupt comes.
+            iterator: What yields the batches.
+        """
         seen = self.seen
         noted = iterator if seen is None else seen.each(iterator)
 
@@ -90,18 +102,21 @@ class StepFunction:
                     raise
                 break
             if not taken:
-                state = self.settle(state)
-            for run, placed in self.programs(state, batches):
+                kept[:] = [(None, self.settle(kept[-1][1]))]
+            for run, placed in self.programs(kept[-1][1], batches):
+                state = kept[-1][1]
                 if self.look is not None:
                     placed = self.look(run, state, placed)
-                outputs, state = run(state, placed)
+                # Before Python looks for signals: an interrupt would lose the state.
+                kept.extend(map(run, (state,), (placed,)))
+                del kept[0]
                 if self.one_at_a_time:
-                    jax.block_until_ready(outputs)
-                every.append(outputs)
+                    jax.block_until_ready(kept[0][0])
+                every.append(kept[0][0])
             taken += len(batches)
             if len(batches) > 1:  # all that there are
                 break
-        return fetched(self.outputs(every)), state
+        return fetched(self.outputs(every))
 
     def pull(self, iterator: Iterator[Any], times: int) -> list[Any]:
         """The batches of so many steps, or the first of them where they are not to be stacked.

@@ -1,5 +1,6 @@
 """`train_on_batch`, `test_on_batch` and `predict_on_batch` on a mesh."""
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -96,8 +97,10 @@ class OnBatch:
                 del current.kept[0]
                 outputs = current.kept[0][0]
         finally:  # after an interrupt, too
-            model.jax_state_sync()
-            attributes["_jax_state"] = None
+            after = current.kept[-1][1]
+            if any(map(_differ, state, after)):
+                model.jax_state_sync()
+            attributes["_jax_state"], attributes["_jax_state_synced"] = None, True
         # A device may read the rows in place, which belong to the caller again after this.
         jax.block_until_ready(current.kept)
         return outputs
@@ -109,6 +112,11 @@ class OnBatch:
 
 _NO_NUMBERS = "OSUMm"  # objects, words and times: numpy.dtype.kind
 _NAMES = ("train_on_batch", "test_on_batch", "predict_on_batch")
+
+
+def _differ(before: list[Any], after: list[Any]) -> bool:
+    """Whether variables are to get other arrays than they have."""
+    return any(map(operator.is_not, before, after)) or len(before) != len(after)
 
 
 def _as_jax_has_it(batch: Any) -> Any:

@@ -13,11 +13,15 @@ from pathlib import Path
 
 from hardware import gpus
 
+ON_BATCH = "train_on_batch test_on_batch predict_on_batch"
 FIGURES = (
     "JAX_PLATFORMS=cpu trainer_tax.py",
     "JAX_PLATFORMS=cpu trainer_tax.py --calls evaluate predict",
     "LOCKSTEP_REHEARSE=4 trainer_tax.py --devices 4 --calls fit evaluate predict "
     "--rounds 9 --steps 100",
+    f"JAX_PLATFORMS=cpu trainer_tax.py --calls {ON_BATCH}",
+    "LOCKSTEP_REHEARSE=4 trainer_tax.py --devices 4 --models mlp many cnn --rounds 9 --steps 50 "
+    f"--calls {ON_BATCH}",
     "peers.py",
     "two_processes.py",
     "two_processes.py --rows 128 --steps 12 --rounds 7",

@@ -413,3 +413,15 @@ def test_a_step_function_that_somebody_has_put_around_is_called(devices):
     assert_same(made.train_on_batch(x, y), alone.train_on_batch(x, y))
     assert len(batches) == 1
     assert_same(weights(made), weights(alone))
+
+
+def test_a_state_that_is_put_back_in_a_stateless_scope_stays_in_it():
+    for each in both(devices=1):
+        before = weights(each)
+        values = [variable.value + 1 for variable in each.trainable_variables]
+        vars(each)["_jax_state"], each._jax_state_synced = {"trainable_variables": values}, False
+        with keras.StatelessScope() as scope:
+            each.jax_state_sync()
+        found = [scope.get_current_value(variable) for variable in each.trainable_variables]
+        assert_same(found, values, atol=0)
+        assert_same(weights(each), before, atol=0)

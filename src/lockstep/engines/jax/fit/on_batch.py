@@ -23,8 +23,8 @@ from lockstep.engines.jax.steps.step import StepFunction
 class OnBatch:
     """The methods of one model that take one batch.
 
-    What they do is what Keras does. It puts each batch on the first device, twice; here it
-    goes from the host to the devices that need its rows.
+    What they do is what Keras does, which puts each batch on the first device, twice. Here a
+    batch goes from the host to the devices that need its rows.
     """
 
     def __init__(self, model: Any) -> None:

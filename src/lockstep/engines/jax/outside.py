@@ -64,8 +64,8 @@ def put_back(model: Any) -> None:
         return
     for name in GROUPS:
         if values := state.get(name, None):
-            for variable, value in zip(variables_of(model, name), values):  # noqa: B905  # as Keras
-                _set(variable, value)
+            for variable, value in zip(_variables_of(model, name), values, strict=False):
+                _set(variable, value)  # as many as there are of both, as in Keras
     attributes["_jax_state_synced"] = True
 
 
@@ -78,7 +78,7 @@ GROUPS = (
 """What Keras calls the parts of a state, in the order in which it puts them back."""
 
 
-def variables_of(model: Any, group: str) -> list[Any]:
+def _variables_of(model: Any, group: str) -> list[Any]:
     """The variables of a part of the state."""
     # keras/src/backend/jax/trainer.py, JAXTrainer.jax_state_sync
     found: list[Any] = (

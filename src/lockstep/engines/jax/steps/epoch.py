@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from lockstep.engines.jax.outside import GROUPS
 from lockstep.engines.jax.steps.ahead import Ahead
 from lockstep.engines.jax.steps.input import HostIterator
 from lockstep.engines.jax.steps.reading import Reading, whole
@@ -42,9 +43,7 @@ class Kind:
 
 
 _WEIGHTS = ("trainable_variables", "non_trainable_variables")
-TRAIN = Kind(
-    "train_function", "stop_training", (*_WEIGHTS, "optimizer_variables", "metrics_variables")
-)
+TRAIN = Kind("train_function", "stop_training", GROUPS)
 TEST = Kind("test_function", "stop_evaluating", (*_WEIGHTS, "metrics_variables"))
 PREDICT = Kind("predict_function", "stop_predicting", _WEIGHTS)
 

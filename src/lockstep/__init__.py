@@ -4,15 +4,19 @@ import os as _os
 import typing as _typing
 
 from lockstep import errors as errors
+from lockstep.declarations import rowwise as rowwise
 from lockstep.distribute import devices as devices
 from lockstep.distribute import distribute as distribute
 from lockstep.distribute import multi_gpu_model as multi_gpu_model
 from lockstep.distribute import release as release
+from lockstep.initialize import initialize as initialize
+from lockstep.initialize import join_at_first_use as _join_at_first_use
+from lockstep.launch.status import report_from_environment as _report_from_environment
 from lockstep.rehearsal import rehearse as rehearse
 from lockstep.rehearsal import rehearse_from_environment as _rehearse_from_environment
-from lockstep.rescue.front import inspect as inspect
-from lockstep.rescue.front import load_weights as load_weights
-from lockstep.rescue.front import rescue as rescue
+from lockstep.rescue.api import inspect as inspect
+from lockstep.rescue.api import load_weights as load_weights
+from lockstep.rescue.api import rescue as rescue
 from lockstep.verify import verify as verify
 
 if _typing.TYPE_CHECKING:
@@ -23,17 +27,21 @@ __all__ = [
     "devices",
     "distribute",
     "errors",
+    "initialize",
     "inspect",
     "load_weights",
     "multi_gpu_model",
     "rehearse",
     "release",
     "rescue",
+    "rowwise",
     "verify",
 ]
 __version__ = "0.1.0"
 
 _rehearse_from_environment(_os.environ)
+_report_from_environment(_os.environ)
+_join_at_first_use(_os.environ)
 
 
 if not _typing.TYPE_CHECKING:  # which would take every name for one that is here

@@ -1,41 +1,60 @@
 """Any data: its first batches, and what fit takes."""
 
 import operator
-from collections.abc import Iterable, Iterator
-from itertools import count, cycle, islice
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, cycle, islice
 from typing import Any
 
 import numpy as np
 
 from lockstep.errors import UnusableData
 
-Batch = tuple[Any, Any, Any]
-"""Inputs, targets and sample weights, as arrays or nests of arrays; the last may be None."""
+Batch = Any
+"""What a training step is given: an array or a nest of arrays, in the structure of `fit`."""
+
+Parts = tuple[Any, Any, Any]
+"""Inputs or a data set, targets and sample weights; the last two may be None."""
 
 
 def first_batches(data: Any, number: int, batch_size: int | None) -> list[Batch]:
-    """The first `number` batches; where the data is shorter, it starts again.
+    """The first `number` batches, as `fit` hands them to a training step.
+
+    Where the data has fewer batches, it starts again.
 
     Args:
         data: `(x, y)` or `(x, y, sample_weight)` of arrays or nests of arrays, or an
-            array or dict of them as x alone, cut into batches in order; or anything that
-            gives batches of that form: a `PyDataset`, `tf.data.Dataset`, torch
-            `DataLoader` or generator.
+            array or dict of them as x alone, cut into batches in order; or a data set that
+            `fit` takes: a `PyDataset`, `tf.data.Dataset`, torch `DataLoader` or generator.
         number: How many, at least 1.
         batch_size: Rows per batch where `data` is arrays. Defaults to 32.
 
     Raises:
-        UnusableData: If there is no batch in it, or `batch_size` has no use.
+        UnusableData: If there is no batch in it, `fit` does not take it, or `batch_size` has
+            no use.
     """
+    # Keras is not imported by `import lockstep`.
+    from lockstep.engines.fit_batches import fit_batches
+
     _check_batch_size(data, batch_size)
-    arrays = _is_arrays(data)
-    every = list(islice(_cut(data, batch_size or 32) if arrays else _given(data), number))
+    if _is_arrays(data):
+        parts = _parts(data)
+        _check_rows(parts)
+    else:
+        parts = (_data_set(data), None, None)
+    try:
+        every = list(islice(fit_batches(*parts, batch_size=batch_size), number))
+    except ValueError as error:
+        raise UnusableData(
+            f"Data that fit takes was expected, and of this {type(data).__name__} Keras says: "
+            f"{str(error).splitlines()[0][:160]}\n"
+            "Hand over (x, y), or a data set that fit takes."
+        ) from error
     if not every:
         raise no_batch(data)
     return list(islice(cycle(every), number))
 
 
-def for_fit(data: Any, batch_size: int | None) -> Batch:
+def for_fit(data: Any, batch_size: int | None) -> Parts:
     """What to hand to `fit`, more than once, as x, y and sample weights.
 
     Raises:
@@ -60,29 +79,29 @@ def no_batch(data: Any) -> UnusableData:
 
 def turned_round(batch: Batch) -> Batch:
     """The same batch, its rows in reverse order."""
-    import keras
-
-    turned: Batch = keras.tree.map_structure(
-        lambda leaf: leaf if leaf is None else leaf[::-1].copy(), batch
-    )
-    return turned
+    return _by_rows(batch, lambda rows: rows[::-1].copy())
 
 
 def rolled(batch: Batch, rows: int) -> Batch:
     """The same batch, so many of its last rows moved to the front."""
-    import keras
-
-    moved: Batch = keras.tree.map_structure(
-        lambda leaf: leaf if leaf is None else np.roll(leaf, rows, axis=0), batch
-    )
-    return moved
+    return _by_rows(batch, lambda leaf: np.roll(leaf, rows, axis=0))
 
 
 def rows_of(batch: Batch) -> int:
-    """The rows of a batch."""
+    """The rows of a batch: those of its first array that has any; 0 where none has."""
     import keras
 
-    return int(next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None).shape[0])
+    leaves = (leaf for leaf in keras.tree.flatten(batch) if leaf is not None and leaf.ndim)
+    first = next(leaves, None)
+    return 0 if first is None else int(first.shape[0])
+
+
+def _by_rows(batch: Batch, change: Callable[[np.ndarray], np.ndarray]) -> Batch:
+    import keras
+
+    return keras.tree.map_structure(
+        lambda leaf: leaf if leaf is None or leaf.ndim == 0 else change(leaf), batch
+    )
 
 
 def _is_arrays(data: Any) -> bool:
@@ -113,56 +132,37 @@ def _check_batch_size(data: Any, batch_size: int | None) -> None:
         )
 
 
-def _cut(data: Any, batch_size: int) -> Iterator[Batch]:
+def _check_rows(parts: Parts) -> None:
+    """Raise where arrays are sparse, or differ in their numbers of rows."""
     import keras
 
-    whole = _batch(data)
-    counts = {leaf.shape[:1] for leaf in keras.tree.flatten(whole) if leaf is not None}
+    leaves = [_array(leaf) for leaf in keras.tree.flatten(parts) if leaf is not None]
+    counts = {leaf.shape[:1] for leaf in leaves}
     if len(counts) != 1 or counts == {()}:
         raise UnusableData(
             f"Arrays with one number of rows were expected, and they have {sorted(counts)}.\n"
             "Hand over (x, y) or (x, y, sample_weight) with as many rows in each."
         )
-    ((rows,),) = counts
-    for start in range(0, rows, batch_size):
-        part = slice(start, start + batch_size)
-        yield keras.tree.map_structure(
-            lambda leaf, part=part: leaf if leaf is None else leaf[part], whole
-        )
+    if counts == {(0,)}:
+        raise no_batch(parts[0])
 
 
-def _given(data: Any) -> Iterator[Batch]:
-    if hasattr(data, "__getitem__") and hasattr(type(data), "num_batches"):
-        # A PyDataset can be indexed, and does not end when it is iterated over.
-        data = map(data.__getitem__, _numbers(data))
-    if not isinstance(data, Iterable):
+def _data_set(data: Any) -> Any:
+    """A data set that can be looked at: an iterator as a generator, with a first batch."""
+    if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
         raise UnusableData(
             f"Data to train on was expected, and this is a {type(data).__name__}.\n"
             "Hand over (x, y), or a data set that gives such batches."
         )
-    for item in data:
-        yield _batch(item)
+    if not isinstance(data, Iterator):
+        return data
+    first = list(islice(data, 1))
+    if not first:
+        raise no_batch(data)
+    return (item for item in chain(first, data))
 
 
-def _numbers(data: Any) -> Iterable[int]:
-    """The numbers of the batches of a `PyDataset`, which may have no end."""
-    try:
-        number = data.num_batches
-    except NotImplementedError:  # of a class without a length
-        number = None
-    return count() if number is None else range(number)
-
-
-def _batch(item: Any) -> Batch:
-    import keras
-
-    as_arrays: Batch = keras.tree.map_structure(_array, _parts(item))
-    return as_arrays
-
-
-def _array(leaf: Any) -> np.ndarray | None:
-    if leaf is None:
-        return None
+def _array(leaf: Any) -> np.ndarray:
     array = np.asarray(leaf)
     if array.dtype == object and hasattr(leaf, "toarray"):
         raise UnusableData(
@@ -172,7 +172,7 @@ def _array(leaf: Any) -> np.ndarray | None:
     return array
 
 
-def _parts(item: Any) -> Batch:
+def _parts(item: Any) -> Parts:
     if not isinstance(item, tuple | list):
         item = (item,)
     if not 1 <= len(item) <= 3:

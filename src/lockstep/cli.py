@@ -1,36 +1,69 @@
 """The command: what `lockstep ...` does."""
 
+import difflib
 import os
 import sys
-from contextlib import nullcontext, redirect_stdout
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 
 import click
 
 from lockstep import __version__
 from lockstep.devices import rehearsed_devices
-from lockstep.errors import DeviceError, LockstepError, UnsupportedBackend
+from lockstep.errors import DeviceError, DeviceNotFound, LockstepError, UnsupportedBackend
+from lockstep.launch.run_command import run_command
 from lockstep.rescue.commands import inspect_command, rescue_command
 
 KERAS_BACKENDS = ("jax", "tensorflow", "torch", "numpy", "openvino")
+
+COULD_NOT_RUN = 2
+VERDICTS = {"equal": 0, "different": 1, "cannot tell": 3}
+EXIT_STATUS = """\b
+Exit status:
+  0  equal: every step was compared, and all agree
+  1  different
+  2  could not run: wrong arguments, one device, or an error in your code
+  3  cannot tell: the loss is not finite, or rounding is as large as the loss
+"""
+"""Of `lockstep verify`. The first character keeps click from wrapping the lines."""
 
 
 class Commands(click.Group):
     """Shows a lockstep error as its text, without a traceback."""
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; where there is none of that name, name the one that was meant."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            meant = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
+            if not meant:
+                raise
+            said = f"{error.message} Did you mean {meant[0]}?"
+            raise click.UsageError(said, ctx) from None
+
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command; exit with 1 and the text where lockstep refused."""
+        """Run the command; where lockstep refused, print the text and exit with 1.
+
+        `verify` exits with 2 there, and wherever else it could not run: its 1 is a result.
+        """
         try:
             return super().invoke(ctx)
         except LockstepError as error:
             click.secho(f"{type(error).__name__}: {error}", fg="red", err=True)
-            sys.exit(1)
+            sys.exit(COULD_NOT_RUN if ctx.invoked_subcommand == "verify" else 1)
 
 
 @click.group(cls=Commands)
 @click.version_option(__version__, package_name="keras-lockstep")
-def main() -> None:
+@click.pass_context
+def main(ctx: click.Context) -> None:
     """Train Keras models on several devices, with the numbers and files of one."""
+    ctx.obj = os.environ.get("KERAS_BACKEND")
     # Not what keras.json says: Keras writes it by itself, with "tensorflow", when first imported.
     backend = os.environ.setdefault("KERAS_BACKEND", "jax")
     if backend not in KERAS_BACKENDS:
@@ -52,7 +85,13 @@ class _Misused(click.ClickException):
 
 @main.command()
 @click.option("--devices", default=4, show_default=True, help="Virtual devices for the second run.")
-@click.option("--epochs", default=8, show_default=True, type=click.IntRange(min=1))
+@click.option(
+    "--epochs",
+    default=8,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Passes over the 1,500 training digits.",
+)
 @click.option(
     "--output",
     default="lockstep-demo",
@@ -61,7 +100,12 @@ class _Misused(click.ClickException):
     help="Folder for the model and the picture.",
 )
 def demo(devices: int, epochs: int, output: Path) -> None:
-    """Train on real digits over rehearsed devices, and prove it equal to one."""
+    """Train on handwritten digits, on one device and on rehearsed ones, and compare them.
+
+    The exit status is 0 if the runs agree, else 1. A GPU is not needed.
+
+    Example: lockstep demo --devices 8
+    """
     missing = [name for name in ("sklearn", "matplotlib") if not _is_installed(name)]
     if missing:
         raise click.ClickException(
@@ -84,7 +128,10 @@ def demo(devices: int, epochs: int, output: Path) -> None:
 
 @main.command()
 def devices() -> None:
-    """What is here."""
+    """List the devices that are here, with the names that devices= takes.
+
+    Example: LOCKSTEP_REHEARSE=4 lockstep devices
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -98,10 +145,34 @@ def devices() -> None:
 
 
 @main.command()
+@click.pass_obj
+def doctor(chosen_backend: str | None) -> None:
+    """Show what a script will find here, and the one thing to change.
+
+    The exit status is 0 if a script can train here, else 1.
+
+    Example: lockstep doctor
+    """
+    from lockstep.doctor import examine, script_environment
+
+    found = examine(script_environment(chosen_backend))
+    for label, value in found.rows():
+        click.echo(f"{label:10} {value}")
+    click.echo(f"\n{found.advice()}")
+    sys.exit(0 if found.works else 1)
+
+
+@main.command(epilog=EXIT_STATUS)
 @click.argument("target")
 @click.option("--devices", default=None, help="How many, or which: 4, 0,2 or gpu:0,gpu:1.")
-@click.option("--steps", default=20, show_default=True, type=click.IntRange(min=1))
-@click.option("--batch-size", type=click.IntRange(min=1), help="Where the data is arrays.")
+@click.option(
+    "--steps",
+    default=20,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Training steps to compare.",
+)
+@click.option("--batch-size", type=click.IntRange(min=1), help="Rows of a batch, for arrays.")
 @click.option("--rehearse", is_flag=True, help="Make as many virtual CPU devices.")
 @click.option("--json", "as_json_", is_flag=True, help="Print JSON instead of a table.")
 def verify(
@@ -114,12 +185,14 @@ def verify(
 ) -> None:
     """Train on one device and on several, and compare every step.
 
-    TARGET is file.py:function or package.module:function; the function returns
-    (model, data), the model compiled. Exit code 0 says equal, 1 that they part.
+    TARGET is file.py:function or package.module:function. The function returns
+    (model, data), with a compiled model.
+
+    Example: lockstep verify train.py:build --devices 4 --rehearse
     """
     import lockstep
-    from lockstep.report.verification import as_json, show_verification
     from lockstep.targets import model_and_data
+    from lockstep.verify.verify_report import as_json, show_verification
 
     asked = int(devices) if devices is not None and devices.strip().isdecimal() else devices
     if rehearse:
@@ -127,26 +200,43 @@ def verify(
             raise click.UsageError("--rehearse needs --devices with a number.")
         lockstep.rehearse(asked)
     # What the user's code prints is no JSON.
-    with redirect_stdout(sys.stderr) if as_json_ else nullcontext():
+    with redirect_stdout(sys.stderr) if as_json_ else nullcontext(), _could_not_run():
         model, data = model_and_data(target)
         found = lockstep.verify(model, data, asked, steps, batch_size=batch_size)
     if as_json_:
         click.echo(as_json(found))
     else:
         show_verification(found)
-    sys.exit(0 if found.equal else 1)
+    sys.exit(VERDICTS[found.verdict])
+
+
+@contextmanager
+def _could_not_run() -> Iterator[None]:
+    """Exit with `COULD_NOT_RUN` where the user's code fails; Python alone exits with 1."""
+    try:
+        yield
+    except DeviceNotFound as error:
+        what, _, remedy = str(error).partition("\n")
+        if remedy.startswith("To rehearse"):
+            remedy = "To rehearse on virtual CPU devices, add --rehearse to the command."
+        raise DeviceNotFound(f"{what}\n{remedy}") from None
+    except LockstepError:
+        raise
+    except (Exception, KeyboardInterrupt):
+        traceback.print_exc()
+        sys.exit(COULD_NOT_RUN)
 
 
 @main.command()
 @click.argument("target")
 @click.option("--devices", default="1", show_default=True, help="Numbers of devices: 1,2,4.")
 @click.option(
-    "--steps", default=50, show_default=True, type=click.IntRange(min=1), help="Of a round."
+    "--steps", default=50, show_default=True, type=click.IntRange(min=1), help="Steps in a round."
 )
 @click.option(
-    "--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="To be measured."
+    "--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Rounds to measure."
 )
-@click.option("--batch-size", type=click.IntRange(min=1), help="Where the data is arrays.")
+@click.option("--batch-size", type=click.IntRange(min=1), help="Rows of a batch, for arrays.")
 @click.option("--rehearse", is_flag=True, help="Make as many virtual CPU devices each time.")
 @click.option("--json", "as_json_", is_flag=True, help="Print JSON instead of a table.")
 @click.option(
@@ -167,11 +257,13 @@ def bench(
 ) -> None:
     """Measure how fast a model trains on several numbers of devices.
 
-    TARGET is file.py:function or package.module:function; the function returns
-    (model, data), the model compiled. Each number of devices has its own process.
+    TARGET is file.py:function or package.module:function. The function returns
+    (model, data), with a compiled model. Each number of devices has its own process.
+
+    Example: lockstep bench train.py:build --devices 1,2,4 -o bench.html
     """
     from lockstep.bench import run_bench
-    from lockstep.report.scaling import as_json, show_scaling, write_page
+    from lockstep.bench.bench_page import as_json, show_scaling, write_page
 
     if output is not None and not _is_installed("matplotlib"):
         raise click.ClickException(
@@ -220,7 +312,10 @@ def bench(
 @click.option("--best", is_flag=True, help="The best checkpoint instead of the newest.")
 @click.option("--model", metavar="FILE.PY:FUNCTION", help="Makes the model, where code is needed.")
 def export(run: Path, output: Path, best: bool, model: str | None) -> None:
-    """Write a plain .keras file out of the checkpoint or folder of checkpoints RUN."""
+    """Write a plain .keras file out of RUN, a checkpoint or a folder of checkpoints.
+
+    Example: lockstep export runs/digits -o model.keras
+    """
     from lockstep.export import export_model
     from lockstep.targets import model_alone
 
@@ -230,6 +325,7 @@ def export(run: Path, output: Path, best: bool, model: str | None) -> None:
 
 
 main.add_command(inspect_command)
+main.add_command(run_command)
 main.add_command(rescue_command)
 
 

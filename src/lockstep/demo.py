@@ -221,7 +221,7 @@ def _draw(
     x: Any,
     y: Any,
 ) -> None:
-    from lockstep.report.digits import draw_digits
+    from lockstep.demo_picture import draw_digits
 
     losses = {"one device": one_history["loss"], f"{devices} devices": many_history["loss"]}
     guesses = model.predict(x[:24], verbose=0).argmax(axis=-1)

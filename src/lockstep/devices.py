@@ -159,8 +159,8 @@ def _first(count: int, default: Sequence[Device]) -> tuple[str, ...]:
     if count < 1:
         raise DeviceError(
             f"devices={count} was asked for, and at least one device has to train.\n"
-            f"Say 1 to {len(default)}, or None for all that are here: "
-            f"{names_in_words([device.name for device in default])}."
+            f"Say {'1' if len(default) == 1 else f'1 to {len(default)}'}, or None for all that are "
+            f"here: {names_in_words([device.name for device in default])}."
         )
     if count > len(default):
         raise DeviceNotFound(_not_enough(count, default))
@@ -209,13 +209,13 @@ def _check_names(names: tuple[str, ...], asked: object, here: Sequence[Device]) 
         if name not in known:
             raise DeviceNotFound(
                 f"devices={asked!r} was asked for, and {name} is not among the "
-                f"{len(known)} here: {names_in_words(known)}.\n"
-                + _rehearsal_hint(max(int(n.split(":")[1]) for n in names) + 1)
+                f"{len(known)} here: {names_in_words(known)}.\n" + _remedy(name, names, known)
             )
         if name in names[:position]:
             raise DuplicateDevice(
                 f"devices={asked!r} names {name} twice, and a device holds one replica.\n"
-                f"Name each device once; {len(known)} are here: {names_in_words(known)}."
+                f"Name each device once; {len(known)} {'is' if len(known) == 1 else 'are'} here: "
+                f"{names_in_words(known)}."
             )
     platforms = sorted({name.split(":")[0] for name in names})
     if len(platforms) > 1:
@@ -231,6 +231,18 @@ def _not_enough(count: int, default: Sequence[Device]) -> str:
         f"devices={count} was asked for, and {len(default)} {verb} here: "
         f"{names_in_words([device.name for device in default])}.\n" + _rehearsal_hint(count)
     )
+
+
+def _remedy(missing: str, names: tuple[str, ...], known: Sequence[str]) -> str:
+    """What to do about a device that is not here.
+
+    In a rehearsal a GPU is a CPU device of the same number: the remedy is that name.
+    """
+    platform, _, number = missing.partition(":")
+    virtual = f"cpu:{number}"
+    if platform != "cpu" and virtual in known and len(known) > 1 and known[0] == "cpu:0":
+        return f"Did you mean {virtual}? The virtual devices of a rehearsal are CPU devices."
+    return _rehearsal_hint(max(int(name.split(":")[1]) for name in names) + 1)
 
 
 def _rehearsal_hint(count: int) -> str:

@@ -10,6 +10,8 @@ from lockstep.devices import parse_devices
 from lockstep.engines import current_engine
 from lockstep.engines.engine import InputOptions
 from lockstep.errors import NotAModel, NothingToDoWarning, UnusableData
+from lockstep.initialize import join
+from lockstep.launch.status import STATUS_OF_PROCESS
 
 Model = TypeVar("Model")
 
@@ -21,8 +23,8 @@ def distribute(
     model: Model,
     devices: Devices | None = None,
     *,
-    data_on_devices: bool | None = None,
-    prefetch: int | None = None,
+    data_on_devices: bool = False,
+    prefetch: int = 0,
 ) -> Model:
     """Make a Keras model train, evaluate and predict on several devices, in place.
 
@@ -31,22 +33,20 @@ def distribute(
     The object stays the same; what it saves is a plain single-device file. The
     model may be built or not, compiled or not, and be compiled or loaded into
     later. Distributing again to other devices moves it. On failure it stays as it
-    was.
+    was. Processes that a launcher has started (`lockstep run`, torchrun, Slurm) train one
+    model together; see `initialize`.
 
     Args:
         model: A `keras.Model`, of any kind.
         devices: How many (`4`: the first four), which (`[0, 2]`, `"gpu:0,gpu:1"`,
             `["gpu:0", "gpu:1"]`), or `None` for all devices of the default
             platform.
-        data_on_devices: Whether the NumPy arrays handed to `fit` stay on the devices,
-            and batches are gathered there: `None` on accelerators, where they take at
-            most a tenth of each device's memory, `False` never, `True` on any device
-            if they fit; if not, a warning says why batches go from the host.
-        prefetch: How many batches a background thread makes ready before their turn.
-            `None`: two on accelerators, where batches of NumPy arrays have 1 MiB or more and
-            no callback of yours has hooks for batches; else none. A number: so many, of any
-            data; code of yours that makes them then runs early, and beside the training.
-            They take memory of the host. Never past the end of an epoch whose length is known.
+        data_on_devices: Whether every device keeps the NumPy arrays handed to `fit`, and
+            batches are gathered there. Where that cannot be, a warning says why batches go
+            from the host.
+        prefetch: How many batches a background thread makes ready before their turn. Code of
+            yours that makes batches then runs early, and beside the training. The batches
+            take memory of the host. None is made past the end of an epoch of known length.
 
     Returns:
         The same `model`.
@@ -55,14 +55,14 @@ def distribute(
         DeviceError: If `devices` cannot be followed: unknown, twice, or too many.
         NotAModel: If `model` is no Keras model.
         UnusableData: If `prefetch` is no whole number of at least 0, or `data_on_devices`
-            none of its three values.
+            no truth value.
         UnsupportedBackend: If no engine serves Keras's backend yet, or the engine does
             not keep data on devices, or make batches ready.
         UnsupportedModel: If the engine could not keep this model exact.
         LayoutConflict: If another tool, or another model on other devices, has
             laid out one of its variables.
-        ProcessesDisagree: If `WORLD_SIZE` says that several processes were started, and JAX
-            knows of one; or if those that it knows of ask for different devices.
+        ProcessesDisagree: If a launcher started several processes, and they cannot join; or if
+            they ask for different devices.
 
     Example:
         >>> model = keras.Sequential([keras.layers.Dense(1)])
@@ -72,7 +72,9 @@ def distribute(
     check_model(model)
     options = InputOptions(_checked_stay(data_on_devices), _checked_ahead(prefetch))
     engine = current_engine()
+    join(engine)
     engine.attach(model, parse_devices(devices, engine.devices()), options)
+    STATUS_OF_PROCESS.distributed = True
     return model
 
 
@@ -155,7 +157,7 @@ def devices() -> list[str]:
     a rehearsal can no longer be set up.
 
     Returns:
-        Names such as `"gpu:0"`.
+        A list of these names.
 
     Raises:
         DeviceError: If `LOCKSTEP_REHEARSE` is set and holds no whole number of at least 1.
@@ -169,18 +171,16 @@ def devices() -> list[str]:
     return [device.name for device in current_engine().devices()]
 
 
-def _checked_stay(data_on_devices: object) -> bool | None:
-    if data_on_devices is None or isinstance(data_on_devices, bool):
+def _checked_stay(data_on_devices: object) -> bool:
+    if isinstance(data_on_devices, bool):
         return data_on_devices
     raise UnusableData(
-        f"data_on_devices={data_on_devices!r} was given, and it is True, False or None.\n"
-        "Leave it out, and accelerators keep what takes little of their memory."
+        f"data_on_devices={data_on_devices!r} was given, and it is True or False.\n"
+        "Leave it out, and batches go from the host."
     )
 
 
-def _checked_ahead(prefetch: Any) -> int | None:
-    if prefetch is None:
-        return None
+def _checked_ahead(prefetch: Any) -> int:
     with contextlib.suppress(TypeError):
         number = operator.index(prefetch)  # NumPy's whole numbers too
         if number >= 0 and not isinstance(prefetch, bool):
@@ -195,6 +195,14 @@ def check_model(model: object) -> None:
     """Raise `NotAModel` for anything but a Keras model."""
     import keras
 
+    legacy = _legacy_keras(model)
+    if legacy is not None:
+        raise NotAModel(
+            f"A Keras 3 model was expected, and this is one of {legacy}, which is legacy Keras 2.\n"
+            "Build it with `import keras`; where tf.keras is used, unset TF_USE_LEGACY_KERAS. "
+            "For its weights,\n"
+            "save them as .h5 with Keras 2, then lockstep.load_weights(model, file)."
+        )
     if isinstance(model, type):
         got = f"the class {model.__name__}"
     elif isinstance(model, keras.layers.Layer) and hasattr(model, "train_step"):
@@ -205,3 +213,13 @@ def check_model(model: object) -> None:
         f"A Keras model was expected, and this is {got}.\n"
         "Hand over an instance of keras.Model: Sequential, functional or subclassed."
     )
+
+
+def _legacy_keras(model: object) -> str | None:
+    """The package of Keras 2 that a model or class is from, `None` where it is from none."""
+    cls = model if isinstance(model, type) else type(model)
+    for base in cls.__mro__:
+        for package in ("tf_keras", "tensorflow.python.keras"):
+            if base.__module__.startswith(f"{package}."):
+                return package
+    return None

@@ -1,4 +1,6 @@
-"""The errors and warnings lockstep raises.
+"""The errors and warnings that lockstep raises, and their classes.
+
+::
 
     LockstepError
     ├── DeviceError (ValueError)      what was asked of devices=
@@ -6,19 +8,22 @@
     │   ├── DuplicateDevice           one device named twice
     │   └── RehearsalTooLate          the backend had already started
     ├── UnsupportedBackend            Keras runs where no engine serves it yet
+    ├── UnsupportedKeras              this version of Keras was not checked
     ├── NotAModel (TypeError)         the object is no Keras model
     ├── UnusableData (ValueError)     what verify or fit was given to train on
     ├── TargetNotFound (ValueError)   file.py:function names nothing
     ├── ProcessesDisagree             several processes would not train one model
+    ├── LaunchError (ValueError)      lockstep run cannot start what was asked for
+    ├── WorkerDied (RuntimeError)     a process of a replica has ended within a call
     ├── BenchFailed                   a process that measured did not end well
     ├── CheckpointError (ValueError)  training cannot be checkpointed, or not be resumed
     │   ├── NotARun                   the folder holds something else
     │   ├── DamagedCheckpoint         what was read is not what was written
     │   ├── NewerCheckpoint           a newer lockstep wrote it
     │   └── CheckpointMismatch        another model, optimizer or data than it was written with
-    ├── BusyModel (RuntimeError)      another thread is in a call of the model
+    ├── BusyModel (RuntimeError)      a call of the model is under way
     ├── UnsupportedModel              the engine could not keep this model exact
-        ├── LayoutConflict                a variable would need two layouts
+    ├── LayoutConflict                a variable would need two layouts
     └── OldFileError (ValueError)     an old file cannot be read or rescued
         ├── UnreadableFile            no format known here, or damaged beyond reading
         ├── IncompleteFile            the save that wrote it failed half way
@@ -65,6 +70,10 @@ class UnsupportedBackend(LockstepError):
     """Keras runs on a backend, or in a mode, that no engine serves yet."""
 
 
+class UnsupportedKeras(LockstepError):
+    """The installed Keras is a version that lockstep was not checked with."""
+
+
 class NotAModel(LockstepError, TypeError):
     """The object handed over is no Keras model that can be trained."""
 
@@ -85,6 +94,14 @@ class ProcessesDisagree(LockstepError):
     """
 
     left_by: int | None = None
+
+
+class LaunchError(LockstepError, ValueError):
+    """`lockstep run` cannot start what was asked for."""
+
+
+class WorkerDied(LockstepError, RuntimeError):
+    """The process of a replica has ended within a call, or before it."""
 
 
 class BenchFailed(LockstepError):
@@ -112,7 +129,7 @@ class CheckpointMismatch(CheckpointError):
 
 
 class BusyModel(LockstepError, RuntimeError):
-    """One thread has called a model while another one is in its fit, evaluate or predict."""
+    """A model was called, moved or released while a call of it was under way."""
 
 
 class UnsupportedModel(LockstepError):
@@ -125,6 +142,23 @@ class LayoutConflict(LockstepError):
 
 class OldFileError(LockstepError, ValueError):
     """An old file cannot be read, or not be rescued as asked."""
+
+    def __str__(self) -> str:
+        """The message; names from a file may hold control characters, which are escaped."""
+        return printable(super().__str__())
+
+
+def printable(text: str) -> str:
+    r"""A text that a terminal shows and does not obey: control characters are escaped.
+
+    Example:
+        >>> printable("dense\x1b[2J")
+        'dense\\x1b[2J'
+    """
+    return "".join(
+        one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode()
+        for one in text
+    )
 
 
 class UnreadableFile(OldFileError):

@@ -3,21 +3,19 @@
 import contextlib
 import itertools
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lockstep.checkpoints.differences import check_model
-from lockstep.checkpoints.files import sync_file, sync_folder
-from lockstep.checkpoints.folder import Found, RunFolder
-from lockstep.checkpoints.manifest import FILE, read_manifest
-from lockstep.checkpoints.retention import Retention
-from lockstep.engines.jax import states
-from lockstep.engines.named_variables import GROUPS, named_variables
+from lockstep.checkpoint.differences import check_model
+from lockstep.checkpoint.manifest import FILE, read_manifest
+from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.run_folder import Found, RunFolder
 from lockstep.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint
+from lockstep.files import replacing
+from lockstep.state import GROUPS, named_variables
 
 
 def export_model(run: Path, output: Path, model: Any = None, best: bool = False) -> Path:
@@ -56,20 +54,14 @@ def export_model(run: Path, output: Path, model: Any = None, best: bool = False)
     if model is not None:
         check_model(str(found.path), found.state["model"], _config(model))
     _fill(made, found)
-    aside = output.with_name(f".saving-{output.name}")
     try:
-        made.save(aside)
-        sync_file(aside)
-        os.replace(aside, output)
+        with replacing(output) as temporary:
+            made.save(temporary)
     except OSError as error:
         raise CheckpointError(
             f"{output} cannot be written: {error.strerror or error}.\n"
             "Name a file in a folder that takes files, with room for it."
         ) from error
-    finally:
-        with contextlib.suppress(OSError):  # that of a save that failed half way
-            aside.unlink()
-    sync_folder(output.parent)
     return found.path
 
 
@@ -129,16 +121,13 @@ def _config(model: Any) -> Any:
 def _fill(model: Any, found: Found) -> None:
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
-    # As in training, where the states of stateful RNNs are among the variables.
-    states.carry_states(model)
-    here, there = _by_group(named_variables(model)), _by_group(_of_variables(found).items())
+    here, there = _by_group(named_variables(model).items()), _by_group(_of_variables(found).items())
     groups = ("trainable", "non_trainable", "optimizer")
     for group in groups if model.optimizer is not None else groups[:2]:
         for mine, theirs in itertools.zip_longest(here[group], there[group]):
             if not (mine and theirs and tuple(mine[1].shape) == theirs[1].shape):
                 raise _other(found, group, theirs, mine)
             mine[1].assign(theirs[1])
-    states.drop_states(model)
 
 
 def _by_group(named: Iterable[tuple[str, Any]]) -> dict[str, list[tuple[str, Any]]]:

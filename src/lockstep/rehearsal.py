@@ -46,10 +46,10 @@ def rehearse_from_environment(environ: MutableMapping[str, str]) -> None:
     """Follow `LOCKSTEP_REHEARSE`, without importing a framework.
 
     Where JAX is not imported yet, its own variables are set for when it is; they
-    are read at its import. TensorFlow reads none, so that it is imported here where
-    Keras is told to run on it. Where a framework has already started, or the variable holds
-    no number, nothing happens here, and the first call that needs the devices says so: a
-    command that imports lockstep is to end in words.
+    are read at its import, and so is Keras's own for PyTorch. TensorFlow reads none,
+    so that it is imported here where Keras is told to run on it. Where a framework has
+    already started, or the variable holds no number, nothing happens here, and the first
+    call that needs the devices says so: a command that imports lockstep is to end in words.
     """
     try:
         count = rehearsed_devices(environ)
@@ -57,7 +57,11 @@ def rehearse_from_environment(environ: MutableMapping[str, str]) -> None:
         return
     if count is None:
         return
-    if (environ.get("KERAS_BACKEND") or _written_backend(environ)) == "tensorflow":
+    backend = environ.get("KERAS_BACKEND") or written_backend(environ)
+    if backend == "torch":
+        # keras/src/backend/torch/core.py reads it at the import of Keras
+        environ["KERAS_TORCH_DEVICE"] = "cpu"
+    if backend == "tensorflow":
         # Keras writes its file by itself, and names TensorFlow where there is none, too.
         with suppress(RehearsalTooLate, ImportError):
             from lockstep.engines.tensorflow import devices as tensorflow_devices
@@ -71,14 +75,14 @@ def rehearse_from_environment(environ: MutableMapping[str, str]) -> None:
         except RehearsalTooLate:
             return
     else:
-        from lockstep.engines.jax.threads import give_threads
+        from lockstep.engines.xla_threads import give_threads
 
         environ["JAX_NUM_CPU_DEVICES"] = str(count)
         environ["JAX_PLATFORMS"] = "cpu"
         give_threads(environ, count)
 
 
-def _written_backend(environ: Mapping[str, str]) -> str | None:
+def written_backend(environ: Mapping[str, str]) -> str | None:
     """The backend in Keras's file of settings, which counts where the environment names none."""
     import json
 

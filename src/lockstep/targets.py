@@ -1,5 +1,6 @@
 """Functions named on a command line."""
 
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -27,11 +28,12 @@ def call_target(target: str) -> Any:
         raise TargetNotFound(
             f"{target!r} names no function.\nWrite file.py:function or package.module:function."
         )
-    function = getattr(load_module(place), name, None)
+    module = load_module(place)
+    function = getattr(module, name, None)
     if not callable(function):
         raise TargetNotFound(
             f"{target!r} was asked for, and {place} has no function {name!r}.\n"
-            "Name a function that returns a compiled model, or (model, data)."
+            + _similar(place, name, module)
         )
     try:
         inspect.signature(function).bind()
@@ -46,6 +48,20 @@ def call_target(target: str) -> Any:
         result = function()
     _check_backend(place)
     return result
+
+
+def _similar(place: str, name: str, module: ModuleType) -> str:
+    """The remedy for a wrong name of a function: the one that was meant, or those there are."""
+    functions = [
+        each
+        for each, item in vars(module).items()
+        if inspect.isfunction(item) and item.__module__ == module.__name__ and each[0] != "_"
+    ]
+    meant = difflib.get_close_matches(name, functions, n=1)
+    if meant:
+        return f"Did you mean {place}:{meant[0]}?"
+    there = f" It has {', '.join(functions[:5])}." if functions else ""
+    return f"Name a function that returns a compiled model, or (model, data).{there}"
 
 
 def _check_backend(place: str) -> None:

@@ -1,14 +1,14 @@
-"""The engine that serves the backend Keras runs on."""
+"""Selects the engine for the backend of Keras."""
 
 from lockstep.engines.engine import Engine
 from lockstep.errors import UnsupportedBackend
 
 
 def current_engine() -> Engine:
-    """The engine for Keras's backend; imports Keras, and no other framework.
+    """Return the engine for Keras's backend. Only Keras and that backend are imported.
 
     Raises:
-        UnsupportedBackend: If no engine serves that backend yet.
+        UnsupportedBackend: If there is no engine for that backend yet.
     """
     import keras
 
@@ -21,7 +21,12 @@ def current_engine() -> Engine:
         from lockstep.engines.tensorflow.engine import TensorFlowEngine
 
         return TensorFlowEngine()
+    if backend == "torch":
+        from lockstep.engines.torch.engine import TorchEngine
+
+        return TorchEngine()
     raise UnsupportedBackend(
-        f"Keras runs on {backend!r}, and lockstep has engines for 'jax' and 'tensorflow' so far;\n"
-        "a .keras file moves between backends. Set KERAS_BACKEND=jax before Keras is imported."
+        f"Keras runs on {backend!r}, and lockstep has engines for 'jax', 'tensorflow' and 'torch' "
+        "so far;\na .keras file moves between backends. Set KERAS_BACKEND=jax before Keras is "
+        "imported."
     )

@@ -1,20 +1,25 @@
-"""The one object on a model by which it runs on several devices, put there and taken away."""
+"""Puts the attachment of an engine on a model, and removes it."""
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-_ATTACHMENT = "_lockstep"
+from lockstep.engines.call_guard import CallGuard
+
+ATTACHMENT = "_lockstep"
+"""The attribute of a model that holds its attachment."""
 
 
 class Attachment(Protocol):
-    """One model on some devices, by one engine."""
+    """One model on several devices, by one engine."""
 
     model: Any
     devices: tuple[str, ...]
+    turns: CallGuard
 
     def check(self) -> None:
-        """Raise where this model cannot be attached to these devices."""
+        """Raise if this model cannot be attached to these devices."""
         ...
 
     def take_over(self) -> None:
@@ -22,30 +27,30 @@ class Attachment(Protocol):
         ...
 
     def give_back(self) -> None:
-        """Undo `take_over`, also where it broke off half way."""
+        """Undo `take_over`, even if it failed half way."""
         ...
 
 
 def attachment_of(model: Any) -> Any:
-    """The attachment of a model, `None` where it is not attached."""
-    return vars(model).get(_ATTACHMENT)
+    """Return the attachment of a model, `None` if it is not attached."""
+    return vars(model).get(ATTACHMENT)
 
 
 def mark(model: Any, attachment: Attachment) -> None:
-    """Let a model have this attachment."""
-    vars(model)[_ATTACHMENT] = attachment
+    """Store an attachment on a model."""
+    vars(model)[ATTACHMENT] = attachment
 
 
 def unmark(model: Any) -> None:
-    """Let a model have none."""
-    vars(model).pop(_ATTACHMENT, None)
+    """Remove the attachment from a model."""
+    vars(model).pop(ATTACHMENT, None)
 
 
 Methods = dict[str, Any]
 
 
 def put_on(model: Any, methods: Methods) -> Methods:
-    """Give one instance these methods; returns those of its own that they stand in for."""
+    """Set methods on an instance, and return the attributes of the instance they replace."""
     attributes = vars(model)
     own = {name: attributes[name] for name in methods if name in attributes}
     attributes.update(methods)
@@ -53,7 +58,7 @@ def put_on(model: Any, methods: Methods) -> Methods:
 
 
 def take_off(model: Any, methods: Methods, own: Methods) -> None:
-    """Undo `put_on`, but for a method that another one has been put over since."""
+    """Undo `put_on`, except for methods that were replaced again since."""
     attributes = vars(model)
     for name, method in methods.items():
         if attributes.get(name) is not method:
@@ -64,12 +69,26 @@ def take_off(model: Any, methods: Methods, own: Methods) -> None:
             del attributes[name]
 
 
-def attach(new: Attachment, again: Callable[[Any], Attachment]) -> None:
-    """Put a new attachment in place of the one that a model has, or leave all as it was.
+def alone(model: Any, name: str) -> AbstractContextManager[None]:
+    """Keep an attached model out of all calls inside the context.
 
     Args:
-        new: The new one.
-        again: Makes another one like the old one, which is given back before.
+        model: The model.
+        name: The name of the operation in the context, for the message.
+
+    Raises:
+        BusyModel: If this thread is in a call of the model, or another one in its `fit`.
+    """
+    attachment = attachment_of(model)
+    return nullcontext() if attachment is None else attachment.turns.alone(name)
+
+
+def attach(new: Attachment, again: Callable[[Any], Attachment]) -> None:
+    """Replace the attachment of a model; on failure restore the old one.
+
+    Args:
+        new: The new attachment.
+        again: Makes an attachment like the old one, to restore it.
     """
     before = attachment_of(new.model)
     new.check()
@@ -79,19 +98,19 @@ def attach(new: Attachment, again: Callable[[Any], Attachment]) -> None:
     except BaseException:
         new.give_back()
         if before is not None:
-            with warnings.catch_warnings(action="ignore"):  # said when it was first attached
+            with warnings.catch_warnings(action="ignore"):  # the first attach has warned
                 again(before).take_over()
         raise
 
 
 def detach(model: Any) -> None:
-    """Make a model run on one device again; does nothing where it does already."""
+    """Make a model run on one device again; do nothing if it is not attached."""
     attachment = attachment_of(model)
     if attachment is not None:
         attachment.give_back()
 
 
 def attached(model: Any) -> tuple[str, ...] | None:
-    """The devices a model runs on, `None` where it is not attached."""
+    """Return the devices of a model, `None` if it is not attached."""
     attachment = attachment_of(model)
     return None if attachment is None else attachment.devices

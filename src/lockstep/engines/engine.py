@@ -1,10 +1,11 @@
-"""What an engine is: the interface behind `distribute`."""
+"""The interface of an engine, which `distribute` uses."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lockstep.devices import Device
+from lockstep.launch.environment import Place
 
 Data = tuple[Any, Any, Any]
 """Inputs or a data set, targets, and sample weights; the last two may be `None`."""
@@ -12,16 +13,15 @@ Data = tuple[Any, Any, Any]
 
 @dataclass(frozen=True)
 class InputOptions:
-    """How data get to the devices, where the user has a say.
+    """User options for the transfer of data to the devices.
 
     Attributes:
-        data_on_devices: Whether NumPy data of a `fit` stay there; `None`: by size.
-        prefetch: How many batches a thread makes ready before their turn; `None`: two of large
-            NumPy data, on accelerators.
+        data_on_devices: Whether the NumPy data of a `fit` stay on the devices.
+        prefetch: The number of batches that a thread prepares ahead.
     """
 
-    data_on_devices: bool | None = None
-    prefetch: int | None = None
+    data_on_devices: bool = False
+    prefetch: int = 0
 
 
 DEFAULT_INPUT = InputOptions()
@@ -30,65 +30,79 @@ DEFAULT_INPUT = InputOptions()
 class Engine(Protocol):
     """Runs Keras models of one backend on several devices.
 
-    The contract is a post-condition, not this list of verbs: after `attach`, one
-    training step over all devices equals that step on one device. The conformance
-    suite is that sentence; whatever passes it is an engine.
+    The contract is a post-condition: after `attach`, one training step over all devices
+    equals that step on one device. The conformance suite tests it.
     """
 
     name: str
-    """The name of the Keras backend it serves."""
+    """The name of the Keras backend."""
 
     def devices(self) -> tuple[Device, ...]:
-        """The devices that are here, those of the default platform first."""
+        """Return the available devices, those of the default platform first."""
         ...
 
     def rehearse(self, devices: int) -> None:
-        """Make `devices` virtual CPU devices, and hide accelerators.
+        """Make `devices` virtual CPU devices and hide accelerators.
 
         Raises:
             RehearsalTooLate: If the backend has started with other devices.
         """
         ...
 
+    def join(self, place: Place) -> tuple[int, int]:
+        """Join the processes of a launcher, before a device is used.
+
+        Args:
+            place: The place of this process among them.
+
+        Returns:
+            The rank of this process, and the number of processes.
+
+        Raises:
+            ProcessesDisagree: If they cannot be joined.
+            UnsupportedBackend: If the engine runs in one process.
+        """
+        ...
+
     def attach(
         self, model: Any, devices: tuple[str, ...], options: InputOptions = DEFAULT_INPUT
     ) -> None:
-        """Make `model` run on `devices`, in place; on failure leave it as it was.
+        """Make `model` run on `devices`, in place; on failure leave it unchanged.
 
         Args:
             model: A Keras model.
-            devices: Their names.
-            options: How data get there.
+            devices: The names of the devices.
+            options: The input options.
         """
         ...
 
     def detach(self, model: Any) -> None:
-        """Make `model` run on one device again; does nothing where it does already."""
+        """Make `model` run on one device again; do nothing if it is not attached."""
         ...
 
     def attached(self, model: Any) -> tuple[str, ...] | None:
-        """The devices `model` runs on, `None` where it is not attached."""
+        """Return the devices of `model`, or `None` if it is not attached."""
         ...
 
     def input_options(self, model: Any) -> InputOptions:
-        """What `attach` was told of the data of an attached model."""
+        """Return the input options of an attached model."""
         ...
 
     def probe(self, model: Any) -> "Probe":
-        """A way to look inside the steps of `model`, attached or not."""
+        """Return a probe for the steps of `model`, attached or not."""
         ...
 
 
 class Compiling(Protocol):
-    """What was compiled: how many seconds it took."""
+    """The time spent on compilation, in seconds."""
 
     seconds: float
 
 
 class Trace(Protocol):
-    """What the busiest device did: seconds of computation, and of communication.
+    """Seconds of computation and of communication on the busiest device.
 
-    Nothing was seen where it was `full`: it had more to keep than it can.
+    If the profiler dropped events, `full` is true and `seen` is false.
     """
 
     seen: bool
@@ -98,16 +112,16 @@ class Trace(Protocol):
 
 
 class Clock(Protocol):
-    """A callback that timed the steps of a `fit`.
+    """A callback that times the steps of a `fit`.
 
     Attributes:
-        done: Steps done, with those that are not timed.
-        steps: Steps timed.
-        executions: In so many executions.
-        rows: Rows trained on in all of them.
+        done: Number of all steps, timed or not.
+        steps: Number of timed steps.
+        executions: Number of executions of the timed steps.
+        rows: Rows of all timed steps.
         batch: Rows of the largest step.
-        wall: Seconds from the begin of the first of them to the end of the last.
-        host: Processor time of the main thread in that time.
+        wall: Seconds from the start of the first timed step to the end of the last.
+        host: Processor time of the main thread in that time, in seconds.
     """
 
     done: int
@@ -120,67 +134,78 @@ class Clock(Protocol):
 
 
 class Probe(Protocol):
-    """Looks inside the training steps of one model, for `verify` and `bench`."""
+    """Inspects the training steps of one model, for `verify` and `bench`."""
 
     def compiling(self) -> AbstractContextManager[Compiling]:
-        """Count the seconds that are spent on compiling while it lasts."""
+        """Measure the time spent on compilation inside the context."""
         ...
 
     def tracing(self) -> AbstractContextManager[Trace]:
-        """Profile the devices while it lasts; filled in when it ends."""
+        """Profile the devices inside the context; the trace is filled in at its end."""
         ...
 
-    def clock(self, most: int, *, settle: bool = False) -> Clock:
-        """A callback for one `fit` that times its steps, and changes nothing else about it.
+    def clock(self, most: int) -> Clock:
+        """Return a callback for one `fit` that only times its steps and stops it at a limit.
 
         Args:
-            most: It stops training after so many steps and a few executions.
-            settle: Not before lockstep has found out how many steps go into one program.
+            most: The limit: about so many steps, plus a few executions.
         """
         ...
 
     def feed(self, data: Data, batch_size: int | None, most: int) -> tuple[float, int]:
-        """Draw the batches of one epoch as `fit` draws them, and train on none.
+        """Draw the batches of one epoch like `fit`, without training.
 
         Args:
-            data: What `fit` is given: x, y and sample weights.
+            data: The data of the `fit`: x, y and sample weights.
             batch_size: As in `fit`.
-            most: So many batches at most.
+            most: The maximum number of batches.
 
         Returns:
-            The seconds it took, and how many batches there were.
+            The time in seconds, and the number of batches.
         """
         ...
 
     def precise(self) -> AbstractContextManager[object]:
-        """While it lasts, matrix products have the full precision of their type."""
+        """Compute matrix products in the full precision of their type inside the context."""
         ...
 
     def alike(self) -> AbstractContextManager[object]:
-        """Let several processes begin with the values of the first one.
+        """Copy the values of the first process to all processes.
 
-        Whoever asks puts values of variables back; what else was shared is put back at the end.
+        The end of the context restores all other shared state, but the caller has to restore
+        the values of variables.
         """
         ...
 
     def fresh(self) -> None:
-        """Trace the model anew at its next step, as a new process would."""
+        """Trace the model again at its next step, like a new process."""
         ...
 
-    def train(self, batch: tuple[Any, Any, Any]) -> dict[str, Any]:
-        """Train one step on `batch`; the logs it gives.
+    def build(self, batch: Any) -> None:
+        """Build what is not built yet, as `fit` does before or in its first step.
 
-        What Keras leaves to chance on one device is not left to it here.
+        Args:
+            batch: A batch in the structure that `fit` passes to a training step.
+
+        Raises:
+            UnusableData: If Keras cannot build the model from the batch.
         """
         ...
 
-    def look(self, batch: tuple[Any, Any, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What each layer gives for `batch`, in order, and the gradient of each variable.
+    def train(self, batch: Any) -> dict[str, Any]:
+        """Train one step on a batch in the structure of `fit`, and return the logs.
 
-        Nothing of the model changes.
+        Results that are random in Keras on one device, such as dropped losses, are not random here.
+        """
+        ...
+
+    def look(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the layer outputs for `batch`, in order, and the gradient of each variable.
+
+        The model does not change.
         """
         ...
 
     def notes(self) -> list[str]:
-        """What is worth knowing of the step that was trained last, a sentence each."""
+        """Return notes on the step that was trained last, one sentence each."""
         ...

@@ -1,4 +1,4 @@
-"""Which attachments hold a variable."""
+"""Records the attachments that hold a variable."""
 
 import weakref
 from typing import Any
@@ -17,7 +17,7 @@ class Holders(weakref.WeakSet[Any]):
 
 
 def holders_of(variable: Any) -> Holders:
-    """The attachments that hold this Keras variable."""
+    """Return the attachments that hold a Keras variable."""
     attributes = vars(variable)
     holders: Holders | None = attributes.get(_HOLDERS)
     if holders is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -16,7 +17,10 @@ from lockstep.errors import LockstepError
 @click.argument("file", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 def inspect_command(file: str, as_json: bool) -> None:
-    """Say what the checkpoint FILE is, and the one command that makes it usable."""
+    """Show what the saved FILE is, and the one command that makes it usable.
+
+    Example: lockstep inspect multi.h5
+    """
     _told(lambda: _inspect(file, as_json))
 
 
@@ -27,7 +31,7 @@ def inspect_command(file: str, as_json: bool) -> None:
 @click.option("--model", metavar="FILE.PY:FUNCTION", help="The template, from your own code.")
 @click.option("--config", metavar="TEMPLATE.JSON", help="The template's old to_json().")
 @click.option("--custom", metavar="FILE.PY", help="Your custom layers and Lambda functions.")
-@click.option("--check", metavar="INPUTS.NPZ", help="Inputs x0.. and expected outputs y0..")
+@click.option("--check", metavar="INPUTS.NPZ", help="Inputs x0.. and outputs y0.. to be given.")
 def rescue_command(
     file: str,
     output: str,
@@ -36,18 +40,21 @@ def rescue_command(
     custom: str | None,
     check: str | None,
 ) -> None:
-    """Write a single-device file from the old multi-GPU FILE, and prove that it did."""
+    """Write a single-device file from the old multi-GPU FILE, and compare every array.
+
+    Example: lockstep rescue multi.h5 -o single.keras
+    """
     _told(lambda: _rescue(file, output, model, config, custom, check))
 
 
 def _inspect(file: str, as_json: bool) -> None:
-    from lockstep.rescue import front, inspection, kinds
+    from lockstep.rescue import api, rescue_report
 
-    found = front.inspect(file)
+    found = api.inspect(file)
     if as_json:
-        click.echo(kinds.dumps(found))
+        click.echo(json.dumps(found.to_dict(), indent=2))
     else:
-        inspection.show(found, _console())
+        rescue_report.show_inspection(found, _console())
 
 
 def _rescue(
@@ -59,23 +66,21 @@ def _rescue(
     check: str | None,
 ) -> None:
     from lockstep import targets
-    from lockstep.rescue import front, report
+    from lockstep.rescue import api, rescue_report
 
     objects = _public_names(targets.load_module(custom)) if custom else None
     built = targets.model_alone(model) if model else None
-    done = front.rescue(
-        file, output, model=built, config=config, custom_objects=objects, check=check
-    )
-    report.show(done, _console())
+    done = api.rescue(file, output, model=built, config=config, custom_objects=objects, check=check)
+    rescue_report.show_rescued(done, _console())
 
 
 _IMPORTED = ("keras", "tf_keras", "tensorflow", "numpy")
 
 
 def _public_names(module: Any) -> dict[str, Any]:
-    """What a file defines, without what it imports from Keras.
+    """Return the public names that a file defines, without its imports from Keras.
 
-    An imported LSTM would take the place of the translation, with today's gates.
+    An imported LSTM would replace the translation of old LSTMs, with Keras 3's gates.
     """
     return {
         name: value
@@ -96,7 +101,7 @@ def _console() -> Any:
 
 
 def _told(work: Callable[[], None]) -> None:
-    """Run a command; an error of ours is its message and exit status 1, not a traceback."""
+    """Run a command; print the message of a LockstepError and exit with status 1."""
     try:
         work()
     except LockstepError as error:

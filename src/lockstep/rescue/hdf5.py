@@ -1,40 +1,60 @@
-"""HDF5 from strangers, read within limits.
+"""Read HDF5 files of unknown origin within limits.
 
-Every group, attribute and array of an old file is reached through this file. It
-follows hard links only, and looks at the declared size of a thing before it
-reads it, so that a small file cannot ask for a large memory.
+Every group, attribute and array of an old file is read through this module. It follows
+hard links only, and checks the declared size of an object before it reads the object.
+
+The HDF5 library itself can loop or crash on damaged files. A separate process, with
+limits on time and memory, first walks the structure of each file. Only files that this
+process survives are opened.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from lockstep.errors import HostileFile, OldFileError, UnreadableFile
-from lockstep.rescue import probe
 
 ATTRIBUTE_CAP = 64 * 2**20
-"""Bytes that one attribute may hold; the largest config seen in the wild is 3 MB."""
+"""Maximum bytes of one attribute; the largest known config has 3 MB."""
 
-NAMES_CAP = 200_000
-"""Names that one list in a file may have."""
+NAMES_CAP = 50_000
+"""Maximum number of names in one list of a file."""
 
-MAPPED_CAP = 4 * 2**30
-"""Bytes that one *compressed* array may unfold to; a plain one is as large as it lies."""
+UNFOLD_CAP = 256 * 2**20
+"""Maximum bytes of a file's arrays, or 32 times the file size where that is more."""
 
-_CHUNK = 64_512  # bytes of an attribute that HDF5's object header takes
-_DEFLATE_RATIO = 1032  # the most that deflate can shrink
+PROBE_SECONDS = 5
+"""Processor time of the probe process; a file of 50,000 arrays takes about 3 seconds."""
+
+PROBE_WALL_SECONDS = 20 * PROBE_SECONDS
+"""Wall time of the probe process, which a busy machine stretches."""
+
+PROBE_MEMORY = 2**30
+"""Address space of the probe process (Linux)."""
+
+_CHUNK = 64_512  # bytes of an attribute that fit in HDF5's object header
+_DEFLATE_RATIO = 1032  # maximum compression of deflate
+_SHUFFLE, _DEFLATE, _CHECKSUM, _LZF = 2, 1, 3, 32000  # filter numbers in HDF5
+_survived: dict[tuple[str, int, int], None] = {}
 
 
 @contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[Any]:
-    """Open an HDF5 file for reading; what HDF5 cannot open is an UnreadableFile."""
+    """Open an HDF5 file for reading; raise UnreadableFile where HDF5 fails."""
     import h5py
 
     name = os.fspath(path)
-    probe.require_survival(name)
+    require_survival(name)
     with reading(name):
         handle = h5py.File(name, "r", locking=False)
     try:
@@ -44,8 +64,55 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Any]:
 
 
 @contextmanager
+def inside_archive(path: str) -> Iterator[Any]:
+    """Open the HDF5 file inside a `.keras` archive in place, without a copy."""
+    import h5py
+
+    name = "model.weights.h5"
+    with open(path, "rb", buffering=0) as file:
+        with zipfile.ZipFile(file) as archive:
+            info = archive.getinfo(name)
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"{name} is compressed inside the archive")
+            file.seek(info.header_offset + 26)
+            lengths = [int.from_bytes(file.read(2), "little") for _ in range(2)]
+        with h5py.File(_Window(file, info.header_offset + 30 + sum(lengths), info.file_size)) as h5:
+            yield h5
+
+
+class _Window(io.RawIOBase):
+    """A readable file object for a part of an open file."""
+
+    def __init__(self, file: Any, start: int, size: int) -> None:
+        super().__init__()
+        self._file, self._start, self._size, self._at = file, start, size, 0
+
+    # Methods of io.RawIOBase.
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_CUR: self._at, io.SEEK_END: self._size}.get(whence, 0)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        self._file.seek(self._start + self._at)
+        count = int(self._file.readinto(view[: max(self._size - self._at, 0)]))
+        self._at += count
+        return count
+
+
+@contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Tell every failure of HDF5 in the body as an UnreadableFile."""
+    """Raise every failure of HDF5 in the body as an UnreadableFile."""
     try:
         yield
     except OldFileError:
@@ -56,7 +123,7 @@ def reading(name: str) -> Iterator[None]:
         OSError,
         RuntimeError,
         KeyError,
-        ValueError,  # text that is no text among them
+        ValueError,  # includes text that is not UTF-8
         TypeError,
         MemoryError,
         OverflowError,
@@ -69,7 +136,7 @@ def reading(name: str) -> Iterator[None]:
 
 
 def child(group: Any, name: str) -> Any:
-    """The group or array at `name`, or None; only hard links are followed."""
+    """Return the group or array at `name`, or None; only hard links are followed."""
     import h5py
 
     here = group
@@ -89,15 +156,26 @@ def child(group: Any, name: str) -> Any:
     return here
 
 
+def array(group: Any, name: str) -> Any:
+    """Return the array at `name` after a check, or None where there is none."""
+    import h5py
+
+    found = child(group, name)
+    if not isinstance(found, h5py.Dataset):
+        return None
+    check_array(found)
+    return found
+
+
 def children(group: Any) -> list[str]:
-    """Names in a group, at most NAMES_CAP of them."""
+    """Return the names in a group; refuse more than NAMES_CAP."""
     if len(group) > NAMES_CAP:
         raise _too_many(group, len(group))
     return [str(name) for name in group]
 
 
 def text(thing: Any, name: str) -> str | None:
-    """The attribute `name` as text, or None where there is none."""
+    """Return the attribute `name` as text, or None where there is none."""
     value = _attribute(thing, name)
     if value is None:
         return None
@@ -107,7 +185,7 @@ def text(thing: Any, name: str) -> str | None:
 
 
 def names(thing: Any, name: str) -> list[str] | None:
-    """A list of names in the attribute `name`, joined where it was written in chunks.
+    """Return the list of names in the attribute `name`, joined from its chunks if any.
 
     Keras 2.1.5 and later split a list above 64,512 bytes into `name0`, `name1`, ...
     """
@@ -125,7 +203,7 @@ def names(thing: Any, name: str) -> list[str] | None:
 
 
 def write_names(thing: Any, key: str, names: list[str]) -> None:
-    """A list of names as an attribute, in chunks where it is too long for one."""
+    """Write a list of names as an attribute, in chunks where it is too long for one."""
     import numpy as np
 
     encoded = [name.encode() for name in names]
@@ -139,10 +217,8 @@ def write_names(thing: Any, key: str, names: list[str]) -> None:
 
 
 def check_array(dataset: Any) -> None:
-    """Refuse an array that is not what it declares to be, before a byte is read."""
-    declared = int(dataset.dtype.itemsize)
-    for length in dataset.shape:
-        declared *= int(length)
+    """Refuse an array with a false size or no numbers, before its data are read."""
+    declared = _size(dataset)
     stored = int(dataset.id.get_storage_size())
     where = f"{dataset.file.filename}: the array {dataset.name}"
     if dataset.external or dataset.is_virtual:
@@ -155,10 +231,7 @@ def check_array(dataset: Any) -> None:
             f"{where} holds {dataset.dtype}, no numbers.\n"
             "Keras never wrote one like that; the file was made by other means."
         )
-    if dataset.chunks is None:
-        honest = stored == declared
-    else:
-        honest = declared <= min(stored * _DEFLATE_RATIO, MAPPED_CAP)
+    honest = stored == declared if dataset.chunks is None else _unfolds(dataset, stored, declared)
     if not honest:
         raise HostileFile(
             f"{where} declares {declared:,} bytes and stores {stored:,}.\n"
@@ -166,17 +239,67 @@ def check_array(dataset: Any) -> None:
         )
 
 
+def require_modest(path: str, sizes: Iterable[int]) -> None:
+    """Refuse a file whose arrays are far larger than the file."""
+    total = sum(sizes)
+    if total > _room(path):
+        raise HostileFile(
+            f"{path} has {os.path.getsize(path):,} bytes, and its arrays declare {total:,}.\n"
+            "The file is damaged, or was made to fill the memory; it is not read."
+        )
+
+
+def _room(path: str) -> int:
+    """Return the maximum bytes of the arrays of a file."""
+    return max(UNFOLD_CAP, 32 * os.path.getsize(path))
+
+
+def _size(dataset: Any) -> int:
+    size = int(dataset.dtype.itemsize)
+    for length in dataset.shape:
+        size *= int(length)
+    return size
+
+
+def _unfolds(dataset: Any, stored: int, declared: int) -> bool:
+    """Return whether every chunk of an array unpacks to at most its declared size."""
+    if declared > min(stored * _DEFLATE_RATIO, _room(dataset.file.filename)):
+        return False
+    plan = dataset.id.get_create_plist()
+    filters = [plan.get_filter(number)[0] for number in range(plan.get_nfilters())]
+    if len(set(filters)) < len(filters) or set(filters) - {_SHUFFLE, _DEFLATE, _CHECKSUM, _LZF}:
+        raise HostileFile(
+            f"{dataset.file.filename}: the array {dataset.name} is stored through filters that "
+            "Keras does not use.\nUnpack it: h5repack -f NONE old.h5 new.h5"
+        )
+    chunk = int(dataset.dtype.itemsize)
+    for length in dataset.chunks:
+        chunk *= int(length)
+    if chunk > max(UNFOLD_CAP, 2 * declared):
+        return False
+    found: list[Any] = []
+    if _DEFLATE in filters:
+        dataset.id.chunk_iter(found.append)
+    for one in found:
+        if one.size * _DEFLATE_RATIO <= UNFOLD_CAP or one.filter_mask:
+            continue
+        # HDF5 unpacks the whole chunk and ignores its declared size.
+        inflate = zlib.decompressobj()
+        _, rest = dataset.id.read_direct_chunk(one.chunk_offset)
+        size = 0
+        with contextlib.suppress(zlib.error):  # reading the array raises this error
+            while rest and size <= chunk:
+                size += len(inflate.decompress(rest, 2**20))
+                rest = inflate.unconsumed_tail
+        if size > chunk:
+            return False
+    return True
+
+
 def _attribute(thing: Any, name: str) -> Any:
     if name not in thing.attrs:
         return None
-    attribute = thing.attrs.get_id(name)
-    count = 1
-    for length in attribute.shape:
-        count *= int(length)
-    size = count * int(attribute.dtype.itemsize)
-    if attribute.dtype.hasobject and count > 1:
-        # Text of variable length: each entry may repeat one large piece of the file.
-        size = count * os.path.getsize(thing.file.filename)
+    count, size = _extent(thing, name)
     if size > ATTRIBUTE_CAP or count > NAMES_CAP:
         raise HostileFile(
             f"{thing.file.filename}: the attribute {name!r} declares {count:,} entries.\n"
@@ -185,12 +308,21 @@ def _attribute(thing: Any, name: str) -> Any:
     return thing.attrs[name]
 
 
+def _extent(thing: Any, name: str) -> tuple[int, int]:
+    """Return the entries and bytes of an attribute; only references to long text count."""
+    attribute = thing.attrs.get_id(name)
+    count = 1
+    for length in attribute.shape:
+        count *= int(length)
+    return count, count * int(attribute.dtype.itemsize)
+
+
 def _as_names(thing: Any, value: Any) -> list[str]:
     import numpy as np
 
     entries = np.asarray(value).ravel()
     if entries.dtype.kind == "f" and entries.size == 0:
-        return []  # an empty list has no type of its own
+        return []  # an empty list is stored as floats
     if entries.dtype.kind not in "SUO":
         raise UnreadableFile(
             f"{thing.file.filename}: a list of names in {thing.name} holds {entries.dtype}.\n"
@@ -208,3 +340,140 @@ def _too_many(thing: Any, count: int) -> HostileFile:
 
 def _short(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0].strip("'\"")[:160]
+
+
+def require_survival(path: str) -> None:
+    """Refuse a file on which HDF5 crashes, hangs or runs out of memory.
+
+    A separate process walks the structure of the file first.
+
+    Raises:
+        HostileFile: The process fails, or finds a structure that Keras never writes.
+    """
+    try:
+        state = os.stat(path)
+    except OSError:
+        return  # opening it raises the error
+    key = (os.path.realpath(path), state.st_mtime_ns, state.st_size)
+    if key in _survived:
+        return
+    root = str(Path(__file__).parents[2])
+    script = f"import sys; sys.path.append({root!r}); from {__name__} import _probe; _probe()"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", script, path],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=PROBE_WALL_SECONDS,
+            check=False,
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "LOCKSTEP_REHEARSE": ""},
+        )
+        what = f"stops with status {done.returncode}" if done.returncode else ""
+        if done.returncode == -24:  # SIGXCPU
+            what = f"does not end within {PROBE_SECONDS} s"
+        if done.returncode == _REFUSED:
+            raise HostileFile(
+                f"{path}: {done.stdout.decode(errors='replace')}.\n"
+                "Keras never wrote one like that; the file was made by other means."
+            )
+    except subprocess.TimeoutExpired:
+        what = f"does not end within {PROBE_WALL_SECONDS} s"
+    if what:
+        raise HostileFile(
+            f"{path}: reading its structure {what}, in a process apart.\n"
+            "It is damaged in a way that the HDF5 library does not survive, or was made to "
+            "harm.\nCopy it again from where it was written, or use an earlier checkpoint."
+        )
+    while len(_survived) > 100:
+        del _survived[next(iter(_survived))]
+    _survived[key] = None
+
+
+_REFUSED = 3
+_READ = ("_names", "_config", "keras_version", "backend", "format")
+"""Substrings in the names of attributes that are read."""
+
+
+def _probe() -> None:
+    """Walk the structure of the file in `sys.argv[1]`, in a separate process."""
+    import h5py
+
+    _limit()
+    path = sys.argv[1]
+    with contextlib.suppress(Exception):
+        if zipfile.is_zipfile(path):
+            with (
+                zipfile.ZipFile(path) as archive,
+                archive.open("model.weights.h5") as inner,
+                h5py.File(inner, "r") as handle,
+            ):
+                _walk(handle)
+        else:
+            with h5py.File(path, "r", locking=False) as handle:
+                _walk(handle)
+    os._exit(0)
+
+
+def _limit() -> None:
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CPU, (PROBE_SECONDS, PROBE_SECONDS + 1))
+        if sys.platform == "linux":
+            resource.setrlimit(resource.RLIMIT_AS, (PROBE_MEMORY, PROBE_MEMORY))
+
+
+def _refuse(why: str) -> None:
+    sys.stdout.write(why)
+    sys.stdout.flush()
+    os._exit(_REFUSED)
+
+
+def _walk(handle: Any) -> None:
+    """Read all structure that a rescue may read; exceptions are left for the rescue to raise."""
+    import h5py
+
+    seen: set[Any] = set()
+    stack: list[Any] = [handle]
+    while stack:
+        thing = stack.pop()
+        with contextlib.suppress(Exception):
+            token = h5py.h5o.get_info(thing.id)
+            if (token.fileno, token.addr) in seen:
+                _refuse(f"it holds {thing.name!r} under two names")
+            seen.add((token.fileno, token.addr))
+        with contextlib.suppress(Exception):
+            for name in thing.attrs:
+                if any(part in name for part in _READ):
+                    with contextlib.suppress(Exception):
+                        _touch(thing, name)
+        with contextlib.suppress(Exception):
+            if isinstance(thing, h5py.Dataset):
+                _ = thing.shape, thing.dtype, thing.id.get_storage_size(), thing.external
+                if thing.chunks is not None and not thing.is_virtual:
+                    thing.id.chunk_iter(lambda chunk: None)
+        if isinstance(thing, h5py.Group):
+            with contextlib.suppress(Exception):
+                for name in thing:
+                    with contextlib.suppress(Exception):
+                        if isinstance(thing.get(name, getlink=True), h5py.HardLink):
+                            stack.append(thing[name])
+
+
+def _touch(thing: Any, name: str) -> None:
+    """Read an attribute; its variable-length entries may all refer to one large object."""
+    count, size = _extent(thing, name)
+    if size > ATTRIBUTE_CAP or count > NAMES_CAP:
+        return
+    if count == 1 or not thing.attrs.get_id(name).dtype.hasobject:
+        _ = thing.attrs[name]
+        return
+    try:
+        large = sum(len(one) for one in thing.attrs[name].ravel()) > ATTRIBUTE_CAP
+    except (MemoryError, OSError):
+        large = True
+    if large:
+        _refuse(f"the attribute {name!r} unfolds to more than {ATTRIBUTE_CAP:,} bytes")

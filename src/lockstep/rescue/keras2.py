@@ -1,13 +1,14 @@
-"""HDF5 files of Keras 2 and tf.keras, taken apart.
+"""Read HDF5 files of Keras 2 and tf.keras.
 
-Layout: `layer_names` at the root (or in `model_weights` of a full model), one
-group per layer with `weight_names`, each weight at `<layer>/<weight name>`.
+The root (or `model_weights` of a full model) has `layer_names` and one group per layer.
+Each group has `weight_names`; each weight is at `<layer>/<weight name>`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from lockstep.rescue import hdf5
 
 @dataclass(frozen=True)
 class Stored:
-    """One array in an old file, not read yet."""
+    """One array in an old file, read on demand."""
 
     name: str
     path: str
@@ -28,14 +29,14 @@ class Stored:
     data: Any = field(repr=False, compare=False)
 
     def read(self) -> Any:
-        """The numbers, as a NumPy array."""
+        """Return the numbers as a NumPy array."""
         with hdf5.reading(self.data.file.filename):
             return self.data[()]
 
 
 @dataclass(frozen=True)
 class Group:
-    """One layer's group: the weights that are there, and the names of those that are not."""
+    """The group of one layer: its weights, and the names of missing weights."""
 
     name: str
     weights: tuple[Stored, ...]
@@ -44,7 +45,7 @@ class Group:
 
 @dataclass(frozen=True)
 class OldFile:
-    """A Keras 2 or tf.keras HDF5 file, as it lies."""
+    """The contents of a Keras 2 or tf.keras HDF5 file."""
 
     path: str
     version: str | None
@@ -57,26 +58,26 @@ class OldFile:
 
     @property
     def weighted(self) -> tuple[Group, ...]:
-        """The groups that have weights, in file order."""
+        """The groups that list weights, in file order."""
         return tuple(group for group in self.groups if group.weights or group.missing)
 
     @property
     def count(self) -> int:
-        """Weights that are there."""
+        """The number of weights that are present."""
         return sum(len(group.weights) for group in self.groups)
 
     @property
     def library(self) -> str:
-        """`Keras 2.2.4`, `tf.keras 2.3 (2.4.0)` and the like, as far as the file tells."""
+        """The library that wrote the file, such as `Keras 2.2.4`."""
         return library(self.version)
 
     @property
     def flaw(self) -> str | None:
-        """The flaw that matters most: a missing weight before a missing group."""
+        """The most important flaw: a missing weight before a missing group."""
         return min(self.flaws, key=lambda said: "weights of" not in said, default=None)
 
     def require_whole(self) -> None:
-        """Raise IncompleteFile where the save that wrote this file had failed."""
+        """Raise IncompleteFile if the save that wrote this file failed."""
         if not self.flaws and self.count:
             return
         said = self.flaw or "no weights"
@@ -97,7 +98,7 @@ class OldFile:
 
 @contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[OldFile]:
-    """Open a Keras 2 file; its arrays can be read inside the `with` block."""
+    """Open a Keras 2 file; its arrays are readable inside the `with` block."""
     with hdf5.opened(path) as handle:
         with hdf5.reading(os.fspath(path)):
             old = _parse(os.fspath(path), handle)
@@ -105,7 +106,7 @@ def opened(path: str | os.PathLike[str]) -> Iterator[OldFile]:
 
 
 def library(version: str | None) -> str:
-    """Which library wrote a file that carries this `keras_version`.
+    """Return the library that wrote a file with this `keras_version`.
 
     Example:
         >>> library("2.2.4"), library("2.4.0")
@@ -126,27 +127,41 @@ def library(version: str | None) -> str:
             "2.3.0-tf": "2.2",
         }
         return f"tf.keras {known.get(version, '')} (keras_version {version})".replace("  ", " ")
-    major, _, rest = version.partition(".")
-    minor = rest.split(".")[0]
-    if major == "2" and minor.isdigit() and int(minor) >= 4:
-        series = "2.3 or 2.4" if minor == "4" else f"2.{minor}"
+    numbers = release(version)
+    if numbers >= (2, 4):
+        series = "2.3 or 2.4" if numbers[1] == 4 else f"2.{numbers[1]}"
         return f"tf.keras {series} (keras_version {version})"
     return f"Keras {version}"
 
 
 def release(version: str | None) -> tuple[int, ...]:
-    """A `keras_version` as numbers, which compare as text does not; none where it is unknown.
+    """Return a `keras_version` as a tuple of numbers, empty if it is unknown.
 
     Example:
         >>> release("2.2.4-tf"), release("2.10.0") > release("2.4.0"), release(None)
         ((2, 2, 4), True, ())
     """
-    numbers = (version or "").partition("-")[0].split(".")
-    return tuple(int(n) for n in numbers) if all(n.isdecimal() for n in numbers) else ()
+    numbers = (version or "").partition("-")[0]
+    if not re.fullmatch(r"[0-9]{1,4}([.][0-9]{1,4})*", numbers):
+        return ()
+    return tuple(int(number) for number in numbers.split("."))
+
+
+JSON_CAP = 32 * 2**20
+"""Maximum size of a JSON text; the largest known config has 3 MB."""
+
+JSON_PARTS_CAP = 500_000
+"""Maximum objects and lists in one JSON text; each takes at least 64 bytes in memory."""
 
 
 def parse_json(raw: str, what: str, path: str) -> dict[str, Any]:
-    """JSON from a stranger: an object, or an UnreadableFile."""
+    """Parse a JSON object of unknown origin; raise OldFileError for anything else."""
+    parts = raw.count("{") + raw.count("[")
+    if len(raw) > JSON_CAP or parts > JSON_PARTS_CAP:
+        raise HostileFile(
+            f"{path}: the {what} has {len(raw):,} characters and {parts:,} objects and lists.\n"
+            f"At most {JSON_CAP:,} and {JSON_PARTS_CAP:,} are read; no model needs as many."
+        )
     try:
         found = json.loads(raw)
     except RecursionError as error:
@@ -184,6 +199,9 @@ def _parse(path: str, handle: Any) -> OldFile:
         own = _group(root, "top_level_model_weights", flaws)
         if own.weights:
             groups.append(own)
+    optimizer = _optimizer(handle)
+    arrays = [one for group in groups for one in group.weights] + list(optimizer)
+    hdf5.require_modest(path, (int(one.data.nbytes) for one in arrays))
     return OldFile(
         path=path,
         version=version,
@@ -191,7 +209,7 @@ def _parse(path: str, handle: Any) -> OldFile:
         config=parse_json(config, "model_config", path) if config else None,
         training=parse_json(training, "training_config", path) if training else None,
         groups=tuple(groups),
-        optimizer=_optimizer(handle),
+        optimizer=optimizer,
         flaws=tuple(flaws),
     )
 
@@ -209,12 +227,11 @@ def _group(root: Any, name: str, flaws: list[str]) -> Group:
     missing: list[str] = []
     seen: set[str] = set()
     for weight in listed:
-        data = hdf5.child(group, weight)
-        if data is None or not hasattr(data, "dtype") or weight in seen:
+        data = None if weight in seen else hdf5.array(group, weight)
+        if data is None:
             missing.append(weight)
             continue
         seen.add(weight)
-        hdf5.check_array(data)
         present.append(stored(weight, data))
     if missing:
         flaws.append(
@@ -230,14 +247,13 @@ def _optimizer(handle: Any) -> tuple[Stored, ...]:
         return ()
     found: list[Stored] = []
     for name in hdf5.names(group, "weight_names") or []:
-        data = hdf5.child(group, name)
-        if data is None or not hasattr(data, "dtype"):
-            return ()  # half written: as good as none
-        hdf5.check_array(data)
+        data = hdf5.array(group, name)
+        if data is None:
+            return ()  # incomplete state is useless
         found.append(stored(name, data))
     return tuple(found)
 
 
 def stored(name: str, data: Any) -> Stored:
-    """An array of an open file, under its name."""
+    """Return an array of an open file under its name, without reading its data."""
     return Stored(name, str(data.name), tuple(int(n) for n in data.shape), str(data.dtype), data)

@@ -1,8 +1,8 @@
-"""Where masks of old Keras and masks of Keras 3 part.
+"""Find masks on which old Keras and Keras 3 disagree.
 
-Keras 3 carries masks from layer to layer as the model runs, through nested models too.
-So the built model is run once on shapes alone, and the layers that changed their rule
-are watched: what they would mask is then known, and refused where it is other numbers.
+Keras 3 passes masks from layer to layer while the model runs, also through nested models.
+The built model therefore runs once on shapes only, with hooks on the layers whose mask rule
+changed. A model is refused if its masks would change its numbers.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Iterator
 from typing import Any
 
 from lockstep.errors import UntranslatableModel
-from lockstep.rescue.graph import Part
-from lockstep.rescue.settings import Context
+from lockstep.rescue.old_settings import Context
+from lockstep.rescue.rebuild import Part
 
 _MERGES = ("Add", "Subtract", "Multiply", "Average", "Maximum", "Minimum", "Concatenate")
 
 
 def require_old(part: Part, context: Context) -> None:
-    """Raise where masks in this model would not be those of the library that saved it.
+    """Raise if the masks of a model differ from those of the library that saved it.
 
     Args:
         part: A model that was built from an old config.
-        context: Gets a note where only steps that are masked out differ.
+        context: Receives a note if only masked-out steps differ.
 
     Raises:
-        UntranslatableModel: A layer would compute other numbers; the error names it.
+        UntranslatableModel: A layer would compute other numbers. The error names the layer.
     """
     every = list(_layers(part))
     for one in every:
@@ -60,23 +60,23 @@ def require_old(part: Part, context: Context) -> None:
 
 
 def _watch(part: Part, every: list[Part], context: Context) -> list[tuple[Part, str]]:
-    """What the layers that changed their rule see, while the model runs on shapes alone."""
+    """Run the model on shapes only, and return the layers where a changed mask rule applies."""
     import keras
 
     found: list[tuple[Part, str]] = []
-    masks: dict[tuple[int, Any], Any] = {}  # of one input: two embeddings of it mask alike
+    masks: dict[tuple[int, Any], Any] = {}  # by input: embeddings of one input share its mask
 
     def watched(one: Part, own: Any) -> Any:
         def compute_mask(inputs: Any, mask: Any = None) -> Any:
             if isinstance(one.layer, keras.layers.Embedding):
                 key = (id(inputs), one.layer.mask_zero)
-                # The input is kept with its mask, so that its id stays its own.
+                # Keeping a reference to the input keeps its id unique.
                 return masks.setdefault(key, (own(inputs, mask), inputs))[0]
             if one.class_name in _MERGES:
                 there = [each for each in mask or () if each is not None]
                 axis = getattr(one.layer, "axis", -1)
                 if there and axis in (-1, len(inputs[0].shape) - 1):
-                    # Where all have one mask it is the result, by the old rule and the new one.
+                    # A mask that all inputs share is the result under both rules.
                     if len(there) < len(mask) or any(each is not there[0] for each in there):
                         found.append((one, "merge"))
                     return there[0]
@@ -104,7 +104,7 @@ def _watch(part: Part, every: list[Part], context: Context) -> list[tuple[Part, 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             keras.Operation.compute_output_spec(part.layer, given[0] if len(given) == 1 else given)
-    except Exception as error:  # layers raise all kinds
+    except Exception as error:  # layers raise many kinds of errors
         reason = (str(error).splitlines() or [type(error).__name__])[0][:100]
         context.note(f"masks could not be followed ({reason}): prove the outputs with --check")
     finally:
@@ -116,7 +116,7 @@ def _watch(part: Part, every: list[Part], context: Context) -> list[tuple[Part, 
 
 
 def _one_step(layer: Any) -> Any:
-    """A call of TimeDistributed that runs one step for all, as Keras runs each on its own."""
+    """Return a `call` for TimeDistributed that runs one step and repeats its output."""
     import keras
 
     def call(inputs: Any, training: Any = None, mask: Any = None) -> Any:
@@ -127,12 +127,12 @@ def _one_step(layer: Any) -> Any:
 
 
 def _full(tensor: Any) -> list[int]:
-    """A shape without the batch, and any length where it has none."""
+    """Return a shape without the batch dim, with 32 for unknown lengths."""
     return [32 if n is None else n for n in tensor.shape[1:]]
 
 
 def _makes(layer: Any) -> bool:
-    """Whether a layer makes masks out of its input."""
+    """Return whether a layer makes masks from its input."""
     import keras
 
     if getattr(layer, "mask_zero", False) or isinstance(layer, keras.layers.Masking):
@@ -143,7 +143,7 @@ def _makes(layer: Any) -> bool:
 
 
 def _hands_on(layer: Any) -> bool:
-    """Whether the layer, or the model, that is run for each step gives a mask out."""
+    """Return whether the layer or model inside a TimeDistributed outputs a mask."""
     import keras
 
     if not isinstance(layer, keras.Model):
@@ -157,7 +157,7 @@ def _hands_on(layer: Any) -> bool:
 
 
 def _layers(part: Part) -> Iterator[Part]:
-    """All layers of a model, and those of the models in it."""
+    """Yield all layers of a model, including those of nested models."""
     for one in part.parts:
         if one.parts:
             yield from _layers(one)

@@ -1,8 +1,8 @@
-"""Which array of an old file belongs to which variable.
+"""Match the arrays of an old file with the variables of a model.
 
-Names decide where they are the template's own. Where they were renumbered, the
-order of old files decides: all trainable weights in layer order, then all others.
-Where two different assignments would both fit, nothing is guessed.
+Names decide if they are those of the template. If the names were renumbered, the order
+of old files decides: all trainable weights in layer order, then all others. If two
+different assignments fit, an error is raised.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from lockstep.errors import AmbiguousWeights, WeightsDoNotFit
-from lockstep.rescue.cudnn import Convert
-from lockstep.rescue.keras2 import Stored
-from lockstep.rescue.leaves import Branch, Leaf, Slot, branches, keys, leaves
+from lockstep.errors import AmbiguousWeights, OldFileError, UntranslatableModel, WeightsDoNotFit
+from lockstep.rescue.keras2 import Group, OldFile, Stored
+from lockstep.rescue.weight_tree import Branch, Convert, Leaf, Slot, branches, keys, leaves
 
 BY_NAME = "names"
 BY_COPY = "names of a copy (the suffix that cpu_relocation added)"
 BY_ORDER = "order: trainable weights in layer order, then the others"
 BY_POSITION = "order of the layers"
 
-_FREEZE_CAP = 8  # nested models whose frozen state is tried both ways
+_FREEZE_CAP = 8  # maximum nested models for trying all frozen states
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One array, the variable it belongs to, and the conversion between them."""
+    """One array, its variable, and the conversion between them."""
 
     stored: Stored
     slot: Slot
@@ -39,33 +39,33 @@ class Pair:
 
 @dataclass(frozen=True)
 class Found:
-    """An assignment, and the rule that decided it."""
+    """An assignment and the rule that decided it."""
 
     pairs: tuple[Pair, ...]
     rule: str
 
     @property
     def key(self) -> frozenset[tuple[int, int]]:
-        """What is assigned to what, to compare two assignments."""
+        """The assignment as a set, for comparisons."""
         return frozenset((id(pair.stored), pair.slot.index) for pair in self.pairs)
 
 
 def assign(
     root: Branch, sources: Sequence[Stored], *, trusted: bool, flagged: bool = False
 ) -> Found:
-    """Assign one flat list of weights to a whole model.
+    """Assign a flat list of weights to a whole model.
 
     Args:
         root: The model's tree.
         sources: All weights of one group, in file order.
-        trusted: Whether the tree's frozen flags are those of the moment of saving
-            (the config lies in the same file) or may be others.
-        flagged: Whether freezing a nested model also marks its layers, as in tf.keras;
-            in Keras 2 it does not, and no config tells.
+        trusted: Whether the frozen flags of the tree are those at the time of saving,
+            because the config is in the same file.
+        flagged: Whether freezing a nested model also marks its layers, as in tf.keras.
+            Keras 2 does not mark them, and no config records the frozen model.
 
     Raises:
         WeightsDoNotFit: No rule gives an assignment.
-        AmbiguousWeights: Order alone would decide, and more than one fits.
+        AmbiguousWeights: Only the order decides, and it does not exclude another assignment.
     """
     named = _by_name(root, sources, copies=False)
     if named:
@@ -84,7 +84,7 @@ def assign(
 
 
 def within(leaf: Leaf, sources: Sequence[Stored]) -> tuple[Pair, ...] | None:
-    """Assign the weights of one layer to its slots: by their own names, else in order."""
+    """Assign the weights of one layer to its slots, by their names or else in order."""
     if len(sources) != len(leaf.slots):
         return None
     own = keys([stored.name for stored in sources])
@@ -98,7 +98,7 @@ def within(leaf: Leaf, sources: Sequence[Stored]) -> tuple[Pair, ...] | None:
             return _fit(leaf, list(sources))
         return None
     if leaf.class_name in _OWN_NAMES and last != [key[-1] for key in wanted]:
-        return None  # a known layer under other names is another layer
+        return None  # other weight names belong to another kind of layer
     return _fit(leaf, list(sources))
 
 
@@ -117,10 +117,10 @@ def _fit(leaf: Leaf, ordered: list[Stored]) -> tuple[Pair, ...] | None:
 
 
 def _by_name(root: Branch, sources: Sequence[Stored], *, copies: bool) -> tuple[Pair, ...] | None:
-    """Every weight carries the name of exactly one layer, and every layer gets its weights."""
+    """Assign each weight to the layer in its name, or return None if that fails."""
     every = list(leaves(root))
     if len({leaf.name for leaf in every}) != len(every):
-        return None  # two layers of one name: names cannot decide
+        return None  # two layers share a name, so names cannot decide
     owned: dict[str, list[Stored]] = {leaf.name: [] for leaf in every}
     for stored in sources:
         owner = _owner(stored.name, owned, copies=copies)
@@ -130,7 +130,7 @@ def _by_name(root: Branch, sources: Sequence[Stored], *, copies: bool) -> tuple[
     if copies and any(
         len({_prefix(stored.name, leaf) for stored in owned[leaf]}) > 1 for leaf in owned
     ):
-        return None  # two layers of the file would share one of the model
+        return None  # two layers of the file would map to one of the model
     pairs: list[Pair] = []
     for leaf in every:
         found = within(leaf, owned[leaf.name])
@@ -157,7 +157,7 @@ def _prefix(name: str, leaf: str) -> str:
 
 
 def _by_order(root: Branch, sources: Sequence[Stored], choices: Sequence[set[int]]) -> list[Found]:
-    """Every different assignment in the order of old files that fits."""
+    """Return every different assignment that fits, by the order of old files."""
     found: dict[frozenset[tuple[int, int]], Found] = {}
     for frozen in choices:
         pairs = _in_order(root, sources, frozen)
@@ -186,19 +186,19 @@ def _in_order(root: Branch, sources: Sequence[Stored], frozen: set[int]) -> tupl
             return None
         roots = {stored.name.rpartition("/")[0].split("/")[0] for stored in ordered}
         if len(roots) > 1 and all("/" in stored.name for stored in ordered):
-            return None  # one layer's weights never carry the names of two
+            return None  # the weights of one layer never have two layer names
         for stored in ordered:
             before = stored.name.rpartition("/")[0]
             if prefixes.setdefault(before, leaf) is not leaf and before:
                 return None  # two layers never share one name
             if before in chosen and before != leaf.name:
-                return None  # a name that the user gave is no accident
+                return None  # a name chosen by the user identifies its layer
         pairs += fitted
     return tuple(pairs)
 
 
 def given_names(nodes: Iterable[Leaf | Branch]) -> set[str]:
-    """Names of layers that look chosen by the user, not numbered by the library."""
+    """Return the layer names that look chosen by the user, not numbered by the library."""
     every = list(nodes)
     found = Counter(node.name for node in every)
     kinds = {"Model", "Functional", "Sequential"}
@@ -212,13 +212,13 @@ def given_names(nodes: Iterable[Leaf | Branch]) -> set[str]:
 
 
 def _automatic(kind: str) -> set[str]:
-    """The first name that Keras 3, and Keras 2, give to a layer of a class."""
+    """Return the first automatic names of a layer class in Keras 3 and Keras 2."""
     starts = {re.sub(rf"(.)([A-Z][a-z{more}]+)", r"\1_\2", kind) for more in ("", "0-9")}
     return {re.sub(r"([a-z])([A-Z])", r"\1_\2", start).lower() for start in starts}
 
 
 def _names_agree(leaf: Leaf, ordered: list[Stored]) -> bool:
-    """Whether kernel goes to kernel and gamma to gamma, where the layer is Keras's own."""
+    """Return whether known weight names, such as kernel or gamma, match; others always do."""
     last = [keys([stored.name])[0][-1] for stored in ordered]
     wanted = [slot.key[-1] for slot in leaf.slots]
     known = {"kernel", "bias", "gamma", "beta", "moving_mean", "moving_variance", "embeddings",
@@ -229,12 +229,12 @@ def _names_agree(leaf: Leaf, ordered: list[Stored]) -> bool:
 
 
 def trained(root: Branch, pairs: Sequence[Pair], order: Sequence[Stored]) -> list[Pair]:
-    """The pairs that were being trained, in the order in which old optimizers had them.
+    """Return the pairs of trained weights, in the order of old optimizers.
 
     Args:
         root: The model's tree.
         pairs: The whole assignment.
-        order: The arrays in file order, which tells whether a nested model was frozen.
+        order: The arrays in file order, which shows whether a nested model was frozen.
     """
     by_slot = {pair.slot.index: pair for pair in pairs}
     position = {id(stored): number for number, stored in enumerate(order)}
@@ -249,7 +249,7 @@ def trained(root: Branch, pairs: Sequence[Pair], order: Sequence[Stored]) -> lis
 
 
 def _choices(root: Branch, flagged: bool) -> list[set[int]]:
-    """Which nested models may have been frozen as a whole, likeliest first."""
+    """Return sets of nested models that may have been frozen as a whole, likeliest first."""
     if flagged:
         return [set()]
     nested = list(branches(root))
@@ -263,14 +263,14 @@ def _choices(root: Branch, flagged: bool) -> list[set[int]]:
 
 
 def _are_too_many(root: Branch) -> bool:
-    """Whether there are more nested models than are tried frozen in every combination."""
+    """Return whether there are too many nested models to try every frozen combination."""
     return len(list(branches(root))) > _FREEZE_CAP
 
 
 def halves(
     node: Leaf | Branch, frozen: set[int]
 ) -> tuple[list[tuple[Leaf, Slot]], list[tuple[Leaf, Slot]]]:
-    """Trainable and other weights of a node, in the order of old files."""
+    """Return the trainable and the other weights of a node, in the order of old files."""
     if isinstance(node, Leaf):
         trained = [(node, slot) for slot in node.slots if slot.trainable]
         others = [(node, slot) for slot in node.slots if not slot.trainable]
@@ -285,17 +285,17 @@ def halves(
 
 
 def _require_evidence(found: Found) -> None:
-    """Raise AmbiguousWeights where equal layers might be exchanged and no number says not.
+    """Raise AmbiguousWeights if layers of equal shapes could be exchanged.
 
-    A layer that was frozen when the file was saved, and is not in the model that the
-    user supplied, lies elsewhere in the file. Layers of other shapes would then not
-    fit; between equal ones only the numbers in their names can tell.
+    A layer that was frozen at saving, but is not frozen in the user's model, has another
+    position in the file. Layers of other shapes would then not fit. Between layers of
+    equal shapes, only the numbers in their names can decide.
     """
     prefixes: dict[int, str] = {}
     for pair in found.pairs:
         prefixes.setdefault(id(pair.leaf), pair.stored.name.rpartition("/")[0].split("/")[0])
     every = {id(pair.leaf): pair.leaf for pair in found.pairs}
-    # A name is the layer's own, or its own with a number added where another had it already.
+    # A stored name is the layer's own, or has a number added to make it unique.
     own = all(
         re.fullmatch(rf"{re.escape(leaf.name)}(_\d+)?", prefixes[one])
         for one, leaf in every.items()
@@ -316,7 +316,7 @@ def _require_evidence(found: Found) -> None:
 
 
 def ascending(names: Sequence[str]) -> bool:
-    """Whether automatic names of one kind lie in the order in which they were given.
+    """Return whether automatic names of one kind are in ascending order.
 
     Example:
         >>> ascending(["dense", "dense_2", "dense_10"]), ascending(["dense_2", "dense_1"])
@@ -327,10 +327,10 @@ def ascending(names: Sequence[str]) -> bool:
 
 
 def same_ranks(names: Sequence[str], others: Sequence[str]) -> bool | None:
-    """Whether two lists of automatic names of one kind were numbered in one order.
+    """Return whether two lists of automatic names of one kind are numbered in one order.
 
-    Layers of branches lie in another order than that in which they were made; the same
-    code makes them in the same order again. None where the names do not tell.
+    Layers of branches are not listed in their order of creation. The same code creates
+    them in the same order again. The result is None if the names do not decide.
 
     Example:
         >>> same_ranks(["dense_2", "dense_1"], ["dense_9", "dense_8"])
@@ -394,3 +394,196 @@ def _misfit(root: Branch, sources: Sequence[Stored]) -> WeightsDoNotFit | Ambigu
     if not detail:
         detail.append("in an order that no rule of old files gives")
     return WeightsDoNotFit(f"{first}: {'; '.join(detail)}.\n{hint}")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The array of the file for every weight of a model."""
+
+    pairs: tuple[Pair, ...]
+    rules: tuple[str, ...]
+    flat: bool
+
+
+def make_plan(old: OldFile, root: Branch, *, parallel: bool | None, trusted: bool) -> Plan:
+    """Assign all weights of an old file to a model.
+
+    Every variable in the tree gets exactly one array, and every array of the file is used.
+    Otherwise an error is raised.
+
+    Args:
+        old: The file.
+        root: The tree of the template.
+        parallel: Whether the only group with weights holds the whole template; None if
+            unknown.
+        trusted: Whether the frozen flags of the tree are those of the file.
+    """
+    old.require_whole()
+    groups = old.weighted
+    problems: list[OldFileError] = []
+    plans: list[Plan] = []
+    if len(groups) == 1 and parallel is not False:
+        try:
+            found = assign(
+                root, groups[0].weights, trusted=trusted, flagged=flags_spread(old.version)
+            )
+            plans.append(Plan(found.pairs, (found.rule,), True))
+        except WeightsDoNotFit as error:
+            problems.append(error)
+    if parallel is not True:
+        try:
+            plans.append(_layerwise(old, root, trusted))
+        except WeightsDoNotFit as error:
+            problems.append(error)
+    if not plans:
+        raise problems[0]
+    if len(plans) == 2 and _key(plans[0]) != _key(plans[1]):
+        raise AmbiguousWeights(
+            f"{old.path} can be read as a parallel file or as one of a single model, and the two\n"
+            "put the weights in different places. Give the model or config that belongs to the\n"
+            "template itself, with its layers named as in the file."
+        )
+    return plans[0]
+
+
+def flags_spread(version: str | None) -> bool:
+    """Return whether a `keras_version` marks the layers of a frozen nested model.
+
+    tf.keras of TensorFlow 1.13 and later marks them; stand-alone Keras 2 never does.
+
+    Example:
+        >>> flags_spread("2.2.4-tf"), flags_spread("2.4.0"), flags_spread("2.2.4")
+        (True, True, False)
+    """
+    known = version or ""
+    return known in ("2.2.4-tf", "2.3.0-tf") or known[:2] == "3." or known.startswith(_TF_KERAS)
+
+
+_TF_KERAS = tuple(f"2.{minor}." for minor in range(4, 16))
+
+
+def _layerwise(old: OldFile, root: Branch, trusted: bool) -> Plan:
+    """Plan the file of a single model: one group per layer, nested models flattened."""
+    groups = old.weighted
+    flagged = flags_spread(old.version)
+    wanted = root.children
+    if len(groups) != len(wanted):
+        raise WeightsDoNotFit(
+            f"The file has {len(groups)} layers with weights and the model {len(wanted)}.\n"
+            "Give the model that was trained: compare its summary() with lockstep inspect."
+        )
+    named = {group.name: group for group in groups}
+    by_name = len(named) == len(groups) and set(named) == {child.name for child in wanted}
+    pairs: list[Pair] = []
+    rules = {BY_NAME if by_name else BY_POSITION}
+    for position, child in enumerate(wanted):
+        group = named[child.name] if by_name else groups[position]
+        found = _child(child, group, trusted, flagged)
+        pairs += found.pairs
+        if found.rule != BY_NAME:
+            rules.add(found.rule)
+    plan = Plan(tuple(pairs), tuple(sorted(rules)), False)
+    if not by_name and not trusted:
+        _require_numbers(groups, wanted)
+    return plan
+
+
+def _child(child: Leaf | Branch, group: Group, trusted: bool, flagged: bool) -> Found:
+    if isinstance(child, Branch):
+        return assign(child, group.weights, trusted=trusted, flagged=flagged)
+    pairs = within(child, group.weights)
+    if pairs is None:
+        shapes = ", ".join(str(stored.shape) for stored in group.weights)
+        wanted = ", ".join(str(slot.shape) for slot in child.slots)
+        hint = "Give the model that was trained: compare its summary() with lockstep inspect."
+        if child.class_name == "GRU":
+            hint = "A GRU of Keras 2 needs reset_after=False in the model (a bias of one row)."
+        raise WeightsDoNotFit(
+            f"The layer {group.name!r} of the file has {shapes}; {child.name!r} of the model has "
+            f"{wanted}.\n{hint}"
+        )
+    return Found(pairs, BY_NAME)
+
+
+def _require_numbers(groups: tuple[Group, ...], wanted: list[Leaf | Branch]) -> None:
+    """Raise AmbiguousWeights if names contradict the assignment by position."""
+    chosen = given_names(wanted)
+    for group, child in zip(groups, wanted, strict=True):
+        if group.name in chosen and group.name != child.name:
+            raise AmbiguousWeights(
+                f"By the order of layers the weights of {group.name!r} would go to "
+                f"{child.name!r}, and the model has\na layer {group.name!r} of its own: order "
+                "and names disagree.\nName the model's layers as in the file (lockstep inspect "
+                "lists them)."
+            )
+    alike: dict[object, list[tuple[str, str]]] = {}
+    for group, child in zip(groups, wanted, strict=True):
+        signature = tuple(leaf.signature for leaf in leaves(child))
+        alike.setdefault(signature, []).append((group.name, child.name))
+    for both in alike.values():
+        names, own = [name for name, _ in both], [name for _, name in both]
+        stems = {name.rstrip("0123456789").rstrip("_") for name in names}
+        in_order = ascending(names) or same_ranks(names, own)
+        if len(names) > 1 and len(stems) == 1 and not in_order:
+            raise AmbiguousWeights(
+                f"The layers {', '.join(names[:4])} have equal shapes and lie in another "
+                "order\nthan their numbers: order and names put their weights elsewhere.\n"
+                "Name the model's layers as in the file (lockstep inspect lists them)."
+            )
+
+
+def _key(plan: Plan) -> frozenset[tuple[int, int]]:
+    return frozenset((id(pair.stored), pair.slot.index) for pair in plan.pairs)
+
+
+_CONVOLUTIONS = (
+    *("Conv1D", "Conv2D", "Conv3D", "Conv2DTranspose", "ConvLSTM2D"),
+    *("Convolution1D", "Convolution2D", "Convolution3D"),
+    *("TimeDistributed", "Bidirectional"),  # wrappers of these layers
+)
+
+
+def require_known_layout(old: OldFile) -> None:
+    """Refuse convolutions of Keras 1: their files do not record the order of the dims.
+
+    Raises:
+        UntranslatableModel: The file has such a kernel. The error names the first one.
+    """
+    for stored in (one for group in old.groups for one in group.weights):
+        name = stored.name.partition(":")[0]
+        if not old.version and name.endswith("_W") and len(stored.shape) > 2:
+            raise UntranslatableModel(
+                f"{name} {stored.shape} is a kernel of Keras 1, in the order of Theano or of "
+                "TensorFlow: the file does not\ntell which, and the wrong one computes other "
+                "numbers. Load it in Keras 2.0 to 2.2 with the model's\ncode, save it there, and "
+                "rescue that file; or take the arrays alone: -o arrays.safetensors."
+            )
+
+
+def turned(old: OldFile, found: Plan) -> Plan:
+    """Return the plan, with convolution kernels reversed if Theano saved the file."""
+    if old.backend != "theano":
+        return found
+    return replace(
+        found,
+        pairs=tuple(
+            replace(pair, convert=half_turn) if _convolves(pair) else pair for pair in found.pairs
+        ),
+    )
+
+
+def half_turn(kernel: Any) -> Any:
+    """Reverse a kernel in all dims but the last two, which are channels.
+
+    Example:
+        >>> import numpy as np
+        >>> half_turn(np.arange(3).reshape(3, 1, 1)).ravel()
+        array([2, 1, 0])
+    """
+    return kernel[(slice(None, None, -1),) * (kernel.ndim - 2)]
+
+
+def _convolves(pair: Pair) -> bool:
+    kind = pair.stored.name.partition(":")[0].rpartition("/")[2]
+    kernel = kind in ("kernel", "recurrent_kernel") and len(pair.stored.shape) > 2
+    return kernel and pair.leaf.class_name in _CONVOLUTIONS

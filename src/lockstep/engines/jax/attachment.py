@@ -1,7 +1,8 @@
-"""One model on one mesh: its variables, and the methods it has there."""
+"""The attachment of one model to one mesh: its variables and its replaced methods."""
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,16 +10,16 @@ import jax
 import keras
 
 from lockstep.announce import arguments_of, fit_line, wants_words
+from lockstep.checkpoint.fit_scope import fit_scope
 from lockstep.devices import names_in_words
 from lockstep.engines import attachments
+from lockstep.engines.atomic_save import atomic_saves
+from lockstep.engines.call_guard import LOOPS, STEPPING, CallGuard
 from lockstep.engines.engine import InputOptions
 from lockstep.engines.holders import holders_of
 from lockstep.engines.jax import devices as jax_devices
-from lockstep.engines.jax import losses
 from lockstep.engines.jax import states as jax_states
-from lockstep.engines.jax.checkpoints.around import around_fit
 from lockstep.engines.jax.checks import (
-    check_class,
     check_instance,
     check_layout,
     check_mode,
@@ -26,126 +27,127 @@ from lockstep.engines.jax.checks import (
     is_foreign,
     no_program,
 )
-from lockstep.engines.jax.fit.keep import Keeper, warn_of_own_loop
-from lockstep.engines.jax.fit.loop import Loop
 from lockstep.engines.jax.fit.on_batch import OnBatch
-from lockstep.engines.jax.fit.own import is_keras
-from lockstep.engines.jax.outside import (
-    bring_home,
-    every_variable,
-    put_back,
-    uncommit,
-    unshare_arrays,
-)
-from lockstep.engines.jax.several import constants, gloo, processes
-from lockstep.engines.jax.several.assigned import Assigned
-from lockstep.engines.jax.several.together import together
-from lockstep.engines.jax.steps.scan import AUTO, check_times
-from lockstep.engines.jax.steps.step import State, StepFunction
+from lockstep.engines.jax.jax_group import GROUP
+from lockstep.engines.jax.session import JaxSession
+from lockstep.engines.jax.steps.live_state import State, take_out, with_values_back
+from lockstep.engines.jax.steps.step import StepFunction
 from lockstep.engines.jax.steps.steps import Steps
-from lockstep.engines.one_thread import OneThread
-from lockstep.engines.whole_saves import whole_saves
-from lockstep.errors import LayoutConflict, UnsupportedModel
+from lockstep.engines.jax.variable_sync import (
+    GROUPS,
+    sync_to_variables,
+    to_default_device,
+    unshare_arrays,
+    write_state,
+)
+from lockstep.errors import LayoutConflict
+from lockstep.keras_compat import in_stateless_scope, state_sync_name
+from lockstep.processes import constants, process_group
+from lockstep.processes.first_process_io import together
+from lockstep.processes.variable_drift import VariableDrift
+from lockstep.state import rnn_states, variables_of
+from lockstep.training.inner_fit import lead_to_loop
+from lockstep.training.input import check_times
+from lockstep.training.input_policy import warn_of_own_loop
+from lockstep.training.loop import Loop
+from lockstep.training.overrides import check_makers, is_keras, knows_arguments
 
 
 class Attachment:
-    """One model on one mesh.
+    """Hold one model on one mesh.
 
-    It stands in the model's `__dict__`, beside the methods of the instance that it
-    replaces there, and nothing else of the model changes. Keras saves and tracks
-    lists, dicts and its own objects; a plain object and functions are neither.
+    The attachment is stored in the model's `__dict__`, beside the instance methods that it
+    replaces. Nothing else of the model changes. Keras saves and tracks lists, dicts and its own
+    objects, so it ignores a plain object and functions.
 
     Attributes:
         model: The model.
-        devices: The names of its devices.
-        keeper: Decides how the data of `fit` get to them.
+        devices: The names of the devices.
+        session: The model on the devices, as the loop uses it.
+        turns: The guard of the calls of the model.
     """
 
-    def __init__(
-        self, model: Any, devices: tuple[str, ...], options: InputOptions, times: Any
-    ) -> None:
+    def __init__(self, model: Any, devices: tuple[str, ...], options: InputOptions) -> None:
         self.model = model
-        self._times = times
         self.devices = devices
         found = jax_devices.find(devices)
-        self._several = processes.several()
-        if self._several and found[0].platform == "cpu":
-            gloo.let_computation_first()
-        self._assigned = Assigned(model, self._held) if self._several else None
+        self._several = process_group.several()
+        self._assigned = VariableDrift(model, self._held) if self._several else None
         self._steps = Steps(found)
         self._split: frozenset[int] = frozenset()
         self._hooks: dict[str, Callable[..., Any]] = {}
         self._instead_of: dict[str, Any] = {}
-        self.keeper = Keeper(self._steps, options)
-        self._loop = Loop(model, devices, self.keeper)
+        self.session = JaxSession(model, devices, self._steps, options)
+        self._loop = Loop(self.session)
         self._own_loops: list[str] = []
+        self.turns = CallGuard(model, lambda: attachments.attachment_of(model) is self)
 
     def _new_hooks(self) -> dict[str, Callable[..., Any]]:
         model = self.model
-        hooks = {
+        hooks: dict[str, Callable[..., Any]] = {
             "make_train_function": self._make_train_function,
             "make_test_function": self._make_test_function,
             "make_predict_function": self._make_predict_function,
             "reset_states": self._reset_states,
             **self._loops(),
-            **whole_saves(model),
+            **atomic_saves(model),
             "call": self._calling(model.call),
+            "_get_jax_state": functools.partial(take_out, model),
             "stateless_call": _keeping_losses(model.stateless_call, model),
         }
-        if is_keras(model, "jax_state_sync"):
-            hooks["jax_state_sync"] = functools.partial(put_back, model)
+        if is_keras(model, state_sync_name()):
+            hooks[state_sync_name()] = functools.partial(write_state, model)
         if hasattr(model, "get_state_tree"):  # a layer with Keras's Trainer has none
-            hooks["get_state_tree"] = self._on_one_device(model.get_state_tree)
-        if hasattr(model, "get_compile_config"):
-            hooks["get_compile_config"] = _for_any_keras(model.get_compile_config)
-        return hooks if self._assigned is None else together(model, hooks, self._assigned)
+            hooks["get_state_tree"] = _on_one_device_for_orbax(model.get_state_tree)
+        if self._assigned is None:
+            return hooks
+        sync_name = state_sync_name()
+        sync = hooks.get(sync_name, getattr(model, sync_name))
+        hooks[sync_name] = _synced_here(model, sync, self._assigned)
+        hooks["_get_jax_state"] = _noting(hooks["_get_jax_state"], self._assigned)
+        return together(model, hooks, self._assigned)
 
     # ------------------------------------------------------------ on and off the mesh
 
     def check(self) -> None:
-        """Raise where this model cannot be attached to these devices."""
+        """Raise if this model cannot be attached to these devices."""
         check_mode()
         check_no_distribution()
-        check_class(self.model)
+        check_makers(self.model)
         before = attachments.attachment_of(self.model)
         check_instance(self.model, {} if before is None else before._hooks)
-        for variable in every_variable(self.model):
+        for variable in variables_of(self.model):
             if variable._layout is not None or not holders_of(variable):
                 check_layout(self.model, variable)
             self._check_holders(variable)
 
     def take_over(self) -> None:
         """Move the variables to the mesh, and replace the step functions."""
-        if self._times == AUTO:  # which the attachment before has taken away
-            self.model.steps_per_execution = AUTO
         self._place_variables()
         attachments.mark(self.model, self)
         self._hooks = self._new_hooks()
-        self.say_left_out(self.keeper.options, stacklevel=6)
+        self.say_left_out(self.session.planner.options, stacklevel=6)
         self._instead_of = attachments.put_on(self.model, self._hooks)
         self._remake_functions()
 
     def give_back(self) -> None:
-        """Undo `take_over`, also where it broke off half way."""
-        bring_home(self.model)
-        self.keeper.leave()
+        """Undo `take_over`, including a `take_over` that failed halfway."""
+        sync_to_variables(self.model)
         attachments.unmark(self.model)
         attachments.take_off(self.model, self._hooks, self._instead_of)
-        variables = every_variable(self.model)
+        variables = variables_of(self.model)
         for variable in variables:
             holders_of(variable).discard(self)
-        if not any(holders_of(state) for state in jax_states.states_of(self.model)):
+        if not any(holders_of(state) for state in rnn_states(self.model)):
             jax_states.drop_states(self.model)
-        if getattr(self.model, "steps_per_execution", None) == AUTO:  # of lockstep's loops alone
-            self.model.steps_per_execution = 1
-        uncommit([variable for variable in variables if not holders_of(variable)])
+        to_default_device([variable for variable in variables if not holders_of(variable)])
         self._remake_functions()
 
     def _place_variables(self) -> None:
         self._adopt(first=True)
-        if self._several:  # outside of a step, each process has them whole
+        if self._several:  # outside a step, each process has them whole
             return
-        for variable in every_variable(self.model):  # one by one, so that each old array goes
+        for variable in variables_of(self.model):  # one by one, so that each old array is freed
             variable.assign(self._steps.moved(variable.value, self._steps.replicated))
 
     def _remake_functions(self) -> None:
@@ -196,21 +198,36 @@ class Attachment:
             model.predict_function = self._step_function(predict_step, per_row_outputs=True)
 
     def _loops(self) -> dict[str, Callable[..., Any]]:
-        """`fit`, announced; and where the model has none of its own, what is faster."""
+        """Return the methods that run steps: lockstep's loops, or the overrides of the class."""
         loop = self._loop
-        names = ("fit", "evaluate", "predict")
-        loops = {name: getattr(loop, name) for name in names if loop.replaces(name)}
-        self._own_loops = [name for name in names if name not in loops]
-        loops["fit"] = self._fitting(loops.get("fit", self.model.fit))
-        one = OneThread(self.model.name)
-        batches = OnBatch(self.model).methods()
-        return {
-            **{name: one.loop(method) for name, method in loops.items()},
-            **{name: one.batch(method) for name, method in batches.items()},
-        }
+        loops = {name: getattr(loop, name) for name in LOOPS if loop.replaces(name)}
+        self._own_loops = [name for name in LOOPS if name not in loops]
+        if "fit" in self._own_loops and knows_arguments(Loop.fit, "fit"):
+            lead_to_loop()
+        methods = {**loops, **OnBatch(self.model).methods()}
+        for name in STEPPING:
+            if name not in methods:
+                methods[name] = self._with_values_back(getattr(self.model, name))
+        methods["fit"] = self._fitting(methods["fit"])
+        return {name: self.turns.guarded(name, method) for name, method in methods.items()}
+
+    def _with_values_back(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a method so that variables have values after an interrupt in a Keras loop."""
+        model = self.model
+
+        @functools.wraps(method)
+        def method_with_values_back(*args: Any, **kwargs: Any) -> Any:
+            def body() -> Any:
+                sync_to_variables(model)  # the state of a loop that calls this method
+                vars(model)["_jax_state"] = None  # an earlier call may have left a state
+                return method(*args, **kwargs)
+
+            return with_values_back(model, body, model.jax_state_sync)
+
+        return method_with_values_back
 
     def say_left_out(self, options: InputOptions, stacklevel: int) -> None:
-        """Say what a class's own loops do not do with their data."""
+        """Warn about the input options that the class's own loops do not apply."""
         if self._own_loops:
             own = f"{type(self.model).__name__} has its own {self._own_loops[0]}"
             warn_of_own_loop(options, own, stacklevel + 1)
@@ -219,25 +236,23 @@ class Attachment:
         @functools.wraps(fit)
         def announced_fit(*args: Any, **kwargs: Any) -> Any:
             given = arguments_of(fit, args, kwargs)
-            if processes.is_first() and wants_words(given):
+            if process_group.is_first() and wants_words(given):
                 compiles = "fit" not in self._own_loops and self._loop.compiles()
                 print(fit_line("jax", self.devices, given, compiles), flush=True)
-            self._check_times()
-            with around_fit(self.model, fit, given.get("callbacks")):
+            check_times(self.model.steps_per_execution)
+            if self._several:
+                process_group.check_orbax(given.get("callbacks"))
+            own_loop = "fit" in self._own_loops
+            with fit_scope(given.get("callbacks"), process_group, own_loop=own_loop):
                 return fit(*args, **kwargs)
 
         return announced_fit
 
-    def _check_times(self) -> None:
-        """Raise where `steps_per_execution` asks for what the loops of this model cannot do."""
-        check_times(self.model.steps_per_execution)
-        if self.model.steps_per_execution == AUTO and self._own_loops:
-            name = type(self.model).__name__
-            raise UnsupportedModel(
-                f"compile(steps_per_execution='auto') was asked for, and {name} has its own "
-                f"{self._own_loops[0]}, which\nKeras's loop serves: it knows whole numbers only. "
-                "Give a number, 10 say."
-            )
+    def fit_recorded(self, *args: Any, **kwargs: Any) -> Any:
+        """Run Keras's `fit` with a checkpoint, called from a `fit` of the model."""
+        given = arguments_of(self._loop.fit, args, kwargs)
+        with fit_scope(given.get("callbacks"), process_group):
+            return self._loop.fit(*args, **kwargs)
 
     def _calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
@@ -245,16 +260,14 @@ class Attachment:
             args, kwargs = keras.tree.map_structure(self._steps.on_mesh, (args, kwargs))
             return call(*args, **kwargs)
 
-        return call_on_mesh
+        in_turn = self.turns.guarded("call", call_on_mesh)
 
-    def _on_one_device(self, get_state_tree: Callable[..., Any]) -> Callable[..., Any]:
-        # keras.callbacks.OrbaxCheckpoint writes down the devices of what it gets here,
-        # and its checkpoint would load on no others.
-        @functools.wraps(get_state_tree)
-        def undistributed_state_tree(*args: Any, **kwargs: Any) -> Any:
-            return keras.tree.map_structure(_first_copy, get_state_tree(*args, **kwargs))
+        @functools.wraps(call)
+        def call_model(*args: Any, **kwargs: Any) -> Any:
+            # A step or a stateless call reads no variable.
+            return (call_on_mesh if in_stateless_scope() else in_turn)(*args, **kwargs)
 
-        return undistributed_state_tree
+        return call_model
 
     def _step_function(
         self,
@@ -270,33 +283,33 @@ class Attachment:
             if self._several:
                 raise no_program(self.model)
             make = self._steps.eager
-        self._check_times()
         times = self.model.steps_per_execution
+        check_times(times)
         made: StepFunction = make(step, self._splits, times=times, per_row_outputs=per_row_outputs)
-        return dataclasses.replace(made, assigned=self._assigned)
+        return dataclasses.replace(made, assigned=self._assigned, model=self.model)
 
     def _is_complete(self) -> bool:
-        """Whether the metrics are built, as the first step of a model compiled anew does."""
+        """Return whether the metrics are built. The first step after `compile` builds them."""
         # keras/src/trainers/trainer.py, Trainer.compile
         parts = (getattr(self.model, f"_compile_{name}", None) for name in ("loss", "metrics"))
         return all(part is None or part.built for part in parts)
 
     def _adopt(self, first: bool) -> None:
-        """Take in variables that appeared since, before a fit, evaluate or predict.
+        """Take over variables created since the last call, before a fit, evaluate or predict.
 
         Args:
-            first: Whether a step function was not made yet. Where processes differ in what they
-                have built, they find out there, also those that have built nothing.
+            first: Whether no step function exists yet. All processes then compare what they have
+                built, including a process that has built nothing.
         """
         check_no_distribution()
-        bring_home(self.model)  # another call may be running, and not have been asked for it
+        sync_to_variables(self.model)  # a running call may not have been synced
         states = {id(state) for state in jax_states.carry_states(self.model)}
-        variables = every_variable(self.model)
+        variables = variables_of(self.model)
         if self._several:
             new = [v for v in variables if self not in holders_of(v)]
             if new or first:
                 fixed = constants.constants_of(self.model) if new else []
-                processes.share_variables([*new, *fixed])
+                process_group.share_variables([*new, *fixed])
         for variable in variables:
             holders_of(variable).add(self)
         unshare_arrays(variables)
@@ -308,36 +321,85 @@ class Attachment:
         )
 
     def _held(self) -> list[Any]:
-        return [v for v in every_variable(self.model) if self in holders_of(v)]
+        return [v for v in variables_of(self.model) if self in holders_of(v)]
 
     def _splits(self) -> frozenset[int]:
         return self._split
 
     def _reset_states(self) -> None:
-        """Set the states of every stateful RNN layer to zero, as Keras 2 did."""
-        jax_states.reset(self.model, jax_states.states_of(self.model))
+        """Set the states of every stateful RNN layer to zero, as in Keras 2."""
+        jax_states.reset(self.model, rnn_states(self.model))
+
+
+def _synced_here(
+    model: Any, sync: Callable[[], None], assigned: VariableDrift
+) -> Callable[[], None]:
+    def jax_state_sync() -> None:
+        state = getattr(model, "_jax_state", None)
+        if not state or model._jax_state_synced:
+            return
+        groups = {name: state.get(name, None) for name in GROUPS}
+        here = {
+            name: [GROUP.local(value) for value in group]
+            for name, group in groups.items()
+            if group is not None
+        }
+        vars(model)["_jax_state"] = here
+        sync()
+        assigned.left([value for group in here.values() for value in group])
+
+    return jax_state_sync
+
+
+def _noting(get_state: Callable[..., Any], assigned: VariableDrift) -> Callable[..., Any]:
+    @functools.wraps(get_state)
+    def get_jax_state(*args: Any, **kwargs: Any) -> Any:
+        assigned.note()
+        return get_state(*args, **kwargs)
+
+    return get_jax_state
+
+
+def forget_losses(model: Any) -> None:
+    """Clear the ids of the losses that the layers of `model` added in earlier traces.
+
+    A layer stores the `id` of each loss that it adds, and drops the losses with those ids before it
+    runs. The arrays of an earlier trace no longer exist then. A new loss of another layer may have
+    one of their ids, and Keras then drops it, at random. Measured with Keras alone on one device:
+    of 63 models with `add_loss` and an activity regularizer, evaluated with five batch sizes each,
+    18 gave a wrong loss.
+    """
+    # keras/src/layers/layer.py, Layer._clear_losses and Layer.add_loss (Keras 3.15.1)
+    for layer in model._flatten_layers():
+        layer._loss_ids.clear()
 
 
 def _keeping_losses(stateless_call: Callable[..., Any], model: Any) -> Callable[..., Any]:
     @functools.wraps(stateless_call)
     def call_without_old_losses(*args: Any, **kwargs: Any) -> Any:
-        losses.forget(model)
+        forget_losses(model)
         return stateless_call(*args, **kwargs)
 
     return call_without_old_losses
 
 
-def _for_any_keras(get_compile_config: Callable[[], Any]) -> Callable[[], Any]:
-    # keras/src/trainers/trainer.py, Trainer.get_compile_config: what files keep. A Keras
-    # that loads them knows whole numbers only.
-    @functools.wraps(get_compile_config)
-    def plain_compile_config() -> Any:
-        config = get_compile_config()
-        if config and config.get("steps_per_execution") == AUTO:
-            return {**config, "steps_per_execution": 1}
-        return config
+def _on_one_device_for_orbax(get_state_tree: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method so that `keras.callbacks.OrbaxCheckpoint` gets arrays on one device.
 
-    return plain_compile_config
+    Every other caller gets the arrays that the variables hold, as in Keras. Orbax writes the
+    devices of an array into its file, and the file then loads on these devices only.
+    """
+
+    @functools.wraps(get_state_tree)
+    def state_tree(*args: Any, **kwargs: Any) -> Any:
+        tree = get_state_tree(*args, **kwargs)
+        caller = sys._getframe(1).f_globals.get("__name__")
+        # keras/src/callbacks/orbax_checkpoint.py, _get_state_tree: the one caller of the callback
+        if caller != keras.callbacks.OrbaxCheckpoint.__module__:
+            return tree
+        return keras.tree.map_structure(_first_copy, tree)
+
+    return state_tree
 
 
 def _first_copy(value: Any) -> Any:

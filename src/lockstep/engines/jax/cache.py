@@ -1,4 +1,4 @@
-"""Compiled programs, kept for the next start."""
+"""The cache of compiled programs for later starts."""
 
 import os
 import platform
@@ -10,14 +10,13 @@ from jax.experimental.compilation_cache import compilation_cache
 
 
 def keep_programs() -> None:
-    """Let JAX keep what it compiles in the user's cache folder.
+    """Make JAX store compiled programs in the user's cache folder.
 
-    A choice that the user has made is left alone: a folder of their own, or
-    `JAX_ENABLE_COMPILATION_CACHE=false`. So is a folder that cannot be written. JAX keeps
-    what took it a second or more, and knows a program by its text, its options, the
-    versions and the kind of device.
+    Nothing changes if the user has chosen a folder, has set `JAX_ENABLE_COMPILATION_CACHE=false`,
+    or cannot write to the folder. JAX stores programs that took a second or more to compile. The
+    key is the program's text, its options, the versions and the kind of device.
     """
-    config: Any = jax.config  # whose types leave its options out
+    config: Any = jax.config  # its types omit the options
     if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
         return
     folder = _folder()
@@ -28,11 +27,11 @@ def keep_programs() -> None:
     if not os.access(folder, os.W_OK):
         return
     config.update("jax_compilation_cache_dir", str(folder))
-    compilation_cache.reset_cache()  # it looks for its folder once, at the first operation
+    compilation_cache.reset_cache()  # JAX reads the folder once, at the first operation
 
 
 def _folder() -> Path:
-    """One for each host where programs are for its CPU, which another need not have."""
+    """Return the cache folder. CPU programs have one for each host, as CPUs differ."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     host = f"cpu-{platform.node()}" if jax.default_backend() == "cpu" else "accelerators"
     return Path(home) / "lockstep" / "jax" / host

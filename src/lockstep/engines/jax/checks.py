@@ -1,4 +1,4 @@
-"""What cannot be attached to devices."""
+"""Checks for models that cannot be attached to devices."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ import keras
 
 from lockstep.engines.jax.steps.step import StepFunction
 from lockstep.errors import LayoutConflict, UnsupportedBackend, UnsupportedModel
+from lockstep.keras_compat import is_nnx_enabled, trainer_module
+from lockstep.training.overrides import MAKERS, own_maker
 
 
 def check_mode() -> None:
-    """Raise where Keras's variables are no plain JAX ones."""
+    """Raise if Keras's variables are not plain JAX variables."""
     # keras/src/backend/config.py: in this mode variables are Flax NNX objects.
-    from keras.src.backend.config import is_nnx_enabled
-
     if is_nnx_enabled():
         raise UnsupportedBackend(
             "Keras runs with KERAS_NNX_ENABLED, and the engine serves plain JAX variables.\n"
@@ -21,7 +21,7 @@ def check_mode() -> None:
 
 
 def check_no_distribution() -> None:
-    """Raise where Keras lays out variables itself."""
+    """Raise if Keras lays out variables itself."""
     distribution = keras.distribution.distribution()
     if distribution is not None:
         raise LayoutConflict(
@@ -31,27 +31,17 @@ def check_no_distribution() -> None:
         )
 
 
-def check_class(model: Any) -> None:
-    """Raise where a class makes its step functions itself."""
-    # keras/src/backend/jax/trainer.py: the three methods that make step functions.
-    from keras.src.backend.jax.trainer import JAXTrainer
-
-    for name in _MAKING:
-        if getattr(type(model), name) is not getattr(JAXTrainer, name):
-            raise _own_method(type(model).__name__, name)
-
-
 def check_instance(model: Any, standing: dict[str, Any]) -> None:
-    """Raise where an instance was given step functions, or a method that makes them.
+    """Raise if an instance has its own step functions, or its own methods that make them.
 
     Args:
         model: The model.
-        standing: The methods that lockstep has put on it.
+        standing: The methods that lockstep has put on the instance.
     """
     attributes = vars(model)
-    for name in _MAKING:
+    for name in MAKERS:
         if name in attributes and attributes[name] is not standing.get(name):
-            raise _own_method(repr(model.name), name)
+            raise own_maker(repr(model.name), name)
     for name in ("train_function", "test_function", "predict_function"):
         if is_foreign(attributes.get(name)):
             raise UnsupportedModel(
@@ -62,25 +52,14 @@ def check_instance(model: Any, standing: dict[str, Any]) -> None:
 
 
 def is_foreign(function: Any) -> bool:
-    """Whether neither Keras nor lockstep has made this step function."""
+    """Return whether neither Keras nor lockstep made this step function."""
     # keras/src/backend/jax/trainer.py, JAXTrainer._make_function
     made = isinstance(function, StepFunction) or function is None
-    return not made and getattr(function, "__module__", None) != "keras.src.backend.jax.trainer"
-
-
-def _own_method(owner: str, name: str) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"{owner} has its own {name}, and lockstep has to replace that "
-        "method to run the step on several devices.\n"
-        "Override train_step, test_step or predict_step instead."
-    )
-
-
-_MAKING = ("make_train_function", "make_test_function", "make_predict_function")
+    return not made and getattr(function, "__module__", None) != trainer_module()
 
 
 def check_layout(model: Any, variable: Any) -> None:
-    """Raise where a variable is laid out already."""
+    """Raise if a variable already has a layout."""
     # keras/src/backend/jax/core.py, JaxVariable._initialize_layout
     layout = variable._layout
     if layout is None and variable.value.sharding.is_fully_replicated:
@@ -93,8 +72,8 @@ def check_layout(model: Any, variable: Any) -> None:
 
 
 def no_program(model: Any) -> UnsupportedModel:
-    """What to raise where a step cannot be one program, as several processes need it."""
-    # keras/src/trainers/trainer.py, model_supports_jit: what jit_compile="auto" goes by
+    """Return the error for a step that cannot be one program, as several processes need."""
+    # keras/src/trainers/trainer.py, model_supports_jit: jit_compile="auto" uses it.
     layers = [layer for layer in model._flatten_layers() if not layer.supports_jit]
     if layers and not model.run_eagerly:
         names = ", ".join(f"{layer.name} ({type(layer).__name__})" for layer in layers)

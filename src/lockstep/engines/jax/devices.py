@@ -1,19 +1,19 @@
-"""JAX's devices, and virtual ones on the CPU."""
+"""JAX's devices, and virtual devices on the CPU."""
 
 import os
 
 import jax
 
 from lockstep.devices import Device, check_visible, rehearsed_devices
-from lockstep.engines.jax.threads import give_threads
 from lockstep.engines.too_late import too_late
+from lockstep.engines.xla_threads import give_threads
 
 
 def list_devices() -> tuple[Device, ...]:
-    """The devices JAX has, those of its default backend first.
+    """Return JAX's devices, those of its default backend first.
 
     Raises:
-        RehearsalTooLate: If a rehearsal is asked for and not in force.
+        RehearsalTooLate: If a rehearsal is requested but not in effect.
         DeviceError: If `CUDA_VISIBLE_DEVICES` was set too late.
     """
     found = jax.devices()
@@ -23,12 +23,12 @@ def list_devices() -> tuple[Device, ...]:
     check_visible(here, os.environ)
     asked = rehearsed_devices(os.environ)
     if asked and (here[0].platform != "cpu" or jax.local_device_count() != asked):
-        raise too_late("JAX", asked, here)
+        raise too_late("JAX", asked, here, by_environment=True)
     return here
 
 
 def find(names: tuple[str, ...]) -> list[jax.Device]:
-    """JAX's own objects for device names, in their order."""
+    """Return JAX's device objects for device names, in order."""
     platform = names[0].split(":")[0]
     by_name = {_describe(device).name: device for device in jax.devices(platform)}
     return [by_name[name] for name in names]
@@ -44,7 +44,7 @@ def make_virtual(count: int) -> None:
         give_threads(os.environ, count)
         jax.config.update("jax_num_cpu_devices", count)
         jax.config.update("jax_platforms", "cpu")
-    except RuntimeError:  # JAX has started; its devices are what they are
+    except RuntimeError:  # JAX has started; its devices are fixed
         here = tuple(_describe(device) for device in jax.devices())
         if here[0].platform != "cpu" or len(here) != count:
             raise too_late("JAX", count, here) from None

@@ -1,4 +1,4 @@
-"""The JAX engine: one program over a mesh that sees the global batch."""
+"""The JAX engine: one program over a mesh, which processes the global batch."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -6,67 +6,67 @@ from typing import Any
 from lockstep.devices import Device
 from lockstep.engines import attachments
 from lockstep.engines.engine import DEFAULT_INPUT, InputOptions
-from lockstep.engines.jax import cache
+from lockstep.engines.jax import cache, jax_group, joining
 from lockstep.engines.jax import devices as jax_devices
 from lockstep.engines.jax.attachment import Attachment
-from lockstep.engines.jax.looks.probe import JaxProbe
-from lockstep.engines.jax.outside import bring_home
-from lockstep.engines.jax.several import processes
-from lockstep.engines.jax.several.calls import CALLS
-from lockstep.engines.jax.steps.scan import AUTO
+from lockstep.engines.jax.introspection.probe import JaxProbe
+from lockstep.engines.jax.variable_sync import sync_to_variables
+from lockstep.launch.environment import Place
+from lockstep.processes import process_group
+from lockstep.processes.call_scope import CALLS
 
 
 class JaxEngine:
-    """Runs Keras models on JAX devices; see `Engine` for the contract."""
+    """Run Keras models on JAX devices; see `Engine` for the contract."""
 
     name = "jax"
 
     def devices(self) -> tuple[Device, ...]:
-        """The devices JAX has, those of its default backend first."""
+        """Return JAX's devices, those of its default backend first."""
         return jax_devices.list_devices()
 
     def rehearse(self, devices: int) -> None:
         """Make `devices` virtual CPU devices, and hide accelerators."""
         jax_devices.make_virtual(devices)
 
+    def join(self, place: Place) -> tuple[int, int]:
+        """Join the processes of a launcher, unless this has been done."""
+        return joining.join(place)
+
     def attach(
         self, model: Any, devices: tuple[str, ...], options: InputOptions = DEFAULT_INPUT
     ) -> None:
-        """Make `model` run on `devices`, in place; on failure leave it as it was."""
-        processes.check_started()
-        with CALLS.call("distribute") if processes.several() else nullcontext():
-            processes.check_devices(jax_devices.find(devices))
+        """Make `model` run on `devices`, in place. After a failure the model is unchanged."""
+        jax_group.check_started()
+        with CALLS.call("distribute") if process_group.several() else nullcontext():
+            jax_group.check_devices(jax_devices.find(devices))
             before = attachments.attachment_of(model)
             if before is not None and before.devices == devices:
                 before.say_left_out(options, stacklevel=4)
-                before.keeper.options = options
+                before.session.planner.options = options
             else:
                 cache.keep_programs()
-                bring_home(model)  # a fit may be running
-                times = getattr(model, "steps_per_execution", None)
-                new = Attachment(model, devices, options, times)
-                try:
+                with attachments.alone(model, "distribute"):
+                    sync_to_variables(model)  # an unattached model may be in a fit
                     attachments.attach(
-                        new, lambda old: Attachment(model, old.devices, old.keeper.options, times)
+                        Attachment(model, devices, options),
+                        lambda old: Attachment(model, old.devices, old.session.planner.options),
                     )
-                except BaseException:
-                    if times == AUTO:  # which giving back takes away
-                        model.steps_per_execution = times
-                    raise
 
     def detach(self, model: Any) -> None:
-        """Make `model` run on one device again; does nothing where it does already."""
-        attachments.detach(model)
+        """Make `model` run on one device again; do nothing if it already does."""
+        with attachments.alone(model, "release"):
+            attachments.detach(model)
 
     def attached(self, model: Any) -> tuple[str, ...] | None:
-        """The devices `model` runs on, `None` where it is not attached."""
+        """Return the devices of `model`, `None` if it is not attached."""
         return attachments.attached(model)
 
     def input_options(self, model: Any) -> InputOptions:
-        """What `attach` was told of the data of an attached model."""
-        options: InputOptions = attachments.attachment_of(model).keeper.options
+        """Return the input options of an attached model."""
+        options: InputOptions = attachments.attachment_of(model).session.planner.options
         return options
 
     def probe(self, model: Any) -> JaxProbe:
-        """A way to look inside the steps of `model`, attached or not."""
+        """Return a probe into the steps of `model`, attached or not."""
         return JaxProbe(model)

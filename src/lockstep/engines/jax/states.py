@@ -6,52 +6,37 @@ from typing import Any
 
 import keras
 
-from lockstep.engines.jax.outside import bring_home
+from lockstep.engines.jax.variable_sync import sync_to_variables
+from lockstep.state import stateful_layers
 
 
 class CarriedState:
-    """Makes a step carry one state of a stateful RNN layer.
+    """Make a step carry one state of a stateful RNN layer.
 
-    A JAX step returns the variables it changed, and Keras 3.15.1 does not count the
-    states of an RNN among them, so that they stay zero. A layer's random seeds are
-    counted, and are no weights: in neither `get_weights()` nor any file. This stands
-    among the seeds of the layer.
+    A JAX step returns the variables that it changes. Keras 3.15.1 does not include the states of an
+    RNN, so they would stay zero. A layer's random seeds are included, and are in neither
+    `get_weights()` nor any file. This object is therefore placed among the seeds of the layer.
 
     Attributes:
-        state: The variable, under the name that Keras asks a seed generator for.
+        state: The variable, under the name that Keras reads from a seed generator.
     """
 
     def __init__(self, state: Any) -> None:
         self.state = state
 
 
-def stateful_layers(model: Any) -> list[Any]:
-    """The RNN layers of a model that keep their state and are built."""
-    # keras/src/layers/layer.py, Layer._flatten_layers
-    return [
-        layer
-        for layer in model._flatten_layers()
-        if isinstance(layer, keras.layers.RNN) and layer.stateful and layer.states is not None
-    ]
-
-
-def states_of(model: Any) -> list[Any]:
-    """The state variables of every stateful RNN layer of a model."""
-    return [state for layer in stateful_layers(model) for state in keras.tree.flatten(layer.states)]
-
-
 def carry_states(model: Any) -> list[Any]:
-    """Let every step of `model` carry the states of its stateful RNN layers, which are returned."""
+    """Make every step of `model` carry its RNN states, and return these states."""
     every: list[Any] = []
     for layer in stateful_layers(model):
-        # keras/src/layers/layer.py, Layer.variables reads `_seed_generators`. The list
-        # is tracked, and would take nothing but seed generators by its own append.
+        # keras/src/layers/layer.py, Layer.variables reads `_seed_generators`. The tracked list's
+        # own append accepts only seed generators.
         seeds = layer._seed_generators
         carried = [seed.state for seed in seeds if isinstance(seed, CarriedState)]
         for state in keras.tree.flatten(layer.states):
             if not any(state is other for other in carried):
                 list.append(seeds, CarriedState(state))
-        # Keras 3.15.1's own, keras/src/layers/rnn/rnn.py, fails where cells are stacked.
+        # Keras 3.15.1's own method, keras/src/layers/rnn/rnn.py, fails for stacked cells.
         states = keras.tree.flatten(layer.states)
         vars(layer)["reset_state"] = partial(_reset_now, weakref.ref(model), states)
         every += states
@@ -68,8 +53,8 @@ def drop_states(model: Any) -> None:
 
 
 def reset(model: Any, states: list[Any]) -> None:
-    """Set states of `model` to zero, between two steps as well."""
-    bring_home(model)  # within a fit it would come back over the zeros
+    """Set states of `model` to zero. This also works between two steps."""
+    sync_to_variables(model)  # a running fit would restore the old states
     _zero(states)
 
 

@@ -1,1 +1,1 @@
-"""The TensorFlow engine: a copy of the variables on every device, and replicas in lockstep."""
+"""The TensorFlow engine: mirrored variables, and replicas that run each step together."""

@@ -1,4 +1,4 @@
-"""TensorFlow's devices, and virtual ones on the CPU."""
+"""TensorFlow's devices, and virtual CPU devices."""
 
 import os
 from typing import Any
@@ -10,22 +10,26 @@ from lockstep.engines.too_late import too_late
 
 
 def list_devices() -> tuple[Device, ...]:
-    """The devices TensorFlow has, accelerators first.
+    """Return the devices of TensorFlow, accelerators first.
 
     Raises:
-        RehearsalTooLate: If a rehearsal is asked for and not in force.
+        RehearsalTooLate: If a rehearsal is requested after TensorFlow has started.
         DeviceError: If `CUDA_VISIBLE_DEVICES` was set too late.
     """
     asked = rehearsed_devices(os.environ)
     if asked:
-        make_virtual(asked)
+        make_virtual(asked, by_environment=True)
     here = tuple(_describe(device) for kind in ("GPU", "CPU") for device in _logical(kind))
     check_visible(here, os.environ)
     return here
 
 
-def make_virtual(count: int) -> None:
-    """Make `count` virtual CPU devices, and hide accelerators.
+def make_virtual(count: int, *, by_environment: bool = False) -> None:
+    """Make `count` virtual CPU devices and hide accelerators.
+
+    Args:
+        count: The number of devices.
+        by_environment: Whether `LOCKSTEP_REHEARSE` asks for them, which the error then names.
 
     Raises:
         RehearsalTooLate: If TensorFlow has started with other devices.
@@ -36,10 +40,10 @@ def make_virtual(count: int) -> None:
         if tf.config.get_logical_device_configuration(cpu) != parts:
             tf.config.set_logical_device_configuration(cpu, parts)
         tf.config.set_visible_devices([], "GPU")
-    except RuntimeError:  # TensorFlow has started; its devices are what they are
+    except RuntimeError:  # TensorFlow has started, and its devices are fixed
         here = tuple(_describe(device) for kind in ("GPU", "CPU") for device in _logical(kind))
         if here[0].platform != "cpu" or len(here) != count:
-            raise too_late("TensorFlow", count, here) from None
+            raise too_late("TensorFlow", count, here, by_environment=by_environment) from None
 
 
 def _logical(kind: str) -> list[Any]:

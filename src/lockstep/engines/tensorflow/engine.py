@@ -1,12 +1,12 @@
-"""The TensorFlow engine: a copy of the variables on every device, and replicas in lockstep.
+"""The TensorFlow engine: mirrored variables, and replicas that run each step together.
 
-Between steps a Keras variable holds a mirrored variable of `tf.distribute`, so that
-whoever assigns to it reaches every device. While a step is traced each replica sees
-its own copies as plain variables, and no strategy: with mirrored ones there, every
-assignment would be a meeting of all replicas, which TensorFlow forbids under a
-condition, and optimizers assign under conditions (accumulated gradients, scaled
-losses, averages). Since the gradients are summed before the optimizer sees them, all
-replicas do the same to their copies, and nothing but gradients travels for it.
+Between steps a Keras variable holds a mirrored variable of `tf.distribute`, so an
+assignment reaches every device. While a step is traced, each replica sees its own
+copies as plain variables, and no strategy is active. An assignment to a mirrored
+variable synchronizes all replicas, and TensorFlow forbids this inside a condition.
+Optimizers assign inside conditions (accumulated gradients, scaled losses, averages).
+Gradients are summed before the optimizer runs, so all replicas update their copies
+identically. The update itself needs no further communication.
 """
 
 import functools
@@ -19,23 +19,33 @@ import keras
 import tensorflow as tf
 
 from lockstep.announce import arguments_of, fit_line, wants_words
+from lockstep.checkpoint.fit_scope import fit_scope
 from lockstep.devices import Device, names_in_words
 from lockstep.engines import attachments
+from lockstep.engines.atomic_save import atomic_saves
+from lockstep.engines.call_guard import STEPPING, CallGuard
 from lockstep.engines.engine import DEFAULT_INPUT, InputOptions
 from lockstep.engines.holders import holders_of
 from lockstep.engines.tensorflow import devices as tensorflow_devices
-from lockstep.engines.tensorflow.alike import NotAlike
-from lockstep.engines.tensorflow.build import build
-from lockstep.engines.tensorflow.probe import TensorFlowProbe
-from lockstep.engines.tensorflow.steps import Steps
-from lockstep.engines.tensorflow.unsplit import own_step
-from lockstep.engines.tensorflow.variables import (
-    Copies,
+from lockstep.engines.tensorflow.mirrored_variables import (
+    MirroredVariables,
     devices_of,
     is_mirrored,
-    variables_of,
+    mirrored_variables,
 )
-from lockstep.errors import LayoutConflict, UnsupportedBackend, UnsupportedModel
+from lockstep.engines.tensorflow.probe import TensorFlowProbe
+from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer
+from lockstep.engines.tensorflow.session import TensorFlowSession
+from lockstep.engines.tensorflow.steps import Steps
+from lockstep.engines.tensorflow.unsplit import own_step
+from lockstep.errors import LayoutConflict, UnsupportedBackend
+from lockstep.keras_compat import takes_batch_before_trace
+from lockstep.launch.environment import Place
+from lockstep.processes import process_group
+from lockstep.training.build import build
+from lockstep.training.inner_fit import lead_to_loop
+from lockstep.training.loop import Loop
+from lockstep.training.overrides import check_makers, knows_arguments
 
 
 class TensorFlowEngine:
@@ -44,17 +54,26 @@ class TensorFlowEngine:
     name = "tensorflow"
 
     def devices(self) -> tuple[Device, ...]:
-        """The devices TensorFlow has, accelerators first."""
+        """Return the devices of TensorFlow, accelerators first."""
         return tensorflow_devices.list_devices()
 
     def rehearse(self, devices: int) -> None:
-        """Make `devices` virtual CPU devices, and hide accelerators."""
+        """Make `devices` virtual CPU devices and hide accelerators."""
         tensorflow_devices.make_virtual(devices)
+
+    def join(self, place: Place) -> tuple[int, int]:
+        """Return the place of a single process; this engine runs in one."""
+        if place.size > 1:
+            raise UnsupportedBackend(
+                f"This is {place}, and on 'tensorflow' lockstep trains in one process so far.\n"
+                "Set KERAS_BACKEND=jax, or LOCKSTEP_PROCESSES=1 for trainings that are apart."
+            )
+        return place.rank, place.size
 
     def attach(
         self, model: Any, devices: tuple[str, ...], options: InputOptions = DEFAULT_INPUT
     ) -> None:
-        """Make `model` run on `devices`, in place; on failure leave it as it was."""
+        """Make `model` run on `devices`, in place; on failure leave it unchanged."""
         if options.data_on_devices:
             raise UnsupportedBackend(
                 "data_on_devices=True was asked for on 'tensorflow', and data stay on the devices "
@@ -66,24 +85,26 @@ class TensorFlowEngine:
                 "batches ahead on 'jax' so far.\nLeave it out: a tf.data.Dataset has .prefetch()."
             )
         if self.attached(model) != devices:
-            attachments.attach(
-                Attachment(model, devices), lambda old: Attachment(model, old.devices)
-            )
+            with attachments.alone(model, "distribute"):
+                attachments.attach(
+                    Attachment(model, devices), lambda old: Attachment(model, old.devices)
+                )
 
     def detach(self, model: Any) -> None:
-        """Make `model` run on one device again; does nothing where it does already."""
-        attachments.detach(model)
+        """Make `model` run on one device again; do nothing if it is not attached."""
+        with attachments.alone(model, "release"):
+            attachments.detach(model)
 
     def attached(self, model: Any) -> tuple[str, ...] | None:
-        """The devices `model` runs on, `None` where it is not attached."""
+        """Return the devices of `model`, or `None` if it is not attached."""
         return attachments.attached(model)
 
     def input_options(self, model: Any) -> InputOptions:
-        """What `attach` was told of the data of an attached model: nothing, here."""
+        """Return the defaults: this engine has no input options."""
         return DEFAULT_INPUT
 
     def probe(self, model: Any) -> TensorFlowProbe:
-        """A way to look inside the steps of `model`, attached or not."""
+        """Return a probe for the steps of `model`, attached or not."""
 
         def steps() -> Steps | None:
             attachment = attachments.attachment_of(model)
@@ -95,52 +116,57 @@ class TensorFlowEngine:
 class Attachment:
     """One model on several devices.
 
-    It stands in the model's `__dict__`, beside the methods of the instance that it
-    replaces there, and nothing else of the model changes but what its variables hold.
+    The attachment and the methods it replaces are entries in the model's `__dict__`.
+    Besides these entries, only the values that the variables hold change.
 
     Attributes:
         model: The model.
         devices: The names of its devices.
-        steps: Its steps over them.
+        steps: The steps of the model on these devices.
+        session: The model on the devices, as the loop uses it.
     """
 
     def __init__(self, model: Any, devices: tuple[str, ...]) -> None:
         self.model = model
         self.devices = devices
         strategy = strategy_of(devices)
-        self._copies = Copies(strategy, self)
+        self._copies = MirroredVariables(strategy, self)
         self.steps = Steps(model, strategy, self._copies)
+        self.session = TensorFlowSession(model, devices, self._take_in)
+        self._loop = Loop(self.session)
         self._alone = len(devices) == 1
         self._hooks: dict[str, Any] = {}
         self._instead_of: dict[str, Any] = {}
+        self.turns = CallGuard(model, lambda: attachments.attachment_of(model) is self)
 
     def check(self) -> None:
-        """Raise where this model cannot be attached to these devices."""
-        _check_class(self.model)
+        """Raise if this model cannot be attached to these devices."""
+        check_makers(self.model)
         if tf.distribute.has_strategy() or self.model._distribute_strategy is not None:
             raise LayoutConflict(
                 f"{self.model.name!r} was made in the scope of a tf.distribute strategy, and "
                 "lockstep lays out the variables itself.\n"
                 "Build it outside of any strategy.scope(), and distribute it there."
             )
-        for variable in variables_of(self.model):
+        for variable in mirrored_variables(self.model):
             self._check_layout(variable)
 
     def take_over(self) -> None:
-        """Give every device a copy of the variables, and replace the step functions."""
+        """Mirror the variables on every device and replace the step functions."""
         self._take_in()
         attachments.mark(self.model, self)
         self._hooks = {
             "make_train_function": self._make_train_function,
             "make_test_function": self._make_test_function,
             "make_predict_function": self._make_predict_function,
-            "fit": self._fitting(self.model.fit),
+            **self._stepping(),
+            **atomic_saves(self.model),
         }
         self._instead_of = attachments.put_on(self.model, self._hooks)
         self._remake_functions()
 
     def give_back(self) -> None:
-        """Undo `take_over`, also where it broke off half way."""
+        """Undo `take_over`, even if it failed half way."""
         attachments.unmark(self.model)
         attachments.take_off(self.model, self._hooks, self._instead_of)
         self._copies.let_go()
@@ -178,7 +204,7 @@ class Attachment:
                 ready = True
             try:
                 outputs = [step(batch) for batch in batches]
-            except NotAlike as found:
+            except ReplicasDiffer as found:
                 self.steps.give_up("predict", str(found))
                 step = self._predict_function()
                 outputs = [step(batch) for batch in batches]
@@ -198,49 +224,76 @@ class Attachment:
         return function
 
     def _function(self, step: Callable[[Any], Any]) -> Callable[[Iterator[Any]], Any]:
-        # keras/src/backend/tensorflow/trainer.py, TensorFlowTrainer._make_function: the
-        # loop over `steps_per_execution` steps is Keras's own.
+        # keras/src/backend/tensorflow/trainer.py, TensorFlowTrainer._make_function, makes
+        # the loop over `steps_per_execution` steps.
         with nullcontext() if self._alone else _without_xla(self.model):
             function: Callable[[Iterator[Any]], Any] = self.model._make_function(step)
         return function
 
     def _ready(self, name: str, step: Callable[[Any], Any]) -> Callable[[Iterator[Any]], Any]:
-        """A step function, with everything made before its first trace."""
+        """Return a step function that builds everything before its first trace."""
         self.steps.try_again(name)
         function = self._function(step)
         version: int | None = None
 
         def run(iterator: Any) -> Any:
             nonlocal function, version
-            batches = None
+            batches, spec = None, getattr(iterator, "element_spec", None)
             if not isinstance(iterator, tf.data.Iterator):
                 batches = list(itertools.islice(iterator, self.model.steps_per_execution))
+                if not batches:
+                    raise StopIteration
+                spec = batches[0]
+            elif takes_batch_before_trace(self.model):  # a second trace needs the batch again
+                batches = [_next_batch(iterator)]
             if version is None:
-                self._prepare(name, iterator.element_spec if batches is None else batches[0])
-            elif version != self._copies.version and own_step(self.model, f"{name}_step"):
-                # It may have made variables while it ran, which have copies by now.
+                self._prepare(name, spec)
+            elif own_step(self.model, f"{name}_step") and (
+                version != self._copies.version or self.steps.is_to_be_traced_again(name)
+            ):
+                self._take_in()  # the step may have created variables
                 function = self._function(step)
             version = self._copies.version
             try:
                 return function(iterator if batches is None else iter(batches))
-            except NotAlike as found:  # while it was traced, before anything ran
+            except ReplicasDiffer as found:  # raised by the trace, before anything runs
                 self.steps.give_up(name, str(found))
                 function = self._function(step)
                 return function(iterator if batches is None else iter(batches))
 
         return run
 
-    def _fitting(self, fit: Callable[..., Any]) -> Callable[..., Any]:
+    def _stepping(self) -> dict[str, Any]:
+        """Return the methods that run steps, guarded: a trace swaps the values of variables."""
+        methods = {name: getattr(self.model, name) for name in STEPPING}
+        for name in ("fit", "evaluate"):
+            if self._loop.replaces(name):
+                methods[name] = getattr(self._loop, name)
+        own_loop = not self._loop.replaces("fit")
+        if own_loop and knows_arguments(Loop.fit, "fit"):
+            lead_to_loop()
+        methods["fit"] = self._fitting(methods["fit"], own_loop)
+        return {name: self.turns.guarded(name, method) for name, method in methods.items()}
+
+    def _fitting(self, fit: Callable[..., Any], own_loop: bool) -> Callable[..., Any]:
         @functools.wraps(fit)
         def announced_fit(*args: Any, **kwargs: Any) -> Any:
             given = arguments_of(fit, args, kwargs)
             if wants_words(given):
-                line = fit_line("tensorflow", self.devices, given)
+                compiles = not own_loop and self._loop.compiles()
+                line = fit_line("tensorflow", self.devices, given, compiles)
                 without = "" if self._alone or not self.model.jit_compile else ", without XLA"
                 print(line + without, flush=True)
-            return fit(*args, **kwargs)
+            with fit_scope(given.get("callbacks"), process_group, own_loop=own_loop):
+                return fit(*args, **kwargs)
 
         return announced_fit
+
+    def fit_recorded(self, *args: Any, **kwargs: Any) -> Any:
+        """Run Keras's `fit` with a checkpoint, called from a `fit` of the model."""
+        given = arguments_of(self._loop.fit, args, kwargs)
+        with fit_scope(given.get("callbacks"), process_group):
+            return self._loop.fit(*args, **kwargs)
 
     # ------------------------------------------------------------------------ inside
 
@@ -250,8 +303,8 @@ class Attachment:
         self._take_in()
 
     def _take_in(self) -> None:
-        """Take in variables that appeared since."""
-        variables = variables_of(self.model)
+        """Mirror the variables that were created since the last call."""
+        variables = mirrored_variables(self.model)
         for variable in variables:
             self._check_layout(variable)
         self._copies.take_in(variables)
@@ -284,10 +337,10 @@ class Attachment:
 
 @functools.cache
 def strategy_of(devices: tuple[str, ...]) -> Any:
-    """TensorFlow's strategy for these devices.
+    """Return TensorFlow's strategy for these devices.
 
-    Between GPUs NCCL adds up gradients; virtual devices of one CPU hand them to the
-    first, because collectives between them wait for threads that there are too few of.
+    Several GPUs sum gradients by NCCL. Virtual CPU devices reduce on the first device,
+    because collectives between them need more threads than there are.
     """
     if devices[0].startswith("gpu") and len(devices) > 1:
         across = tf.distribute.NcclAllReduce()
@@ -296,24 +349,19 @@ def strategy_of(devices: tuple[str, ...]) -> Any:
     return tf.distribute.MirroredStrategy(list(devices), cross_device_ops=across)
 
 
+def _next_batch(iterator: Any) -> Any:
+    batch = iterator.get_next_as_optional()
+    if not batch.has_value():
+        raise StopIteration
+    return batch.get_value()
+
+
 @contextmanager
 def _without_xla(model: Any) -> Iterator[None]:
-    """While it lasts, `model` asks for no XLA, which compiles for one device only."""
+    """Turn XLA off for `model` inside the context: XLA compiles for one device only."""
     before = model._jit_compile
     model._jit_compile = False
     try:
         yield
     finally:
         model._jit_compile = before
-
-
-def _check_class(model: Any) -> None:
-    # keras/src/backend/tensorflow/trainer.py: the methods that make step functions.
-    trainer = keras.src.backend.tensorflow.trainer.TensorFlowTrainer
-    for name in ("make_train_function", "make_test_function", "make_predict_function"):
-        if getattr(type(model), name) is not getattr(trainer, name):
-            raise UnsupportedModel(
-                f"{type(model).__name__} has its own {name}, and lockstep has to replace that "
-                "method to run the step on several devices.\n"
-                "Override train_step, test_step or predict_step instead."
-            )

@@ -1,4 +1,4 @@
-"""How each layer of a split model runs, while a step is traced."""
+"""The plan by which each layer of a split model runs while a step is traced."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -7,27 +7,29 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lockstep.engines.replaced import replaced
-from lockstep.engines.tensorflow.beside import remade
-from lockstep.engines.tensorflow.moments import moments_over
-from lockstep.engines.tensorflow.proof.rows import (
+from lockstep.engines.patched import patched
+from lockstep.engines.rowwise import (
     is_batch_norm,
     is_container,
     parts_of,
     stateful_rnns,
     works_by_rows,
 )
-from lockstep.engines.tensorflow.replicas import Team
+from lockstep.engines.tensorflow.moments import moments_over
+from lockstep.engines.tensorflow.replica_consistency import tensors_in
+from lockstep.engines.tensorflow.replicas import ReplicaGroup
 from lockstep.engines.tensorflow.stateful import by_rows
+from lockstep.engines.tensorflow.tensor_metadata import remade
+from lockstep.keras_compat import get_keras_mask, set_keras_mask
 
 
 class Plan:
-    """Which layers of a model run by rows, and which see the global batch.
+    """Sorts the layers of a model: those that run by rows, and those on the global batch.
 
     Attributes:
-        whole: Layers and operations that may look across the batch.
-        norms: Batch norms, whose moments are those of the global batch.
-        stateful: RNNs of which each replica runs its own rows of their state.
+        whole: Layers and operations that run on the global batch.
+        norms: Batch norms. They use the moments of the global batch.
+        stateful: Stateful RNNs. Each replica runs its own rows of their state.
         every: Every layer that is not inside one of `whole`.
     """
 
@@ -41,7 +43,16 @@ class Plan:
         self._proven = {id(part) for part in proven}
         self._seen: set[int] = set()
         self._draws_together = draws_together
-        self._sort(model)
+        if model is not None:
+            self._sort(model)
+
+    @classmethod
+    def of_all(cls, layers: list[Any]) -> "Plan":
+        """Return a plan in which every layer may run by rows."""
+        plan = cls(None)
+        plan.every = list(layers)
+        plan.norms = [layer for layer in layers if is_batch_norm(layer)]
+        return plan
 
     def _sort(self, part: Any) -> None:
         if id(part) in self._seen:
@@ -70,8 +81,8 @@ class Plan:
             self.whole.append(part)
 
     @contextmanager
-    def in_force(self, team: Team) -> Iterator[None]:
-        """While it lasts, the layers run by this plan in the replicas of `team`."""
+    def in_force(self, team: ReplicaGroup) -> Iterator[None]:
+        """Apply this plan to the layers inside the context, in the replicas of `team`."""
         changes: list[tuple[Any, str, Any]] = []
         for layer in self.whole:
             changes.append((layer, "call", _on_global_batch(layer, layer.call, team)))
@@ -87,10 +98,12 @@ class Plan:
                 hook = _of_global_outputs(layer, regularizer, team)
                 changes.append((layer, "activity_regularizer", hook))
         for layer in _each(self.every):
+            if isinstance(layer, keras.layers.Embedding) and layer not in self.whole:
+                changes.append((layer, "call", _looking_up(layer, layer.call, team)))
             # keras/src/layers/layer.py, Layer._initialize_tracker
             for seeds in layer._seed_generators:
                 changes.append((seeds, "next", _of_this_replica(seeds.next, team)))
-        with replaced(changes):
+        with patched(changes):
             yield
 
 
@@ -99,7 +112,7 @@ def _each(items: list[Any]) -> list[Any]:
 
 
 def _drawing(part: Any) -> list[Any]:
-    """The layers that draw random numbers, of those that can see the whole batch."""
+    """Return the layers inside `part` that draw random numbers and can run on a global batch."""
     if not isinstance(part, keras.layers.Layer):
         return []
     if part._seed_generators or works_by_rows(part) or stateful_rnns(part):
@@ -115,8 +128,10 @@ def _layers(part: Any) -> list[Any]:
     return list(part._flatten_layers()) if isinstance(part, keras.layers.Layer) else []
 
 
-def _on_global_batch(layer: Any, call: Callable[..., Any], team: Team) -> Callable[..., Any]:
-    """`call`, with the rows of all replicas in its inputs, and this one's of its outputs."""
+def _on_global_batch(
+    layer: Any, call: Callable[..., Any], team: ReplicaGroup
+) -> Callable[..., Any]:
+    """Wrap `call`: gather the rows of its inputs, return this replica's rows of its outputs."""
     told = f"what goes into and out of {layer.name!r} ({type(layer).__name__})"
 
     def gathered_call(*args: Any, **kwargs: Any) -> Any:
@@ -128,9 +143,9 @@ def _on_global_batch(layer: Any, call: Callable[..., Any], team: Team) -> Callab
             if not _has_rows(value):
                 return value
             gathered = replica.gather(value, told)
-            mask = keras.src.backend.get_keras_mask(value)  # keras/src/backend/__init__.py
+            mask = get_keras_mask(value)
             if mask is not None:
-                keras.src.backend.set_keras_mask(gathered, replica.gather(mask, told))
+                set_keras_mask(gathered, replica.gather(mask, told))
             return gathered
 
         def own(value: Any) -> Any:
@@ -160,9 +175,27 @@ def _on_global_batch(layer: Any, call: Callable[..., Any], team: Team) -> Callab
     return gathered_call
 
 
+def _looking_up(layer: Any, call: Callable[..., Any], team: ReplicaGroup) -> Callable[..., Any]:
+    """Wrap the `call` of an embedding, which a loss of the global batch may use as well."""
+
+    def look_up(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        replica = team.current_in_global_part()
+        if replica is None or replica.part is None or not replica.part.shares:
+            return call(inputs, *args, **kwargs)
+        inputs = tf.identity(tf.convert_to_tensor(inputs))  # the section checks where it is from
+        if not inputs.dtype.is_integer:
+            return call(inputs, *args, **kwargs)
+        with replica.apart() as part, replica.alike(f"{layer.name!r}"):
+            found = replica.looked_up(call(inputs, *args, **kwargs))
+        part.given += tensors_in(found)
+        return found
+
+    return look_up
+
+
 def _has_rows(value: Any) -> bool:
-    # Inside a step the number of a replica's rows is not known when it is traced, so
-    # that a tensor with a known first dim is none of rows.
+    # The number of a replica's rows is unknown while tracing. So a tensor with a known
+    # first dim has no rows.
     return isinstance(value, tf.Tensor) and value.shape.rank != 0 and value.shape[0] is None
 
 
@@ -174,8 +207,8 @@ def _unaligned(layer: Any) -> str:
     )
 
 
-def _of_global_outputs(layer: Any, regularizer: Any, team: Team) -> Callable[[Any], Any]:
-    """An activity regularizer of the outputs of all replicas."""
+def _of_global_outputs(layer: Any, regularizer: Any, team: ReplicaGroup) -> Callable[[Any], Any]:
+    """Wrap an activity regularizer to see the outputs of all replicas."""
     told = f"what comes out of {layer.name!r}"
 
     def regularize(output: Any) -> Any:
@@ -192,8 +225,8 @@ def _of_global_outputs(layer: Any, regularizer: Any, team: Team) -> Callable[[An
     return regularize
 
 
-def _of_this_replica(draw: Callable[..., Any], team: Team) -> Callable[..., Any]:
-    """The next seed, another one on every replica but the first."""
+def _of_this_replica(draw: Callable[..., Any], team: ReplicaGroup) -> Callable[..., Any]:
+    """Wrap `draw` to return a different seed on every replica, on the first one its own."""
 
     def draw_here(*args: Any, **kwargs: Any) -> Any:
         seed = draw(*args, **kwargs)

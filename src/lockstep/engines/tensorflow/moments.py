@@ -1,4 +1,4 @@
-"""The moments of batch norm, over the rows of all replicas."""
+"""The moments of batch norm over the rows of all replicas."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lockstep.engines.tensorflow.replicas import Replica, Team
+from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup
 
 
-def moments_over(layer: Any, team: Team) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """Mean and variance of the global batch, in place of a batch norm's `_moments`.
+def moments_over(layer: Any, team: ReplicaGroup) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """Return a replacement for a batch norm's `_moments` that uses the global batch.
 
-    The variance is the mean of the squared distances from the mean, in a second pass:
-    the mean of squares less the square of the mean loses all digits for inputs far
-    from zero.
+    The variance is the mean squared distance from the mean, computed in a second pass.
+    The mean of squares minus the squared mean would lose all digits for inputs far from
+    zero.
     """
     plain = layer._moments  # keras/src/layers/normalization/batch_normalization.py
 
@@ -49,7 +49,7 @@ def _moments(layer: Any, replica: Replica, inputs: Any, mask: Any) -> tuple[Any,
         kept = tf.cast(kept, "bool")
         weights = tf.cast(kept, inputs.dtype)
         count = tf.add_n(replica.exchange(tf.reduce_sum(weights, axes, keepdims=True)))
-        # The same small number that Keras adds where there is a mask.
+        # Keras adds the same epsilon if there is a mask.
         count += keras.config.epsilon()
         mean = total(tf.where(kept, inputs, 0)) / count
         variance = total(tf.square(tf.where(kept, inputs - mean, 0))) / count

@@ -1,8 +1,8 @@
-"""Looks inside one training step on TensorFlow: what each layer gave, and each gradient."""
+"""Records the layer outputs and the gradients of one training step on TensorFlow."""
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -11,24 +11,26 @@ import numpy as np
 import tensorflow as tf
 
 from lockstep.engines.engine import Clock, Compiling, Data, Trace
-from lockstep.engines.looking import part_of, watched_layers
-from lockstep.engines.replaced import replaced
-from lockstep.engines.tensorflow.alike import NotAlike
+from lockstep.engines.patched import patched
+from lockstep.engines.tensorflow.mirrored_variables import mirrored_variables
+from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer
 from lockstep.engines.tensorflow.steps import Steps
 from lockstep.engines.tensorflow.unsplit import own_step
-from lockstep.engines.tensorflow.variables import variables_of
-from lockstep.errors import UnsupportedBackend
+from lockstep.engines.watched_layers import not_built, part_of, watched_layers
+from lockstep.errors import UnsupportedBackend, UnsupportedModel
+from lockstep.keras_compat import pythonify_logs
+from lockstep.training.build import build, is_ready
 
 
 class TensorFlowProbe:
-    """Looks at one model, attached or not; see `Probe` for the contract.
+    """Probes one model, attached or not; see `Probe` for the contract.
 
-    Replicas draw random numbers of their own, and would not be comparable with one
-    device. While they are looked at, every device draws those of the whole batch.
+    In training, replicas draw their own random numbers, which differ from those of one
+    device. In a probed step, every device draws those of the global batch.
     """
 
     def __init__(self, model: Any, steps: Callable[[], Steps | None]) -> None:
-        """`steps` gives the steps of the model where it is attached."""
+        """`steps` returns the steps of the model, or `None` if it is not attached."""
         self._model = model
         self._steps = steps
 
@@ -40,7 +42,7 @@ class TensorFlowProbe:
         """Not here yet."""
         raise UnsupportedBackend(_BENCH)
 
-    def clock(self, most: int, *, settle: bool = False) -> Clock:
+    def clock(self, most: int) -> Clock:
         """Not here yet."""
         raise UnsupportedBackend(_BENCH)
 
@@ -50,7 +52,7 @@ class TensorFlowProbe:
 
     @contextmanager
     def precise(self) -> Iterator[None]:
-        """Matrix products at full precision, and no XLA, which several devices do without."""
+        """Use full-precision matrix products and no XLA, as several devices run without XLA."""
         model, config = self._model, tf.config.experimental
         before = config.tensor_float_32_execution_enabled(), model.jit_compile
         config.enable_tensor_float_32_execution(False)
@@ -62,37 +64,50 @@ class TensorFlowProbe:
             model.jit_compile = before[1]
 
     def alike(self) -> AbstractContextManager[None]:
-        """Nothing: there is one process."""
+        """Do nothing: there is only one process."""
         return nullcontext()
 
     def fresh(self) -> None:
-        """Trace the model anew at its next step."""
+        """Trace the model again at its next step."""
         self._together()
         self._model.make_train_function(force=True)
 
-    def train(self, batch: tuple[Any, Any, Any]) -> dict[str, Any]:
-        """Train one step on `batch`; the logs it gives."""
+    def build(self, batch: Any) -> None:
+        """Build what is not built yet, as `fit` does in the trace of its first step."""
+        model = self._model
+        if own_step(model, "train_step") is None or model.run_eagerly:
+            try:
+                build(model, "train", batch)
+            except UnsupportedModel as error:
+                raise not_built(model, error) from error
+        elif not is_ready(model, "train"):
+            step = tf.function(model.train_step, autograph=False)
+            step.get_concrete_function(_tensors(batch))
+
+    def train(self, batch: Any) -> dict[str, Any]:
+        """Train one step on a batch in the structure of `fit`, and return the logs."""
         self._together()
-        x, y, sample_weight = batch
-        logs = self._model.train_on_batch(x, y, sample_weight=sample_weight, return_dict=True)
+        # keras/src/backend/tensorflow/trainer.py, TensorFlowTrainer.train_on_batch
+        model = self._model
+        model.make_train_function()
+        model.reset_metrics()
+        logs = pythonify_logs(model.train_function(iter([_tensors(batch)])))
         return {name: np.asarray(value) for name, value in logs.items()}
 
-    def look(self, batch: tuple[Any, Any, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What each layer gives for `batch`, in order, and the gradient of each variable.
+    def look(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the layer outputs for `batch`, in order, and the gradient of each variable.
 
-        Nothing of the model changes. Layers are those of the model and of models
-        inside it; a model with a `train_step` of its own has no gradients here.
+        The model does not change. Layers inside nested models are included. A model with
+        its own `train_step` has no gradients here.
         """
-        variables = variables_of(self._model)
+        variables = mirrored_variables(self._model)
         before = [keras.ops.convert_to_numpy(variable) for variable in variables]
-        data = keras.tree.map_structure(
-            lambda leaf: leaf if leaf is None else tf.convert_to_tensor(leaf), batch
-        )
+        data = _tensors(batch)
         steps = self._together()
         try:
             try:
                 seen = tf.function(self._looking_step, autograph=False)(data)
-            except NotAlike as found:
+            except ReplicasDiffer as found:
                 assert steps is not None
                 steps.give_up("train", str(found))
                 seen = tf.function(self._looking_step, autograph=False)(data)
@@ -102,7 +117,7 @@ class TensorFlowProbe:
         return part_of(seen, "activation"), part_of(seen, "gradient")
 
     def notes(self) -> list[str]:
-        """How the losses and metrics come by their values, where several devices run."""
+        """Return a note on which losses and metrics are sharded, and which are not and why."""
         steps = self._steps()
         choices = {} if steps is None else steps.choices
         own = [repr(name) for name, why in choices.items() if why is None]
@@ -137,14 +152,27 @@ class TensorFlowProbe:
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         with _recorded(model, lambda output: output) as seen, tf.GradientTape() as tape:
-            y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
             if own_step(model, "train_step") is not None:
+                # Such a model may call its layers in any way, and leave `call` undefined.
+                with suppress(Exception):
+                    self._forward(x)
                 return seen(), []
+            y_pred = self._forward(x)
             # keras/src/trainers/trainer.py, Trainer._compute_loss
             loss = model._compute_loss(
                 x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
             )
         return seen(), tape.gradient(loss, model.trainable_weights)
+
+    def _forward(self, x: Any) -> Any:
+        model = self._model
+        return model(x, training=True) if model._call_has_training_arg else model(x)
+
+
+def _tensors(batch: Any) -> Any:
+    return keras.tree.map_structure(
+        lambda leaf: leaf if leaf is None else tf.convert_to_tensor(leaf), batch
+    )
 
 
 _BENCH = (
@@ -155,13 +183,15 @@ _BENCH = (
 
 @contextmanager
 def _recorded(model: Any, whole: Callable[[Any], Any]) -> Iterator[Callable[[], dict[str, Any]]]:
-    """Records what the layers of a model give, in the order in which they are called.
-
-    What it yields gives what was recorded in the thread that asks: each replica has one.
+    """Record the layer outputs of a model, in the order of the calls.
 
     Args:
         model: The model.
-        whole: Makes a tensor of the global batch of an output.
+        whole: Gathers an output over all replicas.
+
+    Yields:
+        A function that returns the outputs recorded in the calling thread. Each replica
+        has its own thread.
     """
     threads: dict[int, dict[str, Any]] = {}
     layers = watched_layers(model)
@@ -181,5 +211,5 @@ def _recorded(model: Any, whole: Callable[[Any], Any]) -> Iterator[Callable[[], 
 
         return record
 
-    with replaced([(layer, "call", recording(layer)) for layer in layers]):
+    with patched([(layer, "call", recording(layer)) for layer in layers]):
         yield seen

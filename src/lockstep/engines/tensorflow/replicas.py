@@ -1,10 +1,9 @@
-"""Replicas that run one step side by side, and what they tell each other.
+"""The replicas of one step, and the communication between them.
 
-The rule that makes gradients exact: on every replica, the gradient of a value made
-from its own rows is the true one; the gradients of a value that all replicas hold
-alike are shares, which add up to the true one. So the loss, which all hold alike, is
-divided by the number of replicas before it is differentiated, and the gradients of
-the weights are summed.
+Two rules make gradients exact. The gradient of a value computed from a replica's own
+rows is complete on that replica. The gradients of a replicated value sum up to the
+complete gradient over all replicas. So the replicated loss is divided by the number
+of replicas before differentiation, and the gradients of the weights are summed.
 """
 
 import threading
@@ -12,23 +11,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import keras
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib
 
-from lockstep.engines.tensorflow.alike import Part, Program, tensors_in
-from lockstep.engines.tensorflow.variables import Copies
+from lockstep.engines.tensorflow.mirrored_variables import MirroredVariables
+from lockstep.engines.tensorflow.replica_consistency import GlobalSection, Program, tensors_in
+from lockstep.keras_compat import global_state
 
 
 class Shards:
-    """Which rows of one global batch each replica has; the last ones may have none.
+    """The rows of one global batch that each replica has; the last shards may be empty.
+
+    Some kernels fail on empty tensors. So a replica with an empty shard runs one row of
+    another replica, and its results are dropped.
 
     Attributes:
-        rows: The rows of the global batch.
-        starts: Where the rows of each replica begin.
-        counts: How many rows each replica has.
-        sizes: How many rows each replica runs: one that has none runs a row of
-            another, because some kernels fail on no rows, and its results are dropped.
+        rows: The number of rows in the global batch.
+        starts: The first row that each replica runs.
+        counts: The number of rows in the shard of each replica.
+        sizes: The number of rows that each replica runs.
     """
 
     def __init__(self, rows: Any, replicas: int) -> None:
@@ -43,7 +44,7 @@ class Shards:
         ]
 
     def size_of(self, rows: int | None, replica: int) -> int | None:
-        """How many rows a replica runs of so many, where that is known while tracing."""
+        """Return how many of `rows` a replica runs, or `None` if `rows` is `None`."""
         if rows is None:
             return None
         size = -(-rows // len(self.counts))
@@ -51,7 +52,7 @@ class Shards:
         return min(max(min(size, left), 1), rows)
 
     def of(self, value: Any, replica: int) -> Any:
-        """The rows that a replica runs, of a tensor of the global batch."""
+        """Return the rows of a tensor of the global batch that a replica runs."""
         start = self.starts[replica]
         return value[start : start + self.sizes[replica]]
 
@@ -60,15 +61,15 @@ class Replica:
     """One replica while it runs a step.
 
     Attributes:
-        index: Its number.
-        shards: Who has which rows.
-        part: What it does while it sees the global batch; `None` where it sees its rows.
+        index: The number of the replica.
+        shards: The shards of the step.
+        part: The global section it is in; `None` while it works on its own rows.
     """
 
-    def __init__(self, index: int, shards: Shards, team: "Team", context: Any) -> None:
+    def __init__(self, index: int, shards: Shards, team: "ReplicaGroup", context: Any) -> None:
         self.index = index
         self.shards = shards
-        self.part: Part | None = None
+        self.part: GlobalSection | None = None
         self._team = team
         self._context = context
         self._round = 0
@@ -80,19 +81,22 @@ class Replica:
         return self._team.size == 1
 
     @contextmanager
-    def globally(self, what: str, given: Any, *, last: bool = False) -> Iterator[Part]:
-        """While it lasts, what runs sees the global batch, as on every other replica.
+    def globally(
+        self, what: str, given: Any, *, last: bool = False, shares: bool = False
+    ) -> Iterator[GlobalSection]:
+        """Run code on the global batch, identically on every replica.
 
         Args:
-            what: A name for it.
-            given: The tensors it works on, in any structure.
-            last: Whether no gradient flows back through it.
+            what: The name of the code, for errors.
+            given: The input tensors, in any structure.
+            last: Whether no gradient flows back through the code.
+            shares: `GlobalSection.shares`.
 
         Raises:
-            NotAlike: If it may not be the same on every replica.
+            ReplicasDiffer: If the operations may differ between replicas.
         """
         before = self.part
-        part = self.part = Part(tensors_in(given))
+        part = self.part = GlobalSection(tensors_in(given), shares=shares)
         try:
             yield part
         finally:
@@ -101,8 +105,8 @@ class Replica:
         self._checked += 1
 
     @contextmanager
-    def apart(self) -> Iterator[Part]:
-        """While it lasts, inside of a global part, it sees its own rows; the part around."""
+    def apart(self) -> Iterator[GlobalSection]:
+        """Work on this replica's own rows inside a global section, and yield that section."""
         part, self.part = self.part, None
         assert part is not None
         part.pause()
@@ -114,26 +118,29 @@ class Replica:
 
     @contextmanager
     def alike(self, what: str) -> Iterator[None]:
-        """While it lasts, it does with its rows what every other replica does with theirs.
+        """Run code on this replica's own rows, with the same operations on every replica.
+
+        Args:
+            what: The name of the code, for errors.
 
         Raises:
-            NotAlike: If it does something else; `what` names it.
+            ReplicasDiffer: If the operations differ from those of the first replica.
         """
-        part = Part([])
+        part = GlobalSection([])
         yield
         self._team.program.compare(self._checked, what, part.end())
         self._checked += 1
 
     def own(self, whole: Any) -> Any:
-        """The rows this replica runs, of a tensor of the global batch."""
+        """Return the rows of a tensor of the global batch that this replica runs."""
         return self.shards.of(whole, self.index)
 
     def own_of_alike(self, whole: Any) -> Any:
-        """The rows this replica runs, of what all replicas made alike; a single number as it is.
+        """Return the rows of a replicated tensor that this replica runs; a scalar unchanged.
 
-        The first replica is given the gradient of all of it, and the others zeros: so what was
-        looked up in a table has one gradient for each time, as on one device, and not a part
-        from every replica. Optimizers square and clip them one by one.
+        The first replica receives the whole gradient, the others zeros. So a table lookup has
+        one gradient for each entry, as on one device, and no part from every replica. This
+        matters because optimizers square and clip these gradients one by one.
         """
         is_one = whole.shape.rank == 0
         if not _has_gradient(whole):
@@ -153,9 +160,9 @@ class Replica:
         return tf.custom_gradient(own)(whole)
 
     def gather(self, value: Any, told: str) -> Any:
-        """The rows of all replicas, for what each replica uses in a way of its own.
+        """All-gather the rows of all replicas for code that may differ between replicas.
 
-        The gradient is what all replicas found for the rows of this one.
+        The gradient is the sum over replicas of the gradients of this replica's rows.
         """
         true = self.true_rows(value, told)
         if not _has_gradient(value):
@@ -163,7 +170,7 @@ class Replica:
 
         def gathered(true: Any) -> Any:
             def back(gradient: Any) -> Any:
-                gradient = tf.convert_to_tensor(gradient)  # where rows were looked up
+                gradient = tf.convert_to_tensor(gradient)  # a lookup gives IndexedSlices
                 rows = [
                     gradient[start : start + count]
                     for start, count in zip(self.shards.starts, self.shards.counts, strict=True)
@@ -175,19 +182,19 @@ class Replica:
         return tf.custom_gradient(gathered)(true)
 
     def gather_alike(self, value: Any, told: str) -> Any:
-        """The rows of all replicas, for what all replicas do alike.
+        """All-gather the rows of all replicas for code that is identical on every replica.
 
-        Every replica finds the same gradient, its share, so nothing is asked of the
-        others for it: the gradient of this replica's rows is that times their number.
+        Every replica computes the same share of the gradient. So the gradient of this
+        replica's rows is its share times the number of replicas, without communication.
         """
         true = self.true_rows(value, told)
         parts = list(self.exchange(true))
         if _has_gradient(value):
-            parts[self.index] = self._times(true, self._team.size)
+            parts[self.index] = _times(true, self._team.size)
         return tf.concat(parts, axis=0)
 
     def sum(self, value: Any) -> Any:
-        """The sum over replicas, and of the gradients as well."""
+        """Return the sum over replicas; the gradient is summed over replicas as well."""
 
         def summed(value: Any) -> Any:
             return tf.add_n(self.exchange(value)), lambda g: tf.add_n(self.exchange(g))
@@ -195,7 +202,7 @@ class Replica:
         return tf.custom_gradient(summed)(value)
 
     def sum_gradients(self, gradients: list[Any]) -> list[Any]:
-        """The gradients of the weights, summed over replicas by `tf.distribute`."""
+        """Return the gradients of the weights, summed over replicas by `tf.distribute`."""
         present = [gradient for gradient in gradients if gradient is not None]
         if self.alone or not present:
             return gradients
@@ -208,7 +215,7 @@ class Replica:
         return [None if gradient is None else next(reduced) for gradient in gradients]
 
     def exchange(self, value: Any) -> tuple[Any, ...]:
-        """What every replica gives here, in their order."""
+        """Return the `value` of every replica, in the order of replicas."""
         board = self._team.board(self._round)
         board[self.index] = value
         self._round += 1
@@ -216,7 +223,12 @@ class Replica:
         return tuple(board)
 
     def true_rows(self, value: Any, told: str) -> Any:
-        """The rows this replica has, of what it ran; `told` names that in an error."""
+        """Return the rows of this replica's shard, without the extra row of an empty shard.
+
+        Args:
+            value: A tensor of the rows that this replica runs.
+            told: The name of the tensor, for errors.
+        """
         size = self.shards.sizes[self.index]
         with tf.control_dependencies(
             [
@@ -230,15 +242,35 @@ class Replica:
         ):
             return value[: self.shards.counts[self.index]]
 
-    @staticmethod
-    def _times(value: Any, factor: int) -> Any:
-        def same(value: Any) -> Any:
-            return tf.identity(value), lambda gradient: gradient * factor
+    def own_of_shared(self, whole: Any) -> Any:
+        """Return the rows of a replicated tensor that this replica runs.
 
-        return tf.custom_gradient(same)(value)
+        Every replica receives an equal share of the whole gradient, as code does that each
+        replica runs on the global batch.
+        """
+        if not _has_gradient(whole):
+            return self.own(whole)
+        count = self.shards.counts[self.index]
+
+        def own(whole: Any) -> Any:
+            def back(gradient: Any) -> Any:
+                true = tf.convert_to_tensor(gradient)[:count]
+                return tf.concat(self.exchange(true), axis=0) / self._team.size
+
+            return self.own(whole), back
+
+        return tf.custom_gradient(own)(whole)
+
+    def looked_up(self, values: Any) -> Any:
+        """Return rows of a table, so that the first replica has the whole gradient of them.
+
+        A gradient of a table has an entry for each row that was looked up, and optimizers
+        square and clip these entries. The shares of all replicas would be other entries.
+        """
+        return _times(values, self._team.size if self.index == 0 else 0)
 
     def _meet(self, merge: Callable[..., Any], values: list[Any]) -> Any:
-        """Wait for all replicas; `merge` then runs once for all of them."""
+        """Wait for all replicas, and run `merge` once for all of them."""
         self._team.leave(self.index)
         with _mode(self._context):
             merged = self._context.merge_call(merge, args=tuple(values))
@@ -246,19 +278,19 @@ class Replica:
         return merged
 
 
-class Team:
+class ReplicaGroup:
     """The replicas of one step, in lockstep.
 
-    Attributes:
-        size: How many they are.
-        program: What they all do alike.
+    `tf.distribute` runs each replica in a thread, one at a time, and switches threads
+    where replicas exchange values. Each switch also swaps the Python state of Keras:
+    the copies that variables hold, and the losses that layers added.
 
-    `tf.distribute` runs them in threads, of which one runs at a time; they change
-    where the replicas meet. What Keras keeps in Python changes with them: the copy
-    that a variable is, and the losses that layers added.
+    Attributes:
+        size: The number of replicas.
+        program: The operations that all replicas share.
     """
 
-    def __init__(self, strategy: Any, copies: Copies, layers: list[Any]) -> None:
+    def __init__(self, strategy: Any, copies: MirroredVariables, layers: list[Any]) -> None:
         self.size = int(strategy.num_replicas_in_sync)
         self._strategy = strategy
         self._copies = copies
@@ -269,14 +301,14 @@ class Team:
         self.program = Program(copies)
 
     def run(self, step: Callable[[Replica], Any], shards: Shards) -> list[Any]:
-        """What `step` gives on each replica."""
+        """Return the result of `step` on each replica."""
         results: list[Any] = [None] * self.size
         carried = _thread_state()
 
         def on_replica() -> None:
             context = tf.distribute.get_replica_context()
-            # tensorflow/python/distribute/distribute_lib.py: its number while tracing,
-            # where the public one is a tensor.
+            # tensorflow/python/distribute/distribute_lib.py: the number as a Python int
+            # while tracing. The public attribute is a tensor.
             index = int(context._replica_id)
             replica = self._here.replica = Replica(index, shards, self, context)
             _tracker().__dict__.update(carried)
@@ -294,29 +326,32 @@ class Team:
         return results
 
     def current(self) -> Replica | None:
-        """The replica that runs in this thread and is not in a global part."""
+        """Return the replica of this thread, or `None` inside a global section."""
         replica: Replica | None = getattr(self._here, "replica", None)
         return None if replica is None or replica.part is not None else replica
 
     def current_in_global_part(self) -> Replica | None:
-        """The replica that runs in this thread and in a global part, not in a function there."""
+        """Return the replica of this thread inside a global section, else `None`.
+
+        Also return `None` inside a function that is traced in the section.
+        """
         replica: Replica | None = getattr(self._here, "replica", None)
         part = None if replica is None else replica.part
         return replica if part is not None and part.is_at_top() else None
 
     def board(self, number: int) -> list[Any]:
-        """Where the replicas put what they give in one exchange."""
+        """Return the list that holds the values of one exchange."""
         while len(self._boards) <= number:
             self._boards.append([None] * self.size)
         return self._boards[number]
 
     def enter(self, replica: int) -> None:
-        """This replica runs from here on."""
+        """Switch the state of Keras to this replica, which runs from here on."""
         self._copies.put_on(replica)
         self._set_losses(self._losses[replica])
 
     def leave(self, replica: int) -> None:
-        """Another replica may run from here on."""
+        """Store the state of this replica; another one may run from here on."""
         # keras/src/layers/layer.py, Layer.add_loss and Layer._clear_losses
         self._losses[replica] = [
             (list(layer._losses), set(layer._loss_ids)) for layer in self._layers
@@ -331,10 +366,10 @@ class Team:
 
 @contextmanager
 def _mode(context: Any) -> Iterator[None]:
-    """Let TensorFlow, in this thread, be in a replica's context; `None` for no strategy's.
+    """Set the replica context of TensorFlow in this thread; `None` sets no strategy.
 
-    Without a strategy Keras scales no loss, and its optimizers update the variables
-    they see: keras/src/losses/loss.py, scale_loss_for_distribution, and
+    Without a strategy Keras scales no loss, and its optimizers update plain variables.
+    See keras/src/losses/loss.py, scale_loss_for_distribution, and
     keras/src/backend/tensorflow/optimizer.py.
     """
     # tensorflow/python/distribute/distribute_lib.py
@@ -349,13 +384,22 @@ def _mode(context: Any) -> Iterator[None]:
         distribute_lib._pop_per_thread_mode()
 
 
+def _times(value: Any, factor: int) -> Any:
+    """Return a tensor whose gradient is multiplied on its way back."""
+
+    def same(value: Any) -> Any:
+        return tf.identity(value), lambda gradient: gradient * factor
+
+    return tf.custom_gradient(same)(value)
+
+
 def _has_gradient(value: Any) -> bool:
     return bool(value.dtype.is_floating or value.dtype.is_complex)
 
 
 def _tracker() -> Any:
-    # keras/src/backend/common/global_state.py keeps these for each thread.
-    return keras.src.backend.common.global_state.GLOBAL_STATE_TRACKER
+    # keras/src/backend/common/global_state.py keeps this state for each thread.
+    return global_state.GLOBAL_STATE_TRACKER
 
 
 def _thread_state() -> dict[str, Any]:

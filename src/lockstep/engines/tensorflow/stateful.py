@@ -1,4 +1,4 @@
-"""Stateful RNNs, of whose state each replica takes the rows of its part of the batch."""
+"""Stateful RNNs on several replicas; each replica runs its own rows of the state."""
 
 import threading
 from typing import Any
@@ -6,20 +6,23 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lockstep.engines.tensorflow.replicas import Replica, Team
+from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup
 
 
-def by_rows(rnn: Any, team: Team) -> list[tuple[Any, str, Any]]:
-    """What a stateful RNN has, by name, for replicas that each run their rows of its state.
+def by_rows(rnn: Any, team: ReplicaGroup) -> list[tuple[Any, str, Any]]:
+    """Return the attributes to patch so that each replica runs its rows of an RNN's state.
 
-    Row i of every batch goes on where row i of the one before ended. Each replica reads its
-    rows; those that all replicas leave are put together again, so that every copy of the state
-    is whole, whoever reads, saves or resets it.
+    Row i of a batch continues row i of the batch before. Each replica reads its rows of the
+    state. The new rows of all replicas are gathered, so every copy of the state is complete
+    when it is read, saved or reset.
+
+    Returns:
+        Tuples of the RNN, the name of an attribute, and its new value.
     """
     call, here = rnn.call, threading.local()
 
     def call_by_rows(*args: Any, **kwargs: Any) -> Any:
-        # keras/src/layers/rnn/rnn.py, RNN.call: makes tensors of the states, and assigns to them.
+        # keras/src/layers/rnn/rnn.py, RNN.call converts the states to tensors and assigns to them.
         here.replica = team.current()
         try:
             return call(*args, **kwargs)
@@ -31,7 +34,7 @@ def by_rows(rnn: Any, team: Team) -> list[tuple[Any, str, Any]]:
 
 
 class _ByRows:
-    """One variable of a state; by rows within the call of its RNN, and whole to anybody else."""
+    """One state variable: sharded inside the call of its RNN, complete elsewhere."""
 
     def __init__(self, state: Any, here: threading.local, name: str) -> None:
         self._state = state
@@ -42,7 +45,7 @@ class _ByRows:
         return getattr(self._state, name)
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> Any:
-        """The rows of this replica."""
+        """Return this replica's rows inside a call of the RNN, else the whole state."""
         replica, state = self._replica(), tf.convert_to_tensor(self._state.value)
         if replica is not None:
             check = tf.debugging.assert_equal(
@@ -56,7 +59,7 @@ class _ByRows:
         return state if dtype is None else tf.cast(state, dtype)
 
     def assign(self, value: Any) -> None:
-        """Let the state be what all replicas assign, row by row."""
+        """Assign the gathered rows of all replicas."""
         replica = self._replica()
         if replica is not None:
             true = replica.true_rows(value, f"the state of {self._name!r}")

@@ -1,10 +1,10 @@
-"""Keras's TensorFlow steps over several replicas.
+"""Keras's TensorFlow steps on several replicas.
 
-Replicas run the layers on their rows. What the layers give is gathered, and the loss
-and the metrics are computed of the global batch, alike on every replica, by the very
-code that computes them on one device. The gradients of the weights are summed, and
-every replica applies them to its own copies by the optimizer's own code. So there is
-no form of loss, metric, clipping or accumulation of which this engine knows.
+Each replica runs the layers on its shard, and the outputs are all-gathered. Every
+replica computes the loss and the metrics of the global batch, by the same code as on
+one device. The gradients of the weights are all-reduced, and the optimizer of Keras
+applies them to the copies of each replica. So this engine needs no code for single
+losses, metrics, clipping or accumulation.
 """
 
 import warnings
@@ -14,70 +14,83 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lockstep.engines.tensorflow.alike import NotAlike, looks_up_weights
+from lockstep.engines.rowwise import Reasons, refused
 from lockstep.engines.tensorflow.layers import Plan
-from lockstep.engines.tensorflow.proof.proof import Reasons, unproven
-from lockstep.engines.tensorflow.replicas import Replica, Shards, Team
+from lockstep.engines.tensorflow.loss_sharding import LossSharding
+from lockstep.engines.tensorflow.mirrored_variables import MirroredVariables
+from lockstep.engines.tensorflow.own_steps import OwnStep, is_ready
+from lockstep.engines.tensorflow.programs import ScratchGraph
+from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer, looks_up_weights
+from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup, Shards
 from lockstep.engines.tensorflow.unsplit import own_step, unsplit_reason
-from lockstep.engines.tensorflow.values import Values
-from lockstep.engines.tensorflow.variables import Copies
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 
 
 class Steps:
-    """The steps of one model over the devices of one strategy.
+    """The steps of one model on the devices of one strategy.
 
     Attributes:
-        draws_together: Whether every device draws the random numbers of the whole batch,
-            as one device does, instead of some of its own.
-        choices: How the losses and metrics of the step that was traced last come by their
-            values; see `Values`.
+        draws_together: Whether every device draws the random numbers of the global batch,
+            as one device does. Otherwise each replica draws its own.
+        choices: `LossSharding.choices` of the step that was traced last.
     """
 
-    def __init__(self, model: Any, strategy: Any, copies: Copies) -> None:
+    def __init__(self, model: Any, strategy: Any, copies: MirroredVariables) -> None:
         self._model = model
         self._strategy = strategy
         self._copies = copies
         self.draws_together = False
         self.choices: dict[str, str | None] = {}
+        self._began: dict[str, bool] = {}
         self._said: set[str] = set()
         self._not_alike: dict[str, str] = {}
 
     def give_up(self, step: str, reason: str) -> None:
-        """Let the first device run this step alone from now on, for a reason in words."""
-        # keras/src/utils/traceback_utils.py, inject_argument_info_in_traceback, wraps the
-        # words of an error inside of a layer's call in bold, once for each layer around.
+        """Run this step on the first device alone from now on; `reason` goes into a warning."""
+        # keras/src/utils/traceback_utils.py, inject_argument_info_in_traceback, wraps an
+        # error message from a layer's call in bold, once for each enclosing layer.
         reason = reason.split("\x1b[1m")[-1].split("\x1b[0m")[0]
         self._not_alike[f"{step}_step"] = f"is not the same on every device: {reason}"
 
     def try_again(self, step: str) -> None:
-        """Forget that a step was given up: what is compiled may be another by now."""
+        """Undo `give_up`: the model may be compiled differently by now."""
         self._not_alike.pop(f"{step}_step", None)
 
+    def is_to_be_traced_again(self, step: str) -> bool:
+        """Return whether the first device ran this step to make variables; once."""
+        again = self._began.get(f"{step}_step", False)
+        if again:
+            self._began[f"{step}_step"] = False
+        return again
+
     def train(self, data: Any) -> Any:
-        """One training step on a global batch; the logs."""
+        """Train on a global batch and return the logs."""
         return self._step("train_step", data, self._train)
 
     def test(self, data: Any) -> Any:
-        """One evaluating step on a global batch; the logs."""
+        """Evaluate a global batch and return the logs."""
         return self._step("test_step", data, self._test)
 
     def predict(self, data: Any) -> Any:
-        """The predictions for a global batch."""
+        """Return the predictions for a global batch."""
         return self._step("predict_step", data, self._predict)
 
     def look(self, data: Any, watch: Any, alone: Any) -> Any:
-        """What `watch` saw in a training step that trains nothing, and the gradients.
+        """Return the values that `watch` records in a training step, and the gradients.
+
+        The step does not apply the gradients.
 
         Args:
             data: A batch.
-            watch: A context that is told how to make whole what it sees, and gives it.
-            alone: What to do instead where the first device runs every batch alone.
+            watch: Takes a function that gathers an output over all replicas. Returns a
+                context manager that yields a function, which returns the recorded values.
+            alone: The step to run if the first device runs every batch alone.
         """
         return self._step("train_step", data, partial(self._look, watch=watch), alone)
 
     def _step(self, name: str, data: Any, split: Any, whole: Any = None) -> Any:
         model = self._model
+        looks = whole is not None
         whole = whole or getattr(model, name)
         if self._strategy.num_replicas_in_sync == 1:
             return self._whole(whole, data)
@@ -85,23 +98,48 @@ class Steps:
         if reason is None:
             plan, reasons = self._plan(data, training=name == "train_step")
             reason = unsplit_reason(model, plan, reasons, data)
+        ready = is_ready(model, name)
+        if reason is not None and not (looks or name in self._not_alike or model.run_eagerly):
+            if name == "predict_step":
+                makes_variables = False
+            else:  # the first batch makes them, and TensorFlow traces it twice
+                makes_variables = self._began.setdefault(name, not ready)
+            if makes_variables:
+                return self._whole(whole, data)
+            if ready or name != "predict_step":
+                return self._own(name, whole, data)
         if reason is not None:
             self._say(f"{model.name!r} {reason}, so the first device runs every batch alone")
             return self._whole(whole, data)
-        team = Team(self._strategy, self._copies, model._flatten_layers())
+        team = ReplicaGroup(self._strategy, self._copies, model._flatten_layers())
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-        values = Values(model, team, x, y)
+        values = LossSharding(model, team, x, y)
         with plan.in_force(team), values.in_force():
             outputs = split(team, values, data)
         self.choices = values.choices
         self._check_strangers()
         if plan.whole:
             names = ", ".join(f"{p.name!r} ({reasons.get(id(p), _DRAWS)})" for p in plan.whole)
-            self._say(f"every device runs {names} of {model.name!r} on the whole batch")
+            self._say(f"every device runs {names} of {model.name!r} on the whole batch", _LAYERS)
+        return outputs
+
+    def _own(self, name: str, step: Any, data: Any) -> Any:
+        """Run a step of the user's own, or of a model that looks across the batch."""
+        model = self._model
+        team = ReplicaGroup(self._strategy, self._copies, model._flatten_layers())
+        own = OwnStep(model, team, f"its {name}", draws_together=self.draws_together)
+        outputs = own.run(step, data)
+        try:
+            self._check_strangers()
+        except UnsupportedModel as error:  # one device may run it
+            raise ReplicasDiffer("it uses variables that no layer of it has") from error
+        if own.whole:
+            names = ", ".join(f"{layer!r} ({why})" for layer, why in own.whole.items())
+            self._say(f"every device runs {names} of {model.name!r} on the whole batch", _LAYERS)
         return outputs
 
     def _plan(self, data: Any, *, training: bool) -> tuple[Plan, Reasons]:
-        """How each layer runs, and why some are not split, for the step that is being traced."""
+        """Return the plan of the step being traced, and why some layers are not split."""
         parts = Plan(self._model).whole
         reasons: Reasons = {}
         if parts:
@@ -109,14 +147,16 @@ class Steps:
             self._copies.put_on(0)
             try:
                 with tf.init_scope():
-                    reasons = unproven(self._model, parts, x, training=training)
+                    reasons = refused(
+                        self._model, parts, x, training=training, scratch=ScratchGraph
+                    )
             finally:
                 self._copies.take_off()
         proven = [part for part in parts if id(part) not in reasons]
         return Plan(self._model, proven, draws_together=self.draws_together), reasons
 
     def _whole(self, step: Any, data: Any) -> Any:
-        """Keras's own step on one device; the others then copy what it left."""
+        """Run Keras's own step on the first device, then copy its variables to the others."""
         self._copies.put_on(0)
         try:
             outputs = step(data)
@@ -127,7 +167,7 @@ class Steps:
 
     # ------------------------------------------------------------------- split steps
 
-    def _train(self, team: Team, values: Values, data: Any) -> Any:
+    def _train(self, team: ReplicaGroup, values: LossSharding, data: Any) -> Any:
         # keras/src/backend/tensorflow/trainer.py, TensorFlowTrainer.train_step
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -153,7 +193,7 @@ class Steps:
 
         return team.run(step, shards)[0]
 
-    def _test(self, team: Team, values: Values, data: Any) -> Any:
+    def _test(self, team: ReplicaGroup, values: LossSharding, data: Any) -> Any:
         # keras/src/backend/tensorflow/trainer.py, TensorFlowTrainer.test_step
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -167,7 +207,7 @@ class Steps:
 
         return team.run(step, shards)[0]
 
-    def _predict(self, team: Team, values: Values, data: Any) -> Any:
+    def _predict(self, team: ReplicaGroup, values: LossSharding, data: Any) -> Any:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         shards, rows_of = _split(x, team.size)
 
@@ -180,7 +220,7 @@ class Steps:
         parts = team.run(step, shards)
         return keras.tree.map_structure(lambda *shards: tf.concat(shards, axis=0), *parts)
 
-    def _look(self, team: Team, values: Values, data: Any, *, watch: Any) -> Any:
+    def _look(self, team: ReplicaGroup, values: LossSharding, data: Any, *, watch: Any) -> Any:
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         shards, rows_of = _split(x, team.size)
@@ -208,8 +248,8 @@ class Steps:
             return self._model(x, training=training)
         return self._model(x)
 
-    def _outputs(self, replica: Replica, values: Values, x: Any, *, training: bool) -> Any:
-        """The model's outputs for the global batch, with their masks."""
+    def _outputs(self, replica: Replica, values: LossSharding, x: Any, *, training: bool) -> Any:
+        """Return the model's outputs for the global batch, with their masks."""
         told = self._told_output()
         outputs = self._forward(x, training=training)
         return keras.tree.map_structure(lambda own: values.gather(replica, own, told), outputs)
@@ -219,14 +259,15 @@ class Steps:
     ) -> Any:
         model = self._model
         losses = [loss for layer in model._flatten_layers() for loss in layer._losses]
-        with replica.globally("its loss", (y_pred, losses, replica.shards.rows)) as part:
+        given = (y_pred, losses, replica.shards.rows)
+        with replica.globally("its loss", given, shares=True) as part:
             # keras/src/trainers/trainer.py, Trainer._compute_loss
             loss = model._compute_loss(
                 x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training
             )
             model._loss_tracker.update_state(loss, sample_weight=replica.shards.rows)
-        if training and looks_up_weights(part.done):  # of which every replica would have a share
-            raise NotAlike("its loss looks up rows of a weight")
+        if training and looks_up_weights(part.done):  # each replica would add its own entries
+            raise ReplicasDiffer("its loss looks up rows of a weight")
         return loss
 
     def _told_output(self) -> str:
@@ -244,12 +285,13 @@ class Steps:
                 "Make them by add_weight in a layer, or as a keras.Variable that is its attribute."
             )
 
-    def _say(self, what: str) -> None:
+    def _say(self, what: str, remedy: str = "") -> None:
         if what in self._said:
             return
         self._said.add(what)
         warnings.warn(
-            f"On TensorFlow {what}.\nThe result is exact. Set KERAS_BACKEND=jax to have it split.",
+            f"On TensorFlow {what}.\nThe result is exact. {remedy}Set KERAS_BACKEND=jax to have it "
+            "split.",
             UnsplitBatchWarning,
             stacklevel=2,
         )
@@ -257,10 +299,12 @@ class Steps:
 
 _DRAWS = "its random numbers"
 
+_LAYERS = "If each row depends on its own row alone, declare it: lockstep.rowwise. "
+
 
 def _split(x: Any, replicas: int) -> tuple[Shards, list[Any]]:
-    """Who has which rows of these inputs, and the inputs of each replica."""
-    # On the host, where the batch is: only its rows go to a device.
+    """Return the shards of these inputs, and the inputs of each replica."""
+    # The split runs on the host, so that a device receives only its shard.
     with tf.device("CPU:0"):
         x = keras.tree.map_structure(lambda leaf: leaf if leaf is None else _tensor(leaf), x)
         leaves = [leaf for leaf in keras.tree.flatten(x) if _has_rows(leaf)]
@@ -274,8 +318,8 @@ def _split(x: Any, replicas: int) -> tuple[Shards, list[Any]]:
             for leaf in leaves[1:]
         ]
         with tf.control_dependencies([check for check in same if check is not None]):
-            # What hides the number from the tracer: a tensor of rows then has an unknown
-            # first dim, and is so told from any other.
+            # The placeholder hides the number of rows from the tracer. Then only tensors of
+            # rows have an unknown first dim.
             hidden = tf.compat.v1.placeholder_with_default(tf.identity(rows), shape=())
             shards = Shards(hidden, replicas)
 

@@ -2,70 +2,53 @@
 
 from collections.abc import Callable, Iterator
 from itertools import groupby
-from numbers import Integral
 from typing import Any
 
 import jax
 import numpy as np
 
-from lockstep.engines.jax.on_devices.resident import Chosen
-from lockstep.engines.jax.on_devices.sharded import StackedRows, is_sharded
-from lockstep.engines.jax.steps.reading import whole
-from lockstep.errors import UnsupportedModel
+from lockstep.engines.jax.on_devices.device_dataset import IndexBatch
+from lockstep.engines.jax.on_devices.padded import StackedRows, is_padded
+from lockstep.engines.jax.steps.read_only_step import whole
 
 Program = Callable[[Any, Any], tuple[Any, Any]]
 
-AUTO = "auto"
-
 MOST_BYTES = 2**26
-"""How much of the data may stand on the devices at once. A step on batches so large that
-fewer than `steps_per_execution` fit in is long, and the call of its program no matter."""
-
-
-def check_times(times: object) -> None:
-    """Raise where `steps_per_execution` is neither a whole number of at least 1 nor "auto".
-
-    Raises:
-        UnsupportedModel: If that is so.
-    """
-    if times != AUTO and (not isinstance(times, Integral) or times < 1):
-        raise UnsupportedModel(
-            f"compile(steps_per_execution={times!r}) was asked for, and a whole number of at least "
-            "1, or 'auto', is needed.\nTry 'auto'; lockstep bench says what may be won."
-        )
+"""The largest size of the stacked batches on the devices. Larger batches make steps so long that
+the cost of calling a program does not matter."""
 
 
 def last(outputs: Any) -> Any:
-    """Of the logs of several steps, stacked: those of the last one, as in Keras."""
+    """Return the logs of the last of several stacked steps, as in Keras."""
     return jax.tree.map(lambda each: each[-1], outputs)
 
 
 def every_row(outputs: Any) -> Any:
-    """Of the predictions of several steps, stacked: all rows, in their order.
+    """Return all rows of the stacked predictions of several steps, in order.
 
     Raises:
-        TypeError: Where a prediction is a number, which has no rows.
+        TypeError: If a prediction is a scalar.
     """
 
     def rows(each: Any) -> Any:
-        if is_sharded(each):
+        if is_padded(each):
             return StackedRows(each.padded, each.rows)
         if each.ndim < 2:
             raise TypeError(f"a prediction of the shape {each.shape[1:]}")
         return each.reshape(each.shape[0] * each.shape[1], *each.shape[2:])
 
-    return jax.tree.map(rows, outputs, is_leaf=is_sharded)
+    return jax.tree.map(rows, outputs, is_leaf=is_padded)
 
 
 def repeated(program: Program, collect: Callable[[Any], Any] = last) -> Program:
-    """A program that runs `program` once for each of the batches that are stacked.
+    """Return a program that runs `program` once for each stacked batch.
 
-    Each step gets the state that the one before left. The state is returned as `program` returns
-    it: whole, or the groups that each step changes.
+    Each step gets the state that the step before returned. The state is returned in the form of
+    `program`: whole, or the groups that each step changes.
 
     Args:
-        program: State and batch in, outputs and state out.
-        collect: What to return of the outputs of all steps, stacked.
+        program: A function from state and batch to outputs and state.
+        collect: Reduces the stacked outputs of all steps to the result.
     """
 
     def steps(state: Any, batches: Any) -> tuple[Any, Any]:
@@ -77,7 +60,7 @@ def repeated(program: Program, collect: Callable[[Any], Any] = last) -> Program:
             if isinstance(after, dict):
                 changed = list(after)
                 after = whole(state, after)
-            # A step of the user's own may return tuples where it was given lists.
+            # A custom step may return tuples for lists.
             leaves = jax.tree.leaves(after)
             return jax.tree.unflatten(jax.tree.structure(state), leaves), outputs
 
@@ -90,7 +73,7 @@ def repeated(program: Program, collect: Callable[[Any], Any] = last) -> Program:
 
 
 def runs_of_alike(batches: list[Any]) -> list[list[Any]]:
-    """The same batches in the same order, those after one another together that can be stacked."""
+    """Group consecutive batches that can be stacked, in order."""
     return [
         part
         for key, run in groupby(batches, _key)
@@ -99,7 +82,7 @@ def runs_of_alike(batches: list[Any]) -> list[list[Any]]:
 
 
 def can_be_stacked(batch: Any) -> bool:
-    """Whether several batches like this one can be stacked: host arrays, and nothing else."""
+    """Return whether batches like this one can be stacked: all leaves are host arrays."""
     return _key(batch) is not None
 
 
@@ -111,31 +94,31 @@ def _key(batch: Any) -> Any:
 
 
 def stacked(batches: list[Any]) -> Any:
-    """Alike batches as one, with the step as the first dim of every array."""
+    """Stack batches of equal shapes, with the step as the first dim of every array."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
 
 
 def few_bytes(batches: list[Any]) -> bool:
-    """Whether so many alike batches may be put on the devices at once."""
+    """Return whether these batches may be on the devices at once."""
     return len(batches) <= most_batches(batches[0])
 
 
 def most_batches(batch: Any) -> int:
-    """How many batches like this one may be put on the devices at once."""
-    leaves = [batch] if isinstance(batch, Chosen) else jax.tree.leaves(batch)
+    """Return the number of batches like this one that may be on the devices at once."""
+    leaves = [batch] if isinstance(batch, IndexBatch) else jax.tree.leaves(batch)
     each: int = sum(leaf.nbytes for leaf in leaves if hasattr(leaf, "nbytes"))
     return MOST_BYTES // max(each, 1)
 
 
 def is_worth_it(trace: Callable[[], Any], platform: str) -> bool:
-    """Whether one program for several steps is right and no slower than one for each.
+    """Return whether one program for several steps works and is as fast as one for each.
 
-    On a CPU a convolution within a loop is several times slower than outside of it
-    (docs/performance.md). And a loop takes only a step whose state keeps its types.
+    On a CPU a convolution inside a loop is several times slower than outside (docs/performance.md).
+    A loop also needs a step whose state keeps its dtypes.
 
     Args:
         trace: Traces the program for several steps.
-        platform: Where it would run.
+        platform: The platform that it would run on.
     """
     try:
         traced = trace()

@@ -1,4 +1,4 @@
-"""One step function: what Keras calls, and its parts."""
+"""The step function that Keras calls, and its parts."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -10,44 +10,40 @@ import jax
 import keras
 import numpy as np
 
-from lockstep.engines.jax.on_devices.sharded import fetched
-from lockstep.engines.jax.several.agreement import Seen
-from lockstep.engines.jax.several.assigned import Assigned
-from lockstep.engines.jax.steps.pace import Pace
+from lockstep.engines.jax.on_devices.padded import fetched
+from lockstep.engines.jax.steps.live_state import LiveState, Program, State, state_of_keras
 from lockstep.engines.jax.steps.scan import runs_of_alike
+from lockstep.keras_compat import is_stacking, unstacked
+from lockstep.processes.agreement import DataCheck
+from lockstep.processes.variable_drift import VariableDrift
 
-State = tuple[Any, ...]
-Step = Callable[[State, Any], tuple[Any, State]]
-Program = Step
-Kept = list[tuple[Any, State]]
-"""What steps have returned: outputs and state. The last one counts."""
+Step = Program
 
 
 @dataclass(frozen=True)
 class StepFunction:
-    """What Keras calls a step function, and its parts.
+    """Run one execution: `times` steps, or fewer if the batches end first.
 
     Attributes:
-        place: From a batch of the host to one on the mesh.
-        settle: From a state that was read out of variables to one that `run` takes.
-            What `run` returned needs no settling.
-        run: State and placed batch in, outputs and the next state out. Where it is
-            compiled, the state that went in is gone afterwards.
-        finish: Of predictions, from what `run` gives to the rows; `None` for logs.
+        place: Puts a host batch on the mesh.
+        settle: Turns a state read from variables into a state that `run` takes. A state that `run`
+            returned needs no settling.
+        run: The program. It takes a state and a placed batch, and returns outputs and the next
+            state. A compiled training program donates the arrays of its state.
+        finish: Turns the outputs of `run` into rows of predictions; `None` for logs.
         times: `steps_per_execution`.
-        look: Says what is to be said before this program takes this batch, if anything, and
-            gives the batch as the program is to have it.
-        at_once: Of so many batches like this one, how many are drawn before the first of
-            them runs: all, or one. `None` for one.
-        together: From batches that can be stacked to a program for all of their steps and
-            what it takes; or `None` where they are to be run one by one.
-        seen: Raises where the batches are not those that every process has, or `None`.
-        here: From outputs over several processes to what this one has of them, or `None`.
-        pace: Finds out how many steps go into one program, where that is left open.
-        assigned: What this process has assigned to variables, or `None`.
-        one_at_a_time: Whether a step is waited for before the next one is called.
-        ahead: Whether the next batches are drawn and placed before the callbacks of a step.
-        takes_arrays: Whether `place` leaves a batch as it is that `Arrays.native` is true of.
+        check_program: Checks a program before its first batch of a shape, prints warnings about it,
+            and returns the batch in the layout that the program needs.
+        batches_to_pull: Returns the number of batches to draw before the first step runs. `None`:
+            one.
+        stack: Returns one program for the steps of several batches, and its argument; `None` if the
+            batches run one by one.
+        data_check: Raises if processes have different batches; `None` in one process.
+        to_local: Returns this process's copy of the outputs; `None` in one process.
+        assigned: The values that this process has assigned to variables; `None` in one process.
+        one_at_a_time: Whether each step finishes before the next one is called.
+        takes_arrays: Whether `place` returns a batch unchanged if `Arrays.native` is true of it.
+        model: The model. Its `_jax_state` holds the state for Keras's loops.
     """
 
     place: Callable[[Any], Any]
@@ -55,37 +51,37 @@ class StepFunction:
     run: Program
     finish: Callable[[Any], Any] | None
     times: int
-    look: Callable[[Program, State, Any], Any] | None = None
-    at_once: Callable[[Any, int], int] | None = None
-    together: Callable[[State, list[Any]], tuple[Program, Any] | None] | None = None
-    seen: Seen | None = None
-    here: Callable[[Any], Any] | None = None
-    pace: Pace | None = None
-    assigned: Assigned | None = None
+    check_program: Callable[[Program, State, Any], Any] | None = None
+    batches_to_pull: Callable[[Any, int], int] | None = None
+    stack: Callable[[State, list[Any]], tuple[Program, Any] | None] | None = None
+    data_check: DataCheck | None = None
+    to_local: Callable[[Any], Any] | None = None
+    assigned: VariableDrift | None = None
     one_at_a_time: bool = False
-    ahead: bool = False
     takes_arrays: bool = False
+    model: Any = None
 
     @cached_property
     def alone(self) -> bool:
-        """Whether a step draws a batch, places it and runs, and has no other process to heed."""
-        several = self.seen, self.here, self.assigned
-        return all(each is None for each in several) and not (self.one_at_a_time or self.ahead)
+        """Return whether only one process takes part, so that a step needs no exchange."""
+        return self.data_check is None and self.to_local is None and self.assigned is None
 
     def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
-        """`times` steps, or as many as the iterator has batches for, in Keras's protocol."""
+        """Run one execution in Keras's protocol, and return the outputs and the next state."""
         # keras/src/backend/jax/trainer.py, JAXTrainer._make_function
-        kept: Kept = [(None, state)]
-        return self.steps(kept, iterator), kept[-1][1]
+        if self.times > 1 and is_stacking(iterator):
+            iterator = unstacked(next(iterator))
+        live = state_of_keras(self.model, state)
+        return self.steps(live, iterator), live.state
 
-    def steps(self, kept: Kept, iterator: Iterator[Any]) -> Any:
-        """The outputs of these steps, the state after each of which is in `kept` at once.
+    def steps(self, live: LiveState, iterator: Iterator[Any]) -> Any:
+        """Run one execution and return its outputs.
 
         Args:
-            kept: Has the state before them. The last one in it counts whenever an interrupt comes.
-            iterator: What yields the batches.
+            live: The state. It is updated after each step.
+            iterator: The iterator over the batches.
         """
-        seen = self.seen
+        seen = self.data_check
         noted = iterator if seen is None else seen.each(iterator)
 
         def pull(times: int) -> list[Any]:
@@ -93,7 +89,7 @@ class StepFunction:
             return batches() if seen is None else seen.agreed(batches, None, self.assigned)
 
         every: list[Any] = []
-        taken = 0  # the outputs of several steps may be one
+        taken = 0  # stacked steps have one output
         while taken < self.times:
             try:
                 batches = pull(1 if taken else self.times)
@@ -102,53 +98,55 @@ class StepFunction:
                     raise
                 break
             if not taken:
-                kept[:] = [(None, self.settle(kept[-1][1]))]
-            for run, placed in self.programs(kept[-1][1], batches):
-                state = kept[-1][1]
-                if self.look is not None:
-                    placed = self.look(run, state, placed)
-                # Before Python looks for signals: an interrupt would lose the state.
-                kept.extend(map(run, (state,), (placed,)))
-                del kept[0]
-                if self.one_at_a_time:
-                    jax.block_until_ready(kept[0][0])
-                every.append(kept[0][0])
+                live.read(self.settle(live.state))
+            every += self.run_each(live, self.programs(live.state, batches))
             taken += len(batches)
-            if len(batches) > 1:  # all that there are
+            if len(batches) > 1:  # one pull has drawn all batches
                 break
         return fetched(self.outputs(every))
 
-    def pull(self, iterator: Iterator[Any], times: int) -> list[Any]:
-        """The batches of so many steps, or the first of them where they are not to be stacked.
+    def run_each(self, live: LiveState, programs: Iterable[tuple[Program, Any]]) -> list[Any]:
+        """Run these programs in order, and return their outputs."""
+        every: list[Any] = []
+        for run, placed in programs:
+            if self.check_program is not None:
+                placed = self.check_program(run, live.state, placed)
+            every.append(live.run(run, placed))
+            if self.one_at_a_time:
+                jax.block_until_ready(every[-1])
+        return every
 
-        Then the others are drawn one by one, each after the step before it, as Keras does.
+    def pull(self, iterator: Iterator[Any], times: int) -> list[Any]:
+        """Draw the batches of `times` steps, or only the first one if they cannot be stacked.
+
+        In the second case the caller draws the others one by one, as Keras does.
 
         Raises:
-            StopIteration: Of the iterator, where there is none.
+            StopIteration: If the iterator has no batch.
         """
         first = next(iterator)
-        if times > 1 and self.at_once is not None:
-            return [first, *itertools.islice(iterator, self.at_once(first, times) - 1)]
+        if times > 1 and self.batches_to_pull is not None:
+            return [first, *itertools.islice(iterator, self.batches_to_pull(first, times) - 1)]
         return [first]
 
     def programs(self, state: State, batches: list[Any]) -> Iterable[tuple[Program, Any]]:
-        """What to run for these batches, one after the other, and with what."""
-        if self.together is None or len(batches) == 1:
+        """Return the programs to run for these batches, in order, with their arguments."""
+        if self.stack is None or len(batches) == 1:
             return ((self.run, self.place(batch)) for batch in batches)
         return self._grouped(state, batches)
 
     def _grouped(self, state: State, batches: list[Any]) -> Iterator[tuple[Program, Any]]:
         for alike in runs_of_alike(batches):
-            group = self.together(state, alike) if self.together and len(alike) > 1 else None
+            group = self.stack(state, alike) if self.stack and len(alike) > 1 else None
             if group is not None:
                 yield group
             else:
                 yield from ((self.run, self.place(batch)) for batch in alike)
 
     def outputs(self, every: list[Any]) -> Any:
-        """The outputs of one execution, out of those of its steps: all rows, or the last logs."""
-        if self.here is not None:
-            every = [self.here(outputs) for outputs in every]
+        """Combine the outputs of the steps of one execution: all rows, or the last logs."""
+        if self.to_local is not None:
+            every = [self.to_local(outputs) for outputs in every]
         if self.finish is None:
             return every[-1]
         if len(every) == 1:

@@ -1,10 +1,9 @@
 """Keras's JAX steps over a mesh.
 
-A step sees the global batch. The host batch is padded to a multiple of the number
-of devices by repeating its last row, and sharded; inside the compiled step the
-padding is sliced off again under a sharding constraint, for which JAX allows uneven
-shards. So the partitioner handles the uneven split, the mathematics is that of one
-device, and the padding never reaches the model.
+A step sees the global batch. The host batch is padded to a multiple of the number of devices by
+repeating its last row, and then sharded. Inside the compiled step the padding is sliced off under a
+sharding constraint, for which JAX allows uneven shards. The partitioner thus handles the uneven
+split, the result is that of one device, and the padding never reaches the model.
 """
 
 import warnings
@@ -19,26 +18,22 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lockstep.engines.jax import flags
-from lockstep.engines.jax.on_devices.arrays import host_array, is_native
-from lockstep.engines.jax.on_devices.resident import Chosen
-from lockstep.engines.jax.on_devices.sharded import (
+from lockstep.engines.jax import flags, jax_group, program_fingerprint
+from lockstep.engines.jax.on_devices.device_dataset import IndexBatch
+from lockstep.engines.jax.on_devices.padded import (
+    PaddedArray,
     Shapes,
-    Sharded,
-    is_sharded,
+    is_padded,
     laid_out,
     longer,
     shapes_of,
     undivided,
     whole_rows,
 )
-from lockstep.engines.jax.several import processes, programs
-from lockstep.engines.jax.several.agreement import Seen
-from lockstep.engines.jax.steps.ahead import looks_ahead
-from lockstep.engines.jax.steps.pace import Pace
-from lockstep.engines.jax.steps.reading import Reading, changed
+from lockstep.engines.jax.partition_fallbacks import merging_layers, pooling_whole, why_whole
+from lockstep.engines.jax.steps.live_state import Program, State
+from lockstep.engines.jax.steps.read_only_step import ReadOnlyStep, changed
 from lockstep.engines.jax.steps.scan import (
-    AUTO,
     can_be_stacked,
     every_row,
     few_bytes,
@@ -48,40 +43,42 @@ from lockstep.engines.jax.steps.scan import (
     repeated,
     stacked,
 )
-from lockstep.engines.jax.steps.step import Program, State, Step, StepFunction
-from lockstep.engines.jax.unsplit import merging_layers, pooling_whole, why_whole
+from lockstep.engines.jax.steps.step import Step, StepFunction
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
+from lockstep.launch.status import STATUS_OF_PROCESS
+from lockstep.processes import process_group
+from lockstep.processes.agreement import DataCheck
 from lockstep.shards import missing_rows
+from lockstep.training.arrays import host_array, is_native
 
 
 class Steps:
-    """Turns Keras's steps into step functions over one mesh.
+    """Turn Keras's steps into step functions over one mesh.
 
     Attributes:
         replicated: The layout of variables: a copy on every device.
-        by_rows: The layout of data: split by the first dim.
+        by_rows: The layout of data: sharded along the first dim.
         devices: The devices, in order.
-        platform: What they are: `"cpu"`, `"gpu"`.
+        platform: The platform of the devices: `"cpu"` or `"gpu"`.
     """
 
     def __init__(self, devices: list[jax.Device]) -> None:
         self.devices = devices
         self.platform: str = devices[0].platform
         self._replicas = len(devices)
-        self._ahead = looks_ahead(devices)
         mesh = Mesh(np.array(devices), ("batch",))
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.by_rows = NamedSharding(mesh, PartitionSpec("batch"))
-        self._several = processes.several()
-        # Over gloo, with several devices in each of several processes (that is, rehearsed ones),
-        # some thirty steps under way wait for one another for ever: JAX 0.10.2.
+        self._several = process_group.several()
+        # JAX 0.10.2 over gloo deadlocks with some thirty steps in flight, if each of several
+        # processes has several (rehearsed) devices.
         here = len(mesh.local_devices)
         self._one_at_a_time = self._several and self.platform == "cpu" and here > 1
-        self._put = processes.put if self._several else laid_out
+        self._put = jax_group.put if self._several else laid_out
         self._stacked_by_rows = NamedSharding(mesh, PartitionSpec(None, "batch"))
 
     def divides(self, rows: int) -> bool:
-        """Whether an array of so many rows can be laid out by rows, and that means a thing."""
+        """Return whether an array of `rows` rows can be sharded, on more than one device."""
         return self._replicas > 1 and not self._several and missing_rows(rows, self._replicas) == 0
 
     # ------------------------------------------------------------ step functions
@@ -91,29 +88,29 @@ class Steps:
         step: Step,
         split: Callable[[], frozenset[int]],
         *,
-        times: int | str,
+        times: int,
         per_row_outputs: bool,
         gradient_bytes: int | None = None,
         complete: Callable[[], bool] = lambda: True,
     ) -> StepFunction:
-        """A compiled step function.
+        """Return a compiled step function.
 
         Args:
             step: Keras's `train_step` or `test_step`, or a predicting step.
-            split: Says which of the non-trainable variables, by position, are split
-                by rows. All other variables are on every device.
-            times: `steps_per_execution`: a number, or `"auto"`.
-            per_row_outputs: Whether outputs stay split by rows, as predictions do,
-                or go to every device, as the few numbers of a log do.
-            gradient_bytes: Of the gradients that the step sums over the devices, `None` where
-                it trains nothing.
-            complete: Says whether every metric is there; a step that makes some runs alone.
+            split: Returns the positions of the non-trainable variables that are sharded by rows.
+                All other variables are replicated.
+            times: `steps_per_execution`.
+            per_row_outputs: Whether outputs stay sharded by rows, as predictions do. Otherwise they
+                are replicated, as logs are.
+            gradient_bytes: The size of the gradients that the step sums over the devices; `None` if
+                the step does not train.
+            complete: Returns whether every metric is built. A step that builds metrics runs alone.
         """
 
         def program(state: State, batch: Any) -> tuple[Any, Any]:
             after: Any
             outputs, after = step(state, self._true_rows(batch))
-            # Which may be larger: a first step builds the metrics of a model compiled anew.
+            # `after` may be larger than `state`: the first step after `compile` builds metrics.
             layouts = self._layouts(after, split())
             if trains:
                 after = tuple(map(_laid_out, after, layouts))
@@ -122,7 +119,7 @@ class Steps:
             return (self._split_outputs(outputs, batch) if stay_split else outputs), after
 
         trains = gradient_bytes is not None
-        # What stays split over several processes, none of them could read.
+        # No process could read outputs that are sharded over several processes.
         stay_split = per_row_outputs and self._replicas > 1 and not self._several
         whole: dict[object, bool] = {}  # by the shapes of batches
         outputs_layout = None if stay_split else self.replicated
@@ -135,41 +132,38 @@ class Steps:
         run: Any = jit(program)
         many: Any = jit(repeated(program, every_row if per_row_outputs else last))
         if not trains:
-            run, many = Reading(run), Reading(many)
+            run, many = ReadOnlyStep(run), ReadOnlyStep(many)
         stacks = not (per_row_outputs and self._several)
         worth_it: list[bool] = []
         alone: list[bool] = []
-        open_times = times == AUTO and not self._several
-        pace = Pace() if open_times else None
 
-        def look(program: Any, state: State, batch: Any) -> Any:
+        def check_program(program: Any, state: State, batch: Any) -> Any:
             shapes = shapes_of(batch)
             known = (program is run, shapes)
             if known not in whole:
+                STATUS_OF_PROCESS.compiles = True
                 traced = program.trace(state, batch)
                 if self._several:
-                    programs.check_same(traced)
+                    program_fingerprint.check_same(traced)
                 whole[known] = self._is_unsplittable(program, traced, state, batch)
                 if not whole[known]:
                     self._say_if_unsplit(traced, shapes)
             return undivided(batch) if whole[known] else batch
 
-        def at_once(batch: Any, times: int) -> int:
+        def batches_to_pull(batch: Any, times: int) -> int:
             can = worth_it != [False] and can_be_stacked(batch)
             return times if can and times <= most_batches(batch) else 1
 
-        def together(state: State, batches: list[Any]) -> tuple[Program, Any] | None:
+        def stack(state: State, batches: list[Any]) -> tuple[Program, Any] | None:
             if worth_it == [False] or not few_bytes(batches):
                 return None
             if not (worth_it or alone or per_row_outputs or complete()):
-                alone.append(True)  # once: metrics of a class's own may count as unbuilt for ever
+                alone.append(True)  # once: custom metrics may never count as built
                 return None
             placed = self._shard_stacked(stacked(batches))
             if not worth_it:
                 platform = self.platform
                 worth_it.append(is_worth_it(lambda: many.trace(state, placed), platform))
-                if pace is not None and not worth_it[0]:
-                    pace.refuse()
             return (many, placed) if worth_it[0] else None
 
         return StepFunction(
@@ -177,16 +171,14 @@ class Steps:
             settle=lambda state: self.settled(state, split()),
             run=run,
             finish=(whole_rows if stay_split else _as_they_are) if per_row_outputs else None,
-            times=1 if isinstance(times, str) else times,
-            look=look if self._replicas > 1 else None,
-            at_once=at_once if stacks else None,
-            together=together if stacks else None,
-            seen=Seen(every_pull=True) if self._several else None,
-            here=partial(jax.tree.map, processes.local) if self._several else None,
-            pace=pace,
+            times=times,
+            check_program=check_program if self._replicas > 1 else None,
+            batches_to_pull=batches_to_pull if stacks else None,
+            stack=stack if stacks else None,
+            data_check=DataCheck(every_pull=True) if self._several else None,
+            to_local=partial(jax.tree.map, jax_group.GROUP.local) if self._several else None,
             one_at_a_time=self._one_at_a_time,
-            ahead=self._ahead,
-            takes_arrays=self._replicas == 1 and not self._ahead,
+            takes_arrays=self._replicas == 1,
         )
 
     def eager(
@@ -194,13 +186,13 @@ class Steps:
         step: Step,
         split: Callable[[], frozenset[int]],
         *,
-        times: int | str,
+        times: int,
         per_row_outputs: bool,
     ) -> StepFunction:
-        """A step function that runs operation by operation, as `run_eagerly` asks.
+        """Return a step function that runs operation by operation, for `run_eagerly`.
 
-        Outside a program JAX splits even shards only: a batch that does not divide
-        goes whole to every device, which is exact and repeats the work.
+        Outside a program JAX supports even shards only. A batch that does not divide is replicated:
+        the result is exact, and every device repeats the work.
         """
 
         def run(state: State, batch: Any) -> tuple[Any, State]:
@@ -212,16 +204,16 @@ class Steps:
             settle=lambda state: state,
             run=run,
             finish=_as_they_are if per_row_outputs else None,
-            times=1 if isinstance(times, str) else times,
+            times=times,
         )
 
     # ------------------------------------------------------------------ placement
 
     def settled(self, state: State, split: frozenset[int] = frozenset()) -> State:
-        """The same state, every array in its layout and none of them in it twice.
+        """Return the state with every array in its layout and no array twice.
 
-        An array that a callback assigned sits on one device, and would cost a
-        compilation; one that two variables share cannot be donated.
+        An array that a callback assigned is on one device and would cause a compilation. An array
+        that two variables share cannot be donated.
         """
         seen: set[int] = set()
 
@@ -237,11 +229,11 @@ class Steps:
         return tuple([*map(settle, *pair)] for pair in zip(state, layouts, strict=True))
 
     def moved(self, value: Any, layout: NamedSharding) -> Any:
-        """The array in another layout, and in memory that nobody else writes into.
+        """Return the array in another layout, in memory that no other code writes into.
 
-        On CPUs JAX may have taken over that of an array of NumPy's which was assigned.
+        On CPUs JAX may share the memory of a NumPy array that was assigned.
         """
-        own = np.array(processes.local(value)) if self.platform == "cpu" else value
+        own = np.array(jax_group.GROUP.local(value)) if self.platform == "cpu" else value
         return self._put(own, layout)
 
     def _layouts(self, state: State, split: frozenset[int]) -> list[list[NamedSharding]]:
@@ -251,31 +243,31 @@ class Steps:
         return layouts
 
     def on_mesh(self, value: Any) -> Any:
-        """The same value, copied to every device where it sits on others.
+        """Return the value, copied to every device if it is on other devices.
 
-        Anything but a concrete JAX array committed to devices of its own is left
-        to JAX, which moves it by itself.
+        JAX itself moves every other value: only a concrete JAX array that is committed to its
+        devices is copied.
         """
         if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
             return value
-        if self._several:  # the variables of a direct call are in this process alone
-            return processes.local(value)
+        if self._several:  # a direct call uses this process's variables
+            return jax_group.GROUP.local(value)
         if not value.committed or value.sharding.device_set == self.replicated.device_set:
             return value
         return jax.device_put(value, self.replicated)
 
     def _shard(self, batch: Any) -> Any:
-        if isinstance(batch, Chosen):
+        if isinstance(batch, IndexBatch):
             return batch.placed()
         if self._replicas == 1:
             leaves = batch if type(batch) is tuple else (batch,)
-            if not self._ahead and all(map(is_native, leaves)):
+            if all(map(is_native, leaves)):
                 return batch
             return keras.tree.map_structure(self._place_on_one, batch)
         return keras.tree.map_structure(self._shard_leaf, batch)
 
     def _place_on_one(self, leaf: Any) -> Any:
-        if leaf is None or (is_native(leaf) and not self._ahead):
+        if leaf is None or is_native(leaf):
             return leaf
         placed = isinstance(leaf, jax.Array | sparse.JAXSparse)
         return jax.device_put(leaf if placed else host_array(leaf), self.replicated)
@@ -299,10 +291,10 @@ class Steps:
         if missing:
             numpy = jnp if isinstance(leaf, jax.Array) else np
             leaf = numpy.concatenate([leaf, numpy.repeat(leaf[-1:], missing, axis=0)])
-        return Sharded(self._put(leaf, self.by_rows), rows)
+        return PaddedArray(self._put(leaf, self.by_rows), rows)
 
     def _shard_stacked(self, batches: Any) -> Any:
-        """Host batches with the step as the first dim, split by rows, which are the second."""
+        """Place stacked host batches: dim 0 is the step, and dim 1, the rows, is sharded."""
 
         def shard(leaf: np.ndarray) -> Any:
             if leaf.ndim < 2 or leaf.shape[1] == 0:
@@ -310,9 +302,9 @@ class Steps:
             rows = leaf.shape[1]
             padding = np.repeat(leaf[:, -1:], missing_rows(rows, self._replicas), axis=1)
             padded = np.concatenate([leaf, padding], axis=1) if padding.size else leaf
-            return Sharded(self._put(padded, self._stacked_by_rows), rows)
+            return PaddedArray(self._put(padded, self._stacked_by_rows), rows)
 
-        if isinstance(batches, Chosen):
+        if isinstance(batches, IndexBatch):
             return batches.placed()
         return jax.tree.map(self._place_on_one if self._replicas == 1 else shard, batches)
 
@@ -329,19 +321,19 @@ class Steps:
 
     def _true_rows(self, batch: Any) -> Any:
         def slice_rows(leaf: Any) -> Any:
-            if not isinstance(leaf, Sharded):
+            if not isinstance(leaf, PaddedArray):
                 return leaf
             layout = self.replicated if leaf.whole else self.by_rows
             return jax.lax.with_sharding_constraint(leaf.padded[: leaf.rows], layout)
 
-        return jax.tree.map(slice_rows, batch, is_leaf=is_sharded)
+        return jax.tree.map(slice_rows, batch, is_leaf=is_padded)
 
     def _split_outputs(self, outputs: Any, batch: Any) -> Any:
-        leaves = jax.tree.leaves(batch, is_leaf=is_sharded)
-        whole = any(leaf.whole for leaf in leaves if is_sharded(leaf))
+        leaves = jax.tree.leaves(batch, is_leaf=is_padded)
+        whole = any(leaf.whole for leaf in leaves if is_padded(leaf))
 
         def pad(leaf: Any) -> Any:
-            leaf = jnp.asarray(leaf)  # a model may give numbers of Python's
+            leaf = jnp.asarray(leaf)  # a model may return Python numbers
             if leaf.ndim == 0 or leaf.shape[0] == 0:
                 return leaf
             if whole:
@@ -349,14 +341,14 @@ class Steps:
             rows = leaf.shape[0]
             padding = [(0, missing_rows(rows, self._replicas))] + [(0, 0)] * (leaf.ndim - 1)
             padded = jnp.pad(leaf, padding)
-            return Sharded(jax.lax.with_sharding_constraint(padded, self.by_rows), rows)
+            return PaddedArray(jax.lax.with_sharding_constraint(padded, self.by_rows), rows)
 
         return jax.tree.map(pad, outputs)
 
     # --------------------------------------------------------------- unsplit batches
 
     def _is_unsplittable(self, program: Any, traced: Any, state: State, batch: Any) -> bool:
-        """Whether every device has to have the whole batch, which is said."""
+        """Return whether every device needs the whole batch, and warn if so."""
         why = why_whole(
             traced.jaxpr.jaxpr,
             {rows for rows, *_ in shapes_of(batch)},
@@ -371,7 +363,7 @@ class Steps:
         ragged = {rows for rows, *_ in shapes if missing_rows(rows, self._replicas)}
         if not ragged:
             return
-        # What is compiled here is what runs: JAX keeps it.
+        # JAX caches this program and runs it later.
         program = traced.lower().compile().as_text() or ""
         layers = merging_layers(traced.jaxpr.jaxpr, program, ragged)
         if not layers:

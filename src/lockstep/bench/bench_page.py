@@ -1,0 +1,164 @@
+"""What bench found, as a table and as a page."""
+
+import html
+import io
+import json
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lockstep.bench.scaling import PROFILED, Measurement, Scaling
+from lockstep.devices import names_in_words
+from lockstep.files import replacing
+from lockstep.json_numbers import finite
+
+_PARTS = ("input", "host", "compute", "communication")
+_HEADS = (
+    "devices",
+    "rows/s",
+    "step",
+    "spread",
+    "speed-up",
+    "efficiency",
+    *_PARTS,
+    "compile",
+    "checkpoint",
+)
+
+
+def show_scaling(found: Scaling, console: Console | None = None) -> None:
+    """Print what `bench` found: a table, then a verdict in words."""
+    console = console or Console()
+    columns = [_cells(found, measured) for measured in found.measurements]
+    table = Table("devices", *(cells[0] for cells in columns))
+    for head, *cells in list(zip(_HEADS, *columns, strict=True))[1:]:
+        table.add_row(head, *cells)
+    console.print(table)
+    style = "bold red" if found.rehearsed else ""
+    console.print(found.verdict, style=style, markup=False, highlight=False)
+    for advice in found.advice:
+        console.print(advice, markup=False, highlight=False)
+    if any(measured.compute is not None for measured in found.measurements):
+        console.print(PROFILED, markup=False, highlight=False)
+
+
+def as_json(found: Scaling) -> str:
+    """The same as JSON, which knows no infinity: such a number is the string "inf" or "nan"."""
+    return json.dumps(finite(found.as_dict()), indent=2, allow_nan=False)
+
+
+def write_page(found: Scaling, path: Path) -> None:
+    """Write one HTML file with the table, the verdict and two plots, and nothing to load."""
+    rows = "".join(
+        f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in _cells(found, measured))}</tr>"
+        for measured in found.measurements
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    loads = ", ".join(f"{measured.load:.1f}" for measured in found.measurements)
+    page = _PAGE.format(
+        target=html.escape(found.target),
+        when=date.today().isoformat(),
+        devices=html.escape(_devices_in_words(found)),
+        verdict=html.escape(found.verdict),
+        kind="loud" if found.rehearsed else "",
+        advice="".join(f"<p>{html.escape(advice)}</p>" for advice in found.advice),
+        heads="".join(f"<th>{head}</th>" for head in _HEADS),
+        rows=rows,
+        plots=_plots(found),
+        profiled=html.escape(PROFILED),
+        machine=html.escape(
+            f"{found.cores} cores; load before each measurement: {loads}; {versions}"
+        ),
+    )
+    with replacing(path) as temporary:
+        # The name of a target may have bytes that are no text.
+        temporary.write_text(page, encoding="utf-8", errors="backslashreplace")
+
+
+def _cells(found: Scaling, measured: Measurement) -> list[str]:
+    parts = (getattr(measured, part) for part in _PARTS)
+    return [
+        str(len(measured.devices)),
+        f"{measured.rows_per_second:,.0f}",
+        _milliseconds(measured.step),
+        " to ".join(_milliseconds(seconds) for seconds in measured.spread),
+        f"{found.speedup(measured):.2f}",
+        f"{found.efficiency(measured):.0%}",
+        *("" if seconds is None else _milliseconds(seconds) for seconds in parts),
+        f"{measured.compile:.1f} s",
+        f"{measured.checkpoint:.2f} s",
+    ]
+
+
+def _devices_in_words(found: Scaling) -> str:
+    """The devices of each measurement, in a phrase."""
+    return "; ".join(names_in_words(measured.devices) for measured in found.measurements)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def _plots(found: Scaling) -> str:
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    FigureCanvasSVG(figure)
+    speed, parts = figure.subplots(1, 2)
+    counts = [len(measured.devices) for measured in found.measurements]
+    rates = [measured.rows_per_second for measured in found.measurements]
+    speed.plot(counts, rates, marker="o", label="measured")
+    ideal = [rates[0] * count / counts[0] for count in counts]
+    speed.plot(counts, ideal, linestyle="--", color="grey", label="perfect")
+    speed.set(xlabel="devices", ylabel="rows per second", xticks=counts, ylim=(0, None))
+    speed.legend()
+    places = range(len(counts))
+    width = 0.8 / len(_PARTS)
+    for number, part in enumerate(_PARTS):
+        heights = [(getattr(m, part) or 0) * 1e3 for m in found.measurements]
+        parts.bar([place + number * width for place in places], heights, width, label=part)
+    steps: Any = [m.step * 1e3 for m in found.measurements]
+    parts.plot([place + 1.5 * width for place in places], steps, "k_", markersize=40, label="step")
+    parts.set(xlabel="devices", ylabel="ms per step")
+    parts.set_xticks([place + 1.5 * width for place in places], [str(c) for c in counts])
+    parts.legend()
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg")
+    return drawn.getvalue().partition("<svg")[1] + drawn.getvalue().partition("<svg")[2]
+
+
+_PAGE = """\
+<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>lockstep bench: {target}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; }}
+body {{ margin: 2rem auto; max-width: 70rem; padding: 0 1rem; }}
+h1 {{ font-size: 1.5rem; overflow-wrap: anywhere; }}
+svg {{ max-width: 100%; height: auto; }}
+.wide {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; }}
+th, td {{ border-bottom: 1px solid #ccc; padding: .3rem .6rem; }}
+th, td {{ text-align: right; white-space: nowrap; }}
+.loud {{ color: #b00; font-weight: bold; }}
+small {{ color: #555; }}
+</style>
+<h1>How fast {target} trains, by number of devices</h1>
+<p>{when}: {devices}</p>
+<p class="{kind}">{verdict}</p>
+{advice}
+{plots}
+<div class="wide"><table><tr>{heads}</tr>{rows}</table></div>
+<p><small>A step is the median of the rounds, with its quartiles. Input, host, compute and
+communication overlap, so they do not add up to a step: the longest of them limits it. Input is
+what it takes to prepare a batch as fit does, with nothing else running; host is the processor time
+of the main thread. {profiled}
+{machine}.</small></p>
+</html>
+"""

@@ -1,0 +1,122 @@
+"""Measures one model on some devices, in this process."""
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lockstep.batches import for_fit, no_batch
+from lockstep.bench.scaling import Measurement
+from lockstep.distribute import distribute
+from lockstep.engines import current_engine
+from lockstep.engines.engine import DEFAULT_INPUT, Clock
+from lockstep.errors import UnusableData
+from lockstep.targets import model_and_data
+
+
+def measure(
+    model: Any, data: Any, devices: int, *, steps: int, rounds: int, batch_size: int | None
+) -> Measurement:
+    """How fast `model` trains on `data` over so many devices.
+
+    Args:
+        model: A compiled `keras.Model`; it is trained. Where `distribute` has been told how its
+            data get to the devices, it stays so.
+        data: As for `fit`: `(x, y)`, `(x, y, sample_weight)`, an array or dict as x alone,
+            or a data set that can be gone through again.
+        devices: How many.
+        steps: Steps of a round, at least 1, and at least four executions; fewer where the
+            data ends before.
+        rounds: Rounds to measure, at least 1, after one that is not.
+        batch_size: Rows of the global batch where `data` is arrays. Defaults to 32.
+
+    Raises:
+        DeviceError: If there are not so many devices.
+        NotAModel: If `model` is no Keras model.
+        UnusableData: If the data cannot be trained on more than once.
+    """
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
+    engine = current_engine()
+    kept = engine.input_options(model) if engine.attached(model) else DEFAULT_INPUT
+    distribute(model, devices, **asdict(kept))
+    x, y, sample_weight = given = for_fit(data, batch_size)
+    probe = engine.probe(model)
+    if not probe.feed(given, batch_size, 1)[1]:
+        raise no_batch(data)
+    options: dict[str, Any] = {"batch_size": batch_size} if batch_size is not None else {}
+
+    def train(most: int = steps) -> Clock:
+        clock = probe.clock(most)
+        options.update(epochs=1, verbose=0, callbacks=[clock])
+        model.fit(x, y, sample_weight=sample_weight, **options)
+        return clock
+
+    with probe.compiling() as compiling:
+        steps_taken = train().steps
+    if not steps_taken:
+        raise UnusableData(
+            f"Training steps were expected, and the fit of {type(model).__name__}, which is its "
+            "own, took none that\nKeras's fit would take. Let it call super().fit, or give the "
+            "model a train_step instead."
+        )
+    seconds, batches = probe.feed(given, batch_size, steps)
+    clocks = [train() for _ in range(rounds)]
+    most = steps
+    with probe.tracing() as trace:
+        traced = train()
+    while trace.full and most > 1:  # too many events to be kept: of fewer steps
+        most = max(1, most // 10)
+        with probe.tracing() as trace:
+            traced = train(most)
+    timed = sum(clock.steps for clock in clocks)
+    every = [clock.wall / clock.steps for clock in clocks]
+    # Of all rounds that were: the exclusive method would guess at those that were not.
+    quartiles = statistics.quantiles(every, n=4, method="inclusive") if rounds > 1 else every * 3
+    return Measurement(
+        devices=engine.attached(model) or (),
+        rows=max(clock.batch for clock in clocks),
+        rows_per_step=sum(clock.rows for clock in clocks) / timed,
+        steps_per_execution=timed / sum(clock.executions for clock in clocks),
+        step=statistics.median(every),
+        spread=(quartiles[0], quartiles[2]),
+        input=seconds / batches,
+        host=statistics.median(clock.host / clock.steps for clock in clocks),
+        compute=trace.compute / traced.done if trace.seen else None,
+        communication=trace.communication / traced.done if trace.seen else None,
+        compile=compiling.seconds,
+        checkpoint=_seconds_to_save(model),
+        load=load,
+    )
+
+
+def _seconds_to_save(model: Any) -> float:
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
+        start = time.perf_counter()
+        model.save_weights(Path(folder) / "model.weights.h5")
+        return time.perf_counter() - start
+
+
+def main() -> None:
+    """Measure as the first argument says, in JSON, and write into the file it names.
+
+    What was raised is written there too, for the process that asked.
+    """
+    asked = json.loads(sys.argv[1])
+    output = Path(asked.pop("output"))
+    try:
+        model, data = model_and_data(asked.pop("target"))
+        found = {"measured": asdict(measure(model, data, **asked))}
+    except Exception as error:
+        kind = type(error)
+        output.write_text(json.dumps({"raised": [kind.__module__, kind.__name__, str(error)]}))
+        raise
+    output.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

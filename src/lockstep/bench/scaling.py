@@ -1,0 +1,198 @@
+"""What bench found: speed by number of devices."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+LIMITS = {
+    "input": "preparing the batches",
+    "host": "starting each step from Python",
+    "communication": "the all-reduce between the devices",
+    "compute": "the computation itself",
+    "unknown": "not known: no part that was measured explains it",
+}
+"""What can limit a step, in words."""
+
+PROFILED = (
+    "Compute and communication come from a profile of the busiest device in a round of its own, "
+    "which slows small steps; waiting for the other devices counts as communication."
+)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How fast one model trains on some devices. Times are seconds.
+
+    Attributes:
+        devices: The names of the devices.
+        rows: Rows of the global batch.
+        rows_per_step: Rows of a step on average: the last batch of an epoch may be smaller.
+        steps_per_execution: Steps of an execution on average: Python starts each one once.
+        step: A step of `fit`, the median of the rounds.
+        spread: The first and third quartile of the rounds.
+        input: To prepare one batch as `fit` does, with nothing else running.
+        host: The processor time of the main thread in one step.
+        compute: How long the busiest device computes in one step; `None` without a trace.
+        communication: How long it is in collectives in one step, waiting included.
+        compile: To trace and compile, once, without what an earlier start has kept.
+        checkpoint: To write the weights to a file with Keras, once.
+        load: The load of the machine before the measurement.
+    """
+
+    devices: tuple[str, ...]
+    rows: int
+    rows_per_step: float
+    steps_per_execution: float
+    step: float
+    spread: tuple[float, float]
+    input: float
+    host: float
+    compute: float | None
+    communication: float | None
+    compile: float
+    checkpoint: float
+    load: float
+
+    @property
+    def rows_per_second(self) -> float:
+        """Rows trained on in a second."""
+        return self.rows_per_step / self.step
+
+    @property
+    def limit(self) -> str:
+        """The part of a step that takes longest, a key of `LIMITS`.
+
+        It is unknown where that is less than half of the step; without a trace, where input
+        or host does not come close to the step.
+        """
+        parts = {
+            "input": self.input,
+            "host": self.host,
+            "compute": self.compute or 0.0,
+            "communication": self.communication or 0.0,
+        }
+        longest = max(parts, key=lambda part: parts[part])
+        enough = (0.8 if self.compute is None else 0.5) * self.step
+        return longest if parts[longest] >= enough else "unknown"
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The measurements of one model, by number of devices, fewest first.
+
+    Attributes:
+        target: The function that made the model.
+        rehearsed: Whether several devices were virtual, and shared the cores.
+        cores: Cores of the machine.
+        versions: Of the packages that matter, by name.
+        measurements: One for each number of devices.
+    """
+
+    target: str
+    rehearsed: bool
+    cores: int
+    versions: dict[str, str]
+    measurements: tuple[Measurement, ...]
+
+    def speedup(self, of: Measurement) -> float:
+        """How many times as many rows per second as on the fewest devices."""
+        return of.rows_per_second / self.measurements[0].rows_per_second
+
+    def efficiency(self, of: Measurement) -> float:
+        """The speed-up over the growth in devices: 1 is perfect."""
+        return self.speedup(of) * len(self.measurements[0].devices) / len(of.devices)
+
+    @property
+    def verdict(self) -> str:
+        """Whether more devices help, and what limits, in one sentence."""
+        first, last = self.measurements[0], self.measurements[-1]
+        if self.rehearsed:
+            return (
+                f"These are virtual devices that share {self.cores} cores: "
+                "they prove the numbers, and say nothing about speed."
+            )
+        if len(self.measurements) == 1:
+            return (
+                f"{_devices(first)}: {first.rows_per_second:,.0f} rows a second, and what "
+                f"limits it is {LIMITS[first.limit]}."
+            )
+        best = max(self.measurements, key=lambda m: m.rows_per_second)
+        if not _is_faster(best, first):
+            fastest = "the fastest" if best is first else "as fast as any, within the spread"
+            return (
+                f"More devices do not help this model at this batch size: {_devices(first)} "
+                f"{'are' if len(first.devices) > 1 else 'is'} {fastest}, and what limits "
+                f"{len(last.devices)} is {LIMITS[last.limit]}."
+            )
+        more = "" if best is last else f"; {_devices(last)} are no faster"
+        return (
+            f"{_devices(best)} are {self.speedup(best):.2f} times as fast as "
+            f"{len(first.devices)}, an efficiency of {self.efficiency(best):.0%}, and what limits "
+            f"them is {LIMITS[best.limit]}{more}."
+        )
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What to try, a sentence each."""
+        if self.rehearsed:
+            return ()
+        last, found = self.measurements[-1], []
+        if last.compute and last.communication and last.communication > 0.1 * last.step:
+            factor = _power_of_two(last.communication / (0.1 * last.compute))
+            if factor > 1:
+                found.append(
+                    f"Try batch_size={last.rows * factor}, if memory and training bear it: the "
+                    "all-reduce costs the same for any batch, and takes "
+                    f"{last.communication / last.step:.0%} of a step now."
+                )
+        if last.compute and last.host > 0.1 * last.step and last.steps_per_execution == 1:
+            steps = _power_of_two(last.host / (0.05 * last.compute))
+            if steps > 1:
+                found.append(
+                    f"Try compile(steps_per_execution={steps}): Python takes "
+                    f"{last.host / last.step:.0%} of a step."
+                )
+        if last.input > 0.8 * last.step:
+            found.append(
+                f"A batch takes {last.input * 1e3:.1f} ms to prepare, and a step "
+                f"{last.step * 1e3:.1f} ms: more workers for the data help, more devices do not."
+            )
+        return tuple(found)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain lists, numbers and strings, for JSON."""
+        more = [
+            {
+                "rows_per_second": m.rows_per_second,
+                "speedup": self.speedup(m),
+                "efficiency": self.efficiency(m),
+                "limit": m.limit,
+            }
+            for m in self.measurements
+        ]
+        whole = asdict(self)
+        pairs = zip(whole["measurements"], more, strict=True)
+        return {
+            **whole,
+            "measurements": [{**measured, **derived} for measured, derived in pairs],
+            "verdict": self.verdict,
+            "advice": self.advice,
+            "profiled": PROFILED,
+        }
+
+
+def _is_faster(one: Measurement, other: Measurement) -> bool:
+    """Whether the slower rounds of one, by quartile, are faster than the faster ones of another."""
+    return one.rows_per_step / one.spread[1] > other.rows_per_step / other.spread[0]
+
+
+def _devices(of: Measurement) -> str:
+    count = len(of.devices)
+    return f"{count} device{'s' if count > 1 else ''}"
+
+
+def _power_of_two(least: float) -> int:
+    """The smallest power of two that is at least so much, at most 64."""
+    power = 1
+    while power < least and power < 64:
+        power *= 2
+    return power

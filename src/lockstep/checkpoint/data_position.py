@@ -1,0 +1,315 @@
+"""Record the position of a run in its data, and restore it."""
+
+import warnings
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+from lockstep.checkpoint.data_states import (
+    STILL_POSSIBLE,
+    check_batch,
+    check_data,
+    checksum,
+    has_workers,
+    is_own,
+    own_states,
+    put_epoch,
+    put_own_states,
+    put_states,
+    states_of,
+)
+from lockstep.errors import CheckpointError, CheckpointMismatch, CheckpointWarning
+from lockstep.keras_compat import (
+    ArrayDataAdapter,
+    EpochIterator,
+    GeneratorDataAdapter,
+    GrainDatasetAdapter,
+    PyDatasetAdapter,
+    TFDatasetAdapter,
+    TorchDataLoaderAdapter,
+)
+
+# The adapters and their attributes: keras/src/trainers/data_adapters/*.py
+
+
+class Pass:
+    """One pass over the data, with a count of the batches drawn.
+
+    Attributes:
+        random: The random states before the first batch was drawn.
+        drawn: Number of batches drawn.
+        first: The checksum of the first batch, if batches are compared.
+        last: The last batch, if batches are compared.
+        before_last: The state of the source before the last batch, if the source has one.
+    """
+
+    def __init__(
+        self, batches: Iterator[Any], adapter: Any, verified: bool, source: Any = None
+    ) -> None:
+        self._batches = batches
+        self._source = source
+        self._adapter = adapter
+        self._verified = verified
+        self.random: dict[str, Any] | None = None
+        self.drawn = 0
+        self.first: int | None = None
+        self.last: Any = None
+        self.before_last: Any = None
+
+    def __iter__(self) -> "Pass":
+        return self
+
+    def __next__(self) -> Any:
+        if self.random is None:
+            self.random = states_of(self._adapter)
+        before = None if self._source is None else self._source.get_state()
+        batch = next(self._batches)
+        self.before_last = before  # unchanged at the end of the data
+        self.drawn += 1
+        if self._verified:
+            self.last = batch
+            if self.drawn == 1:
+                self.first = checksum(batch)
+        return batch
+
+
+class TrainingPosition(EpochIterator):  # type: ignore[misc]  # Keras has no types
+    """An iterator over epochs that reports its position, and can begin at another one.
+
+    This is a mixin before an engine's iterator. Besides the members of `EpochIterator`, the
+    iterator has `data_adapter`, `skip` (number of array batches that the next pass omits),
+    `_batches()` (returns a pass) and `_source()` (returns the source of a pass).
+    """
+
+    recorded = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._verified = not isinstance(self.data_adapter, ArrayDataAdapter)
+        self._looked_at: dict[str, Any] | None = None
+        self._forget()
+        check_data(self.data_adapter, self.steps_per_epoch)
+
+    def _forget(self) -> None:
+        self._pass: Pass | None = None
+        self._passes: list[int] = []
+        self._first: int | None = None
+        self._before: dict[str, Any] | None = None
+        self._wanted: dict[str, Any] | None = None
+        self._now: dict[str, Any] | None = None
+        self._first_step = 0
+        self._with_state: Any = None
+
+    def reset(self) -> None:
+        """Forget every pass, including the batch that Keras drew to build the model."""
+        super().reset()
+        looked = self._pass
+        if looked is not None and looked.drawn and self._is_looked_at():
+            self._looked_at = {"first": looked.first, "random": looked.random}
+        self._forget()
+        if has_workers(self.data_adapter):
+            # Keras would put the queued batches before the first epoch, which would then repeat
+            # some rows and miss others, by chance.
+            with self.data_adapter.enqueuer.ready_queue.mutex:
+                self.data_adapter.enqueuer.ready_queue.queue.clear()
+
+    def position(self, step: int) -> dict[str, Any]:
+        """Return the position after `step` steps of an epoch; 0 means between two epochs."""
+        current = self._pass
+        goes_on = current is not None and current.drawn > 0
+        if step == 0:  # only with steps_per_epoch does the next epoch reuse the iterator
+            goes_on = goes_on and bool(self.steps_per_epoch) and self._current_iterator is current
+        passes = [*self._passes]
+        if current is not None and current.drawn and not goes_on:
+            passes.append(current.drawn)
+        return {
+            "step": step,
+            "passes": passes,
+            "drawn": current.drawn if goes_on and current else 0,
+            "random": current.random if goes_on and current else None,
+            "before": self._before if goes_on and has_workers(self.data_adapter) else None,
+            "first": current.first if current and current.drawn else self._first,
+            "last": checksum(current.last) if goes_on and current and self._verified else None,
+            "source": current.before_last if goes_on and current else None,
+            "steps_seen": self._steps_seen,
+            "batches": self._num_batches,
+            "looked_at": self._looked_at,
+            "now": states_of(self.data_adapter),
+        }
+
+    def begin_at(self, position: dict[str, Any]) -> None:
+        """Begin the next epoch at a position that another run over the same data recorded.
+
+        Raises:
+            CheckpointMismatch: If the data yields other batches.
+        """
+        self._forget()
+        self._num_batches = position["batches"]
+        self._first_step = position["step"]
+        self._go_over_again(position)
+        self._passes = list(position["passes"])
+        self._look_again(position)
+        if not position["drawn"]:
+            put_states(self.data_adapter, position["now"])
+        elif self.steps_per_epoch:
+            self._current_iterator = self._advanced(position)
+            self._steps_seen = position["steps_seen"] - position["step"]
+            if position["step"]:  # set after the epoch begins, which may draw random numbers
+                self._now = position["now"]
+            else:
+                put_states(self.data_adapter, position["now"])
+        else:
+            self._wanted = position
+            # A sampler gets the epoch before its pass begins.
+            put_epoch(self.data_adapter, position["random"])
+
+    def _enumerate_iterator(self) -> Iterator[Any]:
+        first_step, self._first_step = self._first_step, 0
+        if has_workers(self.data_adapter):  # their thread draws the order when it starts
+            if self._wanted is not None:
+                put_states(self.data_adapter, self._wanted["before"])
+            self._before = states_of(self.data_adapter)
+        now, self._now = self._now, None
+        for first, last, iterator in super()._enumerate_iterator():
+            if now is not None:
+                put_states(self.data_adapter, now)
+                now = None
+            if first < first_step <= last:
+                raise CheckpointMismatch(
+                    f"The checkpoint is after step {first_step} of its epoch, and with "
+                    f"steps_per_execution={self.steps_per_execution} no execution begins there.\n"
+                    "Compile with the value that the run had until then."
+                )
+            if first >= first_step:
+                yield first, last, iterator
+
+    def _get_iterator(self) -> Iterator[Any]:
+        wanted, self._wanted = self._wanted, None
+        if wanted is None:
+            return self._new_pass()
+        advanced = self._advanced(wanted)
+        put_states(self.data_adapter, wanted["now"])
+        return advanced
+
+    def _new_pass(self) -> Pass:
+        if self._pass is not None and self._pass.drawn:
+            self._passes.append(self._pass.drawn)
+            self._first = self._pass.first
+        batches = super()._get_iterator()  # calls self._source
+        self._pass = Pass(batches, self.data_adapter, self._verified, self._with_state)
+        return self._pass
+
+    def _source(self) -> Any:
+        self._with_state = None
+        source = super()._source()
+        if isinstance(self.data_adapter, GrainDatasetAdapter):
+            source = self._with_state = iter(source)
+        return source
+
+    def _advanced(self, position: dict[str, Any]) -> Pass:
+        """Return a pass advanced by as many batches as that of the checkpoint."""
+        drawn = position["drawn"]
+        if isinstance(self.data_adapter, GeneratorDataAdapter):
+            warnings.warn(
+                f"{drawn} batches of a generator are made once more to go on after them, which "
+                "takes the time that they took. Arrays or a PyDataset go on at once.",
+                CheckpointWarning,
+                stacklevel=2,
+            )
+        if not has_workers(self.data_adapter):
+            put_states(self.data_adapter, position["random"])
+        # For arrays, only the last batch is made; the next one follows from it.
+        self.skip = 0 if self._verified else drawn - 1
+        current = self._new_pass()
+        self.skip, jumped = 0, self.skip
+        if position["source"] is not None and self._with_state is not None:
+            self._with_state.set_state(position["source"])
+            jumped = drawn - 1
+        for _ in range(drawn - jumped):
+            if next(current, None) is None:
+                raise CheckpointMismatch(
+                    f"The checkpoint is after batch {drawn}, and the data ends after "
+                    f"{current.drawn} now: it has changed.\n{STILL_POSSIBLE}"
+                )
+        current.drawn = drawn
+        if self._verified and jumped:
+            current.first = position["first"]
+        if self._verified:
+            check_batch(1, position["first"], current.first)
+            check_batch(drawn, position["last"], checksum(current.last))
+        return current
+
+    def _go_over_again(self, position: dict[str, Any]) -> None:
+        """Repeat the earlier passes of data whose next pass depends on them."""
+        adapter, passes = self.data_adapter, position["passes"]
+        if isinstance(adapter, GeneratorDataAdapter) and passes:
+            raise CheckpointMismatch(
+                "The checkpoint is behind the end of a generator, which ends once.\n"
+                "Call fit with steps_per_epoch, and a generator that has batches for all epochs."
+            )
+        if not passes or not (isinstance(adapter, TFDatasetAdapter) or is_own(adapter)):
+            return
+        for _ in passes if position["drawn"] else passes[:-1]:
+            if is_own(adapter):
+                next(iter(super()._source()), None)
+            else:  # a tf.data.Dataset draws the seed of a pass when its iterator is made
+                iter(adapter.get_tf_dataset())
+        if not position["drawn"]:
+            check_batch(1, position["first"], checksum(next(super()._get_iterator(), None)))
+
+    def _look_again(self, position: dict[str, Any]) -> None:
+        """Compare the batch that Keras built the model from, redrawn from the same states.
+
+        This applies only between two epochs.
+        """
+        self._looked_at = looked = position.get("looked_at")
+        if looked is None or position["drawn"] or not self._is_looked_at():
+            return
+        put_states(self.data_adapter, deepcopy(looked["random"]))
+        check_batch(1, looked["first"], checksum(next(self._batches(), None)))
+
+    def _is_looked_at(self) -> bool:
+        """Whether recorded states determine the first batch before any epoch."""
+        adapter = self.data_adapter
+        known = (PyDatasetAdapter, TorchDataLoaderAdapter, GrainDatasetAdapter)
+        return isinstance(adapter, known) and not has_workers(adapter)
+
+
+class ValidationPosition(EpochIterator):  # type: ignore[misc]  # Keras has no types
+    """An iterator over validation data, with one pass for each validation.
+
+    This is a mixin before an engine's iterator.
+    """
+
+    recorded = True
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._passes = 0
+        check_data(self.data_adapter, None)
+        if isinstance(self.data_adapter, GeneratorDataAdapter):
+            raise CheckpointError(
+                "A generator was given as validation data, which goes on from one validation to "
+                "the next: where\nit was cannot be found again. Give arrays or a PyDataset there."
+            )
+
+    def position(self) -> dict[str, Any]:
+        """Return the position of the data between two validations."""
+        return {"passes": self._passes, "states": own_states(self.data_adapter)}
+
+    def begin_at(self, position: dict[str, Any]) -> None:
+        """Begin the next validation where another run would continue."""
+        adapter = self.data_adapter
+        self._passes = position["passes"]
+        for _ in range(self._passes if isinstance(adapter, TFDatasetAdapter) else 0):
+            iter(adapter.get_tf_dataset())  # making the iterator draws the seed of a pass
+        put_own_states(adapter, position["states"])
+
+    def _get_iterator(self) -> Iterator[Any]:
+        batches = super()._get_iterator()
+
+        def counted() -> Iterator[Any]:
+            self._passes += 1
+            yield from batches
+
+        return counted()

@@ -1,0 +1,230 @@
+"""The fingerprint of the training data, and its state before and between passes."""
+
+import json
+import sys
+import zlib
+from typing import Any
+
+import keras
+import numpy as np
+
+from lockstep.checkpoint import random_states
+from lockstep.errors import CheckpointError, CheckpointMismatch
+from lockstep.keras_compat import (
+    ArrayDataAdapter,
+    DataAdapter,
+    PyDatasetAdapter,
+    TorchDataLoaderAdapter,
+    epoch_of,
+    set_epoch,
+)
+
+# The adapters and their attributes: keras/src/trainers/data_adapters/*.py
+
+STILL_POSSIBLE = (
+    "Still possible: lockstep export RUN -o model.keras for the weights, or another folder to "
+    "start anew."
+)
+
+
+def fingerprint(batches: Any) -> Any:
+    """Return a JSON fingerprint of the data, without a pass over it.
+
+    Args:
+        batches: An iterator over epochs.
+
+    Raises:
+        CheckpointError: If a value has no JSON form.
+    """
+    adapter = batches.data_adapter
+    known: dict[str, Any] = {
+        "kind": type(adapter).__name__,
+        "batches per epoch": adapter.num_batches,
+        "steps_per_epoch": batches.steps_per_epoch,
+    }
+    if isinstance(adapter, ArrayDataAdapter):
+        parts = [part for part in keras.tree.flatten(adapter._inputs) if part is not None]
+        known |= {
+            "rows": adapter._num_samples,
+            "batch size": adapter._batch_size,
+            "shuffle": adapter._shuffle,
+            "shapes": [list(part.shape[1:]) for part in parts],
+            "types": [str(_type_of(part)) for part in parts],
+            "content": [_check_of_rows(part) for part in parts],
+        }
+    elif isinstance(adapter, PyDatasetAdapter):
+        known["shuffle"] = adapter.shuffle
+    if known.get("shuffle") and epoch_of(adapter) is not None:
+        known["order drawn"] = "by the number of the epoch, as from Keras 3.16 on"
+    try:
+        return json.loads(json.dumps(known, default=lambda number: number.item()))  # NumPy scalars
+    except (TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(
+            f"What fit was given cannot be written down: {known}.\nA checkpoint has whole numbers "
+            "and words there. Let batch_size, steps_per_epoch and num_batches be ints."
+        ) from error
+
+
+def checksum(batch: Any) -> int:
+    """Return a CRC-32 of the values, dtypes and shapes of a batch."""
+    check = 0
+    for leaf in keras.tree.flatten(batch):
+        for part in _arrays_of(leaf):
+            array = np.ascontiguousarray(np.asarray(part))
+            check = zlib.crc32(f"{array.dtype.name} {array.shape}".encode(), check)
+            check = zlib.crc32(array.reshape(-1).view("uint8").data, check)
+    return check
+
+
+def _arrays_of(leaf: Any) -> list[Any]:
+    """Return the arrays of a leaf: several for a sparse array, none for `None` (no weights)."""
+    if leaf is None:
+        return []
+    if not hasattr(leaf, "indices"):
+        return [leaf]
+    return [getattr(leaf, name) for name in ("data", "values", "indices") if hasattr(leaf, name)]
+
+
+def _check_of_rows(part: Any) -> int | None:
+    """Return the checksum of up to 64 evenly spaced rows; `None` if rows cannot be read."""
+    rows = np.unique(np.linspace(0, part.shape[0] - 1, 64).astype("int64"))
+    try:
+        return checksum([_row(part, row) for row in rows.tolist()])
+    except (TypeError, ValueError, LookupError):  # a sparse array, for example
+        return None
+
+
+def _type_of(part: Any) -> Any:
+    return part.dtype if hasattr(part, "dtype") else _row(part, 0).dtype  # a table
+
+
+def _row(part: Any, row: int) -> np.ndarray:
+    """Return one row by position; the labels of a pandas index may differ from positions."""
+    return np.asarray(part.iloc[row] if hasattr(part, "iloc") else part[row])
+
+
+def check_batch(number: int, written: int | None, found: int | None) -> None:
+    """Raise if the checksum of a batch differs from the one in the checkpoint."""
+    if written != found:
+        raise CheckpointMismatch(
+            f"Batch {number} of the pass over the data has checksum {found} now, and had {written} "
+            "when the checkpoint was written:\nthe data has changed, is drawn in another order, or "
+            f"draws random numbers of its own.\n{STILL_POSSIBLE}"
+        )
+
+
+def check_data(adapter: Any, steps_per_epoch: int | None) -> None:
+    """Check that a position in this data can be restored.
+
+    Data with its own random numbers passes this check. Its checksums differ on resume.
+
+    Raises:
+        CheckpointError: If the position cannot be restored; the message names the change to make.
+    """
+    if isinstance(adapter, TorchDataLoaderAdapter) and adapter._dataloader.persistent_workers:
+        raise CheckpointError(
+            "The DataLoader has persistent_workers=True: the random numbers of a worker continue "
+            "from one epoch\nto the next, and no checkpoint sees them. Say "
+            "persistent_workers=False."
+        )
+    if not isinstance(adapter, PyDatasetAdapter):
+        return
+    data = adapter.py_dataset
+    if has_workers(adapter) and steps_per_epoch:
+        raise CheckpointError(
+            f"{type(data).__name__} has workers={data.workers}, and fit was given steps_per_epoch="
+            f"{steps_per_epoch}: which batches are under way between two epochs is not known.\n"
+            "Leave one of the two out."
+        )
+    if _has_state(data):
+        return
+    for hook in ("on_epoch_begin", "on_epoch_end"):
+        if getattr(type(data), hook) is not getattr(keras.utils.PyDataset, hook):
+            name = type(data).__name__
+            raise CheckpointError(
+                f"{name} changes itself in {hook}, and a checkpoint would not know how.\n"
+                f"Give {name} a get_state() that returns what changes (its order, say), and a "
+                "set_state(state)\nthat takes it: numbers, strings, arrays, lists, dicts."
+            )
+
+
+def has_workers(adapter: Any) -> bool:
+    """Whether threads or processes prefetch the batches."""
+    return isinstance(adapter, PyDatasetAdapter) and adapter.enqueuer is not None
+
+
+def is_own(adapter: Any) -> bool:
+    """Whether the adapter is the user's own class."""
+    return isinstance(adapter, DataAdapter) and not type(adapter).__module__.startswith("keras.")
+
+
+def _has_state(data: Any) -> bool:
+    return hasattr(data, "get_state") and hasattr(data, "set_state")
+
+
+def _sources(adapter: Any) -> dict[str, Any]:
+    """Return the objects in the data that have `get_state` and `set_state`."""
+    if isinstance(adapter, PyDatasetAdapter):
+        return {"data": adapter.py_dataset} if _has_state(adapter.py_dataset) else {}
+    if not isinstance(adapter, TorchDataLoaderAdapter):
+        return {}
+    loader = adapter._dataloader
+    found = {
+        "loader": loader,
+        "sampler": getattr(loader, "sampler", None),
+        "batch_sampler": getattr(getattr(loader, "batch_sampler", None), "sampler", None),
+    }
+    generators = {name: getattr(each, "generator", None) for name, each in found.items()}
+    return {name: each for name, each in generators.items() if each is not None}
+
+
+def states_of(adapter: Any) -> dict[str, Any]:
+    """Return the random states of the process and the data's own states."""
+    return {**random_states.take(), **own_states(adapter)}
+
+
+def own_states(adapter: Any) -> dict[str, Any]:
+    """Return the state of the data set or of a loader's generators.
+
+    From Keras 3.16 on, this includes the epoch number that seeds Keras's shuffling.
+    """
+    epoch = epoch_of(adapter)
+    states: dict[str, Any] = {} if epoch is None else {"epoch": epoch}
+    for name, source in _sources(adapter).items():
+        state = source.get_state()
+        of_torch = type(state).__module__ == "torch"
+        states[name] = state.numpy().copy() if of_torch else _copied(state)
+    return states
+
+
+def _copied(state: Any) -> Any:
+    """Copy a state, because its owner may keep changing the object it returned."""
+    if isinstance(state, dict):
+        return {name: _copied(each) for name, each in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(map(_copied, state))
+    return state.copy() if isinstance(state, np.ndarray) else state
+
+
+def put_states(adapter: Any, states: dict[str, Any]) -> None:
+    """Restore the result of `states_of`."""
+    random_states.put(states)
+    put_own_states(adapter, states)
+
+
+def put_own_states(adapter: Any, states: dict[str, Any]) -> None:
+    """Restore the result of `own_states`."""
+    put_epoch(adapter, states)
+    for name, source in _sources(adapter).items():
+        if name not in states:
+            continue
+        state = states[name]
+        if name != "data":
+            state = sys.modules["torch"].from_numpy(state.copy())
+        source.set_state(state)
+
+
+def put_epoch(adapter: Any, states: dict[str, Any]) -> None:
+    """Restore the epoch number that seeds Keras's shuffling, if the states have one."""
+    if "epoch" in states:
+        set_epoch(adapter, states["epoch"])

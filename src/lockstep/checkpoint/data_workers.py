@@ -1,0 +1,49 @@
+"""Data whose batches are made by other processes."""
+
+import threading
+import weakref
+from typing import Any
+
+from lockstep.keras_compat import PyDatasetAdapter, TorchDataLoaderAdapter, worker_pools
+
+# The attributes of the adapters: keras/src/trainers/data_adapters/*.py
+
+
+def drawn_elsewhere(adapter: Any) -> bool:
+    """Whether a batch that does not come has changed nothing in this process, random states too."""
+    if isinstance(adapter, TorchDataLoaderAdapter):
+        return bool(adapter._dataloader.num_workers > 0)
+    return _in_pool(adapter)
+
+
+class Watch:
+    """Fails what a worker of a pool has left undone when it ended, for which Keras waits for ever.
+
+    A signal to all processes of a job ends them while this one has yet to save.
+    """
+
+    def __init__(self, adapter: Any) -> None:
+        self._over = threading.Event()
+        if _in_pool(adapter):
+            threading.Thread(target=self._watch, name="lockstep workers", daemon=True).start()
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._over.set()
+
+    def _watch(self) -> None:
+        # Lib/multiprocessing/pool.py, Pool: `_pool` are its processes, `_cache` what is undone.
+        seen: Any = weakref.WeakKeyDictionary()
+        while not self._over.wait(0.25):
+            for pool in worker_pools():
+                workers = seen.setdefault(pool, set())
+                workers.update(pool._pool)
+                codes = {worker.exitcode for worker in workers} - {None, 0}
+                for job in list(pool._cache.values()) if codes else []:
+                    ended = f"A worker of a PyDataset ended with exit code {min(codes)}."
+                    job._set(0, (False, RuntimeError(ended)))
+
+
+def _in_pool(adapter: Any) -> bool:
+    mine = isinstance(adapter, PyDatasetAdapter)
+    return mine and adapter.enqueuer is not None and adapter.py_dataset.use_multiprocessing

@@ -1,0 +1,81 @@
+"""One `fit` at a time writes into the folder of a run."""
+
+import contextlib
+import errno
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from lockstep.errors import CheckpointError
+
+if sys.platform != "win32":
+    import fcntl
+
+FILE = "lockstep.lock"
+
+_writers: dict[tuple[int, str], object] = {}
+"""The process and the folder of each writer here; a fork inherits those of its parent."""
+
+
+@contextlib.contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """While it lasts, no other `fit` of this process or another one may write into the folder.
+
+    The lock ends with the process, and processes that are forked do not inherit it (`lockf`).
+    Where a file system has no locks, and on Windows, other processes are not kept out.
+
+    Raises:
+        CheckpointError: If another `fit` writes there.
+        OSError: If the file of the lock cannot be written.
+    """
+    writer, mine = (os.getpid(), os.path.realpath(folder)), object()
+    # `lockf` locks for a process: two threads would both get the lock. `setdefault` is atomic.
+    if _writers.setdefault(writer, mine) is not mine:
+        raise _refused(folder, "another fit of this process")
+    handle = None
+    try:
+        handle = None if sys.platform == "win32" else _locked(folder / FILE)
+        yield
+    finally:
+        if handle is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(folder / FILE)
+            os.close(handle)
+        del _writers[writer]
+
+
+def _locked(path: Path) -> int | None:
+    """The open file that has the lock, `None` where the file system has no locks."""
+    assert sys.platform != "win32"
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            other = os.pread(handle, 200, 0).decode(errors="replace")
+            os.close(handle)
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                return None
+            raise _refused(path.parent, f"process {other}") from None
+        try:
+            if os.path.samestat(os.fstat(handle), os.stat(path)):
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, f"{os.getpid()} on {platform.node()}".encode(), 0)
+                return handle
+        except FileNotFoundError:  # the writer before has just ended, and removed this file
+            pass
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            os.close(handle)
+            raise
+        os.close(handle)
+
+
+def _refused(folder: Path, writer: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} was given for checkpoints, and {writer} writes there: each would remove what\n"
+        "the other has written. Wait for it, end it, or name another folder."
+    )

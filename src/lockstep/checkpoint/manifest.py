@@ -1,0 +1,83 @@
+"""What a checkpoint says of itself: one JSON file, checked by its own checksum."""
+
+import json
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.array_file import Entry
+from lockstep.errors import DamagedCheckpoint, NewerCheckpoint
+from lockstep.files import write_file
+
+FILE = "manifest.json"
+FORMAT = "lockstep checkpoint"
+VERSION = 1
+"""Raised when a reader of the version before would misread the file."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is beside the arrays of a checkpoint.
+
+    Attributes:
+        state: What the run wrote down, in plain JSON.
+        entries: The arrays, in the order of their bytes.
+        checks: The CRC-32 of each array.
+    """
+
+    state: dict[str, Any]
+    entries: list[Entry]
+    checks: list[int]
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest into a folder, and return when the disk has it."""
+    arrays = [
+        {"name": entry.name, "dtype": entry.dtype, "shape": list(entry.shape), "crc32": check}
+        for entry, check in zip(manifest.entries, manifest.checks, strict=True)
+    ]
+    content = {"format": FORMAT, "version": VERSION, "state": manifest.state, "arrays": arrays}
+    content["crc32"] = _check(content)
+    write_file(folder / FILE, [json.dumps(content, indent=1).encode()])
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest in a folder.
+
+    Raises:
+        DamagedCheckpoint: If it is missing, or not what was written.
+        NewerCheckpoint: If a newer lockstep wrote it, in a format that is not known here.
+    """
+    path = folder / FILE
+    try:
+        content = json.loads(path.read_bytes())
+        said = content.pop("crc32")
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is {content['format']!r}")
+        if content["version"] <= VERSION and said != _check(content):
+            raise ValueError("its checksum is not the one that was written")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise DamagedCheckpoint(f"{path} cannot be read: {error}.") from error
+    check_version(path, content["version"])
+    arrays = content["arrays"]
+    entries = [Entry(each["name"], each["dtype"], tuple(each["shape"])) for each in arrays]
+    return Manifest(content["state"], entries, [each["crc32"] for each in arrays])
+
+
+def check_version(path: Path, version: int) -> None:
+    """Raise where a file has a newer format than is known here.
+
+    Raises:
+        NewerCheckpoint: If that is so.
+    """
+    if version > VERSION:
+        raise NewerCheckpoint(
+            f"{path} has format version {version}, and this lockstep reads up to {VERSION}: a "
+            "newer one wrote it.\nUpgrade with: pip install -U keras-lockstep, or train into "
+            "another folder."
+        )
+
+
+def _check(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())

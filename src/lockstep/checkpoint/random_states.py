@@ -1,0 +1,39 @@
+"""The random states of a process that training draws from, outside of the model."""
+
+import random
+import sys
+from typing import Any
+
+import numpy as np
+
+from lockstep.keras_compat import GLOBAL_SEED_GENERATOR, global_seed_generator, global_state
+
+
+def take() -> dict[str, Any]:
+    """The states of NumPy's and Python's own random numbers, and Keras's and PyTorch's, if any."""
+    version, words, gauss = random.getstate()
+    states: dict[str, Any] = {
+        "numpy": np.random.get_state(legacy=False),
+        "python": {"version": version, "words": np.array(words, "uint32"), "gauss": gauss},
+    }
+    torch = sys.modules.get("torch")
+    if torch is not None:  # a DataLoader draws from it
+        states["torch"] = torch.get_rng_state().numpy().copy()
+    # keras/src/random/seed_generator.py: what keras.random.normal() draws from without a seed
+    generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    if generator is not None:  # somebody has drawn from it
+        states["keras"] = np.array(generator.state.value)
+    return states
+
+
+def put(states: dict[str, Any]) -> None:
+    """Set what `take` gave."""
+    if "keras" in states:  # first, as one that is made anew draws from Python's
+        global_seed_generator().state.assign(states["keras"])
+    np.random.set_state(states["numpy"])
+    python = states["python"]
+    words = tuple(int(word) for word in python["words"])
+    random.setstate((python["version"], words, python["gauss"]))
+    torch = sys.modules.get("torch")
+    if torch is not None and "torch" in states:
+        torch.set_rng_state(torch.from_numpy(states["torch"].copy()))

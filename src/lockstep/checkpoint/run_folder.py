@@ -1,0 +1,246 @@
+"""The folder of one run: its checkpoints, each a folder that is complete or absent.
+
+    runs/digits/
+        lockstep.json                          says what the folder is
+        00000007-epoch-0003-step-000120/       a checkpoint, after 120 steps of the third epoch
+            manifest.json
+            arrays.safetensors
+        .writing-00000008-4711-9c2f11e0/       one that is being written, or was when a kill came
+        lockstep.lock                          while a `fit` writes here: which process it is
+
+A checkpoint is written under a name that nobody reads, and renamed when the disk has it. One
+that goes is renamed first, too.
+"""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.checkpoint.array_file import Entry, read_arrays, write_arrays
+from lockstep.checkpoint.manifest import (
+    VERSION,
+    Manifest,
+    check_version,
+    read_manifest,
+    write_manifest,
+)
+from lockstep.errors import DamagedCheckpoint, NotARun
+from lockstep.files import remove_folder, replacing, sync_folder, temporary_name
+
+_MARK = "lockstep.json"
+_FORMAT = "lockstep run"
+_ARRAYS = "arrays.safetensors"
+_NAME = re.compile(r"(\d{8,})-epoch-\d+-step-\d+")
+_ASIDE = re.compile(r"\.(writing|removing)-.+")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that was read and checked.
+
+    Attributes:
+        path: Its folder.
+        state: What the run wrote down.
+        arrays: Its arrays by name.
+    """
+
+    path: Path
+    state: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+
+
+class RunFolder:
+    """The checkpoints of one run.
+
+    Attributes:
+        path: The folder.
+        left_over: What was to be removed and could not be, in words.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.left_over: str | None = None
+
+    def open(self) -> None:
+        """Make the folder where there is none; take nothing for a run that is none.
+
+        Raises:
+            NotARun: If there is something else.
+            NewerCheckpoint: If a newer lockstep made it.
+            OSError: If it cannot be made.
+        """
+        if self.check():
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        mark = {"format": _FORMAT, "version": VERSION}
+        with replacing(self.path / _MARK) as temporary:
+            temporary.write_bytes(json.dumps(mark).encode())
+
+    def check(self) -> bool:
+        """Whether there is a run; `False` where there is nothing yet.
+
+        Raises:
+            NotARun: If there is something else.
+            NewerCheckpoint: If a newer lockstep made it.
+            OSError: If it cannot be listed.
+        """
+        mark = self.path / _MARK
+        try:
+            said = json.loads(mark.read_bytes())
+            version = said["version"] if said["format"] == _FORMAT else None
+        except (FileNotFoundError, NotADirectoryError):
+            if os.path.lexists(self.path) and not self.path.is_dir():
+                raise NotARun(
+                    f"{self.path} was given for checkpoints, and is a file or a broken link.\n"
+                    "Name a folder that is new or empty."
+                ) from None
+            others = sorted(os.listdir(self.path)) if self.path.is_dir() else []
+            others = [name for name in others if name != temporary_name(mark).name]
+            if others:
+                raise NotARun(
+                    f"{self.path} was given for checkpoints, and holds {others[0]!r}, but no run "
+                    "of lockstep; nothing in it was touched.\nName a folder that is new or empty."
+                ) from None
+            return False
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise NotARun(
+                f"{self.path} was given for checkpoints, and {mark.name} in it cannot be read: "
+                f"{error}.\nName a folder that is new or empty."
+            ) from error
+        if version is None:
+            raise NotARun(
+                f"{self.path} was given for checkpoints, and {mark.name} in it has another format "
+                f"than {_FORMAT!r}.\nName a folder that is new or empty."
+            )
+        check_version(mark, version)
+        return True
+
+    def marked(self) -> bool:
+        """Whether it says of itself that it is a run."""
+        return (self.path / _MARK).exists()
+
+    def checkpoints(self) -> list[Path]:
+        """The folders of the checkpoints, the newest first."""
+        try:
+            names = [name for name in os.listdir(self.path) if _NAME.fullmatch(name)]
+        except FileNotFoundError:
+            return []
+        return [self.path / name for name in sorted(names, key=_number, reverse=True)]
+
+    def newest(self, say: Callable[[str], None]) -> Found | None:
+        """The newest checkpoint that is whole, `None` where none was ever written.
+
+        Args:
+            say: Is told in words of every one that is damaged and passed over.
+
+        Raises:
+            DamagedCheckpoint: If all of them are damaged.
+            NewerCheckpoint: If a newer lockstep wrote one.
+        """
+        damaged: list[str] = []
+        tried: set[Path] = set()
+        # Listed each time: a run that goes on has removed one while it was read.
+        while left := [path for path in self.checkpoints() if path not in tried]:
+            path = left[0]
+            tried.add(path)
+            try:
+                found = self.read(path)
+            except DamagedCheckpoint as error:
+                if path.exists():
+                    damaged.append(str(error))
+                continue
+            for words in damaged:
+                say(f"A checkpoint is damaged and was passed over: {words}\nUsed: {path.name}.")
+            return found
+        if damaged:
+            raise DamagedCheckpoint(
+                f"{self.path} has {len(damaged)} checkpoints, and none of them is whole.\n"
+                f"The newest: {damaged[0]}\nTo start anew, name another folder."
+            )
+        return None
+
+    def read(self, path: Path) -> Found:
+        """A checkpoint, every array of it checked.
+
+        Raises:
+            DamagedCheckpoint: If it is not what was written.
+            NewerCheckpoint: If a newer lockstep wrote it.
+        """
+        manifest = read_manifest(path)
+        arrays = read_arrays(path / _ARRAYS, manifest.entries, manifest.checks)
+        return Found(path, manifest.state, arrays)
+
+    def save(
+        self, name: str, state: dict[str, Any], entries: list[Entry], arrays: Iterable[np.ndarray]
+    ) -> Path:
+        """Write a checkpoint; when this returns, it survives whatever comes.
+
+        Args:
+            name: What it is called after its number, such as `epoch-0003-step-000120`.
+            state: What is to be written down, in plain JSON.
+            entries: What the arrays are.
+            arrays: The arrays, taken one at a time.
+
+        Returns:
+            Its folder.
+
+        Raises:
+            OSError: If the disk does not take it. What was there before is as it was.
+        """
+        self.open()
+        self._clear()
+        there = self.checkpoints()
+        number = _number(there[0].name) + 1 if there else 1
+        aside, path = self._aside(f"writing-{number:08}"), self.path / f"{number:08}-{name}"
+        try:
+            os.mkdir(aside)
+            checks = write_arrays(aside / _ARRAYS, entries, arrays)
+            write_manifest(aside, Manifest(state, entries, checks))
+            sync_folder(aside)
+            os.rename(aside, path)
+        except OSError:
+            self._clear()  # a full disk needs the room
+            raise
+        sync_folder(self.path)
+        return path
+
+    def keep(self, paths: Iterable[Path]) -> None:
+        """Remove every checkpoint but these."""
+        kept = set(paths)
+        for path in self.checkpoints():
+            if path not in kept:
+                aside = self._aside(f"removing-{path.name}")
+                with self._noting(path):
+                    os.rename(path, aside)
+                    remove_folder(aside)
+
+    def _clear(self) -> None:
+        """Remove what a kill or a full disk left half done."""
+        for name in os.listdir(self.path):
+            if _ASIDE.fullmatch(name):
+                with self._noting(self.path / name):
+                    remove_folder(self.path / name)
+
+    @contextlib.contextmanager
+    def _noting(self, path: Path) -> Iterator[None]:
+        """What cannot be removed is in nobody's way: the next save tries again."""
+        try:
+            yield
+        except OSError as error:
+            self.left_over = f"{path} could not be removed: {error}."
+
+    def _aside(self, name: str) -> Path:
+        """A name that nobody reads, and no other process has."""
+        return self.path / f".{name}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def _number(name: str) -> int:
+    return int(name.split("-")[0])

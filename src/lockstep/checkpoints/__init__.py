@@ -1,1 +1,0 @@
-"""Checkpoints on disk: complete or absent, checked when read; no framework needed."""

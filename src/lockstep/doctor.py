@@ -1,0 +1,201 @@
+"""What a script will find here: backend, versions, devices, and the one thing to change."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from lockstep.devices import REHEARSE, names_in_words
+
+PACKAGES = {
+    "jax": ("jax", "jaxlib"),
+    "tensorflow": ("tensorflow", "tensorflow-cpu"),
+    "torch": ("torch",),
+}
+PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+EXTRAS = {"jax": "keras-lockstep[cuda]", "tensorflow": "tensorflow[and-cuda]"}
+"""What to install for a backend that is to use NVIDIA GPUs."""
+
+_PROBE = """
+import json
+try:
+    import lockstep
+    from lockstep.engines import current_engine
+    found = {"devices": [[device.name, device.kind] for device in current_engine().devices()]}
+except Exception as error:
+    found = {"failure": f"{type(error).__name__}: {error}".removesuffix(": ")}
+print("\\n" + json.dumps(found))
+"""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What is here.
+
+    Attributes:
+        backend: The backend that a script gets.
+        chosen_by: Where this choice comes from.
+        installed: Versions by name of a package, `None` where it is missing.
+        devices: Names and kinds of the devices that a script sees, none where it fails.
+        failure: The error where no devices could be listed.
+        rehearsal: The value of `LOCKSTEP_REHEARSE`, empty where it is not set.
+        gpus: NVIDIA GPUs that the driver lists.
+        visible: The value of `CUDA_VISIBLE_DEVICES`, `None` where it is not set.
+    """
+
+    backend: str
+    chosen_by: str
+    installed: Mapping[str, str | None]
+    devices: tuple[tuple[str, str], ...] = ()
+    failure: str = ""
+    rehearsal: str = ""
+    gpus: int = 0
+    visible: str | None = None
+
+    @property
+    def works(self) -> bool:
+        """Whether a script can train here."""
+        return bool(self.devices)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The table that `lockstep doctor` prints: a label and a value in each row."""
+        packages = [f"{name} {number}" for name, number in self.installed.items() if number]
+        names = [name for name, _ in self.devices]
+        kinds = ", ".join(dict.fromkeys(kind for _, kind in self.devices))
+        return [
+            ("backend", f"{self.backend}, from {self.chosen_by}"),
+            ("versions", ", ".join([*packages, f"Python {sys.version.split()[0]}"])),
+            ("devices", f"{names_in_words(names)} ({kinds})" if names else "none could be listed"),
+            ("rehearsal", f"{REHEARSE}={self.rehearsal}" if self.rehearsal else "no"),
+            ("CUDA", self._cuda()),
+        ]
+
+    def advice(self) -> str:
+        """The one thing to change, or that nothing has to be."""
+        gpus = [name for name, _ in self.devices if not name.startswith("cpu")]
+        if self.backend in PACKAGES and not any(map(self.installed.get, PACKAGES[self.backend])):
+            return (
+                f"A script that imports Keras fails: {self.backend} is not installed.\n"
+                + self._other_backend()
+            )
+        if not self.devices:
+            return self.failure
+        unused = self.gpus and not gpus and not self.rehearsal and self.visible not in ("", "-1")
+        if unused and self.backend in EXTRAS:
+            return (
+                f"{_count(self.gpus, 'NVIDIA GPU')} found, and {self.backend} does not use "
+                f"{'it' if self.gpus == 1 else 'them'}.\n"
+                f'Change: pip install "{EXTRAS[self.backend]}"'
+            )
+        if len(self.devices) == 1 or len(gpus) == 1:
+            return (
+                "Nothing has to change. One device is here; to try several, set "
+                f"{REHEARSE}=4 before Python starts."
+            )
+        return "Nothing has to change."
+
+    def _other_backend(self) -> str:
+        if self.backend != "jax" and self.installed.get("jax"):
+            return "Change: export KERAS_BACKEND=jax"
+        return f"Change: pip install {self.backend}"
+
+    def _cuda(self) -> str:
+        if not self.gpus:
+            return "no NVIDIA GPU"
+        plugins = [f"{name} {self.installed[name]}" for name in PLUGINS if self.installed.get(name)]
+        hidden = [] if self.visible is None else [f"CUDA_VISIBLE_DEVICES={self.visible!r}"]
+        return ", ".join([_count(self.gpus, "NVIDIA GPU"), *plugins, *hidden])
+
+
+def examine(environ: Mapping[str, str]) -> Findings:
+    """Look at this environment, as a script that is started in it would find it.
+
+    The backend is imported in a process of its own, so a broken or missing one is a finding
+    and no crash.
+
+    Args:
+        environ: The environment of the script.
+    """
+    backend, chosen_by = choose_backend(environ)
+    names = ["keras-lockstep", "keras", *PACKAGES.get(backend, ()), "jax", *PLUGINS]
+    installed = {name: _version(name) for name in dict.fromkeys(names)}
+    devices, failure = _probe(environ)
+    return Findings(
+        backend=backend,
+        chosen_by=chosen_by,
+        installed=installed,
+        devices=devices,
+        failure=failure,
+        rehearsal=environ.get(REHEARSE, "").strip(),
+        gpus=_nvidia_gpus(),
+        visible=environ.get("CUDA_VISIBLE_DEVICES"),
+    )
+
+
+def choose_backend(environ: Mapping[str, str]) -> tuple[str, str]:
+    """The backend that Keras chooses in this environment, and where the choice comes from.
+
+    Keras is not imported: it would write its file of settings.
+    """
+    if environ.get("KERAS_BACKEND"):
+        return environ["KERAS_BACKEND"], "KERAS_BACKEND"
+    # keras/src/backend/config.py
+    file = Path(environ.get("KERAS_HOME") or "~/.keras").expanduser() / "keras.json"
+    try:
+        settings: Any = json.loads(file.read_text())
+    except (OSError, ValueError):
+        settings = None
+    if isinstance(settings, dict) and settings.get("backend"):
+        return str(settings["backend"]), f"{file} (Keras wrote it at its first import)"
+    return "tensorflow", "Keras's default"
+
+
+def _probe(environ: Mapping[str, str]) -> tuple[tuple[tuple[str, str], ...], str]:
+    """The devices that a new process sees, or the error that it met."""
+    done = subprocess.run(
+        [sys.executable, "-c", _PROBE],
+        env={"TF_CPP_MIN_LOG_LEVEL": "3", **environ},
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if done.returncode != 0:
+        return (), f"The backend ended Python with status {done.returncode}."
+    found = json.loads(done.stdout.splitlines()[-1])
+    return tuple((name, kind) for name, kind in found.get("devices", ())), found.get("failure", "")
+
+
+def _version(package: str) -> str | None:
+    if package == "keras-lockstep":
+        from lockstep import __version__
+
+        return __version__
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _nvidia_gpus() -> int:
+    folder = Path("/proc/driver/nvidia/gpus")
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def script_environment(chosen: str | None) -> dict[str, str]:
+    """The environment of a script, without the default that the command sets for itself.
+
+    Args:
+        chosen: The value of `KERAS_BACKEND` before the command started, `None` for none.
+    """
+    environ = {name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"}
+    return environ if chosen is None else {**environ, "KERAS_BACKEND": chosen}

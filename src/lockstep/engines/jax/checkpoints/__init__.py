@@ -1,1 +1,0 @@
-"""What a checkpoint reads of a fit, and sets."""

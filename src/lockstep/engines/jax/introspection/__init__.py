@@ -1,0 +1,1 @@
+"""Inspection of the steps of a model, for `verify` and `bench`."""

@@ -1,0 +1,187 @@
+"""A view into one training step on JAX: the layer outputs and the gradients."""
+
+import itertools
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from lockstep.engines import attachments
+from lockstep.engines.engine import Data
+from lockstep.engines.jax.attachment import forget_losses
+from lockstep.engines.jax.fit.clock import Clock
+from lockstep.engines.jax.fit.on_batch import OnBatch
+from lockstep.engines.jax.introspection import profile
+from lockstep.engines.jax.session import MeshIterator
+from lockstep.engines.jax.steps.live_state import State
+from lockstep.engines.patched import patched
+from lockstep.engines.watched_layers import not_built, part_of, watched_layers
+from lockstep.keras_compat import trainer_class
+from lockstep.processes import process_group
+from lockstep.processes.call_scope import CALLS
+from lockstep.processes.constants import constants_of
+from lockstep.state import variables_of
+from lockstep.training.session import TRAIN
+
+
+class JaxProbe:
+    """Inspect one model, attached or not; see `Probe` for the contract."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def compiling(self) -> AbstractContextManager[profile.Compiling]:
+        """Count the seconds spent on compiling in this context."""
+        return profile.compiling()
+
+    def tracing(self) -> AbstractContextManager[profile.Trace]:
+        """Profile the devices in this context."""
+        return profile.tracing()
+
+    def clock(self, most: int) -> Clock:
+        """Return a callback for one `fit` that times its steps."""
+        return Clock(most)
+
+    def feed(self, data: Data, batch_size: int | None, most: int) -> tuple[float, int]:
+        """Draw the batches of one epoch as `fit` does, without training."""
+        x, y, sample_weight = data
+        batches = MeshIterator(
+            x=x, y=y, sample_weight=sample_weight, batch_size=batch_size, shuffle=True
+        )
+        attachment = attachments.attachment_of(self._model)
+        if attachment is not None:  # the data may stay on the devices
+            attachment.session.place_data(batches, keras.callbacks.CallbackList(), TRAIN)
+        try:
+            _, _, iterator = next(iter(batches))
+            number = batches.num_batches or most
+            if number > most:  # the start of an epoch serves all its batches
+                next(iterator)
+            start = time.perf_counter()
+            # Stop where a fit stops: after the last batch, the iterator waits for workers.
+            most = min(most, number)
+            count = sum(1 for _ in itertools.islice(iterator, most))
+            return time.perf_counter() - start, count
+        finally:
+            batches.reset()  # ends the workers of a data set
+
+    def precise(self) -> AbstractContextManager[object]:
+        """Use full float32 precision in matrix products, which GPUs do not by default."""
+        precise: AbstractContextManager[object] = jax.default_matmul_precision("highest")
+        return precise
+
+    @contextmanager
+    def alike(self) -> Iterator[None]:
+        """Give several processes the values of the first one in this context."""
+        constants = constants_of(self._model)
+        before = [constant.value for constant in constants]
+        if process_group.several():
+            with CALLS.call("verify"):
+                process_group.share_variables([*variables_of(self._model), *constants])
+        try:
+            yield
+        finally:
+            for constant, value in zip(constants, before, strict=True):
+                constant.assign(value)
+
+    def fresh(self) -> None:
+        """Trace the model again at its next step."""
+        self._model.make_train_function(force=True)
+
+    def build(self, batch: Any) -> None:
+        """Build the model as `fit` does before its first step."""
+        try:
+            # keras/src/trainers/trainer.py, Trainer._symbolic_build
+            self._model._symbolic_build(data_batch=batch)
+        except RuntimeError as error:
+            raise not_built(self._model, error) from error
+
+    def train(self, batch: Any) -> dict[str, Any]:
+        """Run one training step on a batch in the structure of `fit`, and return the logs."""
+        forget_losses(self._model)
+        with CALLS.call("verify") if process_group.several() else nullcontext():
+            logs = OnBatch(self._model).train(batch)
+        return {name: np.asarray(value) for name, value in logs.items()}
+
+    def look(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the output of each layer for `batch`, in order, and the gradient of each variable.
+
+        The model does not change. The layers are those of the model and of nested models. A model
+        with its own `train_step` has no gradients here.
+        """
+        model = self._model
+        attributes = vars(model)
+        before = attributes.get("train_step")
+        attributes["train_step"] = self._looking_step
+        try:
+            model.make_train_function(force=True)
+            seen = self.train(batch)
+        finally:
+            if before is None:
+                del attributes["train_step"]
+            else:
+                attributes["train_step"] = before
+            model.make_train_function(force=True)
+        return part_of(seen, "activation"), part_of(seen, "gradient")
+
+    def notes(self) -> list[str]:
+        """Return no notes: the compiler splits one program."""
+        return []
+
+    def _looking_step(self, state: State, data: Any) -> tuple[dict[str, Any], State]:
+        # keras/src/backend/jax/trainer.py, JAXTrainer.train_step
+        model = self._model
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        trainable, non_trainable, optimizer, metrics = state
+
+        def loss_of(trainable: Any) -> tuple[Any, dict[str, Any]]:
+            with _recorded(model) as activations:
+                loss, _ = model.compute_loss_and_updates(
+                    trainable,
+                    non_trainable,
+                    metrics,
+                    x,
+                    y,
+                    sample_weight,
+                    training=True,
+                    optimizer_variables=optimizer,
+                )
+            return loss, activations
+
+        if type(model).train_step is trainer_class().train_step:
+            gradients, activations = jax.grad(loss_of, has_aux=True)(trainable)
+        else:
+            gradients = []
+            # A custom train_step may use the layers in any way and leave `call` undefined.
+            with _recorded(model) as activations, suppress(Exception):
+                model.stateless_call(trainable, non_trainable, x, training=True)
+        seen = {f"activation/{name}": value for name, value in activations.items()}
+        for variable, gradient in zip(model.trainable_variables, gradients, strict=False):
+            seen[f"gradient/{variable.path}"] = gradient
+        return seen, state
+
+
+@contextmanager
+def _recorded(model: Any) -> Iterator[dict[str, Any]]:
+    """Record the outputs of a model's layers in this context, in the order of the calls."""
+    seen: dict[str, Any] = {}
+    layers = [layer for layer in watched_layers(model) if "call" not in vars(layer)]
+
+    def recording(layer: Any) -> Any:
+        call = layer.call
+
+        def record(*args: Any, **kwargs: Any) -> Any:
+            outputs = call(*args, **kwargs)
+            for output in keras.tree.flatten(outputs):
+                if isinstance(output, jax.Array):
+                    # JAX sorts the keys of a dict: the number keeps the order.
+                    seen[f"{len(seen):05d}/{layer.path}"] = output
+            return outputs
+
+        return record
+
+    with patched([(layer, "call", recording(layer)) for layer in layers]):
+        yield seen

@@ -1,0 +1,144 @@
+"""The time that JAX spends on compiling, computing and communicating."""
+
+import gzip
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective", "nccl")
+
+_MOST_EVENTS = 1_000_000
+"""The limit of the profiler's JSON, which drops further events silently:
+xla/tsl/profiler/convert/trace_container.h and xplane_to_trace_events.cc (kMaxEvents), OpenXLA."""
+
+_Span = tuple[float, float, Any]
+"""The begin and the end of an operation, and what it was."""
+
+
+@dataclass
+class Compiling:
+    """The time spent on compiling.
+
+    Attributes:
+        seconds: The time to trace, lower and compile all programs.
+    """
+
+    seconds: float = 0.0
+
+
+@dataclass
+class Trace:
+    """The work of the busiest device. Each second counts in one of the two kinds.
+
+    Attributes:
+        seen: Whether the profiler saw any operation of a device.
+        compute: Seconds in which an operation ran that is no collective.
+        communication: Seconds in which a collective ran, including waits for other devices.
+        full: Whether the profiler dropped events, so that there are no results.
+    """
+
+    seen: bool = False
+    full: bool = False
+    compute: float = 0.0
+    communication: float = 0.0
+
+
+@contextmanager
+def compiling() -> Iterator[Compiling]:
+    """Count the compile time in this context."""
+    found, counting = Compiling(), True
+
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
+        if counting and event.startswith("/jax/core/compile/"):
+            found.seconds += duration_secs
+
+    # JAX has no public way to remove a listener. This one ignores later events instead.
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        counting = False
+
+
+@contextmanager
+def tracing() -> Iterator[Trace]:
+    """Profile the devices in this context. The results are set when it ends."""
+    found = Trace()
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory(prefix="lockstep-trace-") as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            yield found
+        for file in Path(folder).rglob("*.trace.json.gz"):
+            _read(file, found)
+        if found.full:
+            found.seen = False
+
+
+def _read(file: Path, found: Trace) -> None:
+    with gzip.open(file, "rt") as opened:
+        events = json.load(opened)["traceEvents"]
+    if len(events) >= _MOST_EVENTS:
+        found.full = True
+        return
+    threads: dict[Any, list[_Span]] = defaultdict(list)
+    for event in events:
+        arguments = event.get("args", {})
+        if event.get("ph") != "X" or "hlo_op" not in arguments:
+            continue
+        device = arguments.get("device_ordinal", event["pid"])
+        name = str(arguments["hlo_op"]).lower()
+        collective = name.startswith(_COLLECTIVES) or "nccl" in event["name"].lower()
+        begin, seconds = event["ts"] / 1e6, event.get("dur", 0.0) / 1e6
+        span = (begin, begin + seconds, (device, collective))
+        threads[event["pid"], event.get("tid")].append(span)
+    parts: dict[Any, list[_Span]] = defaultdict(list)
+    for spans in threads.values():
+        for part in _innermost(spans):
+            parts[part[2]].append(part)
+    busy = {of: _covered(spans) for of, spans in parts.items()}
+    if busy:
+        of = {
+            device: (busy.get((device, False), 0.0), busy.get((device, True), 0.0))
+            for device, _ in busy
+        }
+        found.seen = True
+        found.compute, found.communication = max(of.values(), key=sum)
+
+
+def _innermost(spans: list[_Span]) -> Iterator[_Span]:
+    """Yield the spans of the innermost operations of one thread, where operations may nest."""
+    under_way: list[_Span] = []
+    at = 0.0
+
+    def until(moment: float) -> Iterator[_Span]:
+        nonlocal at
+        while under_way and at < moment:
+            _, end, of = under_way[-1]
+            if at < end:
+                yield at, min(end, moment), of
+                at = min(end, moment)
+            if end <= moment:
+                under_way.pop()
+
+    for begin, end, of in sorted(spans, key=lambda span: (span[0], -span[1])):
+        yield from until(begin)
+        at = begin
+        under_way.append((begin, end, of))
+    yield from until(float("inf"))
+
+
+def _covered(spans: list[_Span]) -> float:
+    """Return the time in which at least one span lasts."""
+    total, reached = 0.0, 0.0
+    for begin, end, _ in sorted(spans, key=lambda span: span[0]):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total

@@ -1,0 +1,170 @@
+"""Several JAX processes that train one model together.
+
+Every process runs the same script. Between calls each process has the whole model on one device of
+its own, so that scripts and callbacks work locally. Within a step the same arrays are one array
+over all devices of all processes.
+"""
+
+import os
+import warnings
+from collections import Counter
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import distributed
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+
+from lockstep.errors import LockstepWarning, ProcessesDisagree
+from lockstep.processes.coordination import once, patience
+from lockstep.processes.group import use
+
+
+class JaxGroup:
+    """The processes of `jax.distributed`, and its coordination service; see `Group`."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+        return int(jax.process_index())
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+        return int(jax.process_count())
+
+    def put(self, key: str, text: str) -> None:
+        """Store a text, and replace an earlier one."""
+        _client().key_value_set(key, text, allow_overwrite=True)
+
+    def get(self, key: str) -> str | None:
+        """Return the current text of a key, or `None`."""
+        try:
+            said: str = _client().key_value_try_get(key)
+        except jax.errors.JaxRuntimeError as error:
+            if "NOT_FOUND" not in str(error):
+                raise
+            return None
+        return said
+
+    def wait(self, key: str, milliseconds: int) -> str | None:
+        """Return the text of a key when it is there, `None` if it is not there in time."""
+        try:
+            said: str = _client().blocking_key_value_get(key, milliseconds)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            return None
+        return said
+
+    def delete(self, folder: str) -> None:
+        """Delete all keys that begin with `folder/`."""
+        _client().key_value_delete(folder)
+
+    def broadcast(self, values: list[np.ndarray]) -> list[np.ndarray]:
+        """Return the bytes of the first process, in every process."""
+        return [np.asarray(part) for part in multihost_utils.broadcast_one_to_all(values)]
+
+    def local(self, value: Any) -> Any:
+        """Return this process's copy of a replicated array, on its first device."""
+        if not isinstance(value, jax.Array) or value.is_fully_addressable:
+            return value
+        if not value.is_fully_replicated:
+            raise ProcessesDisagree(
+                f"An array of shape {value.shape} is spread over processes, none of which has it "
+                "whole.\nHand over host arrays with all rows; each process places those of its own "
+                "devices."
+            )
+        return value.addressable_data(0)
+
+    def to_host(self, value: Any) -> np.ndarray:
+        """Return this process's copy as a NumPy array."""
+        value = self.local(value)
+        if isinstance(value, np.ma.MaskedArray):
+            jax.device_put(value)  # raises JAX's error; unmasked, all would count
+        return np.asarray(value)
+
+    def is_told_to_leave(self, steps: int) -> bool:
+        """Return whether a process got SIGTERM, and all agreed to stop at this number of steps.
+
+        JAX handles the signal from `jax.distributed.initialize` on.
+        """
+        config: Any = jax.config  # its types omit the options
+        if not config.jax_enable_preemption_service:
+            return False
+        return bool(multihost_utils.reached_preemption_sync_point(steps))
+
+
+GROUP = JaxGroup()
+use(GROUP)
+
+
+def _client() -> Any:
+    """Return the connection to JAX's coordination service."""
+    # jax/_src/distributed.py, State.client: what jax.distributed.initialize has connected.
+    return distributed.global_state.client
+
+
+def check_started() -> None:
+    """Warn if MPICH started several processes and JAX knows of one: each trains alone.
+
+    `launch/environment.py` knows the launchers that say which process of how many this one is.
+    """
+    asked = os.environ.get("PMI_SIZE", "")
+    if GROUP.size == 1 and asked.isdecimal() and int(asked) > 1:
+        warnings.warn(
+            f"PMI_SIZE={asked} processes were started, and JAX knows of one: each trains alone, "
+            "on all rows.\nTo train together, call jax.distributed.initialize(...) before the "
+            "first Keras operation.\nFor trainings that are meant to be apart, unset PMI_SIZE.",
+            LockstepWarning,
+            stacklevel=4,
+        )
+
+
+def check_devices(devices: list[jax.Device]) -> None:
+    """Check that the processes can run one program on these devices.
+
+    Raises:
+        ProcessesDisagree: If `devices` omits an available device, if its order differs between
+            processes, if a process has more devices than another, or if LOCKSTEP_PATIENCE is no
+            number.
+    """
+    if GROUP.size == 1:
+        return
+    patience()  # an error in its variable is raised here, and not in the middle of a call
+    if set(devices) != set(jax.devices(devices[0].platform)):
+        raise ProcessesDisagree(
+            f"{len(devices)} devices were asked for, and {jax.device_count()} are in "
+            f"{jax.process_count()} processes, all of which have to take part.\n"
+            "Leave devices out, or start fewer processes."
+        )
+    found = Counter(device.process_index for device in devices)
+    counts = [found[process] for process in range(jax.process_count())]
+    if max(counts) != min(counts):
+        most, least = counts.index(max(counts)), counts.index(min(counts))
+        raise ProcessesDisagree(
+            f"Process {most} has {counts[most]} devices, and process {least} has {counts[least]}: "
+            "JAX shares variables among processes that have as many each.\n"
+            "Let every process see as many devices (CUDA_VISIBLE_DEVICES, LOCKSTEP_REHEARSE)."
+        )
+    order = ", ".join(f"{device.platform}:{device.id}" for device in devices)
+    lowest, highest = once([order, jax.process_index()])
+    if lowest[0] != highest[0]:
+        first, other = sorted([lowest[1], highest[1]])
+        raise ProcessesDisagree(
+            f"Process {other} has the devices in another order than process {first}; in "
+            f"process {jax.process_index()} it is {order}.\n"
+            "Give devices= in the same order in every process, or leave it out."
+        )
+
+
+def put(value: Any, layout: NamedSharding) -> jax.Array:
+    """Lay out an array, which every process has whole, over the devices of all processes."""
+    value = GROUP.local(value)
+    if not layout.is_fully_replicated:
+        host = GROUP.to_host(value)
+        return jax.make_array_from_callback(host.shape, layout, lambda rows: host[rows])
+    mine = [device for device in layout.mesh.devices.flat if device in layout.addressable_devices]
+    copies = [jax.device_put(value, device) for device in mine]
+    return jax.make_array_from_single_device_arrays(np.shape(value), layout, copies)

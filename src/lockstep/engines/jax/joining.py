@@ -1,0 +1,125 @@
+"""JAX joins the processes that a launcher has started, before it starts its devices."""
+
+import linecache
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+
+import jax
+from jax._src import distributed, xla_bridge
+
+from lockstep.errors import ProcessesDisagree
+from lockstep.launch.environment import COORDINATOR, Place, devices_of_process
+from lockstep.launch.gpus import visible_gpus
+from lockstep.launch.status import phase
+
+_first_use: list[str] = []
+"""The line of the user's code that started JAX's devices, if it was seen."""
+_LIBRARIES = ("jax", "jaxlib", "keras", "lockstep", "numpy", "contextlib", "functools", "importlib")
+
+
+def join(place: Place) -> tuple[int, int]:
+    """Join the other processes, unless this has been done; return the rank and the size.
+
+    Raises:
+        ProcessesDisagree: If JAX has started already, or the processes do not find each other.
+    """
+    if _is_joined():
+        return jax.process_index(), jax.process_count()
+    if place.size > 1:
+        if xla_bridge.backends_are_initialized():
+            raise _too_late(place)
+        _connect(place)
+    return place.rank, place.size
+
+
+def at_first_use(place: Place, joined: Callable[[], None]) -> None:
+    """Join the other processes when JAX starts its devices, unless this has been done by then.
+
+    A scheduler may have started processes that train apart. Then only the line that starts the
+    devices is kept, for the error of `join`.
+
+    Args:
+        place: The place of this process.
+        joined: Called when the processes have joined, here or before.
+    """
+    if xla_bridge.backends_are_initialized():
+        return
+    # jax/_src/xla_bridge.py: every use of a device calls `backends`, which starts them once.
+    start = xla_bridge.backends
+    lock = threading.Lock()
+
+    def start_joined() -> dict[str, object]:
+        with lock:
+            if xla_bridge.backends is start_joined:
+                xla_bridge.backends = start
+                if place.trains_together and not _is_joined():
+                    _connect(place)
+                _first_use.append(_line_of_user())
+                if _is_joined():
+                    joined()
+        return start()
+
+    xla_bridge.backends = start_joined
+
+
+def _is_joined() -> bool:
+    # jax/_src/distributed.py, State.client: what jax.distributed.initialize has connected.
+    return distributed.global_state.client is not None
+
+
+def _connect(place: Place) -> None:
+    address = place.coordinator or ""
+    if place.rank == 0:
+        _check_free(place, address)
+        said = f"lockstep: {place.size} processes join at {address} ({place.launcher}: "
+        print(said + f"{', '.join(place.variables)})", file=sys.stderr, flush=True)
+    mine = devices_of_process(place, len(visible_gpus(os.environ)))
+    try:
+        with phase("joining", compiles=True):
+            jax.distributed.initialize(
+                address, place.size, place.rank, mine, cluster_detection_method="deactivate"
+            )
+    except jax.errors.JaxRuntimeError as error:
+        raise ProcessesDisagree(
+            f"This is {place}, and the others were not met at {address}: "
+            f"{str(error).splitlines()[0][:60]}\n"
+            f"Check that process 0 runs and that its host is reached there, or set "
+            f"{COORDINATOR}=host:port in every process."
+        ) from error
+
+
+def _check_free(place: Place, address: str) -> None:
+    """Check the port before JAX does: it ends Python where the port is in use."""
+    port = int(address.rpartition(":")[2])
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ProcessesDisagree(
+                f"This is {place}, and the processes cannot meet at {address}: port {port} of this "
+                f"host: {error.strerror}.\n"
+                f"Set {COORDINATOR}=host:port in every process: a free port of this host."
+            ) from None
+
+
+def _too_late(place: Place) -> ProcessesDisagree:
+    where = f", at {_first_use[0]}" if _first_use else ", before lockstep was imported"
+    return ProcessesDisagree(
+        f"This is {place}, and JAX started its devices before it joined them{where}.\n"
+        "Call lockstep.initialize() before the first Keras operation, to train together.\n"
+        "For trainings that are meant to be apart, set LOCKSTEP_PROCESSES=1."
+    )
+
+
+def _line_of_user() -> str:
+    """Return the innermost line of the stack that is in none of the libraries."""
+    frame = sys._getframe(1)
+    while frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES and frame.f_back:
+        frame = frame.f_back
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    text = linecache.getline(file, line, frame.f_globals).strip()
+    return f"{os.path.basename(file)} line {line}: {text[:60]}"

@@ -1,1 +1,0 @@
-"""What `verify` and `bench` see of a model's steps."""

@@ -1,0 +1,148 @@
+"""The state of a model outside its variables, while a loop runs.
+
+Between two steps of Keras's JAX loops the variables are empty, and `model._jax_state` holds their
+values. A training step donates these arrays: only the outputs of its program then have the weights.
+The loop therefore stores the returned state before an exception can be raised.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+
+from lockstep.engines.held_signals import HeldSignals, handle_held, held
+from lockstep.engines.jax.steps.read_only_step import whole
+from lockstep.engines.jax.variable_sync import GROUPS
+from lockstep.keras_compat import trainer_class
+from lockstep.launch.status import STATUS_OF_PROCESS
+
+# keras/src/backend/jax/trainer.py, JAXTrainer: between steps the state is in `_jax_state`.
+# `jax_state_sync`, which a callback's `self.model` calls, writes it into the variables and sets
+# `_jax_state_synced`. `_get_jax_state` and `_purge_model_variables` take it out.
+
+State = tuple[Any, ...]
+Program = Callable[[State, Any], tuple[Any, State]]
+Result = TypeVar("Result")
+
+_WEIGHTS = ("trainable_variables", "non_trainable_variables")
+GROUPS_OF = {"train": GROUPS, "test": (*_WEIGHTS, "metrics_variables"), "predict": _WEIGHTS}
+"""The groups of variables that a step takes and returns, in order, by the kind of step."""
+
+
+class LiveState:
+    """Hold the state before or after a step, in the place where Keras syncs it from.
+
+    Args:
+        model: The model.
+        names: The groups of variables in the state.
+        state: The values of the groups, if they have been read.
+    """
+
+    def __init__(self, model: Any, names: tuple[str, ...], state: State = ()) -> None:
+        self.names = names
+        self._attributes = vars(model)  # bypasses tracking, which visits each array
+        self._kept: list[tuple[Any, State]] = [(None, state)]
+
+    @property
+    def state(self) -> State:
+        """The values of the groups."""
+        return self._kept[-1][1]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the values of a group of variables, for JAXTrainer.jax_state_sync."""
+        return self.state[self.names.index(name)] if name in self.names else default
+
+    def run(self, program: Program, batch: Any) -> Any:
+        """Run a program on the state and a batch, and store the state that it returns.
+
+        After an exception the state is either the one before the program or the one after it.
+        Signals are held back (`is_whole`) while the old arrays are donated and the new ones are not
+        stored. Without `HeldSignals`, `extend` stores the new state before Python handles signals.
+        That holds if JAX calls the program without Python, which is every call but the first.
+
+        Returns:
+            The outputs of the program.
+        """
+        kept = self._kept
+        kept.extend(map(program, (kept[-1][1],), (batch,)))
+        del kept[0]
+        STATUS_OF_PROCESS.stepped()
+        if held:
+            handle_held()
+        return kept[0][0]
+
+    def run_read_only(self, program: Any, batch: Any) -> Any:
+        """Run the program of a `ReadOnlyStep`, which donates nothing, with less Python.
+
+        Returns:
+            The outputs of the program.
+        """
+        kept = self._kept
+        state = kept[0][1]
+        outputs, changed = program(state, batch)
+        kept[0] = (outputs, whole(state, changed) if changed else state)
+        STATUS_OF_PROCESS.stepped()
+        if held:
+            handle_held()
+        return outputs
+
+    def read(self, state: State) -> None:
+        """Set the state to values that were read from the variables."""
+        self._kept[:] = [(None, state)]
+
+    def stand(self) -> None:
+        """Become the state that `jax_state_sync` writes into the variables."""
+        self._attributes["_jax_state"] = self
+        self._attributes["_jax_state_synced"] = False
+
+    def wait(self) -> None:
+        """Wait for the last program."""
+        jax.block_until_ready(self._kept)
+
+    def is_whole(self) -> bool:
+        """Return whether no array of the state has been donated."""
+        return not any(value.is_deleted() for value in jax.tree.leaves(self.state))
+
+
+def is_whole(model: Any) -> bool:
+    """Return whether every value of the model is in its variables or in its state."""
+    state = vars(model).get("_jax_state")
+    return not isinstance(state, LiveState) or state.is_whole()
+
+
+def with_values_back(model: Any, body: Callable[[], Result], back: Callable[[], object]) -> Result:
+    """Return the result of `body`, and put values back into the variables after any signal.
+
+    Args:
+        model: The model.
+        body: Takes values out of the variables and runs steps.
+        back: Puts the values back if the variables are empty.
+    """
+    return HeldSignals(partial(is_whole, model)).run(body, back)
+
+
+def take_out(model: Any, purge_model_variables: bool = False, **groups: bool) -> State:
+    """Run Keras's `_get_jax_state`, and store the state in `_jax_state` if variables are emptied.
+
+    Keras keeps the state in a local variable of `fit`, where an interrupt loses it.
+    """
+    state: State = trainer_class()._get_jax_state(model, **groups)
+    if purge_model_variables:
+        LiveState(model, tuple(name for name in GROUPS if groups.get(name)), state).stand()
+        model._purge_model_variables(**groups)
+    return state
+
+
+def state_of_keras(model: Any, state: State) -> LiveState:
+    """Return the holder of a state that a Keras loop passes to a step function."""
+    standing = vars(model).get("_jax_state")
+    if isinstance(standing, LiveState) and standing.state is state:
+        return standing
+    live = LiveState(model, _GROUPS_BY_NUMBER[len(state)], state)
+    if not model._jax_state_synced:  # else a custom loop, whose variables keep values
+        live.stand()
+    return live
+
+
+_GROUPS_BY_NUMBER = {len(names): names for names in GROUPS_OF.values()}

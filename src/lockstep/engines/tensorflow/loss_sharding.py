@@ -1,0 +1,231 @@
+"""Losses and metrics that each replica computes on its own rows.
+
+A Keras loss is a function with one value per row, followed by masks, weights and a reduction.
+If the function works row by row, each replica calls it with its own rows. The values, which
+are few numbers, are all-gathered, and Keras applies the rest to those of the global batch.
+Otherwise the function is called with the gathered outputs. TensorFlow prunes unused operations
+from a step, so outputs that every function takes by rows are not gathered.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from lockstep.engines.patched import patched
+from lockstep.engines.rowwise import function_refused, is_declared
+from lockstep.engines.tensorflow.programs import ScratchGraph
+from lockstep.engines.tensorflow.replica_consistency import tensors_in
+from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup
+from lockstep.engines.tensorflow.tensor_metadata import remade, signature
+from lockstep.keras_compat import LossFunctionWrapper, base_trainer_class, module_in_keras
+
+
+class LossSharding:
+    """Shards the losses and metrics of one step over the replicas where this is exact.
+
+    Attributes:
+        choices: For each name of a loss or metric: `None` if each replica takes its own rows,
+            else the reason why it takes the outputs of the global batch.
+    """
+
+    def __init__(self, model: Any, team: ReplicaGroup, x: Any, y: Any) -> None:
+        """`x` and `y` are the inputs and targets of the global batch."""
+        self.choices: dict[str, str | None] = {}
+        self._model = model
+        self._team = team
+        self._targets = {id(leaf): leaf for leaf in keras.tree.flatten(y)}
+        self._rows = _known_rows(x)
+        self._own: dict[int, tuple[Any, Any]] = {}
+        self._reasons: dict[tuple[Any, ...], str | None] = {}
+
+    def gather(self, replica: Replica, output: Any, told: str) -> Any:
+        """All-gather an output of the model, with its Keras mask and logits."""
+
+        def gathered(part: Any) -> Any:
+            whole = replica.gather_alike(part, told)
+            if whole.shape.rank:  # a function sees the same static shape as on one device
+                whole.set_shape([self._rows, *whole.shape[1:]])
+            return whole
+
+        whole = remade(output, gathered)
+        self._own[id(whole)] = (whole, output)
+        return whole
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Shard losses and metrics inside the context, where this is exact."""
+        losses = [(loss, "call") for loss in _losses_of(self._model)]
+        metrics = [(metric, "_fn") for metric in _metrics_of(self._model)]
+        changes = {
+            (id(owner), name): (owner, name, self._taking_rows(owner, getattr(owner, name)))
+            for owner, name in [*losses, *metrics]
+        }
+        with patched(changes.values()):
+            yield
+
+    def _taking_rows(self, owner: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        def values(*given: Any, **options: Any) -> Any:
+            replica = self._team.current_in_global_part()
+            if replica is None or len(given) != 2:
+                return function(*given, **options)
+            y_true, y_pred = given
+            with replica.apart() as part:
+                own = self._own_part_of(y_pred)
+                reason = self._why_gathered(owner, function, options, y_true, own)
+                self.choices[owner.name] = self.choices.get(owner.name) or reason
+                if reason is None:
+                    found = self._of_all_rows(replica, owner, function, options, y_true, own)
+            if reason is None:
+                part.given += tensors_in(found)
+                return found
+            return function(y_true, y_pred, **options)
+
+        return values
+
+    def _why_gathered(
+        self, owner: Any, function: Any, options: dict[str, Any], y_true: Any, own: Any
+    ) -> str | None:
+        """Return why a loss or metric takes gathered outputs, `None` if it takes own rows."""
+        if own is None or id(_before_casts(y_true)) not in self._targets:
+            return "what it is given are no outputs and targets of the model"
+        if not isinstance(y_true, tf.Tensor) or not (y_true.shape.rank and own.shape.rank):
+            return "its targets or the outputs have no rows"
+        if y_true.shape[0] == 1:
+            return "one row is compared with all"
+        source = _function_of(owner, function)
+        if is_declared(source) or is_declared(owner):
+            return None
+        if own.shape.rank > 1 and source in BY_ROWS and _is_along_classes(owner):
+            return None
+        key = (id(owner), y_true.shape[0], signature(y_true), signature(own))
+        if key not in self._reasons:
+            asks = not _is_of_keras(source)
+            given = partial(function, **options)
+            with tf.init_scope():
+                self._reasons[key] = function_refused(
+                    given, (y_true, own), asks_for_rows=asks, scratch=ScratchGraph
+                )
+        return self._reasons[key]
+
+    def _of_all_rows(
+        self,
+        replica: Replica,
+        owner: Any,
+        function: Any,
+        options: dict[str, Any],
+        y_true: Any,
+        own: Any,
+    ) -> Any:
+        name, rows = owner.name, replica.shards.rows
+        told = f"the targets of {name!r}"
+        check = tf.debugging.assert_equal(
+            tf.shape(y_true)[:1],
+            tf.reshape(rows, (1,)),
+            f"lockstep: {told} have another number of rows than the inputs. "
+            "lockstep.release(model) trains it on one device.",
+        )
+        # Keras's own functions ignore the static number of rows; a user's function may not.
+        known = None if _is_of_keras(_function_of(owner, function)) else y_true.shape[0]
+        size = replica.shards.size_of(known, replica.index)
+
+        def with_size(part: Any) -> Any:
+            part = tf.identity(part)
+            part.set_shape([size, *part.shape[1:]])
+            return part
+
+        with tf.control_dependencies([check]):
+            y_true = replica.own(y_true)
+        if size is not None:
+            y_true, own = with_size(y_true), remade(own, with_size)
+        with replica.alike(f"{name!r}"):
+            found = function(y_true, own, **options)
+        return remade(found, lambda part: replica.gather_alike(part, f"what {name!r} gives"))
+
+    def _own_part_of(self, given: Any) -> Any:
+        """Return this replica's rows of a gathered output with the same casts, else `None`."""
+        whole = _before_casts(given)
+        if id(whole) not in self._own:
+            return None
+        own = self._own[id(whole)][1]
+        for dtype in _casts(given):
+            own = tf.cast(own, dtype)
+        return own
+
+
+def _known_rows(x: Any) -> int | None:
+    """Return the rows of a batch, `None` if they are unknown while tracing."""
+    shapes = [leaf.shape for leaf in keras.tree.flatten(x) if isinstance(leaf, tf.Tensor)]
+    known = [shape[0] for shape in shapes if shape.rank]
+    return known[0] if known else None
+
+
+def _before_casts(tensor: Any) -> Any:
+    while isinstance(tensor, tf.Tensor) and tensor.op.type == "Cast":
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def _casts(tensor: Any) -> list[Any]:
+    """Return the types that a tensor was cast to, in order."""
+    found = []
+    while tensor.op.type == "Cast":
+        found.append(tensor.dtype)
+        tensor = tensor.op.inputs[0]
+    return found[::-1]
+
+
+def _function_of(owner: Any, function: Any) -> Any:
+    """Return the function that a loss wraps without other code, else `function`."""
+    # keras/src/losses/losses.py, LossFunctionWrapper.call
+    wraps = LossFunctionWrapper.call
+    return owner.fn if getattr(function, "__func__", None) is wraps else function
+
+
+def _is_of_keras(function: Any) -> bool:
+    return bool(module_in_keras(function))
+
+
+def _is_along_classes(owner: Any) -> bool:
+    axis = getattr(owner, "_fn_kwargs", {}).get("axis", -1)
+    return isinstance(axis, int) and (axis == -1 or axis > 0)
+
+
+BY_ROWS = (
+    keras.losses.categorical_crossentropy,
+    keras.losses.sparse_categorical_crossentropy,
+    keras.metrics.sparse_top_k_categorical_accuracy,
+    keras.metrics.top_k_categorical_accuracy,
+)
+"""Keras functions that work row by row, although following them may fail.
+
+Keras merges rows and time steps into one dim. With an unknown sequence length they cannot
+be told apart again.
+"""
+
+
+def _losses_of(model: Any) -> list[Any]:
+    # keras/src/trainers/compile_utils.py, CompileLoss, and keras/src/losses/loss.py, Loss.__call__
+    compiled = model._compile_loss
+    if compiled is None or not compiled.built or not _is_keras_own(model, "compute_loss"):
+        return []
+    losses = [entry.loss for entry in compiled._flat_losses]
+    return [each for each in losses if type(each).__call__ is keras.losses.Loss.__call__]
+
+
+def _metrics_of(model: Any) -> list[Any]:
+    # keras/src/metrics/reduction_metrics.py, MeanMetricWrapper.update_state
+    compiled = model._compile_metrics
+    if compiled is None or not compiled.built or not _is_keras_own(model, "compute_metrics"):
+        return []
+    plain = keras.metrics.MeanMetricWrapper.update_state
+    return [each for each in compiled.metrics if getattr(type(each), "update_state", None) is plain]
+
+
+def _is_keras_own(model: Any, name: str) -> bool:
+    # keras/src/trainers/trainer.py: a user's override may use its arguments in any way.
+    plain = getattr(base_trainer_class(), name)
+    return getattr(getattr(model, name), "__func__", None) is plain

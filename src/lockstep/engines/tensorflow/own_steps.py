@@ -1,0 +1,285 @@
+"""Steps of a user's own on several replicas.
+
+Every replica runs the code of the step on the global batch. Each call of a layer that works
+row by row is split: a replica runs the layer on its rows, and the outputs are all-gathered.
+`GradientTape.gradient` sums the gradients of all replicas. So the step sees what it sees on
+one device, and the layers, which are nearly all of the work, are shared.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from lockstep.engines.patched import patched
+from lockstep.engines.rowwise import call_refused
+from lockstep.engines.tensorflow.layers import Plan
+from lockstep.engines.tensorflow.programs import (
+    ScratchGraph,
+    every_operation,
+    has_own_gradient,
+)
+from lockstep.engines.tensorflow.replica_consistency import (
+    ReplicasDiffer,
+    looks_up_weights,
+    tensors_in,
+)
+from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup, Shards
+from lockstep.engines.tensorflow.tensor_metadata import remade, signature
+from lockstep.keras_compat import is_built
+
+Call = Callable[..., Any]
+
+
+class OwnStep:
+    """Runs one step of a model whose code may do anything with the batch.
+
+    Attributes:
+        whole: Why a layer runs on the global batch, by its name.
+    """
+
+    def __init__(
+        self, model: Any, team: ReplicaGroup, name: str, *, draws_together: bool = False
+    ) -> None:
+        """`name` is that of the step, for errors."""
+        self.whole: dict[str, str] = {}
+        self._model = model
+        self._team = team
+        self._name = name
+        self._draws_together = draws_together
+        self._calls: dict[int, tuple[Any, Call]] = {}
+        self._known: dict[Any, str | None] = {}
+        self._splits = 0
+        self._open = threading.local()
+
+    def run(self, step: Callable[[Any], Any], data: Any) -> Any:
+        """Return what `step` returns for a global batch.
+
+        Raises:
+            ReplicasDiffer: If replicas cannot run this step.
+        """
+        if not all(
+            leaf is None or isinstance(leaf, tf.Tensor) for leaf in keras.tree.flatten(data)
+        ):
+            raise ReplicasDiffer("it is given ragged or sparse tensors")
+        data = keras.tree.map_structure(_with_hidden_rows, data)
+        rows = [leaf for leaf in keras.tree.flatten(data) if leaf is not None and leaf.shape.rank]
+
+        def on_replica(replica: Replica) -> Any:
+            given = (data, replica.shards.rows)
+            # Gradients are checked where a tape computes them, and an optimizer has none.
+            with replica.globally(self._name, given, shares=True, last=True) as part:
+                outputs = step(data)
+            if looks_up_weights(part.done):
+                raise ReplicasDiffer(f"{self._name} looks up rows of a weight")
+            return outputs
+
+        layers = list(self._model._flatten_layers())
+        self._calls = {id(layer): (layer, layer.call) for layer in layers}
+        splitting = [(layer, "call", self._splitting(layer)) for layer in layers]
+        try:
+            with Plan.of_all(layers).in_force(self._team), patched(splitting), self._summing():
+                outputs = self._team.run(on_replica, Shards(tf.shape(rows[0])[0], self._team.size))
+        except ReplicasDiffer:
+            raise
+        except Exception as error:  # the step runs on one device then, and may raise it again
+            raise ReplicasDiffer(f"{type(error).__name__} in {self._name}") from error
+        if not self._splits:
+            raise ReplicasDiffer(f"{self._name} calls no layer that is known to work row by row")
+        return outputs[0]
+
+    # ------------------------------------------------------------------------ layers
+
+    def _splitting(self, layer: Any) -> Call:
+        call = layer.call
+
+        def split_call(*args: Any, **kwargs: Any) -> Any:
+            replica = self._team.current_in_global_part()
+            if replica is None or not replica.part or not replica.part.shares:
+                return call(*args, **kwargs)
+            leaves = [leaf for leaf in keras.tree.flatten((args, kwargs)) if _has_rows(leaf)]
+            if not leaves or self._only_draws(layer):
+                return call(*args, **kwargs)
+            reason = self._why_whole(layer, args, kwargs)
+            if reason is not None:
+                self.whole.setdefault(layer.name, reason)
+                return call(*args, **kwargs)
+            self._splits += 1
+            return self._split(replica, layer, call, args, kwargs, leaves)
+
+        return split_call
+
+    def _only_draws(self, layer: Any) -> bool:
+        """Return whether a layer has random numbers and no weights, as an augmentation.
+
+        On the whole batch it draws what one device draws.
+        """
+        draws = any(inner._seed_generators for inner in layer._flatten_layers())
+        return draws and (self._draws_together or not layer.weights)
+
+    def _why_whole(self, layer: Any, args: Any, kwargs: Any) -> str | None:
+        """Return why a call is not split, `None` if it is."""
+        leaves = keras.tree.flatten((args, kwargs))
+        tensors = [signature(leaf) for leaf in leaves if isinstance(leaf, tf.Tensor)]
+        firsts = [leaf.shape[:1] for leaf in leaves if isinstance(leaf, tf.Tensor)]
+        others = [repr(leaf) for leaf in leaves if not isinstance(leaf, tf.Tensor)]
+        key = (id(layer), str((tensors, firsts, others)))
+        if key not in self._known:
+            with self._plain_calls(), tf.init_scope():
+                self._known[key] = call_refused(layer, args, kwargs, scratch=ScratchGraph)
+        return self._known[key]
+
+    @contextmanager
+    def _plain_calls(self) -> Iterator[None]:
+        """Call layers as their classes do inside the context."""
+        before = [(layer, vars(layer).pop("call")) for layer, _ in self._calls.values()]
+        try:
+            yield
+        finally:
+            for layer, call in before:
+                vars(layer)["call"] = call
+
+    def _split(
+        self, replica: Replica, layer: Any, call: Call, args: Any, kwargs: Any, leaves: list[Any]
+    ) -> Any:
+        told = f"what goes into and out of {layer.name!r} ({type(layer).__name__})"
+        before = {id(loss) for inner in layer._flatten_layers() for loss in inner._losses}
+        outer = replica.shards
+        with replica.apart() as part:
+            rows = tf.shape(leaves[0])[0]
+            same = [tf.debugging.assert_equal(tf.shape(x)[0], rows, told) for x in leaves[1:]]
+            with tf.control_dependencies(same):
+                rows = tf.identity(rows)
+            replica.shards = Shards(rows, self._team.size)
+            try:
+                args, kwargs = keras.tree.map_structure(
+                    lambda x: remade(x, replica.own_of_shared) if _has_rows(x) else x,
+                    (args, kwargs),
+                )
+                own = call(*args, **kwargs)
+                outputs = keras.tree.map_structure(
+                    lambda x: (
+                        remade(x, lambda part: replica.gather_alike(part, told))
+                        if isinstance(x, tf.Tensor) and x.shape.rank
+                        else x
+                    ),
+                    own,
+                )
+            finally:
+                replica.shards = outer
+        losses = [loss for inner in layer._flatten_layers() for loss in inner._losses]
+        part.given += tensors_in((outputs, [loss for loss in losses if id(loss) not in before]))
+        return outputs
+
+    # ------------------------------------------------------------------------ gradients
+
+    @contextmanager
+    def _summing(self) -> Iterator[None]:
+        """Let tapes return the gradients of the global batch in the code of the step."""
+        tape_class = tf.GradientTape
+        names = ("__enter__", "__exit__", "gradient", "jacobian", "batch_jacobian")
+        plain = {name: getattr(tape_class, name) for name in names}
+        step, team = self, self._team
+
+        def enter(tape: Any) -> Any:
+            replica = team.current_in_global_part()
+            if replica is not None:
+                step._tapes()[id(tape)] = (tape, _position(replica), None)
+            return plain["__enter__"](tape)
+
+        def leave(tape: Any, *error: Any) -> Any:
+            replica = team.current_in_global_part()
+            if replica is not None and id(tape) in step._tapes():
+                _, start, _ = step._tapes()[id(tape)]
+                step._tapes()[id(tape)] = (tape, start, _position(replica))
+            return plain["__exit__"](tape, *error)
+
+        def gradient(
+            tape: Any,
+            target: Any,
+            sources: Any,
+            output_gradients: Any = None,
+            unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+        ) -> Any:
+            replica = team.current_in_global_part()
+            if replica is None:
+                return plain["gradient"](
+                    tape, target, sources, output_gradients, unconnected_gradients
+                )
+            step._check(replica, tape)
+            if output_gradients is None:
+                output_gradients = tf.nest.map_structure(tf.ones_like, target)
+            with replica.apart() as part:
+                shares = tf.nest.map_structure(lambda g: g / team.size, output_gradients)
+                own = plain["gradient"](tape, target, sources, shares, unconnected_gradients)
+                summed = replica.sum_gradients(tf.nest.flatten(own))
+            part.given += tensors_in(summed)
+            return tf.nest.pack_sequence_as(own, summed)
+
+        def refuse(tape: Any, *args: Any, **kwargs: Any) -> Any:
+            if team.current_in_global_part() is not None:
+                raise ReplicasDiffer(f"{step._name} computes a jacobian")
+            raise NotImplementedError
+
+        replaced = {
+            "__enter__": enter,
+            "__exit__": leave,
+            "gradient": gradient,
+            "jacobian": refuse,
+            "batch_jacobian": refuse,
+        }
+        for name, method in replaced.items():
+            setattr(tape_class, name, method)
+        try:
+            yield
+        finally:
+            for name, method in plain.items():
+                setattr(tape_class, name, method)
+
+    def _check(self, replica: Replica, tape: Any) -> None:
+        """Raise if the gradients of replicas would not sum up to those of the global batch."""
+        if any(end is None for _, _, end in self._tapes().values()):
+            raise ReplicasDiffer(f"{self._name} takes a gradient inside a tape")
+        _, start, end = self._tapes().get(id(tape), (tape, 0, None))
+        _position(replica)
+        assert replica.part is not None
+        if any(map(has_own_gradient, every_operation(replica.part.done[start:end]))):
+            raise ReplicasDiffer(f"{self._name} has a gradient of its own")
+
+    def _tapes(self) -> dict[int, tuple[Any, int, int | None]]:
+        """Return the tapes of this replica: where each began and ended in the section."""
+        if not hasattr(self._open, "tapes"):
+            self._open.tapes = {}
+        tapes: dict[int, tuple[Any, int, int | None]] = self._open.tapes
+        return tapes
+
+
+def _position(replica: Replica) -> int:
+    """Return the number of operations in the section of a replica."""
+    assert replica.part is not None
+    replica.part.pause()
+    replica.part.resume()
+    return len(replica.part.done)
+
+
+def is_ready(model: Any, name: str) -> bool:
+    """Return whether everything that a step of a model may use has its variables."""
+    parts: list[Any] = []
+    if name == "train_step":
+        parts += [v for v in vars(model).values() if isinstance(v, keras.optimizers.Optimizer)]
+    if name != "predict_step":
+        parts += [model._compile_metrics, model._compile_loss]
+    return is_built(model) and all(part is None or part.built for part in parts)
+
+
+def _with_hidden_rows(leaf: Any) -> Any:
+    if leaf is None or not leaf.shape.rank:
+        return leaf
+    return tf.compat.v1.placeholder_with_default(leaf, (None, *leaf.shape[1:]))
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, tf.Tensor) and bool(leaf.shape.rank) and leaf.shape[0] is None

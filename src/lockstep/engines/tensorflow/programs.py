@@ -1,0 +1,162 @@
+"""Traced operations: their description for comparison, and a graph that nobody runs."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.framework import ops
+from tensorflow.python.framework.func_graph import FuncGraph
+
+from lockstep.engines.rowwise import NotRowByRow
+
+_REPEATABLE = """
+    AssignAddVariableOp AssignSubVariableOp AssignVariableOp Assert Case If LookupTableFindV2
+    LookupTableSizeV2 Print PrintV2 ReadVariableOp ResourceGather ResourceGatherNd
+    ResourceScatterAdd ResourceScatterDiv ResourceScatterMax ResourceScatterMin
+    ResourceScatterMul ResourceScatterNdAdd ResourceScatterNdMax ResourceScatterNdMin
+    ResourceScatterNdSub ResourceScatterNdUpdate ResourceScatterSub ResourceScatterUpdate
+    ResourceStridedSliceAssign StatefulPartitionedCall VarIsInitializedOp VariableShape While
+"""
+REPEATABLE = frozenset(_REPEATABLE.split())
+"""Stateful operations, mostly on variables, with the same result on every replica."""
+
+
+class ScratchGraph:
+    """A graph for what a followed layer computes without the batch; see `Scratch`.
+
+    In a graph, Python cannot branch on the value of a weight, and nothing is assigned.
+    """
+
+    def __init__(self) -> None:
+        self._graph = FuncGraph("lockstep_rowwise")
+        self._done = 0
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Trace into this graph inside the context."""
+        with self._graph.as_default():
+            yield
+
+    def describe(self, tensor: Any) -> Any:
+        """Return the name of a tensor of this graph, or the value of another one."""
+        if hasattr(tensor, "numpy") and not isinstance(tensor, tf.Variable):
+            return str(tensor.dtype), tuple(tensor.shape), tensor.numpy().tobytes()
+        if getattr(tensor, "graph", None) is not self._graph:
+            raise NotRowByRow("what is kept outside of it")
+        return tensor.name
+
+    def cut(self) -> tuple[Any, str | None]:
+        """Return a description of the operations since the last call, and why they may differ."""
+        operations = self._graph.get_operations()[self._done :]
+        self._done += len(operations)
+        captures = list(self._graph.captures)
+        variables = {id(inner): id(outer) for outer, inner in captures if _is_resource(outer)}
+        for op in operations:
+            if op.op_def.is_stateful and op.type not in REPEATABLE:
+                return None, op.type
+        for outer, _ in captures:
+            if not _is_resource(outer) and not hasattr(outer, "numpy"):
+                return None, "what is kept outside of it"
+        return program_of(operations, variables), None
+
+
+def _is_resource(tensor: Any) -> bool:
+    return bool(tensor.dtype == tf.resource)
+
+
+def program_of(operations: list[Any], variables: Mapping[int, Any] | None = None) -> list[Any]:
+    """Return a description of operations that is equal for two traces of the same code.
+
+    A constant is described where it is used, not as an operation: a second use of a constant
+    from outside the graph adds no operation.
+
+    Args:
+        operations: The operations, in the order in which they were made.
+        variables: A name for each captured variable, by the identity of the tensor that
+            represents it inside the graph.
+    """
+    known: dict[int, Any] = dict(variables or {})
+    others: dict[int, int] = {}  # numbered in the order of use
+    done: list[Any] = []
+    for op in operations:
+        if op.type in ("Placeholder", "Const"):
+            continue
+        # The message of an assertion contains names of tensors, which differ between traces.
+        inputs = op.inputs[:1] if op.type == "Assert" else op.inputs
+        sources = [
+            source.op.node_def.attr["value"].SerializeToString()
+            if source.op.type == "Const"
+            else known.get(id(source)) or others.setdefault(id(source), len(others))
+            for source in inputs
+        ]
+        inside = [program_of(graph.get_operations()) for graph in calls_of(op)]
+        for number, output in enumerate(op.outputs):
+            known[id(output)] = (len(done), number)
+        done.append((op.type, _options(op), sources, inside))
+    return done
+
+
+def _options(op: Any) -> dict[str, Any]:
+    """Return the attributes of an operation, without names, shapes and functions."""
+    kinds = ("bool", "float", "int", "list(float)", "list(int)", "string", "type")
+    names = ("container", "message", "shared_name", "token")
+    return {
+        each.name: op.get_attr(each.name)
+        for each in op.op_def.attr
+        if each.type in kinds and each.name not in names
+    }
+
+
+def attribute(op: Any, name: str) -> Any:
+    """Return an attribute of an operation, `None` if it is missing."""
+    try:
+        return op.get_attr(name)
+    except ValueError:
+        return None
+
+
+def function_of(op: Any, name: str) -> Any:
+    """Return the graph of a function that an operation calls."""
+    return op.graph._get_function(attribute(op, name).name).graph
+
+
+def calls_of(op: Any) -> list[Any]:
+    """Return the graphs of all functions that an operation calls."""
+    found = []
+    for description in op.op_def.attr:
+        if description.type == "func":
+            found.append(function_of(op, description.name))
+        elif description.type == "list(func)":
+            found += [op.graph._get_function(f.name).graph for f in op.get_attr(description.name)]
+    return found
+
+
+def has_own_gradient(op: Any) -> bool:
+    """Return whether an operation has a custom gradient that lockstep does not know."""
+    name = attribute(op, "_gradient_op_type")
+    if name is None or op.type.endswith("PartitionedCall"):  # its own operations are checked
+        return False
+    # tensorflow/python/ops/custom_gradient.py, _graph_mode_decorator: the user's gradient
+    # function is in the closure of the registered function.
+    found, looked = [ops.gradient_registry.lookup(name.decode())], []
+    while found:
+        function = found.pop()
+        looked.append(function)
+        for cell in function.__closure__ or ():
+            inner = cell.cell_contents
+            if hasattr(inner, "__closure__") and inner not in looked:
+                found.append(inner)
+    own = [f for f in looked if f.__module__ != "tensorflow.python.ops.custom_gradient"]
+    return not own or any(f.__module__ not in _GRADIENTS_BY_ROWS for f in own)
+
+
+_GRADIENTS_BY_ROWS = ("tensorflow.python.ops.nn_impl",)  # swish, elementwise
+
+
+def every_operation(operations: Iterable[Any]) -> Iterator[Any]:
+    """Yield operations, and those of all functions that they call."""
+    for op in operations:
+        yield op
+        for graph in calls_of(op):
+            yield from every_operation(graph.get_operations())

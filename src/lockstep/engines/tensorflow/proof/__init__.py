@@ -1,1 +1,0 @@
-"""The proof that a layer works row by row."""

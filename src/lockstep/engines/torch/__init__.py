@@ -1,0 +1,1 @@
+"""The PyTorch engine: a process for each device, and one controller."""

@@ -1,0 +1,49 @@
+"""PyTorch's devices, and virtual CPU devices, which are processes."""
+
+import os
+
+import torch
+
+from lockstep.devices import Device, check_visible, rehearsed_devices
+from lockstep.engines.too_late import too_late
+from lockstep.keras_compat import torch_default_device
+
+_rehearsed: int | None = None
+
+
+def list_devices() -> tuple[Device, ...]:
+    """Return the devices of PyTorch, accelerators first.
+
+    PyTorch has one CPU device. In a rehearsal there are more: each is a process.
+
+    Raises:
+        RehearsalTooLate: If a rehearsal is requested after Keras has chosen an accelerator.
+        DeviceError: If `CUDA_VISIBLE_DEVICES` was set too late.
+    """
+    asked = rehearsed_devices(os.environ)
+    if asked:
+        make_virtual(asked)
+    if _rehearsed is not None:
+        return tuple(Device(f"cpu:{number}", "cpu") for number in range(_rehearsed))
+    here = (*_gpus(), Device("cpu:0", "cpu"))
+    check_visible(here, os.environ)
+    return here
+
+
+def make_virtual(count: int) -> None:
+    """Make `count` virtual CPU devices and hide accelerators.
+
+    Raises:
+        RehearsalTooLate: If Keras has chosen an accelerator.
+    """
+    global _rehearsed
+    if torch_default_device() != "cpu":
+        raise too_late("Keras", count, (*_gpus(), Device("cpu:0", "cpu")))
+    _rehearsed = count
+
+
+def _gpus() -> list[Device]:
+    return [
+        Device(f"gpu:{number}", torch.cuda.get_device_name(number))
+        for number in range(torch.cuda.device_count())
+    ]

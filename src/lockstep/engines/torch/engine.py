@@ -1,0 +1,303 @@
+"""The PyTorch engine: Keras's own loop in this process, each step on several processes."""
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import torch.distributed as dist
+
+from lockstep.announce import arguments_of, fit_line, wants_words
+from lockstep.devices import Device
+from lockstep.engines import attachments
+from lockstep.engines.atomic_save import atomic_saves
+from lockstep.engines.call_guard import STEPPING, CallGuard
+from lockstep.engines.engine import DEFAULT_INPUT, InputOptions, Probe
+from lockstep.engines.torch import devices as torch_devices
+from lockstep.engines.torch.session import Session
+from lockstep.engines.torch.unsplit import built_for, own_step, rows_of, unsplit_model
+from lockstep.errors import (
+    LayoutConflict,
+    UnsplitBatchWarning,
+    UnsupportedBackend,
+    UnsupportedModel,
+)
+from lockstep.keras_compat import module_in_keras, trainer_class
+from lockstep.launch.environment import Place
+
+KINDS = ("train", "test", "predict")
+_BATCH_HOOKS = tuple(
+    f"on_{kind}batch_{moment}" for kind in ("", "train_", "test_") for moment in ("begin", "end")
+)
+
+
+class TorchEngine:
+    """Runs Keras models on PyTorch devices; see `Engine` for the contract."""
+
+    name = "torch"
+
+    def devices(self) -> tuple[Device, ...]:
+        """Return the devices of PyTorch, accelerators first."""
+        return torch_devices.list_devices()
+
+    def rehearse(self, devices: int) -> None:
+        """Make `devices` virtual CPU devices and hide accelerators."""
+        torch_devices.make_virtual(devices)
+
+    def join(self, place: Place) -> tuple[int, int]:
+        """Return the place of a single process; this engine starts its processes by itself."""
+        if place.size > 1:
+            raise UnsupportedBackend(
+                f"This is {place}, and on 'torch' lockstep starts the processes by itself.\n"
+                "Run the script with plain python, or set LOCKSTEP_PROCESSES=1 for trainings that "
+                "are apart."
+            )
+        return place.rank, place.size
+
+    def attach(
+        self, model: Any, devices: tuple[str, ...], options: InputOptions = DEFAULT_INPUT
+    ) -> None:
+        """Make `model` run on `devices`, in place; on failure leave it unchanged."""
+        if options.data_on_devices:
+            raise UnsupportedBackend(
+                "data_on_devices=True was asked for on 'torch', and data stay on the devices on "
+                "'jax' so far.\nLeave it out, or set KERAS_BACKEND=jax before Keras is imported."
+            )
+        if options.prefetch:
+            raise UnsupportedBackend(
+                f"prefetch={options.prefetch} was asked for on 'torch', and lockstep draws batches "
+                "ahead on 'jax' so far.\nLeave it out: a DataLoader has num_workers."
+            )
+        if self.attached(model) != devices:
+            with attachments.alone(model, "distribute"):
+                attachments.attach(
+                    Attachment(model, devices), lambda old: Attachment(model, old.devices)
+                )
+
+    def detach(self, model: Any) -> None:
+        """Make `model` run on one device again; do nothing if it is not attached."""
+        with attachments.alone(model, "release"):
+            attachments.detach(model)
+
+    def attached(self, model: Any) -> tuple[str, ...] | None:
+        """Return the devices of `model`, or `None` if it is not attached."""
+        return attachments.attached(model)
+
+    def input_options(self, model: Any) -> InputOptions:
+        """Return the defaults: this engine has no input options."""
+        return DEFAULT_INPUT
+
+    def probe(self, model: Any) -> Probe:
+        """Raise: `verify` and `bench` are not here yet."""
+        raise UnsupportedBackend(
+            "verify or bench was asked for on 'torch', and they run on 'jax' so far, verify on "
+            "'tensorflow' too.\nSet KERAS_BACKEND=jax in the environment before Keras is imported."
+        )
+
+
+class Attachment:
+    """One model on several devices.
+
+    The attachment and the methods it replaces are entries in the model's `__dict__`.
+
+    Attributes:
+        model: The model.
+        devices: The names of its devices.
+        hooks: The methods that are replaced on the instance.
+        replaced: The attributes of the instance that they replace.
+    """
+
+    def __init__(self, model: Any, devices: tuple[str, ...]) -> None:
+        self.model = model
+        self.devices = devices
+        self.hooks: dict[str, Any] = {}
+        self.replaced: dict[str, Any] = {}
+        self.turns = CallGuard(model, lambda: attachments.attachment_of(model) is self)
+        self._session = Session(model, devices)
+        self._unsplit: str | None = None
+        self._warned: set[str] = set()
+        self._always_unchecked = False
+        # The end of the model ends its part in the pool; a lease knows no model.
+        weakref.finalize(model, self._session.lease.end)
+
+    def check(self) -> None:
+        """Raise if this model cannot be attached to these devices."""
+        # keras/src/backend/torch/trainer.py: the methods that make step functions.
+        current = attachments.attachment_of(self.model)
+        hooks = {} if current is None else current.hooks
+        for kind in KINDS:
+            name = f"make_{kind}_function"
+            on_instance = vars(self.model).get(name) is not hooks.get(name)
+            if on_instance or getattr(type(self.model), name) is not getattr(trainer_class(), name):
+                raise UnsupportedModel(
+                    f"{type(self.model).__name__} has its own {name}, and lockstep has to replace "
+                    "that method to run the step on several devices.\n"
+                    "Override train_step, test_step or predict_step instead."
+                )
+        if len(self.devices) > 1:
+            _check_processes()
+            _check_devices(self.devices)
+
+    def take_over(self) -> None:
+        """Replace the step functions."""
+        attachments.mark(self.model, self)
+        self.hooks = {
+            **{f"make_{kind}_function": self._maker(kind) for kind in KINDS},
+            **self._stepping(),
+            "reset_metrics": self._resetting(self.model.reset_metrics),
+            **atomic_saves(self.model),
+        }
+        self.replaced = attachments.put_on(self.model, self.hooks)
+        self._remake_functions()
+
+    def give_back(self) -> None:
+        """Undo `take_over`, even if it failed half way."""
+        attachments.unmark(self.model)
+        attachments.take_off(self.model, self.hooks, self.replaced)
+        self._session.lease.end()
+        self._remake_functions()
+
+    # ------------------------------------------------------------- replaced methods
+
+    def _maker(self, kind: str) -> Callable[..., None]:
+        name = f"{kind}_function"
+
+        def make_function(force: bool = False) -> None:
+            model = self.model
+            if getattr(model, name) is not None and not force:
+                return
+            # Keras checks the options, and makes the function for one device.
+            getattr(type(model), f"make_{name}")(model, force=True)
+            vars(model)[name] = self._function(kind, getattr(model, name))
+
+        return make_function
+
+    def _function(self, kind: str, plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return the step function: on several devices, or on one where it cannot be split."""
+        if len(self.devices) == 1:
+            return plain
+
+        def run(batches: Any) -> Any:
+            if self._always_unchecked:
+                self._session.unchecked = True
+            if self._session.unchecked:
+                if not built_for(self.model, kind):
+                    return plain(batches)  # which builds the model
+                self._unsplit = unsplit_model(self.model)
+            reason = self._unsplit or own_step(self.model, kind)
+            if reason is None:
+                data = _tensors(batches[0])
+                reason, rows = rows_of(data[0])
+            if reason is not None:
+                what = f"{self.model.name!r} {reason}, so the first device runs every batch alone"
+                self._warn(what)
+                return plain(batches)
+            result = self._session.step(kind, data, rows)
+            whole = self._session.whole_layers
+            if whole:
+                names = ", ".join(f"{layer.name!r} ({type(layer).__name__})" for layer in whole)
+                self._warn(f"every device runs {names} of {self.model.name!r} on the whole batch")
+            return result
+
+        return run
+
+    def _stepping(self) -> dict[str, Any]:
+        """Return the methods that run steps, guarded, each a call of its own for the session."""
+        methods = {name: getattr(self.model, name) for name in STEPPING}
+        methods["fit"] = self._fitting(methods["fit"])
+        return {
+            name: self.turns.guarded(name, self._resetting(method))
+            for name, method in methods.items()
+        }
+
+    def _resetting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a method that begins a call or an epoch: the next step compares everything."""
+
+        @functools.wraps(method)
+        def reset(*args: Any, **kwargs: Any) -> Any:
+            self._session.unchecked = True
+            return method(*args, **kwargs)
+
+        return reset
+
+    def _fitting(self, fit: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fit)
+        def announced_fit(*args: Any, **kwargs: Any) -> Any:
+            given = arguments_of(fit, args, kwargs)
+            if wants_words(given):
+                compiled = len(self.devices) > 1 and self.model.jit_compile
+                without = ", without torch.compile" if compiled else ""
+                print(fit_line("torch", self.devices, given) + without, flush=True)
+            self._always_unchecked = _changes_between_batches(given.get("callbacks"))
+            try:
+                return fit(*args, **kwargs)
+            finally:
+                self._always_unchecked = False
+
+        return announced_fit
+
+    # ------------------------------------------------------------------------ inside
+
+    def _remake_functions(self) -> None:
+        model = self.model
+        for kind in KINDS:
+            if getattr(model, f"{kind}_function", None) is not None:
+                getattr(model, f"make_{kind}_function")(force=True)
+
+    def _warn(self, what: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            warnings.warn(
+                f"On PyTorch {what}.\nThe result is exact. Set KERAS_BACKEND=jax to have it split.",
+                UnsplitBatchWarning,
+                stacklevel=2,
+            )
+
+
+def _changes_between_batches(callbacks: Any) -> bool:
+    """Return whether a callback of the user's own runs between batches.
+
+    It may change any attribute of the model there.
+    """
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = callbacks.callbacks
+    for callback in keras.tree.flatten(callbacks):
+        own = vars(callback) if isinstance(callback, keras.callbacks.LambdaCallback) else {}
+        for name in _BATCH_HOOKS:
+            hook = own.get(name) or getattr(type(callback), name, None)
+            if hook is not None and not module_in_keras(hook):
+                return True
+    return False
+
+
+def _tensors(data: Any) -> tuple[Any, Any, Any]:
+    """Return inputs, targets and sample weights as tensors, as Keras converts them first."""
+    parts: tuple[Any, Any, Any] = keras.tree.map_structure(
+        lambda leaf: None if leaf is None else keras.ops.convert_to_tensor(leaf),
+        tuple(keras.utils.unpack_x_y_sample_weight(data)),
+    )
+    return parts
+
+
+def _check_processes() -> None:
+    if dist.is_initialized():
+        raise UnsupportedBackend(
+            "Several devices were asked for on 'torch' in a process that has called "
+            "torch.distributed.init_process_group.\nOn PyTorch, lockstep starts the processes by "
+            "itself: leave that call out, and run the script with plain python."
+        )
+    if keras.distribution.distribution() is not None:
+        raise LayoutConflict(
+            "Several devices were asked for on 'torch', and a keras.distribution is set, which "
+            "would reduce gradients too.\nCall keras.distribution.set_distribution(None) first."
+        )
+
+
+def _check_devices(devices: tuple[str, ...]) -> None:
+    if not devices[0].startswith("cpu"):
+        raise UnsupportedBackend(
+            f"{len(devices)} GPUs were asked for on 'torch', and lockstep has run on rehearsed CPU "
+            "devices alone there.\nSet KERAS_BACKEND=jax before Keras is imported."
+        )

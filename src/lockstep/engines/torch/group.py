@@ -1,0 +1,117 @@
+"""The processes of one pool as ranks: sums, broadcasts and gathers of tensors."""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+HOST = "127.0.0.1"
+_BUCKET = 25 * 2**20
+"""Bytes of tensors that one collective takes, at most, but for a single larger tensor."""
+
+_LONGEST_STEP = timedelta(hours=24)
+"""A replica waits so long for the others. The end of a process is noticed at once."""
+
+
+class PeerLost(Exception):
+    """Another rank of the group has ended, or its connection has."""
+
+
+class Group:
+    """The ranks of one pool.
+
+    It is no default group of `torch.distributed`, so that nothing else in the process sees
+    or uses it.
+
+    Args:
+        store: The store where the ranks meet.
+        rank: The number of this process.
+        size: The number of processes.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]
+        options._timeout = _LONGEST_STEP
+        self._backend = _waited(lambda: dist.ProcessGroupGloo(store, rank, size, options))
+        self.rank = rank
+        self.size = size
+
+    def sum_in_place(self, tensors: Sequence[Any]) -> None:
+        """Replace each tensor by its sum over all ranks, which is the same on every rank."""
+        for bucket in _buckets(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            _waited(partial(self._all_reduce, flat))
+            _copy_out(flat, bucket)
+
+    def broadcast_in_place(self, tensors: Sequence[Any]) -> None:
+        """Replace each tensor by that of rank 0."""
+        for bucket in _buckets(tensors):
+            flat = torch.cat([_bytes(tensor) for tensor in bucket])
+            _waited(partial(self._broadcast, flat))
+            if self.rank:
+                _copy_out_bytes(flat, bucket)
+
+    def _all_reduce(self, flat: Any) -> None:
+        self._backend.allreduce([flat]).wait()
+
+    def _broadcast(self, flat: Any) -> None:
+        self._backend.broadcast(flat, 0).wait()
+
+    def gather(self, rows: Any, counts: Sequence[int]) -> Any:
+        """Return the rows of all ranks, in the order of the ranks.
+
+        Args:
+            rows: The rows of this rank. They are of one type and shape on every rank.
+            counts: The number of rows of each rank.
+        """
+        most = max(counts)
+        padded = rows.new_zeros((most, *rows.shape[1:]))
+        padded[: len(rows)] = rows
+        sent = _bytes(padded)
+        received = [torch.empty_like(sent) for _ in counts]
+        _waited(lambda: self._backend.allgather([received], [sent]).wait())
+        parts = [part.view(rows.dtype).view(padded.shape) for part in received]
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def _buckets(tensors: Sequence[Any]) -> list[list[Any]]:
+    """Return the tensors in lists of one type and limited size, in their order."""
+    buckets: list[list[Any]] = []
+    size = 0
+    for tensor in tensors:
+        size += tensor.nbytes
+        if not buckets or size > _BUCKET or buckets[-1][0].dtype != tensor.dtype:
+            buckets.append([])
+            size = tensor.nbytes
+        buckets[-1].append(tensor)
+    return buckets
+
+
+def _bytes(tensor: Any) -> Any:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _copy_out(flat: Any, tensors: Sequence[Any]) -> None:
+    with torch.no_grad():
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def _copy_out_bytes(flat: Any, tensors: Sequence[Any]) -> None:
+    with torch.no_grad():
+        parts = flat.split([tensor.nbytes for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            # A part of the bytes may not be aligned for the type; its copy is.
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _waited(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except RuntimeError as error:
+        raise PeerLost(str(error)) from error

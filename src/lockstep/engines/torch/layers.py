@@ -1,0 +1,156 @@
+"""The plan by which each layer of a split model runs in one step."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import torch
+
+from lockstep.engines.patched import patched
+from lockstep.engines.torch.moments import moments_over
+from lockstep.engines.torch.replica import Replica, seed_of_replica
+from lockstep.engines.torch.rowwise import (
+    constants_in,
+    is_batch_norm,
+    is_container,
+    is_rowwise,
+    parts_of,
+)
+from lockstep.keras_compat import get_keras_mask, set_keras_mask
+
+
+class Plan:
+    """Sorts the layers of a model: those that run by rows, and those on the global batch.
+
+    Attributes:
+        whole: Layers and operations that run on the global batch.
+        norms: Batch norms. They use the moments of the global batch.
+        every: Every layer that is not inside one of `whole`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.whole: list[Any] = []
+        self.norms: list[Any] = []
+        self.every: list[Any] = []
+        self._seen: set[int] = set()
+        self._sort(model)
+
+    def _sort(self, part: Any) -> None:
+        if id(part) in self._seen:
+            return
+        self._seen.add(id(part))
+        if is_container(part):
+            self.every.append(part)
+            for inner in parts_of(part):
+                self._sort(inner)
+        elif is_batch_norm(part):
+            self.norms.append(part)
+            self.every.append(part)
+        elif is_rowwise(part):
+            self.every += part._flatten_layers()
+        else:
+            self.whole.append(part)
+
+    @contextmanager
+    def in_force(self, replica: Replica) -> Iterator[None]:
+        """Apply this plan to the layers inside the context."""
+        changes: list[tuple[Any, str, Any]] = []
+        for layer in self.whole:
+            changes.append((layer, "call", _on_global_batch(layer, layer.call, replica)))
+            if hasattr(layer, "compute_mask"):
+                mask = _on_global_batch(layer, layer.compute_mask, replica)
+                changes.append((layer, "compute_mask", mask))
+        changes += [(layer, "_moments", moments_over(layer, replica)) for layer in self.norms]
+        layers = {id(layer): layer for layer in [*self.every, *self.whole]}.values()
+        for layer in layers:
+            if getattr(layer, "activity_regularizer", None) is not None:
+                hook = _of_global_outputs(layer, layer.activity_regularizer, replica)
+                changes.append((layer, "activity_regularizer", hook))
+        for layer in {id(layer): layer for layer in self.every}.values():
+            # keras/src/layers/layer.py, Layer._initialize_tracker
+            for seeds in layer._seed_generators:
+                changes.append((seeds, "next", _of_this_replica(seeds.next, replica)))
+        with patched(changes):
+            yield
+
+
+def unknown_rows(model: Any) -> str | None:
+    """Return why the rows of some tensor in a graph are unknown, `None` if all are known.
+
+    Every tensor has to have the first dim of the inputs: it may be open, or a number where a
+    batch has built the model. A step checks what layers on the global batch return.
+    """
+    inputs = {tuple(tensor.shape[:1]) for tensor in keras.tree.flatten(model.inputs)}
+    if len(inputs) != 1:
+        return f"has inputs of several first dims {sorted(map(str, inputs))}"
+    for part in _parts_in(model):
+        for node in part._inbound_nodes:
+            if not is_container(part) and not is_rowwise(part) and constants_in(node):
+                return f"gives a constant array to {part.name!r}"
+            for tensor in (*node.input_tensors, *node.output_tensors):
+                if len(tensor.shape) and tuple(tensor.shape[:1]) not in inputs:
+                    return f"has another first dim {tuple(tensor.shape)} at {part.name!r}"
+    if any(len(output.shape) == 0 for output in keras.tree.flatten(model.outputs)):
+        return "has an output without rows"
+    return None
+
+
+def _parts_in(container: Any) -> list[Any]:
+    found = []
+    for part in parts_of(container):
+        found.append(part)
+        if is_container(part):
+            found += _parts_in(part)
+    return found
+
+
+def _on_global_batch(layer: Any, call: Callable[..., Any], replica: Replica) -> Callable[..., Any]:
+    """Wrap `call`: gather the rows of its inputs, return this replica's rows of its outputs."""
+    enters = f"An input of layer {layer.name!r} ({type(layer).__name__})"
+    leaves = f"An output of layer {layer.name!r} ({type(layer).__name__})"
+
+    def whole(value: Any) -> Any:
+        has_rows = isinstance(value, torch.Tensor) and value.ndim
+        return replica.gather(value, enters) if has_rows else value
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.ndim:
+            return value
+        replica.check_whole(value, leaves)
+        part = replica.take(value)
+        mask = get_keras_mask(value)
+        if mask is not None:
+            set_keras_mask(part, replica.take(mask))
+        return part
+
+    def gathered_call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = keras.tree.map_structure(whole, (args, kwargs))
+        with replica.common_draws():
+            outputs = call(*args, **kwargs)
+        return keras.tree.map_structure(own, outputs)
+
+    return gathered_call
+
+
+def _of_global_outputs(layer: Any, regularizer: Any, replica: Replica) -> Callable[[Any], Any]:
+    """Wrap an activity regularizer to see the outputs of all replicas."""
+    name = f"An output of layer {layer.name!r} ({type(layer).__name__})"
+
+    def regularize(output: Any) -> Any:
+        if output.ndim == 0:
+            return regularizer(output)
+        loss = regularizer(replica.gather(output, name))
+        # keras/src/layers/layer.py, Layer.__call__ divides by the rows of `output`.
+        return loss * (len(output) / replica.rows)
+
+    return regularize
+
+
+def _of_this_replica(draw: Callable[..., Any], replica: Replica) -> Callable[..., Any]:
+    """Wrap `draw` to return a different seed on every replica, on the first one its own."""
+
+    def draw_here(*args: Any, **kwargs: Any) -> Any:
+        return seed_of_replica(draw(*args, **kwargs), replica.rank)
+
+    return draw_here

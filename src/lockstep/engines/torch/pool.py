@@ -1,0 +1,332 @@
+"""The processes of the devices but the first: started once, and warm between calls."""
+
+import atexit
+import itertools
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from socket import socketpair
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.engines.torch.batch_memory import BatchMemory, new_file
+from lockstep.engines.torch.group import HOST, Group, PeerLost
+from lockstep.errors import WorkerDied
+
+_START = """\
+import json, sys
+options = json.loads(sys.argv[1])
+sys.path[:] = options.pop("path")
+from lockstep.engines.torch.worker import main
+main(**options)
+"""
+_TO_REPORT = 20.0
+"""Seconds that workers have to report after one of them was lost."""
+
+_TO_END = 5.0
+"""Seconds that a worker has to end after its connection was closed."""
+
+_LAST_LINES = 12
+
+
+class Pool:
+    """The workers of one set of devices, with rank 0 in this process.
+
+    Args:
+        devices: The names of the devices, that of rank 0 first.
+    """
+
+    def __init__(self, devices: tuple[str, ...]) -> None:
+        self.lock = threading.RLock()
+        self.closed = False
+        self._called = False
+        self._devices = devices
+        self._owner = os.getpid()
+        self._models: set[int] = set()
+        self._to_forget: list[int] = []
+        self._files: list[int] = []
+        self._workers: list[_Worker] = []
+        _running.add(self)
+        try:
+            self._start()
+        except PeerLost:
+            raise self._failure() from None
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        size = len(self._devices)
+        batch_file = new_file()
+        reading, writing = os.pipe()
+        self._files = [batch_file, writing]
+        threads = max(1, torch.get_num_threads() // size)
+        for rank in range(1, size):
+            options = {"rank": rank, "size": size, "threads": threads}
+            files = {"lifeline": reading, "memory": batch_file}
+            self._workers.append(_Worker(options, files))
+        os.close(reading)
+        self.memory = BatchMemory(batch_file)
+        for worker in self._workers:
+            worker.receive()  # it is ready
+        store = dist.TCPStore(HOST, 0, size, is_master=True, wait_for_workers=False)
+        for worker in self._workers:
+            worker.send(pickle.dumps(store.port))
+        self._store = store
+        self.group = Group(store, 0, size)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Hold the pool for one step. An error while workers are in it ends the pool.
+
+        Raises:
+            WorkerDied: If a worker has ended.
+            Exception: The error of a worker, as itself.
+        """
+        with self.lock:
+            try:
+                while self._to_forget:
+                    self.send("forget", self._to_forget.pop())
+                self._called = False
+                yield
+            except PeerLost:
+                raise self._failure() from None
+            except BaseException:
+                if self._called:
+                    self.close()
+                raise
+
+    def send(self, name: str, *content: Any) -> None:
+        """Send a call to every worker."""
+        self._called = True
+        data = pickle.dumps((name, content), pickle.HIGHEST_PROTOCOL)
+        for worker in self._workers:
+            worker.send(data)
+
+    def receive(self) -> list[Any]:
+        """Return the answer of each worker."""
+        return [worker.receive()[1] for worker in self._workers]
+
+    def hold(self, key: int) -> None:
+        """Keep the pool for the model of this key."""
+        self._models.add(key)
+
+    def drop(self, key: int) -> None:
+        """Forget a model. Without any model, the pool ends.
+
+        The garbage collector calls this within any other call, so that nothing is sent here.
+        """
+        if key in self._models:
+            self._models.discard(key)
+            self._to_forget.append(key)
+        if not self._models:
+            self.close()
+
+    def close(self) -> None:
+        """End the workers, and wait for their end."""
+        if self.closed:
+            return
+        self.closed = True
+        _running.discard(self)
+        self._leave()
+        if os.getpid() == self._owner:
+            for worker in self._workers:
+                worker.end()
+
+    def leave(self) -> None:
+        """Close the files of the workers in a forked process, which has no part in the pool."""
+        self.closed = True
+        self._leave()
+
+    def _leave(self) -> None:
+        for file in self._files:
+            os.close(file)
+        self._files = []
+        for worker in self._workers:
+            worker.connection.close()
+
+    def _failure(self) -> BaseException:
+        """Return the error that ended a worker, and end the others."""
+        deadline = time.monotonic() + _TO_REPORT
+        reports = [worker.report(deadline) for worker in self._workers]
+        error = self._error_in(reports)
+        self.close()
+        return error
+
+    def _error_in(self, reports: list[Any]) -> BaseException:
+        for worker, (kind, sent, text) in zip(self._workers, reports, strict=True):
+            if kind == "error":
+                return self._error_of(worker, sent, text)
+        # One that was lost by another worker has said so, and ended by itself.
+        dead = [
+            worker
+            for worker, report in zip(self._workers, reports, strict=True)
+            if report[0] != "lost"
+        ]
+        return self._death_of((dead or self._workers)[0])
+
+    def _error_of(self, worker: "_Worker", sent: bytes | None, text: str) -> BaseException:
+        where = f"replica {worker.rank} ({self._devices[worker.rank]})"
+        if sent is None:
+            return WorkerDied(
+                f"The process of {where} ended by an error that cannot be pickled:\n"
+                f"{text.strip().splitlines()[-1]}\nThe model stands as after the last step."
+            )
+        error: BaseException = pickle.loads(sent)
+        error.add_note(f"This error is from {where}, whose traceback is:\n{text.rstrip()}")
+        return error
+
+    def _death_of(self, worker: "_Worker") -> WorkerDied:
+        said = worker.last_lines()
+        error = WorkerDied(
+            f"The process of replica {worker.rank} ({self._devices[worker.rank]}) has ended "
+            f"{worker.how()}; it was process {worker.process.pid}.\nThe model stands as after the "
+            "last step. Call again to go on: the processes are started anew."
+        )
+        if said:
+            error.add_note(f"Its last lines were:\n{said}")
+        return error
+
+
+class _Worker:
+    """The process of one rank, as rank 0 sees it."""
+
+    def __init__(self, options: dict[str, Any], files: dict[str, int]) -> None:
+        self.rank = options["rank"]
+        ours, theirs = socketpair()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
+        files = {**files, "connection": theirs.fileno()}
+        environment = {**os.environ, "KERAS_BACKEND": "torch"}
+        environment.pop("LOCKSTEP_REHEARSE", None)
+        arguments = json.dumps({**options, **files, "path": sys.path})
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _START, arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+                env=environment,
+                pass_fds=tuple(files.values()),
+            )
+        self.connection = Connection(ours.detach())
+
+    def send(self, data: bytes) -> None:
+        """Send bytes."""
+        try:
+            self.connection.send_bytes(data)
+        except OSError as error:
+            raise PeerLost(str(error)) from error
+
+    def receive(self) -> Any:
+        """Return the next message.
+
+        Raises:
+            PeerLost: If the worker has ended, or reports an error.
+        """
+        try:
+            message = pickle.loads(self.connection.recv_bytes())
+        except (OSError, EOFError) as error:
+            raise PeerLost(str(error)) from error
+        if message[0] in ("error", "lost"):
+            self._reported = message
+            raise PeerLost(message[0])
+        return message
+
+    _reported: Any = None
+
+    def report(self, deadline: float) -> tuple[str, bytes | None, str]:
+        """Return how the worker has ended: `"error"`, `"lost"` or `"ended"`, and the error."""
+        try:
+            while self._reported is None:
+                if not self.connection.poll(max(0.0, deadline - time.monotonic())):
+                    return "silent", None, ""
+                self.receive()
+        except PeerLost:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(_TO_END)
+        return self._reported or ("ended", None, "")
+
+    def end(self) -> None:
+        """Wait for the end of the process, whose connection is closed; then kill it."""
+        try:
+            self.process.wait(_TO_END)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._output.close()
+
+    def how(self) -> str:
+        """Return how the process ended, in words."""
+        code = self.process.returncode
+        if code is not None and code < 0:
+            return f"by signal {-code}"
+        return f"with exit status {code}"
+
+    def last_lines(self) -> str:
+        """Return the last lines that the process has printed."""
+        self._output.seek(0)
+        lines = self._output.read().decode(errors="replace").strip().splitlines()
+        return "\n".join(lines[-_LAST_LINES:])
+
+
+_running: "weakref.WeakSet[Pool]" = weakref.WeakSet()
+_pools: dict[tuple[str, ...], Pool] = {}
+_keys = itertools.count()
+
+
+class Lease:
+    """The part of one model in the pool of its devices, which runs while models need it.
+
+    Args:
+        devices: The names of the devices.
+
+    Attributes:
+        key: The number of the model in the pool.
+    """
+
+    def __init__(self, devices: tuple[str, ...]) -> None:
+        self.key = next(_keys)
+        self._devices = devices
+        self._pool: Pool | None = None
+
+    def pool(self) -> Pool:
+        """Return the running pool of these devices, or a new one."""
+        pool = _pools.get(self._devices)
+        if pool is None or pool.closed:
+            pool = _pools[self._devices] = Pool(self._devices)
+        pool.hold(self.key)
+        self._pool = pool
+        return pool
+
+    def end(self) -> None:
+        """Let the pool forget the model, and end if it was the last one."""
+        if self._pool is not None:
+            self._pool.drop(self.key)
+            self._pool = None
+
+
+@atexit.register
+def _close_all() -> None:
+    for pool in list(_running):
+        pool.close()
+
+
+def _leave_all() -> None:
+    for pool in list(_running):
+        pool.leave()
+    _running.clear()
+    _pools.clear()
+
+
+os.register_at_fork(after_in_child=_leave_all)

@@ -1,0 +1,203 @@
+"""One replica in one step: its rows, and what it exchanges with the other replicas.
+
+Every replica computes the loss of the global batch, divided by the number of replicas. So
+the sum of these losses is the loss, and the sum of the gradients is its gradient. The
+backward passes below keep that sum.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.engines.torch.group import Group
+from lockstep.errors import UnsupportedModel
+from lockstep.keras_compat import get_keras_mask, set_keras_mask
+from lockstep.shards import shard_rows
+
+
+class RandomStreams:
+    """The state of PyTorch's random numbers for code that every replica runs alike.
+
+    Outside of `common` each replica draws from PyTorch's own state, which differs.
+    """
+
+    def __init__(self) -> None:
+        self._common: Any = None
+
+    def seed(self, base: bytes, rank: int) -> None:
+        """Seed both kinds of numbers; rank 0 keeps PyTorch's own state."""
+        own = _get_state()
+        torch.manual_seed(_number(base, "common"))
+        self._common = _get_state()
+        if rank == 0:
+            _set_state(own)
+        else:
+            torch.manual_seed(_number(base, rank))
+
+    @contextmanager
+    def common(self) -> Iterator[None]:
+        """Draw the same numbers on every replica inside the context."""
+        own = _get_state()
+        _set_state(self._common)
+        try:
+            yield
+        finally:
+            self._common = _get_state()
+            _set_state(own)
+
+
+class Replica:
+    """One replica of a batch.
+
+    A replica without rows runs the first row of the batch, and nobody uses the result:
+    some layers take no empty batch.
+
+    Attributes:
+        counts: The number of rows of each replica.
+        rows: The number of rows of the batch.
+    """
+
+    def __init__(self, group: Group, rows: int, streams: RandomStreams) -> None:
+        shards = shard_rows(rows, group.size)
+        self._group = group
+        self._own = shards[group.rank]
+        self.counts = tuple(len(shard) for shard in shards)
+        self.rows = rows
+        self.common_draws = streams.common
+
+    @property
+    def rank(self) -> int:
+        """The number of this replica."""
+        return self._group.rank
+
+    @property
+    def size(self) -> int:
+        """The number of replicas."""
+        return self._group.size
+
+    def take(self, whole: Any) -> Any:
+        """Return the rows of this replica."""
+        if not len(self._own):
+            return whole[:1]
+        return whole[self._own.start : self._own.stop]
+
+    def true_rows(self, own: Any, name: str) -> Any:
+        """Return the rows that are this replica's, without one that is run for its form.
+
+        Args:
+            own: A tensor with the rows of this replica.
+            name: What the tensor is, for the error.
+
+        Raises:
+            UnsupportedModel: If the tensor has other rows.
+        """
+        count = len(self._own)
+        if own.ndim == 0 or len(own) != max(count, 1):
+            raise UnsupportedModel(
+                f"{name} has shape {tuple(own.shape)}, and the batch has {max(count, 1)} rows on "
+                "this replica.\nKeep the batch as the first dim, or set KERAS_BACKEND=jax, where "
+                "any layer works."
+            )
+        return own[:count]
+
+    def check_whole(self, whole: Any, name: str) -> None:
+        """Raise `UnsupportedModel` if this tensor does not have the rows of the batch."""
+        if len(whole) != self.rows:
+            raise UnsupportedModel(
+                f"{name} has shape {tuple(whole.shape)}, and the batch has {self.rows} rows.\n"
+                "Keep the batch as the first dim, or set KERAS_BACKEND=jax, where any layer works."
+            )
+
+    def gather(self, own: Any, name: str, *, for_loss: bool = False) -> Any:
+        """Return the rows of all replicas, and their mask; gradients flow back to each replica.
+
+        Args:
+            own: A tensor with the rows of this replica.
+            name: What the tensor is, for an error.
+            for_loss: Whether every replica does the same with the result, down to the loss.
+                Then no gradient has to be exchanged.
+        """
+        rows = self.true_rows(own, name)
+        whole = _Gather.apply(rows, self._group, self.counts, for_loss)
+        mask = get_keras_mask(own)
+        if mask is not None:
+            set_keras_mask(whole, self._group.gather(self.true_rows(mask, name), self.counts))
+        return whole
+
+    def sum(self, value: Any) -> Any:
+        """Return the sum over the replicas; gradients flow back to each of them."""
+        return _Sum.apply(value, self._group)
+
+    def sum_gradients(self, tensors: Sequence[Any]) -> None:
+        """Replace the gradient of each tensor by its sum over the replicas."""
+        gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
+        self._group.sum_in_place(gradients)
+
+
+class _Gather(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, rows: Any, group: Group, counts: Sequence[int], for_loss: bool) -> Any:
+        ctx.group, ctx.counts, ctx.for_loss = group, counts, for_loss
+        whole = group.gather(rows, counts)
+        if not (whole.is_floating_point() or whole.is_complex()):
+            ctx.mark_non_differentiable(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        start = sum(ctx.counts[: ctx.group.rank])
+        own = slice(start, start + ctx.counts[ctx.group.rank])
+        if ctx.for_loss:
+            return gradient[own] * ctx.group.size, None, None, None
+        gradient = gradient.contiguous().clone()
+        ctx.group.sum_in_place([gradient])
+        return gradient[own], None, None, None
+
+
+class _Sum(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, value: Any, group: Group) -> Any:
+        ctx.group = group
+        total = value.clone()
+        group.sum_in_place([total])
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        gradient = gradient.contiguous().clone()
+        ctx.group.sum_in_place([gradient])
+        return gradient, None
+
+
+def seed_of_replica(seed: Any, rank: int) -> Any:
+    """Return another seed of Keras for each rank, and on rank 0 the seed itself.
+
+    Args:
+        seed: The seed that a `SeedGenerator` gives: a tensor of two integers.
+        rank: The number of the replica.
+    """
+    if rank == 0:
+        return seed
+    numbers = [int(number) & 0xFFFFFFFF for number in seed.tolist()]
+    drawn = np.random.SeedSequence([*numbers, rank]).generate_state(2) >> 2
+    return torch.tensor(drawn.astype("int64"), dtype=seed.dtype, device=seed.device)
+
+
+def _number(base: bytes, *salt: object) -> int:
+    digest = hashlib.sha256(base + repr(salt).encode()).digest()
+    return int.from_bytes(digest[:7], "little")
+
+
+def _get_state() -> tuple[Any, Any]:
+    device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return torch.get_rng_state(), device
+
+
+def _set_state(state: tuple[Any, Any]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1])

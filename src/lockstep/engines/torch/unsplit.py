@@ -1,0 +1,57 @@
+"""Decides which models and batches the first device runs alone, by Keras's own step."""
+
+from typing import Any
+
+import keras
+
+from lockstep.engines.torch.layers import unknown_rows
+from lockstep.engines.torch.rowwise import is_container
+from lockstep.keras_compat import is_built, trainer_class
+from lockstep.state import stateful_layers
+
+
+def built_for(model: Any, kind: str) -> bool:
+    """Return whether everything that a step of `model` needs is built."""
+    if not is_built(model):
+        return False
+    if kind == "predict":
+        return True
+    parts = [model._compile_metrics, model._compile_loss]
+    parts += [model.optimizer] if kind == "train" else []
+    return all(part is None or part.built for part in parts)
+
+
+def own_step(model: Any, kind: str) -> str | None:
+    """Return why the operations of a step are unknown, `None` for Keras's own step."""
+    name = f"{kind}_step"
+    if getattr(type(model), name) is not getattr(trainer_class(), name) or name in vars(model):
+        return f"has a {name} of its own"
+    return None
+
+
+def unsplit_model(model: Any) -> str | None:
+    """Return why the batches of a model cannot be split, `None` if they can."""
+    if not is_container(model):
+        return f"({type(model).__name__}) has a call of its own, which is not known to work by rows"
+    stateful = stateful_layers(model)
+    if stateful:
+        return f"has a stateful layer {stateful[0].name!r}"
+    for layer in model._flatten_layers():
+        # keras/src/ops/operation.py, Operation._remat_mode
+        if layer._remat_mode is not None:
+            return f"computes layer {layer.name!r} again in the backward pass (RematScope)"
+    for variable in model.trainable_variables:
+        tensor = variable.value
+        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+            return f"has a hook on the gradient of {variable.path!r}"
+    return unknown_rows(model)
+
+
+def rows_of(x: Any) -> tuple[str | None, int]:
+    """Return why the inputs of a batch cannot be split, `None` if they can, and their rows."""
+    leaves = [leaf for leaf in keras.tree.flatten(x) if leaf is not None]
+    counts = {len(leaf) for leaf in leaves if leaf.ndim}
+    if len(counts) != 1 or not leaves[0].ndim:
+        return f"is given inputs of {sorted(counts)} rows in one batch", 0
+    (rows,) = counts
+    return (None if rows else "is given a batch without rows"), rows

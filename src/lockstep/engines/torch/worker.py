@@ -1,0 +1,160 @@
+"""The process of one device but the first: it follows the calls of rank 0.
+
+It waits in a read while there is nothing to do. It ends with the process of rank 0, however
+that one ends: a second pipe, which a thread reads, is closed then.
+"""
+
+import os
+import pickle
+import random
+import signal
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+def main(rank: int, size: int, connection: int, lifeline: int, memory: int, threads: int) -> None:
+    """Run one worker until rank 0 closes its connection.
+
+    Args:
+        rank: The number of this process.
+        size: The number of processes.
+        connection: The file descriptor of a socket to rank 0.
+        lifeline: The file descriptor of a pipe that rank 0 never writes to.
+        memory: The file descriptor of the memory for batches.
+        threads: The number of threads of an operation.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
+    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
+    rank_0 = Connection(connection)
+    try:
+        worker = _Worker(rank, size, memory, threads, rank_0)
+        while True:
+            worker.follow(pickle.loads(rank_0.recv_bytes()))
+    except EOFError:
+        os._exit(0)
+    except BaseException as error:
+        _report(rank_0, error)
+        os._exit(1)
+
+
+def _end_with(lifeline: int) -> None:
+    os.read(lifeline, 1)
+    os._exit(0)
+
+
+def _report(rank_0: Any, error: BaseException) -> None:
+    """Send an error to rank 0, if it is still there."""
+    import cloudpickle
+
+    from lockstep.engines.torch.group import PeerLost
+
+    traceback.print_exception(error)
+    try:
+        if isinstance(error, PeerLost):
+            rank_0.send_bytes(pickle.dumps(("lost", None, "")))
+            return
+        try:
+            sent = cloudpickle.dumps(error)
+            pickle.loads(sent)
+        except Exception:  # an error of the user's own may not be picklable
+            sent = None
+        text = "".join(traceback.format_exception(error))
+        rank_0.send_bytes(pickle.dumps(("error", sent, text)))
+    except OSError:
+        pass
+
+
+class _Worker:
+    def __init__(self, rank: int, size: int, memory: int, threads: int, rank_0: Any) -> None:
+        # The frameworks take a second to import, so that nothing above needs them.
+        import torch
+        import torch.distributed as dist
+
+        from lockstep.engines.torch.batch_memory import BatchMemory
+        from lockstep.engines.torch.group import HOST, Group
+        from lockstep.engines.torch.replica import RandomStreams
+
+        torch.set_num_threads(threads)
+        self._rank_0 = rank_0
+        self._memory = BatchMemory(memory)
+        self._models: dict[int, Any] = {}
+        self._streams = RandomStreams()
+        rank_0.send_bytes(pickle.dumps(("ready", None, "")))
+        port = pickle.loads(rank_0.recv_bytes())
+        self._group = Group(dist.TCPStore(HOST, port, size, is_master=False), rank, size)
+
+    def follow(self, message: tuple[str, Any]) -> None:
+        """Do what rank 0 asks for."""
+        name, content = message
+        getattr(self, f"_{name}")(*content)
+
+    def _model(self, key: int, data: bytes, settings: Any) -> None:
+        from lockstep.engines.torch.layers import Plan
+        from lockstep.engines.torch.model_pickle import load
+        from lockstep.engines.torch.settings import apply_settings
+
+        apply_settings(settings)
+        model, tensors = load(data)
+        self._models[key] = (model, Plan(model), tensors)
+
+    def _forget(self, key: int) -> None:
+        self._models.pop(key, None)
+
+    def _compare(self, key: int, sums: list[int]) -> None:
+        from lockstep.engines.torch.settings import checksum
+
+        _, _, tensors = self._models[key]
+        differ = [
+            number
+            for number, (tensor, expected) in enumerate(zip(tensors, sums, strict=True))
+            if checksum(tensor) != expected
+        ]
+        self._rank_0.send_bytes(pickle.dumps(("differ", differ, "")))
+
+    def _values(self, key: int, numbers: list[int]) -> None:
+        _, _, tensors = self._models[key]
+        self._group.broadcast_in_place([tensors[number] for number in numbers])
+
+    def _seeds(self, base: bytes, python: Any, numpy: Any, keras_seed: Any) -> None:
+        import numpy as np
+
+        from lockstep.keras_compat import global_seed_generator
+
+        random.setstate(python)
+        np.random.set_state(numpy)
+        if keras_seed is not None:
+            global_seed_generator().state.assign(keras_seed)
+        self._streams.seed(base, self._group.rank)
+
+    def _step(self, key: int, kind: str, training: bool, rows: int, batch: Any) -> None:
+        from lockstep.engines.torch.replica import Replica
+        from lockstep.engines.torch.steps import run_step
+
+        model, plan, _ = self._models[key]
+        if model.training != training:
+            model.train(training)
+        replica = Replica(self._group, rows, self._streams)
+        run_step(kind, model, plan, replica, self._own_copy(model, batch))
+
+    def _own_copy(self, model: Any, batch: Any) -> Any:
+        """Return the tensors of a batch, copied where Keras may write into them.
+
+        Keras multiplies sample weights by a mask in place. All processes see the memory.
+        """
+        from lockstep.keras_compat import base_trainer_class
+
+        x, y, sample_weight = self._memory.read(batch)
+        y, sample_weight = _copies((y, sample_weight))
+        if type(model).compute_loss is not base_trainer_class().compute_loss:
+            x = _copies(x)  # a loss of the user's own is given them
+        return x, y, sample_weight
+
+
+def _copies(tensors: Any) -> Any:
+    import keras
+
+    return keras.tree.map_structure(
+        lambda tensor: None if tensor is None else tensor.clone(), tensors
+    )

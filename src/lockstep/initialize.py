@@ -1,0 +1,84 @@
+"""`initialize`: this process joins those that a launcher has started with it."""
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Mapping, MutableMapping
+
+from lockstep.engines import current_engine
+from lockstep.engines.engine import Engine
+from lockstep.errors import ProcessesDisagree
+from lockstep.launch.environment import ALONE, Place, find_place
+from lockstep.rehearsal import written_backend
+
+_JOINED = "LOCKSTEP_JOINED"
+"""Holds the id of the process that has joined. The processes that it starts are none of the run."""
+
+
+def initialize() -> tuple[int, int]:
+    """Join the processes that a launcher has started together with this one.
+
+    `lockstep.distribute` does the same by itself. Call this where a script needs its rank earlier,
+    before the first Keras operation. It does nothing in a single process, or if the processes
+    have been joined by `jax.distributed.initialize`.
+
+    Returns:
+        The number of this process, and the number of processes.
+
+    Raises:
+        ProcessesDisagree: If the variables of the launcher contradict each other, if the backend
+            has started already, or if the processes do not find each other.
+        UnsupportedBackend: If there are several processes, and the engine for Keras's backend
+            runs in one.
+
+    Example:
+        >>> rank, size = lockstep.initialize()
+    """
+    return join(current_engine())
+
+
+def join(engine: Engine) -> tuple[int, int]:
+    """Join the processes of the launcher; return the rank and the number of processes."""
+    place = place_of_this_process(os.environ)
+    rank, size = engine.join(place)
+    if size > 1:
+        os.environ[_JOINED] = str(os.getpid())
+    return rank, size
+
+
+def place_of_this_process(environ: Mapping[str, str]) -> Place:
+    """Return the place of this process; alone if a process of the run has started it."""
+    started_by_another = environ.get(_JOINED, str(os.getpid())) != str(os.getpid())
+    if started_by_another or multiprocessing.parent_process() is not None:
+        return ALONE
+    return find_place(environ)
+
+
+def join_at_first_use(environ: MutableMapping[str, str]) -> None:
+    """Let JAX join the processes of the launcher right before it starts its devices.
+
+    A script may build its model before it calls `distribute`, and JAX joins no processes after its
+    first operation. Without a launcher, nothing is imported. Contradictory variables are left to
+    `distribute`: a command that imports lockstep is to work.
+    """
+    try:
+        place = place_of_this_process(environ)
+    except ProcessesDisagree:
+        return
+    if place.size == 1 or _backend(environ) != "jax":
+        return
+    from lockstep.engines.jax import joining
+
+    def joined() -> None:
+        environ[_JOINED] = str(os.getpid())
+
+    joining.at_first_use(place, joined)
+
+
+def _backend(environ: Mapping[str, str]) -> str | None:
+    """Return Keras's backend, without importing Keras."""
+    keras = sys.modules.get("keras")
+    if keras is not None and hasattr(keras, "config"):
+        backend: str = keras.config.backend()
+        return backend
+    return environ.get("KERAS_BACKEND") or written_backend(environ)

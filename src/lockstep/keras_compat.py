@@ -1,0 +1,396 @@
+"""Every private name of Keras that lockstep uses, and no other module names one.
+
+The place of each name in Keras is its import. All of them were checked against
+Keras 3.15.1 and Keras 3.16 (keras-nightly 3.16.0.dev2026102704). Public names come
+from `keras` itself, in the module that needs them.
+
+An engine imports this module, and the import fails in words where the installed
+Keras is another one. Only `keras` is imported here; what a backend has is looked up
+in functions, as the other backend may not be installed.
+
+Raises:
+    UnsupportedKeras: If this Keras is too old, too new, or lacks a name.
+"""
+
+import functools
+import importlib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+
+from lockstep.errors import UnsupportedKeras
+
+OLDEST = "3.15.1"
+FIRST_UNKNOWN = "3.17"
+"""The bounds of `keras` in pyproject.toml."""
+
+_REMEDY = f'Run pip install "keras>={OLDEST},<{FIRST_UNKNOWN}"'
+
+
+def check_version(version: str) -> None:
+    """Raise where this version of Keras was not checked.
+
+    Args:
+        version: As in `keras.__version__`; a nightly counts as the release it precedes.
+
+    Raises:
+        UnsupportedKeras: If it is older or newer than the versions that were checked.
+    """
+    if not _numbers(OLDEST) <= _numbers(version) < _numbers(FIRST_UNKNOWN):
+        raise UnsupportedKeras(
+            f"Keras {version} is installed, and lockstep needs keras>={OLDEST},<{FIRST_UNKNOWN}:\n"
+            f"it uses private parts of Keras, which were checked in these versions.\n{_REMEDY}"
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
+def _missing(what: str) -> UnsupportedKeras:
+    return UnsupportedKeras(
+        f"Keras {keras.__version__} has no {what}, which lockstep needs:\n"
+        f"it is a private part of Keras {OLDEST}, and may change in any version.\n{_REMEDY}"
+    )
+
+
+def _name_in(error: ImportError) -> str:
+    """What could not be imported, with its module."""
+    name = re.search(r"cannot import name '(\w+)'", error.msg)
+    return f"{error.name}.{name[1]}" if name else str(error.name)
+
+
+check_version(keras.__version__)
+
+try:
+    from keras.src.backend.common import global_state as global_state
+    from keras.src.backend.common.masking import get_keras_mask as get_keras_mask
+    from keras.src.backend.common.masking import set_keras_mask as set_keras_mask
+    from keras.src.backend.common.stateless_scope import in_stateless_scope as in_stateless_scope
+    from keras.src.backend.config import is_nnx_enabled as is_nnx_enabled
+    from keras.src.callbacks.backup_and_restore import BackupAndRestore as _BackupAndRestore
+    from keras.src.layers import layer as _layer_module
+    from keras.src.losses.losses import LossFunctionWrapper as LossFunctionWrapper
+    from keras.src.models.functional import Functional as Functional
+    from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR as GLOBAL_SEED_GENERATOR
+    from keras.src.random.seed_generator import global_seed_generator as global_seed_generator
+    from keras.src.saving import serialization_lib as _serialization_lib
+    from keras.src.saving.keras_saveable import KerasSaveable as KerasSaveable
+    from keras.src.trainers.data_adapters import data_adapter_utils as _data_adapter_utils
+    from keras.src.trainers.data_adapters import get_data_adapter as get_data_adapter
+    from keras.src.trainers.data_adapters import py_dataset_adapter as _py_dataset_adapter
+    from keras.src.trainers.data_adapters.array_data_adapter import (
+        ArrayDataAdapter as ArrayDataAdapter,
+    )
+    from keras.src.trainers.data_adapters.array_slicing import NumpySliceable as NumpySliceable
+    from keras.src.trainers.data_adapters.array_slicing import (
+        convert_to_sliceable as convert_to_sliceable,
+    )
+    from keras.src.trainers.data_adapters.array_slicing import (
+        train_validation_split as train_validation_split,
+    )
+    from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAdapter
+    from keras.src.trainers.data_adapters.data_adapter_utils import (
+        class_weight_to_sample_weights as class_weight_to_sample_weights,
+    )
+    from keras.src.trainers.data_adapters.generator_data_adapter import (
+        GeneratorDataAdapter as GeneratorDataAdapter,
+    )
+    from keras.src.trainers.data_adapters.grain_dataset_adapter import (
+        GrainDatasetAdapter as GrainDatasetAdapter,
+    )
+    from keras.src.trainers.data_adapters.py_dataset_adapter import (
+        PyDatasetAdapter as PyDatasetAdapter,
+    )
+    from keras.src.trainers.data_adapters.tf_dataset_adapter import (
+        TFDatasetAdapter as TFDatasetAdapter,
+    )
+    from keras.src.trainers.data_adapters.torch_data_loader_adapter import (
+        TorchDataLoaderAdapter as TorchDataLoaderAdapter,
+    )
+    from keras.src.trainers.epoch_iterator import EpochIterator as EpochIterator
+    from keras.src.utils import io_utils as io_utils
+    from keras.src.utils.python_utils import is_default as is_default
+    from keras.src.utils.python_utils import pythonify_logs as pythonify_logs
+    from keras.src.utils.traceback_utils import filter_traceback as filter_traceback
+except ImportError as error:
+    raise _missing(_name_in(error)) from error
+
+_ATTRIBUTES = {
+    ArrayDataAdapter: ("_get_iterator",),
+    EpochIterator: ("_enumerate_iterator", "_get_iterator", "catch_stop_iteration", "reset"),
+    _BackupAndRestore: ("_save_model",),
+    keras.Model: ("_assert_compile_called", "_clear_losses", "_flatten_layers", "_symbolic_build"),
+    keras.Operation: ("symbolic_call",),
+    keras.layers.Layer: ("symbolic_call",),
+    keras.random.SeedGenerator: ("next",),
+    _layer_module: ("Node",),
+    _py_dataset_adapter: ("_DATA_POOLS",),
+    _serialization_lib: ("record_object_after_serialization",),
+    global_state: ("GLOBAL_STATE_TRACKER", "get_global_attribute", "set_global_attribute"),
+}
+"""What lockstep calls or overrides: an override of a name that Keras no longer calls
+would change nothing, and say nothing."""
+
+for _owner, _names in _ATTRIBUTES.items():
+    for _name in _names:
+        if not hasattr(_owner, _name):
+            raise _missing(f"{_owner.__name__}.{_name}")
+
+
+# ---------------------------------------------------------------- classes and their parts
+
+
+@functools.cache
+def trainer_class() -> Any:
+    """The class of the backend's `fit`, `evaluate` and `predict`, which `keras.Model` inherits.
+
+    keras/src/backend/jax/trainer.py: `JAXTrainer` up to 3.15, `Trainer` from 3.16 on; the
+    same in keras/src/backend/tensorflow/trainer.py.
+    """
+    return _base_of_model(trainer_module())
+
+
+@functools.cache
+def base_trainer_class() -> Any:
+    """The class of `compile` and `compute_loss`, which the trainers of all backends inherit.
+
+    keras/src/trainers/trainer.py: `Trainer` up to 3.15, `BaseTrainer` from 3.16 on.
+    """
+    return _base_of_model("keras.src.trainers.trainer")
+
+
+def trainer_module() -> str:
+    """The module of the backend's trainer, by name."""
+    return f"keras.src.backend.{keras.backend.backend()}.trainer"
+
+
+def _base_of_model(module: str) -> Any:
+    for base in keras.Model.__mro__:
+        if base.__module__ == module:
+            return base
+    raise _missing(f"base class of keras.Model in {module}")
+
+
+def module_in_keras(thing: Any) -> str:
+    """Where in Keras a function or class is defined, `"ops.nn"` for example; `""` elsewhere."""
+    module = str(getattr(thing, "__module__", ""))
+    return module.removeprefix("keras.src.") if module.startswith("keras.src.") else ""
+
+
+def saves_as_keras(callback: Any) -> bool:
+    """Whether a `BackupAndRestore` writes its files by Keras's own method."""
+    return type(callback)._save_model is _BackupAndRestore._save_model
+
+
+# ---------------------------------------------------------------- what a trainer does
+
+
+def state_sync_name() -> str:
+    """The method that a callback's `self.model` calls for weights that are up to date.
+
+    keras/src/callbacks/callback.py, Callback.model: `jax_state_sync` up to 3.15; from 3.16
+    on `state_sync`, which `jax_state_sync` calls.
+    """
+    return "state_sync" if hasattr(trainer_class(), "state_sync") else "jax_state_sync"
+
+
+def build_on_first_batch(model: Any, batches: EpochIterator) -> None:
+    """Build what of the model is not built yet, as `fit` and `evaluate` do.
+
+    keras/src/backend/jax/trainer.py: up to 3.15 an epoch begins, which gives the batch; from
+    3.16 on a pass over the data gives it, as in `Trainer._maybe_symbolic_build`.
+    """
+    if not hasattr(model, "_maybe_symbolic_build"):
+        model._symbolic_build(iterator=batches)
+    elif any(model._get_unbuilt_components()):
+        batch = next(iter(batches._get_iterator()), None)
+        # Without a batch Keras refuses the data, in words of its own.
+        model._maybe_symbolic_build(iterator=batches, data_batch=batch)
+
+
+def is_stacking(batches: Iterator[Any]) -> bool:
+    """Whether Keras's own loop yields the batches of several steps as one, stacked.
+
+    keras/src/backend/jax/trainer.py, JAXEpochIterator._get_iterator: from 3.16 on, where
+    `steps_per_execution` is more than 1.
+    """
+    made_by = getattr(batches, "__qualname__", "")
+    return _numbers(keras.__version__) >= (3, 16) and made_by.startswith("JAXEpochIterator.")
+
+
+def unstacked(batches: Any) -> Iterator[Any]:
+    """The batches of the steps that Keras has stacked, or put into a list at the end of the data.
+
+    keras/src/trainers/data_adapters/data_adapter_utils.py, super_batch_iterator, from 3.16 on.
+    """
+    if isinstance(batches, _data_adapter_utils.PartialBatchList):
+        return iter(batches)
+    leaves = [leaf for leaf in keras.tree.flatten(batches) if leaf is not None]
+
+    def batch(number: int) -> Any:
+        return keras.tree.map_structure(lambda x: None if x is None else x[number], batches)
+
+    return map(batch, range(len(leaves[0])))
+
+
+def takes_batch_before_trace(model: Any) -> bool:
+    """Whether TensorFlow's step takes its batch from the iterator, and is traced after that.
+
+    keras/src/backend/tensorflow/trainer.py, Trainer._make_function: from 3.16 on, where
+    `steps_per_execution` is 1. A trace that is given up would cost the batch.
+    """
+    return _numbers(keras.__version__) >= (3, 16) and model.steps_per_execution == 1
+
+
+def tensorflow_iterator() -> Any:
+    """The iterator of `fit` and `evaluate` on TensorFlow, which yields iterators of `tf.data`.
+
+    keras/src/backend/tensorflow/trainer.py, TFEpochIterator
+    """
+    return importlib.import_module(trainer_module()).TFEpochIterator
+
+
+def compute_output_spec(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The shapes and types that a call of the model returns.
+
+    keras/src/backend/tensorflow/core.py; from 3.16 on keras/src/backend/tensorflow/ops/core.py.
+    """
+    return keras.src.backend.compute_output_spec(model, *args, **kwargs)
+
+
+@contextmanager
+def symbolic_calls(hooks: Any) -> Iterator[None]:
+    """Replace what Keras does with symbolic tensors inside the context, in all threads.
+
+    keras/src/ops/operation.py, Operation.symbolic_call; keras/src/layers/layer.py,
+    Layer.symbolic_call and Layer.__call__, which makes a `Node`. Keras's own layers take
+    functions from `keras.src.ops` and `keras.src.random`, other code from the public modules.
+
+    Args:
+        hooks: Makes the replacement of each function. See `lockstep.engines.rowwise`.
+    """
+    ops, draws = (keras.ops, keras.src.ops), (keras.random, keras.src.random)
+    changes = [
+        (keras.Operation, "symbolic_call", hooks.operation),
+        (keras.layers.Layer, "symbolic_call", hooks.layer),
+        (keras.layers.Layer, "__call__", hooks.layer_call),
+        (keras.random.SeedGenerator, "next", hooks.next_seed),
+        (_layer_module, "Node", hooks.node),
+        *((module, "shape", hooks.shape) for module in ops),
+        *((module, "full", hooks.full) for module in ops),
+        *((module, "broadcast_to", hooks.broadcast_to) for module in ops),
+        *((module, "repeat", hooks.repeat) for module in ops),
+        *((module, "tile", hooks.tile) for module in ops),
+        *((module, name, hooks.filled) for module in ops for name in ("ones", "zeros")),
+        *((m, name, functools.partial(hooks.drawn, name)) for m in draws for name in hooks.random),
+    ]
+    before = [(owner, name, vars(owner)[name]) for owner, name, _ in changes]
+    try:
+        for (owner, name, make), (_, _, plain) in zip(changes, before, strict=True):
+            setattr(owner, name, make(plain))
+        yield
+    finally:
+        for owner, name, plain in before:
+            setattr(owner, name, plain)
+
+
+def torch_default_device() -> str:
+    """The kind of device that Keras has chosen for PyTorch, `"cpu"` or `"cuda"` for example.
+
+    keras/src/backend/torch/core.py
+    """
+    from keras.src.backend.torch import core
+
+    return str(core.DEFAULT_DEVICE)
+
+
+def torch_device() -> str:
+    """The device on which Keras makes PyTorch tensors now.
+
+    keras/src/backend/torch/core.py
+    """
+    from keras.src.backend.torch import core
+
+    return str(core.get_device())
+
+
+def tracked_collections() -> tuple[type, ...]:
+    """The lists, dicts, ordered dicts and sets that Keras makes of attributes.
+
+    keras/src/utils/tracking.py
+    """
+    from keras.src.utils import tracking
+
+    names = ("TrackedList", "TrackedDict", "TrackedOrderedDict", "TrackedSet")
+    return tuple(getattr(tracking, name) for name in names)
+
+
+def is_built(model: Any) -> bool:
+    """Whether the model and every layer in it has its variables.
+
+    keras/src/layers/layer.py, Layer._flatten_layers
+    """
+    return all(layer.built for layer in model._flatten_layers())
+
+
+# ---------------------------------------------------------------- what an adapter does
+
+
+def worker_pools() -> list[Any]:
+    """The pools of `multiprocessing` that make the items of each `PyDataset`.
+
+    keras/src/trainers/data_adapters/py_dataset_adapter.py, which holds them weakly.
+    """
+    return list(_py_dataset_adapter._DATA_POOLS)
+
+
+def row_indices(adapter: Any) -> Any:
+    """The rows of each batch of one pass over arrays, in the order that Keras would take.
+
+    keras/src/trainers/data_adapters/array_data_adapter.py, ArrayDataAdapter._get_iterator,
+    which draws when the first is asked for.
+
+    Returns:
+        An iterator of slices, or of arrays of row numbers.
+    """
+    return adapter._get_iterator(lambda _, indices: indices, inputs=0)
+
+
+def epoch_of(adapter: Any) -> int | None:
+    """What the adapter seeds its shuffle with; `None` where it draws from the process.
+
+    `_epoch` of keras/src/trainers/data_adapters/*.py, from 3.16 on.
+    """
+    return getattr(adapter, "_epoch", None)
+
+
+def set_epoch(adapter: Any, epoch: int) -> None:
+    """Let the adapter shuffle as in this epoch."""
+    adapter._epoch = epoch
+
+
+@contextmanager
+def serialized_objects_kept() -> Iterator[None]:
+    """Let Keras load a `.keras` file without mistaking one layer for another.
+
+    `Bidirectional` serializes its layer while a file is loaded. Keras identifies the layer by
+    its `id`, and another layer gets the same `id` once the first one is freed. This context
+    keeps every serialized object until the load ends. Source: `ObjectSharingScope` in
+    keras/src/saving/serialization_lib.py.
+    """
+    kept: list[Any] = []
+    record = _serialization_lib.record_object_after_serialization
+
+    def keep_and_record(obj: Any, config: dict[str, Any]) -> None:
+        kept.append(obj)
+        record(obj, config)
+
+    _serialization_lib.record_object_after_serialization = keep_and_record
+    try:
+        yield
+    finally:
+        _serialization_lib.record_object_after_serialization = record

@@ -1,0 +1,130 @@
+"""The command `lockstep run`."""
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from lockstep.errors import LaunchError
+from lockstep.launch.clusters import Job, slurm_script, submit, train_job
+from lockstep.launch.environment import find_place
+from lockstep.launch.output import say
+from lockstep.launch.patience import Patience
+from lockstep.launch.shares import devices_of_each
+
+_WHOLE = click.IntRange(min=1)
+
+
+@click.command("run", context_settings={"allow_interspersed_args": False})
+@click.option("--processes", default=1, show_default=True, type=_WHOLE, help="Of the script.")
+@click.option(
+    "--devices-per-process",
+    type=_WHOLE,
+    help="An equal share of the GPUs if left out. Without a GPU: virtual CPU devices.",
+)
+@click.option(
+    "--restarts",
+    default=0,
+    show_default=True,
+    type=click.IntRange(min=0),
+    help="After a failure. A script with lockstep.Checkpoint goes on where it was.",
+)
+@click.option(
+    "--patience",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds that a process may stand still in a call of a model.  "
+    "[default: 600 while it compiles, 120 otherwise]",
+)
+@click.option(
+    "--on",
+    "cluster",
+    type=click.Choice(["slurm", "kubernetes"]),
+    help="slurm: submit a job with one process per host. kubernetes: print its TrainJob, for "
+    "kubectl apply -f -",
+)
+@click.option("--nodes", type=_WHOLE, help="Hosts, with --on.  [default: 1]")
+@click.option("--gpus-per-node", type=click.IntRange(min=0), help="Of each host, with --on.")
+@click.option("--time", help="Time limit of Slurm, such as 04:00:00.")
+@click.option("--image", help="Container image of Kubernetes.")
+@click.option("--name", help="Of the job, with --on.  [default: lockstep]")
+@click.option("--dry-run", is_flag=True, help="Print the batch script of Slurm only.")
+@click.argument("script", type=click.Path(path_type=Path))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run_command(
+    processes: int,
+    devices_per_process: int | None,
+    restarts: int,
+    patience: float | None,
+    cluster: str | None,
+    nodes: int | None,
+    gpus_per_node: int | None,
+    time: str | None,
+    image: str | None,
+    name: str | None,
+    dry_run: bool,
+    script: Path,
+    arguments: tuple[str, ...],
+) -> None:
+    """Run SCRIPT in one process or several that train one model, here or on a cluster.
+
+    In the script, lockstep.distribute joins the processes by itself. Process 0 prints as without
+    a launcher. The exit status is that of the process that failed first; 124 if one stood still.
+
+    Example: lockstep run --processes 4 --restarts 3 train.py --epochs 20
+    """
+    _check_options(cluster)
+    if cluster == "kubernetes":  # the script is in the image
+        command = [str(script), *arguments]
+        job = Job(command, nodes or 1, gpus_per_node or 0, None, image, name or "lockstep")
+        click.echo(train_job(job), nl=False)
+        return
+    if not script.is_file():
+        raise LaunchError(
+            f"{script} was to be run, and there is no such file in {Path.cwd()}.\n"
+            "Name a Python script."
+        )
+    if cluster == "slurm":
+        command = [str(script), *arguments]
+        job = Job(command, nodes or 1, gpus_per_node or 0, time, None, name or "lockstep")
+        text = slurm_script(job)
+        click.echo(text, nl=False) if dry_run else submit(text)
+        return
+    place = find_place(os.environ)
+    if place.size > 1:
+        raise LaunchError(
+            f"lockstep run was itself started as {place}, and it starts all processes of a "
+            "machine.\nStart the script without lockstep run, or lockstep run once."
+        )
+    if os.name == "nt":
+        raise LaunchError(
+            "lockstep run starts processes on Linux and macOS so far, and this is Windows.\n"
+            "Use it under WSL, or start the script itself."
+        )
+    from lockstep.launch.local_run import run_here
+
+    devices = devices_of_each(processes, devices_per_process, os.environ)
+    if devices_per_process and "CUDA_VISIBLE_DEVICES" not in devices[0]:
+        say(f"rehearsal on {devices_per_process} virtual CPU devices in each process")
+    limits = Patience() if patience is None else Patience(patience, patience)
+    sys.exit(run_here([sys.executable, str(script), *arguments], devices, restarts, limits))
+
+
+_HERE = {"processes", "devices_per_process", "restarts", "patience"}
+_SLURM = {"nodes", "gpus_per_node", "time", "name", "dry_run"}
+_KUBERNETES = {"nodes", "gpus_per_node", "image", "name"}
+
+
+def _check_options(cluster: str | None) -> None:
+    """Check that no option was given that has no meaning there."""
+    context = click.get_current_context()
+    given = {
+        name
+        for name in _HERE | _SLURM | _KUBERNETES
+        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+    }
+    known = {None: _HERE, "slurm": _SLURM, "kubernetes": _KUBERNETES}[cluster]
+    if given - known:
+        option = "--" + min(given - known).replace("_", "-")
+        where = f"--on {cluster}" if cluster else "processes on this machine"
+        raise click.UsageError(f"{option} was given, and it has no meaning with {where}.")

@@ -1,0 +1,211 @@
+"""Checks that several processes train on the same rows and the same number of batches."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from lockstep.checkpoint.fit_scope import checkpoint_among
+from lockstep.errors import ProcessesDisagree
+from lockstep.processes.coordination import Exchange, Word, digest, once
+from lockstep.processes.group import current
+from lockstep.processes.variable_drift import VariableDrift, sample
+
+_BEGINS, _GOES_ON, _ENDED, _COMPARES = range(4)
+"""The actions of a process: take first batches, take more, find none left, compare an epoch.
+
+A word has an action, the number of batches taken, a hash of them, a hash of the assignments to
+variables, whether the process is watched, and the number of the process.
+"""
+
+Pull = Callable[[], list[Any]]
+
+
+class DataCheck:
+    """Compare the batches of this process with those of the others.
+
+    The rows are compared once, at the end of the epoch.
+
+    Args:
+        every_pull: Whether a pull may end earlier in this process than in another, or fail. All
+            processes take part in a step, so they agree before each step.
+
+    Attributes:
+        watched: Whether callbacks run between the steps of this process. They may stop or fail. If
+            any process is watched, all processes agree before each step.
+    """
+
+    def __init__(self, every_pull: bool) -> None:
+        self.every_pull = every_pull
+        self.watched = False
+        self._exchange = Exchange()
+        self._assigned: VariableDrift | None = None
+        self._taken = 0
+        self._hash = _new_hash()
+        self._first = True
+
+    def each(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the same batches, and record them."""
+        self._first = True
+        for batch in batches:
+            self._taken += 1
+            for array in _arrays(batch):
+                _add(self._hash, sample(array), array)
+            yield batch
+
+    def agreed(self, pull: Pull, rows: object, assigned: VariableDrift | None = None) -> list[Any]:
+        """Return the result of `pull`, once all processes have as many batches.
+
+        Args:
+            pull: Takes the batches of one execution out of `each`.
+            rows: The number of batches and rows of the epoch, as far as known.
+            assigned: The values assigned to the variables that these batches train.
+
+        Raises:
+            ProcessesDisagree: If the numbers of batches, the rows of the first batch or the
+                assigned values differ.
+        """
+        self._assigned = assigned
+        try:
+            found = pull()
+        except StopIteration:
+            self._say(_ENDED, "")
+            raise
+        if self._first:
+            self._first = False
+            # Earlier batches do not count. After an error one process may have a built model, while
+            # another process draws a batch to build its model.
+            greatest = self._say(_BEGINS, _first_rows(found[0], rows), len(found))
+            self.every_pull |= bool(greatest[4])
+        elif self.every_pull:  # with other shapes they would run other programs
+            self._say(_GOES_ON, _shapes(found))
+        return found
+
+    def check(self) -> None:
+        """Compare the batches of the epoch with those of the other processes, then start anew.
+
+        Raises:
+            ProcessesDisagree: If another process has taken other batches.
+        """
+        self._say(_COMPARES, self._hash.hexdigest())
+        self._taken, self._hash = 0, _new_hash()
+        self.close()
+
+    def close(self) -> None:
+        """Release the exchange: no comparison follows for some time."""
+        self._exchange.close()
+
+    def _say(self, does: int, batches: str, taken: int | None = None) -> Word:
+        assigned = "" if self._assigned is None else self._assigned.digest
+        taken = self._taken if taken is None else taken
+        word = [does, taken, batches, assigned, self.watched, current().rank]
+        least, greatest = self._exchange.say(word)
+        _compare(least, greatest)
+        return greatest
+
+
+def check_course(given: dict[str, Any]) -> None:
+    """Check that the processes reach the same points of a `fit`.
+
+    Args:
+        given: The arguments of `fit`, by name.
+
+    Raises:
+        ProcessesDisagree: If they do not.
+    """
+    validates = given.get("validation_data") is not None or bool(given.get("validation_split"))
+    often = repr(given.get("validation_freq", 1)) if validates else ""
+    saves = checkpoint_among(given.get("callbacks")) is not None
+    least, greatest = once([validates, saves, often, current().rank])
+    without, has = least[3], greatest[3]
+    for what, one, other in zip(_GIVEN, least, greatest, strict=False):
+        if one != other:
+            raise ProcessesDisagree(
+                f"Process {has} was given {what} for its fit, and process {without} none: they "
+                "would wait for\none another for ever. Give every process the same."
+            )
+    if least[2] != greatest[2]:
+        raise ProcessesDisagree(
+            f"Process {has} was given validation_freq={greatest[2]}, and process {without} "
+            f"{least[2]}: they would\nwait for one another for ever. Give every process the same."
+        )
+
+
+_GIVEN = ("validation data", "a lockstep.Checkpoint")
+
+
+def _compare(least: Word, greatest: Word) -> None:
+    """Raise if these two words show that two processes differ."""
+    if least[:4] == greatest[:4]:
+        return
+    first, other = sorted([least[-1], greatest[-1]])
+    # A process that begins anew restarts its count. A process that has ended therefore sorts first,
+    # whatever its count.
+    (_, taken, *_, fewer), (*_, more) = sorted(
+        [least, greatest], key=lambda word: (word[0] != _ENDED, word[1], -word[0])
+    )
+    if least[:3] == greatest[:3]:
+        raise ProcessesDisagree(
+            f"Process {other} has assigned other values to variables than process {first}, or at "
+            "another time: their copies would stay apart.\n"
+            "Let every process assign alike (a learning rate, weights out of a file that all of "
+            "them see),\nand go back to a file of before."
+        )
+    if least[0] == greatest[0] == _COMPARES:
+        raise ProcessesDisagree(
+            f"Among the {taken} batches of this epoch, process {other} had another one than "
+            f"process {first}: what was trained is not what one device gives.\n"
+            "Give every process the same data in the same order (seed what draws it), and go "
+            "back to a file of the epoch before."
+        )
+    if least[:2] == greatest[:2] and least[0] == _GOES_ON:
+        raise ProcessesDisagree(
+            f"Process {other} has other shapes or types in batch {taken} of its epoch, or one "
+            f"before, than process {first}: they would run different programs.\n"
+            "Give every process the same data in the same order (seed what draws it)."
+        )
+    if least[:2] == greatest[:2]:
+        raise ProcessesDisagree(
+            f"Process {other} has another first batch, or another number of batches or rows, than "
+            f"process {first}: rows would be lost or trained on twice.\n"
+            "Give every process the same data in the same order (seed what draws the order), and "
+            "the global batch size:\neach process places the rows of its own devices."
+        )
+    raise ProcessesDisagree(
+        f"Process {fewer} ends after {taken} batches, and process {more} goes on: a step needs "
+        "every process.\n"
+        "Give every process the same data; steps_per_epoch ends an epoch alike where some have "
+        "more.\nThe weights are those after the last step of all."
+    )
+
+
+def _first_rows(batch: Any, rows: object) -> str:
+    found = _new_hash()
+    found.update(repr(rows).encode())
+    for array in _arrays(batch):
+        _add(found, np.atleast_1d(array)[: 1 << 10], array)
+    return found.hexdigest()
+
+
+def _shapes(batches: list[Any]) -> str:
+    return digest([repr([_kind(array) for array in _arrays(batches)]).encode()])
+
+
+def _arrays(batch: Any) -> list[np.ndarray]:
+    return [current().to_host(leaf) for leaf in keras.tree.flatten(batch) if leaf is not None]
+
+
+def _new_hash() -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=16)
+
+
+def _add(found: hashlib.blake2b, part: np.ndarray, array: np.ndarray) -> None:
+    found.update(repr(_kind(array)).encode())
+    if not part.dtype.hasobject:  # no device accepts it
+        found.update(part.tobytes())
+
+
+def _kind(array: np.ndarray) -> tuple[tuple[int, ...], str]:
+    return array.shape, str(array.dtype)

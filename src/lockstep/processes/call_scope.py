@@ -1,0 +1,131 @@
+"""The call that each process is in, or has left, as seen by the processes that wait for it.
+
+Every process calls `distribute`, `fit`, `evaluate` and so on, in the same order. A process that
+leaves a call by an error reports it over the store of the group, not over the devices. The
+processes that wait for its word then raise as well.
+"""
+
+import hashlib
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from lockstep.errors import ProcessesDisagree
+from lockstep.processes.group import current
+
+_LEFT, _ENDED = "left", "ended"
+
+
+class Calls:
+    """Track the calls that this process makes.
+
+    Attributes:
+        name: The name of the current or last call.
+        steps: The number of steps for which `lockstep.Checkpoint` has asked, in all calls.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._number = 0
+        self.name = ""
+        self._within = self._ended = False
+        self._names = itertools.count()
+        self._moves = 0
+        self._files: Counter[str] = Counter()
+
+    @contextmanager
+    def call(self, name: str) -> Iterator[bool]:
+        """Enter a call that every process makes; yield false if it is within another call."""
+        if self._within:
+            yield False
+            return
+        self._number, self.name, self._within = self._number + 1, name, True
+        self._ended, self._names, self._moves = False, itertools.count(), 0
+        self._files.clear()
+        try:
+            yield True
+        except BaseException as error:
+            by = error.left_by if isinstance(error, ProcessesDisagree) else None
+            self._say(_LEFT, current().rank if by is None else by)
+            raise
+        finally:
+            self._within = False
+
+    def new_name(self) -> str:
+        """Return a name that is unique, and equal in all processes at the same point of a call.
+
+        After an error in one process, the next call begins with the same names in all processes.
+        """
+        return f"lockstep/{self._number}/{self.name}/{next(self._names)}"
+
+    def new_file(self, path: object) -> str | None:
+        """Return a name for a file to be written; `None` if no other process waits for it.
+
+        The name depends on the position in the call and on the path. The first process may write
+        more files than the others.
+        """
+        if not self._within:
+            return None
+        name = f"{self._place_of_files()}/{hashlib.sha256(str(path).encode()).hexdigest()}"
+        self._files[name] += 1
+        return f"{name}/{self._files[name]}"
+
+    def passed(self) -> str:
+        """Return the name under which the first process reports that it has moved on from here."""
+        return f"{self._place_of_files()}/passed"
+
+    def move(self) -> None:
+        """Report that this process moves on, if others may wait for a file of it."""
+        if self._files and current().rank == 0:
+            current().put(self.passed(), "[]")
+        self._moves += 1
+        self._files.clear()
+
+    def _place_of_files(self) -> str:
+        return f"lockstep/{self._number}/file/{self._moves}"
+
+    def end(self) -> None:
+        """Report that this process sends no more words within this call."""
+        self.move()
+        self._ended = True
+        self._say(_ENDED, current().rank)
+
+    def left(self, process: int) -> ProcessesDisagree | None:
+        """Return the error to raise if `process` will not reach the point of this wait."""
+        said = current().get(_place(process))
+        if said is None:
+            return None  # it has left no call
+        number, how, by = json.loads(said)
+        if number < self._number or (how == _ENDED and self._ended):
+            return None
+        me, name = current().rank, self.name
+        if how == _ENDED:
+            return ProcessesDisagree(
+                f"Process {by} has come to the end of its {name}, and process {me} goes on: a step "
+                "needs every process.\n"
+                "Let every process stop after the same step or epoch (by the logs, say, and not "
+                "by a clock).\nThe weights are those after the last step of all."
+            )
+        found = ProcessesDisagree(
+            f"Process {by} left its {name} by an error or an interrupt, and process {me} goes on: "
+            "a step needs every process.\n"
+            f"See what process {by} says; the weights here are those after the last step of all."
+        )
+        found.left_by = by  # passed on to processes that wait for this one
+        return found
+
+    def _say(self, how: str, by: int) -> None:
+        # If the service is gone, no process can read it.
+        with suppress(RuntimeError):
+            said = json.dumps([self._number, how, by])
+            current().put(_place(current().rank), said)
+
+
+CALLS = Calls()
+"""The calls of this process, which is in one group."""
+
+
+def _place(process: int) -> str:
+    return f"lockstep/calls/{process}"

@@ -1,0 +1,81 @@
+"""The processes that train one model, as their engine connects them."""
+
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class Group(Protocol):
+    """The processes of one training, and a store of texts that all of them see.
+
+    A lost connection raises `RuntimeError`.
+    """
+
+    @property
+    def rank(self) -> int:
+        """The number of this process, from 0."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+        ...
+
+    def put(self, key: str, text: str) -> None:
+        """Store a text, and replace an earlier one."""
+        ...
+
+    def get(self, key: str) -> str | None:
+        """Return the current text of a key, or `None`."""
+        ...
+
+    def wait(self, key: str, milliseconds: int) -> str | None:
+        """Return the text of a key when it is there, `None` if it is not there in time."""
+        ...
+
+    def delete(self, folder: str) -> None:
+        """Delete all keys that begin with `folder/`."""
+        ...
+
+    def broadcast(self, values: list[np.ndarray]) -> list[np.ndarray]:
+        """Return the bytes of the first process, in every process, given as many of this one."""
+        ...
+
+    def local(self, value: Any) -> Any:
+        """Return this process's copy of an array of all processes; any other value as it is.
+
+        Raises:
+            ProcessesDisagree: If no process has the array whole.
+        """
+        ...
+
+    def to_host(self, value: Any) -> np.ndarray:
+        """Return this process's copy as a NumPy array."""
+        ...
+
+    def is_told_to_leave(self, steps: int) -> bool:
+        """Return whether a process got SIGTERM, and all agreed to stop at this number of steps."""
+        ...
+
+
+class _OneProcess:
+    """A process on its own, which exchanges nothing."""
+
+    rank, size = 0, 1
+
+    def local(self, value: Any) -> Any:
+        return value
+
+
+_current: list[Any] = [_OneProcess()]
+
+
+def use(group: Group) -> None:
+    """Let all agreements of this process go over `group`."""
+    _current[:] = [group]
+
+
+def current() -> Group:
+    """Return the group of this process; at first, the process alone."""
+    group: Group = _current[0]
+    return group

@@ -1,0 +1,135 @@
+"""What several processes have in common: variables, random numbers, the run that they resume."""
+
+import random
+from typing import Any
+
+import keras
+import numpy as np
+
+from lockstep.checkpoint.fit_scope import callbacks_in
+from lockstep.errors import ProcessesDisagree, UnsupportedModel
+from lockstep.processes.call_scope import CALLS
+from lockstep.processes.coordination import digest, once
+from lockstep.processes.group import current
+
+
+def several() -> bool:
+    """Return whether more than one process trains the model."""
+    return current().size > 1
+
+
+def is_first() -> bool:
+    """Return whether this process writes files and prints."""
+    return current().rank == 0
+
+
+def from_first(values: list[Any]) -> list[np.ndarray]:
+    """Return the arrays of the first process, in every process."""
+    return [_unpacked(value, got) for value, got in zip(values, _broadcast(values), strict=True)]
+
+
+def share_random_numbers() -> None:
+    """Give every process the random state of the first one, which orders rows, for example."""
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = np.random.get_state(legacy=False)
+    none = float("nan")
+    mine = [
+        np.array(words, "uint32"),
+        np.asarray(state["state"]["key"], "uint32"),
+        np.array([state["state"]["pos"], state["has_gauss"]], "int64"),
+        np.array([state["gauss"], none if gauss is None else gauss], "float64"),
+    ]
+    first_words, key, counts, cached = from_first(mine)
+    gauss = None if np.isnan(cached[1]) else float(cached[1])
+    random.setstate((version, tuple(int(word) for word in first_words), gauss))
+    np.random.set_state(("MT19937", key, int(counts[0]), int(counts[1]), float(cached[0])))
+
+
+def share_variables(variables: list[Any]) -> None:
+    """Give every process the values of the first one.
+
+    Raises:
+        ProcessesDisagree: If another process has other variables, or none.
+    """
+    mine = [np.asarray(variable.value) for variable in variables]
+    _check_alike(mine)
+    if variables:
+        for variable, value in zip(variables, from_first(mine), strict=True):
+            variable.assign(value)
+
+
+def _check_alike(values: list[np.ndarray]) -> None:
+    # With lists that differ, the broadcast would wait forever or end Python inside gloo.
+    kinds = repr([(value.shape, str(value.dtype)) for value in values])
+    numbers = sum(value.size for value in values)
+    word = [len(values), numbers, digest([kinds.encode()]), current().rank]
+    least, greatest = once(word)
+    if least[:3] != greatest[:3]:
+        raise ProcessesDisagree(
+            f"Process {greatest[3]} brings {greatest[0]} variables with {greatest[1]} numbers, and "
+            f"process {least[3]} brings {least[0]} with {least[1]}, or of other shapes or types:\n"
+            "they would not train one model. Give every process the same layers, metrics and "
+            "optimizer."
+        )
+
+
+def check_same_run(found: str | None) -> None:
+    """Check that the processes resume from the same checkpoint.
+
+    Args:
+        found: The checkpoint that this process found; `None` if there is none.
+
+    Raises:
+        ProcessesDisagree: If the checkpoints differ.
+    """
+    (least,), (greatest,) = once([str(found)])
+    _, (CALLS.steps,) = once([CALLS.steps])  # the counts may differ after an error
+    if least != greatest:
+        raise ProcessesDisagree(
+            f"One process would go on from the checkpoint {least}, and another one from "
+            f"{greatest}:\nthey do not see the same folder. Give lockstep.Checkpoint one that all "
+            "of them share."
+        )
+
+
+def is_told_to_leave() -> bool:
+    """Return whether a process got SIGTERM, and all processes agreed to stop at this step.
+
+    Every process calls this function after the same steps.
+    """
+    if not several():
+        return False
+    CALLS.steps += 1
+    return current().is_told_to_leave(CALLS.steps)
+
+
+def wait_for_all() -> None:
+    """Return when every process has called this function."""
+    if several():
+        once([0])
+
+
+def _broadcast(values: list[Any]) -> list[np.ndarray]:
+    # As bytes: the broadcast is a sum, and would truncate 64 bits to 32 and lose the sign of zero.
+    packed = [np.asarray(value).reshape(-1).view("uint8") for value in values]
+    return current().broadcast(packed)
+
+
+def _unpacked(value: Any, got: np.ndarray) -> np.ndarray:
+    like = np.asarray(value)
+    return np.frombuffer(got.tobytes(), like.dtype).reshape(like.shape)
+
+
+def check_orbax(given: Any) -> None:
+    """Check that no `OrbaxCheckpoint` is given to a loop of several processes.
+
+    Raises:
+        UnsupportedModel: If one is given.
+    """
+    orbax = getattr(keras.callbacks, "OrbaxCheckpoint", ())  # absent in older Keras
+    if any(isinstance(each, orbax) for each in callbacks_in(given)):
+        raise UnsupportedModel(
+            "OrbaxCheckpoint was given, and JAX runs in several processes, each of which has the "
+            "model\nfor itself between steps: Orbax does not write such arrays. Use "
+            "lockstep.Checkpoint instead."
+        )

@@ -1,0 +1,130 @@
+"""Load a written model and compare its outputs with the expected ones."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from typing import Any
+
+from lockstep.errors import OutputMismatch, UnreadableFile, UnsuitableOutput
+
+TOLERANCE = 1e-5
+
+
+UNFOLD_CAP = 256 * 2**20
+"""Maximum unpacked bytes of an `.npz`, or 32 times the file size where that is more."""
+
+
+def inputs_and_outputs(path: str) -> tuple[list[Any], list[Any]]:
+    """Read arrays x0, x1, ... and y0, y1, ... of an `.npz`, without running code in it."""
+    import numpy as np
+
+    try:
+        with zipfile.ZipFile(path) as archive:
+            size = sum(one.file_size for one in archive.infolist())
+            if size > max(UNFOLD_CAP, 32 * os.path.getsize(path)):
+                raise ValueError(f"it unfolds to {size:,} bytes")
+        with np.load(path, allow_pickle=False) as arrays:
+            names = set(arrays.files)
+            found = [
+                [arrays[f"{kind}{n}"] for n in range(len(names)) if f"{kind}{n}" in names]
+                for kind in "xy"
+            ]
+    except Exception as error:  # NumPy's parser raises many kinds of errors
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
+        raise UnreadableFile(
+            f"{path} cannot be read as an .npz of arrays: {reason}.\n"
+            "Write one with numpy.savez(path, x0=inputs, y0=outputs)."
+        ) from error
+    if not found[0] or not found[1]:
+        raise UnreadableFile(
+            f"{path} has the arrays {', '.join(sorted(names)) or 'none'}, and x0 (input) and "
+            "y0 (expected\noutput) are needed. Write one with "
+            "numpy.savez(path, x0=inputs, y0=outputs)."
+        )
+    if any(not array.size or not np.isfinite(array).any() for array in found[1] if
+           array.dtype.kind in "fiub"):  # fmt: skip
+        raise UnreadableFile(
+            f"{path} has an expected output without a number in it: there is nothing to compare.\n"
+            "Write the outputs of the old model with numpy.savez(path, x0=inputs, y0=outputs)."
+        )
+    for array in found[0] + found[1]:
+        if array.dtype.kind not in "fiub":
+            raise UnreadableFile(
+                f"{path} holds an array of {array.dtype}, and numbers are needed.\n"
+                "Write numbers with numpy.savez(path, x0=inputs, y0=outputs)."
+            )
+    return found[0], found[1]
+
+
+def difference(model: Any, inputs: list[Any], outputs: list[Any]) -> float:
+    """Return the largest difference between the model's outputs and the expected ones.
+
+    The difference is relative for outputs above 1, where float32 has no more digits.
+
+    Raises:
+        OutputMismatch: The difference exceeds TOLERANCE, or only one of two values is NaN.
+    """
+    import keras
+    import numpy as np
+
+    if len(inputs) != len(model.inputs):
+        raise UnsuitableOutput(
+            f"The model takes {len(model.inputs)} inputs, and {len(inputs)} were given (x0, ...).\n"
+            "Give one array for each input, in the model's order."
+        )
+    given = [
+        value.astype(tensor.dtype) if tensor.dtype != str(value.dtype) else value
+        for value, tensor in zip(inputs, model.inputs, strict=True)
+    ]
+    try:
+        found = model(given[0] if len(given) == 1 else given, training=False)
+    except Exception as error:
+        raise OutputMismatch(
+            f"The rescued model does not run: {' '.join(str(error).split())[:160]}\n"
+            "Nothing was written. Check the inputs in the .npz, and your custom layers."
+        ) from error
+    listed = list(found) if isinstance(found, (list, tuple)) else [found]
+    arrays = [np.asarray(keras.ops.convert_to_numpy(one), dtype="float64") for one in listed]
+    worst = 0.0
+    for position, (new, old) in enumerate(zip(arrays, outputs, strict=False)):
+        if new.shape != old.shape:
+            raise OutputMismatch(
+                f"Output {position} has the shape {new.shape}, and {old.shape} is expected.\n"
+                "Nothing was written. The inputs or the architecture are not those of the file."
+            )
+        worst = max(worst, _apart(new, old.astype("float64")))
+    if not worst <= TOLERANCE or len(arrays) != len(outputs):
+        raise OutputMismatch(
+            f"The rescued model's outputs differ from the expected ones by {worst:.3g}, more than "
+            f"{TOLERANCE:g}.\nNothing was written. If the expected outputs are right, "
+            "the architecture is another one:\ncheck --model or --config and custom layers."
+        )
+    return worst
+
+
+def _apart(new: Any, old: Any) -> float:
+    import numpy as np
+
+    with np.errstate(invalid="ignore"):
+        each = np.abs(new - old) / np.maximum(1.0, np.abs(old))
+    each[(new == old) | (np.isnan(new) & np.isnan(old))] = 0.0  # also for equal infinities
+    return float("inf") if np.isnan(each).any() else float(np.max(each, initial=0.0))
+
+
+def difference_when_loaded(path: str, custom: Any, given: Any, wanted: Any) -> float:
+    """Return the largest difference of the outputs of a `.keras` file, loaded by Keras."""
+    import keras
+
+    from lockstep.keras_compat import serialized_objects_kept
+
+    try:
+        with serialized_objects_kept():
+            model = keras.models.load_model(path, custom_objects=custom, compile=False)
+    except Exception as error:
+        raise OutputMismatch(
+            f"Keras {keras.__version__} cannot load the written file: "
+            f"{' '.join(str(error).split())[:120]}\nNothing was written. Write a .weights.h5 and "
+            "load it into a model that your code builds."
+        ) from error
+    return difference(model, given, wanted)

@@ -1,0 +1,357 @@
+"""Carry the loss, metrics and optimizer of an old file to the new model.
+
+Settings and state that cannot be carried are left out, with a note.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.rescue import abstract_model
+from lockstep.rescue import old_settings as settings
+from lockstep.rescue.exact_values import is_exact
+from lockstep.rescue.keras2 import OldFile, Stored, release
+from lockstep.rescue.old_settings import Context
+
+_SLOTS: dict[str, tuple[str, ...]] = {
+    # optimizer: its state per variable, in the order of old files, by Keras 3's names
+    "SGD": ("momentum",),
+    "RMSprop": ("velocity",),
+    "Adagrad": ("accumulator",),
+    "Adadelta": ("accumulated_grad", "accumulated_delta_var"),
+    "Adam": ("momentum", "velocity"),
+    "Adamax": ("momentum", "norm"),
+}
+
+_SLOT_NAMES = {
+    # name of an array in tf.keras optimizers: name in Keras 3
+    "m": "momentum",
+    "v": "velocity",
+    "u": "norm",
+    "accum_grad": "accumulated_grad",
+    "accum_var": "accumulated_delta_var",
+    "accumulated_grad": "accumulated_grad",
+    "accumulated_delta_var": "accumulated_delta_var",
+}
+
+_SETTINGS = frozenset(
+    {
+        *("momentum", "nesterov", "rho", "epsilon", "centered", "beta_1", "beta_2", "amsgrad"),
+        *("clipnorm", "clipvalue", "global_clipnorm", "initial_accumulator_value"),
+        *("learning_rate_power", "l1_regularization_strength", "l2_regularization_strength"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One variable of the new optimizer: an array of the file, or one repeated number."""
+
+    stored: Stored | None
+    number: Any
+    shape: tuple[int, ...]
+
+    def value(self) -> Any:
+        """The variable's value as a NumPy array."""
+        import numpy as np
+
+        if self.stored is None:
+            return np.full(self.shape, self.number)
+        return self.stored.read() if self.shape else self.number.dtype.type(self.stored.read())
+
+
+@dataclass(frozen=True)
+class State:
+    """The optimizer's variables in the order in which Keras saves them."""
+
+    entries: tuple[Entry, ...]
+    carried: bool
+
+    def write(self, handle: Any) -> None:
+        """Write the variables at the paths that Keras uses in a `.keras` file."""
+        for index, entry in enumerate(self.entries):
+            handle[f"optimizer/vars/{index}"] = entry.value()
+
+    def read_back(self, handle: Any) -> bool:
+        """Return whether a file holds these variables."""
+        return all(
+            is_exact(handle[f"optimizer/vars/{index}"][()], entry.value())
+            for index, entry in enumerate(self.entries)
+        )
+
+
+def carry(
+    old: OldFile, model: Any, merges: Sequence[str], outputs: Sequence[str], context: Context
+) -> None:
+    """Compile a model like the old one, or add a note with the reason for not compiling."""
+    settings_ = old.training
+    if not settings_:
+        return
+    try:
+        optimizer = _optimizer(settings_.get("optimizer_config") or {}, old, context)
+        names = (list(merges), list(outputs))
+        loss = _loss(_per_output(settings_.get("loss"), names), context)
+        if optimizer is None or loss is None:
+            context.note("the model is not compiled: its optimizer or loss is not Keras's own")
+            return
+        weights = _per_output(settings_.get("loss_weights"), names)
+        metrics = [
+            _metrics(settings_.get(key), names, context) for key in ("metrics", "weighted_metrics")
+        ]
+        model.compile(
+            optimizer=optimizer,
+            loss=loss,
+            loss_weights=weights or None,
+            metrics=metrics[0],
+            weighted_metrics=metrics[1],
+        )
+    except Exception as error:  # old compile calls may fail in many ways
+        reason = (str(error).splitlines() or [""])[0][:100]
+        context.note(f"the model is not compiled: Keras 3 does not take its settings ({reason})")
+        model.optimizer = None
+        return
+    if settings_.get("sample_weight_mode"):
+        context.note("sample_weight_mode is left out: Keras 3 has none, give weights per step")
+
+
+def state(
+    old: OldFile, model: Any, in_order: Sequence[tuple[Stored, Any]] | None, context: Context
+) -> State:
+    """Return the optimizer state to save for a compiled model.
+
+    Args:
+        old: The file.
+        model: The compiled model; its optimizer may be unbuilt.
+        in_order: Arrays of the trained weights in old order, with their Keras 3
+            variables; None if the old state cannot be carried.
+        context: Receives a note when the state is dropped.
+
+    Returns:
+        The old state, or a fresh state if the old one is dropped or absent.
+    """
+    kind = type(model.optimizer).__name__
+    names = _SLOTS.get(kind)
+    trainable = list(model.trainable_variables)
+    found = _slots(old, kind, in_order) if names and in_order else None
+    numbers = {id(variable): index for index, variable in enumerate(trainable)}
+    if found is not None and {id(variable) for variable, _ in found} != set(numbers):
+        found = None  # file and model train different weights
+    values: dict[tuple[int, str], Stored] = {}
+    for variable, arrays in found or ():
+        for name, stored in zip(names or (), arrays, strict=True):
+            values[numbers[id(variable)], name] = stored
+    step = old.optimizer[0] if found and old.optimizer[0].shape == () else None
+    entries: list[Entry] = []
+    for name, slot, number in _layout(model.optimizer, len(trainable)):
+        if slot is not None:
+            shape = tuple(int(n) for n in trainable[slot[0]].shape)
+            entries.append(Entry(values.pop(slot, None), number, shape))
+        else:
+            entries.append(Entry(step if name == "iteration" else None, number, ()))
+    lacking = any(entry.stored is None and entry.shape for entry in entries)
+    # Keras 2's SGD saves arrays of zeros if it has no momentum.
+    carried = found is not None and not lacking and (not values or kind == "SGD")
+    if old.optimizer and not carried:
+        context.note(
+            f"the optimizer's state is dropped: {_why(old, kind, len(trainable))} (training goes "
+            "on with a fresh state)"
+        )
+        entries = [Entry(None, entry.number, entry.shape) for entry in entries]
+    elif carried and step is None:
+        context.note("the optimizer's step count is not in the file and starts at 0")
+    return State(tuple(entries), carried)
+
+
+def _why(old: OldFile, kind: str, trainable: int) -> str:
+    """Return the reason why an optimizer's state cannot be carried."""
+    arrays = [one.shape for one in old.optimizer if one.shape]
+    if kind == "Adam" and set(arrays[2 * len(arrays) // 3 :]) == {(1,)}:
+        arrays = arrays[: 2 * len(arrays) // 3]
+    there = len(arrays) // len(_SLOTS.get(kind, ("",)))
+    if 0 < there < trainable:
+        return (
+            f"it is of {there} weights and the model trains {trainable}, so some were frozen; that "
+            "a nested model was frozen as a whole is not in the file, set its trainable=False"
+        )
+    return f"what the file has is not what {kind} keeps in Keras 3"
+
+
+def _layout(optimizer: Any, count: int) -> list[tuple[str, tuple[int, str] | None, Any]]:
+    """Return name, slot (trainable variable, kind) and initial number of optimizer variables.
+
+    A copy of the optimizer is built on scalars in place of the weights. No arrays of the
+    weights' size are allocated. The order is Keras's own.
+    """
+    import keras
+
+    copy = type(optimizer).from_config(optimizer.get_config())
+    copy.build([keras.Variable(0.0, name=f"slot{index}") for index in range(count)])
+    found: list[tuple[str, tuple[int, str] | None, Any]] = []
+    for variable in copy.variables:
+        slot = re.fullmatch(r"slot(\d+)_(\w+)", variable.name)
+        place = (int(slot.group(1)), slot.group(2)) if slot else None
+        found.append((variable.name, place, abstract_model.numbers(variable)))
+    return found
+
+
+def _slots(
+    old: OldFile, kind: str, in_order: Sequence[tuple[Stored, Any]]
+) -> list[tuple[Any, list[Stored]]] | None:
+    """Return the state arrays of each trained variable, or None for a list of another form."""
+    slots, rest = _SLOTS[kind], list(old.optimizer)
+    if rest and rest[0].shape == ():
+        rest = rest[1:]
+    count = len(in_order)
+    if len(slots) == 2 and len(rest) == 3 * count:
+        if any(one.shape != (1,) for one in rest[2 * count :]):
+            return None
+        rest = rest[: 2 * count]  # Keras 2's Adam without amsgrad saves a zero for each variable
+    if not count or len(rest) != count * len(slots):
+        return None
+    if len(slots) > 1:
+        told = [_slot_of(one.name, slots) for one in rest]
+        if None not in told:
+            rest.sort(key=lambda one: slots.index(_slot_of(one.name, slots) or ""))
+        elif release(old.version) >= (2, 11):
+            return None  # these arrays are in the order of variables, and only names identify slots
+    found = []
+    for position, (weight, variable) in enumerate(in_order):
+        arrays = [rest[slot * count + position] for slot in range(len(slots))]
+        if any(array.shape != weight.shape for array in arrays):
+            return None
+        found.append((variable, arrays))
+    return found
+
+
+def _slot_of(name: str, slots: Sequence[str]) -> str | None:
+    """Return the slot in a name: `Adam/dense/kernel/m:0`, or `Adam/m/dense/kernel:0` since 2.11."""
+    parts = name.partition(":")[0].split("/")
+    for part in (parts[-1], *parts[1:2]):
+        if _SLOT_NAMES.get(part) in slots:
+            return _SLOT_NAMES[part]
+    return None
+
+
+def _optimizer(entry: dict[str, Any], old: OldFile, context: Context) -> Any:
+    import keras
+
+    name, config = entry.get("class_name"), dict(entry.get("config") or {})
+    if name in context.custom:
+        return context.custom[name].from_config(config)
+    if not isinstance(name, str) or name not in (*_SLOTS, "Nadam", "Ftrl"):
+        context.note(f"the optimizer {name} is left out: it is none of Keras's")
+        return None
+    rate = config.pop("lr", config.pop("learning_rate", 0.001))
+    decay = float(settings.plain(config.pop("decay", 0.0)) or 0.0)
+    if isinstance(rate, dict):
+        rate = keras.optimizers.schedules.deserialize(rate)
+    elif decay:
+        rate = keras.optimizers.schedules.InverseTimeDecay(float(rate), 1, decay)
+    if context.standalone and "clipnorm" in config:
+        config["global_clipnorm"] = config.pop("clipnorm")  # Keras 2 clips by the global norm
+    if config.get("epsilon", 0) is None:
+        config["epsilon"] = 1e-7
+    if name == "RMSprop":
+        context.note("RMSprop's epsilon lies inside the square root in Keras 3")
+    kept = {key: settings.plain(value) for key, value in config.items() if key in _SETTINGS}
+    return getattr(keras.optimizers, name)(learning_rate=rate, **kept)
+
+
+def _per_output(value: Any, names: tuple[list[str], list[str]]) -> Any:
+    """Convert settings by output name to settings by position; old names may be the merges'."""
+    if not isinstance(value, dict) or {"class_name", "config"} <= set(value):
+        return value
+    merges, outputs = names
+    for known in (merges, outputs):
+        if set(value) <= set(known):
+            listed = [value.get(name) for name in known]
+            return listed[0] if len(listed) == 1 else listed
+    raise ValueError(f"settings for outputs {sorted(value)}, and the outputs are {outputs}")
+
+
+def _loss(value: Any, context: Context) -> Any:
+    import keras
+
+    if isinstance(value, list):
+        found = [_loss(one, context) for one in value]
+        return None if None in found else found
+    if isinstance(value, str):
+        if value in context.custom:
+            return context.custom[value]
+        try:
+            keras.losses.get(value)
+        except ValueError:
+            context.note(f"the loss {value!r} is none of Keras's: give it with --custom")
+            return None
+        return value
+    if isinstance(value, dict):
+        name, config = value.get("class_name"), dict(value.get("config") or {})
+        cls = context.custom.get(str(name)) or getattr(keras.losses, str(name), None)
+        if cls is None:
+            context.note(f"the loss {name} is none of Keras's: give it with --custom")
+            return None
+        if config.get("reduction") in ("auto", None):
+            config["reduction"] = "sum_over_batch_size"
+        return cls(**config)
+    return None
+
+
+def _metrics(value: Any, names: tuple[list[str], list[str]], context: Context) -> Any:
+    """Return metrics in the form of Keras 3: a list, or one list for each of several outputs."""
+    count = len(names[1])
+    listed = _per_output(value, names)
+    listed = listed if isinstance(listed, (list, tuple)) else [listed]
+    nested = [list(one) if isinstance(one, (list, tuple)) else [one] for one in listed]
+    if count == 1:
+        return _known([one for some in nested for one in some], context) or None
+    if not isinstance(value, dict) and not any(isinstance(o, (list, tuple)) for o in listed):
+        nested = [list(listed)] * count  # Keras 2 applies all of them to each output
+    found = [_known(some, context) for some in nested]
+    return found if any(found) else None
+
+
+def _known(listed: Sequence[Any], context: Context) -> list[Any]:
+    """Return the metrics of a list that can be carried."""
+    made = [_metric(one, context) for one in listed]
+    return [one for one in made if one is not None]
+
+
+def _metric(value: Any, context: Context) -> Any:
+    import keras
+
+    name = None
+    if isinstance(value, dict):
+        config = dict(value.get("config") or {})
+        name = config.get("name")
+        kind = str(value.get("class_name"))
+        cls = context.custom.get(kind, getattr(keras.metrics, kind, None))
+        if "fn" not in config and inspect.isclass(cls):
+            config["dtype"] = settings.dtype(config.get("dtype"))
+            try:
+                return cls(**{key: settings.plain(one) for key, one in config.items()})
+            except Exception as error:  # a metric must not fail the rescue
+                reason = (str(error).splitlines() or [""])[0][:80]
+                context.note(f"the metric {name!r} is left out: Keras 3 refuses it ({reason})")
+                return None
+        value = config.get("fn") or name or value.get("class_name")
+    if value is None:
+        return None
+    if value in context.custom:
+        found = context.custom[value]
+    elif value in ("accuracy", "acc"):
+        return value
+    else:
+        try:
+            found = keras.metrics.get(value)
+        except ValueError:
+            context.note(f"the metric {value!r} is left out: it is none of Keras's (see --custom)")
+            return None
+    if name is None or name == value:
+        return found if value in context.custom else value
+    if isinstance(found, keras.metrics.Metric):
+        return type(found).from_config({**found.get_config(), "name": name})
+    return keras.metrics.MeanMetricWrapper(found, name=name)

@@ -1,0 +1,1 @@
+"""The loop of `fit`, `evaluate` and `predict`, which needs no framework."""

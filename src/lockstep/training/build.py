@@ -1,0 +1,66 @@
+"""Builds the model, metrics, loss and optimizer before a step is traced."""
+
+from typing import Any
+
+import keras
+
+from lockstep.errors import UnsupportedModel
+from lockstep.keras_compat import compute_output_spec, is_built
+
+
+def build(model: Any, step: str, batch: Any) -> None:
+    """Build what `step` of `model` needs and is not built yet.
+
+    On one device, Keras builds while it traces the first step. Several replicas would
+    each build their own variables there.
+
+    Args:
+        model: The model.
+        step: `"train"`, `"test"` or `"predict"`.
+        batch: A batch, or the specification of one.
+
+    Raises:
+        UnsupportedModel: If Keras cannot build it from shapes.
+    """
+    if is_ready(model, step):
+        return
+    batch = keras.tree.map_structure(_symbol, batch)
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    try:
+        if step == "predict":
+            compute_output_spec(model, x, training=False)
+            return
+        attributes, optimizer = vars(model), model.optimizer
+        attributes["optimizer"] = None  # the optimizer is built below, only to train
+        try:
+            # keras/src/trainers/trainer.py, Trainer._symbolic_build
+            model._symbolic_build(data_batch=batch)
+        finally:
+            attributes["optimizer"] = optimizer
+    except RuntimeError as error:
+        raise UnsupportedModel(
+            f"{model.name!r} is not built, and Keras cannot build it from the shapes of a batch.\n"
+            "Call the model on one batch, model(x), and distribute it then."
+        ) from error
+    if step == "train" and optimizer is not None and not optimizer.built:
+        # keras/src/optimizers/base_optimizer.py, BaseOptimizer.apply, builds it in this
+        # scope, which gives the variables their names.
+        with keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(model.trainable_variables)
+
+
+def is_ready(model: Any, step: str) -> bool:
+    """Return whether everything that `step` of `model` needs is built."""
+    if not is_built(model):
+        return False
+    if step == "predict":
+        return True
+    parts = [model._compile_metrics, model._compile_loss]
+    parts += [model.optimizer] if step == "train" else []
+    return all(part is None or part.built for part in parts)
+
+
+def _symbol(leaf: Any) -> Any:
+    if leaf is None or not hasattr(leaf, "dtype"):
+        return leaf
+    return keras.KerasTensor(tuple(leaf.shape), keras.backend.standardize_dtype(leaf.dtype))

@@ -1,0 +1,225 @@
+"""Keras's list of callbacks, without a device wait at every batch."""
+
+import time
+from typing import Any
+
+import keras
+
+from lockstep.checkpoint.callback import Checkpoint
+from lockstep.keras_compat import is_default, pythonify_logs
+from lockstep.training.logs import lazy_logs
+
+
+class StepTimer(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
+    """A callback that only times the steps; the loop runs as without it, and calls it."""
+
+
+def see_every_batch(callbacks: Any, batch: str) -> bool:
+    """Return whether any callback may act or read values between two steps.
+
+    Args:
+        callbacks: Keras's list of callbacks.
+        batch: The kind of batch: `"train"`, `"test"` or `"predict"`.
+    """
+    each = (_sees(callback, batch) for callback in callbacks.callbacks)
+    return _is_users_list(callbacks) or any(each)
+
+
+def has_checkpoint(callbacks: Any) -> bool:
+    """Return whether the list has a `lockstep.Checkpoint`."""
+    return any(isinstance(callback, Checkpoint) for callback in callbacks.callbacks)
+
+
+def is_timed(callbacks: Any) -> bool:
+    """Return whether the list has a `StepTimer`."""
+    return any(isinstance(callback, StepTimer) for callback in callbacks.callbacks)
+
+
+def may_write_between_steps(callbacks: Any, batch: str) -> bool:
+    """Return whether user code runs between two steps."""
+    each = (_sees(callback, batch) and _is_users(callback) for callback in callbacks.callbacks)
+    return _is_users_list(callbacks) or any(each)
+
+
+def run_user_code(callbacks: Any) -> bool:
+    """Return whether user code runs between two epochs."""
+    return _is_users_list(callbacks) or any(map(_is_users, callbacks.callbacks))
+
+
+def _is_users(callback: Any) -> bool:
+    known = type(callback).__module__.startswith(("keras.", "lockstep."))
+    return type(callback) in _WITH_FUNCTIONS or _has_own_hooks(callback) or not known
+
+
+def _is_users_list(callbacks: Any) -> bool:
+    known = type(callbacks) in (Callbacks, keras.callbacks.CallbackList)
+    return not known or _has_own_hooks(callbacks)
+
+
+def _has_own_hooks(instance: Any) -> bool:
+    return any(name.startswith("on_") for name in vars(instance))
+
+
+def _sees(callback: Any, batch: str) -> bool:
+    hooks = [f"on_{batch}_batch_begin", f"on_{batch}_batch_end"]
+    hooks += ["on_batch_begin", "on_batch_end"] if batch == "train" else []
+    if any(hook in vars(callback) for hook in hooks):  # set on this instance
+        return True
+    if type(callback) is keras.callbacks.ProgbarLogger:
+        return False
+    if isinstance(callback, StepTimer | Checkpoint):
+        return False
+    if type(callback) in _AT_EPOCHS and callback.save_freq == "epoch":
+        return False
+    return not all(is_default(getattr(callback, name, None)) for name in hooks)
+
+
+_WITH_FUNCTIONS = (
+    *(keras.callbacks.LambdaCallback, keras.callbacks.LearningRateScheduler),
+    keras.callbacks.CallbackList,  # a nested list, of any callbacks
+)
+_AT_EPOCHS = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
+
+
+class Callbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
+    """Call callbacks in Keras's order, in the calling thread, with logs fetched on demand.
+
+    Keras passes logs of numbers. For these it waits for the device after each batch, or waits in
+    another thread, which costs more than a small step. This list fetches the numbers when the first
+    callback reads them. It calls the progress bar only for the batches at which the bar draws, and
+    skips callbacks without batch hooks. The batch hooks are listed when an epoch begins. A
+    checkpoint is called last, so that it saves the effects of all other callbacks.
+
+    Args:
+        array_type: The type of the arrays in the logs of a step.
+    """
+
+    _checkpoint: Checkpoint | None = None
+
+    def __init__(self, *args: Any, array_type: type[Any], **kwargs: Any) -> None:
+        self._array_type = array_type
+        super().__init__(*args, **kwargs)
+
+    def _configure_async_dispatch(self, callbacks: Any) -> None:
+        """Use no other thread."""
+        # keras/src/callbacks/callback_list.py: __init__ has set all three to False.
+
+    def set_model(self, model: Any) -> None:
+        """Pass the model to every callback."""
+        super().set_model(model)
+        self._note_hooks()
+
+    def append(self, callback: Any) -> None:
+        """Add a callback."""
+        super().append(callback)
+        self._note_hooks()
+
+    def _note_hooks(self) -> None:
+        """List the callbacks of each batch hook, so that the others are not called."""
+        self.callbacks.sort(key=lambda callback: isinstance(callback, Checkpoint))
+        last = self.callbacks[-1] if self.callbacks else None
+        self._checkpoint = last if isinstance(last, Checkpoint) else None
+        self._hooked = {
+            hook: [callback for callback in self.callbacks if _has(callback, hook)]
+            for hook in _BATCH_HOOKS
+        }
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Call every callback before an epoch."""
+        super().on_epoch_begin(epoch, logs)
+        self._note_hooks()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Call every callback before evaluation."""
+        super().on_test_begin(logs)
+        self._note_hooks()
+
+    def on_predict_begin(self, logs: Any = None) -> None:
+        """Call every callback before prediction."""
+        super().on_predict_begin(logs)
+        self._note_hooks()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Call every callback before a batch of training."""
+        self._begin("on_train_batch_begin", batch, logs)
+
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Call every callback before a batch of evaluation."""
+        self._begin("on_test_batch_begin", batch, logs)
+
+    def on_predict_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Call every callback before a batch of prediction."""
+        self._begin("on_predict_batch_begin", batch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Call every callback after a batch of training."""
+        self._end("on_train_batch_end", batch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Call every callback after an epoch."""
+        logs = pythonify_logs(logs)
+        for callback in self.callbacks:
+            callback.on_epoch_end(epoch, logs)
+            self._note_stop(callback)
+
+    def _note_stop(self, callback: Any) -> None:
+        """Record on the checkpoint the callback that stopped the training."""
+        checkpoint = self._checkpoint
+        if checkpoint is not None and checkpoint.stopped_by is None and self._model.stop_training:
+            checkpoint.stopped_by = type(callback).__name__
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Call every callback after a batch of evaluation."""
+        self._end("on_test_batch_end", batch, logs)
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Call every callback after a batch of prediction."""
+        self._end("on_predict_batch_end", batch, logs)
+
+    def _begin(self, hook: str, batch: int, logs: Any) -> None:
+        if hooked := self._hooked[hook]:
+            logs = pythonify_logs(logs) if logs else {}
+            for callback in hooked:
+                getattr(callback, hook)(batch, logs=logs)
+
+    def _end(self, hook: str, batch: int, logs: Any) -> None:
+        hooked = [callback for callback in self._hooked[hook] if _draws(callback, batch)]
+        if hooked:
+            logs = lazy_logs(logs, pythonify_logs, self._array_type)
+            for callback in hooked:
+                getattr(callback, hook)(batch, logs=logs)
+                self._note_stop(callback)
+
+
+_KINDS = ("train", "test", "predict")
+_BATCH_HOOKS = [f"on_{kind}_batch_{end}" for kind in _KINDS for end in ("begin", "end")]
+
+
+def _has(callback: Any, hook: str) -> bool:
+    """Return whether a callback overrides a batch hook of Keras, which is empty by default."""
+    bar = type(callback) is keras.callbacks.ProgbarLogger
+    if bar and "_test_" in hook and callback._called_in_fit:  # it ignores these batches
+        return False
+    names = [hook]
+    if "_train_" in hook:  # keras/src/callbacks/callback.py: on_train_batch_* calls it
+        names.append(hook.replace("_train", ""))
+    return not all(is_default(getattr(callback, name, None)) for name in names)
+
+
+def _draws(callback: Any, batch: int) -> bool:
+    """Return whether a callback may have a visible effect after this batch.
+
+    Only Keras's own progress bar may have none. Between two drawings it would fetch the numbers
+    without need. This function updates its batch count instead.
+    """
+    if type(callback) is not keras.callbacks.ProgbarLogger:
+        return True
+    # keras/src/callbacks/progbar_logger.py, ProgbarLogger._update_progbar, and
+    # keras/src/utils/progbar.py, Progbar.update: the first call starts its clock.
+    bar = callback.progbar
+    if callback.verbose != 1 or bar is None or not bar._seen_so_far:
+        return True
+    if time.time() - bar._last_update >= bar.interval:
+        return True
+    callback.seen = bar._seen_so_far = batch + 1
+    return False

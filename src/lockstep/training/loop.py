@@ -1,0 +1,356 @@
+"""`fit`, `evaluate` and `predict` of a model on its devices, with little Python per step.
+
+The order of operations, the callbacks, the logs and the ways to stop are Keras's. Two parts of
+Keras's loops are left out: the work per step for every variable, and the wait for the logs of every
+step.
+"""
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from lockstep.announce import LONG, first_step_line
+from lockstep.checkpoint.fit_run import FitRun
+from lockstep.checkpoint.fit_scope import checkpoint_among
+from lockstep.errors import UnusableData
+from lockstep.keras_compat import (
+    filter_traceback,
+    pythonify_logs,
+    train_validation_split,
+    trainer_class,
+)
+from lockstep.launch.status import STATUS_OF_PROCESS
+from lockstep.training.callbacks import Callbacks, see_every_batch
+from lockstep.training.overrides import is_chained, is_keras, knows_arguments
+from lockstep.training.session import NO_BATCH, PREDICT, TEST, TRAIN, Begin, End, Session
+
+# Keras's trainer uses every private name below itself, in keras/src/trainers/trainer.py or
+# keras/src/backend/*/trainer.py.
+
+
+class Loop:
+    """Run `fit`, `evaluate` and `predict` of one model.
+
+    Args:
+        session: The model on its devices.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.model = session.model
+        self._session = session
+        self._ran: Any = None
+
+    def compiles(self) -> bool:
+        """Return whether the next `fit` compiles the training step first."""
+        function = self.model.train_function
+        return self._session.is_compiled() and (function is None or function is not self._ran)
+
+    def replaces(self, name: str) -> bool:
+        """Return whether this loop can replace the model's method `name`.
+
+        It cannot if the model overrides the method, or if this version of Keras has arguments that
+        the loop does not have.
+        """
+        mine: Callable[..., Any] = getattr(type(self), name)
+        return is_keras(self.model, name) and knows_arguments(mine, name)
+
+    # ------------------------------------------------------------------------ fit
+
+    @filter_traceback  # type: ignore[untyped-decorator]
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Any = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: Any = True,
+        class_weight: Any = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: Any = 1,
+    ) -> Any:
+        """Run Keras's `fit`."""
+        model, session = self.model, self._session
+        model._assert_compile_called("fit")
+        most_epochs = keras.config.max_epochs()
+        if most_epochs and most_epochs < epochs:
+            warnings.warn(f"Limiting epochs to {most_epochs}", stacklevel=4)
+            epochs = most_epochs
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = train_validation_split(
+                (x, y, sample_weight), validation_split=validation_split
+            )
+        held_out: dict[str, Any] | None = None
+        if validation_data is not None:
+            parts = keras.utils.unpack_x_y_sample_weight(validation_data)
+            held_out = dict(zip(("x", "y", "sample_weight"), parts, strict=True))
+            held_out["batch_size"] = validation_batch_size or batch_size
+        model._eval_epoch_iterator = None
+        checkpoint = checkpoint_among(callbacks)
+        batches = session.batches(
+            TRAIN,
+            recorded=checkpoint is not None,
+            x=x,
+            y=y,
+            sample_weight=sample_weight,
+            batch_size=batch_size,
+            steps_per_epoch=steps_per_epoch,
+            shuffle=shuffle,
+            class_weight=class_weight,
+            steps_per_execution=model.steps_per_execution,
+        )
+        session.build(batches, TRAIN)
+        callbacks = self._callbacks(callbacks, verbose, epochs, batches, add_history=True)
+        model.make_train_function()
+        session.place_data(batches, callbacks, TRAIN)
+        model.stop_training = False
+        train_logs: dict[str, Any] | None = None
+        epoch_logs: dict[str, Any] = {}
+        callbacks.on_train_begin()
+        first_epoch = model._initial_epoch or initial_epoch
+        if checkpoint is not None:
+            if held_out is not None:
+                model._eval_epoch_iterator = self._held_out(held_out, validation_steps, True)
+            run = FitRun(
+                model,
+                session.devices,
+                batches,
+                model._eval_epoch_iterator,
+                [each for each in callbacks.callbacks if each is not checkpoint],
+                epochs,
+                session.fit_state(),
+                session.processes,
+            )
+            first_epoch = checkpoint.begin(run, first_epoch)
+        ended = False
+        try:
+            for epoch in range(first_epoch, epochs):
+                model.reset_metrics()
+                STATUS_OF_PROCESS.detail = f"epoch {epoch + 1}"
+                callbacks.on_epoch_begin(epoch)
+                session.plan_epoch(batches, callbacks, TRAIN, in_place=False)
+                begin, end = callbacks.on_train_batch_begin, callbacks.on_train_batch_end
+                if self.compiles():
+                    begin, end = _telling(begin, end) if verbose != 0 else (begin, end)
+                    self._ran = model.train_function
+                logs = session.run_epoch(TRAIN, batches, begin, end)
+                if checkpoint is not None:
+                    logs = checkpoint.epoch_logs(logs)
+                if logs is not NO_BATCH:
+                    train_logs = dict(self._results(logs))
+                elif train_logs is None:
+                    raise _no_batch(f"fit, in epoch {epoch + 1},")
+                epoch_logs = dict(train_logs)  # no batch: those of the last epoch
+                if held_out is not None and model._should_eval(epoch, validation_freq):
+                    epoch_logs.update(self._validate(held_out, validation_steps, callbacks))
+                callbacks.on_epoch_end(epoch, epoch_logs)
+                if model.stop_training:
+                    break
+            ended = True
+        except Exception as error:
+            if checkpoint is not None:  # before `_after_fit` clears the state
+                checkpoint.failed(error)
+            raise
+        finally:
+            self._after_fit(finalizes=epochs > 0 and (ended or session.finalizes_always))
+        callbacks.on_train_end(logs=epoch_logs)
+        return model.history
+
+    def _validate(
+        self, held_out: dict[str, Any], steps: int | None, callbacks: Any
+    ) -> dict[str, Any]:
+        model = self.model
+        # An overridden `evaluate` may pass the iterator on to Keras's.
+        if getattr(model, "_eval_epoch_iterator", None) is None:
+            model._eval_epoch_iterator = self._held_out(held_out, steps)
+        logs = model.evaluate(
+            **held_out,
+            steps=steps,
+            callbacks=callbacks,
+            return_dict=True,
+            _use_cached_eval_dataset=True,
+        )
+        return {f"val_{name}": value for name, value in logs.items()}
+
+    def _held_out(self, held_out: dict[str, Any], steps: int | None, recorded: bool = False) -> Any:
+        return self._session.batches(
+            TEST,
+            recorded=recorded,
+            **held_out,
+            steps_per_execution=self.model.steps_per_execution,
+            steps_per_epoch=steps,
+            shuffle=False,
+        )
+
+    def _after_fit(self, finalizes: bool) -> None:
+        model = self.model
+        self._session.sync()
+        if isinstance(model.optimizer, keras.optimizers.Optimizer) and finalizes:
+            model.optimizer.finalize_variable_values(model.trainable_weights)
+        if getattr(model, "_eval_epoch_iterator", None) is not None:
+            del model._eval_epoch_iterator
+        self._session.clear()
+
+    # ------------------------------------------------------------------- evaluate
+
+    @filter_traceback  # type: ignore[untyped-decorator]
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Any = None,
+        return_dict: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Run Keras's `evaluate`."""
+        model, session = self.model, self._session
+        model._assert_compile_called("evaluate")
+        within_fit = kwargs.pop("_use_cached_eval_dataset", False)
+        if kwargs:
+            raise ValueError(f"Arguments not recognized: {kwargs}")
+        if within_fit and not isinstance(model._eval_epoch_iterator, session.iterator_type):
+            # Keras's fit made the iterator: fit is overridden, or began before `distribute`.
+            given = (x, y, batch_size, verbose, sample_weight, steps, callbacks, return_dict)
+            return trainer_class().evaluate(model, *given, _use_cached_eval_dataset=True)
+        batches = (
+            model._eval_epoch_iterator
+            if within_fit
+            else session.batches(
+                TEST,
+                x=x,
+                y=y,
+                sample_weight=sample_weight,
+                batch_size=batch_size,
+                steps_per_epoch=steps,
+                shuffle=False,
+                steps_per_execution=model.steps_per_execution,
+            )
+        )
+        session.build(batches, TEST)
+        callbacks = self._callbacks(callbacks, verbose, 1, batches)
+        model.make_test_function()
+        if within_fit:
+            session.place_data(batches, callbacks, TEST)
+        model.stop_evaluating = False
+        callbacks.on_test_begin()
+        in_place = is_chained(model)  # then the last step ends after all others
+        session.plan_epoch(batches, callbacks, TEST, in_place=in_place)
+        model.reset_metrics()
+        logs = session.run_epoch(
+            TEST, batches, callbacks.on_test_batch_begin, callbacks.on_test_batch_end
+        )
+        if logs is NO_BATCH:
+            raise _no_batch("evaluate")
+        logs = pythonify_logs(self._results(logs))
+        callbacks.on_test_end(logs)
+        session.clear()
+        return logs if return_dict else model._flatten_metrics_in_order(logs)
+
+    # -------------------------------------------------------------------- predict
+
+    @filter_traceback  # type: ignore[untyped-decorator]
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        steps: int | None = None,
+        callbacks: Any = None,
+    ) -> Any:
+        """Run Keras's `predict`."""
+        model, session = self.model, self._session
+        batches = session.batches(
+            PREDICT,
+            x=x,
+            batch_size=batch_size,
+            steps_per_epoch=steps,
+            shuffle=False,
+            steps_per_execution=model.steps_per_execution,
+        )
+        if batches.num_batches == 0:  # Keras raises its own error
+            return trainer_class().predict(model, x, batch_size, verbose, steps, callbacks)
+        session.build(batches, PREDICT)
+        callbacks = self._callbacks(callbacks, verbose, 1, batches)
+        model.make_predict_function()
+        model.stop_predicting = False
+        every: list[Any] = []
+        callbacks.on_predict_begin()
+        # All outputs are fetched, so every step has ended when the call returns.
+        session.plan_epoch(batches, callbacks, PREDICT, in_place=True)
+        sees = see_every_batch(callbacks, "predict")
+
+        def end(step: int, outputs: Any) -> None:
+            outputs = session.fetched(outputs) if sees else outputs
+            callbacks.on_predict_batch_end(step, {"outputs": outputs})
+
+        begin = callbacks.on_predict_batch_begin
+        session.run_epoch(PREDICT, batches, begin, end, each=every.append)
+        session.sync()
+        if not every:
+            raise _no_batch("predict")
+        predictions = session.joined(every)  # before the caller may write into the rows
+        callbacks.on_predict_end()
+        session.clear()
+        return predictions
+
+    def _results(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """Return the logs of an epoch. Metrics compute them operation by operation."""
+        self._session.sync_metrics()
+        results: dict[str, Any] = self.model._get_metrics_result_or_logs(logs)
+        return results
+
+    def _callbacks(
+        self, callbacks: Any, verbose: Any, epochs: int, batches: Any, **kwargs: Any
+    ) -> Any:
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            return callbacks
+        return Callbacks(
+            callbacks,
+            add_progbar=verbose != 0,
+            verbose=verbose,
+            epochs=epochs,
+            steps=batches.num_batches,
+            model=self.model,
+            array_type=self._session.array_type,
+            **kwargs,
+        )
+
+
+def _no_batch(call: str) -> UnusableData:
+    return UnusableData(
+        f"{call} was given 0 batches, and at least 1 is needed.\n"
+        "A generator ends once, and a filter may leave nothing: give data that has rows."
+    )
+
+
+def _telling(begin: Begin, end: End) -> tuple[Begin, End]:
+    """Wrap the hooks so that they print the duration of a slow first step."""
+    times: list[float] = []
+
+    def telling_begin(step: int) -> None:
+        begin(step)
+        if not times:
+            times.append(time.monotonic())
+
+    def telling_end(step: int, logs: Any) -> None:
+        if len(times) == 1:
+            times.append(time.monotonic() - times[0])
+            if times[1] >= LONG:
+                print(first_step_line(times[1]), flush=True)
+        end(step, logs)
+
+    return telling_begin, telling_end

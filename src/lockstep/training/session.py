@@ -1,0 +1,172 @@
+"""What the loop needs of an engine: one model on its devices."""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from lockstep.checkpoint.data_position import TrainingPosition, ValidationPosition
+from lockstep.checkpoint.fit_run import FitState, Processes
+from lockstep.processes import process_group
+from lockstep.training.input import HostIterator
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Describe training, evaluation or prediction.
+
+    Attributes:
+        name: The kind of batch, as in the names of hooks.
+        phase: What the process does, for `lockstep run`.
+        function: The model attribute that holds the step function.
+        stop: The model attribute that stops the loop when a callback sets it.
+    """
+
+    name: str
+    phase: str
+    function: str
+    stop: str
+
+
+TRAIN = Kind("train", "training", "train_function", "stop_training")
+TEST = Kind("test", "evaluating", "test_function", "stop_evaluating")
+PREDICT = Kind("predict", "predicting", "predict_function", "stop_predicting")
+
+NO_BATCH: dict[str, Any] = {}
+"""The outputs of an epoch without a step."""
+
+Begin = Callable[[int], None]
+End = Callable[[int, Any], None]
+Each = Callable[[Any], None]
+
+
+@functools.cache
+def recorded_type(kind: Kind, iterator: type[HostIterator]) -> Any:
+    """Return a subclass of an iterator that records the position in the data for a checkpoint."""
+    position = TrainingPosition if kind is TRAIN else ValidationPosition
+    return type(f"Recorded{iterator.__name__}", (position, iterator), {})
+
+
+class Session:
+    """One model on its devices.
+
+    This class serves an engine whose variables hold the state between two steps. Another engine
+    overrides `run_epoch` and the methods that move the state.
+
+    Attributes:
+        model: The model.
+        devices: The names of its devices.
+        processes: The processes that run the model.
+        array_type: The type of the arrays that a step returns and that never change.
+        iterator_type: The type of the iterators that `run_epoch` takes.
+        finalizes_always: Whether Keras's `fit` on this backend also calls the optimizer's
+            `finalize_variable_values` after an error.
+    """
+
+    processes: Processes = process_group
+    array_type: type[Any]
+    iterator_type: type[Any] = HostIterator
+    finalizes_always = False
+
+    def __init__(self, model: Any, devices: tuple[str, ...]) -> None:
+        self.model = model
+        self.devices = devices
+
+    def batches(self, kind: Kind, *, recorded: bool = False, **data: Any) -> Any:
+        """Return Keras's iterator over the epochs of these data.
+
+        Args:
+            kind: The kind of steps that take the batches.
+            recorded: Whether a checkpoint records the position.
+            data: The arguments of Keras's `EpochIterator`.
+        """
+        raise NotImplementedError
+
+    def build(self, batches: Any, kind: Kind) -> None:
+        """Build what the first step needs, and reset the iterator as Keras does."""
+        raise NotImplementedError
+
+    def fit_state(self) -> FitState:
+        """Return access to the variables, for a checkpoint of one `fit`."""
+        raise NotImplementedError
+
+    def is_compiled(self) -> bool:
+        """Return whether the first call of a step function compiles it."""
+        return not self.model.run_eagerly
+
+    def place_data(self, batches: Any, callbacks: Any, kind: Kind) -> None:
+        """Put the data of a `fit` on the devices, if the user asks for it."""
+
+    def plan_epoch(self, batches: Any, callbacks: Any, kind: Kind, *, in_place: bool) -> None:
+        """Decide how the next epoch draws its batches, given the hooks of the callbacks.
+
+        Args:
+            batches: The iterator.
+            callbacks: Keras's list of callbacks.
+            kind: The kind of steps.
+            in_place: Whether every step has ended when the call of the loop returns.
+        """
+
+    def run_epoch(
+        self, kind: Kind, batches: Any, begin: Begin, end: End, each: Each | None = None
+    ) -> Any:
+        """Run the steps of one epoch.
+
+        Args:
+            kind: The kind of steps.
+            batches: The iterator over the batches.
+            begin: Called before an execution with the number of its first step.
+            end: Called after an execution with the number of its last step and its outputs.
+            each: Called with the outputs of every execution.
+
+        Returns:
+            The outputs of the last step, or `NO_BATCH`.
+        """
+        model = self.model
+        outputs: Any = NO_BATCH
+        with batches.catch_stop_iteration():
+            for first, last, iterator in batches:
+                begin(first)
+                if isinstance(batches, HostIterator):
+                    iterator = _drawn(batches, iterator)
+                outputs = getattr(model, kind.function)(iterator)
+                if each is not None:
+                    each(outputs)
+                end(last, outputs)
+                if getattr(model, kind.stop):
+                    break
+        return outputs
+
+    def sync(self) -> None:
+        """Write the state of a running epoch into the variables."""
+
+    def sync_metrics(self) -> None:
+        """Write the state into the variables, and make metrics cheap to compute."""
+
+    def clear(self) -> None:
+        """Forget the state of the last epoch; the variables hold it."""
+
+    def fetched(self, outputs: Any) -> Any:
+        """Return predictions that later steps do not change."""
+        return outputs
+
+    def joined(self, every: list[Any]) -> Any:
+        """Return all rows of the predictions of several steps, as NumPy arrays."""
+        raise NotImplementedError
+
+
+def _drawn(batches: HostIterator, iterator: Iterator[Any]) -> Iterator[Any]:
+    """Draw the batches of one execution, and record an error on the iterator.
+
+    Raises:
+        StopIteration: If no batch is left.
+    """
+    try:
+        drawn = list(islice(iterator, batches.steps_per_execution))
+    except Exception as error:
+        batches.broke_off = error
+        raise
+    if not drawn:
+        raise StopIteration
+    return iter(drawn)

@@ -1,0 +1,86 @@
+"""Compare training on several devices with training on one, for the user's model and data."""
+
+from typing import Any
+
+from lockstep.devices import parse_devices
+from lockstep.distribute import Devices, check_model
+from lockstep.engines import current_engine
+from lockstep.errors import DeviceError, UnusableData
+from lockstep.verify.verification import Verification
+
+
+def verify(
+    model: Any,
+    data: Any,
+    devices: Devices | None = None,
+    steps: int = 20,
+    *,
+    batch_size: int | None = None,
+) -> Verification:
+    """Train on one device and on several from the same start, and compare every step.
+
+    The result compares loss, metrics, every weight and every optimizer slot after each
+    step. Batches reach the training step as `fit` hands them over, and a model that is not
+    built is built as `fit` builds it. Where the runs differ, the result names the first
+    step, the first layer and the likely cause. Steps from which on the loss is not finite
+    are not compared: the verdict is then `"cannot tell"`.
+
+    Afterwards the model has its weights, optimizer state and devices again. Metrics are
+    reset, and a model or optimizer that was not built stays built.
+
+    The bound for rounding is measured on one device, with the rows of each batch in reverse
+    order. Where the order counts, as for a model that draws random numbers, each weight is
+    moved by the last bit of the type that layers compute in.
+
+    Args:
+        model: A compiled `keras.Model`.
+        data: `(x, y)` or `(x, y, sample_weight)` of arrays, or a data set that `fit` takes.
+            If it holds fewer than `steps` batches, it starts again.
+        devices: As in `lockstep.distribute`, at least 2; `None` for all.
+        steps: Training steps, at least 1. Each one is kept on disk while it runs:
+            the size of the weights and optimizer slots times `steps`.
+        batch_size: Rows of the global batch where `data` is arrays. Defaults to 32.
+
+    Returns:
+        The result. `.verdict` is `"equal"`, `"different"` or `"cannot tell"`; `.equal` is
+        whether it is `"equal"`.
+
+    Raises:
+        DeviceError: If `devices` cannot be followed, or is one device: nothing would be
+            compared.
+        NotAModel: If `model` is no Keras model.
+        UnusableData: If the model is not compiled or cannot be built, or the data cannot be
+            trained on.
+
+    Example:
+        >>> model.compile("adam", "mse")
+        >>> lockstep.verify(model, (x, y), devices=4).equal
+        True
+    """
+    check_model(model)
+    engine = current_engine()
+    names = parse_devices(devices, engine.devices())
+    if len(names) < 2:
+        raise DeviceError(
+            f"devices={devices!r} means {names[0]} alone, and verify compares several devices "
+            "with one:\nnothing would be compared. Give devices=2 or more; to rehearse on virtual "
+            "CPU devices,\nset LOCKSTEP_REHEARSE=2 before Python starts."
+        )
+    if not getattr(model, "compiled", False):
+        raise UnusableData(
+            f"A compiled model was expected, and {model.name!r} is not compiled.\n"
+            "Call model.compile(optimizer, loss) first: verify trains it."
+        )
+    from lockstep.batches import count_from_one, first_batches, rows_of
+
+    number = count_from_one(steps)
+    if number is None:
+        raise UnusableData(
+            f"steps={steps} was asked for, and a whole number of at least 1 was expected."
+        )
+    # These import NumPy, which `import lockstep` does without.
+    from lockstep.verify.comparison import compare
+
+    batches = first_batches(data, number, batch_size)
+    rows = [rows_of(batch) for batch in batches]
+    return compare(engine, model, batches, names, (min(rows), max(rows)))

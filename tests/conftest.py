@@ -11,6 +11,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import atexit
 import multiprocessing
 import shutil
+import signal
 import tempfile
 import threading
 
@@ -56,6 +57,13 @@ def pytest_collection_modifyitems(config, items):
     left_out = [item for item in items if item.get_closest_marker("whole")]
     items[:] = [item for item in items if not item.get_closest_marker("whole")]
     config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _usual_signals():
+    """A shell that starts the tests in the background lets them ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

@@ -5,37 +5,12 @@ from types import SimpleNamespace
 import keras
 import numpy as np
 import pytest
-from keras.src.trainers.data_adapters import get_data_adapter
 
-from lockstep.engines.jax.checkpoints import data as jax_data
-from lockstep.engines.jax.checkpoints.data import check_data
+from lockstep.checkpoint import data_states
 from lockstep.errors import CheckpointError
-from tests.checkpoints.data import Batches, Reordered, arrays
+from tests.checkpoints.data import Reordered, arrays
 from tests.checkpoints.runs import assert_same_end, train
 from tests.conformance import common
-
-
-class Untouched:
-    """Opens a file when it is first asked, say, which processes that are forked later share."""
-
-    def __len__(self):
-        return 14
-
-    def __getitem__(self, index):
-        raise AssertionError("asked in the process that trains")
-
-
-def test_data_that_other_processes_read_is_not_asked_here():
-    import torch
-
-    loader = torch.utils.data.DataLoader(Untouched(), 7, num_workers=1)
-
-    class Asked(Untouched, Batches):
-        pass
-
-    batches = Asked(workers=1, use_multiprocessing=True)
-    for data in (loader, batches):
-        check_data(get_data_adapter(data), None)
 
 
 class ReorderedFirst(Reordered):
@@ -132,8 +107,8 @@ class Framed:
 
 
 def test_the_rows_of_a_table_are_those_of_its_values():
-    assert jax_data._check_of_rows(Framed()) == jax_data._check_of_rows(common.data(49)[0])
-    assert jax_data._type_of(Framed()) == "float32"
+    assert data_states._check_of_rows(Framed()) == data_states._check_of_rows(common.data(49)[0])
+    assert data_states._type_of(Framed()) == "float32"
 
 
 def test_what_cannot_be_written_down_is_told_before_training():
@@ -141,4 +116,20 @@ def test_what_cannot_be_written_down_is_told_before_training():
         data_adapter=SimpleNamespace(num_batches=np.array([7, 7])), steps_per_epoch=None
     )
     with pytest.raises(CheckpointError, match="cannot be written down"):
-        jax_data.fingerprint(batches)
+        data_states.fingerprint(batches)
+
+
+def test_every_array_of_a_sparse_one_counts():
+    import jax.numpy as jnp
+    from jax.experimental.sparse import BCOO
+
+    dense = np.eye(3, dtype="float32")
+    batch = BCOO.fromdense(jnp.array(dense))
+    others = [BCOO.fromdense(jnp.array(each)) for each in (2 * dense, dense[::-1])]
+    assert data_states.checksum((batch,)) == data_states.checksum((BCOO.fromdense(dense),))
+    assert len({data_states.checksum((each,)) for each in (batch, *others)}) == 3
+
+
+def test_weights_that_are_left_out_count_as_none():
+    x = np.ones((2, 3))
+    assert data_states.checksum((x, x, None)) == data_states.checksum((x, x))

@@ -7,12 +7,12 @@ from click.testing import CliRunner
 from keras import layers
 
 import lockstep
-from lockstep.checkpoints.folder import RunFolder
+from lockstep.checkpoint.run_folder import RunFolder
 from lockstep.cli import main
 from lockstep.export import export_model
 from tests.checkpoints.data import arrays
+from tests.checkpoints.models import recurrent, sequences
 from tests.checkpoints.runs import small, train
-from tests.checkpoints.test_state import recurrent, sequences
 from tests.conformance.side_by_side import held_out, smooth
 from tests.processes.common import without_lockstep
 

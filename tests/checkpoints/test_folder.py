@@ -7,12 +7,12 @@ import stat
 import pytest
 
 from lockstep import errors
-from lockstep.checkpoint import Checkpoint
-from lockstep.checkpoints.files import sync_folder
-from lockstep.checkpoints.folder import RunFolder
-from lockstep.checkpoints.lock import only_writer
-from lockstep.checkpoints.retention import Retention
+from lockstep.checkpoint.callback import Checkpoint
+from lockstep.checkpoint.folder_lock import only_writer
+from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.run_folder import RunFolder
 from lockstep.export import export_model
+from lockstep.files import sync_folder
 from tests.checkpoints.data import arrays
 from tests.checkpoints.runs import train
 from tests.checkpoints.test_saving import names
@@ -54,7 +54,7 @@ def test_two_that_save_at_once_never_leave_a_mixture(tmp_path):
 
 WRITING = """
 from pathlib import Path
-from lockstep.checkpoints.lock import only_writer
+from lockstep.checkpoint.folder_lock import only_writer
 from lockstep.errors import CheckpointError
 try:
     with only_writer(Path({folder!r})):

@@ -1,7 +1,6 @@
 """Keras's own callbacks that write files leave a good one behind a kill at any moment."""
 
 import contextlib
-import json
 import os
 
 import h5py
@@ -10,9 +9,7 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.engines.jax.checkpoints.backup import made_safe
-from tests.checkpoints.cutting import Cut, Cutting
-from tests.checkpoints.data import arrays
+from tests.checkpoints.cutting import Cut
 from tests.checkpoints.runs import small
 
 
@@ -113,88 +110,22 @@ def test_a_class_with_its_own_save_keeps_it(tmp_path):
     assert (tmp_path / "said").read_text() == str(tmp_path / "a.keras")
 
 
-# ------------------------------------------------------------------- BackupAndRestore
+def test_a_backup_of_keras_has_whole_weights(tmp_path):
+    """`BackupAndRestore` is Keras's own; its weights go through `save_weights` of the model."""
 
+    def backup():
+        callback = keras.callbacks.BackupAndRestore(tmp_path)
+        callback.set_model(lockstep.distribute(small(), devices=2))
+        return callback
 
-def backup(folder, double):
-    callback = keras.callbacks.BackupAndRestore(folder, double_checkpoint=double)
-    made = lockstep.distribute(small(), devices=1)
-    callback.set_model(made)
-    return callback
-
-
-def back_up(callback, epoch):
-    filled(callback.model, float(epoch))
-    callback.on_epoch_end(epoch - 1)
-
-
-def restored(folder, double):
-    callback = backup(folder, double)
-    with made_safe(callback):
-        callback.on_train_begin()
-    (weight, *_) = callback.model.get_weights()[1]
-    return callback.model._initial_epoch, weight
-
-
-@pytest.mark.parametrize("double", [False, True])
-def test_backup_and_restore_never_takes_weights_for_those_of_another_epoch(
-    double, tmp_path, monkeypatch
-):
-    def two_backups(folder, at):
-        callback = backup(folder, double)
-        with made_safe(callback):
-            back_up(callback, 1)
-            with monkeypatch.context() as patch:
-                cutting = Cutting(patch, at)
-                back_up(callback, 2)
-        return cutting.calls
-
-    calls = two_backups(tmp_path / "counted", 10**9)
-    assert calls.count("replace") == (5 if double else 3)
-    assert restored(tmp_path / "counted", double) == (2, 2.0)
-    for at in range(len(calls)):
-        folder = tmp_path / f"cut-{at}"
-        with pytest.raises(Cut):
-            two_backups(folder, at)
-        assert restored(folder, double) in ((1, 1.0), (2, 2.0)), calls[at]
-
-
-def test_keras_alone_takes_them_for_those_of_another_epoch(tmp_path, monkeypatch):
-    """So that the test above would notice."""
-    callback = backup(tmp_path, False)
-    back_up(callback, 1)
-
-    def cut(*args):
-        raise Cut
-
-    monkeypatch.setattr(json, "dumps", cut)
-    with pytest.raises(Cut):
-        back_up(callback, 2)
-    monkeypatch.undo()
-    with pytest.raises(json.JSONDecodeError):
-        restored(tmp_path, False)
-
-
-def test_fit_makes_backups_safe_while_it_runs(tmp_path):
-    callback = keras.callbacks.BackupAndRestore(tmp_path / "backup")
-    own = []
-    looking = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: own.append("_save_model" in vars(callback))
-    )
-    made = lockstep.distribute(small(), devices=2)
-    made.fit(**arrays(), verbose=0, callbacks=[callback, looking])
-    assert own == [True] * 7
-    assert "_save_model" not in vars(callback)
-
-
-def test_a_backup_in_a_store_that_is_no_folder_is_left_to_keras(tmp_path, monkeypatch):
-    gfile = pytest.importorskip("tensorflow").io.gfile
-    monkeypatch.chdir(tmp_path)
-    made = lockstep.distribute(small(), devices=2)
-    kept = keras.callbacks.BackupAndRestore("ram://runs/backup", delete_checkpoint=False)
-    made.fit(**arrays(), verbose=0, callbacks=[kept])
-    assert len(gfile.glob("ram://runs/backup/*")) == 2
-    assert not list(tmp_path.iterdir())
-    weights = made.get_weights()
-    made.fit(**arrays(), verbose=0, epochs=1, callbacks=[kept])  # restored: none is left to do
-    assert all(map(np.array_equal, made.get_weights(), weights))
+    callback = backup()
+    for epoch in (0, 1):
+        filled(callback.model, epoch + 1.0)
+        callback.on_epoch_end(epoch)
+    filled(callback.model, 3.0)
+    with cut_while_writing(1):
+        callback.on_epoch_end(2)
+    again = backup()
+    again.on_train_begin()
+    assert again.model._initial_epoch == 2
+    assert {float(number) for array in again.model.get_weights() for number in array.ravel()} == {2}

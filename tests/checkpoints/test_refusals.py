@@ -1,7 +1,14 @@
 """What does not fit is refused in words: both values, why, the one thing to do next."""
 
+import contextlib
+import errno
 import gc
+import os
+import tempfile
+import threading
+from pathlib import Path
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -122,6 +129,126 @@ def test_a_folder_of_something_else(tmp_path):
     assert list(untouched(tmp_path).values()) == [b"Keras's"]
 
 
+# ------------------------------------------------------------- a folder that refuses
+
+NEXT = "Name a folder that this user may read and write, on a disk that has room."
+
+
+def refusing(monkeypatch, name, number, only="lockstep.lock"):
+    """Let a call of the operating system fail for paths or handles of one file."""
+    call = getattr(os, name)
+
+    def refused(first, *args, **kwargs):
+        path = os.readlink(f"/proc/self/fd/{first}") if isinstance(first, int) else str(first)
+        if path.endswith(only):
+            raise OSError(number, os.strerror(number))
+        return call(first, *args, **kwargs)
+
+    monkeypatch.setattr(os, name, refused)
+
+
+@pytest.mark.parametrize(
+    ("call", "number", "only"),
+    [
+        ("mkdir", errno.EROFS, "run"),  # a read-only file system
+        ("mkdir", errno.EACCES, "run"),  # a parent of somebody else
+        ("open", errno.EROFS, "lockstep.lock"),  # a run on a disk that is read-only by now
+        ("open", errno.EACCES, "lockstep.lock"),  # somebody else's run
+        ("listdir", errno.EACCES, "run"),
+        ("open", errno.ENOSPC, "lockstep.lock"),
+        ("pwrite", errno.ENOSPC, "lockstep.lock"),
+    ],
+)
+def test_a_folder_that_the_system_refuses(call, number, only, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    if call != "mkdir":
+        train(arrays, folder, epochs=1)
+    before = untouched(tmp_path)
+    with monkeypatch.context() as patch:
+        refusing(patch, call, number, only)
+        text = told(errors.CheckpointError, lambda: train(arrays, folder))
+    assert text == f"{folder} was given for checkpoints, and cannot be used: " + (
+        f"{os.strerror(number)}.\n{NEXT}"
+    )
+    assert untouched(tmp_path) == before
+
+
+@contextlib.contextmanager
+def another_user(folder):
+    """Run as a user who may only read the folder; root has to become one."""
+    root = os.geteuid() == 0
+    folder.chmod(0o555)
+    here = Path(tempfile.gettempdir())
+    above = [each for each in folder.parents if root and here in each.parents]
+    for parent in above:
+        parent.chmod(0o711)
+    # The cache of compiled programs belongs to root, too.
+    cached = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+        jax.config.update("jax_enable_compilation_cache", cached)
+        for parent in (folder, *above):
+            parent.chmod(0o700)
+
+
+def test_somebody_else_s_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("theirs")
+    with another_user(folder):
+        text = told(errors.CheckpointError, lambda: train(arrays, folder))
+    assert text.endswith(f"cannot be used: Permission denied.\n{NEXT}")
+    assert not untouched(folder)
+
+
+def test_a_folder_that_is_a_file(tmp_path):
+    file, link = tmp_path / "run", tmp_path / "link"
+    file.write_text("theirs")
+    link.symlink_to(tmp_path / "nowhere")
+    for path in (file, link):
+        text = told(errors.NotARun, lambda path=path: train(arrays, path))
+        assert text.startswith(f"{path} was given for checkpoints, and is a file or a broken link")
+    text = told(errors.CheckpointError, lambda: train(arrays, file / "run"))
+    assert "cannot be used: Not a directory" in text
+    assert list(untouched(tmp_path).values()) == [b"theirs"]
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_two_checkpoints_of_one_process_in_one_folder(threads, tmp_path):
+    """`lockf` locks for a process: both had the lock, and removed what the other wrote."""
+    texts = []
+
+    def another(epoch, logs):
+        def fit():
+            checkpoint = lockstep.Checkpoint(tmp_path / "run")
+            other = lockstep.distribute(small(), 1)
+            given = {"verbose": 0, "callbacks": [checkpoint]}
+            texts.append(
+                told(errors.CheckpointError, lambda: other.fit(**arrays(), **given)),
+            )
+
+        if not threads:
+            fit()
+        else:
+            thread = threading.Thread(target=fit)
+            thread.start()
+            thread.join()
+
+    def nesting():
+        return keras.callbacks.LambdaCallback(on_epoch_end=another)
+
+    options = {"epochs": 2, "callbacks": [nesting], "checkpoint": {}}
+    assert_same_end(train(arrays, tmp_path / "run", **options), train(arrays, epochs=2))
+    assert len(texts) == 2
+    for text in texts:
+        assert "another fit of this process writes there" in text
+    train(arrays, tmp_path / "run")  # and the folder is free again
+
+
 def test_a_model_that_is_not_distributed(tmp_path):
     made = small()
     checkpoint = lockstep.Checkpoint(tmp_path / "run")
@@ -133,10 +260,12 @@ def test_a_model_that_is_not_distributed(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_class_with_its_own_fit(tmp_path):
+def test_a_loop_of_a_class_of_its_own(tmp_path):
     class Own(keras.Sequential):
-        def fit(self, *args, **kwargs):
-            return super().fit(*args, **kwargs)
+        def fit(self, x, y, callbacks):
+            every = keras.callbacks.CallbackList(callbacks, model=self)
+            every.on_train_begin()
+            self.train_on_batch(x, y)
 
     made = Own([keras.Input((4,)), layers.Dense(2)])
     made.compile("sgd", "mse")
@@ -147,7 +276,8 @@ def test_a_class_with_its_own_fit(tmp_path):
             *(arrays()["x"], arrays()["y"]), callbacks=[lockstep.Checkpoint(tmp_path)]
         ),
     )
-    assert text.startswith("Own has a fit of its own")
+    assert "or its fit does not call Keras's fit" in text
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -197,20 +327,36 @@ class Moody(Batches):
         return x + self.rng.normal(size=(BATCH, 1)).astype("float32"), y
 
 
-def test_data_that_draws_from_random_numbers_of_its_own(tmp_path):
-    text = told(errors.CheckpointError, lambda: train(lambda: {"x": Moody()}, tmp_path))
-    assert text.startswith("Moody gives another item 0 when it is asked again")
-    assert "get_state()" in text
+def refused_when_resumed(source, folder, **cut):
+    """Train with data that no checkpoint knows all of, and go on."""
+    train(source, folder, **cut)
+    text = told(errors.CheckpointMismatch, lambda: train(source, folder))
+    assert "draws random numbers of its own" in text
+    assert ONWARDS in text
 
 
-def test_a_torch_data_set_that_does(tmp_path):
+WHERE = [
+    {"cut": 10, "checkpoint": {"steps": 1, "background": False}},  # within the second epoch
+    {"epochs": 1, "checkpoint": {}},  # between the two
+]
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("where", WHERE)
+def test_data_that_draws_from_random_numbers_of_its_own(where, tmp_path):
+    refused_when_resumed(lambda: {"x": Moody()}, tmp_path, **where)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_torch_data_set_that_does(where, tmp_path):
     import torch
 
     class MoodyToo(torch.utils.data.Dataset):
-        rng = np.random.default_rng(0)
+        def __init__(self):
+            self.rng = np.random.default_rng(0)
 
         def __len__(self):
-            return 14
+            return 49
 
         def __getitem__(self, index):
             return self.rng.normal(size=4).astype("float32"), np.zeros(2, "float32")
@@ -218,8 +364,7 @@ def test_a_torch_data_set_that_does(tmp_path):
     def source():
         return {"x": torch.utils.data.DataLoader(MoodyToo(), 7)}
 
-    text = told(errors.CheckpointError, lambda: train(source, tmp_path))
-    assert "Let it draw from np.random, random or torch" in text
+    refused_when_resumed(source, tmp_path, **where)
 
 
 def loading(**options):
@@ -248,13 +393,19 @@ class OwnOrder:
         return iter(self.rng.permutation(49).tolist())
 
 
-def test_a_sampler_with_random_numbers_of_its_own(tmp_path):
+@pytest.mark.parametrize("where", WHERE)
+def test_a_sampler_with_random_numbers_of_its_own(where, tmp_path):
     import torch
 
-    own = torch.utils.data.BatchSampler(OwnOrder(), 7, False)
-    for source in (loading(batch_size=7, sampler=OwnOrder()), loading(batch_sampler=own)):
-        text = told(errors.CheckpointError, lambda source=source: train(source, tmp_path))
-        assert "OwnOrder gives another order when it is asked again" in text
+    def in_batches():
+        return torch.utils.data.BatchSampler(OwnOrder(), 7, False)
+
+    sources = {
+        "rows": lambda: loading(batch_size=7, sampler=OwnOrder())(),
+        "batches": lambda: loading(batch_sampler=in_batches())(),
+    }
+    for name, source in sources.items():
+        refused_when_resumed(source, tmp_path / name, **where)
 
 
 def test_a_sampler_that_draws_from_numpy_s_goes_on(tmp_path):

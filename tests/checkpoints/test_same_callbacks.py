@@ -1,14 +1,12 @@
 """A state goes to the callback that it is of, and to no other; what is lost is named."""
 
 import csv
-import warnings
 
 import keras
 import numpy as np
 import pytest
 
-from lockstep.engines.callback_states import put_states, states_of
-from lockstep.engines.log_states import cut_log, log_of
+from lockstep.checkpoint.callback_states import put_states, states_of
 from lockstep.errors import CheckpointWarning
 from tests.checkpoints.data import arrays
 from tests.checkpoints.runs import assert_same_end, small, train
@@ -109,9 +107,18 @@ class PatientWithState(Patient):
         self.above = state["above"]
 
 
-def test_what_a_subclass_has_of_its_own_is_named():
-    (words,) = put_states([Patient()], states_of([Patient()]))
-    assert words == "Patient has no get_state and set_state, and begins anew with its above"
+class Counting(Patient):
+    def on_epoch_end(self, epoch, logs=None):
+        self.above += 1
+        super().on_epoch_end(epoch, logs)
+
+
+def test_a_subclass_that_may_have_a_state_of_its_own_is_named():
+    assert put_states([Patient()], states_of([Patient()])) == []
+    (words,) = put_states([Counting()], states_of([Counting()]))
+    assert words == (
+        "Counting has no get_state and set_state, and what it adds to Keras's class begins anew"
+    )
 
 
 def test_with_two_methods_of_its_own_the_state_of_keras_s_class_goes_on_too():
@@ -122,59 +129,6 @@ def test_with_two_methods_of_its_own_the_state_of_keras_s_class_goes_on_too():
 
 
 # ------------------------------------------------------------------------ rows in a file
-
-
-def logger(path, separator=","):
-    made = keras.callbacks.CSVLogger(path, separator, append=True)
-    made.set_model(None)
-    made.on_train_begin()
-    return made
-
-
-def log(path, epochs, separator=","):
-    made = logger(path, separator)
-    for epoch in epochs:
-        made.on_epoch_end(epoch, {"loss": 1.0 / (epoch + 1)})
-    state = log_of(made)
-    made.on_train_end()
-    return state
-
-
-@pytest.mark.parametrize("separator", [",", ";"])
-def test_the_rows_from_after_a_checkpoint_are_taken_away(tmp_path, separator):
-    path = tmp_path / "log.csv"
-    state = log(path, [0, 1], separator)
-    before = path.read_bytes()
-    log(path, [2, 3], separator)
-    going_on = logger(path, separator)
-    assert cut_log(going_on, state) == []
-    going_on.on_train_end()
-    assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda path: log(path, [0, 1, 2]), "has rows of another run"),
-        (lambda path: path.open("a").write("notes\n"), "has rows of another run"),
-        (lambda path: path.write_text("mine\n" * 99), "is not as it was"),
-        (lambda path: path.write_text(""), "is not as it was"),
-    ],
-)
-def test_rows_of_another_run_stay(tmp_path, change, words):
-    """Found by a file that two runs append to: the one that went on cut the rows of the other."""
-    path = tmp_path / "log.csv"
-    state = log(path, [0, 1])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        change(path)
-    before = path.read_bytes()
-    going_on = logger(path)
-    (said,) = cut_log(going_on, state)
-    assert words in said
-    going_on.on_epoch_end(2, {"loss": 0.5})
-    going_on.on_train_end()
-    assert path.read_bytes().startswith(before)
 
 
 def test_a_run_that_goes_on_says_so(tmp_path):

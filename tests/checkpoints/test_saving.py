@@ -11,10 +11,10 @@ import pytest
 
 import lockstep
 from lockstep import errors
-from lockstep.checkpoints import background
-from lockstep.checkpoints.folder import RunFolder
-from lockstep.engines.jax.checkpoints import recording
-from lockstep.engines.jax.checkpoints.copies import Copies
+from lockstep.checkpoint import background
+from lockstep.checkpoint.run_folder import RunFolder
+from lockstep.engines.jax import session
+from lockstep.engines.jax.snapshot_buffers import SnapshotBuffers
 from tests.checkpoints.data import arrays
 from tests.checkpoints.runs import assert_same_end, small, train
 from tests.conformance.side_by_side import held_out
@@ -95,7 +95,7 @@ def test_a_monitor_that_is_not_in_the_logs_is_told(tmp_path):
 
 def test_a_copy_on_the_devices_is_as_good(tmp_path, monkeypatch):
     """As on accelerators: ordered there, and fetched by the thread."""
-    monkeypatch.setattr(recording, "Copies", lambda on_host: Copies(on_host=False))
+    monkeypatch.setattr(session, "SnapshotBuffers", lambda on_host: SnapshotBuffers(on_host=False))
     options = {"devices": 2, "checkpoint": {"steps": 1}}
     train(arrays, tmp_path, cut=12, **options)
     assert_same_end(train(arrays, tmp_path, **options), train(arrays, devices=2))
@@ -216,12 +216,6 @@ def test_unless_the_warning_is_made_an_error(tmp_path, monkeypatch):
         train(arrays, tmp_path, checkpoint={"background": False})
 
 
-def test_a_folder_that_cannot_be_made_is_told_before_training(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
-        train(arrays, tmp_path / "file" / "run")
-
-
 @pytest.mark.whole
 def test_a_damaged_newest_one_is_told_and_the_one_before_goes_on(tmp_path):
     train(arrays, tmp_path, cut=10, checkpoint={"steps": 2, "background": False})
@@ -252,17 +246,6 @@ class Send(keras.callbacks.Callback):
         pass
 
 
-@pytest.fixture
-def _signals_as_at_a_terminal():
-    """A shell that starts the tests in the background lets them ignore SIGINT."""
-    usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
-    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("_signals_as_at_a_terminal")
 @pytest.mark.parametrize(
     ("number", "left_by"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)]
 )
@@ -276,7 +259,6 @@ def test_a_signal_ends_the_step_saves_and_leaves_fit(number, left_by, tmp_path):
     assert_same_end(train(arrays, tmp_path, callbacks=[lambda: Send(0)]), train(arrays))
 
 
-@pytest.mark.usefixtures("_signals_as_at_a_terminal")
 def test_a_signal_after_the_last_epoch_is_not_lost(tmp_path):
     def late():
         return keras.callbacks.LambdaCallback(
@@ -288,7 +270,6 @@ def test_a_signal_after_the_last_epoch_is_not_lost(tmp_path):
     assert names(tmp_path) == ["epoch-0001-step-000000"]
 
 
-@pytest.mark.usefixtures("_signals_as_at_a_terminal")
 @pytest.mark.whole
 def test_a_second_interrupt_does_not_wait(tmp_path):
     with pytest.raises(KeyboardInterrupt):

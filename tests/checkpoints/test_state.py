@@ -10,20 +10,17 @@ import pytest
 from keras import layers
 
 import lockstep
-from lockstep.checkpoints.differences import check_facts
-from lockstep.checkpoints.plain import from_plain, to_plain
-from lockstep.engines.jax.fit import keep
-from lockstep.engines.jax.on_devices import resident
-from lockstep.engines.jax.several.facts import compiled_of, config_of
+from lockstep.checkpoint.config_fingerprint import compiled_of, config_of
+from lockstep.checkpoint.differences import check_facts
+from lockstep.checkpoint.json_state import from_plain, to_plain
+from lockstep.engines.jax.on_devices import device_dataset
 from lockstep.errors import CheckpointWarning
+from lockstep.training import input_policy
 from tests.checkpoints.data import arrays, py_dataset
+from tests.checkpoints.models import accumulating, everything, recurrent, sequences, with_validation
 from tests.checkpoints.runs import assert_same_end, small, train
 from tests.conformance import common
 from tests.conformance.side_by_side import BATCH, ROWS, held_out, smooth
-
-
-def with_validation():
-    return {**arrays(), "validation_data": held_out()}
 
 
 def cut_and_go_on(source, folder, cut, then=1, **options):
@@ -31,55 +28,6 @@ def cut_and_go_on(source, folder, cut, then=1, **options):
     saving = {"checkpoint": {"steps": 1, "background": False}}
     train(source, folder, cut=cut, devices=4, **{**saving, **options})
     return train(source, folder, devices=then, **options)
-
-
-# ------------------------------------------------------------------------------ models
-
-
-def everything():
-    """Batch norm, dropout, an average of the weights, Adam, a schedule, metrics of all kinds."""
-    made = smooth(metrics=("mae", "closeness"))
-    made.compile(
-        keras.optimizers.Adam(
-            keras.optimizers.schedules.ExponentialDecay(0.01, 5, 0.9),
-            use_ema=True,
-            ema_overwrite_frequency=4,
-            global_clipnorm=1.0,
-        ),
-        "mse",
-        metrics=["mae", "cosine_similarity"],
-    )
-    return made
-
-
-def accumulating():
-    made = small()
-    made.compile(
-        keras.optimizers.LossScaleOptimizer(
-            keras.optimizers.AdamW(0.01, gradient_accumulation_steps=3), dynamic_growth_steps=4
-        ),
-        "mse",
-    )
-    return made
-
-
-def recurrent():
-    keras.utils.set_random_seed(5)
-    made = keras.Sequential(
-        [
-            keras.Input(batch_shape=(8, 3, 2)),
-            layers.LSTM(4, stateful=True, return_sequences=True),
-            layers.Dense(2),
-        ]
-    )
-    made.compile("sgd", "mse")
-    return made
-
-
-def sequences():
-    rng = np.random.default_rng(1)
-    x, y = rng.normal(size=(2, 56, 3, 2)).astype("float32")
-    return {"x": x, "y": y, "batch_size": 8, "shuffle": False}
 
 
 MODELS = {
@@ -127,21 +75,16 @@ def test_several_steps_in_one_execution(cut, tmp_path):
 
 
 @pytest.mark.parametrize("shuffle", ["batch", pytest.param(True, marks=pytest.mark.whole)])
-def test_data_on_the_devices_and_steps_left_open(shuffle, tmp_path, monkeypatch):
+def test_data_on_the_devices(shuffle, tmp_path, monkeypatch):
     """The callback that cuts writes nothing into the data."""
-    monkeypatch.setattr(keep, "may_write_between_steps", lambda *_: False)
+    monkeypatch.setattr(input_policy, "may_write_between_steps", lambda *_: False)
     gathered = []
-    batch = resident.Resident.batch
+    batch = device_dataset.DeviceDataset.batch
     monkeypatch.setattr(
-        resident.Resident, "batch", lambda *given: gathered.append(1) or batch(*given)
+        device_dataset.DeviceDataset, "batch", lambda *given: gathered.append(1) or batch(*given)
     )
 
-    def make():
-        made = small()
-        made.compile(keras.optimizers.SGD(0.05), "mse", steps_per_execution="auto")
-        return made
-
-    options = {"make": make, "devices": 3, "shuffle": shuffle}
+    options = {"make": small, "devices": 3, "shuffle": shuffle}
     truth = train(arrays, **options)
     assert not gathered
     options["data_on_devices"] = True
@@ -242,7 +185,7 @@ def test_the_best_file_is_not_replaced_by_a_worse_one(tmp_path):
 
 
 @pytest.mark.parametrize("append", [False, pytest.param(True, marks=pytest.mark.whole)])
-def test_a_log_in_a_file_has_every_epoch_once(append, tmp_path):
+def test_a_log_in_a_file_is_appended_to(append, tmp_path):
     loggers = []
 
     def logging(name):
@@ -252,14 +195,21 @@ def test_a_log_in_a_file_has_every_epoch_once(append, tmp_path):
 
         return [make]
 
+    def resumed(name, steps):
+        run, callbacks = tmp_path / f"run-{name}", logging(name)
+        saving = {"steps": steps, "background": False}
+        train(arrays, run, callbacks=callbacks, cut=16, checkpoint=saving)
+        loggers[-1].csv_file.close()  # which Keras leaves open
+        before = (tmp_path / name).read_text()
+        train(arrays, run, callbacks=callbacks)
+        assert (tmp_path / name).read_text().startswith(before)
+        return rows(tmp_path / name)
+
     train(arrays, callbacks=logging("truth.csv"))
-    # The file has two epochs when the run is cut, and the newest checkpoint knows of one.
-    options = {"cut": 16, "checkpoint": {"steps": 13, "background": False}}
-    train(arrays, tmp_path / "run", callbacks=logging("mine.csv"), **options)
-    loggers[-1].csv_file.close()  # which Keras leaves open
-    assert len(rows(tmp_path / "mine.csv")) == 2
-    train(arrays, tmp_path / "run", callbacks=logging("mine.csv"))
-    assert rows(tmp_path / "mine.csv") == rows(tmp_path / "truth.csv")
+    truth = rows(tmp_path / "truth.csv")
+    assert resumed("within.csv", steps=1) == truth
+    # The file has two epochs when the run is cut, and the newest checkpoint is in the second.
+    assert resumed("before.csv", steps=13) == [*truth[:2], *truth[1:]]
     assert loggers[-1].append is append
 
 

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from lockstep.checkpoints.folder import RunFolder
+from lockstep.checkpoint.run_folder import RunFolder
 from lockstep.errors import CheckpointWarning
 from tests.checkpoints.data import arrays
 from tests.checkpoints.runs import assert_same_end, train

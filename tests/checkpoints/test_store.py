@@ -1,7 +1,6 @@
 """A checkpoint on disk is complete or absent, and what is read is what was written."""
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -13,10 +12,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from lockstep import errors
-from lockstep.checkpoints import direct
-from lockstep.checkpoints.arrays import Entry
-from lockstep.checkpoints.folder import RunFolder
-from lockstep.checkpoints.retention import Retention
+from lockstep.checkpoint import array_file
+from lockstep.checkpoint.array_file import Entry
+from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.run_folder import RunFolder
+from lockstep.files import CHUNK
 from tests.checkpoints.cutting import CHANGING, Cutting, cut_at
 
 
@@ -59,67 +59,6 @@ def test_what_is_read_is_what_was_written(tmp_path):
     assert len(folder.checkpoints()) == 2
 
 
-def large(blocks, more=0):
-    return np.random.default_rng(0).bytes(blocks * direct.BLOCK + more)
-
-
-@pytest.mark.parametrize("more", [0, 1, 4096, 4097])
-def test_a_large_file_has_every_byte_once(tmp_path, monkeypatch, more):
-    monkeypatch.setattr(direct, "BLOCK", 8192)
-    content = large(5, more)
-    parts = [content[:3], b"", content[3:8192], content[8192:30000], content[30000:]]
-    direct.write_large_file(tmp_path / "file", parts)
-    assert (tmp_path / "file").read_bytes() == content
-
-
-def refuses_from_the_beginning(monkeypatch):
-    def fcntl(*args):
-        raise OSError(errno.EINVAL, "no O_DIRECT here")
-
-    monkeypatch.setattr(direct.fcntl, "fcntl", fcntl)
-
-
-def refuses_every_direct_write(monkeypatch):
-    pwrite = os.pwrite
-
-    def refusing(handle, *args):
-        if fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "larger blocks")
-        return pwrite(handle, *args)
-
-    monkeypatch.setattr(os, "pwrite", refusing)
-
-
-def takes_a_part_of_every_write(monkeypatch):
-    pwrite = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda handle, data, at: pwrite(handle, data[:1000], at))
-
-
-@pytest.mark.parametrize(
-    "system", [refuses_from_the_beginning, refuses_every_direct_write, takes_a_part_of_every_write]
-)
-def test_a_system_without_writing_past_the_page_cache_gets_the_same_file(
-    tmp_path, monkeypatch, system
-):
-    monkeypatch.setattr(direct, "BLOCK", 8192)
-    content = large(3, 5)
-    system(monkeypatch)
-    direct.write_large_file(tmp_path / "file", [content])
-    assert (tmp_path / "file").read_bytes() == content
-
-
-@pytest.mark.parametrize("number", [errno.EIO, errno.EINVAL])
-def test_an_error_that_stays_is_raised(tmp_path, monkeypatch, number):
-    monkeypatch.setattr(direct, "BLOCK", 8192)
-
-    def pwrite(handle, data, at):
-        raise OSError(number, "disk")
-
-    monkeypatch.setattr(os, "pwrite", pwrite)
-    with pytest.raises(OSError, match="disk"):
-        direct.write_large_file(tmp_path / "file", [large(3)])
-
-
 def test_the_arrays_are_read_by_the_library_of_the_format(tmp_path):
     path = save(RunFolder(tmp_path))
     arrays = load_file(path / "arrays.safetensors")
@@ -158,11 +97,11 @@ def calls_of_a_save(tmp_path, monkeypatch):
     return counting.calls
 
 
-@pytest.mark.parametrize("block", [direct.BLOCK, 4096])  # all of it in one block, or three
+@pytest.mark.parametrize("chunk", [CHUNK, 4096])  # an array in one piece, or in three
 def test_a_cut_at_any_change_of_the_file_system_leaves_a_good_checkpoint(
-    tmp_path, monkeypatch, block
+    tmp_path, monkeypatch, chunk
 ):
-    monkeypatch.setattr(direct, "BLOCK", block)
+    monkeypatch.setattr(array_file, "CHUNK", chunk)
     calls = calls_of_a_save(tmp_path, monkeypatch)
     assert set(calls) == {*CHANGING} - {"replace"}
     for at in range(len(calls)):

@@ -10,7 +10,7 @@ REHEARSED = {"KERAS_BACKEND": "jax", "LOCKSTEP_REHEARSE": "2"}
 
 FORKED = """
 import multiprocessing, time
-from lockstep.checkpoints.signals import Signals
+from lockstep.checkpoint.signals import Signals
 fork = multiprocessing.get_context("fork")
 begun = fork.Event()
 def work():

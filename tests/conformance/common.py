@@ -48,14 +48,19 @@ def assert_same(mine, theirs, atol=1e-5):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=atol)
 
 
+def snapshot(model):
+    """Every variable of the model and its optimizer, by path."""
+    named = [(v.path, v) for v in model.variables]
+    named += [(f"optimizer/{v.path}", v) for v in model.optimizer.variables]
+    return {path: np.asarray(variable.value) for path, variable in named}
+
+
+def distances(a, b):
+    """The largest absolute difference of each variable of two snapshots."""
+    assert a.keys() == b.keys()
+    return {path: float(np.max(np.abs(a[path] - b[path]), initial=0.0)) for path in a}
+
+
 def devices_of(made):
     """How many devices each variable is on."""
     return {len(v.value.devices()) for v in made.variables}
-
-
-def several_steps_are_faster(monkeypatch):
-    """What the clock says would be chance: "auto" finds programs of several steps faster."""
-    from lockstep.engines.jax.steps import pace
-
-    monkeypatch.setattr(pace, "GAIN", float("inf"))
-    monkeypatch.setattr(pace, "WINDOW", 1000)

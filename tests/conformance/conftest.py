@@ -1,12 +1,20 @@
-"""What several files of this folder use."""
+"""The warm processes that run the cases."""
 
 import pytest
 
-from lockstep.engines.jax.steps import steps
+from tests.conformance.worker import Worker
 
 
-@pytest.fixture(params=[False, True], ids=["in turn", "ahead"])
-def ahead(request, monkeypatch):
-    """Batches drawn in their turn, as on a CPU; and ahead of it, as on an accelerator."""
-    monkeypatch.setattr(steps, "looks_ahead", lambda devices: request.param)
-    return request.param
+@pytest.fixture(scope="session")
+def workers():
+    """Return the worker of a backend, which starts when a test first asks for it."""
+    started = {}
+
+    def worker_of(backend):
+        if backend not in started:
+            started[backend] = Worker(backend)
+        return started[backend]
+
+    yield worker_of
+    for worker in started.values():
+        worker.close()

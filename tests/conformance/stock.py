@@ -9,8 +9,8 @@ import keras
 def every_loss_counted():
     """While it lasts, Keras alone counts every loss that a layer adds.
 
-    It drops some at random where it traces a layer for a second time; see
-    `lockstep.engines.jax.losses` and `test_added_losses.py`. A truth must not be random.
+    It drops some at random where it traces a layer for a second time; see `forget_losses` in
+    `engines/jax/attachment.py`, and `test_added_losses.py`. A truth must not be random.
     """
     stock = keras.layers.Layer.stateless_call
 

@@ -136,7 +136,7 @@ TAKEN = {
 }
 
 
-LOSES_THE_WEIGHTS = {"inputs too narrow to predict", "a masked array"}
+LOSES_THE_WEIGHTS = {"inputs too narrow to predict", "a masked array", "no rows to predict"}
 """Where Keras 3.15.1 alone goes on with other weights, or none: an error within `predict`, or in
 the first step of `fit`, leaves its variables empty, keras/src/backend/jax/trainer.py. Here they
 are what they were."""

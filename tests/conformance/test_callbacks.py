@@ -176,6 +176,24 @@ def test_orbax_checkpoint_loads_on_one_device(tmp_path):
     )
 
 
+def test_the_state_tree_has_the_arrays_of_the_variables():
+    """Its arrays were on one device, and failed beside those of the variables."""
+    made = lockstep.distribute(smooth(), 3)
+    train(made, epochs=1)
+    tree = made.get_state_tree()
+    total, count = (tree["metrics_variables"]["loss"][name] for name in ("total", "count"))
+    # As in Keras's models/model_test.py, test_get_state_tree, which mixes both in one operation.
+    assert total == made.metrics_variables[0].value
+    assert count == made.metrics_variables[1].value
+    held = {id(v.value) for v in [*made.variables, *made.optimizer.variables]}
+    held |= {id(v.value) for v in made.metrics_variables}
+    assert {id(leaf) for leaf in keras.tree.flatten(tree)} <= held
+    hosted = keras.tree.flatten(made.get_state_tree(value_format="numpy_array"))
+    assert {type(leaf) for leaf in hosted} == {np.ndarray}
+    made.set_state_tree(tree)
+    assert devices_of(made) == {3}
+
+
 def _orbax_tree(folder):
     """Every path but those named by a random number, and what is said of devices."""
     paths = {str(path.relative_to(folder)) for path in folder.rglob("*")}

@@ -35,7 +35,7 @@ def test_two_batches_are_drawn_while_the_step_before_them_runs():
         if notes.begun:  # before that, Keras looks at some
             drawn.append(index)
             if len(drawn) == 2:
-                step_before.extend(jax.tree.leaves(vars(model)["_jax_state"].kept[-1][0]))
+                step_before.extend(jax.tree.leaves(vars(model)["_jax_state"]._kept[-1][0]))
             if len(drawn) == 3:
                 running.append(not any(value.is_ready() for value in step_before))
         return np.full((ROWS, 3), index, "float32"), np.zeros((ROWS, 1), "float32")

@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.engines.jax.steps.input import HostIterator
 from lockstep.engines.jax.steps.steps import Steps
-from lockstep.errors import BusyModel, UnusableData
+from lockstep.errors import UnusableData
+from lockstep.training.input import HostIterator
 from tests.conformance import common
 from tests.conformance.common import assert_same, weights
 from tests.conformance.side_by_side import (
     BATCH,
     assert_same_runs,
     both,
-    data,
     held_out,
     smooth,
     train,
@@ -75,14 +74,14 @@ def test_order_of_calls_and_logs_are_those_of_keras(devices, tmp_path):
 
 
 def test_nothing_is_fetched_for_callbacks_that_look_at_no_value(monkeypatch):
-    from lockstep.engines.jax.fit.logs import LaterLogs
+    from lockstep.training.logs import LazyLogs
 
     made = lockstep.distribute(smooth(), devices=1)
     notes = Notes()
     train(made, [notes], validation_data=None)
     logs = [logs for _, name, _, logs in notes.calls if name == "on_train_batch_end"]
     assert len(logs) == 14
-    assert all(isinstance(each, LaterLogs) and each._numbers is not None for each in logs)
+    assert all(isinstance(each, LazyLogs) and each._numbers is not None for each in logs)
 
 
 @pytest.fixture
@@ -212,7 +211,6 @@ def test_between_two_drawings_the_bar_still_counts(capsys):
 # ------------------------------------------------------------------- stops and errors
 
 
-@pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("devices", [1, 3])
 def test_an_interrupt_at_any_moment_leaves_the_weights_of_some_step(devices):
     x, y = common.data(40 * BATCH)
@@ -266,7 +264,6 @@ def _variables(made):
     return [*made.variables, *made.optimizer.variables]
 
 
-@pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("devices", [None, 1, 4])
 def test_an_error_of_the_data_comes_through_and_keeps_the_weights(devices):
     """Also in the first batch of an epoch, after a callback has assigned weights."""
@@ -396,48 +393,24 @@ def test_compiled_anew_by_a_callback(devices, times, tmp_path):
     assert_same_runs(one, many)
 
 
-@pytest.mark.usefixtures("ahead")
-@pytest.mark.parametrize("after", [None, 3])
-def test_released_or_moved_in_the_middle_of_an_epoch(after, tmp_path):
-    class Move(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if batch == 3 and lockstep_attached(self.model):
-                if after is None:
-                    lockstep.release(self.model)
-                else:
-                    lockstep.distribute(self.model, after)
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_step_function_that_somebody_has_put_around_is_called(devices, tmp_path):
+    def script(made, _):
+        made.make_train_function()
+        step, calls = made.train_function, []
 
-    assert_same_runs(*both(lambda made, _: train(made, [Move()]), tmp_path))
+        def around(state, iterator):
+            calls.append(None)
+            return step(state, iterator)
+
+        made.train_function = around
+        return train(made), len(calls)
+
+    assert_same_runs(*both(script, tmp_path, devices))
 
 
 def lockstep_attached(made):
     return "_lockstep" in vars(made)
-
-
-def test_two_threads_in_one_model_are_told():
-    made = lockstep.distribute(smooth(), 4)
-    x, _ = data()
-    inside, told = threading.Event(), []
-
-    class Wait(keras.callbacks.Callback):
-        def on_predict_batch_end(self, batch, logs=None):
-            inside.set()
-            other.join(1.0 if batch else 60.0)
-            self.model.evaluate(*held_out(), verbose=0)  # in one and the same thread
-
-    def second():
-        inside.wait(60.0)
-        try:
-            made.predict(x, verbose=0)
-        except BusyModel as error:
-            told.append(str(error))
-
-    other = threading.Thread(target=second, name="second")
-    other.start()
-    made.predict(x, verbose=0, callbacks=[Wait()])
-    other.join()
-    assert told[0].startswith(f"predict of {made.name!r} was called in thread 'second'")
-    assert made.predict(x, verbose=0).shape == (len(x), 2)
 
 
 def test_moving_a_model_says_its_line_once(capsys):
@@ -485,7 +458,6 @@ def test_methods_of_the_class_are_its_own():
 # --------------------------------------------------------------------------- the data
 
 
-@pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("devices", [1, 4])
 def test_a_source_that_writes_each_batch_into_one_buffer(devices):
     """The step runs while Python goes on, and JAX may read a host array in place."""
@@ -529,7 +501,6 @@ def test_what_a_source_may_write_into_is_copied(tmp_path):
     raise AssertionError("no batch")
 
 
-@pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("shuffle", [True, "batch", False])
 def test_rows_come_in_the_order_of_keras(shuffle, tmp_path):
     def script(made, folder):
@@ -629,9 +600,13 @@ def test_batches_go_from_the_host_straight_to_their_devices_and_stay_narrow(devi
 
     def noting(program, state, batch):
         taken.append(batch)
-        return batch if function.look is None else function.look(program, state, batch)
+        return (
+            batch
+            if function.check_program is None
+            else function.check_program(program, state, batch)
+        )
 
-    made.train_function = replace(function, look=noting)
+    made.train_function = replace(function, check_program=noting)
     x = np.arange(8 * 4, dtype="uint8").reshape(8, 4)
     made.fit(x, np.ones((8, 2), "float32"), batch_size=8, shuffle=False, verbose=0)
     ((inputs, _),) = taken

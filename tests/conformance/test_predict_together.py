@@ -6,7 +6,7 @@ import pytest
 from keras import layers
 
 import lockstep
-from lockstep.engines.jax.on_devices.sharded import StackedRows
+from lockstep.engines.jax.on_devices.padded import StackedRows
 from tests.conformance import common
 from tests.conformance.common import assert_same
 from tests.conformance.side_by_side import both, smooth
@@ -137,15 +137,4 @@ def test_a_convolution_on_cpu_runs_step_by_step():
     lockstep.distribute(made, 1)
     assert_same(made.predict(x, batch_size=4, verbose=0), expected)
     function = made.predict_function
-    assert function.together(None, [x[:4], x[4:8]]) is None
-
-
-def test_auto_finds_a_number_for_predict_too(together, monkeypatch):
-    common.several_steps_are_faster(monkeypatch)
-    x = common.data(100 * 4)[0]
-    expected = smooth().predict(x, batch_size=4, verbose=0)
-    made = lockstep.distribute(at_once(smooth(), "auto"), 1)
-    for _ in range(7):
-        assert_same(made.predict(x, batch_size=4, verbose=0), expected)
-    assert made.predict_function.pace.times > 1
-    assert together[-1] == made.predict_function.pace.times
+    assert function.stack(None, [x[:4], x[4:8]]) is None

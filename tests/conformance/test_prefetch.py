@@ -10,21 +10,14 @@ import pytest
 import lockstep
 from lockstep.engines import current_engine
 from lockstep.engines.attachments import attached
-from lockstep.engines.jax.steps.prefetched import of, of_rows
 from lockstep.errors import DataOnHostWarning, UnusableData
+from lockstep.training.prefetch_queue import of, of_rows
 from tests.conformance import common
-from tests.conformance.agreement import assert_agrees, runs
+from tests.conformance.cases import FAMILIES
 from tests.conformance.common import assert_same, weights
 from tests.conformance.side_by_side import BATCH, smooth
-from tests.conformance.test_ahead import (
-    Items,
-    Notes,
-    StopsEpochs,
-    drawn_before_done,
-    every_bit,
-    iter_of,
-)
 from tests.conformance.test_callback_hooks import everything
+from tests.conformance.test_cases import DEVICES
 from tests.processes.common import python
 
 X, Y = common.data(7 * BATCH)
@@ -38,23 +31,101 @@ SAMPLED = {
 """The fixed sample asks these alone; iterators of the others differ in what they yield."""
 
 
+class Items(keras.utils.PyDataset):
+    """Seven batches, one of which may fail; notes when each is asked for."""
+
+    def __init__(self, notes, fails=None):
+        super().__init__()
+        self.notes, self.fails = notes, fails
+
+    def __len__(self):
+        return 7
+
+    def __getitem__(self, index):
+        self.notes.append(("drawn", index))
+        if index == self.fails:
+            raise OSError("the disk is gone")
+        rows = slice(index * BATCH, (index + 1) * BATCH)
+        return X[rows], Y[rows]
+
+
+class Notes(keras.callbacks.Callback):
+    """Looks at every loss, and notes when."""
+
+    def __init__(self, notes):
+        super().__init__()
+        self.notes = notes
+
+    def on_train_begin(self, logs=None):
+        self.notes.clear()
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.notes.append(("begun", batch))
+
+    def on_train_batch_end(self, batch, logs=None):
+        assert logs["loss"] > 0
+        self.notes.append(("done", batch))
+
+    def get_state(self):
+        return None
+
+    def set_state(self, state):
+        pass
+
+
+class StopsEpochs(keras.callbacks.Callback):
+    """Stops every epoch after its second step."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.stop_training = batch == 1
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = False
+
+
+def drawn_before_done(notes):
+    """How many batches were drawn when each step was done."""
+    return [
+        sum(what == "drawn" for what, _ in notes[:position])
+        for position, (what, _) in enumerate(notes)
+        if what == "done"
+    ]
+
+
+def every_bit(made):
+    """All that comes of arrays and a generator, with a callback that looks at every loss."""
+    np.random.seed(3)
+    x, y = common.data()
+    options = {"verbose": 0, "callbacks": [Notes([])]}
+    made.fit(x, y, batch_size=7, epochs=2, validation_data=(X, Y), **options)
+    endless = ((x[i % 40 : i % 40 + 9], y[i % 40 : i % 40 + 9]) for i in range(100))
+    made.fit(endless, steps_per_epoch=4, epochs=2, shuffle=False, **options)
+    left = len(list(endless))
+    predicted = made.predict(x, batch_size=7, verbose=0)
+    evaluated = made.evaluate(x, y, batch_size=7, verbose=0)
+    return left, predicted, evaluated, everything(made), np.random.random()
+
+
+def iter_of(batches):
+    yield from batches
+
+
 def sources():
     """Every source on every number of devices, most of them under `--whole`."""
-    for run in runs("Data"):
-        if run.values[1] == "NumPy, batches shuffled":  # below
+    for position, name in enumerate(FAMILIES["Data"]):
+        if name == "NumPy, batches shuffled":  # below
             continue
-        left_out = [] if run.values[1] in SAMPLED else [pytest.mark.whole]
-        yield pytest.param(*run.values, marks=[*run.marks, *left_out])
+        for devices in DEVICES["jax"]:
+            sampled = name in SAMPLED and DEVICES["jax"][1 + position % 4] == devices
+            yield pytest.param(name, devices, marks=[] if sampled else [pytest.mark.whole])
 
 
-@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
-@pytest.mark.parametrize(("family", "case", "devices"), [*sources()])
-def test_every_source_gives_what_it_gives_one_device(family, case, devices, monkeypatch):
-    monkeypatch.setitem(lockstep.distribute.__kwdefaults__, "prefetch", AHEAD)
-    assert_agrees(family, case, devices)
+@pytest.mark.parametrize(("name", "devices"), [*sources()])
+def test_every_source_gives_what_it_gives_one_device(name, devices, workers):
+    far = workers("jax").difference("Data", name, devices, prefetch=AHEAD)
+    assert not far, f"beyond the bound: {far}"
 
 
-@pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize(("devices", "times"), [(1, 1), (4, 3)])
 def test_no_bit_depends_on_who_draws_a_batch(devices, times):
     def train(prefetch):
@@ -408,7 +479,7 @@ def test_a_class_with_its_own_fit_says_that_it_does_without(asked):
     assert lockstep.verify(made, (X, Y), devices=2, steps=2).equal
 
 
-@pytest.mark.parametrize("prefetch", [-1, True, 2.0, "2"])
+@pytest.mark.parametrize("prefetch", [-1, True, 2.0, "2", None])
 def test_a_number_that_is_none_is_refused(prefetch):
     made = smooth()
     with pytest.raises(UnusableData, match=r"prefetch=.* was given"):

@@ -1,19 +1,6 @@
-"""Every data source gives N devices what it gives one."""
+"""What a data source needs to be installed."""
 
-import pytest
-
-from tests.conformance.agreement import assert_agrees, runs
 from tests.processes.common import python
-
-# Keras says this of every source that does not tell its length, at the end of its first
-# epoch, keras/src/trainers/epoch_iterator.py (Keras 3.15.1).
-pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
-
-
-@pytest.mark.parametrize(("family", "case", "devices"), runs("Data"))
-def test_n_devices_equal_one(family, case, devices):
-    assert_agrees(family, case, devices)
-
 
 _NUMPY_ONLY = """
 import sys

@@ -15,8 +15,7 @@ from keras import layers
 
 import lockstep
 from lockstep.errors import LayoutConflict
-from tests.conformance.common import assert_same
-from tests.conformance.truth import distances, snapshot
+from tests.conformance.common import assert_same, distances, snapshot
 from tests.processes.common import python
 from tests.sampling import rest
 

@@ -1,8 +1,5 @@
 """Several steps in one program give what as many single steps give, and Keras."""
 
-import gc
-import weakref
-
 import keras
 import numpy as np
 import pytest
@@ -10,7 +7,6 @@ from keras import layers
 
 import lockstep
 from lockstep.engines.jax.steps import steps
-from lockstep.errors import LayoutConflict, UnsupportedModel
 from tests.conformance import common
 from tests.conformance.common import assert_same, weights
 from tests.conformance.side_by_side import BATCH, assert_same_runs, both, held_out, smooth, train
@@ -83,143 +79,6 @@ class PerBatch(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         bias = self.model.layers[0].bias
         bias.assign(bias * 0.9)
-
-
-@pytest.mark.parametrize("devices", [3, *rest(1)])
-def test_auto_gives_the_numbers_of_single_steps(devices, together, monkeypatch):
-    common.several_steps_are_faster(monkeypatch)
-    x, y = common.data(110)
-    found = []
-    for made in (smooth(), lockstep.distribute(at_once(smooth(), "auto"), devices)):
-        if not found:
-            at_once(made, 1)
-        history = made.fit(
-            x, y, batch_size=BATCH, epochs=6, validation_split=0.3, shuffle=False, verbose=0
-        ).history
-        found.append([history, weights(made), made.predict(x[:9], batch_size=2, verbose=0)])
-    assert max(together) > 2
-    assert_same(found[1], found[0])
-
-
-def test_auto_leaves_steps_single_where_a_callback_looks_at_each(together, monkeypatch, tmp_path):
-    common.several_steps_are_faster(monkeypatch)
-
-    def script(made, folder):
-        times = "auto" if "_lockstep" in vars(made) else 1
-        x, y = common.data(110)
-        return (
-            at_once(made, times)
-            .fit(x, y, batch_size=BATCH, epochs=4, verbose=0, shuffle=False, callbacks=[PerBatch()])
-            .history
-        )
-
-    assert_same_runs(*both(script, tmp_path, devices=3))
-    assert not together
-
-
-@pytest.mark.parametrize("rows", [21, *rest(3, 16)])
-def test_auto_on_little_data(rows):
-    x, y = common.data(rows)
-    found = []
-    for times in (1, "auto"):
-        made = smooth()
-        if times == "auto":
-            lockstep.distribute(made, 2)
-        at_once(made, times).fit(x, y, batch_size=4, epochs=3, shuffle=False, verbose=0)
-        found.append(weights(made))
-    assert_same(found[1], found[0])
-
-
-def test_auto_on_a_generator_takes_as_many_batches_as_keras(together, monkeypatch):
-    common.several_steps_are_faster(monkeypatch)
-    taken, found = [], []
-    for times in (1, "auto"):
-        made = smooth()
-        if times == "auto":
-            lockstep.distribute(made, 2)
-        counted = []
-
-        def endless(counted=counted):
-            while True:
-                counted.append(1)
-                yield common.data(BATCH, seed=len(counted))
-
-        at_once(made, times).fit(endless(), steps_per_epoch=50, epochs=3, verbose=0, shuffle=False)
-        taken.append(len(counted))
-        found.append(weights(made))
-    assert together
-    assert taken[1] == taken[0]
-    assert_same(found[1], found[0])
-
-
-@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
-def test_auto_counts_the_steps_of_data_without_a_length_as_keras_does(together, monkeypatch):
-    import tensorflow as tf
-
-    common.several_steps_are_faster(monkeypatch)
-    x, y = common.data(150 * BATCH)
-    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).filter(lambda *_: True)
-    found = []
-    for times in (1, "auto"):
-        made = smooth()
-        if times == "auto":
-            lockstep.distribute(made, 2)
-        bar = keras.callbacks.ProgbarLogger()
-        at_once(made, times).fit(batches, epochs=3, verbose=0, shuffle=False, callbacks=[bar])
-        found.append([[bar.seen, bar.target], weights(made)])
-    assert max(together) > 2
-    assert found[1][0] == found[0][0] == [150, 150]
-    assert_same(found[1][1], found[0][1], atol=1e-4)
-
-
-def test_auto_is_single_steps_after_a_callback_has_released_the_model(
-    together, monkeypatch, tmp_path
-):
-    common.several_steps_are_faster(monkeypatch)
-
-    class Release(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            if epoch == 2 and "_lockstep" in vars(self.model):
-                lockstep.release(self.model)
-
-    def script(made, folder):
-        times = "auto" if "_lockstep" in vars(made) else 1
-        options = {"batch_size": BATCH, "epochs": 5, "verbose": 0, "shuffle": False}
-        x, y = common.data(110 * BATCH)
-        return (
-            at_once(made, times)
-            .fit(x, y, **options, validation_data=(x, y), callbacks=[Release()])
-            .history
-        )
-
-    one, many = both(script, tmp_path, devices=2)
-    assert max(together) > 2
-    assert int(many.model.optimizer.iterations) == 5 * 110
-    assert_same(many.returned, one.returned, atol=1e-4)
-
-
-def test_a_file_of_a_model_with_auto_is_trained_by_plain_keras(tmp_path):
-    made = at_once(lockstep.distribute(smooth(dropout=0.0), 2), "auto")
-    made.fit(*common.data(20), verbose=0, shuffle=False)
-    made.save(tmp_path / "auto.keras")
-    loaded = keras.models.load_model(tmp_path / "auto.keras")
-    assert loaded.steps_per_execution == 1
-    loaded.fit(*common.data(20), verbose=0, shuffle=False)
-    lockstep.release(made)
-    made.fit(*common.data(20), verbose=0, shuffle=False)
-    assert_same(weights(made), weights(loaded))
-
-
-def test_auto_is_refused_where_keras_loop_runs():
-    class OwnFit(keras.Sequential):
-        def fit(self, *args, **kwargs):
-            return super().fit(*args, **kwargs)
-
-    made = OwnFit([keras.Input((4,)), layers.Dense(2)])
-    made.compile("sgd", "mse", steps_per_execution="auto")
-    lockstep.distribute(made, 2)
-    with pytest.raises(UnsupportedModel, match=r"'auto'\) was asked for, and OwnFit has"):
-        made.fit(*common.data(8), verbose=0)
 
 
 @pytest.mark.parametrize("devices", [3, *rest(1)])
@@ -360,38 +219,6 @@ def test_more_steps_than_an_epoch_has_are_as_many_as_it_has(monkeypatch, togethe
     assert together == [7]
 
 
-def test_auto_stays_on_other_devices():
-    made = lockstep.distribute(at_once(smooth(), "auto"), 1)
-    assert lockstep.distribute(made, 2).steps_per_execution == "auto"
-    train(made)
-    other = lockstep.distribute(keras.Sequential([made.layers[0], layers.Dense(2)]), 2)
-    with pytest.raises(LayoutConflict):
-        lockstep.distribute(made, 3)
-    assert made.steps_per_execution == "auto"
-    lockstep.release(other)
-    assert lockstep.release(made).steps_per_execution == 1
-
-
-def test_auto_stays_where_distribute_fails(monkeypatch):
-    def full(self, value, layout):
-        raise MemoryError("full")
-
-    made = at_once(smooth(), "auto")
-    monkeypatch.setattr(steps.Steps, "moved", full)
-    with pytest.raises(MemoryError, match="full"):
-        lockstep.distribute(made, 2)
-    assert made.steps_per_execution == "auto"
-
-
-def test_auto_holds_nothing_of_an_evaluation_that_is_over():
-    made = lockstep.distribute(at_once(smooth(), "auto"), 2)
-    made.evaluate(*held_out(), verbose=0)
-    old = weakref.ref(made.layers[0].kernel.value)
-    made.set_weights([0 * value for value in made.get_weights()])
-    gc.collect()
-    assert old() is None
-
-
 def test_state_of_a_recurrent_layer_and_accumulated_gradients_go_from_step_to_step(together):
     """Keras alone drops the state of the layer on JAX: single steps are the truth."""
     found = []
@@ -407,4 +234,29 @@ def test_state_of_a_recurrent_layer_and_accumulated_gradients_go_from_step_to_st
         made.fit(x, x[:, 0, :1], batch_size=4, shuffle=False, verbose=0)
         found.append([weights(made), [np.asarray(v.value) for v in made.non_trainable_variables]])
     assert together == [4, 2]
+    assert_same(found[1], found[0])
+
+
+class FitsItself(keras.Sequential):
+    """Its `fit` runs Keras's own loop, which stacks the batches of several steps (Keras 3.16)."""
+
+    def fit(self, *args, **kwargs):
+        return super().fit(*args, **kwargs)
+
+
+@pytest.mark.parametrize("rows", [46, *rest(42, 8)])
+def test_several_steps_in_the_loop_of_keras(rows):
+    """Seven batches in executions of three; the last batch has fewer rows."""
+    x, y = common.data(rows)
+    found = []
+    for devices in (None, 3):
+        keras.utils.set_random_seed(4)
+        made = FitsItself([keras.Input((4,)), layers.Dense(5, "tanh"), layers.Dense(2)])
+        made.compile("sgd", "mse", metrics=["mae"], steps_per_execution=3)
+        if devices is not None:
+            lockstep.distribute(made, devices)
+        options = {"batch_size": 7, "epochs": 2, "verbose": 0, "validation_data": (x, y)}
+        history = made.fit(x, y, **options).history
+        found.append([history, weights(made), made.predict(x, batch_size=7, verbose=0)])
+        assert int(made.optimizer.iterations) == 2 * -(-rows // 7)
     assert_same(found[1], found[0])

@@ -1,13 +1,24 @@
 """Each example runs to its end: it trains over several devices, and its file is plain Keras."""
 
+import json
 import re
 
 import pytest
 
 from tests.examples.common import FOLDER, run_example
+from tests.processes.common import script
 
 # No batch divides by the number of devices; all of a run have one size, to compile once.
 EXAMPLES = {
+    "minimal.py": (4, "--epochs 1 --file {folder}/minimal.keras"),
+    "tf_data.py": (
+        4,
+        "--samples 63 --epochs 2 --batch 10 --file {folder}/two_inputs.keras",
+    ),
+    "checkpoint.py": (
+        4,
+        "--samples 50 --epochs 2 --batch 10 --steps 2 --folder {folder}/run",
+    ),
     "xception_random_images.py": (
         2,
         "--gpus 2 --samples 3 --size 71 --classes 5 --epochs 1 --batch 3 --file {folder}/x.keras",
@@ -40,6 +51,7 @@ FILES = {
     "unet_iou.py": r"unet-0[12]-\d\.\d{3}\.keras",
     "bert_classification.py": r"bert-0[12]-\d\.\d{4}\.keras",
     "generator_steps.py": r"logs/validation/events\..*",
+    "checkpoint.py": r"run/\d+-epoch-.*/manifest\.json",
 }
 """Files that tell of what an example is about."""
 
@@ -62,3 +74,20 @@ def test_it_runs_and_plain_keras_reads_its_file(name, tmp_path):
 
 def test_no_example_is_left_out():
     assert {path.name for path in FOLDER.glob("*.py")} == EXAMPLES.keys() | ELSEWHERE
+    page = (FOLDER / "README.md").read_text()
+    files = {path.name for path in FOLDER.iterdir() if path.suffix in (".py", ".ipynb")}
+    assert files == set(re.findall(r"^\| \[(\S+)\]", page, re.M))
+
+
+def test_the_notebook_runs_cell_after_cell(tmp_path):
+    """In one process, as a kernel runs them; what shows a plot on a screen is not tested."""
+    cells = json.loads((FOLDER / "notebook.ipynb").read_text())["cells"]
+    code = ["import matplotlib; matplotlib.use('agg')"]
+    code += ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert not any(cell.get("outputs") for cell in cells), "outputs are made by the reader"
+    ends = "print(report.verdict, largest)"
+    (tmp_path / "notebook.py").write_text("\n".join([*code, ends]))
+    printed = script("notebook.py", cwd=tmp_path)
+    verdict, largest = printed.splitlines()[-1].split()
+    assert verdict == "equal"
+    assert float(largest) <= 1e-5

@@ -11,12 +11,13 @@ import types
 
 import keras
 import pytest
-from keras.src.trainers.trainer import Trainer
 
 import lockstep
+from lockstep.keras_compat import base_trainer_class
 from tests.keras_own.exceptions import CANNOT_APPLY
 
-_compile = Trainer.compile
+_TRAINER = base_trainer_class()
+_compile = _TRAINER.compile
 
 
 @functools.wraps(_compile)
@@ -29,7 +30,7 @@ def _compile_and_distribute(self, *args, **kwargs):
 
 @pytest.fixture(autouse=True)
 def _every_model_distributed(monkeypatch):
-    monkeypatch.setattr(Trainer, "compile", _compile_and_distribute)
+    monkeypatch.setattr(_TRAINER, "compile", _compile_and_distribute)
 
 
 def pytest_collection_modifyitems(config, items):

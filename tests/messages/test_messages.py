@@ -1,12 +1,15 @@
 """The texts of errors: both values, why, and the one thing to do next."""
 
+import threading
+
 import keras
 import pytest
 
 import lockstep
-from lockstep import errors
+from lockstep import errors, keras_compat
 from lockstep.devices import Device, parse_devices
 from tests.conformance.common import data, model
+from tests.processes.common import python
 
 ONE = [Device("cpu:0", "cpu")]
 
@@ -36,17 +39,39 @@ def test_an_unknown_device():
     )
 
 
+def test_a_gpu_in_a_rehearsal():
+    four = [Device(f"cpu:{number}", "cpu") for number in range(4)]
+    assert text_of(parse_devices, "gpu:3", four) == (
+        "devices='gpu:3' was asked for, and gpu:3 is not among the 4 here: cpu:0 to cpu:3.\n"
+        "Did you mean cpu:3? The virtual devices of a rehearsal are CPU devices."
+    )
+
+
 def test_zero_devices():
     assert text_of(parse_devices, 0, ONE) == (
         "devices=0 was asked for, and at least one device has to train.\n"
-        "Say 1 to 1, or None for all that are here: cpu:0."
+        "Say 1, or None for all that are here: cpu:0."
     )
 
 
 def test_a_device_twice():
     assert text_of(parse_devices, [0, 0], ONE) == (
         "devices=[0, 0] names cpu:0 twice, and a device holds one replica.\n"
-        "Name each device once; 1 are here: cpu:0."
+        "Name each device once; 1 is here: cpu:0."
+    )
+
+
+@pytest.mark.parametrize("thing", ["instance", "class"])
+def test_a_model_of_legacy_keras_2(thing):
+    """It was refused as "a Sequential object", and a Keras model was expected."""
+    # What `tf_keras.Sequential` is, as far as it is looked at; the user's class inherits from it.
+    legacy = type("Sequential", (), {"__module__": "tf_keras.src.engine.sequential"})
+    mine = type("Mine", (legacy,), {"__module__": "__main__"})
+    assert text_of(lockstep.distribute, mine() if thing == "instance" else mine) == (
+        "A Keras 3 model was expected, and this is one of tf_keras, which is legacy Keras 2.\n"
+        "Build it with `import keras`; where tf.keras is used, unset TF_USE_LEGACY_KERAS. "
+        "For its weights,\n"
+        "save them as .h5 with Keras 2, then lockstep.load_weights(model, file)."
     )
 
 
@@ -89,10 +114,11 @@ def test_a_model_laid_out_by_another_tool():
 
 
 def test_another_backend(monkeypatch):
-    monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
+    monkeypatch.setattr(keras.backend, "backend", lambda: "openvino")
     assert text_of(lockstep.distribute, model(), 2) == (
-        "Keras runs on 'torch', and lockstep has engines for 'jax' and 'tensorflow' so far;\n"
-        "a .keras file moves between backends. Set KERAS_BACKEND=jax before Keras is imported."
+        "Keras runs on 'openvino', and lockstep has engines for 'jax', 'tensorflow' and 'torch' "
+        "so far;\na .keras file moves between backends. Set KERAS_BACKEND=jax before Keras is "
+        "imported."
     )
 
 
@@ -116,22 +142,15 @@ def test_an_instance_with_step_functions_of_its_own():
     assert text.startswith(f"{made.name!r} was given a train_function")
 
 
-def test_steps_per_execution_that_is_no_number():
+@pytest.mark.parametrize("times", [2.5, "auto", 0])
+def test_steps_per_execution_that_is_no_number(times):
     made = lockstep.distribute(model(compiled=False), 2)
-    made.compile("sgd", "mse", steps_per_execution=2.5)
-    text = text_of(lambda: made.fit(*data(), verbose=0))
-    assert text.startswith("compile(steps_per_execution=2.5) was asked for")
-
-
-def test_auto_steps_per_execution_in_a_class_with_its_own_loop():
-    class Own(keras.Sequential):
-        def evaluate(self, *args, **kwargs):
-            return super().evaluate(*args, **kwargs)
-
-    made = Own([keras.Input((2,)), keras.layers.Dense(1)])
-    made.compile("sgd", "mse", steps_per_execution="auto")
-    text = text_of(lambda: lockstep.distribute(made, 2).fit(*data(), verbose=0))
-    assert text.startswith("compile(steps_per_execution='auto') was asked for, and Own has its own")
+    made.compile("sgd", "mse", steps_per_execution=times)
+    for call in (made.fit, made.evaluate, made.train_on_batch):
+        assert text_of(call, *data()) == (
+            f"compile(steps_per_execution={times!r}) was asked for, and a whole number of at "
+            "least 1 is needed.\nTry 10; lockstep bench suggests a number."
+        )
 
 
 def test_variables_shared_with_a_model_elsewhere():
@@ -158,3 +177,70 @@ def test_every_error_is_a_lockstep_error_and_drawn_in_the_tree():
         if isinstance(item, type) and item.__module__ == errors.__name__:
             assert issubclass(item, errors.LockstepError | errors.LockstepWarning)
             assert name in errors.__doc__
+
+
+@pytest.mark.parametrize("version", ["3.12.0", "3.15.0", "3.17.0", "3.17.0.dev2027010101", "4.0"])
+def test_a_keras_that_was_not_checked(version):
+    assert text_of(keras_compat.check_version, version) == (
+        f"Keras {version} is installed, and lockstep needs keras>=3.15.1,<3.17:\n"
+        "it uses private parts of Keras, which were checked in these versions.\n"
+        'Run pip install "keras>=3.15.1,<3.17"'
+    )
+
+
+@pytest.mark.parametrize("version", ["3.15.1", "3.15.2", "3.16.0.dev2026102704", "3.16.4"])
+def test_a_keras_that_was_checked(version):
+    keras_compat.check_version(version)
+
+
+@pytest.mark.parametrize(
+    ("without", "name"),
+    [
+        ("del where.EpochIterator", "keras.src.trainers.epoch_iterator.EpochIterator"),
+        ("del where.EpochIterator._enumerate_iterator", "EpochIterator._enumerate_iterator"),
+    ],
+)
+def test_a_keras_that_lacks_a_private_part(without, name):
+    script = (
+        f"import keras; from keras.src.trainers import epoch_iterator as where; {without}\n"
+        "import lockstep\n"
+        "try: lockstep.devices()\n"
+        "except lockstep.errors.UnsupportedKeras as error: print(error)"
+    )
+    assert python(script, KERAS_BACKEND="jax") == (
+        f"Keras {keras.__version__} has no {name}, which lockstep needs:\n"
+        "it is a private part of Keras 3.15.1, and may change in any version.\n"
+        'Run pip install "keras>=3.15.1,<3.17"'
+    )
+
+
+def test_a_model_that_is_moved_by_a_callback():
+    made = lockstep.distribute(model(), 2)
+    said = []
+    callback = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: said.append(text_of(lockstep.release, made))
+    )
+    made.fit(*data(), verbose=0, callbacks=[callback])
+    assert said == [
+        f"release of {made.name!r} was called within its fit, by a callback say, and a model\n"
+        "stays on its devices until that call has ended. Call release before or after it."
+    ]
+
+
+def test_a_model_that_two_threads_call():
+    made = lockstep.distribute(model(), 2)
+    said = []
+
+    def predict(batch, logs):
+        thread = threading.Thread(target=lambda: said.append(text_of(made.predict, data()[0])))
+        thread.name = "server"
+        thread.start()
+        thread.join()
+
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=predict)
+    made.fit(*data(7), verbose=0, callbacks=[callback])
+    assert said == [
+        f"predict of {made.name!r} was called in thread 'server', and another thread is in its "
+        "fit.\nA Keras model does one at a time: call it when fit has ended, or give the thread a "
+        "model\nof its own (keras.models.clone_model and set_weights)."
+    ]

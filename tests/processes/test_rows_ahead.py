@@ -1,4 +1,4 @@
-"""In two processes, too, a thread gathers rows on accelerators, and nothing else changes."""
+"""In two processes, too, a thread gathers the rows of arrays, and nothing else changes."""
 
 import keras
 import numpy as np
@@ -8,12 +8,8 @@ from tests.processes.test_several import run_both, weights_of
 
 TRAIN = """
 import threading
-from lockstep.engines.jax.fit import prefetch
-from lockstep.engines.jax.on_devices.arrays import Arrays
-from lockstep.engines.jax.steps import steps
+from lockstep.training.arrays import Arrays
 
-steps.looks_ahead = lambda devices: True
-prefetch.WORTH_IT = 1
 batch, by = Arrays.batch, []
 
 def noting(self, rows):
@@ -22,7 +18,7 @@ def noting(self, rows):
 
 Arrays.batch = noting
 made = model(compiled=False)
-lockstep.distribute(made)
+lockstep.distribute(made, prefetch=2)
 compile_(made)
 x, y = data()
 np.random.seed(7 + rank)  # the order of rows is that of process 0

@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import lockstep
+from lockstep.errors import WeightsDoNotFit
 from tests.rescue import old_files
 from tests.rescue.whole import bytes_of, custom_for
 
@@ -367,3 +368,41 @@ def test_metrics_of_several_outputs_go_where_keras_2_put_them(given, wanted, tmp
     assert {name for name in found if name.endswith("mae")} == wanted
     truth = {"a_mae": 4.0, "b_mae": 3.0}
     assert all(found[name] == pytest.approx(truth[name]) for name in wanted)
+
+
+def floats(tmp_path, dtype, kernel):
+    """A file of one Dense layer of a dtype, with a float64 kernel."""
+    layer = old_files.dense(3, name="d", dtype=dtype, use_bias=False)
+    weights = [("d/kernel:0", np.full((4, 3), kernel))]
+    return old_files.parallel_full(
+        tmp_path / "old.h5", old_files.sequential([layer], (None, 4)), weights
+    )
+
+
+def kernel_in(path):
+    with (
+        zipfile.ZipFile(path) as archive,
+        archive.open("model.weights.h5") as inner,
+        h5py.File(inner) as handle,
+    ):
+        return handle["layers/dense/vars/0"][()]
+
+
+def test_float64_weights_stay_float64(tmp_path):
+    report = lockstep.rescue(floats(tmp_path, "float64", 1 + 1e-12), tmp_path / "new.keras")
+    assert [(row.equal, row.converted) for row in report.rows] == [(True, False)]
+    assert kernel_in(tmp_path / "new.keras").dtype == "float64"
+    assert (kernel_in(tmp_path / "new.keras") == 1 + 1e-12).all()
+
+
+def test_weights_that_are_rounded_are_not_called_equal(tmp_path):
+    report = lockstep.rescue(floats(tmp_path, "float32", 1 + 1e-12), tmp_path / "new.keras")
+    assert [row.equal for row in report.rows] == [False]
+    assert any("1 of 1 arrays are rounded" in note for note in report.notes)
+    assert (kernel_in(tmp_path / "new.keras") == np.float32(1)).all()
+
+
+def test_numbers_beyond_the_dtype_are_refused(tmp_path):
+    with pytest.raises(WeightsDoNotFit, match="1e\\+300 as float64"):
+        lockstep.rescue(floats(tmp_path, "float32", 1e300), tmp_path / "new.keras")
+    assert not (tmp_path / "new.keras").exists()

@@ -1,5 +1,6 @@
 """`check=` and the files that the commands are given: what is compared, what is refused."""
 
+import keras
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -7,7 +8,7 @@ from click.testing import CliRunner
 import lockstep
 from lockstep.cli import main
 from lockstep.errors import OutputMismatch, UnreadableFile
-from lockstep.rescue import check
+from lockstep.rescue import check_outputs
 from tests.rescue import old_files
 
 RNG = np.random.default_rng(0)
@@ -47,6 +48,42 @@ def test_large_outputs_have_no_more_digits_than_others(tmp_path):
         checked(tmp_path, 1e5, X, y * np.float32(1.0001))
 
 
+def test_layers_are_not_mistaken_for_others_while_the_check_loads():
+    """Keras tells layers apart by `id` while it loads, and ids of freed layers come again."""
+    from keras.src.saving import serialization_lib
+
+    from lockstep.keras_compat import serialized_objects_kept
+
+    def shared_ids():
+        configs = [keras.saving.serialize_keras_object(keras.layers.LSTM(2)) for _ in range(50)]
+        return sum("shared_object_id" in config for config in configs)
+
+    with serialization_lib.ObjectSharingScope():
+        assert shared_ids() > 0
+    with serialization_lib.ObjectSharingScope(), serialized_objects_kept():
+        assert shared_ids() == 0
+
+
+def test_a_file_that_loads_wrongly_is_refused(tmp_path, monkeypatch):
+    load = keras.models.load_model
+
+    def wrong(*args, **kwargs):
+        model = load(*args, **kwargs)
+        model.layers[0].kernel.assign(KERNEL + 1)
+        return model
+
+    monkeypatch.setattr(keras.models, "load_model", wrong)
+    with pytest.raises(OutputMismatch, match="differ from the expected"):
+        checked(tmp_path, 1, X, X @ KERNEL + BIAS)
+    assert not (tmp_path / "new.keras").exists()
+
+
+@pytest.mark.parametrize("y", [np.zeros((0, 2), "float32"), np.full((3, 2), np.nan, "float32")])
+def test_expected_outputs_without_a_number_prove_nothing(y, tmp_path):
+    with pytest.raises(UnreadableFile, match="nothing to compare"):
+        checked(tmp_path, 1, X * np.nan if y.size else X[:0], y)
+
+
 def one_array(path):
     np.save(path.with_suffix(".npy"), X)
     path.with_suffix(".npy").rename(path)
@@ -70,7 +107,7 @@ def text(path):
 def test_inputs_that_are_no_arrays_are_refused(tmp_path, write):
     write(tmp_path / "io.npz")
     with pytest.raises(UnreadableFile, match=r"io\.npz"):
-        check.inputs_and_outputs(tmp_path / "io.npz")
+        check_outputs.inputs_and_outputs(tmp_path / "io.npz")
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "no text"])

@@ -9,15 +9,14 @@ import pytest
 import lockstep
 
 ROOT = Path(__file__).parents[2]
+RESCUE = ("api", "detect", "keras2", "match", "old_settings", "weight_tree")
 
 
-@pytest.mark.parametrize(
-    "name", ["front", "keras2", "leaves", "match", "plan", "settings", "states", "theano"]
-)
+@pytest.mark.parametrize("name", ["errors", *(f"rescue.{name}" for name in RESCUE)])
 def test_examples(name, tmp_path, monkeypatch):
     (tmp_path / "tests").symlink_to(ROOT / "tests")
     monkeypatch.chdir(tmp_path)
-    module = importlib.import_module(f"lockstep.rescue.{name}")
+    module = importlib.import_module(f"lockstep.{name}")
     found = doctest.testmod(module, extraglobs={"lockstep": lockstep})
     assert found.attempted
     assert not found.failed

@@ -238,8 +238,8 @@ def test_wrong_outputs_write_nothing(tmp_path):
         "import lockstep",
         "import lockstep.rescue.commands, lockstep",
         "from lockstep.rescue import match; import lockstep",
-        "import lockstep.rescue.front; import lockstep",
-        "import lockstep.cli, lockstep; from lockstep.rescue.stream import copy",
+        "import lockstep.rescue.api; import lockstep",
+        "import lockstep.cli, lockstep; from lockstep.rescue.exact_values import rounded",
     ],
 )
 def test_the_function_is_not_hidden_by_its_package(statements):

@@ -2,8 +2,6 @@
 
 import shutil
 import signal
-import threading
-import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 
 import lockstep
 from lockstep.errors import UnsuitableOutput
-from lockstep.rescue import modern
+from lockstep.rescue import write
 
 OLD = Path(__file__).parents[1] / "files" / "legacy" / "keras-2.2.4__mlp4-g2" / "parallel_full.h5"
 
@@ -25,32 +23,18 @@ def output(tmp_path):
     assert path.read_bytes() == b"precious"
 
 
-def test_an_interrupt_ends_it_before_anything_appears(output, monkeypatch):
-    raised = threading.Event()
-
-    def interrupt(*_):
-        raised.set()
-        raise KeyboardInterrupt
-
-    compare = modern._compare
+@pytest.mark.parametrize("step", ["as_dtype", "_compare"])
+def test_an_interrupt_ends_it_before_anything_appears(step, output, monkeypatch):
+    """Ctrl-C while Keras writes the file, or while it is read back."""
+    done = getattr(write, step)
 
     def interrupted(*arguments):
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        raised.wait()
-        time.sleep(0.2)  # the caller is told; now it has gone on
-        return compare(*arguments)
+        signal.raise_signal(signal.SIGINT)
+        return done(*arguments)
 
-    monkeypatch.setattr(modern, "_compare", interrupted)
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            lockstep.rescue(OLD, output)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    alive = [thread for thread in threading.enumerate() if thread.name == "lockstep-rescue"]
-    for thread in alive:
-        thread.join()
-    assert not alive
+    monkeypatch.setattr(write, step, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lockstep.rescue(OLD, output)
 
 
 def test_a_disk_without_room_is_a_message_before_anything_is_written(output, monkeypatch):

@@ -1,8 +1,10 @@
 """`lockstep.load_weights`: every weight of a live model, or none."""
 
 import json
+import zipfile
 from pathlib import Path
 
+import h5py
 import keras
 import numpy as np
 import pytest
@@ -216,3 +218,82 @@ def test_a_rescue_leaves_no_trace_in_the_callers_keras(tmp_path):
     with keras.StatelessScope():
         pass  # leaving it gives values to whatever this thread has left without
     assert model(np.ones((2, 6), "float32")).shape == (2, 3)
+
+
+def with_kernel(tmp_path, change):
+    """A genuine file whose first kernel has other numbers."""
+    path = tmp_path / "old.h5"
+    path.write_bytes((LEGACY / "keras-2.2.4__mlp4-g2" / "parallel_full.h5").read_bytes())
+    with h5py.File(path, "r+") as root:
+        replace(root["model_weights/sequential_1/dense_1"], "kernel:0", change)
+    return path
+
+
+def replace(group, name, change):
+    values = change(group[name][()])
+    del group[name]
+    group[name] = values
+
+
+def todays(tmp_path, change, kind):
+    """A file of Keras 3 whose first kernel has other numbers."""
+    mlp4().save_weights(tmp_path / "m.weights.h5")
+    with h5py.File(tmp_path / "m.weights.h5", "r+") as root:
+        replace(root["layers/dense/vars"], "0", change)
+    if kind == "weights.h5":
+        return tmp_path / "m.weights.h5"
+    mlp4().save(tmp_path / "whole.keras")
+    with (
+        zipfile.ZipFile(tmp_path / "whole.keras") as whole,
+        zipfile.ZipFile(tmp_path / "m.keras", "w") as changed,
+    ):
+        for name in ("config.json", "metadata.json"):
+            changed.writestr(name, whole.read(name))
+        changed.write(tmp_path / "m.weights.h5", "model.weights.h5")
+    return tmp_path / "m.keras"
+
+
+KINDS = pytest.mark.parametrize("kind", ["old", "keras", "weights.h5"])
+
+
+def changed(tmp_path, change, kind):
+    return with_kernel(tmp_path, change) if kind == "old" else todays(tmp_path, change, kind)
+
+
+@KINDS
+def test_an_array_that_is_rounded_is_not_called_equal(kind, tmp_path):
+    path = changed(tmp_path, lambda a: a.astype("float64") + 1e-12, kind)
+    with pytest.warns(UserWarning, match="1 of 8 arrays are rounded"):
+        report = lockstep.load_weights(mlp4(), path)
+    assert [row.equal for row in report.rows] == [False] + [True] * 7
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "change", [lambda a: np.full(a.shape, 1e300), lambda a: np.full(a.shape, 2**40 + 1)]
+)
+def test_numbers_that_the_dtype_cannot_hold_are_refused(kind, change, tmp_path):
+    path = changed(tmp_path, change, kind)
+    model = mlp4()
+    before = [np.array(value) for value in model.get_weights()]
+    with pytest.raises(WeightsDoNotFit, match="float32, which cannot hold it"):
+        lockstep.load_weights(model, path)
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+@KINDS
+def test_other_dtypes_with_the_same_numbers_are_equal(kind, tmp_path):
+    path = changed(tmp_path, lambda a: np.round(a * 9).astype("int64"), kind)
+    report = lockstep.load_weights(mlp4(), path)
+    assert all(row.equal for row in report.rows)
+    assert [row.converted for row in report.rows] == [True] + [False] * 7
+
+
+def test_a_file_of_today_is_compared_and_not_believed(tmp_path, monkeypatch):
+    """A loader that loads nothing was reported as equal."""
+    mlp4().save_weights(tmp_path / "m.weights.h5")
+    model = mlp4()
+    monkeypatch.setattr(model, "load_weights", lambda path: None)
+    with pytest.raises(WeightsDoNotFit, match="does not hold the numbers"):
+        lockstep.load_weights(model, tmp_path / "m.weights.h5")

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import AmbiguousWeights, OldFileError, WeightsDoNotFit
-from lockstep.rescue import cudnn, match
+from lockstep.rescue import match
 from lockstep.rescue.keras2 import Stored
-from lockstep.rescue.leaves import Branch, Leaf, Slot, leaves
+from lockstep.rescue.weight_tree import Branch, Dialect, Leaf, Slot, leaves
 
 
 class Counter:
@@ -34,7 +34,7 @@ def leaf(name, kind, width, numbers, trainable=True):
         Slot(numbers.next(), f"{name}/{key}", shape, trained, (key,))
         for key, shape, trained in kinds
     )
-    plain = cudnn.Dialect("plain", tuple(s.shape for s in slots), (None,) * len(slots))
+    plain = Dialect("plain", tuple(s.shape for s in slots), (None,) * len(slots))
     class_name = "Dense" if kind == "dense" else "BatchNormalization"
     return Leaf(name, class_name, slots, trainable, (plain,))
 

@@ -8,7 +8,7 @@ import lockstep
 from lockstep import errors
 
 LEGACY = Path(__file__).parents[1] / "files" / "legacy"
-DOCS = Path(__file__).parents[2] / "docs" / "rescue.md"
+DOCS = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 
 
 @pytest.mark.parametrize(

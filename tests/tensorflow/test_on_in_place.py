@@ -137,7 +137,7 @@ class OwnStep(keras.Model):
         return {"loss": loss}
 
 
-def test_a_train_step_of_its_own_is_exact_and_says_that_it_is_not_split():
+def test_a_train_step_of_its_own_is_exact():
     def make():
         keras.utils.set_random_seed(1)
         made = OwnStep()
@@ -146,10 +146,7 @@ def test_a_train_step_of_its_own_is_exact_and_says_that_it_is_not_split():
         return made
 
     alone, made = make(), lockstep.distribute(make(), 3)
-    with pytest.warns(UnsplitBatchWarning, match="has a train_step of its own, so the first") as w:
-        mine = fit(made)
-    assert len(w) == 1
-    assert_same(mine, fit(alone))
+    assert_same(fit(made), fit(alone))
     assert_same(values(made), values(alone))
     for variable in made.variables:
         assert_same(*[[copy.numpy()] for copy in variable.value.values[:2]])
@@ -228,7 +225,8 @@ def test_xla_serves_one_device_and_is_said_to_be_left_out_on_several(capsys, dev
     made.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse", metrics=["mae"], jit_compile=True)
     assert_same(fit(made, verbose=2), fit(alone))
     said = capsys.readouterr().out.splitlines()[0]
-    assert said.endswith("3 per replica, without XLA" if devices == 3 else "7 per replica")
+    rows, without = ("3", ", without XLA") if devices == 3 else ("7", "")
+    assert said.endswith(f"{rows} per replica, compiling the training step{without}")
 
 
 @pytest.mark.parametrize("asked", [{"data_on_devices": True}, {"prefetch": 2}])
@@ -238,3 +236,32 @@ def test_what_this_engine_does_not_do_with_data_is_refused(asked):
         lockstep.distribute(made, 4, **asked)
     assert holders(made) == holders(model())
     lockstep.distribute(made, 4, data_on_devices=False, prefetch=0)
+
+
+class FailsToSave(layers.Dense):
+    """A layer whose variables cannot be written, as on a disk that is full."""
+
+    fails = False
+
+    def save_own_variables(self, store):
+        if self.fails:
+            raise OSError("no space left")
+        super().save_own_variables(store)
+
+
+@pytest.mark.parametrize("devices", [None, 2])
+def test_a_save_that_fails_leaves_the_file_before_it(devices, tmp_path):
+    keras.utils.clear_session()
+    layer = FailsToSave(2)
+    made = keras.Sequential([keras.Input((4,)), layers.Dense(6), layer])
+    if devices is not None:
+        lockstep.distribute(made, devices)
+    path = tmp_path / "model.weights.h5"
+    made.save_weights(path)
+    before = path.read_bytes()
+    layer.fails = True
+    with pytest.raises(OSError, match="no space left"):
+        made.save_weights(path)
+    kept = path.exists() and path.read_bytes() == before
+    assert kept == (devices is not None), "stock Keras writes into the file that it replaces"
+    assert [each.name for each in tmp_path.iterdir()] in ([path.name], [])

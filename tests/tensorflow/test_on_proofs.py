@@ -1,4 +1,4 @@
-"""Which layers of the user's own are split, and that those are exact which are not."""
+"""Which layers of the user's own are split, and the others are exact."""
 
 import keras
 import numpy as np
@@ -100,13 +100,18 @@ ROW_BY_ROW = {
         x + keras.random.normal(ops.shape(x), seed=layer.seeds)
     ),
     "numbers drawn without a seed": lambda layer, x: x + keras.random.uniform((ops.shape(x)[0], 1)),
+    "a counter of steps": _counts_steps,
+    "zeros as many as rows": lambda layer, x: x + ops.zeros((ops.shape(x)[0], 5)),
+}
+
+
+NOT_FOLLOWED = {
     "a branch on a weight": _branch_on_a_weight,
     "a loop": _loop,
-    "a counter of steps": _counts_steps,
     "an assertion about shapes": _asserts_that_shapes_agree,
-    "zeros as many as rows": lambda layer, x: x + ops.zeros((ops.shape(x)[0], 5)),
     "a function of TensorFlow's": lambda layer, x: tf.function(lambda y: y * 2, autograph=False)(x),
 }
+"""Row by row, in functions of TensorFlow's own, which are not followed."""
 
 
 def _counts_rows(layer, x):
@@ -232,6 +237,22 @@ def test_what_works_row_by_row_is_split(what):
     many = fit(lockstep.distribute(model(ROW_BY_ROW[what]), 2))
     if what not in DRAWS:  # replicas draw for themselves
         assert_same(many, fit(model(ROW_BY_ROW[what])))
+
+
+@pytest.mark.parametrize("what", _every_third(NOT_FOLLOWED))
+def test_functions_of_tensorflow_see_the_whole_batch(what):
+    with pytest.warns(UnsplitBatchWarning, match=r"Keras's layers and keras.ops\)") as warned:
+        many = fit(lockstep.distribute(model(NOT_FOLLOWED[what]), 2))
+    assert any("declare it: lockstep.rowwise" in str(each.message) for each in warned)
+    assert_same(many, fit(model(NOT_FOLLOWED[what])))
+
+
+@pytest.mark.parametrize("what", _every_third(NOT_FOLLOWED))
+def test_a_layer_that_its_author_declares_is_split(what):
+    """A warning that it is not split would fail the test."""
+    made = model(NOT_FOLLOWED[what])
+    assert lockstep.rowwise(made.get_layer("does")) is made.get_layer("does")
+    assert_same(fit(lockstep.distribute(made, 2)), fit(model(NOT_FOLLOWED[what])))
 
 
 @pytest.mark.parametrize("what", _every_third(ACROSS))

@@ -6,9 +6,11 @@ import sys
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers, ops
 
 import lockstep
+from tests.tensorflow.test_on_metrics_property import compile_gan, gan, images
 
 
 def data(rows=40):
@@ -65,7 +67,7 @@ def test_a_right_model_is_equal_in_everything(make):
     assert found.equal, found.cause
     assert found.devices == ("cpu:0", "cpu:1", "cpu:2")
     assert any("(its random numbers)" in note for note in found.notes)
-    assert not any("alone" in note for note in found.notes)
+    assert not any("every batch alone" in note for note in found.notes)
     names = {difference.name.split("/")[-1] for difference in found.differences}
     assert {"loss", "learning_rate", "seed_generator_state", "kernel"} <= names
 
@@ -128,6 +130,63 @@ def test_a_layer_that_is_not_split_is_a_note():
     found = lockstep.verify(made, data(), devices=3, steps=2)
     assert found.equal, found.cause
     assert any("every device runs 'across' (Mean)" in note for note in found.notes)
+
+
+class AsFitHandsThem(keras.Model):
+    """A step of its own, that refuses batches in another structure than `fit` has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(6)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, x):
+        assert isinstance(x, tf.Tensor), type(x)
+        with tf.GradientTape() as tape:
+            loss = ops.mean((self(x) - x) ** 2)
+        weights = self.trainable_weights
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("devices", [None, 2])
+def test_batches_reach_a_training_step_as_fit_hands_them_over(devices):
+    """It got (x, None, None), of a data set that yields x; and the model is not built yet."""
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(3)
+    made = AsFitHandsThem()
+    made.compile("sgd")
+    if devices:
+        lockstep.distribute(made, devices)
+    source = tf.data.Dataset.from_tensor_slices(data()[0]).batch(7)
+    found = lockstep.verify(made, source, devices=3, steps=3)
+    assert found.equal, found.cause
+    keras.utils.set_random_seed(3)
+    fitted = AsFitHandsThem()
+    fitted.compile(keras.optimizers.SGD(0.0))
+    fitted.fit(data()[0], verbose=0)  # which builds it
+    for mine, theirs in zip(made.get_weights(), fitted.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_a_gan_without_a_call_and_with_two_optimizers():
+    """`verify` called the model, which has no `call`, and left the slots of its optimizers."""
+    made = gan()
+    compile_gan(made)
+    found = lockstep.verify(made, images(), devices=3, steps=4)
+    assert found.equal, found.cause
+    names = {difference.name.split("/")[0] for difference in found.differences}
+    assert {"d_loss", "g_loss", "d_optimizer", "g_optimizer"} <= names
+    assert int(made.d_optimizer.iterations) == 0
+
+
+def test_a_loss_that_is_not_finite_is_not_called_equal():
+    x, y = data(70)
+    x[33] = np.nan
+    found = lockstep.verify(with_layer(), (x, y), devices=3, steps=3)
+    assert (found.verdict, found.not_finite_from, found.steps) == ("cannot tell", 2, 1)
 
 
 SCRIPT = """

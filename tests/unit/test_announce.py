@@ -4,7 +4,7 @@ import pytest
 
 import lockstep
 from lockstep.announce import arguments_of, first_step_line, fit_line, wants_words
-from lockstep.engines.jax.fit import loop
+from lockstep.training import loop
 
 GPUS = ("gpu:0", "gpu:1", "gpu:2", "gpu:3")
 

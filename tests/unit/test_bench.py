@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from lockstep.bench import run_bench
+from lockstep.bench.bench_page import as_json, show_scaling, write_page
+from lockstep.bench.scaling import Measurement, Scaling
 from lockstep.errors import BenchFailed, DeviceNotFound, TargetNotFound
-from lockstep.report.scaling import as_json, show_scaling, write_page
-from lockstep.scaling import Measurement, Scaling
 
 
 def measured(count, step, platform="gpu", together=1.0, **parts):
@@ -116,6 +116,11 @@ def test_the_page_loads_nothing(tmp_path):
     page = (tmp_path / "page.html").read_text()
     assert page.count("<svg") == 1
     assert "2 devices are 1.67 times as fast" in page
+    assert re.search(r"<p>20\d\d-\d\d-\d\d: .*</p>", page), "the date and the devices"
+    # On a phone, the plots shrink and the table scrolls in a box of its own.
+    assert '<meta name="viewport" content="width=device-width' in page
+    assert "svg { max-width: 100%" in page
+    assert '<div class="wide"><table>' in page
     assert not re.search(r'(src|href)="http|<script|@import', page)
     assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
     no_text = Scaling("tr\udcff.py:build", False, 2, {}, (measured(1, 0.01),))
@@ -191,17 +196,18 @@ WATCHED = (
     + """
 from pathlib import Path
 from lockstep.engines.engine import InputOptions
-from lockstep.engines.jax.fit.keep import Keeper
+from lockstep.training.input_policy import InputPlanner
 
-keep = Keeper.keep
+place_data = InputPlanner.place_data
 
 def asked_for(self, model, batches, *rest):
     self.options = InputOptions(data_on_devices=True)
-    keep(self, model, batches, *rest)
+    place_data(self, model, batches, *rest)
     with Path("kept.txt").open("a") as file:
-        print(batches.data is not None and not batches.data.watched, file=file)
+        data = batches.policy.data
+        print(data is not None and not data.may_change, file=file)
 
-Keeper.keep = asked_for
+InputPlanner.place_data = asked_for
 """
 )
 

@@ -8,36 +8,38 @@ from keras import layers
 
 import lockstep
 from lockstep.engines.jax import flags as jax_flags
-from lockstep.engines.jax.flags import BUCKET, LEAST, OWN, SCHEDULER, choice
+from lockstep.engines.jax.flags import BUCKET, LEAST, OWN, SCHEDULER, SWITCH, choice
 
 MIB = 2**20
+ON = {SWITCH: "on"}
 
 
 def test_small_models_get_buckets_an_eighth_of_their_gradients():
-    assert choice("gpu", 16 * MIB, {}) == {SCHEDULER: True, BUCKET: 2 * MIB}
+    assert choice("gpu", 16 * MIB, ON) == {SCHEDULER: True, BUCKET: 2 * MIB}
 
 
 def test_buckets_are_not_tiny_and_large_models_keep_those_of_xla():
-    assert choice("gpu", 3 * MIB, {})[BUCKET] == LEAST
-    assert choice("gpu", LEAST, {}) == {SCHEDULER: True}
-    assert choice("gpu", 2 * OWN, {})[BUCKET] == OWN // 4
-    assert choice("gpu", 2 * OWN + 1, {}) == {SCHEDULER: True}
+    assert choice("gpu", 3 * MIB, ON)[BUCKET] == LEAST
+    assert choice("gpu", LEAST, ON) == {SCHEDULER: True}
+    assert choice("gpu", 2 * OWN, ON)[BUCKET] == OWN // 4
+    assert choice("gpu", 2 * OWN + 1, ON) == {SCHEDULER: True}
 
 
 def test_nothing_is_set_where_nothing_is_summed_over_gpus():
-    assert choice("cpu", 16 * MIB, {}) == {}
-    assert choice("tpu", 16 * MIB, {}) == {}
-    assert choice("gpu", 0, {}) == {}
+    assert choice("cpu", 16 * MIB, ON) == {}
+    assert choice("tpu", 16 * MIB, ON) == {}
+    assert choice("gpu", 0, ON) == {}
 
 
-def test_a_way_out_leaves_everything_to_xla():
-    assert choice("gpu", 16 * MIB, {"LOCKSTEP_XLA_OPTIONS": "off"}) == {}
+@pytest.mark.parametrize("environ", [{}, {SWITCH: "off"}, {SWITCH: "1"}])
+def test_unless_asked_for_everything_is_left_to_xla(environ):
+    assert choice("gpu", 16 * MIB, environ) == {}
 
 
 @pytest.mark.parametrize("name", [BUCKET, SCHEDULER])
 def test_a_flag_that_the_user_has_set_wins(name):
     flags = f"--xla_dump_to=here --{name}=1"
-    left = choice("gpu", 16 * MIB, {"XLA_FLAGS": flags})
+    left = choice("gpu", 16 * MIB, {**ON, "XLA_FLAGS": flags})
     assert {name, *left} == {BUCKET, SCHEDULER}
     assert name not in left
 

@@ -4,12 +4,13 @@ import copy
 import json
 import pickle
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from keras.src.utils.python_utils import pythonify_logs
 
-from lockstep.engines.jax.fit.logs import LaterLogs, later
+from lockstep.training.logs import LazyLogs, lazy_logs
 
 NUMBERS = {"acc": 0.5, "loss": 2.25}
 
@@ -32,7 +33,7 @@ def numbers():
 
 @pytest.fixture
 def logs(numbers):
-    return later({"loss": jnp.float32(2.25), "acc": jnp.float32(0.5)}, numbers)
+    return lazy_logs({"loss": jnp.float32(2.25), "acc": jnp.float32(0.5)}, numbers, jax.Array)
 
 
 @pytest.mark.parametrize(
@@ -112,16 +113,16 @@ def test_values_are_fetched_once(logs, numbers):
 
 def test_nested_logs_are_flat_as_keras_makes_them():
     nested = {"b": {"z": jnp.float32(1), "a": jnp.float32(2)}, "a": jnp.float32(3)}
-    assert list(later(nested, pythonify_logs)) == list(pythonify_logs(nested))
-    assert later(nested, pythonify_logs) == pythonify_logs(nested)
+    assert list(lazy_logs(nested, pythonify_logs, jax.Array)) == list(pythonify_logs(nested))
+    assert lazy_logs(nested, pythonify_logs, jax.Array) == pythonify_logs(nested)
 
 
 def test_arrays_stay_arrays():
-    logs = later({"outputs": jnp.arange(3.0)}, pythonify_logs)
-    assert isinstance(logs, LaterLogs)
+    logs = lazy_logs({"outputs": jnp.arange(3.0)}, pythonify_logs, jax.Array)
+    assert isinstance(logs, LazyLogs)
     assert type(logs["outputs"]) is np.ndarray
 
 
 @pytest.mark.parametrize("logs", [None, {}, {"n": 3}, {"outputs": [jnp.ones(2)]}])
 def test_what_is_no_array_is_a_plain_dict_at_once(logs):
-    assert type(later(logs, pythonify_logs)) is dict
+    assert type(lazy_logs(logs, pythonify_logs, jax.Array)) is dict

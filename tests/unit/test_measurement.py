@@ -8,17 +8,15 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep import measurement
-from lockstep.batches import first_batches, for_fit
+from lockstep.batches import first_batches, for_fit, rows_of
+from lockstep.bench import measurement
+from lockstep.bench.measurement import measure
 from lockstep.engines import current_engine
 from lockstep.engines.engine import DEFAULT_INPUT
-from lockstep.engines.jax.fit import loop
-from lockstep.engines.jax.looks import profile
-from lockstep.engines.jax.on_devices import resident
-from lockstep.engines.jax.on_devices.arrays import Arrays
+from lockstep.engines.jax.introspection import profile
+from lockstep.engines.jax.on_devices import device_dataset
 from lockstep.errors import UnusableData
-from lockstep.measurement import measure
-from tests.conformance.common import several_steps_are_faster
+from lockstep.training.arrays import Arrays
 
 
 def model(keras, **options):
@@ -46,7 +44,7 @@ def test_steps_are_those_that_were_done(keras, times, batches, devices):
     clock = clocked(made, arrays(batches * 8), 1000, batch_size=8)
     assert (clock.steps, clock.rows, clock.batch) == (batches, 8 * batches, 8)
     assert int(made.optimizer.iterations.value) == batches
-    assert made.train_function.look is None or devices > 1  # nothing counts afterwards
+    assert made.train_function.check_program is None or devices > 1  # nothing counts afterwards
 
 
 @pytest.mark.parametrize("devices", [1, 3])
@@ -120,7 +118,7 @@ def found(keras, monkeypatch):
     made = model(keras)
     probe = current_engine().probe(made)
     trace = profile.Trace(seen=True, compute=22, communication=11)
-    probe.clock = lambda most, settle: Clock()
+    probe.clock = lambda most: Clock()
     probe.tracing = lambda: contextlib.nullcontext(trace)
     monkeypatch.setattr(made, "fit", lambda *args, **kwargs: None)
     told = {"probe": probe, "attached": ("",), "input_options": DEFAULT_INPUT}
@@ -144,9 +142,9 @@ def test_a_profile_that_is_full_is_made_again_of_fewer_steps(keras, monkeypatch)
     probe = current_engine().probe(made := model(keras))
     clocks, traces = [], []
 
-    def clock(most, **options):
+    def clock(most):
         clocks.append(most)
-        return type(probe).clock(probe, most, **options)
+        return type(probe).clock(probe, most)
 
     @contextlib.contextmanager
     def tracing():
@@ -169,33 +167,16 @@ def test_a_profile_that_is_full_is_made_again_of_fewer_steps(keras, monkeypatch)
 
 def test_the_clock_leaves_the_data_on_the_devices(keras, monkeypatch):
     gathered = []
-    original = resident.Resident.batch
+    original = device_dataset.DeviceDataset.batch
 
     def counting(self, rows):
         gathered.append(rows.shape)
         return original(self, rows)
 
-    monkeypatch.setattr(resident.Resident, "batch", counting)
+    monkeypatch.setattr(device_dataset.DeviceDataset, "batch", counting)
     made = lockstep.distribute(model(keras), 2, data_on_devices=True)
     clocked(made, arrays(5 * 8), 5, batch_size=8)
     assert gathered == [(8,)] * 5
-
-
-def test_steps_that_go_together_by_themselves_are_measured_as_they_go(keras, monkeypatch):
-    paces = {}
-
-    def noting(self, batches, *args):
-        original(self, batches, *args)
-        paces[batches] = batches.pace
-
-    original = loop.Loop._heed
-    monkeypatch.setattr(loop.Loop, "_heed", noting)
-    several_steps_are_faster(monkeypatch)
-    made = model(keras, steps_per_execution="auto")
-    found = measure(made, arrays(41 * 8), 1, steps=8, rounds=1, batch_size=8)
-    assert len(paces) == 3  # one fit to warm up, one round, one under the profiler
-    assert [pace.times for pace in paces.values()] == [20] * 3
-    assert found.steps_per_execution == 41 / 3
 
 
 # ------------------------------------------------------------------------------ the input
@@ -259,8 +240,8 @@ def test_what_the_user_wants_with_the_data_is_measured(keras, options):
     measure(made, arrays(64), 2, steps=2, rounds=1, batch_size=8)
     kept = current_engine().input_options(made)
     assert (kept.prefetch, kept.data_on_devices) == (
-        options.get("prefetch"),
-        options.get("data_on_devices"),
+        options.get("prefetch", 0),
+        options.get("data_on_devices", False),
     )
 
 
@@ -319,7 +300,7 @@ def test_inputs_alone(keras):
         made.compile("sgd")
         found = measure(made, data, 1, steps=3, rounds=1, batch_size=8)
         assert (found.rows, found.rows_per_step) == (8, 8)
-        assert [len(batch[0]) for batch in first_batches(x, 3, 8)] == [8, 8, 8]
+        assert [rows_of(batch) for batch in first_batches(x, 3, 8)] == [8, 8, 8]
 
 
 # --------------------------------------------------------------------------- the end of it

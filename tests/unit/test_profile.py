@@ -9,7 +9,7 @@ import pytest
 
 import lockstep
 from lockstep.engines import current_engine
-from lockstep.engines.jax.looks import profile
+from lockstep.engines.jax.introspection import profile
 
 
 def trace_of(folder, *events):

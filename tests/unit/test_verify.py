@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import keras
 import ml_dtypes
 import numpy as np
@@ -19,13 +20,13 @@ import lockstep
 from lockstep.cli import main
 from lockstep.engines import current_engine
 from lockstep.engines.engine import InputOptions
-from lockstep.errors import TargetNotFound, UnsupportedBackend, UnusableData
-from lockstep.report.verification import as_json, show_verification
+from lockstep.errors import DeviceError, TargetNotFound, UnsupportedBackend, UnusableData
 from lockstep.targets import model_and_data
-from lockstep.values import moved_by_last_bit
-from lockstep.verification import Difference, Verification
-from tests.conformance.common import devices_of
-from tests.conformance.truth import distances, snapshot
+from lockstep.verify import comparison
+from lockstep.verify.rounding import moved_by_last_bit
+from lockstep.verify.verification import Difference, Verification
+from lockstep.verify.verify_report import as_json, show_verification
+from tests.conformance.common import devices_of, distances, snapshot
 
 
 def data(rows=70):
@@ -69,7 +70,7 @@ def test_what_rounding_explains_is_said_to_be_rounding():
 
 def test_one_lucky_control_is_not_the_last_word(monkeypatch):
     """Where it moves nothing, two others are measured before a difference is called one."""
-    monkeypatch.setattr("lockstep.comparison.turned_round", lambda batch: batch)
+    monkeypatch.setattr(comparison, "turned_round", lambda batch: batch)
     made = with_layer(layers.Dense(8, name="zero"), layers.BatchNormalization(), optimizer="adam")
     found = lockstep.verify(made, data(), devices=4, batch_size=10)
     assert found.equal
@@ -192,12 +193,50 @@ def test_where_rounding_explodes_nothing_is_called_equal(capsys):
     assert "give what one device gives" not in capsys.readouterr().out
 
 
-def test_a_loss_that_is_no_number_is_noted():
-    x, y = data(40)
-    x[33] = np.nan  # in the second batch
+# -------------------------------------------------------------------- nothing to compare
+
+
+@pytest.mark.parametrize(("row", "step"), [(3, 1), (33, 2)])
+def test_a_loss_that_is_not_finite_is_not_called_equal(row, step, capsys):
+    """NaN equals NaN, and the verdict was "4 devices give what one device gives"."""
+    x, y = data(70)
+    x[row] = np.nan
     found = lockstep.verify(with_layer(), (x, y), devices=4, steps=3)
-    assert found.equal
-    assert found.notes == ("The loss is no finite number at step 2.",)
+    assert (found.verdict, found.equal) == ("cannot tell", False)
+    assert (found.not_finite_from, found.first_step, found.steps) == (step, None, step - 1)
+    assert found.cause.startswith(
+        f"On one device the loss or a weight is not finite from step {step} on."
+    )
+    assert bool(found.differences) == (step == 2)  # those of the step before
+    show_verification(found)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "The comparison cannot tell whether they give the same." in said
+    assert f"not finite from step {step} on" in said
+    assert "give what one device gives" not in said
+
+
+def test_weights_that_are_not_finite_beside_a_finite_loss():
+    made = with_layer()
+    made.compile(keras.optimizers.SGD(float("inf")), "mse")
+    found = lockstep.verify(made, data(), devices=4, steps=1)
+    assert (found.verdict, found.not_finite_from) == ("cannot tell", 1)
+
+
+def test_a_difference_before_the_loss_is_not_finite_is_a_difference(monkeypatch):
+    made = with_layer(DeviceReader(name="culprit"))
+    monkeypatch.setattr(DeviceReader, "model", made)
+    x, y = data(70)
+    x[33] = np.nan
+    found = lockstep.verify(made, (x, y), devices=4, steps=3)
+    assert (found.verdict, found.first_step, found.not_finite_from) == ("different", 1, 2)
+    assert any("not finite from step 2 on" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("devices", [1, "cpu:2", [3]])
+def test_one_device_is_not_compared_with_itself(devices):
+    """It was, and was said to be equal."""
+    with pytest.raises(DeviceError, match="nothing would be compared"):
+        lockstep.verify(with_layer(), data(), devices=devices)
 
 
 def test_stateful_rnns_are_compared_with_one_device_that_carries_their_state(monkeypatch):
@@ -333,6 +372,122 @@ def test_a_data_set_without_an_end():
     assert found.steps == 3
 
 
+class AsFitHandsThem(keras.Model):
+    """A step of its own, that refuses batches in another structure than `fit` has them."""
+
+    expected = np.ndarray
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(6)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, state, batch):
+        assert isinstance(batch, dict if self.expected is dict else jax.Array), type(batch)
+        x = batch["x"] if self.expected is dict else batch
+        trainable, non_trainable, optimizer, metrics = state
+
+        def loss_of(trainable):
+            guess, _ = self.stateless_call(trainable, non_trainable, x)
+            return keras.ops.mean((guess - x) ** 2)
+
+        loss, gradients = jax.value_and_grad(loss_of)(trainable)
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+        return {"loss": loss}, (trainable, non_trainable, optimizer, metrics)
+
+
+class OfDicts(AsFitHandsThem):
+    expected = dict
+
+    def call(self, x):
+        return super().call(x["x"] if isinstance(x, dict) else x)
+
+
+class Dicts(keras.utils.PyDataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return {"x": data()[0][5 * index : 5 * index + 5]}
+
+
+def bare_tf_data():
+    import tensorflow as tf
+
+    return tf.data.Dataset.from_tensor_slices(data()[0]).batch(5)
+
+
+@pytest.mark.parametrize(
+    ("cls", "source"),
+    [(AsFitHandsThem, bare_tf_data), (AsFitHandsThem, lambda: data()[0]), (OfDicts, Dicts)],
+)
+def test_batches_reach_a_training_step_as_fit_hands_them_over(cls, source):
+    """It got (x, None, None), of a data set that yields x; and the model is not built yet."""
+    keras.utils.set_random_seed(3)
+    made = cls()
+    made.compile("sgd")
+    found = lockstep.verify(made, source(), devices=3, steps=4)
+    assert found.equal, found.cause
+    assert "loss" in {difference.name for difference in found.differences}
+    keras.utils.set_random_seed(3)
+    fitted = cls()
+    fitted.compile(keras.optimizers.SGD(0.0))
+    fitted.fit(source(), epochs=1, shuffle=False, verbose=0)  # which builds it
+    for mine, theirs in zip(made.get_weights(), fitted.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_a_step_of_its_own_that_differs_is_reported_where_the_model_has_no_call():
+    class NoCall(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(1)
+            self.dense.build((None, 6))
+            self.built = True
+
+        def train_step(self, state, x):
+            trainable = state[0]
+            outputs, _ = self.dense.stateless_call(trainable, [], x)
+            times = 1 if current_engine().attached(self) is None else 2
+            return {"loss": times * keras.ops.mean(outputs)}, state
+
+    made = NoCall()
+    made.compile("sgd")
+    found = lockstep.verify(made, data()[0], devices=3, steps=2)
+    assert (found.verdict, found.first_step, found.first_layer) == ("different", 1, None)
+
+
+def test_a_model_that_fit_cannot_build_either():
+    class NoCall(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(1)
+
+    made = NoCall()
+    made.compile("sgd", "mse")
+    with pytest.raises(UnusableData, match="is not built, and Keras cannot build it") as caught:
+        lockstep.verify(made, data(), devices=2)
+    assert len(str(caught.value).splitlines()) <= 3
+
+
+def test_a_data_set_that_writes_into_one_array_again_and_again():
+    """Its batches were kept as they were, which is the last one each time."""
+
+    def one_buffer():
+        x, y = data(5)
+        for _ in range(3):
+            x += 1
+            yield x, y
+
+    from lockstep.batches import first_batches
+
+    # Keras takes the first two batches of a generator at once, for `fit` as well.
+    _, two, three = (x for x, _ in first_batches(one_buffer(), 3, None))
+    np.testing.assert_array_equal(three, two + 1)
+
+
 def test_sample_weights_count():
     x, y = data()
     found = lockstep.verify(with_layer(), (x, y, np.linspace(0, 2, len(x))), devices=3, steps=3)
@@ -415,6 +570,13 @@ def broken():
     print("what the user's code says")
     return build(Noise())
 
+def not_finite():
+    model, (x, y) = build()
+    return model, (x * np.nan, y)
+
+def fails():
+    return 1 / 0
+
 def only_a_model():
     return build()[0]
 
@@ -439,11 +601,13 @@ def another_backend():
     [
         ("train.py:build", 0, '"equal": true'),
         ("train.py:broken", 1, "not deterministic"),
-        ("train.py:only_a_model", 1, "(model, data) was expected"),
-        ("train.py:nothing", 1, "has no function 'nothing'"),
-        ("nowhere.py:build", 1, "there is no file nowhere.py"),
+        ("train.py:not_finite", 3, '"verdict": "cannot tell"'),
+        ("train.py:fails", 2, "ZeroDivisionError"),
+        ("train.py:only_a_model", 2, "(model, data) was expected"),
+        ("train.py:nothing", 2, "has no function 'nothing'"),
+        ("nowhere.py:build", 2, "there is no file nowhere.py"),
         ("train:build", 0, '"equal": true'),
-        ("nowhere:build", 1, "there is no module 'nowhere'"),
+        ("nowhere:build", 2, "there is no module 'nowhere'"),
     ],
 )
 def test_the_command(tmp_path, target, code, said):
@@ -460,6 +624,22 @@ def test_the_command(tmp_path, target, code, said):
     assert said in done.stdout + done.stderr
     if done.stdout:  # with what the function prints on the other side
         assert "equal" in json.loads(done.stdout)
+
+
+def test_the_command_on_one_device(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # which puts the path back afterwards
+    asked = CliRunner().invoke(main, ["verify", "train.py:build", "--devices", "1"])
+    sys.modules.pop("train", None)
+    assert asked.exit_code == 2
+    assert "nothing would be compared" in asked.output
+
+
+def test_the_help_tells_the_exit_status():
+    told = CliRunner().invoke(main, ["verify", "--help"]).output
+    for line in ("0  equal", "1  different", "2  could not run", "3  cannot tell"):
+        assert f"\n    {line}" in told or f"\n  {line}" in told, told
 
 
 def test_the_command_on_a_backend_that_there_is_not():

@@ -1,8 +1,8 @@
-"""The zoo's models as cases, for the table; the tests of the zoo have a file of their own."""
+"""The zoo's models as cases."""
 
 from functools import partial
 
-from tests.conformance.cases.case import LEARNED, Case, fitted_with
+from tests.conformance.cases.case import Case, fitted_with
 from tests.conformance.zoo import OPTIMIZERS, ZOO
 
 
@@ -17,7 +17,6 @@ MODELS = {
         partial(_compiled, kind, optimizer, kind.dropout),
         kind.data,
         fitted_with(in_batches=True),
-        control=None if optimizer == "sgd" else LEARNED,
         make_plain=partial(_compiled, kind, optimizer, 0.0),
     )
     for name, kind in ZOO.items()

@@ -4,7 +4,7 @@ import keras
 from keras import layers, optimizers
 from keras.optimizers import schedules
 
-from tests.conformance.cases.case import EVERYTHING, LEARNED, Case, fitted_with, on_arrays
+from tests.conformance.cases.case import Case, fitted_with, on_arrays
 
 
 def _network(policy=None):
@@ -31,7 +31,7 @@ def _sgd(**options):
 
 
 def _adaptive(optimizer, **options):
-    return Case(_with(lambda: optimizer(**options)), control=LEARNED)
+    return Case(_with(lambda: optimizer(**options)))
 
 
 def _scaled(inner):
@@ -39,8 +39,13 @@ def _scaled(inner):
     return lambda: optimizers.LossScaleOptimizer(inner(), 2.0**10, dynamic_growth_steps=5)
 
 
-def _half(policy, optimizer, control=EVERYTHING):
-    return Case(_with(optimizer, policy), control=control)
+def _half(policy, optimizer):
+    return Case(_with(optimizer, policy), bound=EPSILON[policy])
+
+
+EPSILON = {"mixed_bfloat16": 2.0**-7, "mixed_float16": 2.0**-10}
+"""The relative distance of two numbers of the type in which layers compute. Each device
+rounds its share of a gradient to that type, and one device the whole."""
 
 
 def _frozen_and_back(model, training, held_out, sizes):

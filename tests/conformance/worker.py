@@ -1,0 +1,141 @@
+"""A process that runs conformance cases in float64 on one backend, one after another.
+
+`Worker` starts it. A test asks it for one case on a number of devices, so that each case
+is a test of its own on every backend, and Python and the backend start once.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+import warnings
+from functools import lru_cache, partial
+
+DEVICES = {"jax": 8, "tensorflow": 4}
+
+
+class Worker:
+    """A warm process with Keras on this backend."""
+
+    def __init__(self, backend):
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "PYTEST_"))}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.conformance.worker"],
+            env={
+                **kept,
+                "KERAS_BACKEND": backend,
+                "LOCKSTEP_REHEARSE": str(DEVICES[backend]),
+                "JAX_ENABLE_X64": "1",
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def difference(self, family, name, devices, **options):
+        """Return the largest difference of a case from one device, by quantity.
+
+        Only quantities beyond the bound of the case are in it. `options` are those of
+        `lockstep.distribute`.
+        """
+        try:
+            call = json.dumps([family, name, devices, options])
+            print(call, file=self._process.stdin, flush=True)
+            answer = self._process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        assert answer, f"the worker ended with status {self._process.wait()}"
+        found = json.loads(answer)
+        assert "error" not in found, found["error"]
+        return found
+
+    def close(self):
+        """End the process."""
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+def _differences(family, name, devices, options):
+    import lockstep
+    from lockstep.errors import UnsplitBatchWarning
+    from tests.conformance.cases.case import gaps, play
+
+    case, one = case_of(family, name), _on_one_device(family, name)
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always", UnsplitBatchWarning)
+        many = play(case, partial(lockstep.distribute, devices=devices, **options))
+    if _backend() == "jax":
+        assert bool(given) == (case.unsplit and devices > 1)
+    return {key: gap for key, gap in gaps(one, many).items() if not gap <= case.bound}
+
+
+@lru_cache(maxsize=2)
+def _on_one_device(family, name):
+    """What one device leaves, by Keras alone."""
+    import numpy as np
+
+    from tests.conformance.cases.case import play
+
+    one = play(case_of(family, name))
+    assert all(np.all(np.isfinite(value.astype("float64"))) for value in one.values())
+    return one
+
+
+def case_of(family, name):
+    """The case, without random numbers where replicas draw their own."""
+    from dataclasses import replace
+
+    from tests.conformance.cases import FAMILIES
+
+    case = FAMILIES[family][name]
+    if case.make_plain is None or _backend() == "jax":
+        return case
+    return replace(case, make=case.make_plain)
+
+
+def _backend():
+    return os.environ["KERAS_BACKEND"]
+
+
+def compute_in_float64():
+    """Make Keras compute in float64, on JAX too (the variable JAX_ENABLE_X64 is needed)."""
+    import keras
+
+    keras.config.set_floatx("float64")
+    if keras.backend.backend() == "jax":
+        # With JAX, Keras lowers float64 to float32 in means, norms and losses.
+        from keras.src.backend.common import dtypes
+
+        dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64"
+
+
+def main():
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what Keras prints does not mix with the answers
+    import lockstep  # noqa: F401  (follows LOCKSTEP_REHEARSE before anything runs)
+
+    compute_in_float64()
+    warnings.simplefilter("error")
+    for action, message in IGNORED:
+        warnings.filterwarnings(action, message)
+    for line in sys.stdin:
+        try:
+            answer = _differences(*json.loads(line))
+        except Exception:
+            answer = {"error": traceback.format_exc()}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+IGNORED = [
+    # keras.Variable under NumPy 2, keras/src/backend/common/variables.py (Keras 3.15.1)
+    ("ignore", "__array__ implementation doesn't accept a copy keyword"),
+    # A recurrent layer that is given a mask, keras/src/layers/layer.py (Keras 3.16)
+    ("ignore", "Layer .* was passed an input with a mask attached to it"),
+    # Every source that does not tell its length, keras/src/trainers/epoch_iterator.py
+    ("ignore", "Your input ran out of data"),
+]
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""The place of a process, from tables of environment variables."""
+
+import pytest
+
+from lockstep.errors import ProcessesDisagree
+from lockstep.launch.environment import (
+    ALONE,
+    Place,
+    devices_of_process,
+    find_place,
+    first_host,
+)
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
+SLURM = {
+    "SLURM_JOB_ID": "70001",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "gpu[07-08],big1",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
+    "SLURM_NTASKS": "3",
+    "SLURM_NODEID": "2",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+}
+JAX = {
+    "JAX_NUM_PROCESSES": "2",
+    "JAX_PROCESS_ID": "1",
+    "JAX_COORDINATOR_ADDRESS": "job-node-0-0.job:29500",
+}
+OURS = {
+    "LOCKSTEP_PROCESSES": "4",
+    "LOCKSTEP_PROCESS": "3",
+    "LOCKSTEP_COORDINATOR": "127.0.0.1:4000",
+}
+OPTIONS = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "auto",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29500",
+}
+
+PLACES = {
+    "nothing": ({}, (0, 1, None, None, None, "")),
+    "lockstep": (OURS, (3, 4, None, None, "127.0.0.1:4000", "lockstep")),
+    "JAX": (JAX, (1, 2, None, None, "job-node-0-0.job:29500", "JAX")),
+    "torchrun": (TORCHRUN, (3, 4, 1, 2, "10.0.0.1:29501", "torchrun")),
+    "torchrun, an IPv6 address": (
+        {**TORCHRUN, "MASTER_ADDR": "fe80::1"},
+        (3, 4, 1, 2, "[fe80::1]:29501", "torchrun"),
+    ),
+    "torchrun's options alone": (
+        OPTIONS,
+        (1, 2, 0, 1, "job-node-0-0.job:29501", "torchrun's options"),
+    ),
+    "torchrun and its options": (
+        {**TORCHRUN, **OPTIONS},
+        (3, 4, 1, 2, "10.0.0.1:29501", "torchrun"),
+    ),
+    "Slurm": (SLURM, (2, 3, 0, 1, "gpu07:61809", "Slurm")),
+    "Slurm, on one host": (
+        {**SLURM, "SLURM_STEP_NUM_NODES": "1", "SLURM_LOCALID": "2"},
+        (2, 3, 2, 3, "gpu07:61809", "Slurm"),
+    ),
+    "Slurm's batch script outside of srun": (
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
+        (0, 1, None, None, None, ""),
+    ),
+    "Open MPI 4": (OPEN_MPI, (1, 2, 1, 2, "10.96.0.1:62624", "Open MPI")),
+    "torchrun on each host of Slurm": (
+        {**TORCHRUN, **SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},
+        (3, 4, 1, 2, "10.0.0.1:29501", "torchrun"),
+    ),
+    "one process of torchrun": (
+        {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"},
+        (0, 1, None, None, None, ""),
+    ),
+    "an address of one's own": (
+        {**TORCHRUN, "LOCKSTEP_COORDINATOR": "10.0.0.1:5000"},
+        (3, 4, 1, 2, "10.0.0.1:5000", "torchrun"),
+    ),
+    "JAX's address alone is for jax.distributed.initialize": (
+        {"JAX_COORDINATOR_ADDRESS": "host:1"},
+        (0, 1, None, None, None, ""),
+    ),
+    "processes that train apart": (
+        {**SLURM, "LOCKSTEP_PROCESSES": "1"},
+        (0, 1, None, None, None, "lockstep"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_the_place_of_a_process_by_the_variables_of_its_launcher(case):
+    environ, expected = PLACES[case]
+    found = find_place(environ)
+    got = (
+        found.rank,
+        found.size,
+        found.local_rank,
+        found.local_size,
+        found.coordinator,
+        found.launcher,
+    )
+    assert got == expected
+    assert all(environ.get(name) for name in found.variables)  # what it says that it has read
+
+
+REFUSED = {
+    "a size without a rank": (
+        {"WORLD_SIZE": "4"},
+        "WORLD_SIZE=4 is set, and RANK is not",
+    ),
+    "a rank without a size": ({"RANK": "1"}, "RANK=1 is set, and WORLD_SIZE is not"),
+    "a rank beyond the size": (
+        {**OURS, "LOCKSTEP_PROCESS": "4"},
+        "LOCKSTEP_PROCESS=4 and LOCKSTEP_PROCESSES=4 are set",
+    ),
+    "no number": ({**JAX, "JAX_PROCESS_ID": "one"}, "JAX_PROCESS_ID='one' is set"),
+    "an elastic number of hosts": ({**OPTIONS, "PET_NNODES": "1:4"}, "PET_NNODES='1:4' is set"),
+    "no address": (
+        {"WORLD_SIZE": "2", "RANK": "0"},
+        "process 0 of 2 (torchrun: RANK, WORLD_SIZE), and no variable says where",
+    ),
+    "an address without a port": (
+        {**OURS, "LOCKSTEP_COORDINATOR": "here"},
+        "LOCKSTEP_COORDINATOR='here' is set",
+    ),
+    "two launchers": (
+        {**TORCHRUN, **OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0"},
+        "process 3 of 4 (torchrun: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), and process 0 of 2 "
+        "(Open MPI: OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_RANK): two launchers disagree",
+    ),
+    "two launchers with other numbers": (
+        {**JAX, **SLURM},
+        "process 1 of 2 (JAX: JAX_NUM_PROCESSES, JAX_PROCESS_ID, JAX_COORDINATOR_ADDRESS), and "
+        "process 2 of 3 (Slurm",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_contradictions_are_refused_with_both_values(case):
+    environ, text = REFUSED[case]
+    with pytest.raises(ProcessesDisagree) as caught:
+        find_place(environ)
+    assert text in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 3
+
+
+def test_the_first_host_of_slurms_lists():
+    lists = ["node1", "node1,node2", "node[001-015],other", "node[001,007-015]", "a-b[3],c"]
+    assert [first_host(each) for each in lists] == ["node1", "node1", "node001", "node001", "a-b3"]
+
+
+@pytest.mark.parametrize(
+    ("place", "visible", "mine"),
+    [
+        (Place(3, 4, 1, 2), 4, [2, 3]),
+        (Place(1, 2, 1, 2), 2, [1]),
+        (Place(1, 2, 0, 1), 4, None),  # one process per host
+        (Place(3, 4, 1, 2, divides_devices=True), 4, None),
+        (Place(1, 2), 4, None),  # JAX's variables do not say who is on this host
+        (Place(3, 4, 1, 2), 0, None),  # no GPU
+        (ALONE, 4, None),
+    ],
+)
+def test_processes_of_a_host_divide_its_gpus(place, visible, mine):
+    assert devices_of_process(place, visible) == mine
+
+
+@pytest.mark.parametrize(("size", "visible", "fit"), [(3, 4, 2), (4, 1, 1), (2, 3, 1)])
+def test_processes_that_would_claim_the_same_gpus_are_refused(size, visible, fit):
+    place = Place(0, size, 0, size, launcher="torchrun")
+    with pytest.raises(
+        ProcessesDisagree, match=f"{size} processes .* each sees {visible} GPUs"
+    ) as it:
+        devices_of_process(place, visible)
+    assert f"Start {fit} processes" in str(it.value)

@@ -1,0 +1,379 @@
+"""`lockstep run` with stand-ins for a training, which import no framework."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.launch.output import Output
+from lockstep.launch.rank_process import Failure, cause_of
+from lockstep.launch.status import Status
+
+SOURCE = Path(__file__).parents[2] / "src"
+SOON = 60
+"""Seconds after which a test gives up."""
+
+HEAD = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+rank, size = int(os.environ.get("LOCKSTEP_PROCESS", 0)), int(os.environ["LOCKSTEP_PROCESSES"])
+Path(f"pid-{rank}").write_text(str(os.getpid()))
+
+def wait_for(*names):
+    until = time.monotonic() + 60
+    while not all(Path(name).exists() for name in names):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+"""
+
+
+def launch(folder, body, *options, arguments=(), **environment):
+    (folder / "script.py").write_text(HEAD + body)
+    ours = ("LOCKSTEP", "JAX_", "XLA_", "PJRT_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "lockstep", "run", *options, "script.py", *arguments],
+        cwd=folder,
+        env={**clean, "PYTHONPATH": str(SOURCE), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(folder, body, *options, **more):
+    """Run a script to its end; return the exit status and what was printed."""
+    process = launch(folder, body, *options, **more)
+    try:
+        out, error = process.communicate(timeout=SOON)
+    finally:
+        process.kill()
+    return process.returncode, out, error
+
+
+def wait_until(condition):
+    until = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < until, "it never came"
+        time.sleep(0.02)
+
+
+def is_running(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in ("Z", "X")
+
+
+def pids(folder):
+    return [int(file.read_text()) for file in sorted(folder.glob("pid-*")) if file.read_text()]
+
+
+def none_left(folder):
+    found = pids(folder)
+    wait_until(lambda: not any(map(is_running, found)))
+    return found
+
+
+def test_process_0_is_plain_and_lines_of_the_others_have_a_prefix(tmp_path):
+    body = """
+print("out", rank, size, *sys.argv[1:])
+print("error", rank, os.environ.get("LOCKSTEP_REHEARSE"), file=sys.stderr)
+print("no end", rank, end="")
+"""
+    options = ("--processes", "2", "--devices-per-process", "3")
+    status, out, error = run(tmp_path, body, *options, arguments=["--restarts", "x"])
+    assert status == 0
+    assert sorted(out.replace("no end 0", "no end 0\n").splitlines()) == sorted(
+        ["out 0 2 --restarts x", "[1] out 1 2 --restarts x", "[1] no end 1", "no end 0"]
+    )
+    assert {"error 0 3", "[1] error 1 3"} <= set(error.splitlines())
+    assert "rehearsal on 3 virtual CPU devices in each process" in error
+    # It never called distribute, which is worth a note where several processes ran.
+    assert "script.py never called lockstep.distribute, so 2 processes did the same work" in error
+    none_left(tmp_path)
+
+
+def test_one_process_without_distribute_is_no_note(tmp_path):
+    status, out, error = run(tmp_path, "print(rank, size)")
+    assert (status, out, error) == (0, "0 1\n", "")
+
+
+def test_a_progress_bar_of_another_process_becomes_its_last_state(capsys):
+    output = Output(1, sys.stdout)
+    output.write(b"1/2\r2/2")
+    output.write(b" done\r\nhalf")
+    output.close()
+    assert capsys.readouterr().out == "[1] 2/2 done\n[1] half\n"
+    assert [*output.last] == ["2/2 done", "half"]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_process_that_failed_first_gives_the_exit_status(tmp_path, failing):
+    """The others fail because of it, and here even end before it."""
+    body = f"""
+import lockstep
+if rank == {failing}:
+    def hook(*_):
+        Path("failed").touch()
+        time.sleep(1)  # as JAX waits for the other processes at the end of Python
+        os._exit(7)
+    report, sys.excepthook = sys.excepthook, lambda *error: (report(*error), hook())
+    raise OSError("the disk is full")
+wait_for("failed")
+error = lockstep.errors.ProcessesDisagree("Process {failing} left its fit by an error")
+error.left_by = {failing}
+raise error
+"""
+    status, _, error = run(tmp_path, body, "--processes", "2")
+    assert status == 7
+    assert f"lockstep run: process {failing} of 2 failed first: OSError: the disk is full" in error
+    if failing:  # the lines of process 0 are there already
+        *_, last = error.rpartition("its last lines:")
+        assert "    OSError: the disk is full" in last
+        assert "left its fit" not in last
+    none_left(tmp_path)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_process_ends_the_run_and_what_the_others_have_started(tmp_path, killed):
+    body = """
+if rank == 0:  # a worker of the script, in the group of its process
+    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    Path("pid-worker").write_text(str(worker.pid))
+time.sleep(600)
+"""
+    process = launch(tmp_path, body, "--processes", "2")
+    try:
+        wait_until(lambda: len(pids(tmp_path)) == 3)
+        victim = int((tmp_path / f"pid-{killed}").read_text())
+        os.kill(victim, signal.SIGKILL)
+        _, error = process.communicate(timeout=SOON)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGKILL
+    assert f"process {killed} of 2 failed first: ended by SIGKILL" in error
+    assert len(none_left(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_every_process_which_saves(tmp_path, how):
+    body = """
+def save(number, _):
+    Path(f"saved-{rank}").write_text(str(number))
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+Path(f"ready-{rank}").touch()
+while True:
+    time.sleep(0.1)
+"""
+    process = launch(tmp_path, body, "--processes", "2")
+    try:
+        wait_until(lambda: len([*tmp_path.glob("ready-*")]) == 2)
+        process.send_signal(how)
+        _, error = process.communicate(timeout=SOON)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + how
+    assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == ["15", "15"]
+    assert "failed" not in error
+    none_left(tmp_path)
+
+
+def test_a_second_ctrl_c_ends_processes_that_do_not_stop(tmp_path):
+    body = """
+signal.signal(signal.SIGTERM, lambda *_: Path(f"told-{rank}").touch())
+Path(f"ready-{rank}").touch()
+while True:
+    time.sleep(0.1)
+"""
+    process = launch(tmp_path, body, "--processes", "2", "--restarts", "3")
+    try:
+        wait_until(lambda: len([*tmp_path.glob("ready-*")]) == 2)
+        process.send_signal(signal.SIGINT)
+        wait_until(lambda: len([*tmp_path.glob("told-*")]) == 2)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=SOON)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGINT
+    assert "restart" not in error
+    none_left(tmp_path)
+
+
+def test_no_process_outlives_a_launcher_that_is_killed(tmp_path):
+    """The processes are told to save first, and their own workers end as well."""
+    body = """
+def save(*_):
+    Path(f"saved-{rank}").touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+Path(f"pid-worker-{rank}").write_text(str(worker.pid))
+while True:
+    time.sleep(0.1)
+"""
+    process = launch(tmp_path, body, "--processes", "2", TMPDIR=str(tmp_path))
+    try:
+        wait_until(lambda: len(pids(tmp_path)) == 4)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=SOON)
+    finally:
+        process.kill()
+    assert len(none_left(tmp_path)) == 4
+    assert {file.name for file in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
+    wait_until(lambda: not [*tmp_path.glob("lockstep-run-*")])  # nor is a file left
+
+
+def test_all_processes_start_again_after_a_failure(tmp_path):
+    body = """
+with open(f"starts-{rank}", "a") as file:
+    file.write(os.environ["LOCKSTEP_COORDINATOR"] + "\\n")
+if len(Path("starts-1").read_text().split() if rank else "") == 1:
+    sys.exit(3)
+if len(Path(f"starts-{rank}").read_text().split()) == 1:
+    time.sleep(600)
+"""
+    status, _, error = run(tmp_path, body, "--processes", "2", "--restarts", "2")
+    assert status == 0
+    assert "process 1 of 2 failed first: exit status 3" in error
+    assert "restart 1 of 2" in error
+    assert "restart 2 of 2" not in error
+    starts = [(tmp_path / f"starts-{rank}").read_text().split() for rank in (0, 1)]
+    assert starts[0] == starts[1]
+    assert len(starts[0]) == 2
+
+
+def test_restarts_come_to_an_end(tmp_path):
+    status, _, error = run(tmp_path, "sys.exit(4)", "--restarts", "2")
+    assert status == 4
+    assert error.count("process 0 failed: exit status 4") == 3
+
+
+@pytest.mark.parametrize("stops", [False, True], ids=["waits", "SIGSTOP"])
+def test_a_process_that_stands_still_is_named_with_its_phase_and_stacks(tmp_path, stops):
+    body = f"""
+import lockstep
+from lockstep.launch.status import STATUS_OF_PROCESS, phase
+
+def stands_still():
+    while STATUS_OF_PROCESS.step:
+        time.sleep(0.1)
+
+STATUS_OF_PROCESS.detail = "epoch 3"
+with phase("training", compiles=True):
+    for _ in range(5 - rank):
+        STATUS_OF_PROCESS.stepped()
+    if {stops} and rank == 1:
+        time.sleep(1.5)  # its status has been written
+        os.kill(os.getpid(), signal.SIGSTOP)
+    stands_still()
+"""
+    status, _, error = run(tmp_path, body, "--processes", "2", "--patience", "2")
+    assert status == 124
+    assert "process 0 stands in training, epoch 3, after 5 steps, since" in error
+    assert "process 1 of 2 failed first: stood still in training, epoch 3, after 4 steps" in error
+    assert ("it was stopped by a signal" in error) is stops
+    lines = error.splitlines()
+    assert any("stands_still" in line and not line.startswith("[1]") for line in lines)
+    assert any("[1]" in line and "stands_still" in line for line in lines) is not stops
+    none_left(tmp_path)
+
+
+def test_a_script_may_take_its_time_outside_of_the_calls_of_a_model(tmp_path):
+    status, _, _ = run(tmp_path, "import lockstep; time.sleep(3)", "--patience", "0.5")
+    assert status == 0
+
+
+CAUSES = {
+    "the earlier one": ([Failure(0, 1, at=5.0), Failure(1, 1, at=4.0)], 1),
+    "no abort that follows a kill": ([Failure(0, -6, at=10.0), Failure(1, -9, at=10.1)], 1),
+    "an abort of long before": ([Failure(0, -6, at=10.0), Failure(1, -9, at=20.0)], 0),
+    "no broken connection": (
+        [
+            Failure(0, 1, 10.0, Status(failure="JaxRuntimeError: Gloo all-reduce failed")),
+            Failure(1, 1, 10.1, Status(failure="ValueError: no")),
+        ],
+        1,
+    ),
+    "the one that another one names": (
+        [Failure(0, 1, 10.0, Status(failed_by=1)), Failure(1, 1, 90.0, Status(failed_by=1))],
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CAUSES)
+def test_the_cause_of_several_failures(case):
+    failures, rank = CAUSES[case]
+    assert cause_of(failures).rank == rank
+
+
+REFUSED = {
+    "a script that is not there": (
+        (),
+        {},
+        "none.py was to be run, and there is no such file in",
+    ),
+    "more processes than GPUs": (
+        ("--processes", "3"),
+        {"CUDA_VISIBLE_DEVICES": "4,6"},
+        "3 processes of 1 devices each were asked for, and 2 GPUs are here: 4, 6.",
+    ),
+    "GPUs that cannot be divided": (
+        ("--processes", "2"),
+        {"CUDA_VISIBLE_DEVICES": "0,1,2"},
+        "--processes=2 was asked for, and 3 GPUs are here, which they cannot divide.",
+    ),
+    "more devices than GPUs": (
+        ("--processes", "2", "--devices-per-process", "2"),
+        {"CUDA_VISIBLE_DEVICES": "0,1,2"},
+        "2 processes of 2 devices each were asked for, and 3 GPUs are here: 0, 1, 2.",
+    ),
+    "a launcher of the launcher": (
+        (),
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+        "lockstep run was itself started as process 1 of 2 (torchrun: RANK",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_started_is_refused_in_words(case, tmp_path, monkeypatch):
+    from click.testing import CliRunner
+
+    from lockstep.cli import main
+
+    options, environment, text = REFUSED[case]
+    (tmp_path / "script.py").write_text("print(1)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LOCKSTEP_REHEARSE", raising=False)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    script = "none.py" if case == "a script that is not there" else "script.py"
+    done = CliRunner().invoke(main, ["run", *options, script])
+    assert done.exit_code == 1
+    assert text in done.output
+    assert len(done.output.strip().splitlines()) <= 3
+
+
+def test_the_visible_gpus_are_divided(monkeypatch):
+    from lockstep.launch.shares import devices_of_each
+
+    of = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+    got = [devices_of_each(2, None, of), devices_of_each(2, 1, of), devices_of_each(1, None, of)]
+    assert [[each["CUDA_VISIBLE_DEVICES"] for each in every] for every in got] == [
+        ["4,5", "6,7"],
+        ["4", "5"],
+        ["4,5,6,7"],
+    ]
+    assert (
+        devices_of_each(2, 3, {**of, "LOCKSTEP_REHEARSE": "8"}) == [{"LOCKSTEP_REHEARSE": "3"}] * 2
+    )

@@ -1,0 +1,65 @@
+"""What a `lockstep.Checkpoint` prints, with the numbers of epochs that Keras prints."""
+
+import os
+import re
+import signal
+
+import keras
+import pytest
+
+import lockstep
+from tests.conformance.common import data, model
+
+
+class Interrupts(keras.callbacks.Callback):
+    def __init__(self, epoch, batch):
+        super().__init__()
+        self.at = (epoch, batch)
+
+    def get_state(self):
+        return {}
+
+    def set_state(self, state):
+        pass
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if (self.epoch, batch) == self.at:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def trained(folder, *callbacks, verbose=2, **options):
+    made = lockstep.distribute(model(), 2)
+    x, y = data()
+    checkpoint = lockstep.Checkpoint(folder, **options)
+    made.fit(x, y, 10, epochs=2, verbose=verbose, callbacks=[*callbacks, checkpoint])
+
+
+def test_a_signal_saves_and_says_what_to_do_next(tmp_path, capsys):
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path / "run", Interrupts(1, 2))
+    printed = capsys.readouterr().out
+    assert "Epoch 2/2" in printed
+    saved = f"lockstep: saved epoch 2, after step 3 to {tmp_path / 'run'}; "
+    assert saved + "run the same command to go on\n" in printed
+    trained(tmp_path / "run", Interrupts(None, None))
+    printed = capsys.readouterr().out
+    assert re.search(r"^lockstep: goes on from .*: epoch 2, after step 3; ", printed, re.M)
+
+
+def test_nothing_is_said_with_verbose_0(tmp_path, capsys):
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path, Interrupts(0, 1), verbose=0)
+    assert "saved" not in capsys.readouterr().out
+
+
+def test_a_line_for_each_save_on_request(tmp_path, capsys):
+    made = lockstep.distribute(model(), 2)
+    for folder, verbose in (("quiet", 0), ("told", 1)):
+        checkpoint = lockstep.Checkpoint(tmp_path / folder, verbose=verbose)
+        made.fit(*data(), 10, epochs=2, verbose=0, callbacks=[checkpoint])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    told = tmp_path / "told"
+    assert lines == [f"lockstep: saves the end of epoch {number} to {told}" for number in (1, 2)]

@@ -1,0 +1,114 @@
+"""What `lockstep doctor` says, and what it finds in environments of its own."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from lockstep.doctor import Findings, choose_backend
+from tests.processes.common import python
+
+INSTALLED = {"keras": "3.15.1", "jax": "0.10.2"}
+ONE = Findings("jax", "KERAS_BACKEND", INSTALLED, devices=(("cpu:0", "cpu"),))
+GPUS = tuple((f"gpu:{number}", "NVIDIA H200") for number in range(4))
+
+
+def changed(**values):
+    return dataclasses.replace(ONE, **values)
+
+
+def test_one_device():
+    assert ONE.works
+    assert ONE.advice() == (
+        "Nothing has to change. One device is here; to try several, set LOCKSTEP_REHEARSE=4 "
+        "before Python starts."
+    )
+
+
+def test_several_devices():
+    found = changed(devices=(*GPUS, ("cpu:0", "cpu")), gpus=4)
+    assert found.advice() == "Nothing has to change."
+    assert dict(found.rows())["CUDA"] == "4 NVIDIA GPUs"
+
+
+def test_a_backend_that_is_not_installed():
+    found = Findings("tensorflow", "Keras's default", INSTALLED, failure="ModuleNotFoundError")
+    assert not found.works
+    assert found.advice() == (
+        "A script that imports Keras fails: tensorflow is not installed.\n"
+        "Change: export KERAS_BACKEND=jax"
+    )
+    assert changed(installed={"jax": None}, devices=()).advice().endswith("pip install jax")
+
+
+def test_gpus_that_the_backend_does_not_use():
+    assert changed(gpus=2).advice() == (
+        "2 NVIDIA GPUs found, and jax does not use them.\n"
+        'Change: pip install "keras-lockstep[cuda]"'
+    )
+    for meant in ({"rehearsal": "4"}, {"visible": ""}):
+        assert changed(gpus=2, **meant).advice().startswith("Nothing has to change")
+
+
+def test_where_the_choice_of_a_backend_comes_from(tmp_path):
+    assert choose_backend({"KERAS_BACKEND": "jax"}) == ("jax", "KERAS_BACKEND")
+    home = {"KERAS_HOME": str(tmp_path)}
+    assert choose_backend(home) == ("tensorflow", "Keras's default")
+    (tmp_path / "keras.json").write_text('{"backend": "torch"}')
+    backend, chosen_by = choose_backend(home)
+    assert backend == "torch"
+    assert chosen_by.startswith(str(tmp_path / "keras.json"))
+
+
+def doctor(tmp_path, **environment):
+    ours = ("LOCKSTEP", "JAX_", "XLA_", "KERAS")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "doctor"],
+        env={**clean, "KERAS_HOME": str(tmp_path), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not done.stderr
+    return done.returncode, done.stdout
+
+
+def test_a_rehearsal(tmp_path):
+    status, printed = doctor(tmp_path, KERAS_BACKEND="jax", LOCKSTEP_REHEARSE="4")
+    assert status == 0
+    assert re.search(r"^backend +jax, from KERAS_BACKEND$", printed, re.M)
+    assert re.search(r"^versions +keras-lockstep \S+, keras \S+, jax \S+", printed, re.M)
+    assert re.search(r"^devices +cpu:0 to cpu:3 \(cpu\)$", printed, re.M)
+    assert re.search(r"^rehearsal +LOCKSTEP_REHEARSE=4$", printed, re.M)
+    assert printed.endswith("\n\nNothing has to change.\n")
+
+
+def test_a_backend_without_an_engine(tmp_path):
+    """The command itself runs on JAX without KERAS_BACKEND; a script follows keras.json."""
+    (tmp_path / "keras.json").write_text('{"backend": "numpy"}')
+    status, printed = doctor(tmp_path)
+    assert status == 1
+    assert "devices    none could be listed" in printed
+    assert "UnsupportedBackend: Keras runs on 'numpy'" in printed
+    assert "Set KERAS_BACKEND=jax" in printed
+
+
+@pytest.mark.parametrize(("backend", "name"), [("jax", "JAX"), ("tensorflow", "TensorFlow")])
+def test_lockstep_imported_after_keras_had_started(backend, name):
+    """The advice was to set the variable, which was set."""
+    script = (
+        "import keras; keras.ops.ones(1)\n"
+        "import lockstep\n"
+        "try: lockstep.devices()\n"
+        "except lockstep.errors.RehearsalTooLate as error: print(error)"
+    )
+    assert python(script, LOCKSTEP_REHEARSE="4", KERAS_BACKEND=backend) == (
+        f"LOCKSTEP_REHEARSE=4 is set, and {name} had started with 1: cpu:0.\n"
+        "Devices are fixed at the first operation, and lockstep reads the variable when it is "
+        "imported.\n"
+        "Put `import lockstep` before the first Keras operation: any layer, tensor or model."
+    )

@@ -1,0 +1,24 @@
+"""These tests need Keras on PyTorch; any other process starts one that has it."""
+
+import keras
+import numpy as np
+import pytest
+
+if keras.backend.backend() == "torch":
+    # Before the shared cases, some of which make a loss when they are imported.
+    from tests.torch.double import in_double
+
+    collect_ignore = ["test_in_a_process_of_its_own.py"]
+
+    @pytest.fixture(scope="session", autouse=True)
+    def _warm_processes():
+        """The processes of three devices run as long as a model has them: this one does."""
+        import lockstep
+
+        model = in_double(keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]))
+        lockstep.distribute(model, 3).predict(np.ones((3, 1)), verbose=0)
+        yield
+        lockstep.release(model)
+
+else:
+    collect_ignore_glob = ["test_on_*.py"]

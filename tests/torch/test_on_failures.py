@@ -1,0 +1,206 @@
+"""What goes wrong in the process of a replica comes home, and leaves nothing behind."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import lockstep
+from lockstep.errors import UnsplitBatchWarning, UnsupportedModel, WorkerDied
+from tests.torch.agreement import assert_equal, both, values
+
+QUIET = {"verbose": 0, "shuffle": False}
+
+pytestmark = pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")
+
+
+class Fails(layers.Layer):
+    """Fails in the processes of the workers, at so many calls; in that of the test it does not."""
+
+    def __init__(self, how, calls, **kwargs):
+        super().__init__(**kwargs)
+        self.home = os.getpid()
+        self.how = how
+        self.calls = calls
+
+    def call(self, x):
+        if os.getpid() != self.home:
+            self.calls -= 1
+            if self.calls < 0 and self.how == "kill":
+                print("the last words", flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.calls < 0:
+                raise KeyError("no such thing")
+        return x * 1.0
+
+
+def failing(how, calls):
+    def build():
+        model = keras.Sequential(
+            [
+                keras.Input((4,)),
+                layers.BatchNormalization(),
+                layers.Dense(3),
+                Fails(how, calls),
+                layers.Dense(2),
+            ]
+        )
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+        return model
+
+    return build
+
+
+def data(rows=20):
+    rng = np.random.default_rng(1)
+    return rng.normal(size=(rows, 4)), rng.normal(size=(rows, 2))
+
+
+def workers(parent):
+    """The processes of replicas that a process has started."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes()
+            started_by = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except (OSError, IndexError):
+            continue
+        if started_by == parent and b"lockstep.engines.torch.worker" in command:
+            found.append(int(folder.name))
+    return found
+
+
+def is_running(process):
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_a_killed_worker_ends_the_call_and_the_model_stands_as_after_the_last_step():
+    """Three steps of five rows; the workers die within the forward pass of the fourth."""
+    one, many = both(failing("kill", 3), devices=2)
+    x, y = data()
+    one.fit(x[:15], y[:15], batch_size=5, **QUIET)
+    before = set(workers(os.getpid()))
+    with pytest.raises(WorkerDied, match=r"replica 1 \(cpu:1\) has ended by signal 9") as caught:
+        many.fit(x, y, batch_size=5, **QUIET)
+    assert "the last words" in caught.value.__notes__[0]
+    del caught  # and the frames of Keras's loop
+    assert_equal(values(one), values(many))
+    assert set(workers(os.getpid())) <= before
+    # The processes are started anew, and training goes on from there.
+    many.layers[2].calls = 1000
+    assert_equal(one.fit(x, y, **QUIET).history, many.fit(x, y, **QUIET).history)
+    assert_equal(values(one), values(many))
+    # An error of a worker comes home as itself.
+    many.layers[2].calls, many.layers[2].how = 0, "raise"
+    with pytest.raises(KeyError, match="no such thing") as caught:
+        many.fit(x, y, batch_size=5, **QUIET)
+    assert "replica 1 (cpu:1)" in caught.value.__notes__[0]
+    del caught
+    assert_equal(values(one), values(many))
+    assert set(workers(os.getpid())) <= before
+    lockstep.release(many)
+
+
+@pytest.mark.whole
+def test_the_end_of_a_worker_between_two_calls_is_noticed_at_the_next_one():
+    _, many = both(failing("raise", 1000), devices=2)
+    x, _ = data()
+    before = set(workers(os.getpid()))
+    outputs = many.predict(x, verbose=0)
+    (worker,) = set(workers(os.getpid())) - before
+    os.kill(worker, signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="signal 9"):
+        many.predict(x, verbose=0)
+    assert_equal(outputs, many.predict(x, verbose=0))
+    lockstep.release(many)
+
+
+SCRIPT = """
+import os, sys
+import keras, lockstep, numpy as np
+from keras import layers
+
+class Scaled(layers.Layer):
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+    def call(self, x):
+        return x * self.scale
+
+def loss(y, y_pred):
+    return keras.ops.sum(keras.ops.square(y - y_pred))
+
+rng = np.random.default_rng(1)
+x, y = rng.normal(size=(9, 4)), rng.normal(size=(9, 2))
+for devices in (1, 2):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3), Scaled(), layers.Dense(2)])
+    model.compile("sgd", loss)
+    lockstep.distribute(model, devices)
+    print(*model.fit(x, y, batch_size=4, verbose=0, shuffle=False).history["loss"], flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _end_threads_of_keras():
+    """Keras ends the thread of its callbacks when the list of callbacks is collected."""
+    yield
+    gc.collect()
+
+
+@pytest.fixture
+def shared_memory():
+    before = set(os.listdir("/dev/shm"))
+    yield
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_workers_end_with_a_killed_parent_and_nothing_is_left(tmp_path, shared_memory):
+    """A script without a main guard, whose layer and loss travel by value."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(script)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "LOCKSTEP_REHEARSE": "2"},
+    ) as process:
+        one, two = (float(process.stdout.readline()) for _ in range(2))
+        (worker,) = workers(process.pid)
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 30
+        while is_running(worker) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert not is_running(worker)
+    assert two == pytest.approx(one, rel=1e-6)
+
+
+def test_what_cannot_be_pickled_is_named():
+    _, many = both(failing("raise", 1000), devices=3)
+    many.lock = threading.Lock()
+    x, _ = data()
+    with pytest.raises(UnsupportedModel, match="cannot be sent to the proc"):
+        many.predict(x, verbose=0)
+
+
+def test_layers_that_run_whole_are_named():
+    _, many = both(failing("raise", 1000), devices=3)
+    x, _ = data()
+    with pytest.warns(UnsplitBatchWarning, match=r"every device runs 'fails.*' \(Fails\) of"):
+        many.predict(x, verbose=0)

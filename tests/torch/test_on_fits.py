@@ -1,0 +1,286 @@
+"""What a user does with a model: N devices leave what Keras alone leaves on one."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import torch
+from keras import layers
+
+import lockstep
+from lockstep.errors import UnsplitBatchWarning
+from tests.torch.agreement import assert_equal, both, values
+
+QUIET = {"verbose": 0, "shuffle": False}
+
+
+def regression(rows=23, seed=4):
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(rows, 4)), rng.normal(size=(rows, 2))
+
+
+def network():
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(6, activation="tanh", kernel_regularizer="l2"),
+            layers.BatchNormalization(),
+            layers.Dense(2, activity_regularizer="l1"),
+        ],
+        name="network",
+    )
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"])
+    return model
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_batches_of_one_row_of_fewer_than_devices_and_a_ragged_last_one(rows):
+    one, many = both(network)
+    x, y = regression(2 * rows + 1)
+    results = [
+        [
+            model.fit(x, y, batch_size=rows, epochs=2, **QUIET).history,
+            model.evaluate(x, y, batch_size=rows, verbose=0),
+            model.predict(x, batch_size=rows, verbose=0),
+            model.train_on_batch(x[:rows], y[:rows]),
+            model.test_on_batch(x[:rows], y[:rows]),
+            model.predict_on_batch(x[:rows]),
+        ]
+        for model in (one, many)
+    ]
+    assert_equal(*results)
+    assert_equal(one, many)
+
+
+def test_it_moves_between_numbers_of_devices_in_the_middle_of_a_training():
+    one, many = both(network, devices=3)
+    x, y = regression()
+    for devices in (3, None, 1):
+        if devices is None:
+            assert lockstep.release(many) is many
+            assert "make_train_function" not in vars(many)
+        else:
+            assert lockstep.distribute(many, devices) is many
+        assert_equal(many.fit(x, y, **QUIET).history, one.fit(x, y, **QUIET).history)
+    assert_equal(one, many)
+
+
+def test_a_model_that_is_not_built_is_built_by_its_first_batch():
+    def unbuilt():
+        model = keras.Sequential([layers.Dense(5, activation="relu"), layers.Dense(2)])
+        model.compile("adam", "mse")
+        return model
+
+    one, many = both(unbuilt)
+    x, y = regression()
+    assert_equal(one.predict(x, batch_size=9, verbose=0), many.predict(x, batch_size=9, verbose=0))
+    assert_equal(one.fit(x, y, **QUIET).history, many.fit(x, y, **QUIET).history)
+    assert_equal(one, many)
+
+
+class Changes(keras.callbacks.Callback):
+    """Assigns values, and changes attributes, between batches and between epochs."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 1:
+            self.model.layers[-1].bias.assign([1.0, -1.0])
+        self.model.layers[0].kernel_regularizer.l2 = 0.01 * (batch + 1)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.layers[0].trainable = epoch != 1
+        self.model.layers[1].momentum = 0.9 - 0.1 * epoch
+        self.model.optimizer.learning_rate = 0.05 / (epoch + 1)
+
+
+def test_what_a_callback_changes_reaches_every_device():
+    one, many = both(network)
+    x, y = regression()
+    logs = [
+        m.fit(x, y, batch_size=5, epochs=3, callbacks=[Changes()], **QUIET) for m in (one, many)
+    ]
+    assert_equal(logs[0].history, logs[1].history)
+    assert_equal(one, many)
+
+
+def test_what_is_assigned_between_calls_reaches_every_device():
+    one, many = both(network)
+    x, y = regression()
+    for model in (one, many):
+        model.fit(x, y, **QUIET)
+        model.set_weights([0.5 * weight for weight in model.get_weights()])
+        # PyTorch counts no change of what is written through `.data`.
+        model.layers[0].kernel.value.data.mul_(3)
+        model.train_on_batch(x, y)
+        model.layers[-1].kernel.assign(model.layers[-1].kernel * 2)
+        model.compile(keras.optimizers.Adam(0.01), "mae")
+        model.fit(x, y, **QUIET)
+    assert_equal(one, many)
+
+
+def test_every_callback_of_keras(tmp_path):
+    """Each sees the model, and the files that callbacks write are those of one device."""
+    pytest.importorskip("tensorboard")
+    one, many = both(network)
+    x, y = regression()
+    histories = []
+    for model, folder in ((one, tmp_path / "one"), (many, tmp_path / "many")):
+        folder.mkdir()
+        callbacks = [
+            keras.callbacks.BackupAndRestore(folder / "backup"),
+            keras.callbacks.CSVLogger(folder / "log.csv"),
+            keras.callbacks.EarlyStopping(
+                monitor="loss", patience=1, min_delta=10, restore_best_weights=True
+            ),
+            keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: None),
+            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5),
+            keras.callbacks.ModelCheckpoint(folder / "epoch.keras", monitor="val_loss"),
+            keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1, min_delta=10),
+            keras.callbacks.SwapEMAWeights(),
+            keras.callbacks.TerminateOnNaN(),
+        ]
+        model.compile(keras.optimizers.SGD(0.05, use_ema=True), "mse", metrics=["mae"])
+        done = model.fit(
+            x, y, epochs=4, validation_data=(x[:5], y[:5]), callbacks=callbacks, **QUIET
+        )
+        histories.append(done.history)
+    assert_equal(*histories)
+    assert len(histories[0]["loss"]) == 2  # stopped early
+    assert_equal(one, many)
+    rows = [np.genfromtxt(tmp_path / name / "log.csv", delimiter=",") for name in ("one", "many")]
+    assert_equal(*rows)
+    saved = [keras.models.load_model(tmp_path / name / "epoch.keras") for name in ("one", "many")]
+    assert_equal(*saved)
+
+
+class Rows(keras.utils.PyDataset):
+    """Batches of seven rows."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        x, y = regression()
+        return x[7 * index : 7 * index + 7], y[7 * index : 7 * index + 7]
+
+
+def loader():
+    data = torch.utils.data.TensorDataset(*map(torch.as_tensor, regression()))
+    return torch.utils.data.DataLoader(data, batch_size=7)
+
+
+def batches():
+    dataset = Rows()
+    return (dataset[index] for index in range(4))
+
+
+# keras/src/trainers/epoch_iterator.py, of every source that does not tell its length
+@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
+@pytest.mark.parametrize("source", [loader, Rows, batches])
+def test_every_source_of_data_gives_what_arrays_give(source):
+    one, many = both(network)
+    x, y = regression()
+    history = one.fit(x, y, batch_size=7, **QUIET).history
+    assert_equal(many.fit(source(), verbose=0, shuffle=False).history, history)
+    assert_equal(one, many)
+    assert_equal(many.evaluate(source(), verbose=0), one.evaluate(x, y, batch_size=7, verbose=0))
+
+
+def test_rows_are_shuffled_as_on_one_device():
+    one, many = both(network)
+    x, y = regression()
+    for model in (one, many):
+        keras.utils.set_random_seed(3)
+        model.fit(x, y, batch_size=6, epochs=3, verbose=0)
+    assert_equal(one, many)
+
+
+def test_what_is_saved_is_a_plain_file(tmp_path):
+    one, many = both(network)
+    x, y = regression()
+    for model, name in ((one, "one"), (many, "many")):
+        model.fit(x, y, **QUIET)
+        model.save(tmp_path / f"{name}.keras")
+        model.save_weights(tmp_path / f"{name}.weights.h5")
+    loaded = keras.models.load_model(tmp_path / "many.keras")
+    assert_equal(loaded, one)
+    plain = keras.models.load_model(tmp_path / "one.keras")
+    assert loaded.get_config() == plain.get_config()
+    one.load_weights(tmp_path / "many.weights.h5")
+    assert_equal(one.fit(x, y, **QUIET).history, loaded.fit(x, y, **QUIET).history)
+
+
+def test_a_step_of_the_users_own_runs_on_the_first_device_and_says_so():
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            return super().train_step(data)
+
+    def build():
+        model = Own([keras.Input((4,)), layers.Dense(2)])
+        model.compile("sgd", "mse")
+        return model
+
+    one, many = both(build)
+    x, y = regression()
+    with pytest.warns(UnsplitBatchWarning, match="has a train_step of its own, so the first"):
+        history = many.fit(x, y, **QUIET).history
+    assert_equal(history, one.fit(x, y, **QUIET).history)
+    assert_equal(many.predict(x, verbose=0), one.predict(x, verbose=0))  # which is split
+    assert_equal(one, many)
+
+
+def test_a_model_of_many_layers_is_sent():
+    """Pickling goes from layer to layer, and Python's stack would not do."""
+
+    def deep():
+        tensor = start = keras.Input((4,))
+        for _ in range(120):
+            tensor = layers.Activation("tanh")(tensor)
+        model = keras.Model(start, layers.Dense(1)(tensor))
+        model.compile("sgd", "mse")
+        return model
+
+    one, many = both(deep)
+    x, y = regression(6)
+    assert_equal(one.fit(x, y[:, :1], **QUIET).history, many.fit(x, y[:, :1], **QUIET).history)
+    assert_equal(values(one), values(many))
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_dropout_differs_by_replica_and_is_reproducible(seed):
+    outputs = []
+
+    def see(y_true, y_pred):
+        outputs.append(keras.ops.convert_to_numpy(y_pred))
+        return keras.ops.mean(y_pred)
+
+    def noisy():
+        model = keras.Sequential(
+            [keras.Input((500,)), layers.Dropout(0.5, seed=seed), layers.PReLU()]
+        )
+        model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[see])
+        return model
+
+    x = np.ones((6, 500))
+    for _ in range(2):
+        both(noisy)[1].fit(x, x, batch_size=6, epochs=2, **QUIET)
+    built, *first = outputs[:3]  # Keras calls a metric once to build it
+    _, *second = outputs[3:]
+    assert np.all(built == built[0])
+    np.testing.assert_array_equal(first, second)
+    shards = [output[row] for output in first for row in (0, 2, 4)]
+    for number, shard in enumerate(shards):
+        assert 150 < np.count_nonzero(shard) < 350
+        for other in shards[:number]:
+            assert np.count_nonzero(shard != other) > 150
+
+
+def test_no_warning_and_no_words_where_nothing_is_to_be_said(capfd):
+    _, many = both(network)
+    x, y = regression()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        many.fit(x, y, **QUIET)
+    assert capfd.readouterr().out == ""
+    many.fit(x, y, batch_size=8, verbose=2)
+    assert "lockstep: torch, 3 devices (cpu:0 to cpu:2, rehearsed)" in capfd.readouterr().out

@@ -35,7 +35,7 @@ from jax.experimental import topologies
 
 import lockstep
 from lockstep.engines.jax import flags
-from lockstep.engines.jax.on_devices.sharded import Sharded
+from lockstep.engines.jax.on_devices.padded import PaddedArray
 from lockstep.engines.jax.steps.steps import Steps
 
 TARGET = """
@@ -121,8 +121,10 @@ def training_step(name: str, devices: list[Any]) -> tuple[Any, Any, Any, int, in
     def described(value: Any) -> Any:
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=steps.replicated)
 
-    def batch(shape: tuple[int, ...], dtype: str) -> Sharded:
-        return Sharded(jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=steps.by_rows), rows)
+    def batch(shape: tuple[int, ...], dtype: str) -> PaddedArray:
+        return PaddedArray(
+            jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=steps.by_rows), rows
+        )
 
     held = sum(value.nbytes for value in jax.tree.leaves(state))
     gradients = sum(variable.value.nbytes for variable in model.trainable_variables)
@@ -134,7 +136,7 @@ def compiled(
     name: str, target: str, count: int, side: str, extra: dict[str, Any]
 ) -> dict[str, Any]:
     """What the program for so many devices says."""
-    os.environ[flags.OUT] = "on" if side == "lockstep" else "off"
+    os.environ[flags.SWITCH] = "on" if side == "lockstep" else "off"
     hosts = max(count // DEVICES_PER_HOST, 1)
     shape = f"1x{hosts}x{count // hosts}"
     topology = topologies.get_topology_desc(

@@ -29,10 +29,11 @@ import keras
 import numpy as np
 
 import lockstep
-from lockstep.checkpoint import Checkpoint
-from lockstep.engines.jax.checkpoints.position import RecordedIterator
-from lockstep.engines.jax.checkpoints.recording import Recording
-from lockstep.engines.jax.fit.callbacks import Callbacks
+from lockstep.checkpoint.callback import Checkpoint
+from lockstep.checkpoint.fit_run import FitRun
+from lockstep.engines.attachments import attachment_of
+from lockstep.training.callbacks import Callbacks
+from lockstep.training.session import TRAIN
 
 
 def model(width, depth):
@@ -78,13 +79,19 @@ class Ways:
         """What the callback does at the end of an epoch; the thread is waited for afterwards."""
         checkpoint = Checkpoint(folder, keep=1)
         x, y = self.batch
-        batches = RecordedIterator(x=x, y=y, batch_size=len(x), shuffle=True)
-        callbacks = Callbacks([checkpoint], add_history=True, model=self.made)
-        run = Recording(self.made, ("cpu:0",), batches, None, callbacks.callbacks, 10)
-        run._copies = self.copies = getattr(self, "copies", run._copies)  # of one `fit`
+        session = attachment_of(self.made).session
+        batches = session.batches(TRAIN, recorded=True, x=x, y=y, batch_size=len(x), shuffle=True)
+        callbacks = Callbacks(
+            [checkpoint], add_history=True, model=self.made, array_type=session.array_type
+        )
+        others = callbacks.callbacks[:-1]  # the checkpoint is the last one
+        self.state = getattr(self, "state", None) or session.fit_state()
+        run = FitRun(
+            self.made, ("cpu:0",), batches, None, others, 10, self.state, session.processes
+        )
         checkpoint.begin(run, 0)
         began = time.perf_counter()
-        checkpoint.epoch_ended(0, {"loss": 1.0})
+        checkpoint.on_epoch_end(0, {"loss": 1.0})
         blocked = time.perf_counter() - began
         return blocked, checkpoint._background.finish
 

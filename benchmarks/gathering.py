@@ -18,7 +18,7 @@ import numpy as np
 from peers import spread, versions
 from rows import BATCH
 
-from lockstep.engines.jax.steps.prefetched import of_rows
+from lockstep.training.prefetch_queue import of_rows
 
 SIZES = (64, 256, 1024, 4096, 16384)
 AHEAD = 2

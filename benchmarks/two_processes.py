@@ -5,8 +5,7 @@ Each process is pinned to a core of its own; with `--platform gpu` it has a GPU 
 backwards: two processes that do not know of one another (the control, which cancels the machine),
 the same two where each waits for the other after every step and sends it no more than a byte (what
 waiting for the slower of two costs by itself), two under lockstep, two that run a hand-written JAX
-loop over the same collectives, as JAX sets them up and (between CPUs) with gloo's thread behind the
-computation, where lockstep puts it; and for PyTorch the same control, hand-written
+loop over the same collectives; and for PyTorch the same control, hand-written
 DistributedDataParallel, Hugging Face Accelerate and Lightning Fabric. A ratio is the throughput of
 a pair over that of its control in the same round; over one process, whose neighbour has nothing to
 do then, it is the scaling efficiency, the throughput of two over twice that of one. Wall time,
@@ -26,10 +25,6 @@ from workers import Worker, answer, pin
 
 ROWS = 32
 """Rows of a step in each process, unless others are asked for."""
-
-
-AS_BETWEEN_TWO = {"data_on_devices": False, "prefetch": 0}
-"""Of what lockstep does with data on GPUs, that which it does in all groups."""
 
 
 def data(steps, rows):
@@ -55,15 +50,6 @@ def keras_model():
     return model
 
 
-def behind(platform, rank, address, steps, rows):
-    """The hand-written loop, with gloo's thread where lockstep puts it."""
-    run = hand_written_jax(platform, rank, address, steps, rows)
-    from lockstep.engines.jax.several.gloo import let_computation_first
-
-    assert let_computation_first(), "gloo's thread was not found"
-    return run
-
-
 def start_jax(platform, rank, address):
     os.environ["KERAS_BACKEND"] = "jax"
     os.environ["JAX_NUM_CPU_DEVICES"] = "1"
@@ -81,7 +67,7 @@ def lockstep_fit(platform, rank, address, steps, rows):
     start_jax(platform, rank, address)
     import lockstep
 
-    model = lockstep.distribute(keras_model(), **AS_BETWEEN_TWO)
+    model = lockstep.distribute(keras_model())
     rows *= 2 if address else 1
     x, y = data(steps, rows)
     return lambda: model.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
@@ -102,7 +88,7 @@ def in_step(platform, rank, address, steps, rows):
 
     import lockstep
 
-    model = lockstep.distribute(keras_model(), **AS_BETWEEN_TWO)
+    model = lockstep.distribute(keras_model())
     x, y = data(steps, rows)
     waits = [Wait()]
     return lambda: model.fit(x, y, batch_size=rows, shuffle=False, verbose=0, callbacks=waits)
@@ -227,7 +213,6 @@ GROUPS = {
     "independent, in step": (in_step, 2, True),
     "lockstep": (lockstep_fit, 2, True),
     "hand-written JAX": (hand_written_jax, 2, True),
-    "hand-written JAX, gloo behind": (behind, 2, True),
     "one process, PyTorch": (in_torch("alone"), 1, False),
     "independent PyTorch": (in_torch("alone"), 2, False),
     "DistributedDataParallel": (in_torch("data_parallel"), 2, True),
@@ -240,9 +225,7 @@ RATIOS = [
     ("lockstep", "independent"),
     ("lockstep", "independent, in step"),
     ("hand-written JAX", "independent"),
-    ("hand-written JAX, gloo behind", "independent"),
     ("lockstep", "hand-written JAX"),
-    ("lockstep", "hand-written JAX, gloo behind"),
     ("DistributedDataParallel", "independent PyTorch"),
     ("Accelerate", "independent PyTorch"),
     ("Fabric", "independent PyTorch"),
@@ -327,11 +310,7 @@ def main():
         return
     require(options.platform, 2)
     load = os.getloadavg()[0]
-    groups = {
-        name: Group(name, options.platform, options.steps, options.rows)
-        for name in GROUPS
-        if options.platform == "cpu" or GROUPS[name][0] is not behind
-    }
+    groups = {name: Group(name, options.platform, options.steps, options.rows) for name in GROUPS}
     here = {name: group for name, group in groups.items() if not group.missing}
     rounds = []
     for number in range(options.rounds):

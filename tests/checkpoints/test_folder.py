@@ -150,6 +150,19 @@ def test_a_reader_takes_the_new_one_where_the_old_one_has_just_gone(tmp_path, mo
     assert newest(folder) == 2.0
 
 
+def test_a_folder_that_another_process_has_just_opened_is_a_run(tmp_path, monkeypatch):
+    """The other process of a run writes the mark between two looks of this one."""
+    listdir = os.listdir
+
+    def opened_meanwhile(path):
+        monkeypatch.setattr(os, "listdir", listdir)
+        RunFolder(tmp_path).open()
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", opened_meanwhile)
+    assert RunFolder(tmp_path).check()
+
+
 def test_no_number_as_a_loss_leaves_one_to_go_back_to(tmp_path):
     folder, retention = RunFolder(tmp_path), Retention(keep=1, best=False)
     for value, finite in ((1.0, True), (2.0, True), (3.0, False), (4.0, False)):

@@ -104,6 +104,8 @@ class RunFolder:
                 ) from None
             others = sorted(os.listdir(self.path)) if self.path.is_dir() else []
             others = [name for name in others if name != temporary_name(mark).name]
+            if mark.name in others:  # another process of this run has just made it
+                return self.check()
             if others:
                 raise NotARun(
                     f"{self.path} was given for checkpoints, and holds {others[0]!r}, but no run "

@@ -6,19 +6,8 @@ import keras
 
 from lockstep.engines.torch.layers import unknown_rows
 from lockstep.engines.torch.rowwise import is_container
-from lockstep.keras_compat import is_built, trainer_class
+from lockstep.keras_compat import trainer_class
 from lockstep.state import stateful_layers
-
-
-def built_for(model: Any, kind: str) -> bool:
-    """Return whether everything that a step of `model` needs is built."""
-    if not is_built(model):
-        return False
-    if kind == "predict":
-        return True
-    parts = [model._compile_metrics, model._compile_loss]
-    parts += [model.optimizer] if kind == "train" else []
-    return all(part is None or part.built for part in parts)
 
 
 def own_step(model: Any, kind: str) -> str | None:

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from lockstep.announce import arguments_of, fit_line, wants_words
-from lockstep.checkpoint.fit_scope import checkpoint_among
+from lockstep.checkpoint.fit_scope import fit_scope
 from lockstep.devices import Device
 from lockstep.engines import attachments
 from lockstep.engines.atomic_save import atomic_saves
@@ -23,9 +24,11 @@ from lockstep.engines.torch.step_runner import StepRunner
 from lockstep.engines.torch.unsplit import own_step, rows_of, unsplit_model
 from lockstep.errors import LayoutConflict, UnsplitBatchWarning, UnsupportedBackend
 from lockstep.launch.environment import Place
+from lockstep.processes import process_group
 from lockstep.training.build import is_ready
+from lockstep.training.inner_fit import lead_to_loop
 from lockstep.training.loop import Loop
-from lockstep.training.overrides import MAKERS, check_makers
+from lockstep.training.overrides import MAKERS, check_makers, knows_arguments
 
 
 class TorchEngine:
@@ -162,7 +165,7 @@ class Attachment:
         """Return the step function: on several devices, or on one where it cannot be split."""
 
         def run(batches: Any) -> Any:
-            batch = next(iter(batches))
+            batch = keras.tree.map_structure(_tensor, next(iter(batches)))
             result = plain([batch]) if len(self.devices) == 1 else self._split(kind, plain, batch)
             return result if kind == "predict" else _copies(result)
 
@@ -194,6 +197,8 @@ class Attachment:
             if self._loop.replaces(name):
                 methods[name] = getattr(self._loop, name)
         own_loop = not self._loop.replaces("fit")
+        if own_loop and knows_arguments(Loop.fit, "fit"):
+            lead_to_loop()
         methods["fit"] = self._fitting(methods["fit"], own_loop)
         return {name: self.turns.guarded(name, method) for name, method in methods.items()}
 
@@ -201,15 +206,21 @@ class Attachment:
         @functools.wraps(fit)
         def announced_fit(*args: Any, **kwargs: Any) -> Any:
             given = arguments_of(fit, args, kwargs)
-            _check_checkpoint(given.get("callbacks"))
             if wants_words(given):
                 compiles = not own_loop and self._loop.compiles()
                 line = fit_line("torch", self.devices, given, compiles)
                 ignored = len(self.devices) > 1 and self.model.jit_compile
                 print(line + (", without torch.compile" if ignored else ""), flush=True)
-            return fit(*args, **kwargs)
+            with fit_scope(given.get("callbacks"), process_group, own_loop=own_loop):
+                return fit(*args, **kwargs)
 
         return announced_fit
+
+    def fit_recorded(self, *args: Any, **kwargs: Any) -> Any:
+        """Run Keras's `fit` with a checkpoint, called from a `fit` of the model."""
+        given = arguments_of(self._loop.fit, args, kwargs)
+        with fit_scope(given.get("callbacks"), process_group):
+            return self._loop.fit(*args, **kwargs)
 
     # ------------------------------------------------------------------------ inside
 
@@ -236,6 +247,11 @@ def _copies(logs: Any) -> Any:
     )
 
 
+def _tensor(leaf: Any) -> Any:
+    """Convert an array of the host, as Keras's `DataLoader` does."""
+    return keras.ops.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
 def _tensors(data: Any) -> tuple[Any, Any, Any]:
     """Return inputs, targets and sample weights as tensors, as Keras converts them first."""
     parts: tuple[Any, Any, Any] = keras.tree.map_structure(
@@ -243,14 +259,6 @@ def _tensors(data: Any) -> tuple[Any, Any, Any]:
         tuple(keras.utils.unpack_x_y_sample_weight(data)),
     )
     return parts
-
-
-def _check_checkpoint(callbacks: Any) -> None:
-    if checkpoint_among(callbacks) is not None:
-        raise UnsupportedBackend(
-            "lockstep.Checkpoint was given on 'torch', and saves runs on 'jax' and 'tensorflow' "
-            "so far.\nUse keras.callbacks.BackupAndRestore, or set KERAS_BACKEND=jax."
-        )
 
 
 def _check_processes() -> None:

@@ -6,17 +6,31 @@ import keras
 import numpy as np
 import torch
 
+from lockstep.checkpoint.fit_run import Snapshot
 from lockstep.engines.torch.step_runner import StepRunner
+from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import EpochIterator, build_on_first_batch, torch_iterator
+from lockstep.state import named_variables, variables_of
 from lockstep.training.callbacks import may_write_between_steps
-from lockstep.training.session import PREDICT, TRAIN, Begin, Each, End, Kind, Session
+from lockstep.training.input import HostIterator
+from lockstep.training.session import (
+    PREDICT,
+    TRAIN,
+    Begin,
+    Each,
+    End,
+    Kind,
+    Session,
+    recorded_type,
+)
 
 
 class TorchSession(Session):
     """Give the loop one model on PyTorch devices; see `Session`.
 
-    The batches are those of Keras's own iterator: PyTorch draws the order of the rows, as on
-    one device.
+    Without a checkpoint, the batches are those of Keras's own iterator: PyTorch draws the order
+    of the rows, as on one device. A `DataLoader` does not tell its position. Under a checkpoint
+    NumPy draws the order, as on other backends, and batches come from the host.
 
     Args:
         model: The model.
@@ -32,16 +46,24 @@ class TorchSession(Session):
         self._runner = runner
 
     def batches(self, kind: Kind, *, recorded: bool = False, **data: Any) -> Any:
-        """Return Keras's iterator over a `DataLoader`."""
+        """Return Keras's iterator over a `DataLoader`, or a recorded one over host batches."""
+        if recorded:
+            return recorded_type(kind, HostIterator)(**data)
         return torch_iterator()(**data)
 
     def build(self, batches: Any, kind: Kind) -> None:
         """Build what the first step needs, and reset the iterator, as Keras does."""
+        if kind is TRAIN and isinstance(batches, HostIterator):
+            _check_state(self.model)
         if kind is not PREDICT:
             build_on_first_batch(self.model, batches)
         batches.reset()
         if kind is not TRAIN:
             self.model.eval()
+
+    def fit_state(self) -> "TorchFitState":
+        """Return access to the variables, for a checkpoint of one `fit`."""
+        return TorchFitState(self.model)
 
     def is_compiled(self) -> bool:
         """Return whether the first call of a step function compiles it."""
@@ -65,6 +87,50 @@ class TorchSession(Session):
     def joined(self, every: list[Any]) -> Any:
         """Return all rows of the predictions of several steps, as NumPy arrays."""
         return keras.tree.map_structure(_joined, *every)
+
+
+class TorchFitState:
+    """Give access to the variables in a `fit`; see `lockstep.checkpoint.fit_run.FitState`."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def snapshot(self, logs: dict[str, Any]) -> Snapshot:
+        """Copy every variable and the logs of the last step; later steps write in place."""
+        named = {name: v.value for name, v in named_variables(self._model).items()}
+        variables = len(named)
+        # `dict.items` bypasses the fetch of `LazyLogs`.
+        for name, value in dict.items(logs):
+            if value is not None and not isinstance(value, str | bytes):  # added by a callback
+                named[f"logs/{name}"] = torch.as_tensor(value)
+        tensors = [tensor.detach().clone() for tensor in named.values()]
+        arrays = [
+            (name, keras.backend.standardize_dtype(tensor.dtype), tuple(tensor.shape))
+            for name, tensor in zip(named, tensors, strict=True)
+        ]
+        return Snapshot(variables, arrays, map(keras.ops.convert_to_numpy, tensors))
+
+    def sync(self) -> None:
+        """Do nothing: variables hold their values between two steps."""
+
+
+def _check_state(model: Any) -> None:
+    """Raise if a step may change what a checkpoint does not save."""
+    saved = {id(variable.value) for variable in variables_of(model)}
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    others = [f"{name} of {model.name!r}" for name, tensor in tensors if id(tensor) not in saved]
+    for layer in model._flatten_layers():
+        others += [
+            f"{name} of {layer.name!r}"
+            for name, value in vars(layer).items()
+            if isinstance(value, keras.optimizers.Optimizer) and name != "optimizer"
+        ]
+    if others:
+        raise UnsupportedModel(
+            f"A step may change {', '.join(others)}, and lockstep.Checkpoint saves the variables\n"
+            "of layers and the optimizer of compile. Make variables by add_weight; with several "
+            "optimizers,\nuse keras.callbacks.BackupAndRestore."
+        )
 
 
 def _joined(*parts: Any) -> np.ndarray:

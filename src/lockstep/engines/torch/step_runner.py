@@ -39,7 +39,7 @@ class StepRunner:
         self._changes = True
         self._pool: Pool | None = None
         self._streams = RandomStreams()
-        self._checks = 0
+        self._draws = 0
         self._sent: Any = None
         self._tensors: list[Any] = []
         self._versions: list[Any] = []
@@ -75,7 +75,10 @@ class StepRunner:
             else:
                 self._send_values(pool, self._assigned())
             description = pool.memory.write(data)
-            pool.send("step", self.lease.key, kind, self._model.training, rows, description)
+            base = self._draw_base(kind)
+            self._streams.seed(base, 0)
+            mode = self._model.training
+            pool.send("step", self.lease.key, kind, mode, rows, description, base)
             replica = Replica(pool.group, rows, self._streams)
             self._keep()
             try:
@@ -119,7 +122,9 @@ class StepRunner:
             differ = list(range(len(tensors)))
             self._sent = (data, settings)
         self._send_values(pool, differ)
-        self._seed(pool)
+        seeds = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+        keras_seed = None if seeds is None else keras.ops.convert_to_numpy(seeds.state)
+        pool.send("seeds", random.getstate(), np.random.get_state(), keras_seed)
 
     def _structure_changed(self) -> bool:
         return _structure(self._tensors) != self._structure
@@ -137,19 +142,20 @@ class StepRunner:
             pool.send("values", self.lease.key, numbers)
             pool.group.broadcast_in_place([self._tensors[number] for number in numbers])
 
-    def _seed(self, pool: Pool) -> None:
-        """Seed the workers from the states of this process, which stay as they are.
+    def _draw_base(self, kind: str) -> bytes:
+        """Return what decides the random numbers of the next step, besides those of rank 0.
 
-        PyTorch's own state decides the order of shuffled rows too, so that nothing is drawn
-        from it here.
+        It is another one for each step, and a resumed run has that of the run before. It is
+        drawn from no state: PyTorch's own also decides the order of shuffled rows.
         """
-        self._checks += 1
+        self._draws += 1
+        number = self._draws
+        if kind == "train" and self._model.optimizer is not None:
+            # keras/src/optimizers/base_optimizer.py: it counts steps, accumulated ones too
+            number = int(self._model.optimizer._iterations.value)
         base = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
-        base.update(str(self._checks).encode())
-        seeds = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
-        keras_seed = None if seeds is None else keras.ops.convert_to_numpy(seeds.state)
-        pool.send("seeds", base.digest(), random.getstate(), np.random.get_state(), keras_seed)
-        self._streams.seed(base.digest(), 0)
+        base.update(f"{kind} {number}".encode())
+        return base.digest()
 
     # ------------------------------------------------------------- a step that fails
 

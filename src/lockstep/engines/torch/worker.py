@@ -117,7 +117,7 @@ class _Worker:
         _, _, tensors = self._models[key]
         self._group.broadcast_in_place([tensors[number] for number in numbers])
 
-    def _seeds(self, base: bytes, python: Any, numpy: Any, keras_seed: Any) -> None:
+    def _seeds(self, python: Any, numpy: Any, keras_seed: Any) -> None:
         import numpy as np
 
         from lockstep.keras_compat import global_seed_generator
@@ -126,13 +126,15 @@ class _Worker:
         np.random.set_state(numpy)
         if keras_seed is not None:
             global_seed_generator().state.assign(keras_seed)
-        self._streams.seed(base, self._group.rank)
 
-    def _step(self, key: int, kind: str, training: bool, rows: int, batch: Any) -> None:
+    def _step(
+        self, key: int, kind: str, training: bool, rows: int, batch: Any, base: bytes
+    ) -> None:
         from lockstep.engines.torch.replica import Replica
         from lockstep.engines.torch.steps import run_step
 
         model, plan, _ = self._models[key]
+        self._streams.seed(base, self._group.rank)
         if model.training != training:
             model.train(training)
         replica = Replica(self._group, rows, self._streams)

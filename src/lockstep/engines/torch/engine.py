@@ -17,8 +17,9 @@ from lockstep.devices import Device
 from lockstep.engines import attachments
 from lockstep.engines.atomic_save import atomic_saves
 from lockstep.engines.call_guard import LOOPS, STEPPING, CallGuard
-from lockstep.engines.engine import DEFAULT_INPUT, InputOptions, Probe
+from lockstep.engines.engine import DEFAULT_INPUT, InputOptions
 from lockstep.engines.torch import devices as torch_devices
+from lockstep.engines.torch.probe import TorchProbe
 from lockstep.engines.torch.session import TorchSession
 from lockstep.engines.torch.step_runner import StepRunner
 from lockstep.engines.torch.unsplit import own_step, rows_of, unsplit_model
@@ -87,12 +88,9 @@ class TorchEngine:
         """Return the defaults: this engine has no input options."""
         return DEFAULT_INPUT
 
-    def probe(self, model: Any) -> Probe:
-        """Raise: `verify` and `bench` are not here yet."""
-        raise UnsupportedBackend(
-            "verify or bench was asked for on 'torch', and they run on 'jax' so far, verify on "
-            "'tensorflow' too.\nSet KERAS_BACKEND=jax in the environment before Keras is imported."
-        )
+    def probe(self, model: Any) -> TorchProbe:
+        """Return a probe for the steps of `model`, attached or not."""
+        return TorchProbe(model)
 
 
 class Attachment:
@@ -166,20 +164,37 @@ class Attachment:
 
         def run(batches: Any) -> Any:
             batch = keras.tree.map_structure(_tensor, next(iter(batches)))
-            result = plain([batch]) if len(self.devices) == 1 else self._split(kind, plain, batch)
+            result = plain([batch]) if len(self.devices) == 1 else self._step(kind, plain, batch)
             return result if kind == "predict" else _copies(result)
 
         return run
 
-    def _split(self, kind: str, plain: Callable[[Any], Any], batch: Any) -> Any:
+    def look(self, batch: Any) -> Any:
+        """Return layer outputs and gradients of a training step, `None` if one device runs it."""
+        reason, data, rows = self._split("train", batch)
+        if reason is not None or len(self.devices) == 1:
+            return None
+        return self._runner.step("look", data, rows)
+
+    def draw_together(self) -> None:
+        """Let every device draw the random numbers of the global batch, as one device does."""
+        self._runner.draws_together = True
+
+    def _split(self, kind: str, batch: Any) -> tuple[str | None, Any, int]:
+        """Return why a batch cannot be split, `None` if it can; the batch, and its rows."""
         if self._runner.unchecked:
-            if not is_ready(self.model, kind):
-                return plain([batch])  # which builds the model
             self._unsplit = unsplit_model(self.model)
         reason = self._unsplit or own_step(self.model, kind)
-        if reason is None:
-            data = _tensors(batch)
-            reason, rows = rows_of(data[0])
+        if reason is not None:
+            return reason, None, 0
+        data = _tensors(batch)
+        reason, rows = rows_of(data[0])
+        return reason, data, rows
+
+    def _step(self, kind: str, plain: Callable[[Any], Any], batch: Any) -> Any:
+        if self._runner.unchecked and not is_ready(self.model, kind):
+            return plain([batch])  # which builds the model
+        reason, data, rows = self._split(kind, batch)
         if reason is not None:
             self._warn(f"{self.model.name!r} {reason}, so the first device runs every batch alone")
             return plain([batch])

@@ -30,11 +30,13 @@ class StepRunner:
     Attributes:
         lease: The part of the model in its pool.
         unchecked: Whether the next step compares everything.
+        draws_together: Whether every device draws the random numbers of the global batch.
     """
 
     def __init__(self, model: Any, devices: tuple[str, ...]) -> None:
         self.lease = Lease(devices)
         self.unchecked = True
+        self.draws_together = False
         self._model = model
         self._changes = True
         self._pool: Pool | None = None
@@ -75,8 +77,13 @@ class StepRunner:
             else:
                 self._send_values(pool, self._assigned())
             description = pool.memory.write(data)
-            base = self._draw_base(kind)
-            self._streams.seed(base, 0)
+            base: Any
+            if self.draws_together:
+                base = torch.get_rng_state()
+                self._streams.share(base)
+            else:
+                base = self._draw_base(kind)
+                self._streams.seed(base, 0)
             mode = self._model.training
             pool.send("step", self.lease.key, kind, mode, rows, description, base)
             replica = Replica(pool.group, rows, self._streams)
@@ -86,13 +93,15 @@ class StepRunner:
             except PeerLost:
                 self._put_back()
                 raise
+            if self.draws_together:
+                self._streams.take_over()
             self._versions = [tensor._version for tensor in self._tensors]
         return result
 
     @property
     def whole_layers(self) -> list[Any]:
         """The layers that every device runs on the whole batch, of the last step."""
-        return self._plan.whole
+        return self._plan.unsplit
 
     # -------------------------------------------------------- the same model everywhere
 
@@ -108,19 +117,20 @@ class StepRunner:
         data, tensors = dump(self._model)
         settings = current_settings()
         same = len(tensors) == len(self._tensors) and all(map(_is, tensors, self._tensors))
-        if same and self._sent == (data, settings):
+        sent = (data, settings, self.draws_together)
+        if same and self._sent == sent:
             pool.send("compare", self.lease.key, [checksum(tensor) for tensor in tensors])
             differ = sorted({number for answer in pool.receive() for number in answer})
         else:
             self._sent = None
-            pool.send("model", self.lease.key, data, settings)
-            self._plan = Plan(self._model)
+            pool.send("model", self.lease.key, data, settings, self.draws_together)
+            self._plan = Plan(self._model, self.draws_together)
             self._tensors = tensors
             self._structure = _structure(tensors)
             self._state = _state_of(self._model)
             self._kept = {}
             differ = list(range(len(tensors)))
-            self._sent = (data, settings)
+            self._sent = sent
         self._send_values(pool, differ)
         seeds = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
         keras_seed = None if seeds is None else keras.ops.convert_to_numpy(seeds.state)

@@ -90,14 +90,14 @@ class _Worker:
         name, content = message
         getattr(self, f"_{name}")(*content)
 
-    def _model(self, key: int, data: bytes, settings: Any) -> None:
+    def _model(self, key: int, data: bytes, settings: Any, draws_together: bool) -> None:
         from lockstep.engines.torch.layers import Plan
         from lockstep.engines.torch.model_pickle import load
         from lockstep.engines.torch.settings import apply_settings
 
         apply_settings(settings)
         model, tensors = load(data)
-        self._models[key] = (model, Plan(model), tensors)
+        self._models[key] = (model, Plan(model, draws_together), tensors)
 
     def _forget(self, key: int) -> None:
         self._models.pop(key, None)
@@ -127,14 +127,15 @@ class _Worker:
         if keras_seed is not None:
             global_seed_generator().state.assign(keras_seed)
 
-    def _step(
-        self, key: int, kind: str, training: bool, rows: int, batch: Any, base: bytes
-    ) -> None:
+    def _step(self, key: int, kind: str, training: bool, rows: int, batch: Any, base: Any) -> None:
         from lockstep.engines.torch.replica import Replica
         from lockstep.engines.torch.steps import run_step
 
         model, plan, _ = self._models[key]
-        self._streams.seed(base, self._group.rank)
+        if plan.draws_together:
+            self._streams.share(base)
+        else:
+            self._streams.seed(base, self._group.rank)
         if model.training != training:
             model.train(training)
         replica = Replica(self._group, rows, self._streams)

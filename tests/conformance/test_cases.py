@@ -53,7 +53,7 @@ SAMPLE = {
         "fixed batch_shape": 3,
         "counters, running maximum and mean": 3,
         "gradient accumulation over 3 steps": 3,
-        "loss scaling in float32": 3,
+        "mixed_float16, loss scaled": 3,
         "trainable toggled between fits": 3,
         "NumPy, class_weight": 3,
     },

@@ -18,7 +18,7 @@ import lockstep
 from lockstep.engines.attachments import attachment_of
 from lockstep.errors import CheckpointWarning, UnsplitBatchWarning, UnsupportedModel
 from tests.checkpoints.data import SOURCES, arrays
-from tests.checkpoints.models import accumulating, everything, with_validation
+from tests.checkpoints.models import accumulating, everything, recurrent, sequences, with_validation
 from tests.checkpoints.runs import EPOCHS, STEPS, assert_same_end, small, train, variables
 from tests.conformance.side_by_side import BATCH, held_out, smooth
 from tests.sampling import rest
@@ -34,6 +34,7 @@ def _quiet():
         warnings.filterwarnings("ignore", message="Your input ran out of data")
         for known in (".*made once more", ".*Kill is gone"):
             warnings.filterwarnings("ignore", message=known, category=CheckpointWarning)
+        warnings.simplefilter("ignore", UnsplitBatchWarning)
         yield
     gc.collect()  # Grain ends its threads with its iterator
 
@@ -116,12 +117,20 @@ def test_every_kind_of_data_goes_on_where_it_was_bit_for_bit(name, tmp_path):
     assert_same_end(cut_and_gone_on(SOURCES[name], tmp_path / "run", 3, 3, **given), truth)
 
 
-MODELS = {"everything": (everything, with_validation), "accumulating": (accumulating, arrays)}
+MODELS = {
+    "everything": (everything, with_validation),
+    "accumulating": (accumulating, arrays),
+    "recurrent": (recurrent, sequences),
+}
 
 
 @pytest.mark.parametrize("name", rest(*MODELS))
 def test_every_variable_goes_on(name, tmp_path):
-    make, source = MODELS[name]
+    plain, source = MODELS[name]
+
+    def make():
+        return in_double(plain())
+
     truth = train(source, tmp_path / "whole", devices=3, make=make, checkpoint={})
     assert_same_end(cut_and_gone_on(source, tmp_path / "run", 3, 3, make=make), truth)
 
@@ -145,9 +154,7 @@ def test_a_fit_and_a_step_of_the_class(cls, tmp_path):
         made.compile(keras.optimizers.Adam(0.05), "mse", metrics=["mae"])
         return in_double(made)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UnsplitBatchWarning)
-        mine = cut_and_gone_on(ragged, tmp_path, 3, 3, make=make)
+    mine = cut_and_gone_on(ragged, tmp_path, 3, 3, make=make)
     assert_same_end(mine, stock(ragged, make), atol=BOUND)
 
 

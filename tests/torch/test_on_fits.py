@@ -195,6 +195,26 @@ def test_rows_are_shuffled_as_on_one_device():
     assert_equal(one, many)
 
 
+def test_an_overflow_in_the_rows_of_one_device_skips_the_step_on_all():
+    """As on one device: no weight changes, and the scale of the loss is halved."""
+
+    def scaled():
+        model = network()
+        inner = keras.optimizers.SGD(0.05, momentum=0.9)
+        optimizer = keras.optimizers.LossScaleOptimizer(inner, 1024.0, dynamic_growth_steps=2)
+        model.compile(optimizer, "mse", metrics=["mae"])
+        return model
+
+    one, many = both(scaled)
+    x, y = regression(24)
+    y[-1] = np.inf  # a row of the last device, in the last of three steps
+    for model in (one, many):
+        model.fit(x, y, batch_size=8, **QUIET)
+    assert_equal(one, many)
+    assert float(many.optimizer.dynamic_scale) == 1024.0  # doubled after two steps, then halved
+    assert all(np.all(np.isfinite(weight)) for weight in many.get_weights())
+
+
 def test_what_is_saved_is_a_plain_file(tmp_path):
     one, many = both(network)
     x, y = regression()

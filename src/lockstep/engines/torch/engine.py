@@ -21,6 +21,7 @@ from lockstep.engines.engine import DEFAULT_INPUT, InputOptions
 from lockstep.engines.torch import devices as torch_devices
 from lockstep.engines.torch.probe import TorchProbe
 from lockstep.engines.torch.session import TorchSession
+from lockstep.engines.torch.stateful import copied_states
 from lockstep.engines.torch.step_runner import StepRunner
 from lockstep.engines.torch.unsplit import own_step, rows_of, unsplit_model
 from lockstep.errors import LayoutConflict, UnsplitBatchWarning, UnsupportedBackend
@@ -162,9 +163,13 @@ class Attachment:
     def _function(self, kind: str, plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return the step function: on several devices, or on one where it cannot be split."""
 
+        def on_one(batches: list[Any]) -> Any:
+            with copied_states(self.model):
+                return plain(batches)
+
         def run(batches: Any) -> Any:
             batch = keras.tree.map_structure(_tensor, next(iter(batches)))
-            result = plain([batch]) if len(self.devices) == 1 else self._step(kind, plain, batch)
+            result = on_one([batch]) if len(self.devices) == 1 else self._step(kind, on_one, batch)
             return result if kind == "predict" else _copies(result)
 
         return run

@@ -18,6 +18,7 @@ from lockstep.engines.torch.replica import RandomStreams, Replica
 from lockstep.engines.torch.settings import checksum, current_settings
 from lockstep.engines.torch.steps import run_step
 from lockstep.keras_compat import GLOBAL_SEED_GENERATOR, global_state
+from lockstep.state import rnn_states
 
 
 class StepRunner:
@@ -197,4 +198,4 @@ def _state_of(model: Any) -> list[Any]:
     layers = model._flatten_layers()
     weights = {id(variable) for layer in layers for variable in layer._trainable_variables}
     variables = [v for v in model.non_trainable_variables if id(v) not in weights]
-    return [variable.value for variable in variables]
+    return [variable.value for variable in [*variables, *rnn_states(model)]]

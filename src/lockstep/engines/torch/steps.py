@@ -16,6 +16,7 @@ import torch
 
 from lockstep.engines.torch.layers import Plan
 from lockstep.engines.torch.replica import Replica
+from lockstep.engines.torch.stateful import copied_states
 from lockstep.engines.watched_layers import watched_layers
 
 
@@ -135,7 +136,7 @@ def _outputs(model: Any, plan: Plan, replica: Replica, x: Any, *, training: bool
         lambda leaf: replica.take(leaf).clone() if leaf is not None and leaf.ndim else leaf,
         x,
     )
-    with plan.in_force(replica):
+    with plan.in_force(replica), copied_states(model):
         options = {"training": training} if model._call_has_training_arg else {}
         outputs = model(own, **options)
     name = f"An output of {model.name!r}"

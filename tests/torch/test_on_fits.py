@@ -9,6 +9,7 @@ import torch
 from keras import layers
 
 import lockstep
+from lockstep.engines.torch.model_pickle import dump, load
 from lockstep.errors import UnsplitBatchWarning
 from tests.torch.agreement import assert_equal, both, values
 
@@ -193,6 +194,21 @@ def test_rows_are_shuffled_as_on_one_device():
         keras.utils.set_random_seed(3)
         model.fit(x, y, batch_size=6, epochs=3, verbose=0)
     assert_equal(one, many)
+
+
+def test_the_same_model_gives_the_same_bytes_and_a_changed_one_others():
+    """The bytes are compared where code of the user's own runs between steps."""
+    _, many = both(network)
+    many.train_on_batch(*regression())
+    before, _ = dump(many)
+    many.train_on_batch(*regression())
+    assert dump(many)[0] == before
+    many.layers[0].kernel_regularizer.l2 = 0.5
+    changed, _ = dump(many)
+    assert changed != before
+    copy, _ = load(changed)
+    assert copy.layers[0].kernel_regularizer.l2 == 0.5
+    assert vars(copy.layers[0].build).keys() == vars(many.layers[0].build).keys()
 
 
 def test_an_overflow_in_the_rows_of_one_device_skips_the_step_on_all():

@@ -254,6 +254,14 @@ def tensorflow_iterator() -> Any:
     return importlib.import_module(trainer_module()).TFEpochIterator
 
 
+def torch_iterator() -> Any:
+    """The iterator of `fit`, `evaluate` and `predict` on PyTorch, over a `DataLoader`.
+
+    keras/src/backend/torch/trainer.py, TorchEpochIterator
+    """
+    return importlib.import_module(trainer_module()).TorchEpochIterator
+
+
 def compute_output_spec(model: Any, *args: Any, **kwargs: Any) -> Any:
     """The shapes and types that a call of the model returns.
 

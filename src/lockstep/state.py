@@ -99,7 +99,9 @@ def to_host(value: Any) -> np.ndarray:
 
     A type that NumPy has no name for, such as bfloat16, becomes float32, which holds it exactly.
     """
-    array = np.array(value)
+    import keras
+
+    array = np.array(keras.ops.convert_to_numpy(value))
     return array if array.dtype.kind in "fiub" else array.astype("float32")
 
 

@@ -68,7 +68,7 @@ def train(source, folder=None, cut=0, devices=1, make=None, callbacks=(), **opti
 
 def variables(made):
     named = [(v.path, v) for v in [*made.variables, *made.optimizer.variables]]
-    return {path: np.asarray(v.value) for path, v in named}
+    return {path: np.array(keras.ops.convert_to_numpy(v.value)) for path, v in named}
 
 
 def assert_same_end(mine, theirs, atol=0.0):

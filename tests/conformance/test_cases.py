@@ -10,7 +10,7 @@ import pytest
 
 from tests.conformance.cases import FAMILIES
 
-DEVICES = {"jax": [1, 2, 3, 4, 8], "tensorflow": [1, 2, 3, 4]}
+DEVICES = {"jax": [1, 2, 3, 4, 8], "tensorflow": [1, 2, 3, 4], "torch": [1, 2, 3, 4]}
 
 LIKE_ANOTHER = [
     # number by number, as Adam and SGD are; and a type or a length that another case has
@@ -21,42 +21,73 @@ LIKE_ANOTHER = [
 ]
 """Cases that the fixed sample leaves out, because it has others that differ in less."""
 
-TENSORFLOW_SAMPLE = {
-    "cnn, sgd": 2,
-    "several inputs and outputs, sgd": 3,
-    "subclassed, adamw": 4,
-    "masked lstm, sgd": 3,
-    "added losses, sgd": 2,
-    "embedding mask and temporal weights": 4,
-    "scalar custom loss (Dice)": 2,
-    "in-batch contrastive loss": 4,
-    "batch norm": 4,
-    "flipped batch": 3,
-    "reshape with the batch size in it": 2,
-    "gradient accumulation over 3 steps": 4,
-    "mixed_float16, loss scaled": 2,
-    "run_eagerly=True": 2,
+SAMPLE = {
+    "tensorflow": {
+        "cnn, sgd": 2,
+        "several inputs and outputs, sgd": 3,
+        "subclassed, adamw": 4,
+        "masked lstm, sgd": 3,
+        "added losses, sgd": 2,
+        "embedding mask and temporal weights": 4,
+        "scalar custom loss (Dice)": 2,
+        "in-batch contrastive loss": 4,
+        "batch norm": 4,
+        "flipped batch": 3,
+        "reshape with the batch size in it": 2,
+        "gradient accumulation over 3 steps": 4,
+        "mixed_float16, loss scaled": 2,
+        "run_eagerly=True": 2,
+    },
+    "torch": {
+        "cnn, sgd": 3,
+        "several inputs and outputs, adamw": 3,
+        "masked lstm, sgd": 3,
+        "added losses, sgd": 3,
+        "embedding mask and temporal weights": 3,
+        "reduction mean_with_sample_weight": 3,
+        "scalar custom loss (Dice)": 3,
+        "in-batch contrastive loss": 3,
+        "add_loss over the batch": 3,
+        "minibatch deviation": 3,
+        "halves of the batch swapped": 3,
+        "fixed batch_shape": 3,
+        "counters, running maximum and mean": 3,
+        "gradient accumulation over 3 steps": 3,
+        "mixed_float16, loss scaled": 3,
+        "trainable toggled between fits": 3,
+        "NumPy, class_weight": 3,
+    },
 }
-"""The cases of every test run on TensorFlow, each with a number of devices."""
+"""The cases of every test run on a backend, each with a number of devices."""
+
+RANDOM = {
+    "Gaussian noise and Gaussian dropout",
+    "alpha dropout",
+    "random flips of images",
+    "spatial and recurrent dropout",
+}
+"""Replicas draw for themselves: test_on_random_numbers.py, and tests/torch/test_on_fits.py."""
 
 EXCLUDED = {
     "tensorflow": {
-        # Replicas draw for themselves; tests/tensorflow/test_on_random_numbers.py.
-        "Gaussian noise and Gaussian dropout",
-        "alpha dropout",
-        "random flips of images",
+        *RANDOM,
         "random numbers of a layer's own",
-        "spatial and recurrent dropout",
         # Keras 3.15.1 on TensorFlow differs from itself on one device: in each epoch a reader
         # runs ahead of the validation steps, as far as it happens to.
         "generator that does not end",
-    }
+    },
+    "torch": {
+        *RANDOM,
+        # Keras 3.15.1 on PyTorch refuses these, on one device too.
+        *("steps_per_execution=2", "steps_per_execution=3", "steps_per_execution beyond the epoch"),
+        "masking layer and row weights",
+    },
 }
 
 
 def _in_sample(backend, name, devices, position):
-    if backend == "tensorflow":
-        return TENSORFLOW_SAMPLE.get(name) == devices
+    if backend in SAMPLE:
+        return SAMPLE[backend].get(name) == devices
     if name.endswith("adamw"):  # one of them; the model with SGD is in the sample
         return name == "attention, adamw" and devices == 3
     if name in LIKE_ANOTHER or position % 3 == 2:
@@ -65,7 +96,7 @@ def _in_sample(backend, name, devices, position):
 
 
 def _runs():
-    for backend in os.environ.get("LOCKSTEP_TEST_BACKENDS", "jax,tensorflow").split(","):
+    for backend in os.environ.get("LOCKSTEP_TEST_BACKENDS", "jax,tensorflow,torch").split(","):
         cases = [(family, name) for family, named in FAMILIES.items() for name in named]
         for position, (family, name) in enumerate(cases):
             if name in EXCLUDED.get(backend, ()):

@@ -12,7 +12,7 @@ import traceback
 import warnings
 from functools import lru_cache, partial
 
-DEVICES = {"jax": 8, "tensorflow": 4}
+DEVICES = {"jax": 8, "tensorflow": 4, "torch": 4}
 
 
 class Worker:
@@ -58,17 +58,42 @@ class Worker:
 
 
 def _differences(family, name, devices, options):
-    import lockstep
     from lockstep.errors import UnsplitBatchWarning
     from tests.conformance.cases.case import gaps, play
 
     case, one = case_of(family, name), _on_one_device(family, name)
+    if _backend() == "torch":
+        _keep_processes_warm(devices)
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always", UnsplitBatchWarning)
-        many = play(case, partial(lockstep.distribute, devices=devices, **options))
+        many = play(case, partial(_distribute, devices=devices, **options))
     if _backend() == "jax":
         assert bool(given) == (case.unsplit and devices > 1)
     return {key: gap for key, gap in gaps(one, many).items() if not gap <= case.bound}
+
+
+def _distribute(model, devices, **options):
+    import lockstep
+
+    if _backend() == "torch":
+        from tests.torch.double import in_double
+
+        model = in_double(model)
+    return lockstep.distribute(model, devices=devices, **options)
+
+
+@lru_cache
+def _keep_processes_warm(devices):
+    """Return a model that holds the processes of so many devices from one case to the next."""
+    import keras
+    import numpy as np
+
+    import lockstep
+    from tests.torch.double import in_double
+
+    model = in_double(keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]))
+    lockstep.distribute(model, devices).predict(np.ones((devices, 1)), verbose=0)
+    return model
 
 
 @lru_cache(maxsize=2)
@@ -104,8 +129,8 @@ def compute_in_float64():
     import keras
 
     keras.config.set_floatx("float64")
-    if keras.backend.backend() == "jax":
-        # With JAX, Keras lowers float64 to float32 in means, norms and losses.
+    if keras.backend.backend() in ("jax", "torch"):
+        # With these, Keras lowers float64 to float32 in means, norms and losses.
         from keras.src.backend.common import dtypes
 
         dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64"

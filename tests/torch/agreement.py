@@ -1,31 +1,10 @@
 """What the tests on PyTorch share: a run by Keras alone, one on several devices, and equality."""
 
-import warnings
-from dataclasses import replace
-from functools import lru_cache
-
 import keras
 import numpy as np
 
 import lockstep
-from lockstep.errors import UnsplitBatchWarning
-from tests.conformance.cases import FAMILIES
-from tests.conformance.cases.case import gaps, play
 from tests.torch.double import BOUND, in_double
-
-
-def assert_case_agrees(family, name, devices):
-    """A shared case over so many devices leaves what it leaves on one, by Keras alone."""
-    case, one = _truth(family, name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UnsplitBatchWarning)
-        many = play(case, lambda model: distributed(model, devices))
-    far = {key: gap for key, gap in gaps(one, many).items() if not gap <= BOUND}
-    assert not far, f"apart by: {far}"
-
-
-def distributed(model, devices):
-    return lockstep.distribute(in_double(model), devices)
 
 
 def both(build, devices=3):
@@ -53,13 +32,3 @@ def values(model):
 
 def _assert_close(a, b):
     np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=BOUND)
-
-
-@lru_cache(maxsize=2)
-def _truth(family, name):
-    case = FAMILIES[family][name]
-    if case.make_plain is not None:  # replicas draw random numbers of their own
-        case = replace(case, make=case.make_plain, make_plain=None)
-    one = play(case)
-    assert all(np.all(np.isfinite(value.astype("float64"))) for value in one.values())
-    return case, one

@@ -10,15 +10,19 @@ if keras.backend.backend() == "torch":
 
     collect_ignore = ["test_in_a_process_of_its_own.py"]
 
-    @pytest.fixture(scope="session", autouse=True)
-    def _warm_processes():
+    @pytest.fixture(scope="session")
+    def _holder():
         """The processes of three devices run as long as a model has them: this one does."""
         import lockstep
 
         model = in_double(keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]))
-        lockstep.distribute(model, 3).predict(np.ones((3, 1)), verbose=0)
-        yield
+        yield lockstep.distribute(model, 3)
         lockstep.release(model)
+
+    @pytest.fixture(autouse=True)
+    def _warm_processes(_holder):
+        """They are started anew if the test before has ended them."""
+        _holder.predict_on_batch(np.ones((3, 1)))
 
 else:
     collect_ignore_glob = ["test_on_*.py"]

@@ -9,6 +9,7 @@ import torch
 from keras import layers
 
 import lockstep
+from lockstep.engines.torch.model_pickle import dump, load
 from lockstep.errors import UnsplitBatchWarning
 from tests.torch.agreement import assert_equal, both, values
 
@@ -193,6 +194,41 @@ def test_rows_are_shuffled_as_on_one_device():
         keras.utils.set_random_seed(3)
         model.fit(x, y, batch_size=6, epochs=3, verbose=0)
     assert_equal(one, many)
+
+
+def test_the_same_model_gives_the_same_bytes_and_a_changed_one_others():
+    """The bytes are compared where code of the user's own runs between steps."""
+    _, many = both(network)
+    many.train_on_batch(*regression())
+    before, _ = dump(many)
+    many.train_on_batch(*regression())
+    assert dump(many)[0] == before
+    many.layers[0].kernel_regularizer.l2 = 0.5
+    changed, _ = dump(many)
+    assert changed != before
+    copy, _ = load(changed)
+    assert copy.layers[0].kernel_regularizer.l2 == 0.5
+    assert vars(copy.layers[0].build).keys() == vars(many.layers[0].build).keys()
+
+
+def test_an_overflow_in_the_rows_of_one_device_skips_the_step_on_all():
+    """As on one device: no weight changes, and the scale of the loss is halved."""
+
+    def scaled():
+        model = network()
+        inner = keras.optimizers.SGD(0.05, momentum=0.9)
+        optimizer = keras.optimizers.LossScaleOptimizer(inner, 1024.0, dynamic_growth_steps=2)
+        model.compile(optimizer, "mse", metrics=["mae"])
+        return model
+
+    one, many = both(scaled)
+    x, y = regression(24)
+    y[-1] = np.inf  # a row of the last device, in the last of three steps
+    for model in (one, many):
+        model.fit(x, y, batch_size=8, **QUIET)
+    assert_equal(one, many)
+    assert float(many.optimizer.dynamic_scale) == 1024.0  # doubled after two steps, then halved
+    assert all(np.all(np.isfinite(weight)) for weight in many.get_weights())
 
 
 def test_what_is_saved_is_a_plain_file(tmp_path):

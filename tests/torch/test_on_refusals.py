@@ -56,15 +56,6 @@ def test_step_functions_of_the_models_own():
         lockstep.distribute(Own([keras.Input((4,)), layers.Dense(2)]), 2)
 
 
-def test_verify_bench_and_checkpoints(tmp_path):
-    made = lockstep.distribute(model(), 1)
-    x, y = keras.ops.ones((4, 4)), keras.ops.ones((4, 2))
-    with pytest.raises(UnsupportedBackend, match="asked for on 'torch'"):
-        lockstep.verify(made, (x, y), devices=2)
-    with pytest.raises(UnsupportedBackend):
-        made.fit(x, y, verbose=0, callbacks=[lockstep.Checkpoint(tmp_path / "run")])
-
-
 class Flat(layers.Layer):
     """Merges the batch with another dim."""
 

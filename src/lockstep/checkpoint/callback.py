@@ -154,10 +154,10 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has n
     def on_train_begin(self, logs: Any = None) -> None:
         """Raise if another training loop than lockstep's runs, which reports no steps here."""
         backend = keras.backend.backend()
-        if backend not in ("jax", "tensorflow"):
+        if backend not in ("jax", "tensorflow", "torch"):
             raise UnsupportedBackend(
-                f"lockstep.Checkpoint was given on {backend!r}, and it needs 'jax' or 'tensorflow' "
-                "so far.\nSet KERAS_BACKEND=jax before Keras is imported, or use "
+                f"lockstep.Checkpoint was given on {backend!r}, and it needs 'jax', 'tensorflow' "
+                "or 'torch'.\nSet KERAS_BACKEND=jax before Keras is imported, or use "
                 "keras.callbacks.BackupAndRestore."
             )
         if not self._within_fit:

@@ -209,7 +209,8 @@ class FitRun:
     def save_model(self, path: str, values: list[np.ndarray] | None) -> None:
         """Write a plain `.keras` file with `values`, or with the model's own if `None`."""
         variables = list(named_variables(self.model).values())
-        own = [variable.value for variable in variables]
+        # TensorFlow and PyTorch assign in place.
+        own = [keras.ops.copy(variable.value) for variable in variables]
         try:
             for variable, value in zip(variables, values or own, strict=True):
                 variable.assign(value)

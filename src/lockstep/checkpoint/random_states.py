@@ -4,6 +4,7 @@ import random
 import sys
 from typing import Any
 
+import keras
 import numpy as np
 
 from lockstep.keras_compat import GLOBAL_SEED_GENERATOR, global_seed_generator, global_state
@@ -22,7 +23,7 @@ def take() -> dict[str, Any]:
     # keras/src/random/seed_generator.py: what keras.random.normal() draws from without a seed
     generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
     if generator is not None:  # somebody has drawn from it
-        states["keras"] = np.array(generator.state.value)
+        states["keras"] = np.array(keras.ops.convert_to_numpy(generator.state.value))
     return states
 
 

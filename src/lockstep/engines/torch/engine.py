@@ -1,4 +1,4 @@
-"""The PyTorch engine: Keras's own loop in this process, each step on several processes."""
+"""The PyTorch engine: the loop in this process, each step on several processes."""
 
 import functools
 import warnings
@@ -7,30 +7,30 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
+import torch
 import torch.distributed as dist
 
 from lockstep.announce import arguments_of, fit_line, wants_words
+from lockstep.checkpoint.fit_scope import fit_scope
 from lockstep.devices import Device
 from lockstep.engines import attachments
 from lockstep.engines.atomic_save import atomic_saves
-from lockstep.engines.call_guard import STEPPING, CallGuard
-from lockstep.engines.engine import DEFAULT_INPUT, InputOptions, Probe
+from lockstep.engines.call_guard import LOOPS, STEPPING, CallGuard
+from lockstep.engines.engine import DEFAULT_INPUT, InputOptions
 from lockstep.engines.torch import devices as torch_devices
-from lockstep.engines.torch.session import Session
-from lockstep.engines.torch.unsplit import built_for, own_step, rows_of, unsplit_model
-from lockstep.errors import (
-    LayoutConflict,
-    UnsplitBatchWarning,
-    UnsupportedBackend,
-    UnsupportedModel,
-)
-from lockstep.keras_compat import module_in_keras, trainer_class
+from lockstep.engines.torch.probe import TorchProbe
+from lockstep.engines.torch.session import TorchSession
+from lockstep.engines.torch.stateful import copied_states
+from lockstep.engines.torch.step_runner import StepRunner
+from lockstep.engines.torch.unsplit import own_step, rows_of, unsplit_model
+from lockstep.errors import LayoutConflict, UnsplitBatchWarning, UnsupportedBackend
 from lockstep.launch.environment import Place
-
-KINDS = ("train", "test", "predict")
-_BATCH_HOOKS = tuple(
-    f"on_{kind}batch_{moment}" for kind in ("", "train_", "test_") for moment in ("begin", "end")
-)
+from lockstep.processes import process_group
+from lockstep.training.build import is_ready
+from lockstep.training.inner_fit import lead_to_loop
+from lockstep.training.loop import Loop
+from lockstep.training.overrides import MAKERS, check_makers, knows_arguments
 
 
 class TorchEngine:
@@ -89,12 +89,9 @@ class TorchEngine:
         """Return the defaults: this engine has no input options."""
         return DEFAULT_INPUT
 
-    def probe(self, model: Any) -> Probe:
-        """Raise: `verify` and `bench` are not here yet."""
-        raise UnsupportedBackend(
-            "verify or bench was asked for on 'torch', and they run on 'jax' so far, verify on "
-            "'tensorflow' too.\nSet KERAS_BACKEND=jax in the environment before Keras is imported."
-        )
+    def probe(self, model: Any) -> TorchProbe:
+        """Return a probe for the steps of `model`, attached or not."""
+        return TorchProbe(model)
 
 
 class Attachment:
@@ -107,6 +104,7 @@ class Attachment:
         devices: The names of its devices.
         hooks: The methods that are replaced on the instance.
         replaced: The attributes of the instance that they replace.
+        session: The model on the devices, as the loop uses it.
     """
 
     def __init__(self, model: Any, devices: tuple[str, ...]) -> None:
@@ -115,38 +113,27 @@ class Attachment:
         self.hooks: dict[str, Any] = {}
         self.replaced: dict[str, Any] = {}
         self.turns = CallGuard(model, lambda: attachments.attachment_of(model) is self)
-        self._session = Session(model, devices)
+        self._runner = StepRunner(model, devices)
+        self.session = TorchSession(model, devices, self._runner)
+        self._loop = Loop(self.session)
         self._unsplit: str | None = None
         self._warned: set[str] = set()
-        self._always_unchecked = False
         # The end of the model ends its part in the pool; a lease knows no model.
-        weakref.finalize(model, self._session.lease.end)
+        weakref.finalize(model, self._runner.lease.end)
 
     def check(self) -> None:
         """Raise if this model cannot be attached to these devices."""
-        # keras/src/backend/torch/trainer.py: the methods that make step functions.
-        current = attachments.attachment_of(self.model)
-        hooks = {} if current is None else current.hooks
-        for kind in KINDS:
-            name = f"make_{kind}_function"
-            on_instance = vars(self.model).get(name) is not hooks.get(name)
-            if on_instance or getattr(type(self.model), name) is not getattr(trainer_class(), name):
-                raise UnsupportedModel(
-                    f"{type(self.model).__name__} has its own {name}, and lockstep has to replace "
-                    "that method to run the step on several devices.\n"
-                    "Override train_step, test_step or predict_step instead."
-                )
+        check_makers(self.model)
         if len(self.devices) > 1:
             _check_processes()
             _check_devices(self.devices)
 
     def take_over(self) -> None:
-        """Replace the step functions."""
+        """Replace the loops and the step functions."""
         attachments.mark(self.model, self)
         self.hooks = {
-            **{f"make_{kind}_function": self._maker(kind) for kind in KINDS},
+            **{name: self._maker(name.removeprefix("make_")) for name in MAKERS},
             **self._stepping(),
-            "reset_metrics": self._resetting(self.model.reset_metrics),
             **atomic_saves(self.model),
         }
         self.replaced = attachments.put_on(self.model, self.hooks)
@@ -156,95 +143,112 @@ class Attachment:
         """Undo `take_over`, even if it failed half way."""
         attachments.unmark(self.model)
         attachments.take_off(self.model, self.hooks, self.replaced)
-        self._session.lease.end()
+        self._runner.lease.end()
         self._remake_functions()
 
     # ------------------------------------------------------------- replaced methods
 
-    def _maker(self, kind: str) -> Callable[..., None]:
-        name = f"{kind}_function"
-
+    def _maker(self, name: str) -> Callable[..., None]:
         def make_function(force: bool = False) -> None:
             model = self.model
             if getattr(model, name) is not None and not force:
                 return
             # Keras checks the options, and makes the function for one device.
             getattr(type(model), f"make_{name}")(model, force=True)
+            kind = name.removesuffix("_function")
             vars(model)[name] = self._function(kind, getattr(model, name))
 
         return make_function
 
     def _function(self, kind: str, plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return the step function: on several devices, or on one where it cannot be split."""
-        if len(self.devices) == 1:
-            return plain
+
+        def on_one(batches: list[Any]) -> Any:
+            with copied_states(self.model):
+                return plain(batches)
 
         def run(batches: Any) -> Any:
-            if self._always_unchecked:
-                self._session.unchecked = True
-            if self._session.unchecked:
-                if not built_for(self.model, kind):
-                    return plain(batches)  # which builds the model
-                self._unsplit = unsplit_model(self.model)
-            reason = self._unsplit or own_step(self.model, kind)
-            if reason is None:
-                data = _tensors(batches[0])
-                reason, rows = rows_of(data[0])
-            if reason is not None:
-                what = f"{self.model.name!r} {reason}, so the first device runs every batch alone"
-                self._warn(what)
-                return plain(batches)
-            result = self._session.step(kind, data, rows)
-            whole = self._session.whole_layers
-            if whole:
-                names = ", ".join(f"{layer.name!r} ({type(layer).__name__})" for layer in whole)
-                self._warn(f"every device runs {names} of {self.model.name!r} on the whole batch")
-            return result
+            batch = keras.tree.map_structure(_tensor, next(iter(batches)))
+            result = on_one([batch]) if len(self.devices) == 1 else self._step(kind, on_one, batch)
+            return result if kind == "predict" else _copies(result)
 
         return run
 
+    def look(self, batch: Any) -> Any:
+        """Return layer outputs and gradients of a training step, `None` if one device runs it."""
+        reason, data, rows = self._split("train", batch)
+        if reason is not None or len(self.devices) == 1:
+            return None
+        return self._runner.step("look", data, rows)
+
+    def draw_together(self) -> None:
+        """Let every device draw the random numbers of the global batch, as one device does."""
+        self._runner.draws_together = True
+
+    def _split(self, kind: str, batch: Any) -> tuple[str | None, Any, int]:
+        """Return why a batch cannot be split, `None` if it can; the batch, and its rows."""
+        if self._runner.unchecked:
+            self._unsplit = unsplit_model(self.model)
+        reason = self._unsplit or own_step(self.model, kind)
+        if reason is not None:
+            return reason, None, 0
+        data = _tensors(batch)
+        reason, rows = rows_of(data[0])
+        return reason, data, rows
+
+    def _step(self, kind: str, plain: Callable[[Any], Any], batch: Any) -> Any:
+        if self._runner.unchecked and not is_ready(self.model, kind):
+            return plain([batch])  # which builds the model
+        reason, data, rows = self._split(kind, batch)
+        if reason is not None:
+            self._warn(f"{self.model.name!r} {reason}, so the first device runs every batch alone")
+            return plain([batch])
+        result = self._runner.step(kind, data, rows)
+        whole = self._runner.whole_layers
+        if whole:
+            names = ", ".join(f"{layer.name!r} ({type(layer).__name__})" for layer in whole)
+            self._warn(f"every device runs {names} of {self.model.name!r} on the whole batch")
+        return result
+
     def _stepping(self) -> dict[str, Any]:
-        """Return the methods that run steps, guarded, each a call of its own for the session."""
+        """Return the methods that run steps, guarded."""
         methods = {name: getattr(self.model, name) for name in STEPPING}
-        methods["fit"] = self._fitting(methods["fit"])
-        return {
-            name: self.turns.guarded(name, self._resetting(method))
-            for name, method in methods.items()
-        }
+        for name in LOOPS:
+            if self._loop.replaces(name):
+                methods[name] = getattr(self._loop, name)
+        own_loop = not self._loop.replaces("fit")
+        if own_loop and knows_arguments(Loop.fit, "fit"):
+            lead_to_loop()
+        methods["fit"] = self._fitting(methods["fit"], own_loop)
+        return {name: self.turns.guarded(name, method) for name, method in methods.items()}
 
-    def _resetting(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a method that begins a call or an epoch: the next step compares everything."""
-
-        @functools.wraps(method)
-        def reset(*args: Any, **kwargs: Any) -> Any:
-            self._session.unchecked = True
-            return method(*args, **kwargs)
-
-        return reset
-
-    def _fitting(self, fit: Callable[..., Any]) -> Callable[..., Any]:
+    def _fitting(self, fit: Callable[..., Any], own_loop: bool) -> Callable[..., Any]:
         @functools.wraps(fit)
         def announced_fit(*args: Any, **kwargs: Any) -> Any:
             given = arguments_of(fit, args, kwargs)
             if wants_words(given):
-                compiled = len(self.devices) > 1 and self.model.jit_compile
-                without = ", without torch.compile" if compiled else ""
-                print(fit_line("torch", self.devices, given) + without, flush=True)
-            self._always_unchecked = _changes_between_batches(given.get("callbacks"))
-            try:
+                compiles = not own_loop and self._loop.compiles()
+                line = fit_line("torch", self.devices, given, compiles)
+                ignored = len(self.devices) > 1 and self.model.jit_compile
+                print(line + (", without torch.compile" if ignored else ""), flush=True)
+            with fit_scope(given.get("callbacks"), process_group, own_loop=own_loop):
                 return fit(*args, **kwargs)
-            finally:
-                self._always_unchecked = False
 
         return announced_fit
+
+    def fit_recorded(self, *args: Any, **kwargs: Any) -> Any:
+        """Run Keras's `fit` with a checkpoint, called from a `fit` of the model."""
+        given = arguments_of(self._loop.fit, args, kwargs)
+        with fit_scope(given.get("callbacks"), process_group):
+            return self._loop.fit(*args, **kwargs)
 
     # ------------------------------------------------------------------------ inside
 
     def _remake_functions(self) -> None:
         model = self.model
-        for kind in KINDS:
-            if getattr(model, f"{kind}_function", None) is not None:
-                getattr(model, f"make_{kind}_function")(force=True)
+        for maker in MAKERS:
+            if getattr(model, maker.removeprefix("make_"), None) is not None:
+                getattr(model, maker)(force=True)
 
     def _warn(self, what: str) -> None:
         if what not in self._warned:
@@ -256,20 +260,16 @@ class Attachment:
             )
 
 
-def _changes_between_batches(callbacks: Any) -> bool:
-    """Return whether a callback of the user's own runs between batches.
+def _copies(logs: Any) -> Any:
+    """Copy the tensors of the logs: a metric may return that of its variable, which changes."""
+    return keras.tree.map_structure(
+        lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, logs
+    )
 
-    It may change any attribute of the model there.
-    """
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        callbacks = callbacks.callbacks
-    for callback in keras.tree.flatten(callbacks):
-        own = vars(callback) if isinstance(callback, keras.callbacks.LambdaCallback) else {}
-        for name in _BATCH_HOOKS:
-            hook = own.get(name) or getattr(type(callback), name, None)
-            if hook is not None and not module_in_keras(hook):
-                return True
-    return False
+
+def _tensor(leaf: Any) -> Any:
+    """Convert an array of the host, as Keras's `DataLoader` does."""
+    return keras.ops.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 def _tensors(data: Any) -> tuple[Any, Any, Any]:

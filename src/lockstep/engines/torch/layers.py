@@ -23,16 +23,24 @@ from lockstep.keras_compat import get_keras_mask, set_keras_mask
 class Plan:
     """Sorts the layers of a model: those that run by rows, and those on the global batch.
 
+    Args:
+        model: The model.
+        draws_together: Whether layers that draw random numbers run on the global batch, so that
+            the numbers are those of one device.
+
     Attributes:
         whole: Layers and operations that run on the global batch.
         norms: Batch norms. They use the moments of the global batch.
         every: Every layer that is not inside one of `whole`.
+        unsplit: Layers of `whole` that are in it whether they draw or not.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, draws_together: bool = False) -> None:
+        self.draws_together = draws_together
         self.whole: list[Any] = []
         self.norms: list[Any] = []
         self.every: list[Any] = []
+        self.unsplit: list[Any] = []
         self._seen: set[int] = set()
         self._sort(model)
 
@@ -47,10 +55,13 @@ class Plan:
         elif is_batch_norm(part):
             self.norms.append(part)
             self.every.append(part)
-        elif is_rowwise(part):
-            self.every += part._flatten_layers()
-        else:
+        elif not is_rowwise(part):
             self.whole.append(part)
+            self.unsplit.append(part)
+        elif self.draws_together and _draws(part):
+            self.whole.append(part)
+        else:
+            self.every += part._flatten_layers()
 
     @contextmanager
     def in_force(self, replica: Replica) -> Iterator[None]:
@@ -73,6 +84,10 @@ class Plan:
                 changes.append((seeds, "next", _of_this_replica(seeds.next, replica)))
         with patched(changes):
             yield
+
+
+def _draws(layer: Any) -> bool:
+    return any(part._seed_generators for part in layer._flatten_layers())
 
 
 def unknown_rows(model: Any) -> str | None:

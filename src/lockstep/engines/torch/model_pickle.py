@@ -5,12 +5,16 @@ and loses the optimizer's part in a training. Here objects are pickled by their 
 and classes and functions of `__main__` by value.
 """
 
+import importlib
 import io
+import marshal
 import pickle
 import sys
 import threading
 from collections.abc import Callable
 from copy import copy
+from functools import cache
+from types import CellType, CodeType, FunctionType
 from typing import Any, TypeVar
 
 import cloudpickle
@@ -19,7 +23,12 @@ import torch
 
 from lockstep.engines.attachments import ATTACHMENT, attachment_of
 from lockstep.errors import UnsupportedModel
-from lockstep.keras_compat import KerasSaveable, torch_device, tracked_collections
+from lockstep.keras_compat import (
+    KerasSaveable,
+    module_in_keras,
+    torch_device,
+    tracked_collections,
+)
 
 Result = TypeVar("Result")
 
@@ -119,6 +128,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             content: Any = dict(item) if isinstance(item, dict) else list(item)
             kind: Any = type(item)
             return kind.__new__, (kind,), (dict(vars(item)), content), None, None, fill
+        if isinstance(item, FunctionType) and _is_inner(item):
+            content = _contents(item)
+            if content is not None:
+                made = item.__module__, _code(item.__code__), item.__defaults__, content
+                return _function, made, dict(vars(item)) or None
         return super().reducer_override(item)
 
 
@@ -153,6 +167,36 @@ def _state(item: Any) -> dict[str, Any]:
         # Copies: in one pickle, the same list would be one list of all layers.
         state.update((name, copy(value)) for name, value in _OF_RUNS.items() if name in state)
     return state
+
+
+def _is_inner(function: FunctionType) -> bool:
+    """Return whether a function was made by a function of Keras: each layer has several.
+
+    cloudpickle looks through all modules for each, which takes longer than all other objects.
+    """
+    inner = "<locals>" in function.__qualname__ and function.__kwdefaults__ is None
+    return inner and bool(module_in_keras(function))
+
+
+def _contents(function: FunctionType) -> tuple[Any, ...] | None:
+    """Return what a function holds of the one that made it; `None` if a part is not there yet."""
+    try:
+        return tuple(cell.cell_contents for cell in function.__closure__ or ())
+    except ValueError:
+        return None
+
+
+@cache
+def _code(code: CodeType) -> bytes:
+    # Once for each: the bytes may differ from call to call.
+    return marshal.dumps(code)
+
+
+def _function(module: str, code: bytes, defaults: Any, contents: tuple[Any, ...]) -> FunctionType:
+    of_module = vars(importlib.import_module(module))
+    made: CodeType = marshal.loads(code)
+    cells = tuple(map(CellType, contents))
+    return FunctionType(made, of_module, made.co_name, defaults, cells)
 
 
 class _ById:

@@ -38,6 +38,15 @@ class RandomStreams:
         else:
             torch.manual_seed(_number(base, rank))
 
+    def share(self, state: Any) -> None:
+        """Let code that every replica runs alike draw from this state of PyTorch."""
+        _set_state((state, None))
+        self._common = _get_state()
+
+    def take_over(self) -> None:
+        """Draw from now on where code that every replica runs alike has stopped."""
+        _set_state(self._common)
+
     @contextmanager
     def common(self) -> Iterator[None]:
         """Draw the same numbers on every replica inside the context."""

@@ -1,168 +1,137 @@
-"""One model on the devices of a pool, from rank 0: what each step needs to be alike."""
+"""One model on PyTorch devices, as the loop of `fit`, `evaluate` and `predict` uses it."""
 
-import hashlib
-import random
 from typing import Any
 
 import keras
 import numpy as np
 import torch
 
-from lockstep.engines.torch.group import PeerLost
-from lockstep.engines.torch.layers import Plan
-from lockstep.engines.torch.model_pickle import dump
-from lockstep.engines.torch.pool import Lease, Pool
-from lockstep.engines.torch.replica import RandomStreams, Replica
-from lockstep.engines.torch.settings import checksum, current_settings
-from lockstep.engines.torch.steps import run_step
-from lockstep.keras_compat import GLOBAL_SEED_GENERATOR, global_state
+from lockstep.checkpoint.fit_run import Snapshot
+from lockstep.engines.torch.step_runner import StepRunner
+from lockstep.errors import UnsupportedModel
+from lockstep.keras_compat import EpochIterator, build_on_first_batch, torch_iterator
+from lockstep.state import named_variables, variables_of
+from lockstep.training.callbacks import may_write_between_steps
+from lockstep.training.input import HostIterator
+from lockstep.training.session import (
+    PREDICT,
+    TRAIN,
+    Begin,
+    Each,
+    End,
+    Kind,
+    Session,
+    recorded_type,
+)
 
 
-class Session:
-    """Runs the steps of one model on several devices.
+class TorchSession(Session):
+    """Give the loop one model on PyTorch devices; see `Session`.
 
-    The model of this process is the truth: a worker's copy is made anew, or given other
-    values, where it is not the same. At the first step of a call and of an epoch everything
-    is compared; at other steps the versions of the tensors are.
+    Without a checkpoint, the batches are those of Keras's own iterator: PyTorch draws the order
+    of the rows, as on one device. A `DataLoader` does not tell its position. Under a checkpoint
+    NumPy draws the order, as on other backends, and batches come from the host.
 
-    Attributes:
-        lease: The part of the model in its pool.
-        unchecked: Whether the next step compares everything.
+    Args:
+        model: The model.
+        devices: The names of its devices.
+        runner: Runs the steps of the model on these devices.
     """
 
-    def __init__(self, model: Any, devices: tuple[str, ...]) -> None:
-        self.lease = Lease(devices)
-        self.unchecked = True
+    array_type = torch.Tensor
+    iterator_type = EpochIterator
+
+    def __init__(self, model: Any, devices: tuple[str, ...], runner: StepRunner) -> None:
+        super().__init__(model, devices)
+        self._runner = runner
+
+    def batches(self, kind: Kind, *, recorded: bool = False, **data: Any) -> Any:
+        """Return Keras's iterator over a `DataLoader`, or a recorded one over host batches."""
+        if recorded:
+            return recorded_type(kind, HostIterator)(**data)
+        return torch_iterator()(**data)
+
+    def build(self, batches: Any, kind: Kind) -> None:
+        """Build what the first step needs, and reset the iterator, as Keras does."""
+        if kind is TRAIN and isinstance(batches, HostIterator):
+            _check_state(self.model)
+        if kind is not PREDICT:
+            build_on_first_batch(self.model, batches)
+        batches.reset()
+        if kind is not TRAIN:
+            self.model.eval()
+
+    def fit_state(self) -> "TorchFitState":
+        """Return access to the variables, for a checkpoint of one `fit`."""
+        return TorchFitState(self.model)
+
+    def is_compiled(self) -> bool:
+        """Return whether the first call of a step function compiles it."""
+        return len(self.devices) == 1 and bool(self.model.jit_compile)
+
+    def plan_epoch(self, batches: Any, callbacks: Any, kind: Kind, *, in_place: bool) -> None:
+        """Decide whether the model may change between two steps of the next epoch."""
+        self._changes = may_write_between_steps(callbacks, kind.name)
+
+    def run_epoch(
+        self, kind: Kind, batches: Any, begin: Begin, end: End, each: Each | None = None
+    ) -> Any:
+        """Run the steps of one epoch, in the mode of `torch.nn.Module` that Keras sets."""
+        if kind is TRAIN:
+            self.model.train()
+        with self._runner.epoch(changes=self._changes):
+            outputs = super().run_epoch(kind, batches, begin, end, each)
+        self.model.eval()
+        return outputs
+
+    def joined(self, every: list[Any]) -> Any:
+        """Return all rows of the predictions of several steps, as NumPy arrays."""
+        return keras.tree.map_structure(_joined, *every)
+
+
+class TorchFitState:
+    """Give access to the variables in a `fit`; see `lockstep.checkpoint.fit_run.FitState`."""
+
+    def __init__(self, model: Any) -> None:
         self._model = model
-        self._pool: Pool | None = None
-        self._streams = RandomStreams()
-        self._checks = 0
-        self._sent: Any = None
-        self._tensors: list[Any] = []
-        self._versions: list[Any] = []
-        self._state: list[Any] = []
-        self._kept: dict[int, tuple[int, Any]] = {}
 
-    def step(self, kind: str, data: Any, rows: int) -> Any:
-        """Run one step on all devices, and return the logs or predictions.
-
-        Args:
-            kind: `"train"`, `"test"` or `"predict"`.
-            data: Inputs, targets and sample weights: tensors, or `None`.
-            rows: The number of rows of the batch.
-        """
-        pool = self._running_pool()
-        with pool.in_use():
-            if self.unchecked or self._structure_changed():
-                self._compare_all(pool)
-                self.unchecked = False
-            else:
-                self._send_values(pool, self._assigned())
-            description = pool.memory.write(data)
-            pool.send("step", self.lease.key, kind, self._model.training, rows, description)
-            replica = Replica(pool.group, rows, self._streams)
-            self._keep()
-            try:
-                result = run_step(kind, self._model, self._plan, replica, data)
-            except PeerLost:
-                self._put_back()
-                raise
-            self._versions = [tensor._version for tensor in self._tensors]
-        return result
-
-    @property
-    def whole_layers(self) -> list[Any]:
-        """The layers that every device runs on the whole batch, of the last step."""
-        return self._plan.whole
-
-    # -------------------------------------------------------- the same model everywhere
-
-    def _running_pool(self) -> Pool:
-        pool = self.lease.pool()
-        if pool is not self._pool:
-            self._pool = pool
-            self._sent = None
-            self.unchecked = True
-        return pool
-
-    def _compare_all(self, pool: Pool) -> None:
-        data, tensors = dump(self._model)
-        settings = current_settings()
-        same = len(tensors) == len(self._tensors) and all(map(_is, tensors, self._tensors))
-        if same and self._sent == (data, settings):
-            pool.send("compare", self.lease.key, [checksum(tensor) for tensor in tensors])
-            differ = sorted({number for answer in pool.receive() for number in answer})
-        else:
-            self._sent = None
-            pool.send("model", self.lease.key, data, settings)
-            self._plan = Plan(self._model)
-            self._tensors = tensors
-            self._structure = _structure(tensors)
-            self._state = _state_of(self._model)
-            self._kept = {}
-            differ = list(range(len(tensors)))
-            self._sent = (data, settings)
-        self._send_values(pool, differ)
-        self._seed(pool)
-
-    def _structure_changed(self) -> bool:
-        return _structure(self._tensors) != self._structure
-
-    def _assigned(self) -> list[int]:
-        versions = [tensor._version for tensor in self._tensors]
-        return [
-            number
-            for number, (now, before) in enumerate(zip(versions, self._versions, strict=True))
-            if now != before
+    def snapshot(self, logs: dict[str, Any]) -> Snapshot:
+        """Copy every variable and the logs of the last step; later steps write in place."""
+        named = {name: v.value for name, v in named_variables(self._model).items()}
+        variables = len(named)
+        # `dict.items` bypasses the fetch of `LazyLogs`.
+        for name, value in dict.items(logs):
+            if value is not None and not isinstance(value, str | bytes):  # added by a callback
+                named[f"logs/{name}"] = torch.as_tensor(value)
+        tensors = [tensor.detach().clone() for tensor in named.values()]
+        arrays = [
+            (name, keras.backend.standardize_dtype(tensor.dtype), tuple(tensor.shape))
+            for name, tensor in zip(named, tensors, strict=True)
         ]
+        return Snapshot(variables, arrays, map(keras.ops.convert_to_numpy, tensors))
 
-    def _send_values(self, pool: Pool, numbers: list[int]) -> None:
-        if numbers:
-            pool.send("values", self.lease.key, numbers)
-            pool.group.broadcast_in_place([self._tensors[number] for number in numbers])
-
-    def _seed(self, pool: Pool) -> None:
-        """Seed the workers from the states of this process, which stay as they are.
-
-        PyTorch's own state decides the order of shuffled rows too, so that nothing is drawn
-        from it here.
-        """
-        self._checks += 1
-        base = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
-        base.update(str(self._checks).encode())
-        seeds = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
-        keras_seed = None if seeds is None else keras.ops.convert_to_numpy(seeds.state)
-        pool.send("seeds", base.digest(), random.getstate(), np.random.get_state(), keras_seed)
-        self._streams.seed(base.digest(), 0)
-
-    # ------------------------------------------------------------- a step that fails
-
-    def _keep(self) -> None:
-        """Copy what a forward pass may change, where it has changed since the last copy."""
-        for tensor in self._state:
-            kept = self._kept.get(id(tensor))
-            if kept is None or kept[0] != tensor._version:
-                self._kept[id(tensor)] = (tensor._version, tensor.detach().clone())
-
-    def _put_back(self) -> None:
-        with torch.no_grad():
-            for tensor in self._state:
-                version, value = self._kept[id(tensor)]
-                if tensor._version != version:
-                    tensor.copy_(value)
+    def sync(self) -> None:
+        """Do nothing: variables hold their values between two steps."""
 
 
-def _is(a: Any, b: Any) -> bool:
-    return a is b
+def _check_state(model: Any) -> None:
+    """Raise if a step may change what a checkpoint does not save."""
+    saved = {id(variable.value) for variable in variables_of(model)}
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    others = [f"{name} of {model.name!r}" for name, tensor in tensors if id(tensor) not in saved]
+    for layer in model._flatten_layers():
+        others += [
+            f"{name} of {layer.name!r}"
+            for name, value in vars(layer).items()
+            if isinstance(value, keras.optimizers.Optimizer) and name != "optimizer"
+        ]
+    if others:
+        raise UnsupportedModel(
+            f"A step may change {', '.join(others)}, and lockstep.Checkpoint saves the variables\n"
+            "of layers and the optimizer of compile. Make variables by add_weight; with several "
+            "optimizers,\nuse keras.callbacks.BackupAndRestore."
+        )
 
 
-def _structure(tensors: list[Any]) -> list[bool]:
-    return [tensor.requires_grad for tensor in tensors]
-
-
-def _state_of(model: Any) -> list[Any]:
-    """Return the tensors that a forward pass may change: moving means, seeds and the like."""
-    layers = model._flatten_layers()
-    weights = {id(variable) for layer in layers for variable in layer._trainable_variables}
-    variables = [v for v in model.non_trainable_variables if id(v) not in weights]
-    return [variable.value for variable in variables]
+def _joined(*parts: Any) -> np.ndarray:
+    return np.concatenate([keras.ops.convert_to_numpy(part) for part in parts])

@@ -7,6 +7,8 @@ rank 0 alone.
 """
 
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -14,23 +16,28 @@ import torch
 
 from lockstep.engines.torch.layers import Plan
 from lockstep.engines.torch.replica import Replica
+from lockstep.engines.torch.stateful import copied_states
+from lockstep.engines.watched_layers import watched_layers
 
 
 def run_step(kind: str, model: Any, plan: Plan, replica: Replica, data: Any) -> Any:
     """Run one step on a global batch.
 
     Args:
-        kind: `"train"`, `"test"` or `"predict"`.
+        kind: `"train"`, `"test"` or `"predict"`; or `"look"`, which trains without an update.
         model: The model, with the same variables on every replica.
         plan: The plan for the model.
         replica: This replica of the batch.
         data: Inputs, targets and sample weights of the whole batch.
 
     Returns:
-        The logs or predictions on rank 0, `None` on the others.
+        The logs or predictions on rank 0, `None` on the others. A look gives the outputs of the
+        layers and the gradients.
     """
     if kind == "train":
         return _train(model, plan, replica, data)
+    if kind == "look":
+        return _look(model, plan, replica, data)
     with torch.no_grad():
         if kind == "test":
             return _test(model, plan, replica, data)
@@ -42,15 +49,11 @@ def _train(model: Any, plan: Plan, replica: Replica, data: Any) -> Any:
     # keras/src/backend/torch/trainer.py, TorchTrainer.train_step
     x, y, sample_weight = data
     y_pred = _outputs(model, plan, replica, x, training=True)
-    model.zero_grad()
-    with replica.common_draws():
-        loss = _loss(model, data, y_pred, training=True)
+    loss = _global_loss(model, replica, data, y_pred)
     weights = model.trainable_weights
     if weights:
         share = loss if model.optimizer is None else model.optimizer.scale_loss(loss)
-        (share / replica.size).backward()
-        parameters = [weight.value for weight in weights]
-        replica.sum_gradients(parameters)
+        parameters = _backward(weights, replica, share)
         with torch.no_grad():
             model.optimizer.apply([parameter.grad for parameter in parameters], weights)
     if replica.rank:
@@ -59,6 +62,60 @@ def _train(model: Any, plan: Plan, replica: Replica, data: Any) -> Any:
         warnings.warn("The model does not have any trainable weights.", stacklevel=2)
     model._loss_tracker.update_state(loss, sample_weight=replica.rows)
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+
+def _look(model: Any, plan: Plan, replica: Replica, data: Any) -> Any:
+    def whole(output: Any) -> Any:
+        return replica.gather(output.detach(), "A layer's output") if output.ndim else output
+
+    with recorded(model, whole) as seen:
+        y_pred = _outputs(model, plan, replica, data[0], training=True)
+    loss = _global_loss(model, replica, data, y_pred)
+    weights = model.trainable_weights
+    if weights:
+        _backward(weights, replica, loss)
+    for weight in weights:
+        if weight.value.grad is not None:
+            seen[f"gradient/{weight.path}"] = weight.value.grad
+    return None if replica.rank else seen
+
+
+def _global_loss(model: Any, replica: Replica, data: Any, y_pred: Any) -> Any:
+    """Return the loss of the global batch, the same on every replica."""
+    model.zero_grad()
+    with replica.common_draws():
+        return _loss(model, data, y_pred, training=True)
+
+
+def _backward(weights: list[Any], replica: Replica, loss: Any) -> list[Any]:
+    """Compute the gradients of the global loss, and return the parameters that have them."""
+    (loss / replica.size).backward()
+    parameters = [weight.value for weight in weights]
+    replica.sum_gradients(parameters)
+    return parameters
+
+
+@contextmanager
+def recorded(model: Any, whole: Callable[[Any], Any]) -> Iterator[dict[str, Any]]:
+    """Record the outputs of a model's layers in this context, in the order of the calls.
+
+    Args:
+        model: The model.
+        whole: Returns an output for the global batch, given one of this replica.
+    """
+    seen: dict[str, Any] = {}
+
+    def record(layer: Any, arguments: Any, outputs: Any) -> None:
+        for output in keras.tree.flatten(outputs):
+            if isinstance(output, torch.Tensor):
+                seen[f"activation/{len(seen):05d}/{layer.path}"] = whole(output)
+
+    hooks = [layer.register_forward_hook(record) for layer in watched_layers(model)]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _test(model: Any, plan: Plan, replica: Replica, data: Any) -> Any:
@@ -79,7 +136,7 @@ def _outputs(model: Any, plan: Plan, replica: Replica, x: Any, *, training: bool
         lambda leaf: replica.take(leaf).clone() if leaf is not None and leaf.ndim else leaf,
         x,
     )
-    with plan.in_force(replica):
+    with plan.in_force(replica), copied_states(model):
         options = {"training": training} if model._call_has_training_arg else {}
         outputs = model(own, **options)
     name = f"An output of {model.name!r}"

@@ -6,19 +6,7 @@ import keras
 
 from lockstep.engines.torch.layers import unknown_rows
 from lockstep.engines.torch.rowwise import is_container
-from lockstep.keras_compat import is_built, trainer_class
-from lockstep.state import stateful_layers
-
-
-def built_for(model: Any, kind: str) -> bool:
-    """Return whether everything that a step of `model` needs is built."""
-    if not is_built(model):
-        return False
-    if kind == "predict":
-        return True
-    parts = [model._compile_metrics, model._compile_loss]
-    parts += [model.optimizer] if kind == "train" else []
-    return all(part is None or part.built for part in parts)
+from lockstep.keras_compat import trainer_class
 
 
 def own_step(model: Any, kind: str) -> str | None:
@@ -33,9 +21,6 @@ def unsplit_model(model: Any) -> str | None:
     """Return why the batches of a model cannot be split, `None` if they can."""
     if not is_container(model):
         return f"({type(model).__name__}) has a call of its own, which is not known to work by rows"
-    stateful = stateful_layers(model)
-    if stateful:
-        return f"has a stateful layer {stateful[0].name!r}"
     for layer in model._flatten_layers():
         # keras/src/ops/operation.py, Operation._remat_mode
         if layer._remat_mode is not None:

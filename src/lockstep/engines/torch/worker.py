@@ -90,14 +90,14 @@ class _Worker:
         name, content = message
         getattr(self, f"_{name}")(*content)
 
-    def _model(self, key: int, data: bytes, settings: Any) -> None:
+    def _model(self, key: int, data: bytes, settings: Any, draws_together: bool) -> None:
         from lockstep.engines.torch.layers import Plan
         from lockstep.engines.torch.model_pickle import load
         from lockstep.engines.torch.settings import apply_settings
 
         apply_settings(settings)
         model, tensors = load(data)
-        self._models[key] = (model, Plan(model), tensors)
+        self._models[key] = (model, Plan(model, draws_together), tensors)
 
     def _forget(self, key: int) -> None:
         self._models.pop(key, None)
@@ -117,7 +117,7 @@ class _Worker:
         _, _, tensors = self._models[key]
         self._group.broadcast_in_place([tensors[number] for number in numbers])
 
-    def _seeds(self, base: bytes, python: Any, numpy: Any, keras_seed: Any) -> None:
+    def _seeds(self, python: Any, numpy: Any, keras_seed: Any) -> None:
         import numpy as np
 
         from lockstep.keras_compat import global_seed_generator
@@ -126,13 +126,16 @@ class _Worker:
         np.random.set_state(numpy)
         if keras_seed is not None:
             global_seed_generator().state.assign(keras_seed)
-        self._streams.seed(base, self._group.rank)
 
-    def _step(self, key: int, kind: str, training: bool, rows: int, batch: Any) -> None:
+    def _step(self, key: int, kind: str, training: bool, rows: int, batch: Any, base: Any) -> None:
         from lockstep.engines.torch.replica import Replica
         from lockstep.engines.torch.steps import run_step
 
         model, plan, _ = self._models[key]
+        if plan.draws_together:
+            self._streams.share(base)
+        else:
+            self._streams.seed(base, self._group.rank)
         if model.training != training:
             model.train(training)
         replica = Replica(self._group, rows, self._streams)

@@ -1,0 +1,154 @@
+"""Records the layer outputs and the gradients of one training step on PyTorch."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+
+from lockstep.engines import attachments
+from lockstep.engines.engine import Clock, Compiling, Data, Trace
+from lockstep.engines.torch.steps import recorded
+from lockstep.engines.torch.unsplit import own_step
+from lockstep.engines.watched_layers import not_built, part_of
+from lockstep.errors import UnsupportedBackend
+from lockstep.keras_compat import pythonify_logs
+from lockstep.state import variables_of
+
+
+class TorchProbe:
+    """Probes one model, attached or not; see `Probe` for the contract.
+
+    In training, replicas draw their own random numbers, which differ from those of one device.
+    In a probed step, every device draws those of the global batch.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._random = torch.get_rng_state()
+
+    def compiling(self) -> AbstractContextManager[Compiling]:
+        """Not here yet."""
+        raise UnsupportedBackend(_BENCH)
+
+    def tracing(self) -> AbstractContextManager[Trace]:
+        """Not here yet."""
+        raise UnsupportedBackend(_BENCH)
+
+    def clock(self, most: int) -> Clock:
+        """Not here yet."""
+        raise UnsupportedBackend(_BENCH)
+
+    def feed(self, data: Data, batch_size: int | None, most: int) -> tuple[float, int]:
+        """Not here yet."""
+        raise UnsupportedBackend(_BENCH)
+
+    @contextmanager
+    def precise(self) -> Iterator[None]:
+        """Use full-precision matrix products and no `torch.compile`, as several devices do."""
+        model = self._model
+        before = torch.get_float32_matmul_precision(), model.jit_compile
+        torch.set_float32_matmul_precision("highest")
+        model.jit_compile = False
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before[0])
+            model.jit_compile = before[1]
+
+    @contextmanager
+    def alike(self) -> Iterator[None]:
+        """Put the state of PyTorch's random numbers back at the end."""
+        before = torch.get_rng_state()
+        try:
+            yield
+        finally:
+            torch.set_rng_state(before)
+
+    def fresh(self) -> None:
+        """Make the step anew, and draw the random numbers of the first step again."""
+        self._draw_again()
+        self._model.make_train_function(force=True)
+
+    def build(self, batch: Any) -> None:
+        """Build what is not built yet, as `fit` does before its first step."""
+        try:
+            # keras/src/trainers/trainer.py, Trainer._symbolic_build
+            self._model._symbolic_build(data_batch=batch)
+        except RuntimeError as error:
+            raise not_built(self._model, error) from error
+
+    def train(self, batch: Any) -> dict[str, Any]:
+        """Train one step on a batch in the structure of `fit`, and return the logs."""
+        # keras/src/backend/torch/trainer.py, TorchTrainer.train_on_batch
+        model = self._model
+        model.make_train_function()
+        model.reset_metrics()
+        logs = pythonify_logs(model.train_function([_tensors(batch)]))
+        return {name: np.asarray(value) for name, value in logs.items()}
+
+    def look(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the layer outputs for `batch`, in order, and the gradient of each variable.
+
+        The model does not change. Layers inside nested models are included. A model with its
+        own `train_step` has no gradients here.
+        """
+        self._draw_again()
+        variables = variables_of(self._model)
+        before = [variable.value.detach().clone() for variable in variables]
+        attachment = attachments.attachment_of(self._model)
+        data = _tensors(batch)
+        try:
+            seen = None if attachment is None else attachment.look(data)
+            if seen is None:
+                seen = self._alone(data)
+        finally:
+            for variable, value in zip(variables, before, strict=True):
+                variable.assign(value)
+        seen = {name: keras.ops.convert_to_numpy(value) for name, value in seen.items()}
+        return part_of(seen, "activation"), part_of(seen, "gradient")
+
+    def notes(self) -> list[str]:
+        """Return no notes: a warning names what is not split."""
+        return []
+
+    def _draw_again(self) -> None:
+        torch.set_rng_state(self._random)
+        attachment = attachments.attachment_of(self._model)
+        if attachment is not None:
+            attachment.draw_together()
+
+    def _alone(self, data: Any) -> dict[str, Any]:
+        model = self._model
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        options = {"training": True} if model._call_has_training_arg else {}
+        with recorded(model, lambda output: output) as seen:
+            if own_step(model, "train") is not None:
+                # Such a model may call its layers in any way, and leave `call` undefined.
+                with suppress(Exception):
+                    model(x, **options)
+                return seen
+            y_pred = model(x, **options)
+            model.zero_grad()
+            # keras/src/trainers/trainer.py, Trainer._compute_loss
+            model._compute_loss(
+                x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
+            ).backward()
+        for variable in model.trainable_variables:
+            if variable.value.grad is not None:
+                seen[f"gradient/{variable.path}"] = variable.value.grad
+        return seen
+
+
+def _tensors(batch: Any) -> Any:
+    return keras.tree.map_structure(
+        lambda leaf: leaf if leaf is None else keras.ops.convert_to_tensor(leaf), batch
+    )
+
+
+_BENCH = (
+    "bench was asked for on 'torch', and measures training steps on 'jax' so far.\n"
+    "Set KERAS_BACKEND=jax in the environment before Keras is imported."
+)

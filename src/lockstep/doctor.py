@@ -6,11 +6,11 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from lockstep.devices import REHEARSE, names_in_words
+from lockstep.package_versions import package_version
 
 PACKAGES = {
     "jax": ("jax", "jaxlib"),
@@ -123,7 +123,7 @@ def examine(environ: Mapping[str, str]) -> Findings:
     """
     backend, chosen_by = choose_backend(environ)
     names = ["keras-lockstep", "keras", *PACKAGES.get(backend, ()), "jax", *PLUGINS]
-    installed = {name: _version(name) for name in dict.fromkeys(names)}
+    installed = {name: package_version(name) for name in dict.fromkeys(names)}
     devices, failure = _probe(environ)
     return Findings(
         backend=backend,
@@ -169,17 +169,6 @@ def _probe(environ: Mapping[str, str]) -> tuple[tuple[tuple[str, str], ...], str
         return (), f"The backend ended Python with status {done.returncode}."
     found = json.loads(done.stdout.splitlines()[-1])
     return tuple((name, kind) for name, kind in found.get("devices", ())), found.get("failure", "")
-
-
-def _version(package: str) -> str | None:
-    if package == "keras-lockstep":
-        from lockstep import __version__
-
-        return __version__
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _nvidia_gpus() -> int:

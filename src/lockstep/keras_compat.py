@@ -309,21 +309,23 @@ def symbolic_calls(hooks: Any) -> Iterator[None]:
 def torch_default_device() -> str:
     """The kind of device that Keras has chosen for PyTorch, `"cpu"` or `"cuda"` for example.
 
-    keras/src/backend/torch/core.py
+    keras/src/backend/torch/core.py, from 3.16 on ops/core.py
     """
-    from keras.src.backend.torch import core
-
-    return str(core.DEFAULT_DEVICE)
+    return str(_torch_core().DEFAULT_DEVICE)
 
 
 def torch_device() -> str:
     """The device on which Keras makes PyTorch tensors now.
 
-    keras/src/backend/torch/core.py
+    keras/src/backend/torch/core.py, from 3.16 on ops/core.py
     """
-    from keras.src.backend.torch import core
+    return str(_torch_core().get_device())
 
-    return str(core.get_device())
+
+def _torch_core() -> Any:
+    from keras.src.backend import torch
+
+    return torch.core if hasattr(torch, "core") else torch.ops.core
 
 
 def tracked_collections() -> tuple[type, ...]:

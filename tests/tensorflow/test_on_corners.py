@@ -7,6 +7,7 @@ import tensorflow as tf
 from keras import layers, losses, ops
 
 import lockstep
+from lockstep.keras_compat import get_keras_mask
 from tests.conformance.common import assert_same
 
 ROWS, WIDTH = 7, 4
@@ -73,7 +74,7 @@ class _Masked(losses.Loss):
     """By rows without a mask, and across them with one."""
 
     def call(self, y_true, y_pred):
-        each, mask = _squares(y_true, y_pred), keras.src.backend.get_keras_mask(y_pred)
+        each, mask = _squares(y_true, y_pred), get_keras_mask(y_pred)
         if mask is None:
             return each
         mask = ops.cast(mask, each.dtype)

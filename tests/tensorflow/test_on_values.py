@@ -12,6 +12,7 @@ import lockstep
 from lockstep.engines import attachments
 from lockstep.engines.tensorflow.replicas import Replica
 from lockstep.errors import UnsplitBatchWarning
+from lockstep.keras_compat import get_keras_mask, set_keras_mask
 from tests.conformance.common import assert_same
 
 ROWS, STEPS, WORDS = 22, 5, 7
@@ -249,9 +250,9 @@ class _Inner(layers.Layer):
 
     def call(self, x):
         found = self.words(x)
-        mask = keras.src.backend.get_keras_mask(found)
+        mask = get_keras_mask(found)
         found = found - ops.mean(found, axis=0)
-        keras.src.backend.set_keras_mask(found, mask)
+        set_keras_mask(found, mask)
         return found
 
 

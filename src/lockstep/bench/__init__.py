@@ -6,12 +6,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 
 from lockstep import errors
 from lockstep.bench.scaling import Measurement, Scaling
 from lockstep.errors import BenchFailed
+from lockstep.package_versions import package_version
 
 
 def run_bench(
@@ -48,7 +48,7 @@ def run_bench(
         target=target,
         rehearsed=any(len(m.devices) > 1 and m.devices[0].startswith("cpu") for m in found),
         cores=os.cpu_count() or 1,
-        versions={name: metadata.version(name) for name in ("keras-lockstep", "keras", "jax")},
+        versions={name: package_version(name) or "" for name in ("keras-lockstep", "keras", "jax")},
         measurements=tuple(found),
     )
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from lockstep.keras_compat import in_stateless_scope, trainer_class
+from lockstep.keras_compat import in_stateless_scope, state_sync_name, trainer_class
 from lockstep.state import variables_of
 
 # keras/src/backend/jax/trainer.py: `_get_jax_state` takes the state out of the variables, and
@@ -50,7 +50,7 @@ def write_state(model: Any) -> None:
     directly.
     """
     if in_stateless_scope():  # variables keep their values in it
-        trainer_class().jax_state_sync(model)
+        getattr(trainer_class(), state_sync_name())(model)
         return
     attributes = vars(model)
     state = attributes.get("_jax_state")

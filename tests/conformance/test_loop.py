@@ -4,6 +4,7 @@ import gc
 import random
 import signal
 import threading
+import warnings
 from dataclasses import replace
 
 import jax
@@ -199,13 +200,15 @@ def _without_times(line):
 
 
 def test_between_two_drawings_the_bar_still_counts(capsys):
-    made = lockstep.distribute(smooth(), devices=1)
-    bar = keras.callbacks.ProgbarLogger()
-    data = ((common.data(BATCH)) for _ in range(5))
-    with pytest.warns(UserWarning, match="ran out of data"):
-        made.fit(data, shuffle=False, callbacks=[bar])
-    assert bar.seen == bar.target == 5
-    assert "5/5" in capsys.readouterr().out
+    def run(made):
+        bar = keras.callbacks.ProgbarLogger()
+        data = ((common.data(BATCH)) for _ in range(5))
+        with warnings.catch_warnings(record=True, action="always") as said:
+            made.fit(data, shuffle=False, callbacks=[bar])
+        assert "5/5" in capsys.readouterr().out
+        return bar.seen, bar.target, [str(warning.message) for warning in said]
+
+    assert run(lockstep.distribute(smooth(), devices=1)) == run(smooth())
 
 
 # ------------------------------------------------------------------- stops and errors

@@ -22,7 +22,7 @@ FILES_OF = {"rescue/detect.py": {"torch"}}
 
 LAYERS = [
     {"declarations", "errors", "files", "json_numbers"},
-    {"devices", "shards", "layout", "state"},
+    {"devices", "package_versions", "shards", "layout", "state"},
     {"announce", "keras_compat", "launch"},
     {"checkpoint", "processes", "training", "engines"},
     {"batches", "targets"},

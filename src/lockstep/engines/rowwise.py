@@ -1124,6 +1124,7 @@ def _spec_with_masks(layer: Any, args: Any, kwargs: Any) -> Any:
     """Return the shapes and dtypes of a layer's outputs, with those of their masks."""
     inputs = [leaf for leaf in keras.tree.flatten((args, kwargs)) if _is_tensor(leaf)]
     masks = [get_keras_mask(leaf) for leaf in inputs]
+    has_mask: list[bool] = []
 
     def call(args: Any, kwargs: Any, masks: Any) -> Any:
         leaves = [leaf for leaf in keras.tree.flatten((args, kwargs)) if _is_tensor(leaf)]
@@ -1131,12 +1132,16 @@ def _spec_with_masks(layer: Any, args: Any, kwargs: Any) -> Any:
             if mask is not None:
                 set_keras_mask(leaf, mask)
         outputs = layer(*args, **kwargs)
-        return outputs, [get_keras_mask(leaf) for leaf in keras.tree.flatten(outputs)]
+        found = [get_keras_mask(leaf) for leaf in keras.tree.flatten(outputs)]
+        has_mask[:] = [mask is not None for mask in found]
+        # On PyTorch, Keras takes tensors alone.
+        return outputs, [mask for mask in found if mask is not None]
 
     outputs, masks = compute_output_spec(call, args, kwargs, masks)
-    for leaf, mask in zip(keras.tree.flatten(outputs), masks, strict=True):
-        if mask is not None:
-            set_keras_mask(leaf, mask)
+    leaves = keras.tree.flatten(outputs)
+    masked = [leaf for leaf, has in zip(leaves, has_mask, strict=True) if has]
+    for leaf, mask in zip(masked, masks, strict=True):
+        set_keras_mask(leaf, mask)
     return outputs
 
 

@@ -33,7 +33,7 @@ class Scratch:
         self._numbers: dict[int, int] = {}
         self._kept: list[Any] = []  # keeps tensors alive, so that no identity is reused
         self._outside: set[int] = set()
-        self._recording = False
+        self._busy = False
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -43,6 +43,13 @@ class Scratch:
 
     def describe(self, tensor: Any) -> Any:
         """Return the number of a tensor made here, the identity of a weight, or values."""
+        before, self._busy = self._busy, True
+        try:
+            return self._describe(tensor)
+        finally:
+            self._busy = before
+
+    def _describe(self, tensor: Any) -> Any:
         if id(tensor) in self._numbers:
             return "made", self._numbers[id(tensor)]
         self._kept.append(tensor)
@@ -63,9 +70,9 @@ class Scratch:
     # ---------------------------------------------------------------- for the modes below
 
     @property
-    def is_recording(self) -> bool:
+    def is_active(self) -> bool:
         """Whether the code that runs now is followed, and is not that of this class."""
-        return not self._recording and is_following()
+        return not self._busy and is_following()
 
     def refuse(self, reason: str) -> None:
         """Raise, and remember the reason in case that the followed code catches the error."""
@@ -77,7 +84,7 @@ class Scratch:
         for tag, reason in _TAGS.items():
             if tag in operation.tags:
                 self.refuse(reason)
-        self._recording = True
+        self._busy = True
         try:
             leaves = tree_leaves((args, kwargs))
             described = [
@@ -96,7 +103,7 @@ class Scratch:
                     self._numbers[id(output)] = len(self._numbers)
             return outputs
         finally:
-            self._recording = False
+            self._busy = False
 
     def _writes_outside(self, operation: Any, args: Any, kwargs: Any) -> bool:
         for place, argument in enumerate(operation._schema.arguments):
@@ -116,7 +123,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[misc]
         self._scratch = scratch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._scratch.is_recording:
+        if not self._scratch.is_active:
             return func(*args, **(kwargs or {}))
         return self._scratch.run(func, args, kwargs or {})
 
@@ -127,6 +134,6 @@ class _Reads(TorchFunctionMode):  # type: ignore[misc]
         self._scratch = scratch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._scratch.is_recording and getattr(func, "__name__", "") in _READS:
+        if self._scratch.is_active and getattr(func, "__name__", "") in _READS:
             self._scratch.refuse(_TAGS[torch.Tag.data_dependent_output])
         return func(*args, **(kwargs or {}))

@@ -70,10 +70,12 @@ class Plan:
                 self.whole.append(part)
 
     def _split(self, part: Any) -> None:
-        inside = _layers(part)
+        drawing = _drawing(part) if self.draws_together else []
+        apart = {id(layer) for whole in drawing for layer in _layers(whole)}
+        inside = [layer for layer in _layers(part) if id(layer) not in apart]
         self.norms += [layer for layer in inside if is_batch_norm(layer)]
         self.every += inside
-        self.whole += _drawing(part) if self.draws_together else []
+        self.whole += drawing
 
     @contextmanager
     def in_force(self, replica: Replica) -> Iterator[None]:

@@ -65,13 +65,13 @@ RANDOM = {
     "alpha dropout",
     "random flips of images",
     "spatial and recurrent dropout",
+    "random numbers of a layer's own",
 }
 """Replicas draw for themselves: test_on_random_numbers.py, and tests/torch/test_on_fits.py."""
 
 EXCLUDED = {
     "tensorflow": {
         *RANDOM,
-        "random numbers of a layer's own",
         # Keras 3.15.1 on TensorFlow differs from itself on one device: in each epoch a reader
         # runs ahead of the validation steps, as far as it happens to.
         "generator that does not end",

@@ -202,5 +202,5 @@ def test_what_cannot_be_pickled_is_named():
 def test_layers_that_run_whole_are_named():
     _, many = both(failing("raise", 1000), devices=3)
     x, _ = data()
-    with pytest.warns(UnsplitBatchWarning, match=r"every device runs 'fails.*' \(Fails\) of"):
+    with pytest.warns(UnsplitBatchWarning, match=r"every device runs 'fails.*' \(a call changes"):
         many.predict(x, verbose=0)

@@ -112,7 +112,7 @@ def works_by_rows(layer: Any) -> bool:
         return False
     # keras/src/ops/operation.py, Operation._inbound_nodes; keras/src/ops/node.py
     nodes = layer._inbound_nodes
-    arrays = [array for node in nodes for array in _arrays_in(node)]
+    arrays = [array for node in nodes for array in arrays_in(node)]
     if not all(_is_for_all_rows(layer, tuple(array.shape)) for array in arrays):
         return False
     ranks = [len(tensor.shape) for node in nodes for tensor in node.input_tensors]
@@ -154,7 +154,8 @@ def _is_called_as_its_class(layer: Any) -> bool:
     return bool(module_in_keras(type(layer).__call__)) and "call" not in vars(layer)
 
 
-def _arrays_in(node: Any) -> list[Any]:
+def arrays_in(node: Any) -> list[Any]:
+    """Return the arrays among the arguments of a call in a functional model."""
     # keras/src/ops/node.py, Node.arguments
     leaves = keras.tree.flatten((node.arguments.args, node.arguments.kwargs))
     return [leaf for leaf in leaves if not keras.utils.is_keras_tensor(leaf) and _shape_of(leaf)]
@@ -1123,6 +1124,7 @@ def _spec_with_masks(layer: Any, args: Any, kwargs: Any) -> Any:
     """Return the shapes and dtypes of a layer's outputs, with those of their masks."""
     inputs = [leaf for leaf in keras.tree.flatten((args, kwargs)) if _is_tensor(leaf)]
     masks = [get_keras_mask(leaf) for leaf in inputs]
+    has_mask: list[bool] = []
 
     def call(args: Any, kwargs: Any, masks: Any) -> Any:
         leaves = [leaf for leaf in keras.tree.flatten((args, kwargs)) if _is_tensor(leaf)]
@@ -1130,12 +1132,16 @@ def _spec_with_masks(layer: Any, args: Any, kwargs: Any) -> Any:
             if mask is not None:
                 set_keras_mask(leaf, mask)
         outputs = layer(*args, **kwargs)
-        return outputs, [get_keras_mask(leaf) for leaf in keras.tree.flatten(outputs)]
+        found = [get_keras_mask(leaf) for leaf in keras.tree.flatten(outputs)]
+        has_mask[:] = [mask is not None for mask in found]
+        # On PyTorch, Keras takes tensors alone.
+        return outputs, [mask for mask in found if mask is not None]
 
     outputs, masks = compute_output_spec(call, args, kwargs, masks)
-    for leaf, mask in zip(keras.tree.flatten(outputs), masks, strict=True):
-        if mask is not None:
-            set_keras_mask(leaf, mask)
+    leaves = keras.tree.flatten(outputs)
+    masked = [leaf for leaf, has in zip(leaves, has_mask, strict=True) if has]
+    for leaf, mask in zip(masked, masks, strict=True):
+        set_keras_mask(leaf, mask)
     return outputs
 
 
@@ -1155,6 +1161,11 @@ _HERE = threading.local()
 def _follower() -> _Follower | None:
     follower: _Follower | None = getattr(_HERE, "follower", None)
     return follower
+
+
+def is_following() -> bool:
+    """Return whether code of a layer is followed in this thread, and no shapes are inferred."""
+    return _follower() is not None
 
 
 _RANDOM = {

@@ -23,7 +23,7 @@ from lockstep.engines.torch.probe import TorchProbe
 from lockstep.engines.torch.session import TorchSession
 from lockstep.engines.torch.stateful import copied_states
 from lockstep.engines.torch.step_runner import StepRunner
-from lockstep.engines.torch.unsplit import own_step, rows_of, unsplit_model
+from lockstep.engines.torch.unsplit import own_step, rows_of
 from lockstep.errors import LayoutConflict, UnsplitBatchWarning, UnsupportedBackend
 from lockstep.launch.environment import Place
 from lockstep.processes import process_group
@@ -116,7 +116,6 @@ class Attachment:
         self._runner = StepRunner(model, devices)
         self.session = TorchSession(model, devices, self._runner)
         self._loop = Loop(self.session)
-        self._unsplit: str | None = None
         self._warned: set[str] = set()
         # The end of the model ends its part in the pool; a lease knows no model.
         weakref.finalize(model, self._runner.lease.end)
@@ -187,14 +186,12 @@ class Attachment:
 
     def _split(self, kind: str, batch: Any) -> tuple[str | None, Any, int]:
         """Return why a batch cannot be split, `None` if it can; the batch, and its rows."""
-        if self._runner.unchecked:
-            self._unsplit = unsplit_model(self.model)
-        reason = self._unsplit or own_step(self.model, kind)
+        reason = own_step(self.model, kind)
         if reason is not None:
             return reason, None, 0
         data = _tensors(batch)
         reason, rows = rows_of(data[0])
-        return reason, data, rows
+        return reason or self._runner.unsplit(data[0]), data, rows
 
     def _step(self, kind: str, plain: Callable[[Any], Any], batch: Any) -> Any:
         if self._runner.unchecked and not is_ready(self.model, kind):
@@ -206,8 +203,9 @@ class Attachment:
         result = self._runner.step(kind, data, rows)
         whole = self._runner.whole_layers
         if whole:
-            names = ", ".join(f"{layer.name!r} ({type(layer).__name__})" for layer in whole)
-            self._warn(f"every device runs {names} of {self.model.name!r} on the whole batch")
+            names = ", ".join(f"{name!r} ({reason})" for name, reason in whole.items())
+            what = f"every device runs {names} of {self.model.name!r} on the whole batch"
+            self._warn(what, _DECLARE)
         return result
 
     def _stepping(self) -> dict[str, Any]:
@@ -250,14 +248,18 @@ class Attachment:
             if getattr(model, maker.removeprefix("make_"), None) is not None:
                 getattr(model, maker)(force=True)
 
-    def _warn(self, what: str) -> None:
+    def _warn(self, what: str, remedy: str = "") -> None:
         if what not in self._warned:
             self._warned.add(what)
             warnings.warn(
-                f"On PyTorch {what}.\nThe result is exact. Set KERAS_BACKEND=jax to have it split.",
+                f"On PyTorch {what}.\nThe result is exact. {remedy}"
+                "Set KERAS_BACKEND=jax to have it split.",
                 UnsplitBatchWarning,
                 stacklevel=2,
             )
+
+
+_DECLARE = "If each row depends on its own row alone, declare it: lockstep.rowwise. "
 
 
 def _copies(logs: Any) -> Any:

@@ -1,6 +1,6 @@
 """The plan by which each layer of a split model runs in one step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,15 +8,15 @@ import keras
 import torch
 
 from lockstep.engines.patched import patched
-from lockstep.engines.torch.moments import moments_over
-from lockstep.engines.torch.replica import Replica, seed_of_replica
-from lockstep.engines.torch.rowwise import (
-    constants_in,
+from lockstep.engines.rowwise import (
+    arrays_in,
     is_batch_norm,
     is_container,
-    is_rowwise,
     parts_of,
+    works_by_rows,
 )
+from lockstep.engines.torch.moments import moments_over
+from lockstep.engines.torch.replica import Replica, seed_of_replica
 from lockstep.keras_compat import get_keras_mask, set_keras_mask
 
 
@@ -25,22 +25,27 @@ class Plan:
 
     Args:
         model: The model.
+        proven: The numbers of those `candidates` that work row by row.
         draws_together: Whether layers that draw random numbers run on the global batch, so that
             the numbers are those of one device.
 
     Attributes:
+        candidates: Layers and operations that are not Keras's own known ones, or the model
+            itself, in the order of the model. The same model has the same order anywhere.
         whole: Layers and operations that run on the global batch.
         norms: Batch norms. They use the moments of the global batch.
         every: Every layer that is not inside one of `whole`.
-        unsplit: Layers of `whole` that are in it whether they draw or not.
     """
 
-    def __init__(self, model: Any, draws_together: bool = False) -> None:
+    def __init__(
+        self, model: Any, proven: Collection[int] = (), *, draws_together: bool = False
+    ) -> None:
         self.draws_together = draws_together
+        self.candidates: list[Any] = []
         self.whole: list[Any] = []
         self.norms: list[Any] = []
         self.every: list[Any] = []
-        self.unsplit: list[Any] = []
+        self._proven = proven
         self._seen: set[int] = set()
         self._sort(model)
 
@@ -55,13 +60,22 @@ class Plan:
         elif is_batch_norm(part):
             self.norms.append(part)
             self.every.append(part)
-        elif not is_rowwise(part):
-            self.whole.append(part)
-            self.unsplit.append(part)
-        elif self.draws_together and _draws(part):
-            self.whole.append(part)
+        elif works_by_rows(part):
+            self._split(part)
         else:
-            self.every += part._flatten_layers()
+            self.candidates.append(part)
+            if len(self.candidates) - 1 in self._proven:
+                self._split(part)
+            else:
+                self.whole.append(part)
+
+    def _split(self, part: Any) -> None:
+        drawing = _drawing(part) if self.draws_together else []
+        apart = {id(layer) for whole in drawing for layer in _layers(whole)}
+        inside = [layer for layer in _layers(part) if id(layer) not in apart]
+        self.norms += [layer for layer in inside if is_batch_norm(layer)]
+        self.every += inside
+        self.whole += drawing
 
     @contextmanager
     def in_force(self, replica: Replica) -> Iterator[None]:
@@ -86,22 +100,35 @@ class Plan:
             yield
 
 
-def _draws(layer: Any) -> bool:
-    return any(part._seed_generators for part in layer._flatten_layers())
+def _layers(part: Any) -> list[Any]:
+    return list(part._flatten_layers()) if isinstance(part, keras.layers.Layer) else []
 
 
-def unknown_rows(model: Any) -> str | None:
+def _drawing(part: Any) -> list[Any]:
+    """Return the layers inside `part` that draw random numbers and can run on a global batch."""
+    if not isinstance(part, keras.layers.Layer):
+        return []
+    if part._seed_generators or works_by_rows(part):
+        return [part] if any(layer._seed_generators for layer in _layers(part)) else []
+    return [layer for inner in part._layers for layer in _drawing(inner)]
+
+
+def unknown_rows(model: Any, whole: Collection[int]) -> str | None:
     """Return why the rows of some tensor in a graph are unknown, `None` if all are known.
 
     Every tensor has to have the first dim of the inputs: it may be open, or a number where a
     batch has built the model. A step checks what layers on the global batch return.
+
+    Args:
+        model: The model.
+        whole: The identities of layers and operations that run on the global batch.
     """
     inputs = {tuple(tensor.shape[:1]) for tensor in keras.tree.flatten(model.inputs)}
     if len(inputs) != 1:
         return f"has inputs of several first dims {sorted(map(str, inputs))}"
     for part in _parts_in(model):
         for node in part._inbound_nodes:
-            if not is_container(part) and not is_rowwise(part) and constants_in(node):
+            if id(part) in whole and arrays_in(node):
                 return f"gives a constant array to {part.name!r}"
             for tensor in (*node.input_tensors, *node.output_tensors):
                 if len(tensor.shape) and tuple(tensor.shape[:1]) not in inputs:

@@ -15,8 +15,10 @@ from lockstep.engines.torch.layers import Plan
 from lockstep.engines.torch.model_pickle import dump
 from lockstep.engines.torch.pool import Lease, Pool
 from lockstep.engines.torch.replica import RandomStreams, Replica
+from lockstep.engines.torch.row_proofs import ReasonsByNumber, RowProofs
 from lockstep.engines.torch.settings import checksum, current_settings
 from lockstep.engines.torch.steps import run_step
+from lockstep.engines.torch.unsplit import unsplit_model
 from lockstep.keras_compat import GLOBAL_SEED_GENERATOR, global_state
 from lockstep.state import rnn_states
 
@@ -39,6 +41,10 @@ class StepRunner:
         self.unchecked = True
         self.draws_together = False
         self._model = model
+        self._proofs = RowProofs(model)
+        self._reasons: ReasonsByNumber = {}
+        self._unsplit: str | None = None
+        self._proven: list[int] = []
         self._changes = True
         self._pool: Pool | None = None
         self._streams = RandomStreams()
@@ -62,8 +68,18 @@ class StepRunner:
         finally:
             self._changes, self.unchecked = before, True
 
+    def unsplit(self, x: Any) -> str | None:
+        """Return why one device has to run batches like this one alone, `None` if not."""
+        reasons = self._proofs.reasons(x, unchecked=self.unchecked)
+        if self.unchecked or reasons is not self._reasons:
+            self._reasons = reasons
+            self._unsplit = unsplit_model(self._model, reasons)
+        return self._unsplit
+
     def step(self, kind: str, data: Any, rows: int) -> Any:
         """Run one step on all devices, and return the logs or predictions.
+
+        `unsplit` has to be called for its batch before.
 
         Args:
             kind: `"train"`, `"test"` or `"predict"`.
@@ -77,6 +93,7 @@ class StepRunner:
                 self.unchecked = self._changes
             else:
                 self._send_values(pool, self._assigned())
+            self._send_plan(pool)
             description = pool.memory.write(data)
             base: Any
             if self.draws_together:
@@ -100,9 +117,10 @@ class StepRunner:
         return result
 
     @property
-    def whole_layers(self) -> list[Any]:
-        """The layers that every device runs on the whole batch, of the last step."""
-        return self._plan.unsplit
+    def whole_layers(self) -> dict[str, str]:
+        """Why every device runs some layers on the whole batch, by name, in the last step."""
+        parts = self._plan.candidates
+        return {parts[number].name: reason for number, reason in self._reasons.items()}
 
     # -------------------------------------------------------- the same model everywhere
 
@@ -125,7 +143,8 @@ class StepRunner:
         else:
             self._sent = None
             pool.send("model", self.lease.key, data, settings, self.draws_together)
-            self._plan = Plan(self._model, self.draws_together)
+            self._plan = Plan(self._model, draws_together=self.draws_together)
+            self._proven = []
             self._tensors = tensors
             self._structure = _structure(tensors)
             self._state = _state_of(self._model)
@@ -136,6 +155,14 @@ class StepRunner:
         seeds = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
         keras_seed = None if seeds is None else keras.ops.convert_to_numpy(seeds.state)
         pool.send("seeds", random.getstate(), np.random.get_state(), keras_seed)
+
+    def _send_plan(self, pool: Pool) -> None:
+        candidates = range(len(self._plan.candidates))
+        proven = [number for number in candidates if number not in self._reasons]
+        if proven != self._proven:
+            pool.send("plan", self.lease.key, proven)
+            self._plan = Plan(self._model, proven, draws_together=self.draws_together)
+            self._proven = proven
 
     def _structure_changed(self) -> bool:
         return _structure(self._tensors) != self._structure

@@ -4,8 +4,9 @@ from typing import Any
 
 import keras
 
-from lockstep.engines.torch.layers import unknown_rows
-from lockstep.engines.torch.rowwise import is_container
+from lockstep.engines.rowwise import is_container
+from lockstep.engines.torch.layers import Plan, unknown_rows
+from lockstep.engines.torch.row_proofs import ReasonsByNumber
 from lockstep.keras_compat import trainer_class
 
 
@@ -17,10 +18,16 @@ def own_step(model: Any, kind: str) -> str | None:
     return None
 
 
-def unsplit_model(model: Any) -> str | None:
-    """Return why the batches of a model cannot be split, `None` if they can."""
-    if not is_container(model):
-        return f"({type(model).__name__}) has a call of its own, which is not known to work by rows"
+def unsplit_model(model: Any, reasons: ReasonsByNumber) -> str | None:
+    """Return why the batches of a model cannot be split, `None` if they can.
+
+    Args:
+        model: The model.
+        reasons: Why parts of it are not known to work row by row.
+    """
+    whole = {id(Plan(model).candidates[number]): reason for number, reason in reasons.items()}
+    if id(model) in whole:
+        return f"({type(model).__name__}) is not known to work row by row: {whole[id(model)]}"
     for layer in model._flatten_layers():
         # keras/src/ops/operation.py, Operation._remat_mode
         if layer._remat_mode is not None:
@@ -29,7 +36,7 @@ def unsplit_model(model: Any) -> str | None:
         tensor = variable.value
         if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
             return f"has a hook on the gradient of {variable.path!r}"
-    return unknown_rows(model)
+    return unknown_rows(model, whole) if is_container(model) else None
 
 
 def rows_of(x: Any) -> tuple[str | None, int]:

@@ -97,7 +97,14 @@ class _Worker:
 
         apply_settings(settings)
         model, tensors = load(data)
-        self._models[key] = (model, Plan(model, draws_together), tensors)
+        self._models[key] = (model, Plan(model, draws_together=draws_together), tensors)
+
+    def _plan(self, key: int, proven: list[int]) -> None:
+        from lockstep.engines.torch.layers import Plan
+
+        model, plan, tensors = self._models[key]
+        plan = Plan(model, proven, draws_together=plan.draws_together)
+        self._models[key] = (model, plan, tensors)
 
     def _forget(self, key: int) -> None:
         self._models.pop(key, None)

@@ -1,0 +1,67 @@
+"""Which parts of a model are not known to work row by row, found once for each form of inputs."""
+
+import hashlib
+from typing import Any
+
+import keras
+
+from lockstep.engines.rowwise import refused
+from lockstep.engines.torch.layers import Plan
+from lockstep.engines.torch.model_pickle import dump, load
+from lockstep.engines.torch.scratch import Scratch
+from lockstep.errors import UnsupportedModel
+
+ReasonsByNumber = dict[int, str]
+"""Why candidates of a plan are refused, by their number in `Plan.candidates`."""
+
+
+class RowProofs:
+    """Keeps why candidates of one model are not known to work row by row.
+
+    The code of a copy is followed, so that an attribute that a call changes stays as it is in
+    the model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._of_model = b""
+        self._found: dict[str, ReasonsByNumber] = {}
+
+    def reasons(self, x: Any, *, unchecked: bool) -> ReasonsByNumber:
+        """Return why candidates are refused for inputs of this form.
+
+        Args:
+            x: The inputs of a batch.
+            unchecked: Whether the model may have changed since the last call.
+        """
+        form = str(keras.tree.map_structure(_form, x))
+        if not unchecked and form in self._found:
+            return self._found[form]
+        count = len(Plan(self._model).candidates)
+        if not count:
+            return {}
+        try:
+            data, _ = dump(self._model)
+        except UnsupportedModel:
+            return dict.fromkeys(range(count), "it cannot be pickled")
+        digest = hashlib.sha256(data).digest()
+        if digest != self._of_model:
+            self._of_model, self._found = digest, {}
+        if form not in self._found:
+            self._found[form] = _reasons(load(data)[0], x)
+        return self._found[form]
+
+
+def _reasons(model: Any, x: Any) -> ReasonsByNumber:
+    parts = Plan(model).candidates
+    before, _ = dump(model)
+    found: dict[int, str] = {}
+    for training in (True, False):
+        found = refused(model, parts, x, training=training, scratch=Scratch) | found
+    if dump(model)[0] != before:
+        found = dict.fromkeys(map(id, parts), "a call changes its attributes") | found
+    return {number: found[id(part)] for number, part in enumerate(parts) if id(part) in found}
+
+
+def _form(leaf: Any) -> Any:
+    return None if leaf is None else (tuple(leaf.shape[1:]), leaf.ndim, leaf.dtype)

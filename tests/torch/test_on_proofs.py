@@ -1,0 +1,238 @@
+"""Which layers and models of the user's own are split on PyTorch; all are exact."""
+
+import keras
+import numpy as np
+import pytest
+import torch
+from keras import layers, ops
+
+import lockstep
+from lockstep.errors import UnsplitBatchWarning
+from tests.torch.agreement import assert_equal, both
+from tests.torch.double import in_double
+
+pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
+
+
+class Does(layers.Layer):
+    """Does what it is told, and has a kernel, a counter and inner layers to do it with."""
+
+    def __init__(self, what, **kwargs):
+        super().__init__(**kwargs)
+        self.what = what
+        self.calls = 0
+        self.table = torch.arange(25.0, dtype=torch.float64).reshape(5, 5) / 25
+        self.dense = layers.Dense(5, activation="silu")
+        self.norm = layers.BatchNormalization()
+
+    def build(self, shape):
+        self.dense.build((None, 5))
+        self.norm.build((None, 5))
+        self.kernel = self.add_weight(shape=(5, 5), name="kernel")
+        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, name="seen")
+
+    def call(self, x, training=False):
+        return self.what(self, x)
+
+    def compute_output_spec(self, x, training=False):
+        return keras.KerasTensor((None, 5))
+
+
+def _counts_steps(layer, x):
+    layer.seen.assign_add(1.0)
+    return x * (1 + layer.seen)
+
+
+def _heads(layer, x):
+    rows = ops.shape(x)[0]
+    split = ops.transpose(ops.reshape(x, (rows, 5, 1)) * ops.ones((1, 1, 4)), (0, 2, 1))
+    scores = ops.softmax(ops.einsum("bhd,bkd->bhk", split, split) / 2.0)
+    return ops.mean(ops.matmul(scores, split), axis=1)
+
+
+BY_ROWS = {
+    "elementwise": lambda layer, x: ops.tanh(x) * 2 + ops.where(x > 0, x, -x),
+    "a kernel": lambda layer, x: ops.silu(ops.matmul(x, layer.kernel)),
+    "layers of Keras": lambda layer, x: layer.norm(layer.dense(x)),
+    "attention by hand": _heads,
+    "a counter of steps": _counts_steps,
+    "a tensor that it keeps": lambda layer, x: ops.matmul(x, layer.table),
+    "zeros as many as rows": lambda layer, x: x + ops.zeros((ops.shape(x)[0], 5)),
+}
+
+
+def _branches_on_a_weight(layer, x):
+    return x * 2 if ops.sum(layer.kernel) > 100 else x - ops.mean(x, axis=0)
+
+
+def _reads_a_weight(layer, x):
+    return x * 2 if ops.convert_to_numpy(layer.kernel).sum() > 100 else x - ops.mean(x, axis=0)
+
+
+def _counts_calls(layer, x):
+    layer.calls += 1
+    return x * 2 if layer.calls < 10 else x - ops.mean(x, axis=0)
+
+
+def _catches(layer, x):
+    try:
+        positive = bool(ops.sum(layer.kernel) > 100)
+    except Exception:
+        positive = True
+    return x * 2 if positive else x - ops.mean(x, axis=0)
+
+
+def _writes_a_tensor(layer, x):
+    layer.table.add_(0.001)
+    return ops.matmul(x, layer.table)
+
+
+def _writes_part_of_a_tensor(layer, x):
+    layer.table.view(-1)[3:].add_(0.001)
+    return ops.matmul(x, layer.table)
+
+
+WHOLE = {
+    "a function of PyTorch": (lambda layer, x: torch.sin(x), "more than Keras's layers"),
+    "statistics by hand": (lambda layer, x: x - ops.mean(x, axis=0), "Mean"),
+    "a branch on a weight": (_branches_on_a_weight, "reads the value"),
+    "a weight read by NumPy": (_reads_a_weight, "reads the value"),
+    "an error that it catches": (_catches, "reads the value"),
+    "a counter of calls": (_counts_calls, "(a call changes its attributes|Mean)"),
+    "a tensor that it writes": (_writes_a_tensor, "writes into a tensor from outside"),
+    "a part that it writes": (_writes_part_of_a_tensor, "writes into a tensor from outside"),
+    "random numbers of PyTorch": (
+        lambda layer, x: x + 0 * torch.rand(5, dtype=torch.float64),
+        "random numbers of PyTorch",
+    ),
+}
+
+
+def built(what):
+    def build():
+        made = keras.Sequential(
+            [keras.Input((5,)), layers.Dense(5, activation="tanh"), Does(what, name="does")]
+        )
+        made.add(layers.Dense(2))
+        made.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse", metrics=["mae"])
+        return made
+
+    return build
+
+
+def data(rows=41):
+    rng = np.random.default_rng(1)
+    return rng.normal(size=(rows, 5)), rng.normal(size=(rows, 2))
+
+
+def fit(made, x=None, y=None):
+    x, y = (x, y) if x is not None else data()
+    return made.fit(x, y, batch_size=10, epochs=2, verbose=0, shuffle=False).history
+
+
+def assert_same_fit(build, *given, devices=3):
+    one, many = both(build, devices)
+    assert_equal(fit(many, *given), fit(one, *given))
+    assert_equal(many, one)
+    lockstep.release(many)
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("what", BY_ROWS)
+def test_what_works_row_by_row_is_split(what, devices):
+    """A warning that it is not split would fail the test."""
+    assert_same_fit(built(BY_ROWS[what]), devices=devices)
+
+
+@pytest.mark.parametrize("what", WHOLE)
+def test_what_is_not_known_runs_whole(what):
+    function, reason = WHOLE[what]
+    with pytest.warns(UnsplitBatchWarning, match=rf"every device runs 'does' \(.*{reason}") as said:
+        assert_same_fit(built(function))
+    assert any("declare it: lockstep.rowwise" in str(each.message) for each in said)
+
+
+def test_a_declared_layer_is_split():
+    def build():
+        made = built(lambda layer, x: torch.sin(x))()
+        lockstep.rowwise(made.get_layer("does"))
+        return made
+
+    assert_same_fit(build)
+
+
+class Towers(keras.Model):
+    """Two towers with a call of its own, over a table that both use."""
+
+    def __init__(self, across=False):
+        super().__init__()
+        self.across = across
+        self.table = layers.Embedding(9, 6, mask_zero=True)
+        self.attend = layers.MultiHeadAttention(2, 3)
+        self.norm = layers.BatchNormalization()
+        self.pool = layers.GlobalAveragePooling1D()
+        self.ends = [layers.Dense(4, activation="tanh"), layers.Dense(4)]
+
+    def call(self, inputs, training=False):
+        one = self.table(inputs["one"])
+        one = self.pool(self.norm(self.attend(one, one), training=training))
+        other = self.pool(self.table(inputs["other"]))
+        one, other = self.ends[0](one), self.ends[1](other)
+        if self.across:
+            other = other - ops.mean(other, axis=0)
+        return ops.sum(one * other, axis=-1, keepdims=True)
+
+
+def towers(across=False):
+    made = Towers(across)
+    made({"one": np.ones((1, 7), "int32"), "other": np.ones((1, 4), "int32")})  # builds it
+    made.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    return made
+
+
+def sequences():
+    rng = np.random.default_rng(2)
+    x = {name: rng.integers(0, 9, (41, length)) for name, length in (("one", 7), ("other", 4))}
+    return x, rng.normal(size=(41, 1))
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_a_model_with_a_call_of_its_own_is_split(devices):
+    """A warning that it is not split would fail the test."""
+    assert_same_fit(towers, *sequences(), devices=devices)
+
+
+def test_a_model_that_looks_across_rows_runs_on_the_first_device():
+    with pytest.warns(UnsplitBatchWarning, match=r"is not known to work row by row: Mean"):
+        assert_same_fit(lambda: towers(across=True), *sequences())
+
+
+def test_a_changed_attribute_is_followed_again():
+    one, many = both(towers, 2)
+    for made in (one, many):
+        fit(made, *sequences())
+        made.across = True
+    with pytest.warns(UnsplitBatchWarning, match="is not known to work row by row"):
+        fit(many, *sequences())
+    fit(one, *sequences())
+    assert_equal(many, one)
+    lockstep.release(many)
+
+
+def test_verify_draws_the_numbers_of_one_device_in_a_model_that_is_split():
+    class Drops(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.ends = [layers.Dense(6, activation="tanh"), layers.Dense(2)]
+            self.drop = layers.Dropout(0.4, seed=5)
+
+        def call(self, x, training=False):
+            return self.ends[1](self.drop(self.ends[0](x), training=training))
+
+    keras.utils.set_random_seed(3)
+    made = in_double(Drops())
+    made(np.ones((1, 5)))
+    made.compile("sgd", "mse")
+    found = lockstep.verify(made, data(), devices=3, steps=4, batch_size=10)
+    assert found.equal, found.cause
+    assert found.notes == ()

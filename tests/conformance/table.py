@@ -1,9 +1,10 @@
 """`python -m tests.conformance.table` measures every case, and writes docs/exactness.md.
 
-With `--backend tensorflow` it measures the sample of test_cases.py there, and writes
-docs/exactness-tensorflow.md. Three processes measure lockstep in float32, lockstep in float64,
-and stock Keras, whose distribution is global. The figures of each case are kept in a folder,
-so that a run that was stopped continues.
+With `--backend tensorflow` or `--backend torch` it measures the sample of test_cases.py there,
+and writes docs/exactness-tensorflow.md or docs/exactness-torch.md. A process for each measures
+lockstep in float32, lockstep in float64, and stock Keras, whose distribution is global (it has
+none on PyTorch). The figures of each case are kept in a folder, so that a run that was stopped
+continues.
 """
 
 import argparse
@@ -17,19 +18,18 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-BACKENDS = ("jax", "tensorflow")
-COUNTS = {"jax": [1, 2, 3, 4, 8], "tensorflow": [1, 2, 4]}
+COUNTS = {"jax": [1, 2, 3, 4, 8], "tensorflow": [1, 2, 4], "torch": [1, 2, 3]}
 STOCK_DEVICES = {"jax": 4, "tensorflow": 2}
 
 
 def measure_lockstep(case):
     """The largest difference for every number of devices."""
-    import lockstep
     from tests.conformance.cases.case import gaps, play
+    from tests.conformance.worker import distribute
 
     one, row = play(case), {}
     for devices in COUNTS[_backend()]:
-        far = gaps(one, play(case, partial(lockstep.distribute, devices=devices)))
+        far = gaps(one, play(case, partial(distribute, devices=devices)))
         row[str(devices)] = max(far.values())
     return row
 
@@ -94,14 +94,14 @@ STOCK = {"jax": data_parallel, "tensorflow": mirrored}
 def cases(backend):
     """The cases that are measured, by family."""
     from tests.conformance.cases import FAMILIES
-    from tests.conformance.test_cases import TENSORFLOW_SAMPLE
+    from tests.conformance.test_cases import SAMPLE
     from tests.conformance.worker import case_of
 
     return {
         family: {
             name: case_of(family, name)
             for name in members
-            if backend == "jax" or name in TENSORFLOW_SAMPLE
+            if backend == "jax" or name in SAMPLE[backend]
         }
         for family, members in FAMILIES.items()
     }
@@ -111,7 +111,10 @@ def _backend():
     return os.environ["KERAS_BACKEND"]
 
 
-MEASURES = {"lockstep": measure_lockstep, "float64": measure_lockstep, "stock": measure_stock}
+def measures(backend):
+    """What is measured on this backend, by name."""
+    found = {"lockstep": measure_lockstep, "float64": measure_lockstep}
+    return {**found, "stock": measure_stock} if backend in STOCK else found
 
 
 def measure(what, folder):
@@ -125,7 +128,7 @@ def measure(what, folder):
         for name, case in members.items():
             file = folder / what / f"{family}, {name}.json".replace("/", " ")
             if not file.exists():
-                row = MEASURES[what](case)
+                row = measures(_backend())[what](case)
                 file.write_text(json.dumps(row))
                 print(what, name, row, flush=True)
 
@@ -136,15 +139,18 @@ def render(folder, backend):
     page = [_HEAD.format(**_about(backend))]
     for family, members in cases(backend).items():
         named = " | ".join(str(count) for count in counts)
-        page += [f"## {family}\n", f"| case | float64 | {named} | stock | stock, even |"]
-        page.append("|---" + "|---:" * (len(counts) + 3) + "|")
+        if not members:
+            continue
+        columns = f"| case | float64 | {named} |" + " stock | stock, even |" * (backend in STOCK)
+        page += [f"## {family}\n", columns, "|---" + "|---:" * (columns.count("|") - 2) + "|"]
         for name in members:
             file = f"{family}, {name}.json".replace("/", " ")
-            found = {what: json.loads((folder / what / file).read_text()) for what in MEASURES}
-            ours, double, stock = found.values()
+            ours, double, *stock = (
+                json.loads((folder / what / file).read_text()) for what in measures(backend)
+            )
             cells = [_number(max(double.values()))]
             cells += [_number(ours[str(count)]) for count in counts]
-            cells += [_number(stock["ragged"]), _number(stock["even"])]
+            cells += [_number(row[sizes]) for row in stock for sizes in ("ragged", "even")]
             page.append(f"| {name} | {' | '.join(cells)} |")
         page.append("")
     return "\n".join(page)
@@ -180,15 +186,24 @@ def _about(backend):
             "tool": "tf.distribute.MirroredStrategy",
             "which": "Each row is one case of the sample of the conformance tests",
         },
+        "torch": {
+            "command": "python -m tests.conformance.table --backend torch",
+            "title": "Exactness on PyTorch",
+            "framework": f"PyTorch {version('torch')}",
+            "which": "Each row is one case of the sample of the conformance tests",
+        },
     }[backend]
     return {
         **own,
         "keras": version("keras"),
         "bound": f"{BOUND:.0e}",
         "last": COUNTS[backend][-1],
-        "stock": STOCK_DEVICES[backend],
         "ragged": _batches(RAGGED),
-        "even": _batches(EVEN),
+        "stock": _ABOUT_STOCK.format(
+            tool=own["tool"], devices=STOCK_DEVICES[backend], even=_batches(EVEN)
+        )
+        if backend in STOCK
+        else "\nStock Keras has no distribution on PyTorch to compare with.\n",
     }
 
 
@@ -214,15 +229,18 @@ devices.
 - The columns 1 to {last} are numbers of devices in float32, as users run it. Several devices add
   up the same numbers in another order. Usually that gives 1e-7. Kinks of ReLU and max pooling,
   and Adam on gradients near zero, turn the same rounding into more.
-- *stock* is `{tool}` over {stock} devices on the same batches, or what it raised.
+{stock}"""
+
+_ABOUT_STOCK = """\
+- *stock* is `{tool}` over {devices} devices on the same batches, or what it raised.
   *stock, even* is the same with {even}, which do divide.
 """
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--measure", choices=MEASURES)
-    parser.add_argument("--backend", choices=BACKENDS, default="jax")
+    parser.add_argument("--measure", choices=("lockstep", "float64", "stock"))
+    parser.add_argument("--backend", choices=COUNTS, default="jax")
     parser.add_argument("--folder", type=Path, help="where what is measured is kept")
     parser.add_argument("--page", type=Path, help="the page to write")
     options = parser.parse_args()
@@ -236,7 +254,7 @@ def main():
     if options.measure:
         measure(options.measure, folder)
         return
-    for what in MEASURES:
+    for what in measures(options.backend):
         (folder / what).mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "tests.conformance.table", "--backend", options.backend]
     command += ["--folder", str(folder)]
@@ -245,7 +263,7 @@ def main():
             [*command, "--measure", what],
             env={**os.environ, "JAX_ENABLE_X64": str(int(what == "float64"))},
         )
-        for what in MEASURES
+        for what in measures(options.backend)
     ]
     failed = [process.wait() for process in running]
     if any(failed):

@@ -66,16 +66,19 @@ def _differences(family, name, devices, options):
         _keep_processes_warm(devices)
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always", UnsplitBatchWarning)
-        many = play(case, partial(_distribute, devices=devices, **options))
+        many = play(case, partial(distribute, devices=devices, **options))
     if _backend() == "jax":
         assert bool(given) == (case.unsplit and devices > 1)
     return {key: gap for key, gap in gaps(one, many).items() if not gap <= case.bound}
 
 
-def _distribute(model, devices, **options):
+def distribute(model, devices, **options):
+    """Distribute the model; on PyTorch, its processes compute in float64 where this one does."""
+    import keras
+
     import lockstep
 
-    if _backend() == "torch":
+    if _backend() == "torch" and keras.config.floatx() == "float64":
         from tests.torch.double import in_double
 
         model = in_double(model)

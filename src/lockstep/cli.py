@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -11,8 +12,8 @@ from pathlib import Path
 import click
 
 from lockstep import __version__
-from lockstep.devices import rehearsed_devices
-from lockstep.errors import DeviceError, DeviceNotFound, LockstepError, UnsupportedBackend
+from lockstep.devices import REHEARSE, rehearsed_devices
+from lockstep.errors import DeviceError, LockstepError, UnsupportedBackend
 from lockstep.launch.run_command import run_command
 from lockstep.rescue.commands import inspect_command, rescue_command
 
@@ -84,7 +85,13 @@ class _Misused(click.ClickException):
 
 
 @main.command()
-@click.option("--devices", default=4, show_default=True, help="Virtual devices for the second run.")
+@click.option(
+    "--devices",
+    default=4,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Virtual devices for the second run.",
+)
 @click.option(
     "--epochs",
     default=8,
@@ -197,10 +204,11 @@ def verify(
     asked = int(devices) if devices is not None and devices.strip().isdecimal() else devices
     if rehearse:
         if not isinstance(asked, int):
-            raise click.UsageError("--rehearse needs --devices with a number.")
+            raise click.UsageError("--rehearse needs --devices with a number, such as 4.")
         lockstep.rehearse(asked)
     # What the user's code prints is no JSON.
-    with redirect_stdout(sys.stderr) if as_json_ else nullcontext(), _could_not_run():
+    said = redirect_stdout(sys.stderr) if as_json_ else nullcontext()
+    with said, _rehearsal_by_option(), _could_not_run():
         model, data = model_and_data(target)
         found = lockstep.verify(model, data, asked, steps, batch_size=batch_size)
     if as_json_:
@@ -215,16 +223,29 @@ def _could_not_run() -> Iterator[None]:
     """Exit with `COULD_NOT_RUN` where the user's code fails; Python alone exits with 1."""
     try:
         yield
-    except DeviceNotFound as error:
-        what, _, remedy = str(error).partition("\n")
-        if remedy.startswith("To rehearse"):
-            remedy = "To rehearse on virtual CPU devices, add --rehearse to the command."
-        raise DeviceNotFound(f"{what}\n{remedy}") from None
     except LockstepError:
         raise
     except (Exception, KeyboardInterrupt):
         traceback.print_exc()
         sys.exit(COULD_NOT_RUN)
+
+
+_VARIABLE = re.compile(rf"(o rehearse on virtual CPU devices,)\s+set {REHEARSE}=(\d+)\s.*", re.S)
+"""The remedy of a script that has too few devices. It ends the message."""
+
+
+@contextmanager
+def _rehearsal_by_option(devices: str = r"\2") -> Iterator[None]:
+    """Name the options of the command where an error names the variable of a script.
+
+    Args:
+        devices: What `--devices` is to be, the number in the error if left out.
+    """
+    try:
+        yield
+    except DeviceError as error:
+        text = _VARIABLE.sub(rf"\1 give --devices {devices} --rehearse.", str(error))
+        raise type(error)(text) from None
 
 
 @main.command()
@@ -281,15 +302,16 @@ def bench(
         raise click.UsageError(
             f"--devices={devices} was asked for; write numbers of devices, such as 1,2,4."
         )
-    found = run_bench(
-        target,
-        [int(part) for part in counts],
-        steps=steps,
-        rounds=rounds,
-        batch_size=batch_size,
-        rehearse=rehearse,
-        say=lambda text: click.echo(text, err=True),
-    )
+    with _rehearsal_by_option(",".join(counts)):
+        found = run_bench(
+            target,
+            [int(part) for part in counts],
+            steps=steps,
+            rounds=rounds,
+            batch_size=batch_size,
+            rehearse=rehearse,
+            say=lambda text: click.echo(text, err=True),
+        )
     if as_json_:
         click.echo(as_json(found))
     else:

@@ -58,21 +58,53 @@ def load():
         (
             ["train.py:build", "--devices", "4"],
             "DeviceNotFound: devices=4 was asked for, and 1 is here: cpu:0.\n"
-            "To rehearse on virtual CPU devices, add --rehearse to the command.\n",
+            "To rehearse on virtual CPU devices, give --devices 4 --rehearse.\n",
+        ),
+        (
+            ["train.py:build", "--devices", "gpu:1"],
+            "DeviceNotFound: devices='gpu:1' was asked for, and gpu:1 is not among the 1 here: "
+            "cpu:0.\nTo rehearse on virtual CPU devices, give --devices 2 --rehearse.\n",
+        ),
+        (
+            ["train.py:build"],
+            "DeviceError: devices=None means cpu:0 alone, and verify compares several devices with "
+            "one:\nnothing would be compared. Give devices=2 or more; to rehearse on virtual CPU "
+            "devices, give --devices 2 --rehearse.\n",
+        ),
+        (
+            ["train.py:build", "--devices", "cpuu:0"],
+            "DeviceNotFound: devices='cpuu:0' was asked for, and cpuu:0 is not among the 1 here: "
+            "cpu:0.\nDid you mean cpu:0?\n",
         ),
     ],
 )
 def test_verify_names_the_remedy_of_the_command(arguments, said, tmp_path):
-    (tmp_path / "train.py").write_text(TRAIN)
+    done = command(tmp_path, "verify", *arguments)
+    assert done.returncode == 2
+    assert done.stderr == said
+
+
+def test_bench_names_the_remedy_of_the_command(tmp_path):
+    """It advised the variable of a script."""
+    done = command(tmp_path, "bench", "train.py:build", "--devices", "1,4")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "4 devices ...\n"
+        "DeviceNotFound: devices=4 was asked for, and 1 is here: cpu:0.\n"
+        "To rehearse on virtual CPU devices, give --devices 1,4 --rehearse.\n"
+    )
+
+
+def command(folder, *words):
+    """Run a command beside train.py, on one CPU device."""
+    (folder / "train.py").write_text(TRAIN)
     ours = ("LOCKSTEP", "JAX_", "XLA_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    done = subprocess.run(
-        [sys.executable, "-m", "lockstep", "verify", *arguments],
-        cwd=tmp_path,
+    return subprocess.run(
+        [sys.executable, "-m", "lockstep", *words],
+        cwd=folder,
         env={**clean, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 2
-    assert done.stderr == said

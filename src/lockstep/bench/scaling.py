@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lockstep.counted import counted
+
 LIMITS = {
     "input": "preparing the batches",
     "host": "starting each step from Python",
@@ -186,8 +188,7 @@ def _is_faster(one: Measurement, other: Measurement) -> bool:
 
 
 def _devices(of: Measurement) -> str:
-    count = len(of.devices)
-    return f"{count} device{'s' if count > 1 else ''}"
+    return counted(len(of.devices), "device")
 
 
 def _power_of_two(least: float) -> int:

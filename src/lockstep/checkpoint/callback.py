@@ -27,6 +27,7 @@ from lockstep.checkpoint.manifest import read_manifest
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.run_folder import Found, RunFolder
 from lockstep.checkpoint.signals import Signals
+from lockstep.counted import counted
 from lockstep.errors import (
     CheckpointError,
     CheckpointWarning,
@@ -397,8 +398,9 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has n
         if epoch < run.epochs and (by != "EarlyStopping" or longer):
             _warn(
                 f"{found.path} is of a run that {by or 'a callback'} stopped after {epoch} of "
-                f"{run.epochs} epochs, and it stays stopped.\nTo go on from there, leave "
-                f"{by or 'that one'} out of callbacks; from the checkpoint before, remove this one."
+                f"{counted(run.epochs, 'epoch')}, and it stays stopped.\nTo go on from there, "
+                f"leave {by or 'that one'} out of callbacks; from the checkpoint before, "
+                "remove this one."
             )
         return True
 
@@ -409,10 +411,11 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has n
         at = f"epoch {state['epoch'] + 1}"
         at += f", after step {state['step']}" if state["step"] else ", its beginning"
         if stopped or state["epoch"] >= run.epochs:
-            at = f"the end, after {state['epoch']} epochs: nothing is left to do"
+            at = f"the end, after {counted(state['epoch'], 'epoch')}: nothing is left to do"
         was, now = len(state["devices"]), len(run.devices)
         print(
-            f"lockstep: goes on from {found.path}: {at}; {was} devices then, {now} now", flush=True
+            f"lockstep: goes on from {found.path}: {at}; {counted(was, 'device')} then, {now} now",
+            flush=True,
         )
 
     def _note(self, path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lockstep.counted import counted
 from lockstep.errors import printable
 
 
@@ -72,7 +73,7 @@ def show_rescued(report: Rescued, console: Any) -> None:
     console.print(table)
     what = "a single model"
     if report.template is not None:
-        over = f" over {report.devices} devices" if report.devices else ""
+        over = f" over {counted(report.devices, 'device')}" if report.devices else ""
         what = f"the template {report.template!r} of a parallel model{over}"
     lines = [f"{report.source}: {what}, {report.library}", f"decided by {'; '.join(report.rules)}"]
     if report.optimizer != "none":
@@ -81,7 +82,7 @@ def show_rescued(report: Rescued, console: Any) -> None:
     if report.difference is not None:
         lines.append(f"outputs: largest difference {report.difference:.2g}")
     count, equal_rows = len(report.rows), sum(row.equal for row in report.rows)
-    lines.append(f"{report.output}: {equal_rows} of {count} weights read back, equal")
+    lines.append(f"{report.output}: {equal_rows} of {counted(count, 'weight')} read back, equal")
     for line in lines:
         console.print(Text(printable(line)))
 
@@ -148,11 +149,11 @@ def show_inspection(found: Inspection, console: Any) -> None:
         console.print(Text(printable(text), style), soft_wrap=soft_wrap)
 
     what = {True: "parallel", False: "single device", None: "parallel or single (see below)"}
-    over = f" over {found.devices} devices" if found.devices else ""
+    over = f" over {counted(found.devices, 'device')}" if found.devices else ""
     inside = f", template {found.template!r}" if found.template else ""
     line(found.path, "bold")
     line(f"  written by  {found.library}")
-    line(f"  holds       {found.contents}, {len(found.arrays)} arrays")
+    line(f"  holds       {found.contents}, {counted(len(found.arrays), 'array')}")
     line(f"  model       {what[found.parallel]}{over}{inside}")
     extras = [name for name, there in (("optimizer state", found.optimizer),
                                        ("loss and metrics", found.compiled)) if there]  # fmt: skip

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lockstep.counted import counted
 from lockstep.json_numbers import finite
 from lockstep.verify.verification import Difference, Verification
 
@@ -16,9 +17,11 @@ def show_verification(found: Verification, console: Console | None = None) -> No
     """Print the result of `verify`: a table, then the verdict in words."""
     console = console or Console()
     smallest, largest = found.rows
-    rows = f"{largest}" if smallest == largest else f"{smallest} to {largest}"
+    rows = counted(largest, "row")
+    if smallest != largest:
+        rows = f"{smallest} to {rows}"
     console.print(
-        f"{found.backend}: {found.steps} steps of {rows} rows, on one device and on "
+        f"{found.backend}: {counted(found.steps, 'step')} of {rows}, on one device and on "
         f"{len(found.devices)}; "
         f"rounding measured on one device with {found.control}.",
         highlight=False,

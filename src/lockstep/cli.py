@@ -6,7 +6,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -15,6 +15,7 @@ from lockstep import __version__
 from lockstep.devices import REHEARSE, rehearsed_devices
 from lockstep.errors import DeviceError, LockstepError, UnsupportedBackend
 from lockstep.launch.run_command import run_command
+from lockstep.report import print_report, stdout_for
 from lockstep.rescue.commands import inspect_command, rescue_command
 
 KERAS_BACKENDS = ("jax", "tensorflow", "torch", "numpy", "openvino")
@@ -181,14 +182,14 @@ def doctor(chosen_backend: str | None) -> None:
 )
 @click.option("--batch-size", type=click.IntRange(min=1), help="Rows of a batch, for arrays.")
 @click.option("--rehearse", is_flag=True, help="Make as many virtual CPU devices.")
-@click.option("--json", "as_json_", is_flag=True, help="Print JSON instead of a table.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def verify(
     target: str,
     devices: str | None,
     steps: int,
     batch_size: int | None,
     rehearse: bool,
-    as_json_: bool,
+    as_json: bool,
 ) -> None:
     """Train on one device and on several, and compare every step.
 
@@ -199,22 +200,16 @@ def verify(
     """
     import lockstep
     from lockstep.targets import model_and_data
-    from lockstep.verify.verify_report import as_json, show_verification
 
     asked = int(devices) if devices is not None and devices.strip().isdecimal() else devices
     if rehearse:
         if not isinstance(asked, int):
             raise click.UsageError("--rehearse needs --devices with a number, such as 4.")
         lockstep.rehearse(asked)
-    # What the user's code prints is no JSON.
-    said = redirect_stdout(sys.stderr) if as_json_ else nullcontext()
-    with said, _rehearsal_by_option(), _could_not_run():
+    with stdout_for(as_json), _rehearsal_by_option(), _could_not_run():
         model, data = model_and_data(target)
         found = lockstep.verify(model, data, asked, steps, batch_size=batch_size)
-    if as_json_:
-        click.echo(as_json(found))
-    else:
-        show_verification(found)
+    print_report(found, as_json)
     sys.exit(VERDICTS[found.verdict])
 
 
@@ -259,7 +254,7 @@ def _rehearsal_by_option(devices: str = r"\2") -> Iterator[None]:
 )
 @click.option("--batch-size", type=click.IntRange(min=1), help="Rows of a batch, for arrays.")
 @click.option("--rehearse", is_flag=True, help="Make as many virtual CPU devices each time.")
-@click.option("--json", "as_json_", is_flag=True, help="Print JSON instead of a table.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option(
     "--output",
     "-o",
@@ -273,7 +268,7 @@ def bench(
     rounds: int,
     batch_size: int | None,
     rehearse: bool,
-    as_json_: bool,
+    as_json: bool,
     output: Path | None,
 ) -> None:
     """Measure how fast a model trains on several numbers of devices.
@@ -284,7 +279,7 @@ def bench(
     Example: lockstep bench train.py:build --devices 1,2,4 -o bench.html
     """
     from lockstep.bench import run_bench
-    from lockstep.bench.bench_page import as_json, show_scaling, write_page
+    from lockstep.bench.bench_page import write_page
 
     if output is not None and not _is_installed("matplotlib"):
         raise click.ClickException(
@@ -312,10 +307,7 @@ def bench(
             rehearse=rehearse,
             say=lambda text: click.echo(text, err=True),
         )
-    if as_json_:
-        click.echo(as_json(found))
-    else:
-        show_scaling(found)
+    print_report(found, as_json)
     if output is not None:
         write_page(found, output)
         click.echo(f"Written: {output}", err=True)

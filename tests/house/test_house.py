@@ -21,7 +21,7 @@ FILES_OF = {"rescue/detect.py": {"torch"}}
 """Who may import a framework to read a file that only it can read."""
 
 LAYERS = [
-    {"counted", "declarations", "errors", "files", "json_numbers"},
+    {"counted", "declarations", "errors", "files", "json_numbers", "report"},
     {"devices", "package_versions", "shards", "layout", "state"},
     {"announce", "keras_compat", "launch"},
     {"checkpoint", "processes", "training", "engines"},

@@ -151,7 +151,7 @@ def _waited_for(places: list[str], process: int) -> str:
             printed = True
             print(
                 f"lockstep: process {current().rank} has waited for process {process} in "
-                f"{CALLS.name} for {waited:.0f} s; every process has to call it",
+                f"{CALLS.name} for {waited:.0f} seconds; every process has to call it",
                 file=sys.stderr,
                 flush=True,
             )
@@ -174,14 +174,14 @@ def patience() -> float:
     if not seconds > 0:
         raise ProcessesDisagree(
             f"{_PATIENCE}={text!r} is set, and a positive number of seconds was expected.\n"
-            f"Unset it for {_DEFAULT_PATIENCE:g} s."
+            f"Unset it for {_DEFAULT_PATIENCE:g} seconds."
         )
     return seconds
 
 
 def _no_answer(process: int, seconds: float) -> ProcessesDisagree:
     return ProcessesDisagree(
-        f"Process {current().rank} has waited {seconds:g} s in {CALLS.name} for "
+        f"Process {current().rank} has waited {seconds:.0f} seconds in {CALLS.name} for "
         f"process {process}, which has ended, is stopped, or makes other calls.\n"
         "Let every process make the same calls in the same order, with the same callbacks, or wait "
         f"longer with\n{_PATIENCE}=seconds. The weights are those after the last step of all."

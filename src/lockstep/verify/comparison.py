@@ -122,7 +122,7 @@ class _Comparison:
             apart = [step[name] for step in self._apart]
             over = [n for n, (d, b) in enumerate(zip(apart, bounds, strict=True), 1) if not d <= b]
             largest = float(np.max(apart))  # NaN stays NaN
-            found.append(Difference(name, largest, bounds[-1], over[0] if over else None))
+            found.append(Difference(name, largest, float(bounds[-1]), over[0] if over else None))
         return tuple(sorted(found, key=lambda d: (d.first_step is None, -d.largest)))
 
     # --------------------------------------------------------------------------- runs

@@ -1,8 +1,13 @@
 """What the commands say: help, wrong names, and the remedy that this door has."""
 
+import contextlib
+import json
 import os
+import pty
+import re
 import subprocess
 import sys
+import threading
 
 import pytest
 from click.testing import CliRunner
@@ -84,6 +89,43 @@ def test_verify_names_the_remedy_of_the_command(arguments, said, tmp_path):
     assert done.stderr == said
 
 
+def test_verify_shows_each_run_on_a_terminal(tmp_path):
+    """Five to ten runs were silent, which on a large model is minutes."""
+    words = ["train.py:build", "--devices", "2", "--rehearse", "--steps", "3"]
+    terminal, end = pty.openpty()
+    parts = []
+
+    def read():
+        with contextlib.suppress(OSError):  # Linux's end of a terminal
+            while part := os.read(terminal, 1 << 16):
+                parts.append(part)
+
+    reader = threading.Thread(target=read)  # what is not read makes the writer wait
+    reader.start()
+    done = command(tmp_path, "verify", *words, stderr=end)
+    os.close(end)
+    reader.join()
+    os.close(terminal)
+    shown = b"".join(parts)
+    assert done.returncode == 0, shown
+    assert "2 devices give what one device gives." in done.stdout
+    lines = re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", shown).decode().replace("\r", "\n").split("\n")
+    ends = [line.split("━")[0].strip() for line in lines if line.rstrip().endswith("3/3 steps")]
+    assert list(dict.fromkeys(ends)) == [
+        "one device",
+        "one device again",
+        "one device, to measure rounding",
+        "2 devices",
+    ]
+
+
+def test_verify_is_silent_where_there_is_no_terminal(tmp_path):
+    words = ["train.py:build", "--devices", "2", "--rehearse", "--steps", "3", "--json"]
+    done = command(tmp_path, "verify", *words)
+    assert done.stderr == ""
+    assert json.loads(done.stdout)["verdict"] == "equal"
+
+
 def test_bench_names_the_remedy_of_the_command(tmp_path):
     """It advised the variable of a script."""
     done = command(tmp_path, "bench", "train.py:build", "--devices", "1,4")
@@ -95,7 +137,7 @@ def test_bench_names_the_remedy_of_the_command(tmp_path):
     )
 
 
-def command(folder, *words):
+def command(folder, *words, stderr=subprocess.PIPE):
     """Run a command beside train.py, on one CPU device."""
     (folder / "train.py").write_text(TRAIN)
     ours = ("LOCKSTEP", "JAX_", "XLA_")
@@ -104,7 +146,8 @@ def command(folder, *words):
         [sys.executable, "-m", "lockstep", *words],
         cwd=folder,
         env={**clean, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         check=False,
     )

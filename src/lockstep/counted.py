@@ -12,5 +12,5 @@ def counted(number: int, noun: str) -> str:
         >>> counted(1, "device"), counted(2, "device"), counted(0, "batch")
         ('1 device', '2 devices', '0 batches')
     """
-    ending = "" if number == 1 else "es" if noun.endswith(("s", "x", "ch")) else "s"
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "x", "tch")) else "s"
     return f"{number:,} {noun}{ending}"

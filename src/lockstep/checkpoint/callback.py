@@ -26,6 +26,7 @@ from lockstep.checkpoint.json_state import from_plain, to_plain
 from lockstep.checkpoint.manifest import read_manifest
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.run_folder import Found, RunFolder
+from lockstep.checkpoint.run_report import position_in_words
 from lockstep.checkpoint.signals import Signals
 from lockstep.counted import counted
 from lockstep.errors import (
@@ -268,7 +269,10 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has n
         self._say_failure()
         self._since, self._last_save = 0, time.monotonic()
         if self._verbose:
-            print(f"\nlockstep: saves {_position(epoch, step)} to {self._folder.path}", flush=True)
+            print(
+                f"\nlockstep: saves {position_in_words(epoch, step)} to {self._folder.path}",
+                flush=True,
+            )
         others: dict[str, Any] = {}
         run = self._fit
         state = {
@@ -327,7 +331,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has n
             saved = not self._say_failure() and saved and self._writes
             if saved and (self.params or {}).get("verbose"):
                 print(
-                    f"\nlockstep: saved {_position(self._epoch, self._step)} to "
+                    f"\nlockstep: saved {position_in_words(self._epoch, self._step)} to "
                     f"{self._folder.path}; run the same command to go on",
                     flush=True,
                 )
@@ -421,11 +425,6 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has n
     def _note(self, path: Path) -> None:
         with contextlib.suppress(CheckpointError):
             self._retention.note(path, read_manifest(path).state)
-
-
-def _position(epoch: int, step: int) -> str:
-    """A position in a run, with the number of the epoch that Keras prints."""
-    return f"epoch {epoch + 1}, after step {step}" if step else f"the end of epoch {epoch}"
 
 
 @contextmanager

@@ -19,6 +19,8 @@ from lockstep.report import print_report, stdout_for
 def inspect_command(file: str, as_json: bool) -> None:
     """Show what the saved FILE is, and the one command that makes it usable.
 
+    FILE may be a folder that lockstep.Checkpoint has written: its checkpoints are listed.
+
     Example: lockstep inspect multi.h5
     """
     _told(lambda: _inspect(file, as_json))

@@ -25,7 +25,7 @@ LAYERS = [
     {"devices", "package_versions", "shards", "layout", "state"},
     {"announce", "keras_compat", "launch"},
     {"checkpoint", "processes", "training", "engines"},
-    {"batches", "targets"},
+    {"batches", "targets", "trains_at_import"},
     {"distribute", "initialize", "rehearsal", "export", "branches", "verify", "plan", "rescue"},
     {"bench"},
     {"demo", "demo_picture", "doctor"},

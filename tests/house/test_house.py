@@ -28,7 +28,7 @@ LAYERS = [
     {"batches", "targets", "trains_at_import"},
     {"distribute", "initialize", "rehearsal", "export", "branches", "verify", "plan", "rescue"},
     {"bench"},
-    {"demo", "demo_picture", "doctor"},
+    {"demo", "demo_page", "demo_picture", "demo_tasks", "doctor"},
     {"cli", "__init__", "__main__"},
 ]
 """What may import what: only from the same line or one above."""

@@ -1,5 +1,6 @@
 """What a `lockstep.Checkpoint` prints, with the numbers of epochs that Keras prints."""
 
+import contextlib
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ import keras
 import pytest
 
 import lockstep
+from lockstep.errors import CheckpointWarning
 from tests.conformance.common import data, model
 
 
@@ -47,6 +49,32 @@ def test_a_signal_saves_and_says_what_to_do_next(tmp_path, capsys):
     trained(tmp_path / "run", Interrupts(None, None))
     printed = capsys.readouterr().out
     assert re.search(r"^lockstep: goes on from .*: epoch 2, after step 3; ", printed, re.M)
+
+
+@pytest.mark.parametrize("how", ["no seed", "a seed", "a global seed", "behind other steps"])
+def test_a_shuffle_without_a_seed_is_warned_of_before_it_trains(how, tmp_path):
+    """The run trained to its end, or to a crash, and only the next start was refused."""
+    import tensorflow as tf
+
+    if how == "a global seed":
+        keras.utils.set_random_seed(1)
+    else:
+        tf.random.set_seed(None)
+    dataset = tf.data.Dataset.from_tensor_slices(data()).shuffle(
+        53, seed=1 if how == "a seed" else None
+    )
+    if how == "behind other steps":
+        dataset = dataset.map(lambda x, y: (x, y)).batch(10).prefetch(2)
+    else:
+        dataset = dataset.batch(10)
+    made = lockstep.distribute(model(), 2)
+    if how in ("no seed", "behind other steps"):
+        expected = pytest.warns(CheckpointWarning, match="is shuffled without a seed")
+    else:
+        expected = contextlib.nullcontext()
+    checkpoint = lockstep.Checkpoint(tmp_path / "run")
+    with expected:
+        made.fit(dataset, shuffle=False, verbose=0, callbacks=[checkpoint])
 
 
 def test_nothing_is_said_with_verbose_0(tmp_path, capsys):

@@ -98,7 +98,19 @@ def test_a_model_with_a_class_of_ones_own_needs_its_code(tmp_path):
     made.fit(x, x[:, :1], verbose=0, callbacks=[lockstep.Checkpoint(tmp_path / "run")])
     found = lockstep.inspect(tmp_path / "run")
     assert found.needs == ("Doubled",)
+    assert "needs  Doubled (your code)" in invoke("inspect", tmp_path / "run").output
     assert found.command.endswith(" -o run.keras --model FILE.PY:FUNCTION")
+
+
+def test_a_functional_model_needs_no_code(tmp_path):
+    """Keras gives its class a registered name, as to a user's."""
+    inputs = keras.Input((12,))
+    made = keras.Model(inputs, keras.layers.Dense(1)(inputs))
+    made.compile("sgd", "mse")
+    lockstep.distribute(made, 2)
+    x = keras.random.normal((8, 12))
+    made.fit(x, x[:, :1], verbose=0, callbacks=[lockstep.Checkpoint(tmp_path / "run")])
+    assert lockstep.inspect(tmp_path / "run").needs == ()
 
 
 def test_folders_that_are_no_run(run, tmp_path):

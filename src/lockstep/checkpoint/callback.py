@@ -28,6 +28,7 @@ from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.run_folder import Found, RunFolder
 from lockstep.checkpoint.run_report import position_in_words
 from lockstep.checkpoint.signals import Signals
+from lockstep.checkpoint.unseeded_shuffle import unseeded_shuffle
 from lockstep.counted import counted
 from lockstep.errors import (
     CheckpointError,
@@ -188,6 +189,9 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has n
         for path in self._folder.checkpoints():
             self._note(path)
         _plain(run.state(0), {})  # raise now rather than after an epoch
+        unseeded = unseeded_shuffle(run.adapter)
+        if unseeded is not None and self._writes:
+            _warn(unseeded)
         if found is None:
             return epoch
         self._found = None  # free its arrays

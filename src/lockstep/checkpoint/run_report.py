@@ -212,13 +212,14 @@ def _model(config: Any) -> str:
 
 def _own_classes(config: Any) -> Iterator[str]:
     """The classes and lambdas in a configuration that Keras alone cannot make."""
-    # keras/src/saving/serialization_lib.py: Keras's own have no registered name.
+    # keras/src/saving/serialization_lib.py: Keras's own have no registered name, or, as
+    # Functional, a module of keras.src.
     if isinstance(config, dict):
-        name = config.get("class_name")
+        name, module = config.get("class_name"), str(config.get("module"))
         if name == "__lambda__":
             yield "a lambda"
-        elif isinstance(name, str) and config.get("registered_name") is not None:
-            yield name
+        elif config.get("registered_name") is not None and not module.startswith("keras."):
+            yield str(name)
         config = list(config.values())
     if isinstance(config, list):
         for each in config:

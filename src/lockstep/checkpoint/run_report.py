@@ -212,8 +212,8 @@ def _model(config: Any) -> str:
 
 def _own_classes(config: Any) -> Iterator[str]:
     """The classes and lambdas in a configuration that Keras alone cannot make."""
-    # keras/src/saving/serialization_lib.py: Keras's own have no registered name, or, as
-    # Functional, a module of keras.src.
+    # keras/src/saving/serialization_lib.py: Keras's own classes have no registered name; those
+    # that have one, as Functional, have a module of Keras.
     if isinstance(config, dict):
         name, module = config.get("class_name"), str(config.get("module"))
         if name == "__lambda__":

@@ -4,6 +4,8 @@ import os as _os
 import typing as _typing
 
 from lockstep import errors as errors
+from lockstep.branches import on as on
+from lockstep.branches import place as place
 from lockstep.declarations import rowwise as rowwise
 from lockstep.distribute import devices as devices
 from lockstep.distribute import distribute as distribute
@@ -31,6 +33,8 @@ __all__ = [
     "inspect",
     "load_weights",
     "multi_gpu_model",
+    "on",
+    "place",
     "rehearse",
     "release",
     "rescue",

@@ -7,6 +7,7 @@ from numbers import Integral
 from typing import Any
 
 from lockstep.devices import names_in_words, rehearsed_devices
+from lockstep.layout import Layout
 from lockstep.shards import shard_rows
 
 Given = dict[str, Any]
@@ -97,3 +98,20 @@ def _batch_words(batch_size: Any, data: Any, steps: Any, replicas: int) -> str:
 
 def _is_arrays(data: Any) -> bool:
     return hasattr(data, "shape") or isinstance(data, list | tuple | dict)
+
+
+def branches_line(backend: str, layout: Layout, given: Given, compiles: bool = False) -> str:
+    """Return the line for a model whose layers run on several devices.
+
+    Args:
+        backend: The name of the backend.
+        layout: The devices of the layers.
+        given: The arguments of `fit`.
+        compiles: Whether the training step is compiled first.
+    """
+    rehearsed = ", rehearsed" if rehearsed_devices(os.environ) else ""
+    parts = f", each batch in {layout.parts} parts" if layout.parts > 1 else ""
+    return (
+        f"lockstep: {backend}, layers on {names_in_words(layout.devices)}{rehearsed}{parts}"
+        + (", compiling the training step" if compiles else "")
+    )

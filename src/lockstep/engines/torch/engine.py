@@ -26,6 +26,7 @@ from lockstep.engines.torch.step_runner import StepRunner
 from lockstep.engines.torch.unsplit import own_step, rows_of
 from lockstep.errors import LayoutConflict, UnsplitBatchWarning, UnsupportedBackend
 from lockstep.launch.environment import Place
+from lockstep.layout import Layout, no_branches
 from lockstep.processes import process_group
 from lockstep.training.build import is_ready
 from lockstep.training.inner_fit import lead_to_loop
@@ -80,6 +81,14 @@ class TorchEngine:
         """Make `model` run on one device again; do nothing if it is not attached."""
         with attachments.alone(model, "release"):
             attachments.detach(model)
+
+    def place(self, model: Any, layout: Layout) -> None:
+        """Raise: this engine runs all layers on every device."""
+        raise no_branches('torch')
+
+    def layout(self, model: Any) -> Layout | None:
+        """Return `None`: no model has layers on several devices."""
+        return None
 
     def attached(self, model: Any) -> tuple[str, ...] | None:
         """Return the devices of `model`, or `None` if it is not attached."""

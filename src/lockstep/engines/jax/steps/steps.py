@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 from jax.experimental import sparse
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from lockstep.engines.jax import flags, jax_group, program_fingerprint
 from lockstep.engines.jax.on_devices.device_dataset import IndexBatch
@@ -46,6 +46,7 @@ from lockstep.engines.jax.steps.scan import (
 from lockstep.engines.jax.steps.step import Step, StepFunction
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.launch.status import STATUS_OF_PROCESS
+from lockstep.layout import Layout
 from lockstep.processes import process_group
 from lockstep.processes.agreement import DataCheck
 from lockstep.shards import missing_rows
@@ -60,7 +61,10 @@ class Steps:
         by_rows: The layout of data: sharded along the first dim.
         devices: The devices, in order.
         platform: The platform of the devices: `"cpu"` or `"gpu"`.
+        layout: The devices of the layers; `None`, as every device runs all layers.
     """
+
+    layout: Layout | None = None
 
     def __init__(self, devices: list[jax.Device]) -> None:
         self.devices = devices
@@ -80,6 +84,24 @@ class Steps:
     def divides(self, rows: int) -> bool:
         """Return whether an array of `rows` rows can be sharded, on more than one device."""
         return self._replicas > 1 and not self._several and missing_rows(rows, self._replicas) == 0
+
+    def start(self) -> None:
+        """Prepare the layers of the model."""
+
+    def stop(self) -> None:
+        """Undo `start`."""
+
+    def adopt(self) -> None:
+        """Decide where variables are that were created since the last call."""
+
+    def home(self, variable: Any) -> Sharding:
+        """Return the layout of a variable outside a step."""
+        return self.replicated
+
+    def call(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the model directly, outside its steps."""
+        args, kwargs = keras.tree.map_structure(self.on_mesh, (args, kwargs))
+        return call(*args, **kwargs)
 
     # ------------------------------------------------------------ step functions
 

@@ -442,6 +442,14 @@ def sublayers_of(layer: Any) -> list[Any]:
     return [each for each in inner if each is not own]
 
 
+def added_losses(layer: Any) -> list[Any]:
+    """The losses that a layer has added in its last call.
+
+    keras/src/layers/layer.py, Layer.add_loss
+    """
+    return list(layer._losses)
+
+
 def run_graph(
     function: Any, around: Callable[[Any], Any], inputs: Any, operation_fn: Any, call_fn: Any
 ) -> Any:

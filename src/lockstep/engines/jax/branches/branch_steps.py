@@ -9,8 +9,13 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from lockstep.engines.jax import devices as jax_devices
+from lockstep.engines.jax.branches.batch_parts import (
+    call_in_parts,
+    check_rows_apart,
+    check_unchanged,
+)
 from lockstep.engines.jax.branches.call_scopes import CallScopes
-from lockstep.engines.jax.branches.program_cut import cut, part_scope
+from lockstep.engines.jax.branches.program_cut import cut
 from lockstep.engines.jax.branches.staged_program import StagedProgram
 from lockstep.engines.jax.steps.live_state import GROUPS_BY_NUMBER, State
 from lockstep.engines.jax.steps.step import Step, StepFunction
@@ -108,7 +113,10 @@ class BranchSteps(Steps):
 
     def call(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the model on the device of its first output, with copies of its variables there."""
-        if in_stateless_scope() or not is_built(self._model):
+        symbolic = any(map(keras.utils.is_keras_tensor, keras.tree.flatten((args, kwargs))))
+        if in_stateless_scope() and self.layout.parts > 1 and not symbolic:
+            return call_in_parts(call, self.layout.parts, args, kwargs)
+        if in_stateless_scope() or symbolic or not is_built(self._model):
             return call(*args, **kwargs)
         device = self.devices[self._main]
         variables = variables_of(self._model)
@@ -135,12 +143,35 @@ class BranchSteps(Steps):
     ) -> tuple[StagedProgram, Any]:
         form = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (state, batch))
         traced = jax.jit(step).trace(*form)
+        if self.layout.parts > 1:
+            self._check_parts(state, batch, traced, trains)
         outputs, after = traced.out_info
         given = [*self._numbers(state), *[None] * len(jax.tree.leaves(batch))]
         returned = [*[None] * len(jax.tree.leaves(outputs)), *self._numbers(after)]
         stages = cut(traced.jaxpr, given, returned, self._main)
         program = StagedProgram(stages, self.devices, given, returned, donate=trains)
         return program, jax.tree.structure((outputs, after))
+
+    def _check_parts(self, state: State, batch: Any, traced: Any, trains: bool) -> None:
+        """Raise if the parts of a batch would not give the numbers of the whole batch."""
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        self._scopes.take_off()
+        try:
+            check_rows_apart(self._model, inputs, training=trains)
+        finally:
+            self._scopes.put_on()
+        if not trains:
+            return
+        outputs, after = traced.out_info
+        returned = jax.tree.unflatten(
+            jax.tree.structure((outputs, after)), traced.jaxpr.jaxpr.outvars
+        )
+        before = traced.jaxpr.jaxpr.invars[len(state[0]) :]
+        others = group_of(self._model, "non_trainable_variables")
+        check_unchanged(
+            self._model,
+            [v for v, a, b in zip(others, before, returned[1][1], strict=False) if a is not b],
+        )
 
     def _numbers(self, state: Any) -> list[int]:
         layouts = [layout for group in self._layouts(state) for layout in group]

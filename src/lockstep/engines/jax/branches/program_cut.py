@@ -121,9 +121,9 @@ def cut(
     outputs = tuple(_atom(atoms, out) for out in program.jaxpr.outvars)
 
     kept = {
-        out: device
+        out: main if device is None else device
         for out, device in zip(outputs, output_devices, strict=True)
-        if isinstance(out, Var) and device is not None
+        if isinstance(out, Var)
     }
     homes = {
         var: device
@@ -374,21 +374,23 @@ def _body(
     group: list[int], equations: list[_Equation], everywhere: dict[Var, _Equation]
 ) -> list[_Equation]:
     """Return the equations of a stage, and before them the small ones that it needs."""
-    made = {var for number in group for var in equations[number].outputs}
     small: dict[int, _Equation] = {}
 
     def add(var: Var) -> None:
         each = everywhere.get(var)
-        if each is None or var in made or id(each) in small:
+        if each is None or id(each) in small:
             return
         for needed in each.inputs:
             add(needed)
         small[id(each)] = each
 
-    for number in group:
-        for var in equations[number].inputs:
+    own = []
+    for each in (equations[number] for number in group):
+        for var in [*each.inputs, *each.outputs]:
             add(var)
-    return [*small.values(), *(equations[number] for number in group)]
+        if not any(var in everywhere for var in each.outputs):
+            own.append(each)
+    return [*small.values(), *own]
 
 
 def _inputs(body: list[_Equation]) -> list[Var]:

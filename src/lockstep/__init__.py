@@ -6,6 +6,7 @@ import typing as _typing
 from lockstep import errors as errors
 from lockstep.branches import on as on
 from lockstep.branches import place as place
+from lockstep.branches import placement as placement
 from lockstep.declarations import rowwise as rowwise
 from lockstep.distribute import devices as devices
 from lockstep.distribute import distribute as distribute
@@ -35,6 +36,7 @@ __all__ = [
     "multi_gpu_model",
     "on",
     "place",
+    "placement",
     "rehearse",
     "release",
     "rescue",

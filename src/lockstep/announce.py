@@ -111,7 +111,6 @@ def branches_line(backend: str, layout: Layout, given: Given, compiles: bool = F
     """
     rehearsed = ", rehearsed" if rehearsed_devices(os.environ) else ""
     parts = f", each batch in {layout.parts} parts" if layout.parts > 1 else ""
-    return (
-        f"lockstep: {backend}, layers on {names_in_words(layout.devices)}{rehearsed}{parts}"
-        + (", compiling the training step" if compiles else "")
+    return f"lockstep: {backend}, layers on {names_in_words(layout.devices)}{rehearsed}{parts}" + (
+        ", compiling the training step" if compiles else ""
     )

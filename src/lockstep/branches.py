@@ -1,14 +1,18 @@
 """Branches of one model on different devices: on, place, placement."""
 
 import difflib
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from lockstep.devices import parse_devices
-from lockstep.distribute import check_model
+from lockstep.devices import Device, names_in_words, parse_devices
+from lockstep.distribute import Devices, check_model
 from lockstep.engines import current_engine
-from lockstep.errors import DeviceError, UnsupportedModel
+from lockstep.errors import DeviceError, SerialBranchesWarning, UnsupportedModel
+
+if TYPE_CHECKING:
+    from lockstep.branch_plan import Transfer
 
 Model = TypeVar("Model")
 
@@ -28,8 +32,8 @@ def on(device: str | int) -> Iterator[None]:
     Args:
         device: A name such as `"gpu:1"`, or a number of the default platform.
 
-    Yields:
-        Nothing.
+    Returns:
+        A context manager.
 
     Raises:
         DeviceError: If the device is unknown, or is more than one.
@@ -43,6 +47,8 @@ def on(device: str | int) -> Iterator[None]:
         ...     b = keras.layers.Dense(4)(input_b)
         >>> model = keras.Model([input_a, input_b], keras.layers.concatenate([a, b]))
     """
+    import keras
+
     from lockstep.keras_compat import nodes_reported, report_functional_models
     from lockstep.layout import mark_node
 
@@ -55,7 +61,7 @@ def on(device: str | int) -> Iterator[None]:
         mark_node(node, name)
 
     report_functional_models(_place_marked)
-    with nodes_reported(mark):
+    with nodes_reported(mark), keras.device(name):  # weights are made on the device
         yield
     if not calls:
         raise UnsupportedModel(
@@ -68,9 +74,10 @@ def on(device: str | int) -> Iterator[None]:
 
 def place(
     model: Model,
-    layers: Mapping[str, str | int] | None = None,
+    layers: Mapping[str, str | int] | Literal["auto"] | None = None,
+    devices: Devices | None = None,
     *,
-    parts: int = 1,
+    parts: int | None = None,
 ) -> Model:
     """Make the layers of a model run on different devices, in place.
 
@@ -82,8 +89,11 @@ def place(
         model: A `keras.Model`, of any kind.
         layers: The devices by layer name. A name may be a path (`"encoder/dense"`), and may have
             `*` for any characters. Other layers follow their inputs. `None`: as `lockstep.on` says.
-        parts: Into how many parts the rows of each batch are split, one after the other. The layers
-            of a chain on several devices then work at the same time, each on another part.
+            `"auto"`: a plan that balances the estimated time of the devices. It is printed.
+        devices: The devices for `"auto"`, as in `lockstep.distribute`; `None` for all.
+        parts: The number of parts into which the rows of each batch are split, one after the other.
+            The layers of a chain on several devices then work at the same time, each on another
+            part. The default is 1. For `"auto"` and a chain it is four for each device.
 
     Returns:
         The same `model`.
@@ -102,20 +112,81 @@ def place(
         True
     """
     check_model(model)
+    from lockstep.branch_plan import cycle, plan, transfers
     from lockstep.layout import lay_out, marked
 
     engine = current_engine()
-    chosen = _choose(model, layers or {})
-    devices = [*marked(model), *chosen.values()]
-    if not devices:
+    here = engine.devices()
+    if layers == "auto":
+        names = parse_devices(devices, here)
+        chosen, planned = plan(model, _at_least_two([each for each in here if each.name in names]))
+    else:
+        chosen, planned = _choose(model, layers or {}), 1
+    used = [*marked(model), *chosen.values()]
+    if not used:
         raise UnsupportedModel(
             f"No layer of {_name(model)} was given a device.\n"
             'Name layers, as in lockstep.place(model, {"dense_*": "gpu:1"}).'
         )
-    default = min(devices, key=[each.name for each in engine.devices()].index)
-    layout = lay_out(model, chosen, default, _checked_parts(parts))
+    default = min(used, key=[each.name for each in here].index)
+    layout = lay_out(model, chosen, default, _checked_parts(planned if parts is None else parts))
+    both = cycle(transfers(model, layout)) if layout.parts == 1 else None
     engine.place(model, layout)
+    if both is not None:
+        warnings.warn(_in_turns(*both), SerialBranchesWarning, stacklevel=2)
+    if layers == "auto":
+        placement(model)
     return model
+
+
+def placement(model: Any) -> None:
+    """Print what runs where: for each layer its device, bytes, and transfers between devices.
+
+    The bytes of outputs and transfers are those of one row of a batch.
+
+    Args:
+        model: A `keras.Model` with layers on several devices.
+
+    Returns:
+        Nothing.
+
+    Raises:
+        NotAModel: If `model` is no Keras model.
+        UnsupportedModel: If its layers are not placed on devices.
+
+    Example:
+        >>> lockstep.place(model, {"dense*": "cpu:1"})
+        >>> lockstep.placement(model)
+    """
+    check_model(model)
+    from rich.console import Console
+    from rich.table import Table
+
+    from lockstep.branch_plan import placed_layers
+
+    layout = current_engine().layout(model)
+    if layout is None:
+        raise UnsupportedModel(
+            f"The layers of {_name(model)} are not placed on devices.\n"
+            'Call lockstep.place(model, "auto", devices=2), or name layers and devices.'
+        )
+    parts = f", each batch in {layout.parts} parts" if layout.parts > 1 else ""
+    table = Table(title=f"{_name(model)} on {names_in_words(layout.devices)}{parts}")
+    for column in ("layer", "device", "weights (bytes)", "outputs (bytes a row)", "receives"):
+        table.add_column(column, justify="right" if "bytes" in column else "left")
+    for line in placed_layers(model, layout):
+        received = [
+            f"{_number(each.row_bytes)} from {each.from_device} ({each.source})"
+            for each in line.receives
+        ]
+        table.add_row(
+            line.layer,
+            line.device,
+            _number(line.weight_bytes),
+            _number(line.row_bytes),
+            "\n".join(received),
+        )
+    Console().print(table)
 
 
 def _place_marked(model: Any) -> None:
@@ -147,6 +218,28 @@ def _choose(model: Any, layers: Mapping[str, str | int]) -> dict[str, str]:
                     f"{pattern!r}.\nName it once."
                 )
     return {path: device for path, (_, device) in found.items()}
+
+
+def _in_turns(first: "Transfer", second: "Transfer") -> str:
+    return (
+        f"{first.target!r} on {first.to_device} needs {first.source!r} on {first.from_device}, and "
+        f"{second.target!r} on {second.to_device} needs {second.source!r}.\n"
+        "The results are exact, but the two devices wait for each other.\n"
+        "Put layers that follow each other on one device."
+    )
+
+
+def _at_least_two(devices: list[Device]) -> list[Device]:
+    if len(devices) < 2:
+        raise DeviceError(
+            f"A plan for {devices[0].name} alone was asked for, and it needs several devices.\n"
+            "Give devices=2 or more. To rehearse, set LOCKSTEP_REHEARSE=2 before Python starts."
+        )
+    return devices
+
+
+def _number(count: int | None) -> str:
+    return "unknown" if count is None else f"{count:,}"
 
 
 def _listed(paths: list[str]) -> str:

@@ -215,3 +215,7 @@ class DataOnHostWarning(LockstepWarning):
 
 class NothingToDoWarning(LockstepWarning):
     """An argument of the old `multi_gpu_model` that has no meaning any more."""
+
+
+class SerialBranchesWarning(LockstepWarning):
+    """Layers go to another device and back, so the two devices wait for each other."""

@@ -37,7 +37,7 @@ class Worker:
         """Return the largest difference of a case from one device, by quantity.
 
         Only quantities beyond the bound of the case are in it. `options` are those of
-        `lockstep.distribute`.
+        `lockstep.distribute`; `by_layer=True` places layers on the devices instead.
         """
         try:
             call = json.dumps([family, name, devices, options])
@@ -58,16 +58,19 @@ class Worker:
 
 
 def _differences(family, name, devices, options):
-    from lockstep.errors import UnsplitBatchWarning
+    from lockstep.errors import SerialBranchesWarning, UnsplitBatchWarning
     from tests.conformance.cases.case import gaps, play
 
     case, one = case_of(family, name), _on_one_device(family, name)
     if _backend() == "torch":
         _keep_processes_warm(devices)
+    by_layer = options.pop("by_layer", False)
+    lay_out = partial(spread if by_layer else distribute, devices=devices, **options)
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always", UnsplitBatchWarning)
-        many = play(case, partial(distribute, devices=devices, **options))
-    if _backend() == "jax":
+        warnings.simplefilter("ignore", SerialBranchesWarning)
+        many = play(case, lay_out)
+    if _backend() == "jax" and not by_layer:
         assert bool(given) == (case.unsplit and devices > 1)
     return {key: gap for key, gap in gaps(one, many).items() if not gap <= case.bound}
 
@@ -83,6 +86,15 @@ def distribute(model, devices, **options):
 
         model = in_double(model)
     return lockstep.distribute(model, devices=devices, **options)
+
+
+def spread(model, devices):
+    """Give the layers of a model to the devices in turn, which is as many transfers as can be."""
+    import lockstep
+    from lockstep.keras_compat import sublayers_of
+
+    layers = enumerate(sublayers_of(model))
+    return lockstep.place(model, {layer.name: number % devices for number, layer in layers})
 
 
 @lru_cache

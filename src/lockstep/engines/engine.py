@@ -2,11 +2,13 @@
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.devices import Device
 from lockstep.launch.environment import Place
-from lockstep.layout import Layout
+
+if TYPE_CHECKING:
+    from lockstep.layout import Layout
 
 Data = tuple[Any, Any, Any]
 """Inputs or a data set, targets, and sample weights; the last two may be `None`."""
@@ -81,7 +83,7 @@ class Engine(Protocol):
         """Make `model` run on one device again; do nothing if it is not attached."""
         ...
 
-    def place(self, model: Any, layout: Layout) -> None:
+    def place(self, model: Any, layout: "Layout") -> None:
         """Make the layers of `model` run on the devices of a layout; on failure leave it unchanged.
 
         Raises:
@@ -90,7 +92,7 @@ class Engine(Protocol):
         """
         ...
 
-    def layout(self, model: Any) -> Layout | None:
+    def layout(self, model: Any) -> "Layout | None":
         """Return the layout that `place` was given, `None` if the layers are not placed."""
         ...
 

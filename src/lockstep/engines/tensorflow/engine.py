@@ -98,7 +98,7 @@ class TensorFlowEngine:
 
     def place(self, model: Any, layout: Layout) -> None:
         """Raise: this engine runs all layers on every device."""
-        raise no_branches('tensorflow')
+        raise no_branches("tensorflow")
 
     def layout(self, model: Any) -> Layout | None:
         """Return `None`: no model has layers on several devices."""

@@ -84,7 +84,7 @@ class TorchEngine:
 
     def place(self, model: Any, layout: Layout) -> None:
         """Raise: this engine runs all layers on every device."""
-        raise no_branches('torch')
+        raise no_branches("torch")
 
     def layout(self, model: Any) -> Layout | None:
         """Return `None`: no model has layers on several devices."""

@@ -4,8 +4,10 @@ Only the call of the model is split. The loss and the metrics see the outputs of
 loss is exact. Each part has operations of its own, which are other stages.
 """
 
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,18 +24,19 @@ from lockstep.keras_compat import added_losses, functional_of, get_keras_mask, s
 def call_in_parts(call: Callable[..., Any], parts: int, args: Any, kwargs: Any) -> Any:
     """Return the outputs of a call for all rows, computed part by part."""
     leaves = [leaf for leaf in jax.tree.leaves((args, kwargs)) if isinstance(leaf, jax.Array)]
-    rows = leaves[0].shape[0] if leaves and leaves[0].ndim else 0
-    bounds = np.linspace(0, rows, min(parts, rows) + 1).astype(int).tolist()
+    count = leaves[0].shape[0] if leaves and leaves[0].ndim else 0
+    bounds = np.linspace(0, count, min(parts, count) + 1).astype(int).tolist()
     if len(bounds) < 3:
         return call(*args, **kwargs)
 
-    def cut(leaf: Any, first: int, last: int) -> Any:
-        return leaf[first:last] if isinstance(leaf, jax.Array) else leaf
+    def cut(rows: slice, leaf: Any) -> Any:
+        return leaf[rows] if isinstance(leaf, jax.Array) else leaf
 
     every = []
-    for part, (first, last) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for part, (first, last) in enumerate(itertools.pairwise(bounds)):
+        rows = partial(cut, slice(first, last))
         with part_scope(part):
-            given = keras.tree.map_structure(lambda x: cut(x, first, last), (args, kwargs))  # noqa: B023
+            given = keras.tree.map_structure(rows, (args, kwargs))
             every.append(call(*given[0], **given[1]))
     return keras.tree.map_structure(_joined, *every)
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import keras
-import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from lockstep.engines.jax import devices as jax_devices
@@ -21,12 +20,15 @@ from lockstep.engines.jax.steps.live_state import GROUPS_BY_NUMBER, State
 from lockstep.engines.jax.steps.step import Step, StepFunction
 from lockstep.engines.jax.steps.steps import Steps
 from lockstep.engines.jax.variable_sync import group_of
+from lockstep.engines.patched import patched
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import in_stateless_scope, is_built
 from lockstep.launch.status import STATUS_OF_PROCESS
 from lockstep.layout import Layout
 from lockstep.state import rnn_states, variables_of
 from lockstep.training.arrays import host_array
+
+_BUILD = "_symbolic_build"  # keras/src/trainers/trainer.py, Trainer
 
 
 class BranchSteps(Steps):
@@ -39,6 +41,8 @@ class BranchSteps(Steps):
         layout: Where the layers run.
     """
 
+    layout: Layout
+
     def __init__(self, model: Any, layout: Layout) -> None:
         super().__init__(jax_devices.find(layout.devices))
         self.layout = layout
@@ -50,10 +54,12 @@ class BranchSteps(Steps):
     def start(self) -> None:
         """Run the calls of layers in the scopes of their devices."""
         self._scopes.put_on()
+        vars(self._model)[_BUILD] = self._build
 
     def stop(self) -> None:
         """Undo `start`."""
         self._scopes.take_off()
+        vars(self._model).pop(_BUILD, None)
 
     def adopt(self) -> None:
         """Decide where variables are that were created since the last call."""
@@ -129,6 +135,26 @@ class BranchSteps(Steps):
                 variable.assign(jax.device_put(value, self.home(variable)))
         return outputs
 
+    def _build(self, *args: Any, **kwargs: Any) -> Any:
+        """Build what a step needs, and first the slots of the optimizer on their devices.
+
+        Keras makes all slots on the default device, which need not have the memory for them.
+        """
+        model = self._model
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is not None and not optimizer.built and is_built(model):
+            self.adopt()
+            owner = getattr(optimizer, "inner_optimizer", optimizer)
+            make = owner.add_variable_from_reference
+
+            def make_at_home(variable: Any, *args: Any, **kwargs: Any) -> Any:
+                with keras.device(self.layout.devices[self._homes.get(id(variable), self._main)]):
+                    return make(variable, *args, **kwargs)
+
+            with patched([(owner, "add_variable_from_reference", make_at_home)]):
+                optimizer.build(model.trainable_variables)
+        return getattr(type(model), _BUILD)(model, *args, **kwargs)
+
     def _layouts(self, state: State, split: frozenset[int] = frozenset()) -> list[list[Any]]:
         names = GROUPS_BY_NUMBER[len(state)]
         main = SingleDeviceSharding(self.devices[self._main])
@@ -141,7 +167,9 @@ class BranchSteps(Steps):
     def _program(
         self, step: Step, state: State, batch: Any, trains: bool
     ) -> tuple[StagedProgram, Any]:
-        form = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (state, batch))
+        form = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (state, batch)
+        )
         traced = jax.jit(step).trace(*form)
         if self.layout.parts > 1:
             self._check_parts(state, batch, traced, trains)
@@ -176,6 +204,10 @@ class BranchSteps(Steps):
     def _numbers(self, state: Any) -> list[int]:
         layouts = [layout for group in self._layouts(state) for layout in group]
         return [self.devices.index(next(iter(layout.device_set))) for layout in layouts]
+
+
+def _form(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def _on_host(batch: Any) -> Any:

@@ -126,13 +126,12 @@ def cut(
         if isinstance(out, Var)
     }
     homes = {
-        var: device
-        for var, device in zip(inputs, input_devices, strict=True)
-        if device is not None
+        var: device for var, device in zip(inputs, input_devices, strict=True) if device is not None
     }
     equations, everywhere, devices = _assign(equations, homes, set(constants), kept, main)
-    groups = _group(equations)
-    return Cut(inputs, constants, outputs, _stages(groups, equations, everywhere, outputs), devices)
+    names = program.jaxpr.debug_info.with_unknown_names()
+    stages = _stages(_group(equations), equations, everywhere, outputs, names)
+    return Cut(inputs, constants, outputs, stages, devices)
 
 
 # -------------------------------------------------------------------- one flat list of equations
@@ -349,8 +348,11 @@ def _stages(
     equations: list[_Equation],
     everywhere: dict[Var, _Equation],
     outputs: tuple[Any, ...],
+    names: Any,
 ) -> tuple[Stage, ...]:
-    maker = {var: key for key, group in groups.items() for n in group for var in equations[n].outputs}
+    maker = {
+        var: key for key, group in groups.items() for n in group for var in equations[n].outputs
+    }
     bodies = {key: _body(group, equations, everywhere) for key, group in groups.items()}
     needs = {key: _inputs(body) for key, body in bodies.items()}
     wanted = {var for var in outputs if isinstance(var, Var)}
@@ -359,13 +361,11 @@ def _stages(
 
     stages = []
     for key in _sorted(groups, needs, maker):
-        returned = [
-            var for n in groups[key] for var in equations[n].outputs if var in wanted
-        ]
+        returned = [var for n in groups[key] for var in equations[n].outputs if var in wanted]
         inputs = needs[key]
         body = [each.equation for each in bodies[key]]
         effects = frozenset().union(*(equation.effects for equation in body))
-        program = Jaxpr([], inputs, returned, body, effects)
+        program = Jaxpr([], inputs, returned, body, effects, names)
         stages.append(Stage(key[2], ClosedJaxpr(program, ()), tuple(inputs), tuple(returned)))
     return tuple(stages)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Literal, Var, jaxpr_as_fun
 
 from lockstep.engines.jax.branches.program_cut import Cut, Stage
@@ -66,9 +67,7 @@ class StagedProgram:
         ]
         self._constants = {(var, HOST): value for var, value in cut.constants.items()}
         where = dict([*self._inputs, *self._constants, *cut.devices.items()])
-        self._outputs = [
-            (out, where[out]) if isinstance(out, Var) else out for out in cut.outputs
-        ]
+        self._outputs = [(out, where[out]) if isinstance(out, Var) else out for out in cut.outputs]
         self._output_devices = output_devices
         kept = {out for out in self._outputs if isinstance(out, tuple)} | set(self._constants)
         freed = {place for place in self._inputs if donate and place[1] != HOST} - kept
@@ -94,7 +93,8 @@ class StagedProgram:
 
     def _at_home(self, value: Any, out: Any, device: int | None) -> Any:
         if isinstance(out, Literal):
-            value = jax.numpy.asarray(value, out.aval.dtype)
+            aval: Any = out.aval
+            value = jnp.asarray(value, aval.dtype)
         if device is None or (isinstance(out, tuple) and out[1] == device):
             return value
         return jax.device_put(value, self._devices[device])
@@ -135,24 +135,22 @@ def _runs(
 
     made = []
     for number, (stage, moves, arguments, results) in enumerate(plans):
-        places = {*moves, *arguments, *results}
-        last = {place for place in places if last_use[place] == number and place not in kept}
+        places = dict.fromkeys([*moves, *arguments, *results])
+        last = [place for place in places if last_use[place] == number and place not in kept]
+        # A copy may share its memory with what it was copied from.
         owned = [
-            place in last and place not in moves and (place not in inputs or place in freed)
+            place in last
+            and where[place[0]] == place[1]
+            and (place not in inputs or place in freed)
             for place in arguments
         ]
         donated = _reusable(arguments, owned, results)
         program = jax.jit(jaxpr_as_fun(stage.program), donate_argnums=donated)
-        places_in_order = tuple(place for place in dict.fromkeys([*moves, *arguments, *results]) if place in last)
-        made.append(
-            _Run(stage.device, program, tuple(moves), tuple(arguments), tuple(results), places_in_order)
-        )
+        made.append(_Run(stage.device, program, *map(tuple, (moves, arguments, results, last))))
     return made
 
 
-def _reusable(
-    arguments: list[_Place], owned: list[bool], results: list[_Place]
-) -> tuple[int, ...]:
+def _reusable(arguments: list[_Place], owned: list[bool], results: list[_Place]) -> tuple[int, ...]:
     """Return the numbers of the arguments whose memory can hold a result."""
 
     def form(place: _Place) -> Any:

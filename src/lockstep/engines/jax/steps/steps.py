@@ -78,7 +78,7 @@ class Steps:
         # processes has several (rehearsed) devices.
         here = len(mesh.local_devices)
         self._one_at_a_time = self._several and self.platform == "cpu" and here > 1
-        self._put = jax_group.put if self._several else laid_out
+        self._put: Callable[[Any, Any], jax.Array] = jax_group.put if self._several else laid_out
         self._stacked_by_rows = NamedSharding(mesh, PartitionSpec(None, "batch"))
 
     def divides(self, rows: int) -> bool:
@@ -250,7 +250,7 @@ class Steps:
         layouts = self._layouts(state, split)
         return tuple([*map(settle, *pair)] for pair in zip(state, layouts, strict=True))
 
-    def moved(self, value: Any, layout: NamedSharding) -> Any:
+    def moved(self, value: Any, layout: Sharding) -> Any:
         """Return the array in another layout, in memory that no other code writes into.
 
         On CPUs JAX may share the memory of a NumPy array that was assigned.

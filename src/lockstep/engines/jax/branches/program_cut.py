@@ -130,7 +130,8 @@ def cut(
     }
     equations, everywhere, devices = _assign(equations, homes, set(constants), kept, main)
     names = program.jaxpr.debug_info.with_unknown_names()
-    stages = _stages(_group(equations), equations, everywhere, outputs, names)
+    data = set(inputs) - homes.keys()
+    stages = _stages(_group(equations, data), equations, everywhere, outputs, names)
     return Cut(inputs, constants, outputs, stages, devices)
 
 
@@ -306,25 +307,55 @@ def _reduced(branches: Any, numbers: list[int]) -> tuple[tuple[ClosedJaxpr, ...]
 # --------------------------------------------------------------------------------------- stages
 
 _Key = tuple[int, int, int]
-"""The depth, the part of the rows (0: all, or the first), and the device of a stage."""
+"""The depth, the part of the rows, and the device of a stage."""
+
+_ALL = -1
+"""In the place of a part: all rows."""
 
 
-def _group(equations: list[_Equation]) -> dict[_Key, list[int]]:
+def _group(equations: list[_Equation], data: set[Var]) -> dict[_Key, list[int]]:
     """Group equations into stages without a cycle between stages.
 
     The depth of an equation is the largest number of changes of device on a way to it. Equations
     of one device and one depth are a stage. So a stage needs only stages of a smaller depth.
     """
     keys: dict[Var, _Key] = {}
-    groups: dict[_Key, list[int]] = {}
-    for number, each in enumerate(equations):
-        device, part = each.device or 0, each.part or 0
+    found: list[_Key] = []
+    for each in equations:
+        device, part = each.device or 0, _ALL if each.part is None else each.part
         before = [keys[var] for var in each.inputs if var in keys]
+        is_sum = each.equation.primitive.name == "add_any"  # of gradients, here over the parts
+        if is_sum and any(p != part for _, p, _ in before):
+            part = _ALL
         depth = max((d + ((p, h) != (part, device)) for d, p, h in before), default=0)
-        key = (depth, part, device)
-        keys.update(dict.fromkeys(each.outputs, key))
+        found.append((depth, part, device))
+        keys.update(dict.fromkeys(each.outputs, found[-1]))
+    groups: dict[_Key, list[int]] = {}
+    for number, key in enumerate(_as_late_as_needed(equations, found, data)):
         groups.setdefault(key, []).append(number)
     return groups
+
+
+def _as_late_as_needed(equations: list[_Equation], keys: list[_Key], data: set[Var]) -> list[_Key]:
+    """Move equations that need no data to the first stage of the same device that needs them.
+
+    Those of the weights of a later layer would otherwise be in a small stage of their own.
+    """
+    of_data = set(data)
+    users: dict[Var, list[_Key]] = {}
+    late = list(keys)
+    for each in equations:
+        if any(var in of_data for var in each.inputs):
+            of_data.update(each.outputs)
+    for number in reversed(range(len(equations))):
+        each, (_, part, device) = equations[number], keys[number]
+        after = [key for var in each.outputs for key in users.get(var, [])]
+        free = not any(var in of_data for var in each.outputs)
+        if free and after and all(key[1:] == (part, device) for key in after):
+            late[number] = min(after)
+        for var in each.inputs:
+            users.setdefault(var, []).append(late[number])
+    return late
 
 
 def clock(depth: int, part: int) -> int:
@@ -340,7 +371,7 @@ def clock(depth: int, part: int) -> int:
     The loss takes all rows, and the backward stages follow in the same way, from device 2 to 0.
     Source: Huang et al., "GPipe", 2019, section 2.3.
     """
-    return depth + part
+    return depth + max(part, 0)
 
 
 def _stages(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from lockstep.launch.output import say
 from lockstep.launch.patience import Patience, Watch
@@ -47,8 +48,11 @@ class Group(ABC):
         return all(rank.code == 0 for rank in self.ranks)
 
 
+GroupT = TypeVar("GroupT", bound=Group)
+
+
 @dataclass(frozen=True)
-class Outcome:
+class Outcome(Generic[GroupT]):
     """The end of a run.
 
     Attributes:
@@ -59,17 +63,17 @@ class Outcome:
     """
 
     status: int
-    group: Group
+    group: GroupT
     cause: Failure | None = None
 
 
 def run_with_restarts(
-    start: Callable[[int], Group],
+    start: Callable[[int], GroupT],
     script: str,
     restarts: int,
     patience: Patience | None,
     stops: list[int],
-) -> Outcome:
+) -> Outcome[GroupT]:
     """Run processes until they end well, a signal stops them, or no restart is left.
 
     Args:

@@ -35,7 +35,7 @@ def clean_environment():
 
 
 class Cluster:
-    """Two nodes with one CPU each."""
+    """Two nodes with one CPU and two GPUs each, by what Ray is told."""
 
     def __init__(self):
         self.process = subprocess.Popen(
@@ -106,9 +106,9 @@ def test_a_run_goes_on_with_the_numbers_of_one_device_when_a_node_is_lost(
     finally:
         cluster.tell("add")
     assert status == 0, out + error
-    assert "2 nodes with 1 CPUs each of Ray" in error
+    assert "Ray, 2 nodes with 1 CPU each: " in error
     assert "of 2 failed first: the node" in error
-    assert "1 node with 1 CPUs of Ray" in error
+    assert "Ray, 1 node with 1 CPU: " in error
     assert "jax, 4 devices" in out
     assert "lockstep: goes on from" in out
     assert "jax, 2 devices" in out
@@ -155,13 +155,22 @@ while True:
         assert "failed" not in error
 
 
+def test_a_process_sees_the_gpus_that_ray_gives_it(cluster, tmp_path):
+    body = 'print("sees", rank, os.environ["CUDA_VISIBLE_DEVICES"], *sys.argv[1:])'
+    process = launch_script(cluster, body, tmp_path, "--nodes", "2", LOCKSTEP_REHEARSE="")
+    status, out, error = end_of(process)
+    assert status == 0, out + error
+    assert {"sees 0 0,1", "[1] sees 1 0,1"} == set(out.splitlines())
+    assert "Ray, 2 nodes with 2 GPUs each: " in error
+
+
 FUNCTIONS = """
 import lockstep.ray
 
 def place():
     import os
 
-    print("out", os.environ["LOCKSTEP_PROCESS"], os.environ["LOCKSTEP_REHEARSE"])
+    print("out", os.environ["LOCKSTEP_PROCESS"], os.environ["CUDA_VISIBLE_DEVICES"] or "no GPU")
     return ("value", os.environ["LOCKSTEP_PROCESS"])
 
 def fails():
@@ -178,7 +187,7 @@ if __name__ == "__main__":
         print(error)
         print(repr(error.__cause__))
     try:
-        lockstep.ray.run(lambda: open(__file__), nodes=2)
+        lockstep.ray.run(lambda: iter(x for x in ()), nodes=2)
     except lockstep.errors.LaunchError as error:
         print(error)
 """
@@ -189,7 +198,7 @@ def test_a_function_returns_its_value_and_its_exception_comes_home(cluster, tmp_
     status, out, error = end_of(launch(cluster, ["functions.py"], tmp_path))
     assert status == 0, out + error
     lines = out.splitlines()
-    assert {"out 0 2", "[1] out 1 2", "('value', '0')"} <= set(lines)
+    assert {"out 0 no GPU", "[1] out 1 no GPU", "('value', '0')"} <= set(lines)
     words = "FileNotFoundError: [Errno 2] no such thing"
     assert f"fails failed in process 1 of 2: {words}." in lines
     assert "FileNotFoundError(2, 'no such thing')" in lines
@@ -201,7 +210,7 @@ def test_more_nodes_than_there_are_and_a_script_that_they_do_not_have(cluster, t
     status, _, error = end_of(launch_script(cluster, "", tmp_path, "--nodes", "3"))
     assert status == 1
     assert "--nodes=3 was asked for, and the Ray cluster has 2 nodes: " in error
-    assert error.count("(1 CPUs)") == 2
+    assert error.count("(2 GPUs, 1 CPU)") == 2
     assert len(error.strip().splitlines()) <= 3
 
 
@@ -264,7 +273,7 @@ def test_nodes_of_different_sizes_and_too_few_are_refused_in_words():
         "a (8 GPUs, 32 CPUs), c (4 GPUs, 32 CPUs), d (2 CPUs).\n"
         "Take 4 of each with --gpus-per-node 4, or fewer nodes."
     )
-    with pytest.raises(LaunchError, match="the Ray cluster has 1 nodes with 8 GPUs: a"):
+    with pytest.raises(LaunchError, match="the Ray cluster has 1 node with 8 GPUs: a"):
         share_of([GPU_8, GPU_4], Nodes(2, 4), 8)
     with pytest.raises(LaunchError, match="the Ray cluster has 0 nodes: none"):
         share_of([], Nodes(1, 4), None)

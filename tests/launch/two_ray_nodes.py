@@ -1,5 +1,7 @@
 """A Ray cluster of two nodes on this machine, in a process of its own. Ray leaves pipes open.
 
+Each has one CPU and two GPUs, which are not there: a run on virtual CPU devices takes the CPU.
+
 Prints the address. A line of the input takes the second node away (`remove`) or adds one (`add`);
 the end of the input ends the cluster.
 """
@@ -8,7 +10,7 @@ import sys
 
 from ray.cluster_utils import Cluster
 
-SMALL = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
+SMALL = {"num_cpus": 1, "num_gpus": 2, "object_store_memory": 100 * 2**20}
 
 
 def main():

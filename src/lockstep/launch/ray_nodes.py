@@ -39,8 +39,8 @@ class Node:
             >>> str(Node("f3", "10.0.0.2", gpus=4, cpus=32))
             '10.0.0.2 (4 GPUs, 32 CPUs)'
         """
-        gpus = f"{self.gpus} GPUs, " if self.gpus else ""
-        return f"{self.address} ({gpus}{self.cpus} CPUs)"
+        gpus = f"{_count(self.gpus, 'GPU')}, " if self.gpus else ""
+        return f"{self.address} ({gpus}{_count(self.cpus, 'CPU')})"
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,12 @@ class Share:
 
     def __str__(self) -> str:
         """Return the share in words."""
-        each = f"{self.gpus} GPUs" if self.gpus else f"{self.cpus} CPUs"
-        return f"{self.nodes} nodes with {each} each" if self.nodes > 1 else f"1 node with {each}"
+        each = _count(self.gpus, "GPU") if self.gpus else _count(self.cpus, "CPU")
+        return f"{_count(self.nodes, 'node')} with {each}{' each' if self.nodes > 1 else ''}"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def share_of(nodes: Sequence[Node], asked: Nodes, gpus: int | None) -> Share:
@@ -89,11 +93,11 @@ def share_of(nodes: Sequence[Node], asked: Nodes, gpus: int | None) -> Share:
     fit = [node for node in nodes if (node.gpus >= (gpus or 1) if on_gpus else node.cpus)]
     there = ", ".join(map(str, nodes)) or "none"
     if len(fit) < asked.least:
-        kind = f" with {gpus} GPUs" if gpus else " with GPUs" if on_gpus else ""
+        kind = f" with {_count(gpus, 'GPU')}" if gpus else " with GPUs" if on_gpus else ""
         remedy = "Ask for fewer, or start more nodes" if fit else "Start nodes"
         raise LaunchError(
-            f"--nodes={asked} was asked for, and the Ray cluster has {len(fit)} nodes{kind}: "
-            f"{there}.\n{remedy}."
+            f"--nodes={asked} was asked for, and the Ray cluster has "
+            f"{_count(len(fit), 'node')}{kind}: {there}.\n{remedy}."
         )
     taken = sorted(fit, key=lambda node: node.gpus if on_gpus else node.cpus, reverse=True)
     taken = taken[: asked.most]

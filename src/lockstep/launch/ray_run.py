@@ -240,11 +240,14 @@ class RayGroup(Group):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._placement = placement_group([share.bundle] * share.nodes, strategy="STRICT_SPREAD")
+        alive = alive_nodes(self._ray)
         patient_until = min(until, time.monotonic() + STARTS_WITHIN / 4)
         while not self._placement.wait(0.5):
             _wait(0.0, stops)
+            if alive_nodes(self._ray) != alive:
+                raise _NotStarted("nodes have come or gone.")
             if time.monotonic() > patient_until:
-                raise _NotStarted(f"{share} are asked for, and other jobs have them.")
+                raise _NotStarted(f"there is no room for {share}, other jobs run there.")
         for number in range(share.nodes):
             there = PlacementGroupSchedulingStrategy(self._placement, number)
             of_node = self._ray.remote(NodeProcess).options(
@@ -270,7 +273,7 @@ class RayGroup(Group):
                     f"{work.name} was to run on the node {host}, and {problem}.\n"
                     "Use a folder that all nodes share, or have Ray copy one: --working-dir FOLDER."
                 )
-        say(f"{share} of Ray: {', '.join(hosts)}")
+        say(f"Ray, {share}: {', '.join(hosts)}")
         ask(
             [
                 actor.start.remote(
@@ -314,7 +317,9 @@ class RayGroup(Group):
         host = rank.place.host
         if rank.place.node not in {node.name for node in alive_nodes(self._ray)}:
             return f"the node {host} was lost"
-        return f"the node {host} or its Ray actor was lost: {first_line(error)}"
+        if isinstance(error, self._ray.exceptions.ActorUnavailableError):
+            return f"the node {host} does not answer"
+        return f"the Ray actor on the node {host} was lost: {first_line(error)}"
 
     def close(self) -> None:
         """Show the rest of the output, fetch the results, and end the actors."""

@@ -1,6 +1,5 @@
 """Runs on a Ray cluster of two nodes, which are on this machine."""
 
-import os
 import signal
 import socket
 import subprocess
@@ -19,46 +18,16 @@ from lockstep.launch.ray_run import passed_on
 from lockstep.launch.shares import place_of_each
 from tests.launch.test_run import HEAD, none_left, pids, wait_until
 from tests.launch.test_training import SCRIPT, assert_one_set, assert_trained, truth  # noqa: F401
+from tests.launch.two_ray_nodes import SOON, Cluster, clean_environment
 
 pytestmark = pytest.mark.xdist_group("ray")
-
-SOURCE = Path(__file__).parents[2] / "src"
-SOON = 180
-"""Seconds after which a test gives up."""
-CLUSTER = Path(__file__).with_name("two_ray_nodes.py")
-
-
-def clean_environment():
-    ours = ("LOCKSTEP", "JAX_", "XLA_", "PJRT_", "RAY_")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    return {**clean, "PYTHONPATH": str(SOURCE), "RAY_USAGE_STATS_ENABLED": "0"}
-
-
-class Cluster:
-    """Two nodes with one CPU and two GPUs each, by what Ray is told."""
-
-    def __init__(self):
-        self.process = subprocess.Popen(
-            [sys.executable, str(CLUSTER)],
-            env=clean_environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        self.address = self.process.stdout.readline().strip()
-
-    def tell(self, word):
-        self.process.stdin.write(f"{word}\n")
-        self.process.stdin.flush()
-        assert self.process.stdout.readline() == "done\n"
 
 
 @pytest.fixture(scope="module")
 def cluster():
     made = Cluster()
     yield made
-    made.process.communicate(timeout=SOON)
+    made.end()
 
 
 def launch(cluster, command, folder, **environment):
@@ -100,11 +69,11 @@ def test_a_run_goes_on_with_the_numbers_of_one_device_when_a_node_is_lost(
     run = ["-m", "lockstep", "run", "--on", "ray", "--nodes", "1:2", "--restarts", "1"]
     process = launch(cluster, [*run, str(SCRIPT), str(tmp_path), "waits", "1"], tmp_path)
     wait_until(lambda: (tmp_path / "failed").exists() or process.poll() is not None)
-    cluster.tell("remove")
+    cluster.remove_node()
     try:
         status, out, error = end_of(process)
     finally:
-        cluster.tell("add")
+        cluster.add_node()
     assert status == 0, out + error
     assert "Ray, 2 nodes with 1 CPU each: " in error
     assert "of 2 failed first: the node" in error

@@ -4,7 +4,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -187,6 +189,15 @@ def test_an_address_without_ray_is_refused_in_words(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("script.py").write_text("")
     monkeypatch.setattr(ray_cluster, "_ANSWERS_WITHIN", 0.2)
+    # It is not asked for more: it may wait without an end.
+    ray = SimpleNamespace(is_initialized=lambda: False)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+
+    def answer(web):
+        connection, _ = web.accept()
+        with connection:
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            connection.recv(100)
 
     def refusal(address):
         done = CliRunner().invoke(main, ["run", "--on", address, "script.py"])
@@ -200,6 +211,12 @@ def test_an_address_without_ray_is_refused_in_words(monkeypatch, tmp_path):
         assert f"Nobody answers at {address}, the address of Ray: [Errno 111]" in refusal(address)
         silent.listen()
         assert f"Nobody answers at {address}, the address of Ray: nothing wi" in refusal(address)
+    with socket.create_server(("127.0.0.1", 0)) as web:
+        address = f"ray://127.0.0.1:{web.getsockname()[1]}"
+        answering = threading.Thread(target=answer, args=[web])
+        answering.start()
+        assert f"What answers at {address} is no Ray." in refusal(address)
+        answering.join()
     assert "ray://host was given as the address of Ray, and it has no port" in refusal("ray://host")
     monkeypatch.setitem(sys.modules, "ray", None)
     assert 'Install it: pip install "keras-lockstep[ray]".' in refusal("ray")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 NODE = {"num_cpus": 1, "num_gpus": 2, "object_store_memory": 100 * 2**20}
 SOURCE = Path(__file__).parents[2] / "src"
-SOON = 180
+SOON = 400
 """Seconds after which a test gives up."""
 
 

@@ -23,7 +23,7 @@ FILES_OF = {"rescue/detect.py": {"torch"}}
 LAYERS = [
     {"declarations", "errors", "files", "json_numbers"},
     {"devices", "package_versions", "shards", "state"},
-    {"keras_compat", "launch"},
+    {"keras_compat", "launch", "ray"},
     {"announce", "layout"},
     {"checkpoint", "processes", "training", "engines"},
     {"batches", "targets"},
@@ -48,13 +48,15 @@ LAYERS = [
 def test_importing_lockstep_imports_no_framework():
     script = (
         "import lockstep, sys\n"
-        "print([m for m in ('keras', 'jax', 'tensorflow', 'torch', 'numpy', 'h5py')"
+        "print([m for m in ('keras', 'jax', 'tensorflow', 'torch', 'numpy', 'h5py', 'ray')"
         " if m in sys.modules])"
     )
     assert python(script) == "[]"
     assert python(script, LOCKSTEP_REHEARSE="4") == "[]"
     # `lockstep run` starts scripts on any machine.
     assert python(f"import lockstep.launch.run_command\n{script}") == "[]"
+    # `lockstep.ray` imports Ray when it runs something.
+    assert python(f"import lockstep\nlockstep.ray.run\n{script}") == "[]"
 
 
 def test_the_public_names():
@@ -93,6 +95,7 @@ def test_every_public_function_tells_the_whole_story():
         for name, item in vars(lockstep).items()
         if inspect.isfunction(item) and not name.startswith("_")
     ]
+    functions.append(lockstep.ray.run)
     for function in functions:
         sections = ["Raises:", "Example:"]
         sections += ["Args:"] if inspect.signature(function).parameters else []

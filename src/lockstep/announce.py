@@ -6,6 +6,7 @@ from collections.abc import Callable
 from numbers import Integral
 from typing import Any
 
+from lockstep.counted import counted
 from lockstep.devices import names_in_words, rehearsed_devices
 from lockstep.layout import Layout
 from lockstep.shards import shard_rows
@@ -74,9 +75,8 @@ def fit_line(backend: str, devices: tuple[str, ...], given: Given, compiles: boo
     """
     count = len(devices)
     rehearsed = ", rehearsed" if rehearsed_devices(os.environ) else ""
-    plural = "device" if count == 1 else "devices"
     return (
-        f"lockstep: {backend}, {count} {plural} ({names_in_words(devices)}{rehearsed}), "
+        f"lockstep: {backend}, {counted(count, 'device')} ({names_in_words(devices)}{rehearsed}), "
         + _batch_words(given.get("batch_size"), given.get("x"), given.get("steps_per_epoch"), count)
         + (", compiling the training step" if compiles else "")
     )

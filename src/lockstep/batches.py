@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.counted import counted
 from lockstep.errors import UnusableData
 
 Batch = Any
@@ -177,7 +178,8 @@ def _parts(item: Any) -> Parts:
         item = (item,)
     if not 1 <= len(item) <= 3:
         raise UnusableData(
-            f"(x, y) or (x, y, sample_weight) was expected, and this has {len(item)} parts.\n"
+            "(x, y) or (x, y, sample_weight) was expected, and this has "
+            f"{counted(len(item), 'part')}.\n"
             "Put several inputs into a list or dict of their own."
         )
     x, y, sample_weight = [*item, None, None][:3]

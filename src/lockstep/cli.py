@@ -2,19 +2,25 @@
 
 import difflib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from lockstep import __version__
-from lockstep.devices import rehearsed_devices
-from lockstep.errors import DeviceError, DeviceNotFound, LockstepError, UnsupportedBackend
+from lockstep.devices import REHEARSE, rehearsed_devices
+from lockstep.errors import DeviceError, LockstepError, UnsupportedBackend
 from lockstep.launch.run_command import run_command
+from lockstep.report import print_report, stdout_for
 from lockstep.rescue.commands import inspect_command, rescue_command
+
+if TYPE_CHECKING:
+    from lockstep.demo import DemoResult
 
 KERAS_BACKENDS = ("jax", "tensorflow", "torch", "numpy", "openvino")
 
@@ -84,24 +90,31 @@ class _Misused(click.ClickException):
 
 
 @main.command()
-@click.option("--devices", default=4, show_default=True, help="Virtual devices for the second run.")
+@click.option(
+    "--devices",
+    default=4,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Virtual devices for the second run.",
+)
 @click.option(
     "--epochs",
     default=8,
     show_default=True,
     type=click.IntRange(min=1),
-    help="Passes over the 1,500 training digits.",
+    help="Passes over the training data, 1,500 rows in each task.",
 )
 @click.option(
     "--output",
     default="lockstep-demo",
     show_default=True,
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for the model and the picture.",
+    help="Folder for the models, the picture and the page.",
 )
 def demo(devices: int, epochs: int, output: Path) -> None:
-    """Train on handwritten digits, on one device and on rehearsed ones, and compare them.
+    """Train on one device and on rehearsed ones, and compare: two tasks, under a minute.
 
+    One task is handwritten digits, the other a language model of Python's own source text.
     The exit status is 0 if the runs agree, else 1. A GPU is not needed.
 
     Example: lockstep demo --devices 8
@@ -122,7 +135,7 @@ def demo(devices: int, epochs: int, output: Path) -> None:
             "Name a folder that can be made."
         ) from None
     result = run_demo(devices, epochs, output)
-    _show_demo(result, devices)
+    _show_demo(result)
     sys.exit(0 if result.holds else 1)
 
 
@@ -174,14 +187,14 @@ def doctor(chosen_backend: str | None) -> None:
 )
 @click.option("--batch-size", type=click.IntRange(min=1), help="Rows of a batch, for arrays.")
 @click.option("--rehearse", is_flag=True, help="Make as many virtual CPU devices.")
-@click.option("--json", "as_json_", is_flag=True, help="Print JSON instead of a table.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def verify(
     target: str,
     devices: str | None,
     steps: int,
     batch_size: int | None,
     rehearse: bool,
-    as_json_: bool,
+    as_json: bool,
 ) -> None:
     """Train on one device and on several, and compare every step.
 
@@ -192,21 +205,16 @@ def verify(
     """
     import lockstep
     from lockstep.targets import model_and_data
-    from lockstep.verify.verify_report import as_json, show_verification
 
     asked = int(devices) if devices is not None and devices.strip().isdecimal() else devices
     if rehearse:
         if not isinstance(asked, int):
-            raise click.UsageError("--rehearse needs --devices with a number.")
+            raise click.UsageError("--rehearse needs --devices with a number, such as 4.")
         lockstep.rehearse(asked)
-    # What the user's code prints is no JSON.
-    with redirect_stdout(sys.stderr) if as_json_ else nullcontext(), _could_not_run():
+    with stdout_for(as_json), _rehearsal_by_option(), _could_not_run():
         model, data = model_and_data(target)
         found = lockstep.verify(model, data, asked, steps, batch_size=batch_size)
-    if as_json_:
-        click.echo(as_json(found))
-    else:
-        show_verification(found)
+    print_report(found, as_json)
     sys.exit(VERDICTS[found.verdict])
 
 
@@ -215,16 +223,29 @@ def _could_not_run() -> Iterator[None]:
     """Exit with `COULD_NOT_RUN` where the user's code fails; Python alone exits with 1."""
     try:
         yield
-    except DeviceNotFound as error:
-        what, _, remedy = str(error).partition("\n")
-        if remedy.startswith("To rehearse"):
-            remedy = "To rehearse on virtual CPU devices, add --rehearse to the command."
-        raise DeviceNotFound(f"{what}\n{remedy}") from None
     except LockstepError:
         raise
     except (Exception, KeyboardInterrupt):
         traceback.print_exc()
         sys.exit(COULD_NOT_RUN)
+
+
+_VARIABLE = re.compile(rf"(o rehearse on virtual CPU devices,)\s+set {REHEARSE}=(\d+)\s.*", re.S)
+"""The remedy of a script that has too few devices. It ends the message."""
+
+
+@contextmanager
+def _rehearsal_by_option(devices: str = r"\2") -> Iterator[None]:
+    """Name the options of the command where an error names the variable of a script.
+
+    Args:
+        devices: What `--devices` is to be, the number in the error if left out.
+    """
+    try:
+        yield
+    except DeviceError as error:
+        text = _VARIABLE.sub(rf"\1 give --devices {devices} --rehearse.", str(error))
+        raise type(error)(text) from None
 
 
 @main.command()
@@ -238,7 +259,7 @@ def _could_not_run() -> Iterator[None]:
 )
 @click.option("--batch-size", type=click.IntRange(min=1), help="Rows of a batch, for arrays.")
 @click.option("--rehearse", is_flag=True, help="Make as many virtual CPU devices each time.")
-@click.option("--json", "as_json_", is_flag=True, help="Print JSON instead of a table.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option(
     "--output",
     "-o",
@@ -252,7 +273,7 @@ def bench(
     rounds: int,
     batch_size: int | None,
     rehearse: bool,
-    as_json_: bool,
+    as_json: bool,
     output: Path | None,
 ) -> None:
     """Measure how fast a model trains on several numbers of devices.
@@ -263,7 +284,7 @@ def bench(
     Example: lockstep bench train.py:build --devices 1,2,4 -o bench.html
     """
     from lockstep.bench import run_bench
-    from lockstep.bench.bench_page import as_json, show_scaling, write_page
+    from lockstep.bench.bench_page import write_page
 
     if output is not None and not _is_installed("matplotlib"):
         raise click.ClickException(
@@ -281,19 +302,17 @@ def bench(
         raise click.UsageError(
             f"--devices={devices} was asked for; write numbers of devices, such as 1,2,4."
         )
-    found = run_bench(
-        target,
-        [int(part) for part in counts],
-        steps=steps,
-        rounds=rounds,
-        batch_size=batch_size,
-        rehearse=rehearse,
-        say=lambda text: click.echo(text, err=True),
-    )
-    if as_json_:
-        click.echo(as_json(found))
-    else:
-        show_scaling(found)
+    with _rehearsal_by_option(",".join(counts)):
+        found = run_bench(
+            target,
+            [int(part) for part in counts],
+            steps=steps,
+            rounds=rounds,
+            batch_size=batch_size,
+            rehearse=rehearse,
+            say=lambda text: click.echo(text, err=True),
+        )
+    print_report(found, as_json)
     if output is not None:
         write_page(found, output)
         click.echo(f"Written: {output}", err=True)
@@ -329,32 +348,20 @@ main.add_command(run_command)
 main.add_command(rescue_command)
 
 
-def _show_demo(result: object, devices: int) -> None:
+def _show_demo(result: "DemoResult") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from lockstep.demo import DemoResult
-
-    assert isinstance(result, DemoResult)
-    table = Table("", "one device", f"{devices} devices", "apart")
-    loss, accuracy = result.losses, result.accuracies
-    table.add_row("training loss", *(f"{v:.7f}" for v in loss), f"{abs(loss[0] - loss[1]):.1e}")
-    table.add_row(
-        "held-out accuracy",
-        *(f"{v:.4f}" for v in accuracy),
-        f"{abs(accuracy[0] - accuracy[1]):.1e}",
-    )
-    table.add_row("weights, at most", "", "", f"{result.weight_difference:.1e}")
-    same = "same structure" if result.same_files else "they differ"
-    table.add_row("files", "", "", same)
-    table.add_row("the same, by plain Keras", "", f"{result.plain_accuracy:.4f}", "")
+    table = Table("", "one device", f"{result.devices} devices", "apart")
+    for row in result.table():
+        table.add_row(*row)
     console = Console()
-    console.print()
     console.print(table)
-    saved = f"Saved: {result.folder / 'digits.keras'}, {result.folder / 'digits.png'}"
+    files = ", ".join(f"{task.name.lower()}.keras" for task in result.tasks)
+    saved = f"Saved in {result.folder}: {files}, demo.png, and demo.html, a page with all of this."
     console.print(saved, markup=False)
     if result.holds:
-        console.print(f"{devices} devices gave what one device gives.")
+        console.print(f"{result.devices} devices gave what one device gives.")
     else:
         console.print("[red]The runs differ. Please report this, with the table above.[/red]")
 

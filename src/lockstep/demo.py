@@ -1,4 +1,4 @@
-"""The main job on real data: digits, trained on one device and on several."""
+"""The main job on real data: two tasks, each trained on one device and on several."""
 
 import json
 import os
@@ -6,30 +6,33 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.demo_page import write_page
+from lockstep.demo_picture import draw_demo
+from lockstep.demo_tasks import TRAINING_ROWS, Task, continued, tasks
 from lockstep.distribute import distribute
 from lockstep.errors import UnsupportedBackend
 from lockstep.rehearsal import rehearse
+from lockstep.shards import shard_rows
 
 BATCH = 53
 """A prime, so that it divides over no number of devices."""
 
-TRAINING_ROWS = 1500
-
-# The network is smooth. Where a ReLU or a max pooling meets a value that rounding can
-# push over its kink, two runs part by far more than rounding, on one device as well.
-
 _PLAIN_KERAS = """
 import json, sys
 import jax, keras, numpy as np
-held_out = np.load(sys.argv[1])
-model = keras.models.load_model(sys.argv[2])
-accuracy = model.evaluate(held_out["x"], held_out["y"], verbose=0, return_dict=True)["accuracy"]
+scores = []
+for data, model, score in json.loads(sys.argv[1]):
+    held_out = np.load(data)
+    model = keras.models.load_model(model)
+    scores.append(model.evaluate(held_out["x"], held_out["y"], verbose=0, return_dict=True)[score])
 print(json.dumps({
-    "accuracy": accuracy,
+    "scores": scores,
     "devices": jax.device_count(),
     "lockstep_imported": "lockstep" in sys.modules,
 }))
@@ -37,43 +40,83 @@ print(json.dumps({
 
 
 @dataclass(frozen=True)
-class DemoResult:
-    """What the demo found.
+class TaskResult:
+    """What the demo found in one task.
 
     Attributes:
+        name: What the task is called.
+        score: What was measured on held-out data: `"accuracy"`, or `"loss"`.
         losses: Training loss of the last epoch: one device, several devices.
-        accuracies: Accuracy on held-out digits: one device, several devices.
+        scores: The score: one device, several devices.
         weight_difference: The largest absolute difference of any weight.
         same_files: Whether both files have the same configuration and variables.
-        plain_accuracy: What plain Keras measures on the saved file.
-        folder: Where the files are.
+        plain_score: What plain Keras measures on the saved file.
     """
 
+    name: str
+    score: str
     losses: tuple[float, float]
-    accuracies: tuple[float, float]
+    scores: tuple[float, float]
     weight_difference: float
     same_files: bool
-    plain_accuracy: float
-    folder: Path
+    plain_score: float
 
     @property
     def holds(self) -> bool:
         """Whether several devices gave what one device gave."""
+        within = 0.0 if self.score == "accuracy" else 1e-5
+        one, many = self.scores
         return (
             abs(self.losses[0] - self.losses[1]) <= 1e-5
             and self.weight_difference <= 1e-5
-            and self.accuracies[0] == self.accuracies[1] == self.plain_accuracy
+            and max(abs(one - many), abs(many - self.plain_score)) <= within
             and self.same_files
         )
 
 
+@dataclass(frozen=True)
+class DemoResult:
+    """What the demo found.
+
+    Attributes:
+        devices: The number of devices of the second runs.
+        tasks: One result for each task.
+        folder: Where the files are.
+    """
+
+    devices: int
+    tasks: tuple[TaskResult, ...]
+    folder: Path
+
+    @property
+    def holds(self) -> bool:
+        """Whether several devices gave what one device gave, in every task."""
+        return all(task.holds for task in self.tasks)
+
+    def table(self) -> list[tuple[str, str, str, str]]:
+        """The rows of the table: what it is, one device, several devices, how far apart."""
+        rows = []
+        for task in self.tasks:
+            for what, (one, many) in (
+                ("training loss", task.losses),
+                (f"held-out {task.score}", task.scores),
+            ):
+                apart = f"{abs(one - many):.1e}"
+                rows.append((f"{task.name}: {what}", f"{one:.7f}", f"{many:.7f}", apart))
+            apart = f"{task.weight_difference:.1e}"
+            rows.append((f"{task.name}: weights, at most", "", "", apart))
+            same = "same structure" if task.same_files else "they differ"
+            rows.append((f"{task.name}: file, by plain Keras", "", f"{task.plain_score:.7f}", same))
+        return rows
+
+
 def run_demo(devices: int, epochs: int, folder: Path) -> DemoResult:
-    """Train a small network on handwritten digits twice, and compare.
+    """Train two small networks twice each, and compare.
 
     Args:
         devices: Virtual devices for the second run, at least 1.
-        epochs: Passes over the 1,500 training digits, at least 1.
-        folder: Where `digits.keras` and `digits.png` go; it is there.
+        epochs: Passes over the training data, at least 1.
+        folder: Where the models, `demo.png` and `demo.html` go; it is there.
 
     Returns:
         The comparison.
@@ -90,74 +133,118 @@ def run_demo(devices: int, epochs: int, folder: Path) -> DemoResult:
             "Run it as KERAS_BACKEND=jax lockstep demo; `lockstep verify` compares your own model."
         )
     rehearse(devices)
-    digits = _digits()
-    _say("One device")
-    one, one_history = _train(digits, epochs, None)
-    _say(f"{devices} devices")
-    many, many_history = _train(digits, epochs, devices)
-
-    many.save(folder / "digits.keras")
-    _, (x, y) = digits
-    accuracies = [_accuracy(model, x, y) for model in (one, many)]
+    both = tasks()
+    print(_about_batches(devices), flush=True)
+    with _progress(2 * len(both) * epochs) as advance:
+        runs = [
+            [_train(task, epochs, count, advance) for count in (None, devices)] for task in both
+        ]
+    files = [folder / f"{task.name.lower()}.keras" for task in both]
+    for file, (_, (many, _)) in zip(files, runs, strict=True):
+        many.save(file)
+    plain = _scores_by_plain_keras(both, files)
     result = DemoResult(
-        losses=(one_history["loss"][-1], many_history["loss"][-1]),
-        accuracies=(accuracies[0], accuracies[1]),
-        weight_difference=_largest_difference(one, many),
-        same_files=_contents_saved(one) == _contents(folder / "digits.keras"),
-        plain_accuracy=_accuracy_by_plain_keras(folder / "digits.keras", x, y),
-        folder=folder,
+        devices,
+        tuple(
+            _compared(task, file, one, many, score)
+            for task, file, (one, many), score in zip(both, files, runs, plain, strict=True)
+        ),
+        folder,
     )
-    _draw(folder / "digits.png", devices, one_history, many_history, many, x, y)
+    names = ("one device", f"{devices} devices")
+    losses = {
+        task.name: {name: history["loss"] for name, (_, history) in zip(names, models, strict=True)}
+        for task, models in zip(both, runs, strict=True)
+    }
+    images, labels = (part[:24] for part in both[0].held_out)
+    guesses = runs[0][1][0].predict(images, verbose=0).argmax(axis=-1)
+    draw_demo(folder / "demo.png", losses, images, labels, guesses)
+    written = continued(runs[1][1][0], "def ", 160)
+    write_page(
+        folder / "demo.html",
+        folder / "demo.png",
+        [("", *names, "apart"), *result.table()],
+        _about_batches(devices),
+        written,
+    )
     return result
 
 
-def _digits() -> Any:
-    import numpy as np
-    from sklearn.datasets import load_digits
+def _about_batches(devices: int) -> str:
+    """How a batch is split, in a line."""
+    rows = [len(shard) for shard in shard_rows(BATCH, devices)]
+    parts = " + ".join(map(str, rows)) if devices <= 8 else f"parts of at most {rows[0]}"
+    last = TRAINING_ROWS % BATCH
+    return (
+        f"Each task: {TRAINING_ROWS:,} rows in batches of {BATCH}, a prime; "
+        f"on {devices} devices {parts}, and {last} rows in the last batch."
+    )
 
-    images, labels = load_digits(return_X_y=True)
-    x = (images / 16.0).astype("float32").reshape(-1, 8, 8, 1)
-    order = np.random.default_rng(0).permutation(len(x))
-    x, y = x[order], labels[order].astype("int32")
-    return (x[:TRAINING_ROWS], y[:TRAINING_ROWS]), (x[TRAINING_ROWS:], y[TRAINING_ROWS:])
+
+@contextmanager
+def _progress(epochs: int) -> Iterator[Callable[[str], None]]:
+    """One bar for all runs; where there is no terminal, a line for each run."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console()
+    if not console.is_terminal:
+        told: list[str] = []
+
+        def line(words: str) -> None:
+            run = words.partition(":")[0]
+            if run not in told:
+                told.append(run)
+                print(f"{run} ...", flush=True)
+
+        yield line
+        return
+    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("compiles", total=epochs)
+
+        def advance(words: str) -> None:
+            progress.update(bar, advance=1, description=words)
+
+        yield advance
 
 
-def _train(digits: Any, epochs: int, devices: int | None) -> tuple[Any, dict[str, list[float]]]:
+def _train(
+    task: Task, epochs: int, devices: int | None, advance: Callable[[str], None]
+) -> tuple[Any, dict[str, list[float]]]:
     import keras
-    from keras import layers
 
-    keras.utils.clear_session()
-    keras.utils.set_random_seed(0)
-    model = keras.Sequential(
-        [
-            keras.Input((8, 8, 1)),
-            layers.Conv2D(16, 3, padding="same", use_bias=False),
-            layers.BatchNormalization(momentum=0.9),
-            layers.Activation("gelu"),
-            layers.Conv2D(32, 3, padding="same", use_bias=False),
-            layers.BatchNormalization(momentum=0.9),
-            layers.Activation("gelu"),
-            layers.AveragePooling2D(2),
-            layers.Flatten(),
-            layers.Dropout(0.3),
-            layers.Dense(10, activation="softmax"),
-        ],
-        name="digits",
+    run = f"{task.name} on {'one device' if devices is None else f'{devices} devices'}"
+
+    def ended(epoch: int, logs: dict[str, float]) -> None:
+        advance(f"{run}: epoch {epoch + 1} of {epochs}, loss {logs['loss']:.4f}")
+
+    model = task.build(lambda made: made if devices is None else distribute(made, devices))
+    history = model.fit(
+        *task.training,
+        batch_size=BATCH,
+        epochs=epochs,
+        verbose=0,
+        callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=ended)],
     )
-    if devices is not None:
-        distribute(model, devices=devices)
-    model.compile(
-        keras.optimizers.SGD(0.02, momentum=0.9),
-        "sparse_categorical_crossentropy",
-        metrics=["accuracy"],
-    )
-    training, held_out = digits
-    history = model.fit(*training, batch_size=BATCH, epochs=epochs, validation_data=held_out)
     return model, history.history
 
 
-def _accuracy(model: Any, x: Any, y: Any) -> float:
-    return float(model.evaluate(x, y, verbose=0, return_dict=True)["accuracy"])
+def _compared(task: Task, file: Path, one: Any, many: Any, plain_score: float) -> TaskResult:
+    (alone, alone_history), (spread, spread_history) = one, many
+    scores = [
+        float(model.evaluate(*task.held_out, verbose=0, return_dict=True)[task.score])
+        for model in (alone, spread)
+    ]
+    return TaskResult(
+        name=task.name,
+        score=task.score,
+        losses=(alone_history["loss"][-1], spread_history["loss"][-1]),
+        scores=(scores[0], scores[1]),
+        weight_difference=_largest_difference(alone, spread),
+        same_files=_contents_saved(alone) == _contents(file),
+        plain_score=plain_score,
+    )
 
 
 def _largest_difference(one: Any, many: Any) -> float:
@@ -190,17 +277,20 @@ def _without_address(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != "shared_object_id"}
 
 
-def _accuracy_by_plain_keras(model: Path, x: Any, y: Any) -> float:
+def _scores_by_plain_keras(both: tuple[Task, ...], files: list[Path]) -> list[float]:
     import numpy as np
 
     # XLA_FLAGS may ask for more CPU devices, too.
     several = ("LOCKSTEP", "JAX_NUM", "XLA_FLAGS")
     plain = {k: v for k, v in os.environ.items() if not k.startswith(several)}
     with tempfile.TemporaryDirectory(prefix="lockstep-demo-") as folder:
-        held_out = Path(folder) / "held_out.npz"
-        np.savez(held_out, x=x, y=y)
+        asked = []
+        for task, file in zip(both, files, strict=True):
+            data = Path(folder) / f"{task.name}.npz"
+            np.savez(data, x=task.held_out[0], y=task.held_out[1])
+            asked.append((str(data), str(file), task.score))
         done = subprocess.run(
-            [sys.executable, "-c", _PLAIN_KERAS, str(held_out), str(model)],
+            [sys.executable, "-c", _PLAIN_KERAS, json.dumps(asked)],
             env={**plain, "JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "jax"},
             stdout=subprocess.PIPE,
             text=True,
@@ -209,25 +299,4 @@ def _accuracy_by_plain_keras(model: Path, x: Any, y: Any) -> float:
     found = json.loads(done.stdout.splitlines()[-1])
     if found["devices"] != 1 or found["lockstep_imported"]:
         raise RuntimeError(f"The check by plain Keras was none: {found}")
-    return float(found["accuracy"])
-
-
-def _draw(
-    path: Path,
-    devices: int,
-    one_history: dict[str, list[float]],
-    many_history: dict[str, list[float]],
-    model: Any,
-    x: Any,
-    y: Any,
-) -> None:
-    from lockstep.demo_picture import draw_digits
-
-    losses = {"one device": one_history["loss"], f"{devices} devices": many_history["loss"]}
-    guesses = model.predict(x[:24], verbose=0).argmax(axis=-1)
-    draw_digits(path, losses, x[:24], y[:24], guesses)
-
-
-def _say(title: str) -> None:
-    # ASCII: what stdout goes to may know nothing else.
-    print(f"\n-- {title} " + "-" * (60 - len(title)), flush=True)
+    return [float(score) for score in found["scores"]]

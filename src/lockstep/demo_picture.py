@@ -1,14 +1,20 @@
-"""A picture of two training runs and some digits."""
+"""A picture of pairs of training runs, and of some digits."""
 
 from pathlib import Path
 from typing import Any
 
 from lockstep.files import replacing
 
+_STYLES: list[dict[str, Any]] = [
+    {"linewidth": 5, "alpha": 0.35},
+    {"linewidth": 1.5, "marker": "o", "markersize": 3},
+]
+"""A wide line, and a thin one that lies on it."""
 
-def draw_digits(
+
+def draw_demo(
     path: Path,
-    losses: dict[str, list[float]],
+    losses: dict[str, dict[str, list[float]]],
     images: Any,
     truths: Any,
     guesses: Any,
@@ -17,7 +23,7 @@ def draw_digits(
 
     Args:
         path: Where to write it.
-        losses: The loss after each epoch, by the name of the run.
+        losses: The loss after each epoch, by the name of the task, and then of the run.
         images: Grey images, shape (count, height, width, 1).
         truths: What each of them is, shape (count,).
         guesses: What the model takes each of them for, shape (count,).
@@ -25,18 +31,17 @@ def draw_digits(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    figure = Figure(figsize=(13, 4), layout="constrained")
     FigureCanvasAgg(figure)
-    left, right = figure.subfigures(1, 2, squeeze=False)[0]
-    axes = left.subplots()
-    styles: list[dict[str, Any]] = [
-        {"linewidth": 5, "alpha": 0.35},
-        {"linewidth": 1.5, "marker": "o", "markersize": 3},
-    ]
-    for (name, values), style in zip(losses.items(), styles, strict=True):
-        axes.plot(range(1, len(values) + 1), values, label=name, **style)
-    axes.set(xlabel="epoch", ylabel="training loss", title="The same training, twice")
-    axes.legend()
+    left, right = figure.subfigures(1, 2, squeeze=False, width_ratios=(3, 2))[0]
+    left.suptitle("The same training, twice", fontsize=11)
+    for axes, (task, runs) in zip(
+        left.subplots(1, len(losses), squeeze=False)[0], losses.items(), strict=True
+    ):
+        for (name, values), style in zip(runs.items(), _STYLES, strict=True):
+            axes.plot(range(1, len(values) + 1), values, label=name, **style)
+        axes.set(xlabel="epoch", ylabel="training loss", title=task)
+        axes.legend()
     columns = 6
     grid = right.subplots(-(-len(images) // columns), columns)
     for position, cell in enumerate(grid.flat):

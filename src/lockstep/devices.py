@@ -1,11 +1,13 @@
 """Device names: what `devices=` may say, and which devices it means."""
 
+import difflib
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.counted import counted
 from lockstep.errors import DeviceError, DeviceNotFound, DuplicateDevice
 
 _NAME = re.compile(r"^/?(?:device:)?(?P<platform>[a-z]+):(?P<number>\d+)$")
@@ -13,6 +15,7 @@ REHEARSE = "LOCKSTEP_REHEARSE"
 """The environment variable that asks for virtual CPU devices."""
 
 _ALIASES = {"cuda": "gpu", "rocm": "gpu"}
+_PLATFORMS = ("cpu", "gpu", "tpu")
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def parse_devices(asked: object, here: Sequence[Device]) -> tuple[str, ...]:
     count = _as_int(asked)
     if count is not None:
         return _first(count, default)
-    names = tuple(_name(item, asked, default[0].platform) for item in _items(asked))
+    names = tuple(_name(item, asked, here) for item in _items(asked))
     _check_names(names, asked, here)
     return names
 
@@ -108,8 +111,8 @@ def check_visible(here: Sequence[Device], environ: Mapping[str, str]) -> None:
     gpus = [device.name for device in here if device.platform == "gpu"]
     if len(gpus) > len(named):
         raise DeviceError(
-            f'CUDA_VISIBLE_DEVICES="{visible}" names {len(named)} devices, and '
-            f"{len(gpus)} are in use: {names_in_words(gpus)}.\n"
+            f'CUDA_VISIBLE_DEVICES="{visible}" names {counted(len(named), "device")}, and '
+            f"{len(gpus)} {'is' if len(gpus) == 1 else 'are'} in use: {names_in_words(gpus)}.\n"
             "It was set after the backend had started, which reads it once.\n"
             "Set it before Python starts, or before the first Keras operation."
         )
@@ -138,7 +141,7 @@ def count_to_rehearse(value: object, said: str) -> int:
     if count < 1 or isinstance(value, bool):
         raise DeviceError(
             f"{said} was asked for, and a rehearsal needs a whole number of at least 1.\n"
-            "Say for example LOCKSTEP_REHEARSE=4 or lockstep.rehearse(devices=4)."
+            "Give a number of virtual CPU devices, such as 4."
         )
     return count
 
@@ -189,15 +192,19 @@ def _items(asked: object) -> list[Any]:
     return items
 
 
-def _name(item: object, asked: object, platform: str) -> str:
+def _name(item: object, asked: object, here: Sequence[Device]) -> str:
     number = _as_int(item)
     if number is not None:
-        return f"{platform}:{number}"
+        return f"{here[0].platform}:{number}"
     match = _NAME.match(str(item).strip().lower()) if isinstance(item, str) else None
     if match is None:
+        known = [device.name for device in here]
+        # "gpu0" is as near to "cpu:0" as a cutoff of 0.7 allows, and means another device.
+        meant = difflib.get_close_matches(str(item).lower(), known, n=1, cutoff=0.75)
         raise DeviceError(
             f"devices={asked!r} was asked for, and {item!r} is no device name.\n"
-            "Names look like 'gpu:0'; numbers like 0 count devices of the default platform."
+            + (f"Did you mean {meant[0]}? " if meant else "")
+            + "Names look like 'gpu:0'; numbers like 0 count devices of the default platform."
         )
     found = match["platform"]
     return f"{_ALIASES.get(found, found)}:{int(match['number'])}"
@@ -239,6 +246,13 @@ def _remedy(missing: str, names: tuple[str, ...], known: Sequence[str]) -> str:
     In a rehearsal a GPU is a CPU device of the same number: the remedy is that name.
     """
     platform, _, number = missing.partition(":")
+    platforms = {*_PLATFORMS, *(name.partition(":")[0] for name in known)}
+    if platform not in platforms:
+        meant = difflib.get_close_matches(platform, sorted({*platforms, *_ALIASES}), n=1)
+        if not meant:
+            return f"Name devices that are here, such as {known[0]}."
+        name = f"{_ALIASES.get(meant[0], meant[0])}:{number}"
+        return f"Did you mean {name}?" if name in known else _remedy(name, names, known)
     virtual = f"cpu:{number}"
     if platform != "cpu" and virtual in known and len(known) > 1 and known[0] == "cpu:0":
         return f"Did you mean {virtual}? The virtual devices of a rehearsal are CPU devices."

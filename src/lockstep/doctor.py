@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.counted import counted
 from lockstep.devices import REHEARSE, names_in_words
 from lockstep.package_versions import package_version
 
@@ -88,7 +89,7 @@ class Findings:
         unused = self.gpus and not gpus and not self.rehearsal and self.visible not in ("", "-1")
         if unused and self.backend in EXTRAS:
             return (
-                f"{_count(self.gpus, 'NVIDIA GPU')} found, and {self.backend} does not use "
+                f"{counted(self.gpus, 'NVIDIA GPU')} found, and {self.backend} does not use "
                 f"{'it' if self.gpus == 1 else 'them'}.\n"
                 f'Change: pip install "{EXTRAS[self.backend]}"'
             )
@@ -109,7 +110,7 @@ class Findings:
             return "no NVIDIA GPU"
         plugins = [f"{name} {self.installed[name]}" for name in PLUGINS if self.installed.get(name)]
         hidden = [] if self.visible is None else [f"CUDA_VISIBLE_DEVICES={self.visible!r}"]
-        return ", ".join([_count(self.gpus, "NVIDIA GPU"), *plugins, *hidden])
+        return ", ".join([counted(self.gpus, "NVIDIA GPU"), *plugins, *hidden])
 
 
 def examine(environ: Mapping[str, str]) -> Findings:
@@ -174,10 +175,6 @@ def _probe(environ: Mapping[str, str]) -> tuple[tuple[tuple[str, str], ...], str
 def _nvidia_gpus() -> int:
     folder = Path("/proc/driver/nvidia/gpus")
     return len(list(folder.iterdir())) if folder.is_dir() else 0
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def script_environment(chosen: str | None) -> dict[str, str]:

@@ -13,6 +13,7 @@ from lockstep.checkpoint.differences import check_model
 from lockstep.checkpoint.manifest import FILE, read_manifest
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.run_folder import Found, RunFolder
+from lockstep.checkpoint.run_report import runs_within
 from lockstep.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint
 from lockstep.files import replacing
 from lockstep.state import GROUPS, named_variables
@@ -70,8 +71,7 @@ def _found(run: Path, best: bool) -> Found:
     if (run / FILE).exists():
         return folder.read(run)
     if not folder.marked() or not folder.check() or not folder.checkpoints():
-        within = sorted(run.iterdir()) if run.is_dir() else []
-        runs = [each for each in within if RunFolder(each).marked()]
+        runs = runs_within(run)
         wanted = "the folder that lockstep.Checkpoint was given, or one checkpoint in it."
         if runs:
             wanted = f"one of the runs in it: {runs[0]}"

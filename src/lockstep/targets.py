@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from lockstep.errors import TargetNotFound, UnsupportedBackend
+from lockstep.trains_at_import import training_refused
 
 
 def call_target(target: str) -> Any:
@@ -119,7 +120,7 @@ def load_module(place: str) -> ModuleType:
     does with a script.
 
     Raises:
-        TargetNotFound: If there is no such file or module, or it ends Python.
+        TargetNotFound: If there is no such file or module, or it trains a model, or ends Python.
     """
     if place.endswith(".py"):
         return _load_file(Path(place))
@@ -130,7 +131,7 @@ def load_module(place: str) -> ModuleType:
         )
     sys.path.insert(0, str(Path.cwd()))
     try:
-        with _as_a_script(place):
+        with _as_a_script(place), training_refused(place):
             return importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is None or not place.startswith(error.name):
@@ -153,7 +154,7 @@ def _load_file(file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(file.parent.resolve()))
     sys.modules[file.stem] = module
-    with _as_a_script(str(file)):
+    with _as_a_script(str(file)), training_refused(str(file)):
         spec.loader.exec_module(module)
     return module
 

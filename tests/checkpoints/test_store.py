@@ -177,7 +177,7 @@ def test_where_none_is_whole_nothing_is_started_anew(tmp_path):
     folder = run_of_two(tmp_path)
     for path in folder.checkpoints():
         (path / "manifest.json").unlink()
-    with pytest.raises(errors.DamagedCheckpoint, match="none of them is whole"):
+    with pytest.raises(errors.DamagedCheckpoint, match="none is whole"):
         folder.newest(pytest.fail)
 
 

@@ -21,12 +21,12 @@ FILES_OF = {"rescue/detect.py": {"torch"}}
 """Who may import a framework to read a file that only it can read."""
 
 LAYERS = [
-    {"declarations", "errors", "files", "json_numbers"},
+    {"counted", "declarations", "errors", "files", "json_numbers", "report"},
     {"devices", "package_versions", "shards", "state"},
     {"keras_compat", "launch", "ray"},
     {"announce", "layout"},
     {"checkpoint", "processes", "training", "engines"},
-    {"batches", "targets"},
+    {"batches", "targets", "trains_at_import"},
     {
         "distribute",
         "initialize",
@@ -39,7 +39,7 @@ LAYERS = [
         "rescue",
     },
     {"bench"},
-    {"demo", "demo_picture", "doctor"},
+    {"demo", "demo_page", "demo_picture", "demo_tasks", "doctor"},
     {"cli", "__init__", "__main__"},
 ]
 """What may import what: only from the same line or one above."""

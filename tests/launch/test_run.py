@@ -324,7 +324,7 @@ REFUSED = {
     "more processes than GPUs": (
         ("--processes", "3"),
         {"CUDA_VISIBLE_DEVICES": "4,6"},
-        "3 processes of 1 devices each were asked for, and 2 GPUs are here: 4, 6.",
+        "--processes=3 with 1 device each need 3 GPUs; 2 GPUs here: 4, 6.",
     ),
     "GPUs that cannot be divided": (
         ("--processes", "2"),
@@ -334,7 +334,7 @@ REFUSED = {
     "more devices than GPUs": (
         ("--processes", "2", "--devices-per-process", "2"),
         {"CUDA_VISIBLE_DEVICES": "0,1,2"},
-        "2 processes of 2 devices each were asked for, and 3 GPUs are here: 0, 1, 2.",
+        "--processes=2 with 2 devices each need 4 GPUs; 3 GPUs here: 0, 1, 2.",
     ),
     "a launcher of the launcher": (
         (),

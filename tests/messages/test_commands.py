@@ -1,13 +1,22 @@
 """What the commands say: help, wrong names, and the remedy that this door has."""
 
+import contextlib
+import json
 import os
+import pty
+import re
 import subprocess
 import sys
+import threading
 
 import pytest
 from click.testing import CliRunner
 
 from lockstep.cli import main
+from lockstep.errors import TargetNotFound
+from lockstep.targets import load_module
+from tests.conformance.common import data
+from tests.conformance.common import model as small
 
 
 def help_of(*words):
@@ -58,21 +67,140 @@ def load():
         (
             ["train.py:build", "--devices", "4"],
             "DeviceNotFound: devices=4 was asked for, and 1 is here: cpu:0.\n"
-            "To rehearse on virtual CPU devices, add --rehearse to the command.\n",
+            "To rehearse on virtual CPU devices, give --devices 4 --rehearse.\n",
+        ),
+        (
+            ["train.py:build", "--devices", "gpu:1"],
+            "DeviceNotFound: devices='gpu:1' was asked for, and gpu:1 is not among the 1 here: "
+            "cpu:0.\nTo rehearse on virtual CPU devices, give --devices 2 --rehearse.\n",
+        ),
+        (
+            ["train.py:build"],
+            "DeviceError: devices=None means cpu:0 alone, and verify compares several devices with "
+            "one:\nnothing would be compared. Give devices=2 or more; to rehearse on virtual CPU "
+            "devices, give --devices 2 --rehearse.\n",
+        ),
+        (
+            ["train.py:build", "--devices", "cpuu:0"],
+            "DeviceNotFound: devices='cpuu:0' was asked for, and cpuu:0 is not among the 1 here: "
+            "cpu:0.\nDid you mean cpu:0?\n",
         ),
     ],
 )
 def test_verify_names_the_remedy_of_the_command(arguments, said, tmp_path):
-    (tmp_path / "train.py").write_text(TRAIN)
+    done = command(tmp_path, "verify", *arguments)
+    assert done.returncode == 2
+    assert done.stderr == said
+
+
+def test_verify_shows_each_run_on_a_terminal(tmp_path):
+    """Five to ten runs were silent, which on a large model is minutes."""
+    words = ["train.py:build", "--devices", "2", "--rehearse", "--steps", "3"]
+    terminal, end = pty.openpty()
+    parts = []
+
+    def read():
+        with contextlib.suppress(OSError):  # Linux's end of a terminal
+            while part := os.read(terminal, 1 << 16):
+                parts.append(part)
+
+    reader = threading.Thread(target=read)  # what is not read makes the writer wait
+    reader.start()
+    done = command(tmp_path, "verify", *words, stderr=end)
+    os.close(end)
+    reader.join()
+    os.close(terminal)
+    shown = b"".join(parts)
+    assert done.returncode == 0, shown
+    assert "2 devices give what one device gives." in done.stdout
+    lines = re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", shown).decode().replace("\r", "\n").split("\n")
+    ends = [line.split("━")[0].strip() for line in lines if line.rstrip().endswith("3/3 steps")]
+    assert list(dict.fromkeys(ends)) == [
+        "one device",
+        "one device again",
+        "one device, to measure rounding",
+        "2 devices",
+    ]
+
+
+def test_verify_is_silent_where_there_is_no_terminal(tmp_path):
+    words = ["train.py:build", "--devices", "2", "--rehearse", "--steps", "3", "--json"]
+    done = command(tmp_path, "verify", *words)
+    assert done.stderr == ""
+    assert json.loads(done.stdout)["verdict"] == "equal"
+
+
+def test_bench_names_the_remedy_of_the_command(tmp_path):
+    """It advised the variable of a script."""
+    done = command(tmp_path, "bench", "train.py:build", "--devices", "1,4")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "4 devices ...\n"
+        "DeviceNotFound: devices=4 was asked for, and 1 is here: cpu:0.\n"
+        "To rehearse on virtual CPU devices, give --devices 1,4 --rehearse.\n"
+    )
+
+
+TRAINS = """
+import os
+os.environ["KERAS_BACKEND"] = "jax"  # Keras is not imported before
+import keras
+import lockstep
+
+def build():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model, (keras.ops.ones((8, 2)), keras.ops.ones((8, 1)))
+
+def main(distributed):
+    model, data = build()
+    if distributed:
+        lockstep.distribute(model)
+    model.fit(*data)
+    print("trained")
+
+"""
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("name", ["mine.py", "mine"])
+def test_a_file_that_trains_while_it_is_imported(name, distributed, tmp_path):
+    """It trained in full, and then verify trained again."""
+    (tmp_path / "mine.py").write_text(f"{TRAINS}main({distributed})\n")
+    done = command(tmp_path, "verify", f"{name}:build", "--devices", "2", "--rehearse")
+    assert done.returncode == 2
+    assert "trained" not in done.stdout
+    line = TRAINS.count("\n") + 1
+    assert done.stderr.endswith(
+        f"TargetNotFound: {name} trains a model while it is imported (mine.py, line {line}), and "
+        "the command imports it to call a function.\n"
+        "Put what trains under if __name__ == '__main__':, and leave what the function needs "
+        "above.\n"
+    )
+
+
+def test_models_train_after_an_import_that_was_refused(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)  # which puts the path back afterwards
+    (tmp_path / "refused.py").write_text(f"{TRAINS}main(False)\n")
+    finders = [*sys.meta_path]
+    with pytest.raises(TargetNotFound, match="trains a model while it is imported"):
+        load_module(str(tmp_path / "refused.py"))
+    sys.modules.pop("refused", None)
+    assert sys.meta_path == finders
+    small().fit(*data(), verbose=0)
+
+
+def command(folder, *words, stderr=subprocess.PIPE):
+    """Run a command beside train.py, on one CPU device."""
+    (folder / "train.py").write_text(TRAIN)
     ours = ("LOCKSTEP", "JAX_", "XLA_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    done = subprocess.run(
-        [sys.executable, "-m", "lockstep", "verify", *arguments],
-        cwd=tmp_path,
+    return subprocess.run(
+        [sys.executable, "-m", "lockstep", *words],
+        cwd=folder,
         env={**clean, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         check=False,
     )
-    assert done.returncode == 2
-    assert done.stderr == said

@@ -12,6 +12,7 @@ from tests.conformance.common import data, model
 from tests.processes.common import python
 
 ONE = [Device("cpu:0", "cpu")]
+FOUR_GPUS = [Device(f"gpu:{number}", "NVIDIA H200") for number in range(4)]
 
 
 def text_of(call, *args):
@@ -45,6 +46,23 @@ def test_a_gpu_in_a_rehearsal():
         "devices='gpu:3' was asked for, and gpu:3 is not among the 4 here: cpu:0 to cpu:3.\n"
         "Did you mean cpu:3? The virtual devices of a rehearsal are CPU devices."
     )
+
+
+@pytest.mark.parametrize(
+    ("asked", "here", "remedy"),
+    [
+        ("cpuu:0", ONE, "Did you mean cpu:0?"),
+        ("gppu:1", FOUR_GPUS, "Did you mean gpu:1?"),
+        ("cudda:1", FOUR_GPUS, "Did you mean gpu:1?"),
+        ("cpuu:3", ONE, "To rehearse on virtual CPU devices, set LOCKSTEP_REHEARSE=4 before"),
+        ("printer:0", ONE, "Name devices that are here, such as cpu:0."),
+        ("cpu0", ONE, "Did you mean cpu:0? Names look like 'gpu:0'"),
+        ("gpu0", ONE, "Names look like 'gpu:0'"),
+    ],
+)
+def test_a_misspelt_device(asked, here, remedy):
+    """`cpuu:0` was taken for a GPU of that number."""
+    assert text_of(parse_devices, asked, here).splitlines()[1].startswith(remedy)
 
 
 def test_zero_devices():

@@ -579,7 +579,7 @@ REFUSED = {
     ),
     "some of the devices": (
         "lockstep.distribute(made, 2)",
-        "2 devices were asked for, and 4 are in 2 processes",
+        "devices=2 was asked for, and 2 processes have 4",
     ),
 }
 

@@ -302,7 +302,7 @@ def test_state_of_fewer_weights_says_that_some_were_frozen(tmp_path):
     )  # fmt: skip
     report = lockstep.rescue(old, tmp_path / "new.keras")
     assert report.optimizer == "dropped"
-    assert any("of 1 weights and the model trains 2" in note for note in report.notes)
+    assert any("of 1 weight and the model trains 2" in note for note in report.notes)
 
 
 def metric(class_name, **config):
@@ -400,7 +400,7 @@ def test_float64_weights_stay_float64(tmp_path):
 def test_weights_that_are_rounded_are_not_called_equal(tmp_path):
     report = lockstep.rescue(floats(tmp_path, "float32", 1 + 1e-12), tmp_path / "new.keras")
     assert [row.equal for row in report.rows] == [False]
-    assert any("1 of 1 arrays are rounded" in note for note in report.notes)
+    assert any("1 of 1 array rounded" in note for note in report.notes)
     assert (kernel_in(tmp_path / "new.keras") == np.float32(1)).all()
 
 

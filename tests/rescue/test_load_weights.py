@@ -263,7 +263,7 @@ def changed(tmp_path, change, kind):
 @KINDS
 def test_an_array_that_is_rounded_is_not_called_equal(kind, tmp_path):
     path = changed(tmp_path, lambda a: a.astype("float64") + 1e-12, kind)
-    with pytest.warns(UserWarning, match="1 of 8 arrays are rounded"):
+    with pytest.warns(UserWarning, match="1 of 8 arrays rounded"):
         report = lockstep.load_weights(mlp4(), path)
     assert [row.equal for row in report.rows] == [False] + [True] * 7
 

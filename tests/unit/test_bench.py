@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from lockstep.bench import run_bench
-from lockstep.bench.bench_page import as_json, show_scaling, write_page
+from lockstep.bench.bench_page import write_page
 from lockstep.bench.scaling import Measurement, Scaling
 from lockstep.errors import BenchFailed, DeviceNotFound, TargetNotFound
 
@@ -98,17 +98,17 @@ def test_rehearsed_devices_prove_no_speed():
 def test_the_report_names_every_number():
     found = scaling(measured(1, 0.010), measured(2, 0.006, communication=None, compute=None))
     console = Console(file=io.StringIO(), width=80)
-    show_scaling(found, console)
+    found.show(console)
     shown = console.file.getvalue()
     for word in ("rows/s", "6,400", "10,667", "1.67", "83%", "9 ms to 11 ms", "2.5 s"):
         assert word in shown
-    again = json.loads(as_json(found))
+    again = json.loads(found.as_json())
     assert again["measurements"][1]["efficiency"] == pytest.approx(0.8333, abs=1e-3)
     assert again["measurements"][1]["compute"] is None
     assert "which slows small steps" in " ".join(shown.split())
     assert "which slows small steps" in again["profiled"]
     odd = scaling(measured(1, float("nan")), measured(4, float("inf")))
-    assert json.loads(as_json(odd), parse_constant=pytest.fail)["measurements"][1]["step"] == "inf"
+    assert json.loads(odd.as_json(), parse_constant=pytest.fail)["measurements"][1]["step"] == "inf"
 
 
 def test_the_page_loads_nothing(tmp_path):

@@ -1,6 +1,7 @@
 """The demo, as it is run from a folder of the user's."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -30,7 +31,15 @@ def test_the_demo_in_a_folder_with_files_of_the_users(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 devices gave what one device gives." in done.stdout
     files = {file.name for file in tmp_path.iterdir()}
-    assert files == {"held_out.npz", "one-device.keras", "digits.keras", "digits.png"}
+    written = {"digits.keras", "python.keras", "demo.png", "demo.html"}
+    assert files == {"held_out.npz", "one-device.keras", *written}
+    page = (tmp_path / "demo.html").read_text()
+    assert not re.search(r"(src|href)=\"(?!data:)", page), "the page loads nothing"
+    for row in ("Digits: held-out accuracy", "Python: held-out loss"):
+        assert row in done.stdout
+        assert row in page
+    assert "on 2 devices 27 + 26, and 16 rows in the last batch" in done.stdout
+    assert "Epoch 1" not in done.stdout, "one display, and no bar of Keras"
     for name in ("held_out.npz", "one-device.keras"):
         assert (tmp_path / name).read_text() == "the user's"
 

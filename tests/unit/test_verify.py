@@ -25,7 +25,6 @@ from lockstep.targets import model_and_data
 from lockstep.verify import comparison
 from lockstep.verify.rounding import moved_by_last_bit
 from lockstep.verify.verification import Difference, Verification
-from lockstep.verify.verify_report import as_json, show_verification
 from tests.conformance.common import devices_of, distances, snapshot
 
 
@@ -189,7 +188,7 @@ def test_where_rounding_explodes_nothing_is_called_equal(capsys):
     assert not found.equal
     if found.first_step is None:
         assert "a wrong number could pass for rounding" in found.cause
-    show_verification(found)
+    found.show(Console())
     assert "give what one device gives" not in capsys.readouterr().out
 
 
@@ -208,7 +207,7 @@ def test_a_loss_that_is_not_finite_is_not_called_equal(row, step, capsys):
         f"On one device the loss or a weight is not finite from step {step} on."
     )
     assert bool(found.differences) == (step == 2)  # those of the step before
-    show_verification(found)
+    found.show(Console())
     said = " ".join(capsys.readouterr().out.split())
     assert "The comparison cannot tell whether they give the same." in said
     assert f"not finite from step {step} on" in said
@@ -279,7 +278,7 @@ def test_names_are_printed_as_they_are():
         cause="The first layer that differs is 'cul[bold]prit'.",
     )
     console = Console(file=io.StringIO(), width=100)
-    show_verification(found, console)
+    found.show(console)
     for name in ("enc[red]oder/kernel", "a[bold].", "cul[bold]prit"):
         assert name in console.file.getvalue()
 
@@ -529,7 +528,7 @@ def test_a_model_that_is_not_compiled():
 
 def test_the_report_as_json():
     found = lockstep.verify(with_layer(), data(), devices=2, steps=2)
-    read = json.loads(as_json(found))
+    read = json.loads(found.as_json())
     assert read["equal"] is True
     assert read["devices"] == ["cpu:0", "cpu:1"]
     assert read["backend"] == "jax"
@@ -542,12 +541,12 @@ def test_the_report_as_json_knows_no_infinity():
 
     parted = Difference("loss", float("inf"), float("nan"), 1)
     found = Verification("jax", ("cpu:0",), 2, (3, 3), "two orders", (parted,))
-    (read,) = json.loads(as_json(found), parse_constant=refuse)["differences"]
+    (read,) = json.loads(found.as_json(), parse_constant=refuse)["differences"]
     assert read == {"name": "loss", "largest": "inf", "bound": "nan", "first_step": 1}
 
 
 def test_the_report_as_a_table(capsys):
-    show_verification(lockstep.verify(with_layer(), data(), devices=2, steps=2))
+    lockstep.verify(with_layer(), data(), devices=2, steps=2).show(Console())
     said = capsys.readouterr().out
     assert "2 steps of 32 rows, on one device and on 2" in said
     assert "2 devices give what one device gives." in said

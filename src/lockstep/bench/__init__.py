@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lockstep import errors
 from lockstep.bench.scaling import Measurement, Scaling
+from lockstep.counted import counted
 from lockstep.errors import BenchFailed
 from lockstep.package_versions import package_version
 
@@ -42,7 +43,7 @@ def run_bench(
     found: list[Measurement] = []
     # The most devices first: where so many are not here, nothing has been measured in vain.
     for count in sorted(set(counts), reverse=True):
-        say(f"{_devices(count)} ...")
+        say(f"{counted(count, 'device')} ...")
         found.insert(0, _in_own_process(target, count, steps, rounds, batch_size, rehearse))
     return Scaling(
         target=target,
@@ -80,7 +81,7 @@ def _in_own_process(
             raise getattr(errors, kind)(text)
         said = f"{kind}: {text}" if kind else _last_line(done.stderr)
         raise BenchFailed(
-            f"The process that measured {_devices(count)} ended with {done.returncode}:\n"
+            f"The process that measured {counted(count, 'device')} ended with {done.returncode}:\n"
             f"{said.splitlines()[0][:180]}\n"
             f"Train the model of {target} under lockstep.distribute(model, {count}) to see all."
         )
@@ -88,10 +89,6 @@ def _in_own_process(
     for name in ("devices", "spread"):
         measured[name] = tuple(measured[name])
     return Measurement(**measured)
-
-
-def _devices(count: int) -> str:
-    return f"{count} device{'s' if count > 1 else ''}"
 
 
 def _last_line(stderr: str) -> str:

@@ -1,59 +1,20 @@
-"""What bench found, as a table and as a page."""
+"""The page of what bench found."""
 
 import html
 import io
-import json
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from lockstep.bench.scaling import PROFILED, Measurement, Scaling
+from lockstep.bench.scaling import HEADS, PARTS, PROFILED, Scaling
 from lockstep.devices import names_in_words
 from lockstep.files import replacing
-from lockstep.json_numbers import finite
-
-_PARTS = ("input", "host", "compute", "communication")
-_HEADS = (
-    "devices",
-    "rows/s",
-    "step",
-    "spread",
-    "speed-up",
-    "efficiency",
-    *_PARTS,
-    "compile",
-    "checkpoint",
-)
-
-
-def show_scaling(found: Scaling, console: Console | None = None) -> None:
-    """Print what `bench` found: a table, then a verdict in words."""
-    console = console or Console()
-    columns = [_cells(found, measured) for measured in found.measurements]
-    table = Table("devices", *(cells[0] for cells in columns))
-    for head, *cells in list(zip(_HEADS, *columns, strict=True))[1:]:
-        table.add_row(head, *cells)
-    console.print(table)
-    style = "bold red" if found.rehearsed else ""
-    console.print(found.verdict, style=style, markup=False, highlight=False)
-    for advice in found.advice:
-        console.print(advice, markup=False, highlight=False)
-    if any(measured.compute is not None for measured in found.measurements):
-        console.print(PROFILED, markup=False, highlight=False)
-
-
-def as_json(found: Scaling) -> str:
-    """The same as JSON, which knows no infinity: such a number is the string "inf" or "nan"."""
-    return json.dumps(finite(found.as_dict()), indent=2, allow_nan=False)
 
 
 def write_page(found: Scaling, path: Path) -> None:
     """Write one HTML file with the table, the verdict and two plots, and nothing to load."""
     rows = "".join(
-        f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in _cells(found, measured))}</tr>"
+        f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in found.cells(measured))}</tr>"
         for measured in found.measurements
     )
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
@@ -65,7 +26,7 @@ def write_page(found: Scaling, path: Path) -> None:
         verdict=html.escape(found.verdict),
         kind="loud" if found.rehearsed else "",
         advice="".join(f"<p>{html.escape(advice)}</p>" for advice in found.advice),
-        heads="".join(f"<th>{head}</th>" for head in _HEADS),
+        heads="".join(f"<th>{head}</th>" for head in HEADS),
         rows=rows,
         plots=_plots(found),
         profiled=html.escape(PROFILED),
@@ -78,28 +39,9 @@ def write_page(found: Scaling, path: Path) -> None:
         temporary.write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
-def _cells(found: Scaling, measured: Measurement) -> list[str]:
-    parts = (getattr(measured, part) for part in _PARTS)
-    return [
-        str(len(measured.devices)),
-        f"{measured.rows_per_second:,.0f}",
-        _milliseconds(measured.step),
-        " to ".join(_milliseconds(seconds) for seconds in measured.spread),
-        f"{found.speedup(measured):.2f}",
-        f"{found.efficiency(measured):.0%}",
-        *("" if seconds is None else _milliseconds(seconds) for seconds in parts),
-        f"{measured.compile:.1f} s",
-        f"{measured.checkpoint:.2f} s",
-    ]
-
-
 def _devices_in_words(found: Scaling) -> str:
     """The devices of each measurement, in a phrase."""
     return "; ".join(names_in_words(measured.devices) for measured in found.measurements)
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
 
 
 def _plots(found: Scaling) -> str:
@@ -117,8 +59,8 @@ def _plots(found: Scaling) -> str:
     speed.set(xlabel="devices", ylabel="rows per second", xticks=counts, ylim=(0, None))
     speed.legend()
     places = range(len(counts))
-    width = 0.8 / len(_PARTS)
-    for number, part in enumerate(_PARTS):
+    width = 0.8 / len(PARTS)
+    for number, part in enumerate(PARTS):
         heights = [(getattr(m, part) or 0) * 1e3 for m in found.measurements]
         parts.bar([place + number * width for place in places], heights, width, label=part)
     steps: Any = [m.step * 1e3 for m in found.measurements]

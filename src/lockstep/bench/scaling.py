@@ -1,7 +1,31 @@
 """What bench found: speed by number of devices."""
 
+from __future__ import annotations
+
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from lockstep.counted import counted
+from lockstep.report import Report
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PARTS = ("input", "host", "compute", "communication")
+"""The parts of a step."""
+
+HEADS = (
+    "devices",
+    "rows/s",
+    "step",
+    "spread",
+    "speed-up",
+    "efficiency",
+    *PARTS,
+    "compile",
+    "checkpoint",
+)
+"""The names of the cells of a measurement."""
 
 LIMITS = {
     "input": "preparing the batches",
@@ -64,19 +88,14 @@ class Measurement:
         It is unknown where that is less than half of the step; without a trace, where input
         or host does not come close to the step.
         """
-        parts = {
-            "input": self.input,
-            "host": self.host,
-            "compute": self.compute or 0.0,
-            "communication": self.communication or 0.0,
-        }
+        parts = {part: getattr(self, part) or 0.0 for part in PARTS}
         longest = max(parts, key=lambda part: parts[part])
         enough = (0.8 if self.compute is None else 0.5) * self.step
         return longest if parts[longest] >= enough else "unknown"
 
 
 @dataclass(frozen=True)
-class Scaling:
+class Scaling(Report):
     """The measurements of one model, by number of devices, fewest first.
 
     Attributes:
@@ -159,7 +178,7 @@ class Scaling:
         return tuple(found)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain lists, numbers and strings, for JSON."""
+        """Return the same as plain lists, numbers and strings."""
         more = [
             {
                 "rows_per_second": m.rows_per_second,
@@ -179,6 +198,45 @@ class Scaling:
             "profiled": PROFILED,
         }
 
+    def __str__(self) -> str:
+        """The verdict and the advice."""
+        return " ".join([self.verdict, *self.advice])
+
+    def show(self, console: Console) -> None:
+        """Print a table, then the verdict and the advice."""
+        from rich.table import Table
+
+        columns = [self.cells(measured) for measured in self.measurements]
+        table = Table("devices", *(cells[0] for cells in columns))
+        for head, *cells in list(zip(HEADS, *columns, strict=True))[1:]:
+            table.add_row(head, *cells)
+        console.print(table)
+        style = "bold red" if self.rehearsed else ""
+        console.print(self.verdict, style=style, markup=False, highlight=False)
+        for advice in self.advice:
+            console.print(advice, markup=False, highlight=False)
+        if any(measured.compute is not None for measured in self.measurements):
+            console.print(PROFILED, markup=False, highlight=False)
+
+    def cells(self, of: Measurement) -> list[str]:
+        """The numbers of one measurement as text, in the order of `HEADS`."""
+        parts = (getattr(of, part) for part in PARTS)
+        return [
+            str(len(of.devices)),
+            f"{of.rows_per_second:,.0f}",
+            _milliseconds(of.step),
+            " to ".join(_milliseconds(seconds) for seconds in of.spread),
+            f"{self.speedup(of):.2f}",
+            f"{self.efficiency(of):.0%}",
+            *("" if seconds is None else _milliseconds(seconds) for seconds in parts),
+            f"{of.compile:.1f} s",
+            f"{of.checkpoint:.2f} s",
+        ]
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
 
 def _is_faster(one: Measurement, other: Measurement) -> bool:
     """Whether the slower rounds of one, by quartile, are faster than the faster ones of another."""
@@ -186,8 +244,7 @@ def _is_faster(one: Measurement, other: Measurement) -> bool:
 
 
 def _devices(of: Measurement) -> str:
-    count = len(of.devices)
-    return f"{count} device{'s' if count > 1 else ''}"
+    return counted(len(of.devices), "device")
 
 
 def _power_of_two(least: float) -> int:

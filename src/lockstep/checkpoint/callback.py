@@ -26,7 +26,9 @@ from lockstep.checkpoint.json_state import from_plain, to_plain
 from lockstep.checkpoint.manifest import read_manifest
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.run_folder import Found, RunFolder
+from lockstep.checkpoint.run_report import position_in_words
 from lockstep.checkpoint.signals import Signals
+from lockstep.counted import counted
 from lockstep.errors import (
     CheckpointError,
     CheckpointWarning,
@@ -267,7 +269,10 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has n
         self._say_failure()
         self._since, self._last_save = 0, time.monotonic()
         if self._verbose:
-            print(f"\nlockstep: saves {_position(epoch, step)} to {self._folder.path}", flush=True)
+            print(
+                f"\nlockstep: saves {position_in_words(epoch, step)} to {self._folder.path}",
+                flush=True,
+            )
         others: dict[str, Any] = {}
         run = self._fit
         state = {
@@ -326,7 +331,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has n
             saved = not self._say_failure() and saved and self._writes
             if saved and (self.params or {}).get("verbose"):
                 print(
-                    f"\nlockstep: saved {_position(self._epoch, self._step)} to "
+                    f"\nlockstep: saved {position_in_words(self._epoch, self._step)} to "
                     f"{self._folder.path}; run the same command to go on",
                     flush=True,
                 )
@@ -397,8 +402,9 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has n
         if epoch < run.epochs and (by != "EarlyStopping" or longer):
             _warn(
                 f"{found.path} is of a run that {by or 'a callback'} stopped after {epoch} of "
-                f"{run.epochs} epochs, and it stays stopped.\nTo go on from there, leave "
-                f"{by or 'that one'} out of callbacks; from the checkpoint before, remove this one."
+                f"{counted(run.epochs, 'epoch')}, and it stays stopped.\nTo go on from there, "
+                f"leave {by or 'that one'} out of callbacks; from the checkpoint before, "
+                "remove this one."
             )
         return True
 
@@ -409,20 +415,16 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has n
         at = f"epoch {state['epoch'] + 1}"
         at += f", after step {state['step']}" if state["step"] else ", its beginning"
         if stopped or state["epoch"] >= run.epochs:
-            at = f"the end, after {state['epoch']} epochs: nothing is left to do"
+            at = f"the end, after {counted(state['epoch'], 'epoch')}: nothing is left to do"
         was, now = len(state["devices"]), len(run.devices)
         print(
-            f"lockstep: goes on from {found.path}: {at}; {was} devices then, {now} now", flush=True
+            f"lockstep: goes on from {found.path}: {at}; {counted(was, 'device')} then, {now} now",
+            flush=True,
         )
 
     def _note(self, path: Path) -> None:
         with contextlib.suppress(CheckpointError):
             self._retention.note(path, read_manifest(path).state)
-
-
-def _position(epoch: int, step: int) -> str:
-    """A position in a run, with the number of the epoch that Keras prints."""
-    return f"epoch {epoch + 1}, after step {step}" if step else f"the end of epoch {epoch}"
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from lockstep.checkpoint.data_states import (
     put_states,
     states_of,
 )
+from lockstep.counted import counted
 from lockstep.errors import CheckpointError, CheckpointMismatch, CheckpointWarning
 from lockstep.keras_compat import (
     ArrayDataAdapter,
@@ -211,8 +212,9 @@ class TrainingPosition(EpochIterator):  # type: ignore[misc]  # Keras has no typ
         drawn = position["drawn"]
         if isinstance(self.data_adapter, GeneratorDataAdapter):
             warnings.warn(
-                f"{drawn} batches of a generator are made once more to go on after them, which "
-                "takes the time that they took. Arrays or a PyDataset go on at once.",
+                f"{counted(drawn, 'batch')} of a generator {'is' if drawn == 1 else 'are'} made "
+                "once more to go on from there, which takes as long as before. Arrays or a "
+                "PyDataset go on at once.",
                 CheckpointWarning,
                 stacklevel=2,
             )

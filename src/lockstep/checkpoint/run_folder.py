@@ -32,6 +32,7 @@ from lockstep.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from lockstep.counted import counted
 from lockstep.errors import DamagedCheckpoint, NotARun
 from lockstep.files import remove_folder, replacing, sync_folder, temporary_name
 
@@ -164,7 +165,7 @@ class RunFolder:
             return found
         if damaged:
             raise DamagedCheckpoint(
-                f"{self.path} has {len(damaged)} checkpoints, and none of them is whole.\n"
+                f"{self.path} has {counted(len(damaged), 'checkpoint')}, and none is whole.\n"
                 f"The newest: {damaged[0]}\nTo start anew, name another folder."
             )
         return None

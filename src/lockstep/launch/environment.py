@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from lockstep.counted import counted
 from lockstep.errors import ProcessesDisagree
 
 Environment = Mapping[str, str]
@@ -152,10 +153,10 @@ def devices_of_process(place: Place, visible: int) -> list[int] | None:
         return None
     if visible % size:
         raise ProcessesDisagree(
-            f"{size} processes run on this host ({place.launcher}), and each sees {visible} GPUs: "
-            "they would claim the same ones.\n"
-            f"Start {_fitting(visible, size)} processes per host, or set CUDA_VISIBLE_DEVICES and "
-            f"{LOCAL_PROCESSES}=1 in each."
+            f"{size} processes run on this host ({place.launcher}), and each sees "
+            f"{counted(visible, 'GPU')}: they would claim the same ones.\n"
+            f"Start {counted(_fitting(visible, size), 'process')} per host, or set "
+            f"CUDA_VISIBLE_DEVICES and {LOCAL_PROCESSES}=1 in each."
         )
     share = visible // size
     return list(range(rank * share, (rank + 1) * share))

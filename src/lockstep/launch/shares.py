@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Mapping
 
+from lockstep.counted import counted
 from lockstep.devices import REHEARSE
 from lockstep.errors import LaunchError
 from lockstep.launch.environment import (
@@ -43,8 +44,9 @@ def devices_of_each(
     share = per_process or max(1, len(gpus) // processes)
     if processes * share > len(gpus):
         raise LaunchError(
-            f"{processes} processes of {share} devices each were asked for, and {len(gpus)} GPUs "
-            f"are here: {', '.join(gpus)}.\n"
+            f"--processes={processes} with {counted(share, 'device')} each need "
+            f"{counted(processes * share, 'GPU')}; {counted(len(gpus), 'GPU')} here: "
+            f"{', '.join(gpus)}.\n"
             f"Start fewer, or rehearse on virtual CPU devices: {REHEARSE}={share}."
         )
     parts = [gpus[rank * share : (rank + 1) * share] for rank in range(processes)]

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
+from lockstep.counted import counted
+
 STATUS = "LOCKSTEP_STATUS"
 DUMP_STACKS: int = getattr(signal, "SIGUSR1", 0)  # Windows has none
 """The signal on which a process writes the Python stacks of its threads to its stderr."""
@@ -66,7 +68,7 @@ class Status:
             return "no call of a model"
         words = [self.phase, self.detail, "compiling" if self.compiles else ""]
         if self.step:
-            words.append(f"after {self.step} steps")
+            words.append(f"after {counted(self.step, 'step')}")
         return ", ".join(word for word in words if word)
 
 

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 
 from lockstep.checkpoint.fit_scope import checkpoint_among
+from lockstep.counted import counted
 from lockstep.errors import ProcessesDisagree
 from lockstep.processes.coordination import Exchange, Word, digest, once
 from lockstep.processes.group import current
@@ -155,8 +156,8 @@ def _compare(least: Word, greatest: Word) -> None:
         )
     if least[0] == greatest[0] == _COMPARES:
         raise ProcessesDisagree(
-            f"Among the {taken} batches of this epoch, process {other} had another one than "
-            f"process {first}: what was trained is not what one device gives.\n"
+            f"Among the {counted(taken, 'batch')} of this epoch, process {other} had another one "
+            f"than process {first}: what was trained is not what one device gives.\n"
             "Give every process the same data in the same order (seed what draws it), and go "
             "back to a file of the epoch before."
         )
@@ -174,8 +175,8 @@ def _compare(least: Word, greatest: Word) -> None:
             "the global batch size:\neach process places the rows of its own devices."
         )
     raise ProcessesDisagree(
-        f"Process {fewer} ends after {taken} batches, and process {more} goes on: a step needs "
-        "every process.\n"
+        f"Process {fewer} ends after {counted(taken, 'batch')}, and process {more} goes on: a step "
+        "needs every process.\n"
         "Give every process the same data; steps_per_epoch ends an epoch alike where some have "
         "more.\nThe weights are those after the last step of all."
     )

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 
 from lockstep.checkpoint.fit_scope import callbacks_in
+from lockstep.counted import counted
 from lockstep.errors import ProcessesDisagree, UnsupportedModel
 from lockstep.processes.call_scope import CALLS
 from lockstep.processes.coordination import digest, once
@@ -66,8 +67,9 @@ def _check_alike(values: list[np.ndarray]) -> None:
     least, greatest = once(word)
     if least[:3] != greatest[:3]:
         raise ProcessesDisagree(
-            f"Process {greatest[3]} brings {greatest[0]} variables with {greatest[1]} numbers, and "
-            f"process {least[3]} brings {least[0]} with {least[1]}, or of other shapes or types:\n"
+            f"Process {greatest[3]} brings {counted(greatest[0], 'variable')} with "
+            f"{counted(greatest[1], 'number')}, and process {least[3]} brings "
+            f"{least[0]} with {least[1]}, or of other shapes or types:\n"
             "they would not train one model. Give every process the same layers, metrics and "
             "optimizer."
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.errors import UnreadableFile, UnsuitableOutput
 
 if TYPE_CHECKING:
+    from lockstep.checkpoint.run_report import RunReport
     from lockstep.rescue.keras2 import OldFile
     from lockstep.rescue.rescue_report import Inspection, Rescued
     from lockstep.rescue.target import Target
@@ -15,30 +16,39 @@ if TYPE_CHECKING:
 Path = str | os.PathLike[str]
 
 
-def inspect(path: Path) -> Inspection:
-    """Identify a checkpoint file and the command that makes it usable.
+def inspect(path: Path) -> Inspection | RunReport:
+    """Identify a checkpoint file, or the folder of a run, and the command that makes it usable.
 
     Nothing in the file is executed. No framework is imported, except PyTorch for PyTorch
     files (with `weights_only=True`).
 
     Args:
         path: A file of Keras 2, tf.keras or Keras 3 (`.h5`, `.hdf5`, `.keras`,
-            `.weights.h5`), a PyTorch state dict, or safetensors.
+            `.weights.h5`), a PyTorch state dict, or safetensors; or a folder that
+            `lockstep.Checkpoint` has written, or one checkpoint in it.
 
     Returns:
-        The findings; `command` is the next command to run.
+        The findings, or the list of checkpoints; `command` is the next command to run.
 
     Raises:
         UnreadableFile: The file is of no known kind, or is damaged.
         HostileFile: The file declares absurd sizes or has links that are not hard links.
+        CheckpointError: The folder is a run without a checkpoint, or of a newer lockstep.
 
     Example:
         >>> found = lockstep.inspect("tests/files/legacy/keras-2.2.4__mlp4-g2/parallel_full.h5")
         >>> found.parallel, found.devices, found.template, found.library
         (True, 2, 'sequential_1', 'Keras 2.2.4')
     """
+    from pathlib import Path as Folder
+
     from lockstep.rescue import detect
 
+    if os.path.isdir(path):
+        from lockstep.checkpoint.run_report import is_run, report_run
+
+        if is_run(Folder(path)):
+            return report_run(Folder(path))
     return detect.inspect_file(os.fspath(path))
 
 
@@ -207,7 +217,9 @@ def _size(old: OldFile, suffix: str) -> int:
 
 def _require_old(path: str) -> None:
     """Raise for a file that needs no rescue."""
-    found = inspect(path)
+    from lockstep.rescue import detect
+
+    found = detect.inspect_file(path)
     if found.kind != "keras2" or found.library.startswith("Keras 3"):
         raise UnreadableFile(
             f"{path} is a file of {found.library} for a single device: there is nothing to "

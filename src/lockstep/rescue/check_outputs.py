@@ -6,6 +6,7 @@ import os
 import zipfile
 from typing import Any
 
+from lockstep.counted import counted
 from lockstep.errors import OutputMismatch, UnreadableFile, UnsuitableOutput
 
 TOLERANCE = 1e-5
@@ -70,7 +71,8 @@ def difference(model: Any, inputs: list[Any], outputs: list[Any]) -> float:
 
     if len(inputs) != len(model.inputs):
         raise UnsuitableOutput(
-            f"The model takes {len(model.inputs)} inputs, and {len(inputs)} were given (x0, ...).\n"
+            f"The model takes {counted(len(model.inputs), 'input')}, and the file has "
+            f"{len(inputs)} (x0, ...).\n"
             "Give one array for each input, in the model's order."
         )
     given = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -11,6 +10,7 @@ from typing import Any
 import click
 
 from lockstep.errors import LockstepError
+from lockstep.report import print_report, stdout_for
 
 
 @click.command("inspect")
@@ -18,6 +18,8 @@ from lockstep.errors import LockstepError
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 def inspect_command(file: str, as_json: bool) -> None:
     """Show what the saved FILE is, and the one command that makes it usable.
+
+    FILE may be a folder that lockstep.Checkpoint has written: its checkpoints are listed.
 
     Example: lockstep inspect multi.h5
     """
@@ -32,6 +34,7 @@ def inspect_command(file: str, as_json: bool) -> None:
 @click.option("--config", metavar="TEMPLATE.JSON", help="The template's old to_json().")
 @click.option("--custom", metavar="FILE.PY", help="Your custom layers and Lambda functions.")
 @click.option("--check", metavar="INPUTS.NPZ", help="Inputs x0.. and outputs y0.. to be given.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def rescue_command(
     file: str,
     output: str,
@@ -39,22 +42,19 @@ def rescue_command(
     config: str | None,
     custom: str | None,
     check: str | None,
+    as_json: bool,
 ) -> None:
     """Write a single-device file from the old multi-GPU FILE, and compare every array.
 
     Example: lockstep rescue multi.h5 -o single.keras
     """
-    _told(lambda: _rescue(file, output, model, config, custom, check))
+    _told(lambda: _rescue(file, output, model, config, custom, check, as_json))
 
 
 def _inspect(file: str, as_json: bool) -> None:
-    from lockstep.rescue import api, rescue_report
+    from lockstep.rescue import api
 
-    found = api.inspect(file)
-    if as_json:
-        click.echo(json.dumps(found.to_dict(), indent=2))
-    else:
-        rescue_report.show_inspection(found, _console())
+    print_report(api.inspect(file), as_json)
 
 
 def _rescue(
@@ -64,14 +64,18 @@ def _rescue(
     config: str | None,
     custom: str | None,
     check: str | None,
+    as_json: bool,
 ) -> None:
     from lockstep import targets
-    from lockstep.rescue import api, rescue_report
+    from lockstep.rescue import api
 
-    objects = _public_names(targets.load_module(custom)) if custom else None
-    built = targets.model_alone(model) if model else None
-    done = api.rescue(file, output, model=built, config=config, custom_objects=objects, check=check)
-    rescue_report.show_rescued(done, _console())
+    with stdout_for(as_json):
+        objects = _public_names(targets.load_module(custom)) if custom else None
+        built = targets.model_alone(model) if model else None
+        done = api.rescue(
+            file, output, model=built, config=config, custom_objects=objects, check=check
+        )
+    print_report(done, as_json)
 
 
 _IMPORTED = ("keras", "tf_keras", "tensorflow", "numpy")
@@ -92,12 +96,6 @@ def _public_names(module: Any) -> dict[str, Any]:
 def _imported(value: Any) -> bool:
     made_in = str(getattr(value, "__module__", "")).partition(".")[0]
     return hasattr(value, "__name__") and made_in in _IMPORTED
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console(highlight=False)
 
 
 def _told(work: Callable[[], None]) -> None:

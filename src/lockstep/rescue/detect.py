@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 import zipfile
+from pathlib import Path
 from typing import Any
 
+from lockstep.checkpoint.run_report import is_run, runs_within
 from lockstep.errors import HostileFile, UnreadableFile
 from lockstep.rescue import hdf5, keras2, unwrap
 from lockstep.rescue.keras2 import OldFile
@@ -35,16 +37,16 @@ def inspect_file(path: str) -> Inspection:
 def kind_of(path: str) -> str:
     """Return the kind of a file: `"hdf5"`, `"keras"`, `"torch"` or `"safetensors"`."""
     if os.path.isdir(path):
-        saved = os.path.exists(os.path.join(path, "saved_model.pb"))
-        what = "a TensorFlow SavedModel" if saved else "a folder"
-        raise UnreadableFile(
-            f"{path} is {what}, and inspect reads single files.\n"
-            + (
-                "Load it with keras.layers.TFSMLayer, or save HDF5 where it was written."
-                if saved
-                else "Give one of the files in it."
-            )
-        )
+        what, remedy = "a folder", "Give one of the files in it."
+        if os.path.exists(os.path.join(path, "saved_model.pb")):
+            what = "a TensorFlow SavedModel"
+            remedy = "Load it with keras.layers.TFSMLayer, or save HDF5 where it was written."
+        elif is_run(Path(path)):
+            what = "a run of lockstep.Checkpoint"
+            remedy = f"Make a file of it: lockstep export {shlex.quote(path)} -o model.keras"
+        elif runs := runs_within(Path(path)):
+            what, remedy = "a folder of runs", f"Give one of the runs in it: {runs[0]}"
+        raise UnreadableFile(f"{path} is {what}, and a single file was expected.\n{remedy}")
     try:
         with open(path, "rb") as file:
             head = file.read(16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lockstep.counted import counted
 from lockstep.errors import WeightsDoNotFit
 from lockstep.rescue.keras2 import Stored
 from lockstep.rescue.rescue_report import Row
@@ -61,8 +62,8 @@ def rounded(rows: Sequence[Row]) -> list[str]:
     if not some:
         return []
     return [
-        f"{len(some)} of {len(rows)} arrays are rounded: the file has more digits than the model's "
-        f"dtype (the first is {some[0]!r})"
+        f"{len(some)} of {counted(len(rows), 'array')} rounded: the file has more digits than the "
+        f"model's dtype (the first is {some[0]!r})"
     ]
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lockstep.counted import counted
 from lockstep.errors import AmbiguousWeights, OldFileError, UntranslatableModel, WeightsDoNotFit
 from lockstep.rescue.keras2 import Group, OldFile, Stored
 from lockstep.rescue.weight_tree import Branch, Convert, Leaf, Slot, branches, keys, leaves
@@ -369,9 +370,9 @@ def _misfit(root: Branch, sources: Sequence[Stored]) -> WeightsDoNotFit | Ambigu
     wanted = Counter(slot.shape for leaf in leaves(root) for slot in leaf.slots)
     count = sum(wanted.values())
     if count != len(sources):
-        first = f"The file has {len(sources)} weights and the model {count}"
+        first = f"The file has {counted(len(sources), 'weight')} and the model {count}"
     else:
-        first = f"File and model have {count} weights each, of other shapes"
+        first = f"File and model have {counted(count, 'weight')} each, of other shapes"
     stored = Counter(one.shape for one in sources)
     extra = next(iter((stored - wanted).items()), None)
     lacking = next(iter((wanted - stored).items()), None)
@@ -469,7 +470,8 @@ def _layerwise(old: OldFile, root: Branch, trusted: bool) -> Plan:
     wanted = root.children
     if len(groups) != len(wanted):
         raise WeightsDoNotFit(
-            f"The file has {len(groups)} layers with weights and the model {len(wanted)}.\n"
+            f"The file has {counted(len(groups), 'layer')} with weights and the model "
+            f"{len(wanted)}.\n"
             "Give the model that was trained: compare its summary() with lockstep inspect."
         )
     named = {group.name: group for group in groups}

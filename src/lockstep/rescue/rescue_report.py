@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lockstep.counted import counted
 from lockstep.errors import printable
+from lockstep.report import Report
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Rescued:
+class Rescued(Report):
     """The report of a rescue.
 
     Every row was read back from the written file, or from the live model, and compared
@@ -52,38 +57,48 @@ class Rescued:
     difference: float | None
     notes: tuple[str, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return the same as plain lists, numbers and strings."""
         return asdict(self)
 
+    def __str__(self) -> str:
+        """Where the weights are now, and whether each holds the old numbers."""
+        return printable(f"{self._counts()}; {'; '.join([self._model(), *self._state()])}.")
 
-def show_rescued(report: Rescued, console: Any) -> None:
-    """Print a report on a rich console; names from the file are escaped."""
-    from rich.table import Table
-    from rich.text import Text
+    def show(self, console: Console) -> None:
+        """Print the report; names from the file are escaped."""
+        from rich.table import Table
+        from rich.text import Text
 
-    table = Table(box=None, pad_edge=False)
-    for title in ("in the old file", "in the new file", "shape", "equal"):
-        table.add_column(title, overflow="fold")
-    for row in report.rows:
-        equal = ("yes, converted" if row.converted else "yes") if row.equal else "NO: rounded"
-        shape = " x ".join(map(str, row.shape)) or "scalar"
-        table.add_row(*(Text(printable(one)) for one in (row.source, row.target, shape, equal)))
-    console.print(table)
-    what = "a single model"
-    if report.template is not None:
-        over = f" over {report.devices} devices" if report.devices else ""
-        what = f"the template {report.template!r} of a parallel model{over}"
-    lines = [f"{report.source}: {what}, {report.library}", f"decided by {'; '.join(report.rules)}"]
-    if report.optimizer != "none":
-        lines.append(f"optimizer state {report.optimizer}")
-    lines += [f"note: {note}" for note in report.notes]
-    if report.difference is not None:
-        lines.append(f"outputs: largest difference {report.difference:.2g}")
-    count, equal_rows = len(report.rows), sum(row.equal for row in report.rows)
-    lines.append(f"{report.output}: {equal_rows} of {count} weights read back, equal")
-    for line in lines:
-        console.print(Text(printable(line)))
+        table = Table(box=None, pad_edge=False)
+        for title in ("in the old file", "in the new file", "shape", "equal"):
+            table.add_column(title, overflow="fold")
+        for row in self.rows:
+            equal = ("yes, converted" if row.converted else "yes") if row.equal else "NO: rounded"
+            shape = " x ".join(map(str, row.shape)) or "scalar"
+            table.add_row(*(Text(printable(one)) for one in (row.source, row.target, shape, equal)))
+        console.print(table)
+        lines = [self._model(), f"decided by {'; '.join(self.rules)}", *self._state()]
+        lines += [f"note: {note}" for note in self.notes]
+        if self.difference is not None:
+            lines.append(f"outputs: largest difference {self.difference:.2g}")
+        lines.append(self._counts())
+        for line in lines:
+            console.print(Text(printable(line)))
+
+    def _counts(self) -> str:
+        equal = sum(row.equal for row in self.rows)
+        return f"{self.output}: {equal} of {counted(len(self.rows), 'weight')} read back, equal"
+
+    def _model(self) -> str:
+        what = "a single model"
+        if self.template is not None:
+            over = f" over {counted(self.devices, 'device')}" if self.devices else ""
+            what = f"the template {self.template!r} of a parallel model{over}"
+        return f"{self.source}: {what}, {self.library}"
+
+    def _state(self) -> list[str]:
+        return [] if self.optimizer == "none" else [f"optimizer state {self.optimizer}"]
 
 
 @dataclass(frozen=True)
@@ -96,7 +111,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Inspection:
+class Inspection(Report):
     """The findings about a file, and the command that makes it usable.
 
     Attributes:
@@ -134,45 +149,54 @@ class Inspection:
     needs: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the findings as plain values, for `--json`."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return the same as plain lists, numbers and strings."""
         return asdict(self)
 
+    def __str__(self) -> str:
+        """What the file is, and the command that makes it usable."""
+        state = "complete" if self.complete else f"DAMAGED: {self.flaw}"
+        return printable(
+            f"{self.path}: {self.contents}, {self._model()}, {self.library}; {state}. "
+            f"Next: {self.command}"
+        )
 
-def show_inspection(found: Inspection, console: Any) -> None:
-    """Print findings on a rich console; names from the file are escaped."""
-    from rich.text import Text
-    from rich.tree import Tree
+    def show(self, console: Console) -> None:
+        """Print the findings; names from the file are escaped."""
+        from rich.text import Text
+        from rich.tree import Tree
 
-    def line(text: str, style: str = "", soft_wrap: bool = False) -> None:
-        console.print(Text(printable(text), style), soft_wrap=soft_wrap)
+        def line(text: str, style: str = "", soft_wrap: bool = False) -> None:
+            console.print(Text(printable(text), style), soft_wrap=soft_wrap)
 
-    what = {True: "parallel", False: "single device", None: "parallel or single (see below)"}
-    over = f" over {found.devices} devices" if found.devices else ""
-    inside = f", template {found.template!r}" if found.template else ""
-    line(found.path, "bold")
-    line(f"  written by  {found.library}")
-    line(f"  holds       {found.contents}, {len(found.arrays)} arrays")
-    line(f"  model       {what[found.parallel]}{over}{inside}")
-    extras = [name for name, there in (("optimizer state", found.optimizer),
-                                       ("loss and metrics", found.compiled)) if there]  # fmt: skip
-    line(f"  also        {', '.join(extras) or 'no optimizer state'}")
-    line(f"  state       {'complete' if found.complete else f'DAMAGED: {found.flaw}'}")
-    if found.needs:
-        line(f"  needs       {', '.join(found.needs)} (your code)")
-    for note in found.notes:
-        line(f"  note        {note}")
-    tree = Tree("weights", hide_root=True)
-    places: dict[str, Any] = {"": tree}
-    for entry in found.arrays:
-        parts = entry.path.split("/")
-        for depth in range(1, len(parts)):
-            here = "/".join(parts[:depth])
-            if here not in places:
-                above = places["/".join(parts[: depth - 1])]
-                places[here] = above.add(Text(printable(parts[depth - 1])))
-        shape = " x ".join(map(str, entry.shape)) or "scalar"
-        leaf = Text(printable(f"{parts[-1]}  {shape}  {entry.dtype}"))
-        places["/".join(parts[:-1])].add(leaf)
-    console.print(tree)
-    line(f"next: {found.command}", "bold", soft_wrap=True)
+        inside = f", template {self.template!r}" if self.template else ""
+        line(self.path, "bold")
+        line(f"  written by  {self.library}")
+        line(f"  holds       {self.contents}, {counted(len(self.arrays), 'array')}")
+        line(f"  model       {self._model()}{inside}")
+        extras = ["optimizer state"] * self.optimizer + ["loss and metrics"] * self.compiled
+        line(f"  also        {', '.join(extras) or 'no optimizer state'}")
+        line(f"  state       {'complete' if self.complete else f'DAMAGED: {self.flaw}'}")
+        if self.needs:
+            line(f"  needs       {', '.join(self.needs)} (your code)")
+        for note in self.notes:
+            line(f"  note        {note}")
+        tree = Tree("weights", hide_root=True)
+        places: dict[str, Any] = {"": tree}
+        for entry in self.arrays:
+            parts = entry.path.split("/")
+            for depth in range(1, len(parts)):
+                here = "/".join(parts[:depth])
+                if here not in places:
+                    above = places["/".join(parts[: depth - 1])]
+                    places[here] = above.add(Text(printable(parts[depth - 1])))
+            shape = " x ".join(map(str, entry.shape)) or "scalar"
+            leaf = Text(printable(f"{parts[-1]}  {shape}  {entry.dtype}"))
+            places["/".join(parts[:-1])].add(leaf)
+        console.print(tree)
+        line(f"next: {self.command}", "bold", soft_wrap=True)
+
+    def _model(self) -> str:
+        what = {True: "parallel", False: "single device", None: "parallel or single (see notes)"}
+        over = f" over {counted(self.devices, 'device')}" if self.devices else ""
+        return f"{what[self.parallel]}{over}"

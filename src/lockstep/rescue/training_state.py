@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.counted import counted
 from lockstep.rescue import abstract_model
 from lockstep.rescue import old_settings as settings
 from lockstep.rescue.exact_values import is_exact
@@ -174,8 +175,9 @@ def _why(old: OldFile, kind: str, trainable: int) -> str:
     there = len(arrays) // len(_SLOTS.get(kind, ("",)))
     if 0 < there < trainable:
         return (
-            f"it is of {there} weights and the model trains {trainable}, so some were frozen; that "
-            "a nested model was frozen as a whole is not in the file, set its trainable=False"
+            f"it is of {counted(there, 'weight')} and the model trains {trainable}, so some were "
+            "frozen; that a nested model was frozen as a whole is not in the file, set its "
+            "trainable=False"
         )
     return f"what the file has is not what {kind} keeps in Keras 3"
 

@@ -14,6 +14,7 @@ from lockstep.batches import Batch, rolled, rows_of, turned_round
 from lockstep.engines.engine import Engine
 from lockstep.errors import UnsplitBatchWarning
 from lockstep.state import Values, distance, restore, rnn_states, snapshot
+from lockstep.verify.progress_line import progress_line
 from lockstep.verify.rounding import moved_by_last_bit, significand_bits
 from lockstep.verify.verification import BOUND, Difference, Verification
 
@@ -94,7 +95,7 @@ class _Comparison:
                 self.control = "nothing, because no step is compared"
                 self.cause = self._cause_not_finite()
                 return
-            again = self._distances(self.batches)
+            again = self._distances("one device again", self.batches)
             unsteady = [n for n, step in enumerate(again, 1) if not max(step.values()) <= BOUND]
             if unsteady:
                 self.control = "nothing, because two runs on one device differ"
@@ -102,7 +103,7 @@ class _Comparison:
             else:
                 self._rounding = self._measure_rounding()
             self._place(names)
-            self._apart = self._distances(self.batches, note_unsplit=True)
+            self._apart = self._distances(f"{len(names)} devices", self.batches, note_unsplit=True)
             self.notes += self._probe.notes()
             if not unsteady and any(d.first_step is not None for d in self.differences()):
                 self._measure_rounding_again()
@@ -122,22 +123,29 @@ class _Comparison:
             apart = [step[name] for step in self._apart]
             over = [n for n, (d, b) in enumerate(zip(apart, bounds, strict=True), 1) if not d <= b]
             largest = float(np.max(apart))  # NaN stays NaN
-            found.append(Difference(name, largest, bounds[-1], over[0] if over else None))
+            found.append(Difference(name, largest, float(bounds[-1]), over[0] if over else None))
         return tuple(sorted(found, key=lambda d: (d.first_step is None, -d.largest)))
 
     # --------------------------------------------------------------------------- runs
 
     def _steps(
-        self, batches: list[Batch], start: Values | None = None
+        self, run: str, batches: list[Batch], start: Values | None = None
     ) -> Iterator[tuple[int, Values]]:
         """Train from the start; the values after each step."""
         restore(self.model, start or self._start)
         self._probe.fresh()
-        for step, batch in enumerate(batches, 1):
-            yield step, {**self._probe.train(batch), **snapshot(self.model)}
+        with progress_line(run, len(batches)) as advance:
+            for step, batch in enumerate(batches, 1):
+                yield step, {**self._probe.train(batch), **snapshot(self.model)}
+                advance()
 
     def _distances(
-        self, batches: list[Batch], start: Values | None = None, *, note_unsplit: bool = False
+        self,
+        run: str,
+        batches: list[Batch],
+        start: Values | None = None,
+        *,
+        note_unsplit: bool = False,
     ) -> list[dict[str, float]]:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", UnsplitBatchWarning)
@@ -146,7 +154,7 @@ class _Comparison:
                     name: distance(self._unmoved(name, mine, start), self._first_run(step)[name])
                     for name, mine in values.items()
                 }
-                for step, values in self._steps(batches, start)
+                for step, values in self._steps(run, batches, start)
             ]
         for warning in said:
             if not issubclass(warning.category, UnsplitBatchWarning):
@@ -183,7 +191,7 @@ class _Comparison:
     def _train_first(self) -> None:
         """Train on one device, up to the first step that leaves something not finite."""
         trained = {variable.path for variable in self.model.trainable_variables}
-        for step, values in self._steps(self.batches):
+        for step, values in self._steps("one device", self.batches):
             _write(self._file(step), values)
             found = [values[name] for name in ("loss", *trained) if name in values]
             if not all(np.all(np.isfinite(value)) for value in found):
@@ -204,7 +212,7 @@ class _Comparison:
         self._by_order = not self._draws_random_numbers()
         if self._by_order:
             self.control = "the rows of each batch turned round"
-            found = self._distances([turned_round(batch) for batch in self.batches])
+            found = self._distances(_ROUNDING, [turned_round(batch) for batch in self.batches])
             if self._is_rounding(found):
                 return found
         return self._measure_last_bit()
@@ -214,7 +222,7 @@ class _Comparison:
         self.control = "each weight moved by its last bit"
         if self._bits < 24:
             self.control += f" of the {self._bits} that layers compute in"
-        return self._distances(self.batches, self._moved(0))
+        return self._distances(_ROUNDING, self.batches, self._moved(0))
 
     def _is_rounding(self, control: list[dict[str, float]]) -> bool:
         """Whether a control with rows in another order is no further off than rounding can be.
@@ -257,14 +265,14 @@ class _Comparison:
         if self._by_order:
             half = [rolled(batch, rows_of(batch) // 2) for batch in self.batches]
             one = [rolled(batch, 1) for batch in self.batches]
-            more = [self._distances(batches) for batches in (half, one)]
+            more = [self._distances(_ROUNDING, batches) for batches in (half, one)]
             if all(map(self._is_rounding, more)):
                 self.control += ", and in two other orders"
             else:
                 self._rounding = self._measure_last_bit()
         if not self._by_order:
             self.control += ", three times"
-            more = [self._distances(self.batches, self._moved(seed)) for seed in (1, 2)]
+            more = [self._distances(_ROUNDING, self.batches, self._moved(seed)) for seed in (1, 2)]
         self._rounding = [
             {name: max(step[name] for step in steps) for name in steps[0]}
             for steps in zip(self._rounding, *more, strict=True)
@@ -318,6 +326,9 @@ class _Comparison:
         else:
             self.cause = _cause(self.first_layer, what, half=self._bits < 24)
 
+
+_ROUNDING = "one device, to measure rounding"
+"""The name of a control in the progress line."""
 
 _CANNOT_TELL = (
     "On one device, rounding alone moves the loss by more than a hundredth of it, so that a wrong "

@@ -1,8 +1,18 @@
 """The result of a verification."""
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from __future__ import annotations
 
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from lockstep.counted import counted
+from lockstep.report import Report
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+LINES = 12
+"""Quantities that the table names; the rest is one line."""
 BOUND = 1e-5
 """What rounding in float32 explains, over some tens of steps."""
 
@@ -30,9 +40,16 @@ class Difference:
         """Whether it is beyond 1e-5, and rounding alone does as much on one device."""
         return self.first_step is None and self.largest > BOUND
 
+    @property
+    def remark(self) -> str:
+        """Where it is beyond 1e-5: from which step on, or that rounding explains it."""
+        if self.first_step is not None:
+            return f"from step {self.first_step}"
+        return "rounding, as on one device" if self.by_rounding else ""
+
 
 @dataclass(frozen=True)
-class Verification:
+class Verification(Report):
     """The result of `verify`.
 
     Attributes:
@@ -76,5 +93,55 @@ class Verification:
         return "cannot tell" if self.first_step is None else "different"
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain lists, numbers and strings, for JSON."""
+        """Return the same as plain lists, numbers and strings."""
         return {"equal": self.equal, "verdict": self.verdict, **asdict(self)}
+
+    def __str__(self) -> str:
+        """The verdict, its cause and what was compared."""
+        cause = f" {self.cause}" if self.cause else ""
+        return f"{self._words()}{cause} Compared: {self._compared()}."
+
+    def show(self, console: Console) -> None:
+        """Print a table, then the verdict in words."""
+        from rich.markup import escape
+        from rich.table import Table
+
+        console.print(
+            f"{self.backend}: {self._compared()}; "
+            f"rounding measured on one device with {self.control}.",
+            highlight=False,
+        )
+        table = Table("", "largest difference", "bound", "")
+        for difference in self.differences[:LINES]:
+            table.add_row(
+                escape(difference.name),
+                f"{difference.largest:.1e}",
+                f"{difference.bound:.1e}",
+                difference.remark,
+                style="red" if difference.first_step is not None else "",
+            )
+        if len(self.differences) > LINES:
+            rest = self.differences[LINES:]
+            largest = max(difference.largest for difference in rest)
+            table.add_row(f"{len(rest)} more", f"at most {largest:.1e}", "", "")
+        console.print(table)
+        for note in self.notes:
+            console.print(escape(note), highlight=False)
+        words = escape(self._words()) if self.equal else f"[red]{escape(self._words())}[/red]"
+        cause = f" {escape(self.cause)}" if self.cause else ""
+        console.print(words + cause, highlight=False)
+
+    def _compared(self) -> str:
+        smallest, largest = self.rows
+        rows = counted(largest, "row")
+        if smallest != largest:
+            rows = f"{smallest} to {rows}"
+        steps = counted(self.steps, "step")
+        return f"{steps} of {rows}, on one device and on {len(self.devices)}"
+
+    def _words(self) -> str:
+        return {
+            "equal": f"{len(self.devices)} devices give what one device gives.",
+            "different": f"They differ from step {self.first_step} on.",
+            "cannot tell": "The comparison cannot tell whether they give the same.",
+        }[self.verdict]

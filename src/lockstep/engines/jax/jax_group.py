@@ -16,6 +16,7 @@ from jax._src import distributed
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
+from lockstep.counted import counted
 from lockstep.errors import LockstepWarning, ProcessesDisagree
 from lockstep.processes.coordination import once, patience
 from lockstep.processes.group import use
@@ -135,8 +136,8 @@ def check_devices(devices: list[jax.Device]) -> None:
     patience()  # an error in its variable is raised here, and not in the middle of a call
     if set(devices) != set(jax.devices(devices[0].platform)):
         raise ProcessesDisagree(
-            f"{len(devices)} devices were asked for, and {jax.device_count()} are in "
-            f"{jax.process_count()} processes, all of which have to take part.\n"
+            f"devices={len(devices)} was asked for, and {jax.process_count()} processes have "
+            f"{jax.device_count()}, all of which have to take part.\n"
             "Leave devices out, or start fewer processes."
         )
     found = Counter(device.process_index for device in devices)
@@ -144,8 +145,8 @@ def check_devices(devices: list[jax.Device]) -> None:
     if max(counts) != min(counts):
         most, least = counts.index(max(counts)), counts.index(min(counts))
         raise ProcessesDisagree(
-            f"Process {most} has {counts[most]} devices, and process {least} has {counts[least]}: "
-            "JAX shares variables among processes that have as many each.\n"
+            f"Process {most} has {counted(counts[most], 'device')}, and process {least} has "
+            f"{counts[least]}: JAX shares variables among processes that have as many each.\n"
             "Let every process see as many devices (CUDA_VISIBLE_DEVICES, LOCKSTEP_REHEARSE)."
         )
     order = ", ".join(f"{device.platform}:{device.id}" for device in devices)

@@ -9,6 +9,7 @@ import jax
 from jax.extend.core.primitives import select_and_scatter_add_p
 from jax.sharding import NamedSharding
 
+from lockstep.counted import counted
 from lockstep.engines.patched import patched
 
 
@@ -80,7 +81,8 @@ def why_whole(
     """
     if not rows:
         return None
-    begin = f"A batch of {max(rows)} rows over {replicas} devices is exact, but not split: "
+    batch = counted(max(rows), "row")
+    begin = f"A batch of {batch} over {replicas} devices is exact, but not split: "
     if layers := unsplittable_layers(jaxpr, rows, replicas):
         return (
             f"{begin}{', '.join(layers)}: XLA cannot split the gradient of a sort unevenly, "

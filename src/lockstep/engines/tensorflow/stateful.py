@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from lockstep.counted import counted
 from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup
 
 
@@ -51,8 +52,8 @@ class _ByRows:
             check = tf.debugging.assert_equal(
                 replica.shards.rows,
                 self._state.shape[0],
-                f"lockstep: the state of {self._name!r} has {self._state.shape[0]} rows, and a "
-                "batch has another number.",
+                f"lockstep: the state of {self._name!r} has "
+                f"{counted(self._state.shape[0], 'row')}, and a batch has another number.",
             )
             with tf.control_dependencies([check]):
                 state = replica.own(state)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lockstep.counted import counted
 from lockstep.engines.torch.group import Group
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import get_keras_mask, set_keras_mask
@@ -107,9 +108,9 @@ class Replica:
         count = len(self._own)
         if own.ndim == 0 or len(own) != max(count, 1):
             raise UnsupportedModel(
-                f"{name} has shape {tuple(own.shape)}, and the batch has {max(count, 1)} rows on "
-                "this replica.\nKeep the batch as the first dim, or set KERAS_BACKEND=jax, where "
-                "any layer works."
+                f"{name} has shape {tuple(own.shape)}, and the batch has "
+                f"{counted(max(count, 1), 'row')} on this replica.\nKeep the batch as the first "
+                "dim, or set KERAS_BACKEND=jax, where any layer works."
             )
         return own[:count]
 
@@ -117,7 +118,8 @@ class Replica:
         """Raise `UnsupportedModel` if this tensor does not have the rows of the batch."""
         if len(whole) != self.rows:
             raise UnsupportedModel(
-                f"{name} has shape {tuple(whole.shape)}, and the batch has {self.rows} rows.\n"
+                f"{name} has shape {tuple(whole.shape)}, and the batch has "
+                f"{counted(self.rows, 'row')}.\n"
                 "Keep the batch as the first dim, or set KERAS_BACKEND=jax, where any layer works."
             )
 

@@ -18,6 +18,7 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from lockstep.counted import counted
 from lockstep.engines.jax import flags, jax_group, program_fingerprint
 from lockstep.engines.jax.on_devices.device_dataset import IndexBatch
 from lockstep.engines.jax.on_devices.padded import (
@@ -392,8 +393,9 @@ class Steps:
             return
         rows = max(ragged)
         warnings.warn(
-            f"A batch of {rows} rows over {self._replicas} devices is exact, but not fully split: "
-            f"{', '.join(layers)}: the batch is merged with another dim, and devices repeat work.\n"
+            f"A batch of {counted(rows, 'row')} over {self._replicas} devices is exact, but not "
+            f"fully split: {', '.join(layers)}: the batch is merged with another dim, and "
+            "devices repeat work.\n"
             f"A batch of {rows + missing_rows(rows, self._replicas)} rows would be split.",
             UnsplitBatchWarning,
             stacklevel=3,

@@ -1,0 +1,63 @@
+"""What every report of lockstep can do: print, show in a notebook, become JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from typing import TYPE_CHECKING, Any
+
+from lockstep.json_numbers import finite
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WIDTH = 100
+"""Characters of a line in a notebook."""
+
+
+class Report(ABC):
+    """What a function of lockstep found, for people, notebooks and programs."""
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """The result in a sentence or two."""
+
+    @abstractmethod
+    def show(self, console: Console) -> None:
+        """Print the whole report on a rich console."""
+
+    @abstractmethod
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain lists, numbers and strings."""
+
+    def as_json(self) -> str:
+        """Return the report as JSON; a number that is not finite is the string "inf" or "nan"."""
+        return json.dumps(finite(self.as_dict()), indent=2, allow_nan=False)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from rich.console import Console
+
+        console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False)
+        self.show(console)
+        return console.export_html(
+            inline_styles=True, code_format='<pre style="line-height: normal">{code}</pre>'
+        )
+
+
+def stdout_for(as_json: bool) -> AbstractContextManager[Any]:
+    """Send what the user's code prints to stderr if the command prints JSON."""
+    return redirect_stdout(sys.stderr) if as_json else nullcontext()
+
+
+def print_report(report: Report, as_json: bool) -> None:
+    """Print a report for a command: a table and words, or JSON."""
+    from rich.console import Console
+
+    if as_json:
+        print(report.as_json())
+    else:
+        report.show(Console(highlight=False))

@@ -1,0 +1,127 @@
+"""Reports of verify, bench, inspect and rescue: printed, in a notebook, as JSON."""
+
+import json
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+import lockstep
+from lockstep.bench.scaling import Measurement, Scaling
+from lockstep.cli import main
+from lockstep.verify.verification import Difference, Verification
+from tests.conformance.common import data, model
+
+OLD = "tests/files/legacy/keras-2.2.4__mlp4-g2/parallel_full.h5"
+
+
+def measurement(count, step):
+    return Measurement(
+        devices=tuple(f"gpu:{number}" for number in range(count)),
+        rows=64,
+        rows_per_step=64.0,
+        steps_per_execution=1.0,
+        step=step,
+        spread=(step, step),
+        input=0.0001,
+        host=0.0001,
+        compute=0.9 * step,
+        communication=0.0,
+        compile=2.5,
+        checkpoint=0.1,
+        load=0.3,
+    )
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reports")
+    return {
+        "verify": lockstep.verify(model(), data(), devices=2, steps=2),
+        "bench": Scaling(
+            "train.py:build", False, 2, {}, (measurement(1, 0.010), measurement(4, 0.004))
+        ),
+        "inspect": lockstep.inspect(OLD),
+        "rescue": lockstep.rescue(OLD, folder / "single.keras"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "verify",
+            "2 devices give what one device gives. Compared: 2 steps of 21 to 32 rows, on one "
+            "device and on 2.",
+        ),
+        (
+            "bench",
+            "4 devices are 2.50 times as fast as 1, an efficiency of 62%, and what limits them is "
+            "the computation itself.",
+        ),
+        (
+            "inspect",
+            f"{OLD}: full model, parallel over 2 devices, Keras 2.2.4; complete. "
+            f"Next: lockstep rescue {OLD} -o ",
+        ),
+        ("rescue", "single.keras: 8 of 8 weights read back, equal; "),
+    ],
+)
+def test_a_report_is_short_as_text(reports, name, said):
+    assert said in str(reports[name])
+    assert len(str(reports[name])) < 400
+
+
+@pytest.mark.parametrize(
+    ("name", "cell"),
+    [
+        ("verify", "largest difference"),
+        ("bench", "efficiency"),
+        ("inspect", "kernel:0"),
+        ("rescue", "in the old file"),
+    ],
+)
+def test_a_report_is_a_table_in_a_notebook(reports, name, cell):
+    shown = reports[name]._repr_html_()
+    assert shown.startswith("<pre")
+    assert shown.endswith("</pre>")
+    assert cell in shown
+
+
+@pytest.mark.parametrize("name", ["verify", "bench", "inspect", "rescue"])
+def test_a_report_has_pythons_own_numbers(reports, name):
+    """The bounds of verify were NumPy's floats, which print as np.float64(1e-05)."""
+
+    def check(value):
+        if isinstance(value, dict):
+            value = [*value, *value.values()]
+        if isinstance(value, list | tuple):
+            for each in value:
+                check(each)
+        else:
+            assert type(value) in (int, float, bool, str, type(None)), repr(value)
+
+    check(reports[name].as_dict())
+    assert json.loads(reports[name].as_json())
+
+
+def test_names_are_no_html():
+    """A layer may have any name, and a notebook runs what it is shown."""
+    found = Verification(
+        "jax", ("cpu:0", "cpu:1"), 2, (3, 3), "order", (Difference("<script>", 0.0, 1e-5),)
+    )
+    assert "<script>" not in found._repr_html_()
+    assert "&lt;script&gt;" in found._repr_html_()
+
+
+def test_rescue_as_json(tmp_path):
+    """What the user's code prints is no JSON, and goes to stderr."""
+    (tmp_path / "layers.py").write_text("print('loading')\n")
+    words = ["rescue", OLD, "-o", str(tmp_path / "single.keras"), "--json"]
+    done = CliRunner().invoke(main, [*words, "--custom", str(tmp_path / "layers.py")])
+    sys.modules.pop("layers", None)
+    report = json.loads(done.stdout)
+    assert done.stderr == "loading\n"
+    assert done.exit_code == 0
+    assert report["template"] == "sequential_1"
+    assert [row["equal"] for row in report["rows"]] == [True] * 8

@@ -174,6 +174,7 @@ def doctor(chosen_backend: str | None) -> None:
 )
 @click.option("--batch-size", type=click.IntRange(min=1), help="Rows of a batch, for arrays.")
 @click.option("--rehearse", is_flag=True, help="Make as many virtual CPU devices.")
+@click.option("--float64", is_flag=True, help="Build the model in float64; equal is 1e-10.")
 @click.option("--json", "as_json_", is_flag=True, help="Print JSON instead of a table.")
 def verify(
     target: str,
@@ -181,6 +182,7 @@ def verify(
     steps: int,
     batch_size: int | None,
     rehearse: bool,
+    float64: bool,
     as_json_: bool,
 ) -> None:
     """Train on one device and on several, and compare every step.
@@ -191,7 +193,7 @@ def verify(
     Example: lockstep verify train.py:build --devices 4 --rehearse
     """
     import lockstep
-    from lockstep.targets import model_and_data
+    from lockstep.targets import float64_model_and_data, model_and_data
     from lockstep.verify.verify_report import as_json, show_verification
 
     asked = int(devices) if devices is not None and devices.strip().isdecimal() else devices
@@ -201,7 +203,7 @@ def verify(
         lockstep.rehearse(asked)
     # What the user's code prints is no JSON.
     with redirect_stdout(sys.stderr) if as_json_ else nullcontext(), _could_not_run():
-        model, data = model_and_data(target)
+        model, data = (float64_model_and_data if float64 else model_and_data)(target)
         found = lockstep.verify(model, data, asked, steps, batch_size=batch_size)
     if as_json_:
         click.echo(as_json(found))

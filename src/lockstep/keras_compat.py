@@ -347,6 +347,66 @@ def is_built(model: Any) -> bool:
     return all(layer.built for layer in model._flatten_layers())
 
 
+# ---------------------------------------------------------------- double precision
+
+_LOWERED = "float64"
+"""The type that Keras lowers to float32 in results of several types, on JAX and PyTorch.
+
+keras/src/backend/common/dtypes.py, BIT64_TO_BIT32_DTYPE, which `result_type` reads.
+"""
+
+
+def compute_in_float64() -> None:
+    """Make Keras compute in float64 in this process, from now on.
+
+    Keras and JAX cache types, so the process cannot go back. Models that exist keep their types.
+    """
+    keras.config.set_floatx("float64")
+    _table_of_types()[_LOWERED] = "float64"
+    if keras.backend.backend() == "jax":
+        importlib.import_module("jax").config.update("jax_enable_x64", True)
+        # jax.nn.dot_product_attention computes the logits in float32 whatever it is given.
+        keras.src.backend.nn.dot_product_attention = _attention
+
+
+def computes_in_float64() -> bool:
+    """Whether `compute_in_float64` was called, or this backend needs no call."""
+    return bool(_table_of_types()[_LOWERED] == "float64")
+
+
+def _table_of_types() -> Any:
+    from keras.src.backend.common import dtypes
+
+    return dtypes.BIT64_TO_BIT32_DTYPE
+
+
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    flash_attention: bool | None = None,
+    attn_logits_soft_cap: float | None = None,
+) -> Any:
+    """Attention in the type of its inputs; see keras/src/backend/jax/nn.py."""
+    ops = keras.ops
+    logits = ops.einsum("btnh,bsnh->bnts", query, key)
+    logits = logits * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if bias is not None:
+        logits = logits + ops.cast(bias, logits.dtype)
+    if attn_logits_soft_cap is not None:
+        logits = attn_logits_soft_cap * ops.tanh(logits / attn_logits_soft_cap)
+    rows, columns = logits.shape[-2:]
+    seen = ops.tri(rows, columns, dtype="bool") if is_causal else True
+    if mask is not None:
+        seen = ops.logical_and(seen, mask)
+    logits = ops.where(seen, logits, -1e30)
+    return ops.einsum("bnts,bsnh->btnh", ops.softmax(logits, axis=-1), value)
+
+
 # ---------------------------------------------------------------- what an adapter does
 
 

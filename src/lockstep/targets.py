@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lockstep.errors import TargetNotFound, UnsupportedBackend
+from lockstep.errors import TargetNotFound, UnsupportedBackend, UnusableData
 
 
 def call_target(target: str) -> Any:
@@ -92,6 +92,31 @@ def model_and_data(target: str) -> tuple[Any, Any]:
             "Return a compiled model and (x, y), or a data set of such batches."
         )
     return result[0], result[1]
+
+
+def float64_model_and_data(target: str) -> tuple[Any, Any]:
+    """The `(model, data)` of a target that builds its model in float64, as this process does then.
+
+    Raises:
+        TargetNotFound: If it returns anything else.
+        UnusableData: If a layer of the model computes in another type.
+    """
+    from lockstep.keras_compat import compute_in_float64
+
+    compute_in_float64()
+    model, data = model_and_data(target)
+    others = [
+        each
+        for each in (model, *model._flatten_layers(include_self=False))
+        if each.compute_dtype != "float64"
+    ]
+    if others:
+        raise UnusableData(
+            f"float64 was asked for, and {others[0].name!r} of {target} computes in "
+            f"{others[0].compute_dtype}.\nBuild it there without a dtype; a model that is loaded "
+            "from a file keeps the type of the file."
+        )
+    return model, data
 
 
 def model_alone(target: str) -> Any:

@@ -14,7 +14,7 @@ from lockstep.batches import Batch, rolled, rows_of, turned_round
 from lockstep.engines.engine import Engine
 from lockstep.errors import UnsplitBatchWarning
 from lockstep.state import Values, distance, restore, rnn_states, snapshot
-from lockstep.verify.rounding import moved_by_last_bit, significand_bits
+from lockstep.verify.rounding import DOUBLE, bound_of, moved_by_last_bit, significand_bits
 from lockstep.verify.verification import BOUND, Difference, Verification
 
 
@@ -82,6 +82,7 @@ class _Comparison:
         self._probe = self.engine.probe(self.model)
         self._start = snapshot(self.model)
         self._bits = significand_bits(self.model)
+        self._bound = bound_of(self._bits)
         self._rounding: list[dict[str, float]] = []
         self._apart: list[dict[str, float]] = []
 
@@ -95,16 +96,22 @@ class _Comparison:
                 self.cause = self._cause_not_finite()
                 return
             again = self._distances(self.batches)
-            unsteady = [n for n, step in enumerate(again, 1) if not max(step.values()) <= BOUND]
+            unsteady = [
+                n for n, step in enumerate(again, 1) if not max(step.values()) <= self._bound
+            ]
             if unsteady:
                 self.control = "nothing, because two runs on one device differ"
                 self._rounding = [dict.fromkeys(step, 0.0) for step in again]
+            elif self._bits == DOUBLE:
+                self.control = "nothing, because float64 needs no control"
+                self._rounding = [self._sizes(n) for n in range(1, len(self.batches) + 1)]
             else:
                 self._rounding = self._measure_rounding()
             self._place(names)
             self._apart = self._distances(self.batches, note_unsplit=True)
             self.notes += self._probe.notes()
-            if not unsteady and any(d.first_step is not None for d in self.differences()):
+            apart = any(d.first_step is not None for d in self.differences())
+            if apart and not unsteady and self._bits != DOUBLE:
                 self._measure_rounding_again()
             self._find_first(unsteady, names)
             if self.cause is None and self._cannot_tell():
@@ -284,8 +291,18 @@ class _Comparison:
 
     def _bounds(self, name: str) -> np.ndarray:
         rounding = np.array([step[name] for step in self._rounding])
-        bounds: np.ndarray = np.maximum(BOUND, 10 * np.maximum.accumulate(np.nan_to_num(rounding)))
+        bounds: np.ndarray = np.maximum(
+            self._bound, 10 * np.maximum.accumulate(np.nan_to_num(rounding))
+        )
         return bounds
+
+    def _sizes(self, step: int) -> dict[str, float]:
+        """A tenth of the bound in float64 for values as large as these."""
+        values = self._first_run(step)
+        return {
+            name: self._bound / 10 * float(np.max(np.abs(value), initial=0.0))
+            for name, value in values.items()
+        }
 
     def _file(self, step: int) -> Path:
         return self.folder / f"{step}.npz"
@@ -311,17 +328,18 @@ class _Comparison:
         self.first_layer, what = _first_apart(
             look(self._alone),
             look(self._alone if unsteady else names),
-            within=max(1e-4, 2.0 ** (4 - self._bits)),
+            within=10 * self._bound if self._bits == DOUBLE else max(1e-4, 2.0 ** (4 - self._bits)),
         )
         if unsteady:
             self.cause = _unsteady(self.first_layer)
         else:
-            self.cause = _cause(self.first_layer, what, half=self._bits < 24)
+            self.cause = _cause(self.first_layer, what, self._bits)
 
 
 _CANNOT_TELL = (
     "On one device, rounding alone moves the loss by more than a hundredth of it, so that a wrong "
-    "number could pass for rounding. A lower learning rate, or fewer steps, tells."
+    "number could pass for rounding. A lower learning rate, fewer steps, or float64 "
+    "(lockstep verify --float64) tells."
 )
 
 
@@ -333,7 +351,7 @@ def _unsteady(layer: str | None) -> str:
     )
 
 
-def _cause(layer: str | None, what: str | None, *, half: bool) -> str:
+def _cause(layer: str | None, what: str | None, bits: int) -> str:
     if what == "activation":
         return (
             f"{_where(layer)}From the same weights and inputs it gives something else on "
@@ -345,17 +363,24 @@ def _cause(layer: str | None, what: str | None, *, half: bool) -> str:
             "A gradient that jumps (a ReLU, a max pooling, a sort) can turn rounding into that; "
             "a custom gradient that reads the devices would too."
         )
-    if half:
+    if bits == DOUBLE:
+        return (
+            "From the same weights, this step alone agrees; over the steps before, the runs part "
+            "by more than 1e-10. A part of the model may compute in float32 whatever it is given."
+        )
+    if bits < 24:
         return (
             "From the same weights, this step alone agrees: rounding grew beyond ten times what it "
             "did in the control on one device. In half precision each device rounds its part of a "
             "gradient before the parts are added, which shows where they cancel, as for a bias "
-            "before batch normalization. The same model in float32 tells whether that is all."
+            "before batch normalization. The same model in float32 or float64 tells whether that "
+            "is all."
         )
     return (
         "From the same weights, this step alone agrees: rounding grew over the steps before, "
         "beyond ten times what it did in the control on one device. A network with many kinks "
-        "(ReLU, max pooling) or a high learning rate does that."
+        "(ReLU, max pooling) or a high learning rate does that. The same comparison in float64 "
+        "(lockstep verify --float64) tells rounding from a fault."
     )
 
 

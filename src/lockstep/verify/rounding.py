@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.verify.verification import BOUND, DOUBLE_BOUND
+
 
 def moved_by_last_bit(
     value: np.ndarray, random: np.random.Generator, bits: int | None = None
@@ -29,5 +31,13 @@ def significand_bits(model: Any) -> int:
     bits = [_SIGNIFICAND_BITS.get(str(model.compute_dtype), 53)]
     return min(bits + [significand_bits(layer) for layer in getattr(model, "layers", [])])
 
+
+def bound_of(bits: int) -> float:
+    """The difference that rounding explains without a control run, over some tens of steps."""
+    return DOUBLE_BOUND if bits == DOUBLE else BOUND
+
+
+DOUBLE = 53
+"""The bits of the significand of float64."""
 
 _SIGNIFICAND_BITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}

@@ -6,6 +6,9 @@ from typing import Any, Literal
 BOUND = 1e-5
 """What rounding in float32 explains, over some tens of steps."""
 
+DOUBLE_BOUND = 1e-10
+"""The same in float64, for values of magnitude 1. Larger values have larger rounding."""
+
 Verdict = Literal["equal", "different", "cannot tell"]
 
 
@@ -16,7 +19,8 @@ class Difference:
     Attributes:
         name: The path of a variable, or the name of a loss or metric.
         largest: The largest absolute difference over all steps.
-        bound: What rounding explains: 1e-5, or ten times what it did on one device.
+        bound: What rounding explains: 1e-5, or ten times what it did on one device. For a model
+            in float64, 1e-10 times the largest value where that is above 1.
         first_step: The first step beyond the bound, from 1; `None` for never.
     """
 

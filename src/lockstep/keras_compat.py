@@ -71,7 +71,6 @@ try:
     from keras.src.backend.common.masking import set_keras_mask as set_keras_mask
     from keras.src.backend.common.stateless_scope import in_stateless_scope as in_stateless_scope
     from keras.src.backend.config import is_nnx_enabled as is_nnx_enabled
-    from keras.src.callbacks.backup_and_restore import BackupAndRestore as _BackupAndRestore
     from keras.src.layers import layer as _layer_module
     from keras.src.losses.losses import LossFunctionWrapper as LossFunctionWrapper
     from keras.src.models.functional import Functional as Functional
@@ -122,7 +121,6 @@ except ImportError as error:
 _ATTRIBUTES = {
     ArrayDataAdapter: ("_get_iterator",),
     EpochIterator: ("_enumerate_iterator", "_get_iterator", "catch_stop_iteration", "reset"),
-    _BackupAndRestore: ("_save_model",),
     keras.Model: ("_assert_compile_called", "_clear_losses", "_flatten_layers", "_symbolic_build"),
     keras.Operation: ("symbolic_call",),
     keras.layers.Layer: ("symbolic_call",),
@@ -179,11 +177,6 @@ def module_in_keras(thing: Any) -> str:
     """Where in Keras a function or class is defined, `"ops.nn"` for example; `""` elsewhere."""
     module = str(getattr(thing, "__module__", ""))
     return module.removeprefix("keras.src.") if module.startswith("keras.src.") else ""
-
-
-def saves_as_keras(callback: Any) -> bool:
-    """Whether a `BackupAndRestore` writes its files by Keras's own method."""
-    return type(callback)._save_model is _BackupAndRestore._save_model
 
 
 # ---------------------------------------------------------------- what a trainer does

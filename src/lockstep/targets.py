@@ -51,7 +51,7 @@ def call_target(target: str) -> Any:
 
 
 def _similar(place: str, name: str, module: ModuleType) -> str:
-    """The remedy for a wrong name of a function: the one that was meant, or those there are."""
+    """Return the remedy for a wrong name of a function: a similar name, or all names."""
     functions = [
         each
         for each, item in vars(module).items()
@@ -65,7 +65,7 @@ def _similar(place: str, name: str, module: ModuleType) -> str:
 
 
 def _check_backend(place: str) -> None:
-    """Raise where the target asks for another backend than the one that it got."""
+    """Raise if the target sets another backend than the one that has started."""
     asked = os.environ.get("KERAS_BACKEND")
     got = getattr(getattr(sys.modules.get("keras"), "backend", None), "backend", lambda: asked)()
     if asked != got:
@@ -76,7 +76,7 @@ def _check_backend(place: str) -> None:
 
 
 def model_and_data(target: str) -> tuple[Any, Any]:
-    """The `(model, data)` that a target returns.
+    """Return the `(model, data)` of a target.
 
     Raises:
         TargetNotFound: If it returns anything else.
@@ -95,7 +95,7 @@ def model_and_data(target: str) -> tuple[Any, Any]:
 
 
 def float64_model_and_data(target: str) -> tuple[Any, Any]:
-    """The `(model, data)` of a target that builds its model in float64, as this process does then.
+    """Make this process compute in float64, and return the `(model, data)` of a target.
 
     Raises:
         TargetNotFound: If it returns anything else.
@@ -120,7 +120,7 @@ def float64_model_and_data(target: str) -> tuple[Any, Any]:
 
 
 def model_alone(target: str) -> Any:
-    """The model that a target returns, alone or first of `(model, data)`.
+    """Return the model of a target that returns a model or `(model, data)`.
 
     Raises:
         TargetNotFound: If it returns anything else.
@@ -138,7 +138,7 @@ def model_alone(target: str) -> Any:
 
 
 def load_module(place: str) -> ModuleType:
-    """The module in a file, or by its name.
+    """Return the module in a file, or the module of a name.
 
     A file is run as a module of its own, with its folder on the import path, as Python
     does with a script.
@@ -159,7 +159,7 @@ def load_module(place: str) -> ModuleType:
             return importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is None or not place.startswith(error.name):
-            raise  # what the user's own module lacks is for it to say
+            raise  # an import in the module of the user has failed
         raise TargetNotFound(
             f"{place!r} was asked for, and there is no module {error.name!r}.\n"
             f"Modules are looked for from {Path.cwd()} and in the environment."
@@ -185,7 +185,7 @@ def _load_file(file: Path) -> ModuleType:
 
 @contextmanager
 def _as_a_script(place: str) -> Iterator[None]:
-    """The user's code sees arguments of its own, none, and does not end the command."""
+    """Run code of the user with no arguments in `sys.argv`; `sys.exit` does not end the command."""
     before, sys.argv = sys.argv, [place]
     try:
         yield

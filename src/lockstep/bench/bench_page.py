@@ -1,4 +1,4 @@
-"""What bench found, as a table and as a page."""
+"""The results of bench, as a table and as a page."""
 
 import html
 import io
@@ -30,7 +30,7 @@ _HEADS = (
 
 
 def show_scaling(found: Scaling, console: Console | None = None) -> None:
-    """Print what `bench` found: a table, then a verdict in words."""
+    """Print the results of `bench`: a table, then a verdict in words."""
     console = console or Console()
     columns = [_cells(found, measured) for measured in found.measurements]
     table = Table("devices", *(cells[0] for cells in columns))
@@ -46,12 +46,12 @@ def show_scaling(found: Scaling, console: Console | None = None) -> None:
 
 
 def as_json(found: Scaling) -> str:
-    """The same as JSON, which knows no infinity: such a number is the string "inf" or "nan"."""
+    """Return JSON. JSON has no infinity or NaN: these are the strings "inf" and "nan"."""
     return json.dumps(finite(found.as_dict()), indent=2, allow_nan=False)
 
 
 def write_page(found: Scaling, path: Path) -> None:
-    """Write one HTML file with the table, the verdict and two plots, and nothing to load."""
+    """Write one HTML file with the table, the verdict and two plots. It loads no other file."""
     rows = "".join(
         f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in _cells(found, measured))}</tr>"
         for measured in found.measurements
@@ -74,7 +74,7 @@ def write_page(found: Scaling, path: Path) -> None:
         ),
     )
     with replacing(path) as temporary:
-        # The name of a target may have bytes that are no text.
+        # The name of a target may have bytes that are not UTF-8.
         temporary.write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
@@ -94,7 +94,7 @@ def _cells(found: Scaling, measured: Measurement) -> list[str]:
 
 
 def _devices_in_words(found: Scaling) -> str:
-    """The devices of each measurement, in a phrase."""
+    """Return a phrase with the devices of each measurement."""
     return "; ".join(names_in_words(measured.devices) for measured in found.measurements)
 
 

@@ -165,7 +165,7 @@ class _Comparison:
         return found
 
     def _unmoved(self, name: str, value: np.ndarray, start: Values | None) -> np.ndarray:
-        """A value of a run that began elsewhere, less how far away it began."""
+        """Return a value of a run from another start, minus the difference of the starts."""
         if start is None or name not in start or value.dtype.kind != "f":
             return value
         unmoved: np.ndarray = value - (start[name] - self._start[name])
@@ -178,7 +178,7 @@ class _Comparison:
             self.engine.attach(self.model, devices)
 
     def _loses_states(self) -> bool:
-        """Whether stock Keras drops states between batches, which lockstep carries."""
+        """Return whether stock Keras drops RNN states between batches, and lockstep keeps them."""
         loses = self.engine.name == "jax" and bool(rnn_states(self.model))
         if loses:
             self.notes.append(
@@ -188,7 +188,7 @@ class _Comparison:
         return loses
 
     def _train_first(self) -> None:
-        """Train on one device, up to the first step that leaves something not finite."""
+        """Train on one device, until the loss or a weight is not finite."""
         trained = {variable.path for variable in self.model.trainable_variables}
         for step, values in self._steps(self.batches):
             _write(self._file(step), values)
@@ -224,11 +224,11 @@ class _Comparison:
         return self._distances(self.batches, self._moved(0))
 
     def _is_rounding(self, control: list[dict[str, float]]) -> bool:
-        """Whether a control with rows in another order is no further off than rounding can be.
+        """Return whether a control with rows in another order shows rounding alone.
 
-        Where a loss or a state depends on the order of rows, the control would measure
-        that. The first two steps tell, by all but weights and slots: of those, Adam moves
-        one with a gradient of zero by its whole learning rate.
+        It shows more if a loss or a state depends on the order of rows. The test uses the first
+        two steps, and leaves out weights and slots: Adam moves a weight with a gradient of zero
+        by its whole learning rate.
         """
         within = max(1e-3, 2.0 ** (4 - self._bits))
         trained = {variable.path for variable in self.model.trainable_variables}
@@ -242,7 +242,7 @@ class _Comparison:
         return True
 
     def _cannot_tell(self) -> bool:
-        """Whether differences pass only because rounding grew as large as the loss itself."""
+        """Return whether differences are within bounds only because rounding is large."""
         if all(difference.largest <= BOUND for difference in self.differences()):
             return False
         within, size = max(1e-2, 2.0 ** (4 - self._bits)), 0.0
@@ -254,10 +254,10 @@ class _Comparison:
         return False
 
     def _measure_rounding_again(self) -> None:
-        """Two more controls, before a difference is called one.
+        """Run two more controls before a difference is reported.
 
-        One control can be lucky: where a gradient is zero but for rounding, Adam's first steps
-        have the length of the learning rate, and go one way or the other by chance.
+        One control can be too small by chance: if a gradient is zero up to rounding, Adam's
+        first steps have the length of the learning rate, and a random sign.
         """
         self._place(self._alone)
         more: list[list[dict[str, float]]] = []
@@ -297,7 +297,7 @@ class _Comparison:
         return bounds
 
     def _sizes(self, step: int) -> dict[str, float]:
-        """A tenth of the bound in float64 for values as large as these."""
+        """Return a tenth of the bound in float64 for values of this size."""
         values = self._first_run(step)
         return {
             name: self._bound / 10 * float(np.max(np.abs(value), initial=0.0))
@@ -391,7 +391,7 @@ def _where(layer: str | None) -> str:
 def _first_apart(
     one: tuple[Values, Values], other: tuple[Values, Values], within: float
 ) -> tuple[str | None, str | None]:
-    """The first layer, or else gradient, that is apart by more than rounding."""
+    """Return the first layer, or else gradient, that differs by more than rounding."""
     for what, mine, theirs in zip(("activation", "gradient"), one, other, strict=True):
         for name, value in mine.items():
             scale = max(1.0, float(np.max(np.abs(value), initial=0.0)))
@@ -402,7 +402,7 @@ def _first_apart(
 
 @contextmanager
 def _untouched(engine: Engine, model: Any, batch: Batch) -> Iterator[None]:
-    """Build the model as `fit` does; afterwards it has the values and devices it had before."""
+    """Build the model as `fit` does, and restore its values and devices afterwards."""
     before = engine.attached(model)
     options = None if before is None else engine.input_options(model)
     engine.detach(model)

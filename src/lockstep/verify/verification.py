@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 BOUND = 1e-5
-"""What rounding in float32 explains, over some tens of steps."""
+"""The difference that rounding in float32 explains, over some tens of steps."""
 
 DOUBLE_BOUND = 1e-10
 """The same in float64, for values of magnitude 1. Larger values have larger rounding."""
@@ -31,7 +31,7 @@ class Difference:
 
     @property
     def by_rounding(self) -> bool:
-        """Whether it is beyond 1e-5, and rounding alone does as much on one device."""
+        """Whether it is beyond 1e-5, and within what rounding does on one device."""
         return self.first_step is None and self.largest > BOUND
 
 
@@ -80,5 +80,5 @@ class Verification:
         return "cannot tell" if self.first_step is None else "different"
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain lists, numbers and strings, for JSON."""
+        """Return plain lists, numbers and strings, for JSON."""
         return {"equal": self.equal, "verdict": self.verdict, **asdict(self)}

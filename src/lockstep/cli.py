@@ -1,4 +1,4 @@
-"""The command: what `lockstep ...` does."""
+"""The command `lockstep`."""
 
 import difflib
 import os
@@ -27,7 +27,7 @@ Exit status:
   2  could not run: wrong arguments, one device, or an error in your code
   3  cannot tell: the loss is not finite, or rounding is as large as the loss
 """
-"""Of `lockstep verify`. The first character keeps click from wrapping the lines."""
+"""The exit status of `lockstep verify`. The first character prevents click from wrapping."""
 
 
 class Commands(click.Group):
@@ -36,7 +36,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; where there is none of that name, name the one that was meant."""
+        """Return the command. For an unknown name, the error suggests a similar one."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
@@ -47,9 +47,9 @@ class Commands(click.Group):
             raise click.UsageError(said, ctx) from None
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command; where lockstep refused, print the text and exit with 1.
+        """Run the command. For an error of lockstep, print its text and exit with 1.
 
-        `verify` exits with 2 there, and wherever else it could not run: its 1 is a result.
+        `verify` exits with 2 in that case, because its 1 is a result.
         """
         try:
             return super().invoke(ctx)
@@ -64,7 +64,7 @@ class Commands(click.Group):
 def main(ctx: click.Context) -> None:
     """Train Keras models on several devices, with the numbers and files of one."""
     ctx.obj = os.environ.get("KERAS_BACKEND")
-    # Not what keras.json says: Keras writes it by itself, with "tensorflow", when first imported.
+    # Not the backend in keras.json: Keras writes "tensorflow" there at its first import.
     backend = os.environ.setdefault("KERAS_BACKEND", "jax")
     if backend not in KERAS_BACKENDS:
         raise UnsupportedBackend(
@@ -78,7 +78,7 @@ def main(ctx: click.Context) -> None:
 
 
 class _Misused(click.ClickException):
-    """Bad input that is in no argument of a command."""
+    """Check input that is no argument of a command."""
 
     exit_code = 2
 
@@ -201,7 +201,7 @@ def verify(
         if not isinstance(asked, int):
             raise click.UsageError("--rehearse needs --devices with a number.")
         lockstep.rehearse(asked)
-    # What the user's code prints is no JSON.
+    # Output of the user's code must not mix with the JSON.
     with redirect_stdout(sys.stderr) if as_json_ else nullcontext(), _could_not_run():
         model, data = (float64_model_and_data if float64 else model_and_data)(target)
         found = lockstep.verify(model, data, asked, steps, batch_size=batch_size)
@@ -214,7 +214,7 @@ def verify(
 
 @contextmanager
 def _could_not_run() -> Iterator[None]:
-    """Exit with `COULD_NOT_RUN` where the user's code fails; Python alone exits with 1."""
+    """Exit with `COULD_NOT_RUN` if the user's code fails; Python would exit with 1."""
     try:
         yield
     except DeviceNotFound as error:

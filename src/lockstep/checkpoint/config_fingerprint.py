@@ -51,7 +51,8 @@ def _comparable(config: Any) -> Any:
 
     The bytes have the file and the lines of the lambda: without this, a lambda that has moved
     would be taken for another model. The two forms:
-    keras/src/saving/serialization_lib.py, serialize_keras_object, and keras/src/layers/core/lambda_layer.py, Lambda._serialize_function_to_config.
+    keras/src/saving/serialization_lib.py, serialize_keras_object, and
+    keras/src/layers/core/lambda_layer.py, Lambda._serialize_function_to_config.
     """
     if isinstance(config, list):
         return [_comparable(each) for each in config]

@@ -214,4 +214,4 @@ class DataOnHostWarning(LockstepWarning):
 
 
 class NothingToDoWarning(LockstepWarning):
-    """An argument of the old `multi_gpu_model` has no effect."""
+    """An argument of the old `multi_gpu_model` that has no meaning any more."""

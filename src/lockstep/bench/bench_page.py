@@ -1,4 +1,4 @@
-"""The results of bench, as a table and as a page."""
+"""What bench found, as a table and as a page."""
 
 import html
 import io
@@ -30,7 +30,7 @@ _HEADS = (
 
 
 def show_scaling(found: Scaling, console: Console | None = None) -> None:
-    """Print the results of `bench`: a table, then a verdict in words."""
+    """Print what `bench` found: a table, then a verdict in words."""
     console = console or Console()
     columns = [_cells(found, measured) for measured in found.measurements]
     table = Table("devices", *(cells[0] for cells in columns))
@@ -46,7 +46,7 @@ def show_scaling(found: Scaling, console: Console | None = None) -> None:
 
 
 def as_json(found: Scaling) -> str:
-    """Return JSON. JSON has no infinity or NaN: these are the strings "inf" and "nan"."""
+    """The same as JSON, which knows no infinity: such a number is the string "inf" or "nan"."""
     return json.dumps(finite(found.as_dict()), indent=2, allow_nan=False)
 
 

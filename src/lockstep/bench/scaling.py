@@ -159,7 +159,7 @@ class Scaling:
         return tuple(found)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain lists, numbers and strings, for JSON."""
+        """The same as plain lists, numbers and strings, for JSON."""
         more = [
             {
                 "rows_per_second": m.rows_per_second,

@@ -80,5 +80,5 @@ class Verification:
         return "cannot tell" if self.first_step is None else "different"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain lists, numbers and strings, for JSON."""
+        """The same as plain lists, numbers and strings, for JSON."""
         return {"equal": self.equal, "verdict": self.verdict, **asdict(self)}

@@ -73,7 +73,6 @@ try:
     from keras.src.backend.common.masking import set_keras_mask as set_keras_mask
     from keras.src.backend.common.stateless_scope import in_stateless_scope as in_stateless_scope
     from keras.src.backend.config import is_nnx_enabled as is_nnx_enabled
-    from keras.src.callbacks.backup_and_restore import BackupAndRestore as _BackupAndRestore
     from keras.src.layers import layer as _layer_module
     from keras.src.losses.losses import LossFunctionWrapper as LossFunctionWrapper
     from keras.src.models.functional import Functional as Functional
@@ -125,7 +124,6 @@ except ImportError as error:
 _ATTRIBUTES = {
     ArrayDataAdapter: ("_get_iterator",),
     EpochIterator: ("_enumerate_iterator", "_get_iterator", "catch_stop_iteration", "reset"),
-    _BackupAndRestore: ("_save_model",),
     keras.Model: ("_assert_compile_called", "_clear_losses", "_flatten_layers", "_symbolic_build"),
     Functional: ("_run_through_graph",),
     keras.Operation: ("symbolic_call",),
@@ -183,11 +181,6 @@ def module_in_keras(thing: Any) -> str:
     """Where in Keras a function or class is defined, `"ops.nn"` for example; `""` elsewhere."""
     module = str(getattr(thing, "__module__", ""))
     return module.removeprefix("keras.src.") if module.startswith("keras.src.") else ""
-
-
-def saves_as_keras(callback: Any) -> bool:
-    """Whether a `BackupAndRestore` writes its files by Keras's own method."""
-    return type(callback)._save_model is _BackupAndRestore._save_model
 
 
 # ---------------------------------------------------------------- what a trainer does
@@ -349,6 +342,66 @@ def is_built(model: Any) -> bool:
     keras/src/layers/layer.py, Layer._flatten_layers
     """
     return all(layer.built for layer in model._flatten_layers())
+
+
+# ---------------------------------------------------------------- double precision
+
+_LOWERED = "float64"
+"""The type that Keras lowers to float32 in results of several types, on JAX and PyTorch.
+
+keras/src/backend/common/dtypes.py, BIT64_TO_BIT32_DTYPE, which `result_type` reads.
+"""
+
+
+def compute_in_float64() -> None:
+    """Make Keras compute in float64 in this process, from now on.
+
+    Keras and JAX cache types, so the process cannot go back. Models that exist keep their types.
+    """
+    keras.config.set_floatx("float64")
+    _table_of_types()[_LOWERED] = "float64"
+    if keras.backend.backend() == "jax":
+        importlib.import_module("jax").config.update("jax_enable_x64", True)
+        # jax.nn.dot_product_attention computes the logits in float32 whatever it is given.
+        keras.src.backend.nn.dot_product_attention = _attention
+
+
+def computes_in_float64() -> bool:
+    """Whether `compute_in_float64` was called, or this backend needs no call."""
+    return bool(_table_of_types()[_LOWERED] == "float64")
+
+
+def _table_of_types() -> Any:
+    from keras.src.backend.common import dtypes
+
+    return dtypes.BIT64_TO_BIT32_DTYPE
+
+
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    flash_attention: bool | None = None,
+    attn_logits_soft_cap: float | None = None,
+) -> Any:
+    """Attention in the type of its inputs; see keras/src/backend/jax/nn.py."""
+    ops = keras.ops
+    logits = ops.einsum("btnh,bsnh->bnts", query, key)
+    logits = logits * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if bias is not None:
+        logits = logits + ops.cast(bias, logits.dtype)
+    if attn_logits_soft_cap is not None:
+        logits = attn_logits_soft_cap * ops.tanh(logits / attn_logits_soft_cap)
+    rows, columns = logits.shape[-2:]
+    seen = ops.tri(rows, columns, dtype="bool") if is_causal else True
+    if mask is not None:
+        seen = ops.logical_and(seen, mask)
+    logits = ops.where(seen, logits, -1e30)
+    return ops.einsum("bnts,bsnh->btnh", ops.softmax(logits, axis=-1), value)
 
 
 # ---------------------------------------------------------------- what an adapter does

@@ -58,6 +58,7 @@ class Worker:
 
 
 def _differences(family, name, devices, options):
+    import lockstep
     from lockstep.errors import SerialBranchesWarning, UnsplitBatchWarning
     from tests.conformance.cases.case import gaps, play
 
@@ -65,7 +66,7 @@ def _differences(family, name, devices, options):
     if _backend() == "torch":
         _keep_processes_warm(devices)
     by_layer = options.pop("by_layer", False)
-    lay_out = partial(spread if by_layer else distribute, devices=devices, **options)
+    lay_out = partial(spread if by_layer else lockstep.distribute, devices=devices, **options)
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always", UnsplitBatchWarning)
         warnings.simplefilter("ignore", SerialBranchesWarning)
@@ -73,19 +74,6 @@ def _differences(family, name, devices, options):
     if _backend() == "jax" and not by_layer:
         assert bool(given) == (case.unsplit and devices > 1)
     return {key: gap for key, gap in gaps(one, many).items() if not gap <= case.bound}
-
-
-def distribute(model, devices, **options):
-    """Distribute the model; on PyTorch, its processes compute in float64 where this one does."""
-    import keras
-
-    import lockstep
-
-    if _backend() == "torch" and keras.config.floatx() == "float64":
-        from tests.torch.double import in_double
-
-        model = in_double(model)
-    return lockstep.distribute(model, devices=devices, **options)
 
 
 def spread(model, devices):
@@ -104,9 +92,8 @@ def _keep_processes_warm(devices):
     import numpy as np
 
     import lockstep
-    from tests.torch.double import in_double
 
-    model = in_double(keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]))
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     lockstep.distribute(model, devices).predict(np.ones((devices, 1)), verbose=0)
     return model
 
@@ -139,22 +126,11 @@ def _backend():
     return os.environ["KERAS_BACKEND"]
 
 
-def compute_in_float64():
-    """Make Keras compute in float64, on JAX too (the variable JAX_ENABLE_X64 is needed)."""
-    import keras
-
-    keras.config.set_floatx("float64")
-    if keras.backend.backend() in ("jax", "torch"):
-        # With these, Keras lowers float64 to float32 in means, norms and losses.
-        from keras.src.backend.common import dtypes
-
-        dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64"
-
-
 def main():
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what Keras prints does not mix with the answers
     import lockstep  # noqa: F401  (follows LOCKSTEP_REHEARSE before anything runs)
+    from lockstep.keras_compat import compute_in_float64
 
     compute_in_float64()
     warnings.simplefilter("error")

@@ -6,7 +6,7 @@ import pytest
 
 if keras.backend.backend() == "torch":
     # Before the shared cases, some of which make a loss when they are imported.
-    from tests.torch.double import in_double
+    import tests.torch.double  # noqa: F401
 
     collect_ignore = ["test_in_a_process_of_its_own.py"]
 
@@ -15,7 +15,7 @@ if keras.backend.backend() == "torch":
         """The processes of three devices run as long as a model has them: this one does."""
         import lockstep
 
-        model = in_double(keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]))
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         yield lockstep.distribute(model, 3)
         lockstep.release(model)
 

@@ -19,6 +19,7 @@ from lockstep.engines.atomic_save import atomic_saves
 from lockstep.engines.call_guard import LOOPS, STEPPING, CallGuard
 from lockstep.engines.engine import DEFAULT_INPUT, InputOptions
 from lockstep.engines.torch import devices as torch_devices
+from lockstep.engines.torch.placement import check_placement, move_model, torch_device_of
 from lockstep.engines.torch.probe import TorchProbe
 from lockstep.engines.torch.session import TorchSession
 from lockstep.engines.torch.stateful import copied_states
@@ -123,13 +124,14 @@ class Attachment:
     def check(self) -> None:
         """Raise if this model cannot be attached to these devices."""
         check_makers(self.model)
+        check_placement(self.devices)
         if len(self.devices) > 1:
             _check_processes()
-            _check_devices(self.devices)
 
     def take_over(self) -> None:
         """Replace the loops and the step functions."""
         attachments.mark(self.model, self)
+        move_model(self.model, torch_device_of(self.devices[0]))
         self.hooks = {
             **{name: self._maker(name.removeprefix("make_")) for name in MAKERS},
             **self._stepping(),
@@ -294,12 +296,4 @@ def _check_processes() -> None:
         raise LayoutConflict(
             "Several devices were asked for on 'torch', and a keras.distribution is set, which "
             "would reduce gradients too.\nCall keras.distribution.set_distribution(None) first."
-        )
-
-
-def _check_devices(devices: tuple[str, ...]) -> None:
-    if not devices[0].startswith("cpu"):
-        raise UnsupportedBackend(
-            f"{len(devices)} GPUs were asked for on 'torch', and lockstep has run on rehearsed CPU "
-            "devices alone there.\nSet KERAS_BACKEND=jax before Keras is imported."
         )

@@ -26,31 +26,52 @@ class Group:
     It is no default group of `torch.distributed`, so that nothing else in the process sees
     or uses it.
 
+    Tensors of another device are copied to that of the rank and back.
+
     Args:
         store: The store where the ranks meet.
         rank: The number of this process.
         size: The number of processes.
+        device: The PyTorch device of this process: NCCL connects GPUs, gloo connects CPUs.
     """
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]
-        options._timeout = _LONGEST_STEP
-        self._backend = _waited(lambda: dist.ProcessGroupGloo(store, rank, size, options))
+    def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
+        connect = _nccl if device.type == "cuda" else _gloo
+        self._backend = _waited(lambda: connect(store, rank, size))
+        self._device = device
+        self._aborted = False
         self.rank = rank
         self.size = size
+
+    def abort(self) -> None:
+        """End what this rank waits for, from another thread: a rank has been lost."""
+        self._aborted = True
+        self._backend.abort()
+
+    def check(self) -> None:
+        """Return when all sums and gathers so far have arrived.
+
+        A call to NCCL returns before its result is there, and an aborted one leaves any values.
+
+        Raises:
+            PeerLost: If a rank has been lost.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        if self._aborted:
+            raise PeerLost("the group was aborted")
 
     def sum_in_place(self, tensors: Sequence[Any]) -> None:
         """Replace each tensor by its sum over all ranks, which is the same on every rank."""
         for bucket in _buckets(tensors):
-            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            flat = torch.cat([tensor.reshape(-1).to(self._device) for tensor in bucket])
             _waited(partial(self._all_reduce, flat))
             _copy_out(flat, bucket)
 
     def broadcast_in_place(self, tensors: Sequence[Any]) -> None:
         """Replace each tensor by that of rank 0."""
         for bucket in _buckets(tensors):
-            flat = torch.cat([_bytes(tensor) for tensor in bucket])
+            flat = torch.cat([_bytes(tensor).to(self._device) for tensor in bucket])
             _waited(partial(self._broadcast, flat))
             if self.rank:
                 _copy_out_bytes(flat, bucket)
@@ -71,11 +92,25 @@ class Group:
         most = max(counts)
         padded = rows.new_zeros((most, *rows.shape[1:]))
         padded[: len(rows)] = rows
-        sent = _bytes(padded)
+        sent = _bytes(padded).to(self._device)
         received = [torch.empty_like(sent) for _ in counts]
         _waited(lambda: self._backend.allgather([received], [sent]).wait())
         parts = [part.view(rows.dtype).view(padded.shape) for part in received]
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        whole = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        return whole.to(rows.device)
+
+
+def _gloo(store: Any, rank: int, size: int) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]
+    options._timeout = _LONGEST_STEP
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: Any, rank: int, size: int) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = _LONGEST_STEP
+    return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 def _buckets(tensors: Sequence[Any]) -> list[list[Any]]:

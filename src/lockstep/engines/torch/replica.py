@@ -30,33 +30,33 @@ class RandomStreams:
 
     def seed(self, base: bytes, rank: int) -> None:
         """Seed both kinds of numbers; rank 0 keeps PyTorch's own state."""
-        own = _get_state()
+        own = random_state()
         torch.manual_seed(_number(base, "common"))
-        self._common = _get_state()
+        self._common = random_state()
         if rank == 0:
-            _set_state(own)
+            set_random_state(own)
         else:
             torch.manual_seed(_number(base, rank))
 
     def share(self, state: Any) -> None:
         """Let code that every replica runs alike draw from this state of PyTorch."""
-        _set_state((state, None))
-        self._common = _get_state()
+        set_random_state(state)
+        self._common = random_state()
 
     def take_over(self) -> None:
         """Draw from now on where code that every replica runs alike has stopped."""
-        _set_state(self._common)
+        set_random_state(self._common)
 
     @contextmanager
     def common(self) -> Iterator[None]:
         """Draw the same numbers on every replica inside the context."""
-        own = _get_state()
-        _set_state(self._common)
+        own = random_state()
+        set_random_state(self._common)
         try:
             yield
         finally:
-            self._common = _get_state()
-            _set_state(own)
+            self._common = random_state()
+            set_random_state(own)
 
 
 class Replica:
@@ -68,14 +68,18 @@ class Replica:
     Attributes:
         counts: The number of rows of each replica.
         rows: The number of rows of the batch.
+        device: The PyTorch device of this replica.
     """
 
-    def __init__(self, group: Group, rows: int, streams: RandomStreams) -> None:
+    def __init__(
+        self, group: Group, rows: int, streams: RandomStreams, device: torch.device
+    ) -> None:
         shards = shard_rows(rows, group.size)
         self._group = group
         self._own = shards[group.rank]
         self.counts = tuple(len(shard) for shard in shards)
         self.rows = rows
+        self.device = device
         self.common_draws = streams.common
 
     @property
@@ -146,6 +150,10 @@ class Replica:
         gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
         self._group.sum_in_place(gradients)
 
+    def check(self) -> None:
+        """Return when the other replicas have sent what this one asked for; see `Group`."""
+        self._group.check()
+
 
 class _Gather(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
@@ -201,12 +209,14 @@ def _number(base: bytes, *salt: object) -> int:
     return int.from_bytes(digest[:7], "little")
 
 
-def _get_state() -> tuple[Any, Any]:
+def random_state() -> tuple[Any, Any]:
+    """Return the state of PyTorch's random numbers, on the host and on the current device."""
     device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     return torch.get_rng_state(), device
 
 
-def _set_state(state: tuple[Any, Any]) -> None:
+def set_random_state(state: tuple[Any, Any]) -> None:
+    """Set what `random_state` returned, here or in another process."""
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1])

@@ -13,8 +13,9 @@ import torch
 from lockstep.engines.torch.group import PeerLost
 from lockstep.engines.torch.layers import Plan
 from lockstep.engines.torch.model_pickle import dump
+from lockstep.engines.torch.placement import torch_device_of
 from lockstep.engines.torch.pool import Lease, Pool
-from lockstep.engines.torch.replica import RandomStreams, Replica
+from lockstep.engines.torch.replica import RandomStreams, Replica, random_state
 from lockstep.engines.torch.row_proofs import ReasonsByNumber, RowProofs
 from lockstep.engines.torch.settings import checksum, current_settings
 from lockstep.engines.torch.steps import run_step
@@ -47,6 +48,7 @@ class StepRunner:
         self._proven: list[int] = []
         self._changes = True
         self._pool: Pool | None = None
+        self._device = torch_device_of(devices[0])
         self._streams = RandomStreams()
         self._draws = 0
         self._sent: Any = None
@@ -97,17 +99,18 @@ class StepRunner:
             description = pool.memory.write(data)
             base: Any
             if self.draws_together:
-                base = torch.get_rng_state()
+                base = random_state()
                 self._streams.share(base)
             else:
                 base = self._draw_base(kind)
                 self._streams.seed(base, 0)
             mode = self._model.training
             pool.send("step", self.lease.key, kind, mode, rows, description, base)
-            replica = Replica(pool.group, rows, self._streams)
+            replica = Replica(pool.group, rows, self._streams, self._device)
             self._keep()
             try:
                 result = run_step(kind, self._model, self._plan, replica, data)
+                replica.check()
             except PeerLost:
                 self._put_back()
                 raise

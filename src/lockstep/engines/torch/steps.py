@@ -15,6 +15,7 @@ import keras
 import torch
 
 from lockstep.engines.torch.layers import Plan
+from lockstep.engines.torch.placement import copies_on
 from lockstep.engines.torch.replica import Replica
 from lockstep.engines.torch.stateful import copied_states
 from lockstep.engines.watched_layers import watched_layers
@@ -55,6 +56,7 @@ def _train(model: Any, plan: Plan, replica: Replica, data: Any) -> Any:
         share = loss if model.optimizer is None else model.optimizer.scale_loss(loss)
         parameters = _backward(weights, replica, share)
         with torch.no_grad():
+            replica.check()
             model.optimizer.apply([parameter.grad for parameter in parameters], weights)
     if replica.rank:
         return None
@@ -133,7 +135,7 @@ def _outputs(model: Any, plan: Plan, replica: Replica, x: Any, *, training: bool
     """Return the model's outputs for the global batch, with their masks."""
     own = keras.tree.map_structure(
         # A copy, because a layer may write into its input, and others read these rows too.
-        lambda leaf: replica.take(leaf).clone() if leaf is not None and leaf.ndim else leaf,
+        lambda leaf: copies_on(replica.device, replica.take(leaf) if _has_rows(leaf) else leaf),
         x,
     )
     with plan.in_force(replica), copied_states(model):
@@ -143,6 +145,10 @@ def _outputs(model: Any, plan: Plan, replica: Replica, x: Any, *, training: bool
     return keras.tree.map_structure(
         lambda output: replica.gather(output, name, for_loss=True), outputs
     )
+
+
+def _has_rows(leaf: Any) -> bool:
+    return leaf is not None and bool(leaf.ndim)
 
 
 def _loss(model: Any, data: Any, y_pred: Any, *, training: bool) -> Any:

@@ -7,12 +7,13 @@ backward passes below keep that sum.
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
+from lockstep.engines.torch.gradient_buckets import summed_gradients
 from lockstep.engines.torch.group import Group
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import get_keras_mask, set_keras_mask
@@ -31,12 +32,26 @@ class RandomStreams:
     def seed(self, base: bytes, rank: int) -> None:
         """Seed both kinds of numbers; rank 0 keeps PyTorch's own state."""
         own = random_state()
-        torch.manual_seed(_number(base, "common"))
-        self._common = random_state()
+        self._seed_common(base)
         if rank == 0:
             set_random_state(own)
         else:
             torch.manual_seed(_number(base, rank))
+
+    @contextmanager
+    def apart(self, base: bytes, rank: int) -> Iterator[None]:
+        """Seed both kinds of numbers inside the context, and put PyTorch's own state back."""
+        own = random_state()
+        self._seed_common(base)
+        torch.manual_seed(_number(base, rank))
+        try:
+            yield
+        finally:
+            set_random_state(own)
+
+    def _seed_common(self, base: bytes) -> None:
+        torch.manual_seed(_number(base, "common"))
+        self._common = random_state()
 
     def share(self, state: Any) -> None:
         """Let code that every replica runs alike draw from this state of PyTorch."""
@@ -69,10 +84,17 @@ class Replica:
         counts: The number of rows of each replica.
         rows: The number of rows of the batch.
         device: The PyTorch device of this replica.
+        returns: Whether this replica returns logs and predictions. Rank 0 always does.
     """
 
     def __init__(
-        self, group: Group, rows: int, streams: RandomStreams, device: torch.device
+        self,
+        group: Group,
+        rows: int,
+        streams: RandomStreams,
+        device: torch.device,
+        *,
+        returns: bool = False,
     ) -> None:
         shards = shard_rows(rows, group.size)
         self._group = group
@@ -80,6 +102,7 @@ class Replica:
         self.counts = tuple(len(shard) for shard in shards)
         self.rows = rows
         self.device = device
+        self.returns = returns or group.rank == 0
         self.common_draws = streams.common
 
     @property
@@ -145,10 +168,9 @@ class Replica:
         """Return the sum over the replicas; gradients flow back to each of them."""
         return _Sum.apply(value, self._group)
 
-    def sum_gradients(self, tensors: Sequence[Any]) -> None:
-        """Replace the gradient of each tensor by its sum over the replicas."""
-        gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
-        self._group.sum_in_place(gradients)
+    def summed_gradients(self, tensors: Sequence[Any]) -> AbstractContextManager[None]:
+        """Sum the gradients of a backward pass in the context over the replicas."""
+        return summed_gradients(self._group, tensors)
 
     def check(self) -> None:
         """Return when the other replicas have sent what this one asked for; see `Group`."""

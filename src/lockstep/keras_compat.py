@@ -311,14 +311,6 @@ def torch_default_device() -> str:
     return str(_torch_core().DEFAULT_DEVICE)
 
 
-def torch_device() -> str:
-    """The device on which Keras makes PyTorch tensors now.
-
-    keras/src/backend/torch/core.py, from 3.16 on ops/core.py
-    """
-    return str(_torch_core().get_device())
-
-
 def _torch_core() -> Any:
     from keras.src.backend import torch
 

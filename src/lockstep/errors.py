@@ -39,7 +39,8 @@
     ├── CheckpointWarning             a save failed, a damaged one was skipped, a resume is slow
     ├── UnsplitBatchWarning           the result is exact, but devices repeat work
     ├── DataOnHostWarning             data are not kept on the devices, or not prepared ahead
-    └── NothingToDoWarning            an old argument has no effect
+    ├── NothingToDoWarning            an old argument has no effect
+    └── SerialBranchesWarning         two devices wait for each other
 
 Every message gives the two values that differ, the reason, and the one thing to do next, in at
 most three lines.

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from lockstep.engines.torch.batch_memory import BatchMemory, new_file
 from lockstep.engines.torch.group import HOST, Group, PeerLost
 from lockstep.engines.torch.placement import torch_device_of
-from lockstep.engines.torch.worker_watch import WorkerWatch
+from lockstep.engines.worker_watch import WorkerWatch
 from lockstep.errors import WorkerDied
 
 _START = """\

@@ -19,6 +19,11 @@ from importlib.metadata import version
 import pytest
 
 import lockstep  # noqa: F401  (follows LOCKSTEP_REHEARSE before anything runs)
+from lockstep.launch.gpus import visible_gpus
+
+REHEARSING = ("LOCKSTEP_", "KERAS_TORCH_DEVICE", "JAX_", "XLA_", "PYTEST_")
+FOR_GPUS = {name: v for name, v in os.environ.items() if not name.startswith(REHEARSING)}
+"""The environment of a process that sees the GPUs of this machine, if it has any."""
 
 QUICK = "--xla_backend_optimization_level=0"
 if version("jaxlib").startswith(("0.7.", "0.8.", "0.9.", "0.10.")):
@@ -55,11 +60,17 @@ def _compile_once():
 def pytest_collection_modifyitems(config, items):
     # The longest test begins first, so that no other process waits for it at the end.
     items.sort(key=lambda item: "test_in_a_process_of_its_own" not in item.nodeid)
-    if config.getoption("--whole"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("whole")]
-    items[:] = [item for item in items if not item.get_closest_marker("whole")]
+    whole = config.getoption("--whole")
+    left_out = [item for item in items if not _belongs_here(item, whole)]
+    items[:] = [item for item in items if item not in set(left_out)]
     config.hook.pytest_deselected(items=left_out)
+
+
+def _belongs_here(item, whole):
+    if item.get_closest_marker("whole") and not whole:
+        return False
+    needs = item.get_closest_marker("needs_gpu")
+    return needs is None or len(visible_gpus(FOR_GPUS)) >= needs.args[0]
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -4,6 +4,9 @@ import os as _os
 import typing as _typing
 
 from lockstep import errors as errors
+from lockstep.branches import on as on
+from lockstep.branches import place as place
+from lockstep.branches import placement as placement
 from lockstep.declarations import rowwise as rowwise
 from lockstep.distribute import devices as devices
 from lockstep.distribute import distribute as distribute
@@ -31,6 +34,9 @@ __all__ = [
     "inspect",
     "load_weights",
     "multi_gpu_model",
+    "on",
+    "place",
+    "placement",
     "rehearse",
     "release",
     "rescue",
@@ -47,13 +53,20 @@ _join_at_first_use(_os.environ)
 if not _typing.TYPE_CHECKING:  # which would take every name for one that is here
 
     def __getattr__(name: str) -> object:
-        """`Checkpoint`, a Keras callback, is made when asked for: Keras is slow to import."""
+        """`Checkpoint`, a Keras callback, is made when asked for: Keras is slow to import.
+
+        `lockstep.ray` is a module that few need.
+        """
         if name == "Checkpoint":
             from lockstep.checkpoint import Checkpoint
 
             return Checkpoint
+        if name == "ray":
+            import importlib
+
+            return importlib.import_module("lockstep.ray")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), "Checkpoint"])
+    return sorted({*globals(), "Checkpoint", "ray"})

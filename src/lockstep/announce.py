@@ -1,4 +1,4 @@
-"""The line that says what runs."""
+"""The line that is printed at the start of a `fit`."""
 
 import inspect
 import os
@@ -8,6 +8,7 @@ from typing import Any
 
 from lockstep.counted import counted
 from lockstep.devices import names_in_words, rehearsed_devices
+from lockstep.layout import Layout
 from lockstep.shards import shard_rows
 
 Given = dict[str, Any]
@@ -15,16 +16,15 @@ Given = dict[str, Any]
 
 
 def arguments_of(fit: Callable[..., Any], args: tuple[Any, ...], kwargs: Given) -> Given:
-    """What this call gives to `fit`."""
-    # A wrong call is for fit itself to refuse; and one of the user's own may take **kwargs.
+    """Return the arguments of `fit` in this call, by name."""
+    # `fit` itself raises for a wrong call. A `fit` of the user may take **kwargs.
     return {**dict(zip(names_by_place(fit), args, strict=False)), **kwargs}
 
 
 def names_by_place(method: Callable[..., Any]) -> list[str]:
-    """What the arguments are called that a method takes by place.
+    """Return the names of the positional arguments of a method.
 
-    Where it takes some or all of them as `*args`, they are called as in the method that it
-    overrides, and hands them on to.
+    Arguments that the method takes as `*args` have the names of the method that it overrides.
     """
     names, open_end = _names(method)
     owner = type(getattr(method, "__self__", None))
@@ -39,7 +39,7 @@ def names_by_place(method: Callable[..., Any]) -> list[str]:
 
 
 def _names(method: Callable[..., Any]) -> tuple[list[str], bool]:
-    """The names of arguments by place, and whether there is `*args` behind them."""
+    """Return the names of positional arguments, and whether `*args` follows them."""
     parameters = inspect.signature(method).parameters.values()
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [each.name for each in parameters if each.kind in by_place]
@@ -52,11 +52,11 @@ def wants_words(given: Given) -> bool:
 
 
 LONG = 1.0
-"""Seconds from which a first step is worth a line of its own."""
+"""The duration of a first step, in seconds, from which a line reports it."""
 
 
 def first_step_line(seconds: float) -> str:
-    """How long the user has waited for the first step to be under way."""
+    """Return the line that reports a slow first step."""
     return (
         f"lockstep: the first training step is under way after {seconds:.1f} s, "
         "in which its batch was read and the step compiled"
@@ -64,7 +64,7 @@ def first_step_line(seconds: float) -> str:
 
 
 def fit_line(backend: str, devices: tuple[str, ...], given: Given, compiles: bool = False) -> str:
-    """What runs: backend, devices, global and per-replica batch, in one line.
+    """Return one line with the backend, the devices, and the global and per-replica batch.
 
     Args:
         backend: The name of the backend.
@@ -97,3 +97,19 @@ def _batch_words(batch_size: Any, data: Any, steps: Any, replicas: int) -> str:
 
 def _is_arrays(data: Any) -> bool:
     return hasattr(data, "shape") or isinstance(data, list | tuple | dict)
+
+
+def branches_line(backend: str, layout: Layout, given: Given, compiles: bool = False) -> str:
+    """Return the line for a model whose layers run on several devices.
+
+    Args:
+        backend: The name of the backend.
+        layout: The devices of the layers.
+        given: The arguments of `fit`.
+        compiles: Whether the training step is compiled first.
+    """
+    rehearsed = ", rehearsed" if rehearsed_devices(os.environ) else ""
+    parts = f", each batch in {layout.parts} parts" if layout.parts > 1 else ""
+    return f"lockstep: {backend}, layers on {names_in_words(layout.devices)}{rehearsed}{parts}" + (
+        ", compiling the training step" if compiles else ""
+    )

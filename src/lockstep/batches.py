@@ -1,4 +1,4 @@
-"""Any data: its first batches, and what fit takes."""
+"""The first batches of any data, and data as arguments of `fit`."""
 
 import operator
 from collections.abc import Callable, Iterable, Iterator
@@ -11,27 +11,27 @@ from lockstep.counted import counted
 from lockstep.errors import UnusableData
 
 Batch = Any
-"""What a training step is given: an array or a nest of arrays, in the structure of `fit`."""
+"""The argument of a training step: an array or a nest of arrays, in the structure of `fit`."""
 
 Parts = tuple[Any, Any, Any]
 """Inputs or a data set, targets and sample weights; the last two may be None."""
 
 
 def first_batches(data: Any, number: int, batch_size: int | None) -> list[Batch]:
-    """The first `number` batches, as `fit` hands them to a training step.
+    """Return the first `number` batches, as `fit` passes them to a training step.
 
-    Where the data has fewer batches, it starts again.
+    Data with fewer batches start again.
 
     Args:
         data: `(x, y)` or `(x, y, sample_weight)` of arrays or nests of arrays, or an
             array or dict of them as x alone, cut into batches in order; or a data set that
             `fit` takes: a `PyDataset`, `tf.data.Dataset`, torch `DataLoader` or generator.
-        number: How many, at least 1.
+        number: The number of batches, at least 1.
         batch_size: Rows per batch where `data` is arrays. Defaults to 32.
 
     Raises:
-        UnusableData: If there is no batch in it, `fit` does not take it, or `batch_size` has
-            no use.
+        UnusableData: If the data have no batch, `fit` does not accept them, or `batch_size` does
+            not apply.
     """
     # Keras is not imported by `import lockstep`.
     from lockstep.engines.fit_batches import fit_batches
@@ -56,10 +56,10 @@ def first_batches(data: Any, number: int, batch_size: int | None) -> list[Batch]
 
 
 def for_fit(data: Any, batch_size: int | None) -> Parts:
-    """What to hand to `fit`, more than once, as x, y and sample weights.
+    """Return x, y and sample weights for several calls of `fit`.
 
     Raises:
-        UnusableData: If it can be gone through once only, or `batch_size` has no use.
+        UnusableData: If the data can be read only once, or `batch_size` does not apply.
     """
     _check_batch_size(data, batch_size)
     if isinstance(data, Iterator):
@@ -71,7 +71,7 @@ def for_fit(data: Any, batch_size: int | None) -> Parts:
 
 
 def no_batch(data: Any) -> UnusableData:
-    """The error where there is nothing to train on."""
+    """Return the error for data without a batch."""
     return UnusableData(
         f"Batches to train on were expected, and the {type(data).__name__} holds none.\n"
         "Hand over (x, y) or a data set with at least one batch."
@@ -79,17 +79,17 @@ def no_batch(data: Any) -> UnusableData:
 
 
 def turned_round(batch: Batch) -> Batch:
-    """The same batch, its rows in reverse order."""
+    """Return the batch with its rows in reverse order."""
     return _by_rows(batch, lambda rows: rows[::-1].copy())
 
 
 def rolled(batch: Batch, rows: int) -> Batch:
-    """The same batch, so many of its last rows moved to the front."""
+    """Return the batch with a number of its last rows moved to the front."""
     return _by_rows(batch, lambda leaf: np.roll(leaf, rows, axis=0))
 
 
 def rows_of(batch: Batch) -> int:
-    """The rows of a batch: those of its first array that has any; 0 where none has."""
+    """Return the rows of a batch: those of its first array that has rows, or 0."""
     import keras
 
     leaves = (leaf for leaf in keras.tree.flatten(batch) if leaf is not None and leaf.ndim)
@@ -110,7 +110,7 @@ def _is_arrays(data: Any) -> bool:
 
 
 def count_from_one(value: Any) -> int | None:
-    """A whole number of at least 1, of Python's or NumPy's; `None` for anything else."""
+    """Return a whole number of Python or NumPy of at least 1, or `None` for other values."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -134,7 +134,7 @@ def _check_batch_size(data: Any, batch_size: int | None) -> None:
 
 
 def _check_rows(parts: Parts) -> None:
-    """Raise where arrays are sparse, or differ in their numbers of rows."""
+    """Raise for sparse arrays, and for arrays with different numbers of rows."""
     import keras
 
     leaves = [_array(leaf) for leaf in keras.tree.flatten(parts) if leaf is not None]
@@ -149,7 +149,7 @@ def _check_rows(parts: Parts) -> None:
 
 
 def _data_set(data: Any) -> Any:
-    """A data set that can be looked at: an iterator as a generator, with a first batch."""
+    """Return a data set that can be inspected: an iterator as a generator with a first batch."""
     if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
         raise UnusableData(
             f"Data to train on was expected, and this is a {type(data).__name__}.\n"

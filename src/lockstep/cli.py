@@ -1,4 +1,4 @@
-"""The command: what `lockstep ...` does."""
+"""The command `lockstep`."""
 
 import difflib
 import os
@@ -33,7 +33,7 @@ Exit status:
   2  could not run: wrong arguments, one device, or an error in your code
   3  cannot tell: the loss is not finite, or rounding is as large as the loss
 """
-"""Of `lockstep verify`. The first character keeps click from wrapping the lines."""
+"""The exit status of `lockstep verify`. The first character prevents click from wrapping."""
 
 
 class Commands(click.Group):
@@ -42,7 +42,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; where there is none of that name, name the one that was meant."""
+        """Return the command. For an unknown name, the error suggests a similar one."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
@@ -53,9 +53,9 @@ class Commands(click.Group):
             raise click.UsageError(said, ctx) from None
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command; where lockstep refused, print the text and exit with 1.
+        """Run the command. For an error of lockstep, print its text and exit with 1.
 
-        `verify` exits with 2 there, and wherever else it could not run: its 1 is a result.
+        `verify` exits with 2 in that case, because its 1 is a result.
         """
         try:
             return super().invoke(ctx)
@@ -70,7 +70,7 @@ class Commands(click.Group):
 def main(ctx: click.Context) -> None:
     """Train Keras models on several devices, with the numbers and files of one."""
     ctx.obj = os.environ.get("KERAS_BACKEND")
-    # Not what keras.json says: Keras writes it by itself, with "tensorflow", when first imported.
+    # Not the backend in keras.json: Keras writes "tensorflow" there at its first import.
     backend = os.environ.setdefault("KERAS_BACKEND", "jax")
     if backend not in KERAS_BACKENDS:
         raise UnsupportedBackend(
@@ -84,7 +84,7 @@ def main(ctx: click.Context) -> None:
 
 
 class _Misused(click.ClickException):
-    """Bad input that is in no argument of a command."""
+    """Check input that is no argument of a command."""
 
     exit_code = 2
 
@@ -187,6 +187,7 @@ def doctor(chosen_backend: str | None) -> None:
 )
 @click.option("--batch-size", type=click.IntRange(min=1), help="Rows of a batch, for arrays.")
 @click.option("--rehearse", is_flag=True, help="Make as many virtual CPU devices.")
+@click.option("--float64", is_flag=True, help="Build the model in float64; equal is 1e-10.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def verify(
     target: str,
@@ -194,6 +195,7 @@ def verify(
     steps: int,
     batch_size: int | None,
     rehearse: bool,
+    float64: bool,
     as_json: bool,
 ) -> None:
     """Train on one device and on several, and compare every step.
@@ -204,7 +206,7 @@ def verify(
     Example: lockstep verify train.py:build --devices 4 --rehearse
     """
     import lockstep
-    from lockstep.targets import model_and_data
+    from lockstep.targets import float64_model_and_data, model_and_data
 
     asked = int(devices) if devices is not None and devices.strip().isdecimal() else devices
     if rehearse:
@@ -212,7 +214,7 @@ def verify(
             raise click.UsageError("--rehearse needs --devices with a number, such as 4.")
         lockstep.rehearse(asked)
     with stdout_for(as_json), _rehearsal_by_option(), _could_not_run():
-        model, data = model_and_data(target)
+        model, data = (float64_model_and_data if float64 else model_and_data)(target)
         found = lockstep.verify(model, data, asked, steps, batch_size=batch_size)
     print_report(found, as_json)
     sys.exit(VERDICTS[found.verdict])
@@ -220,7 +222,7 @@ def verify(
 
 @contextmanager
 def _could_not_run() -> Iterator[None]:
-    """Exit with `COULD_NOT_RUN` where the user's code fails; Python alone exits with 1."""
+    """Exit with `COULD_NOT_RUN` if the user's code fails; Python would exit with 1."""
     try:
         yield
     except LockstepError:

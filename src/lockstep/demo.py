@@ -273,7 +273,7 @@ def _contents(file: Path) -> tuple[Any, list[str]]:
 
 
 def _without_address(config: dict[str, Any]) -> dict[str, Any]:
-    # Keras writes where a shared object lay in memory, which differs in every run.
+    # The id of a shared object is its address in memory, which differs in every run.
     return {key: value for key, value in config.items() if key != "shared_object_id"}
 
 

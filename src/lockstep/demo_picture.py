@@ -25,8 +25,8 @@ def draw_demo(
         path: Where to write it.
         losses: The loss after each epoch, by the name of the task, and then of the run.
         images: Grey images, shape (count, height, width, 1).
-        truths: What each of them is, shape (count,).
-        guesses: What the model takes each of them for, shape (count,).
+        truths: The label of each image, shape (count,).
+        guesses: The prediction for each image, shape (count,).
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

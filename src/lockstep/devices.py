@@ -1,4 +1,4 @@
-"""Device names: what `devices=` may say, and which devices it means."""
+"""The values of `devices=`, and the devices that they mean."""
 
 import difflib
 import operator
@@ -20,11 +20,11 @@ _PLATFORMS = ("cpu", "gpu", "tpu")
 
 @dataclass(frozen=True)
 class Device:
-    """One device as an engine sees it.
+    """Describe one device of an engine.
 
     Attributes:
-        name: What `devices=` calls it, for example `"gpu:0"`.
-        kind: What the hardware calls itself, for example `"NVIDIA H200"`.
+        name: The name in `devices=`, for example `"gpu:0"`.
+        kind: The name of the hardware, for example `"NVIDIA H200"`.
         memory: Bytes of memory that a program may use, `None` where unknown.
     """
 
@@ -39,23 +39,22 @@ class Device:
 
 
 def parse_devices(asked: object, here: Sequence[Device]) -> tuple[str, ...]:
-    """Turn what a user wrote for `devices=` into names of devices that are here.
+    """Return the names of the available devices that a value of `devices=` means.
 
     Args:
         asked: `None` for every device of the default platform; a count; a device
-            number or name; several of these in a sequence; or one string with
-            commas, as in `CUDA_VISIBLE_DEVICES`; one number alone in a string might
-            be either, and is refused. Old spellings such as `"/gpu:0"`,
-            `"/device:GPU:0"` and `"cuda:0"` are understood.
-        here: The devices that are here, those of the default platform first.
+            number or name; several of these in a sequence; or one string with commas, as
+            in `CUDA_VISIBLE_DEVICES`. A string with one number is ambiguous, and is refused.
+            Old spellings such as `"/gpu:0"`, `"/device:GPU:0"` and `"cuda:0"` are accepted.
+        here: The available devices, those of the default platform first.
 
     Returns:
-        The names, at least one, in the order asked for.
+        At least one name, in the order of `asked`.
 
     Raises:
-        DeviceNotFound: If more devices, or others, are asked for than are here.
-        DuplicateDevice: If one device is asked for twice.
-        DeviceError: If `asked` is none of the above.
+        DeviceNotFound: If a device is not available.
+        DuplicateDevice: If a device is named twice.
+        DeviceError: If `asked` has another form.
 
     Example:
         >>> here = [Device("gpu:0", ""), Device("gpu:1", ""), Device("cpu:0", "")]
@@ -76,7 +75,7 @@ def parse_devices(asked: object, here: Sequence[Device]) -> tuple[str, ...]:
 
 
 def names_in_words(names: Sequence[str]) -> str:
-    """Device names in a sentence: runs of one platform are shortened.
+    """Return device names for a sentence. Consecutive devices are shortened.
 
     Example:
         >>> names_in_words(["cpu:0", "cpu:1", "cpu:2"])
@@ -92,17 +91,17 @@ def names_in_words(names: Sequence[str]) -> str:
 
 
 def check_visible(here: Sequence[Device], environ: Mapping[str, str]) -> None:
-    """Refuse to go on where `CUDA_VISIBLE_DEVICES` was set too late to count.
+    """Raise if `CUDA_VISIBLE_DEVICES` was set too late to have an effect.
 
-    The variable is read once, when CUDA starts. A script that sets it after that
-    would silently train on devices it meant to leave alone.
+    CUDA reads the variable once, when it starts. A script that sets it later would train on
+    devices that it excludes.
 
     Args:
-        here: The devices that are here.
+        here: The available devices.
         environ: The environment, usually `os.environ`.
 
     Raises:
-        DeviceError: If more GPUs are here than the variable names.
+        DeviceError: If there are more GPUs than the variable names.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -119,20 +118,20 @@ def check_visible(here: Sequence[Device], environ: Mapping[str, str]) -> None:
 
 
 def rehearsed_devices(environ: Mapping[str, str]) -> int | None:
-    """How many virtual devices the environment asks for, `None` for no rehearsal.
+    """Return the number of virtual devices in the environment, or `None` for no rehearsal.
 
     Raises:
-        DeviceError: If the variable holds no number of at least 1.
+        DeviceError: If the variable is not a whole number of at least 1.
     """
     asked = environ.get(REHEARSE, "").strip()
     return count_to_rehearse(asked, f"{REHEARSE}={asked}") if asked else None
 
 
 def count_to_rehearse(value: object, said: str) -> int:
-    """A number of virtual devices, out of what somebody said it is.
+    """Return a number of virtual devices.
 
     Raises:
-        DeviceError: If it is no whole number of at least 1.
+        DeviceError: If it is not a whole number of at least 1.
     """
     try:
         count = int(str(value))
@@ -241,7 +240,7 @@ def _not_enough(count: int, default: Sequence[Device]) -> str:
 
 
 def _remedy(missing: str, names: tuple[str, ...], known: Sequence[str]) -> str:
-    """What to do about a device that is not here.
+    """Return the remedy for a device that is not available.
 
     In a rehearsal a GPU is a CPU device of the same number: the remedy is that name.
     """

@@ -1,4 +1,4 @@
-"""The front door: distribute, release, multi_gpu_model, devices."""
+"""The functions that distribute a model and release it, and that list devices."""
 
 import contextlib
 import operator
@@ -16,7 +16,7 @@ from lockstep.launch.status import STATUS_OF_PROCESS
 Model = TypeVar("Model")
 
 Devices = int | str | Sequence[int] | Sequence[str]
-"""What `devices=` accepts, besides `None`."""
+"""The types that `devices=` accepts, besides `None`."""
 
 
 def distribute(
@@ -28,41 +28,44 @@ def distribute(
 ) -> Model:
     """Make a Keras model train, evaluate and predict on several devices, in place.
 
-    One training step over all devices equals that step on one device: the same
-    loss, metrics, weights and optimizer state, to rounding, for every batch size.
-    The object stays the same; what it saves is a plain single-device file. The
-    model may be built or not, compiled or not, and be compiled or loaded into
-    later. Distributing again to other devices moves it. On failure it stays as it
-    was. Processes that a launcher has started (`lockstep run`, torchrun, Slurm) train one
+    One training step over all devices equals that step on one device, for every batch size.
+    Loss, metrics, weights and optimizer state are the same, up to rounding. The call returns
+    the same object, and the files that it saves are plain files of one device.
+
+    The model may be built or not, and compiled or not. It can be compiled, and weights can be
+    loaded, at any time. A second call moves the model to other devices. If the call fails, the
+    model does not change. Processes of a launcher (`lockstep run`, torchrun, Slurm) train one
     model together; see `initialize`.
 
     Args:
         model: A `keras.Model`, of any kind.
-        devices: How many (`4`: the first four), which (`[0, 2]`, `"gpu:0,gpu:1"`,
-            `["gpu:0", "gpu:1"]`), or `None` for all devices of the default
-            platform.
-        data_on_devices: Whether every device keeps the NumPy arrays handed to `fit`, and
-            batches are gathered there. Where that cannot be, a warning says why batches go
-            from the host.
-        prefetch: How many batches a background thread makes ready before their turn. Code of
-            yours that makes batches then runs early, and beside the training. The batches
-            take memory of the host. None is made past the end of an epoch of known length.
+        devices: The number of devices (`4` means the first four), or the devices themselves
+            (`[0, 2]`, `"gpu:0,gpu:1"`, `["gpu:0", "gpu:1"]`). `None` means all devices of
+            the default platform.
+        data_on_devices: Whether every device keeps the NumPy arrays of a `fit`, and gathers
+            the rows of each batch there. If this is impossible, a warning gives the reason,
+            and batches come from the host.
+        prefetch: The number of batches that a background thread prepares in advance. Your
+            code that makes batches then runs earlier, and at the same time as the training.
+            The batches use memory of the host. If the length of an epoch is known, no batch
+            is prepared beyond its end.
 
     Returns:
         The same `model`.
 
     Raises:
-        DeviceError: If `devices` cannot be followed: unknown, twice, or too many.
-        NotAModel: If `model` is no Keras model.
-        UnusableData: If `prefetch` is no whole number of at least 0, or `data_on_devices`
-            no truth value.
-        UnsupportedBackend: If no engine serves Keras's backend yet, or the engine does
-            not keep data on devices, or make batches ready.
-        UnsupportedModel: If the engine could not keep this model exact.
-        LayoutConflict: If another tool, or another model on other devices, has
-            laid out one of its variables.
-        ProcessesDisagree: If a launcher started several processes, and they cannot join; or if
-            they ask for different devices.
+        DeviceError: If `devices` names an unknown device, one device twice, or more devices
+            than there are.
+        NotAModel: If `model` is not a Keras model.
+        UnusableData: If `prefetch` is not a whole number of at least 0, or `data_on_devices`
+            is not a bool.
+        UnsupportedBackend: If there is no engine for Keras's backend, or the engine does not
+            have one of the options.
+        UnsupportedModel: If the engine cannot keep this model exact.
+        LayoutConflict: If another tool has laid out a variable of the model, or the model
+            shares a variable with a model on other devices.
+        ProcessesDisagree: If the processes of a launcher cannot join, or ask for different
+            devices.
 
     Example:
         >>> model = keras.Sequential([keras.layers.Dense(1)])
@@ -81,8 +84,8 @@ def distribute(
 def release(model: Model) -> Model:
     """Make a distributed model run on one device again, in place.
 
-    Its weights, optimizer state and compilation stay. A model that is not
-    distributed is left alone.
+    Weights, optimizer state and compilation do not change. A model that is not distributed
+    does not change at all.
 
     Args:
         model: A `keras.Model`.
@@ -91,8 +94,8 @@ def release(model: Model) -> Model:
         The same `model`.
 
     Raises:
-        NotAModel: If `model` is no Keras model.
-        UnsupportedBackend: If no engine serves Keras's backend yet.
+        NotAModel: If `model` is not a Keras model.
+        UnsupportedBackend: If there is no engine for Keras's backend.
 
     Example:
         >>> lockstep.release(lockstep.distribute(model, devices=4)) is model
@@ -109,27 +112,26 @@ def multi_gpu_model(
     cpu_merge: bool = True,
     cpu_relocation: bool = False,
 ) -> Model:
-    """The old `keras.utils.multi_gpu_model`, as a drop-in; see `distribute`.
+    """Distribute a model with the arguments of the old `keras.utils.multi_gpu_model`.
 
-    The model returned is the one handed over: there is no parallel model, so
-    either name trains, saves and loads the same weights, as plain files.
+    The call is `distribute(model, devices=gpus)`. It returns the same model, and makes no
+    second one: both names train, save and load the same weights.
 
     Args:
         model: A `keras.Model`.
-        gpus: How many devices, or a list of their numbers; `None` for all. One
-            device is allowed. Under `lockstep.rehearse` these are virtual devices.
-        cpu_merge: Had a meaning where outputs were merged on a device; now nothing
-            is merged, and either value gives the same.
-        cpu_relocation: Had a meaning where weights lived on one device; now every
-            device has them, and either value gives the same.
+        gpus: The number of devices, or a list of device numbers; `None` means all. One
+            device is allowed. In a rehearsal the devices are virtual.
+        cpu_merge: Has no effect, because outputs are not merged.
+        cpu_relocation: Has no effect, because every device holds the weights.
 
     Returns:
         The same `model`.
 
     Raises:
-        DeviceError: If `gpus` cannot be followed: unknown, twice, or too many.
-        NotAModel: If `model` is no Keras model.
-        UnsupportedBackend: If no engine serves Keras's backend yet.
+        DeviceError: If `gpus` names an unknown device, one device twice, or more devices than
+            there are.
+        NotAModel: If `model` is not a Keras model.
+        UnsupportedBackend: If there is no engine for Keras's backend.
 
     Example:
         >>> parallel_model = lockstep.multi_gpu_model(model, gpus=4)
@@ -142,8 +144,8 @@ def multi_gpu_model(
     ):
         if bool(value) is not usual:
             warnings.warn(
-                f"{name}={value} has nothing to do any more: each device holds the weights, and "
-                "no output is merged on the way. The result is the same without it.",
+                f"{name}={value} has no effect: every device holds the weights, and outputs are "
+                "not merged.\nRemove the argument; the result is the same.",
                 NothingToDoWarning,
                 stacklevel=2,
             )
@@ -151,17 +153,17 @@ def multi_gpu_model(
 
 
 def devices() -> list[str]:
-    """The names of the devices that are here, those of the default platform first.
+    """Return the names of the available devices, those of the default platform first.
 
-    Each is a name that `devices=` accepts. Asking starts the backend, after which
-    a rehearsal can no longer be set up.
+    `devices=` accepts each of these names. The call starts the backend. A rehearsal has to be
+    set up before that.
 
     Returns:
-        A list of these names.
+        A list of names.
 
     Raises:
-        DeviceError: If `LOCKSTEP_REHEARSE` is set and holds no whole number of at least 1.
-        RehearsalTooLate: If it is set and could not be followed.
+        DeviceError: If `LOCKSTEP_REHEARSE` is set, and is not a whole number of at least 1.
+        RehearsalTooLate: If it was set after the backend had started.
         UnsupportedBackend: If no engine serves Keras's backend yet.
 
     Example:
@@ -175,8 +177,8 @@ def _checked_stay(data_on_devices: object) -> bool:
     if isinstance(data_on_devices, bool):
         return data_on_devices
     raise UnusableData(
-        f"data_on_devices={data_on_devices!r} was given, and it is True or False.\n"
-        "Leave it out, and batches go from the host."
+        f"data_on_devices={data_on_devices!r} was given, and True or False was expected.\n"
+        "Leave it out to take batches from the host."
     )
 
 
@@ -186,8 +188,8 @@ def _checked_ahead(prefetch: Any) -> int:
         if number >= 0 and not isinstance(prefetch, bool):
             return number
     raise UnusableData(
-        f"prefetch={prefetch!r} was given, and it is a number of batches: 0 or more.\n"
-        "Leave it out, or give 2."
+        f"prefetch={prefetch!r} was given, and a number of batches of at least 0 was expected.\n"
+        "Leave it out, or try 2."
     )
 
 
@@ -198,7 +200,7 @@ def check_model(model: object) -> None:
     legacy = _legacy_keras(model)
     if legacy is not None:
         raise NotAModel(
-            f"A Keras 3 model was expected, and this is one of {legacy}, which is legacy Keras 2.\n"
+            f"A Keras 3 model was expected, and this is a model of {legacy}, which is Keras 2.\n"
             "Build it with `import keras`; where tf.keras is used, unset TF_USE_LEGACY_KERAS. "
             "For its weights,\n"
             "save them as .h5 with Keras 2, then lockstep.load_weights(model, file)."
@@ -211,12 +213,12 @@ def check_model(model: object) -> None:
         got = f"a {type(model).__name__} object"
     raise NotAModel(
         f"A Keras model was expected, and this is {got}.\n"
-        "Hand over an instance of keras.Model: Sequential, functional or subclassed."
+        "Give an instance of keras.Model: Sequential, functional or subclassed."
     )
 
 
 def _legacy_keras(model: object) -> str | None:
-    """The package of Keras 2 that a model or class is from, `None` where it is from none."""
+    """Return the package of Keras 2 that a model or class comes from, or `None`."""
     cls = model if isinstance(model, type) else type(model)
     for base in cls.__mro__:
         for package in ("tf_keras", "tensorflow.python.keras"):

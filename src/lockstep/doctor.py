@@ -1,4 +1,4 @@
-"""What a script will find here: backend, versions, devices, and the one thing to change."""
+"""The environment of a script: backend, versions, devices, and the one thing to change."""
 
 import json
 import os
@@ -20,7 +20,7 @@ PACKAGES = {
 }
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 EXTRAS = {"jax": "keras-lockstep[cuda]", "tensorflow": "tensorflow[and-cuda]"}
-"""What to install for a backend that is to use NVIDIA GPUs."""
+"""The package to install, by backend, to use NVIDIA GPUs."""
 
 _PROBE = """
 import json
@@ -36,11 +36,11 @@ print("\\n" + json.dumps(found))
 
 @dataclass(frozen=True)
 class Findings:
-    """What is here.
+    """The environment of a script.
 
     Attributes:
         backend: The backend that a script gets.
-        chosen_by: Where this choice comes from.
+        chosen_by: The source of this choice.
         installed: Versions by name of a package, `None` where it is missing.
         devices: Names and kinds of the devices that a script sees, none where it fails.
         failure: The error where no devices could be listed.
@@ -77,7 +77,7 @@ class Findings:
         ]
 
     def advice(self) -> str:
-        """The one thing to change, or that nothing has to be."""
+        """Return the one thing to change, or that nothing has to change."""
         gpus = [name for name, _ in self.devices if not name.startswith("cpu")]
         if self.backend in PACKAGES and not any(map(self.installed.get, PACKAGES[self.backend])):
             return (
@@ -114,10 +114,10 @@ class Findings:
 
 
 def examine(environ: Mapping[str, str]) -> Findings:
-    """Look at this environment, as a script that is started in it would find it.
+    """Examine an environment as a script that starts in it.
 
-    The backend is imported in a process of its own, so a broken or missing one is a finding
-    and no crash.
+    The backend is imported in another process, so that a broken or missing backend is a result
+    and not a crash.
 
     Args:
         environ: The environment of the script.

@@ -3,137 +3,138 @@
 ::
 
     LockstepError
-    ├── DeviceError (ValueError)      what was asked of devices=
-    │   ├── DeviceNotFound            more devices, or others, than are here
-    │   ├── DuplicateDevice           one device named twice
+    ├── DeviceError (ValueError)      `devices=` is wrong
+    │   ├── DeviceNotFound            a device is not available
+    │   ├── DuplicateDevice           a device is named twice
     │   └── RehearsalTooLate          the backend had already started
-    ├── UnsupportedBackend            Keras runs where no engine serves it yet
+    ├── UnsupportedBackend            there is no engine for the backend or its mode
     ├── UnsupportedKeras              this version of Keras was not checked
-    ├── NotAModel (TypeError)         the object is no Keras model
-    ├── UnusableData (ValueError)     what verify or fit was given to train on
-    ├── TargetNotFound (ValueError)   file.py:function names nothing
+    ├── NotAModel (TypeError)         the object is not a Keras model
+    ├── UnusableData (ValueError)     the data or the model cannot be trained on
+    ├── TargetNotFound (ValueError)   file.py:function does not exist or does not fit
     ├── ProcessesDisagree             several processes would not train one model
-    ├── LaunchError (ValueError)      lockstep run cannot start what was asked for
-    ├── WorkerDied (RuntimeError)     a process of a replica has ended within a call
-    ├── BenchFailed                   a process that measured did not end well
-    ├── CheckpointError (ValueError)  training cannot be checkpointed, or not be resumed
-    │   ├── NotARun                   the folder holds something else
-    │   ├── DamagedCheckpoint         what was read is not what was written
-    │   ├── NewerCheckpoint           a newer lockstep wrote it
-    │   └── CheckpointMismatch        another model, optimizer or data than it was written with
-    ├── BusyModel (RuntimeError)      a call of the model is under way
-    ├── UnsupportedModel              the engine could not keep this model exact
+    ├── LaunchError (ValueError)      lockstep run cannot start the processes
+    ├── WorkerDied (RuntimeError)     the process of a replica has ended within a call
+    ├── BenchFailed                   a process that measures a model has failed
+    ├── CheckpointError (ValueError)  training cannot be checkpointed or resumed
+    │   ├── NotARun                   the folder is not a folder of checkpoints
+    │   ├── DamagedCheckpoint         a file differs from the file that was written
+    │   ├── NewerCheckpoint           a newer lockstep wrote the checkpoint
+    │   └── CheckpointMismatch        the model, optimizer or data are others
+    ├── BusyModel (RuntimeError)      a call of the model is running
+    ├── UnsupportedModel              the engine cannot keep this model exact
     ├── LayoutConflict                a variable would need two layouts
     └── OldFileError (ValueError)     an old file cannot be read or rescued
-        ├── UnreadableFile            no format known here, or damaged beyond reading
-        ├── IncompleteFile            the save that wrote it failed half way
-        ├── HostileFile               links out of the file, absurd sizes
-        ├── NeedsCode                 a custom or Lambda layer, whose code the user has
-        ├── UntranslatableModel       an old architecture that Keras 3 cannot express
+        ├── UnreadableFile            the format is unknown, or the file is damaged
+        ├── IncompleteFile            the save that wrote the file failed
+        ├── HostileFile               the file has links out of it, or absurd sizes
+        ├── NeedsCode                 the file has a custom or Lambda layer without its code
+        ├── UntranslatableModel       Keras 3 cannot express the architecture
         ├── WeightsDoNotFit           the weights are those of another model
         ├── AmbiguousWeights          two different assignments both fit
         ├── OutputMismatch            the rescued model does not give the old outputs
-        └── UnsuitableOutput          the output cannot hold what was asked for
+        └── UnsuitableOutput          the output cannot be written as requested
 
     LockstepWarning (UserWarning)
-    ├── CheckpointWarning             a save failed, a damaged one was passed over, a slow resume
-    ├── UnsplitBatchWarning           exact, but devices repeat work
-    ├── DataOnHostWarning             data were to stay on the devices, or be made ready ahead
-    └── NothingToDoWarning            an old argument that has no meaning now
+    ├── CheckpointWarning             a save failed, a damaged one was skipped, a resume is slow
+    ├── UnsplitBatchWarning           the result is exact, but devices repeat work
+    ├── DataOnHostWarning             data are not kept on the devices, or not prepared ahead
+    ├── NothingToDoWarning            an old argument has no effect
+    └── SerialBranchesWarning         two devices wait for each other
 
-Every message says what was wrong with both values, why, and the one thing to do
-next, in at most three lines.
+Every message gives the two values that differ, the reason, and the one thing to do next, in at
+most three lines.
 """
 
 
 class LockstepError(Exception):
-    """Any error that lockstep raises on purpose."""
+    """The base class of all errors that lockstep raises."""
 
 
 class DeviceError(LockstepError, ValueError):
-    """`devices=` cannot be followed."""
+    """The value of `devices=` is wrong."""
 
 
 class DeviceNotFound(DeviceError):
-    """A device was asked for that is not here."""
+    """A requested device is not available."""
 
 
 class DuplicateDevice(DeviceError):
-    """One device was asked for twice."""
+    """A device was requested twice."""
 
 
 class RehearsalTooLate(DeviceError):
-    """Virtual devices were asked for after the backend had started."""
+    """Virtual devices were requested after the backend had started."""
 
 
 class UnsupportedBackend(LockstepError):
-    """Keras runs on a backend, or in a mode, that no engine serves yet."""
+    """There is no engine for the backend of Keras, or for the mode that it runs in."""
 
 
 class UnsupportedKeras(LockstepError):
-    """The installed Keras is a version that lockstep was not checked with."""
+    """Lockstep was not checked with the installed version of Keras."""
 
 
 class NotAModel(LockstepError, TypeError):
-    """The object handed over is no Keras model that can be trained."""
+    """The object is not a Keras model that can be trained."""
 
 
 class UnusableData(LockstepError, ValueError):
-    """The data, or the model, handed over cannot be trained on: it has no batch, for example."""
+    """The data or the model cannot be trained on. The data have no batch, for example."""
 
 
 class TargetNotFound(LockstepError, ValueError):
-    """What a command was told to run cannot be found or does not fit."""
+    """The target of a command does not exist, or does not fit the command."""
 
 
 class ProcessesDisagree(LockstepError):
-    """Several processes were started that would not train one model together.
+    """Several processes would not train one model together.
 
     Attributes:
-        left_by: The process that left by an error of its own, `None` where it was not that.
+        left_by: The process that left the call by an error, or `None` for another cause.
     """
 
     left_by: int | None = None
 
 
 class LaunchError(LockstepError, ValueError):
-    """`lockstep run` cannot start what was asked for."""
+    """`lockstep run` cannot start the processes."""
 
 
 class WorkerDied(LockstepError, RuntimeError):
-    """The process of a replica has ended within a call, or before it."""
+    """The process of a replica has ended during a call, or before it."""
 
 
 class BenchFailed(LockstepError):
-    """A process that was to measure a model did not end well."""
+    """A process that measures a model has failed."""
 
 
 class CheckpointError(LockstepError, ValueError):
-    """Training cannot be checkpointed, or not be resumed, as asked."""
+    """Training cannot be checkpointed or resumed."""
 
 
 class NotARun(CheckpointError):
-    """The folder for checkpoints holds something else."""
+    """The folder is not a folder of checkpoints."""
 
 
 class DamagedCheckpoint(CheckpointError):
-    """What was read of a checkpoint is not what was written."""
+    """A file of a checkpoint differs from the file that was written."""
 
 
 class NewerCheckpoint(CheckpointError):
-    """A newer lockstep wrote the checkpoint, in a format that is not known here."""
+    """A newer lockstep wrote the checkpoint, in an unknown format."""
 
 
 class CheckpointMismatch(CheckpointError):
-    """The checkpoint is of another model, optimizer or data than those that are here."""
+    """The checkpoint belongs to another model, another optimizer or other data."""
 
 
 class BusyModel(LockstepError, RuntimeError):
-    """A model was called, moved or released while a call of it was under way."""
+    """A model was called, moved or released during one of its calls."""
 
 
 class UnsupportedModel(LockstepError):
-    """The engine could not keep this model equal to one device."""
+    """The engine cannot keep this model equal to one device."""
 
 
 class LayoutConflict(LockstepError):
@@ -141,15 +142,15 @@ class LayoutConflict(LockstepError):
 
 
 class OldFileError(LockstepError, ValueError):
-    """An old file cannot be read, or not be rescued as asked."""
+    """An old file cannot be read or rescued."""
 
     def __str__(self) -> str:
-        """The message; names from a file may hold control characters, which are escaped."""
+        """Return the message. Control characters in names from a file are escaped."""
         return printable(super().__str__())
 
 
 def printable(text: str) -> str:
-    r"""A text that a terminal shows and does not obey: control characters are escaped.
+    r"""Return a text with its control characters escaped, so that a terminal shows them.
 
     Example:
         >>> printable("dense\x1b[2J")
@@ -162,15 +163,15 @@ def printable(text: str) -> str:
 
 
 class UnreadableFile(OldFileError):
-    """The file has no format that is known here, or is damaged beyond reading."""
+    """The format of the file is unknown, or the file is damaged."""
 
 
 class IncompleteFile(OldFileError):
-    """The save that wrote the file failed half way: weights are missing."""
+    """The save that wrote the file failed, and weights are missing."""
 
 
 class HostileFile(OldFileError):
-    """The file asks for what no honest file needs: links out of it, absurd sizes."""
+    """The file has links to places outside of it, or declares absurd sizes."""
 
 
 class NeedsCode(OldFileError):
@@ -190,28 +191,32 @@ class AmbiguousWeights(OldFileError):
 
 
 class OutputMismatch(OldFileError):
-    """The rescued model does not give the outputs it should."""
+    """The rescued model does not give the expected outputs."""
 
 
 class UnsuitableOutput(OldFileError):
-    """The output's format or place cannot hold what was asked for."""
+    """The output cannot be written in this format or to this place."""
 
 
 class LockstepWarning(UserWarning):
-    """Any warning that lockstep gives on purpose."""
+    """The base class of all warnings of lockstep."""
 
 
 class CheckpointWarning(LockstepWarning):
-    """Training goes on, and something about its checkpoints has to be known."""
+    """Training continues, and there is a problem with its checkpoints."""
 
 
 class UnsplitBatchWarning(LockstepWarning):
-    """A ragged batch gave exact results, and the devices repeated work for it."""
+    """A batch was not split: the results are exact, and the devices repeat work."""
 
 
 class DataOnHostWarning(LockstepWarning):
-    """Data were to stay on the devices, or be made ready ahead, and go from the host in turn."""
+    """Data are not kept on the devices, or not prepared ahead: batches come from the host."""
 
 
 class NothingToDoWarning(LockstepWarning):
     """An argument of the old `multi_gpu_model` that has no meaning any more."""
+
+
+class SerialBranchesWarning(LockstepWarning):
+    """Layers go to another device and back, so the two devices wait for each other."""

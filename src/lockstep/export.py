@@ -20,25 +20,24 @@ from lockstep.state import GROUPS, named_variables
 
 
 def export_model(run: Path, output: Path, model: Any = None, best: bool = False) -> Path:
-    """Write what a checkpoint has of a model into a plain `.keras` file.
+    """Write the model of a checkpoint into a plain `.keras` file.
 
-    The file is what `model.save` would have written then: architecture, weights, compilation
-    and optimizer; plain Keras reads it. Where the model has classes of its own, their code is
-    needed.
+    The file is what `model.save` would have written at that time: architecture, weights,
+    compilation and optimizer. Plain Keras loads it. Custom classes of the model need their code.
 
     Args:
-        run: The folder of a run, of which the newest whole checkpoint is taken, or of one
-            checkpoint.
-        output: The file; its name ends in `.keras`. One that is there is replaced, at the end.
-        model: A model to take the values, where the checkpoint alone cannot make one.
-        best: Whether the best checkpoint by what was monitored is taken instead.
+        run: The folder of a run or of one checkpoint. Of a run, the newest complete checkpoint
+            is used.
+        output: The file; its name ends in `.keras`. An existing file is replaced at the end.
+        model: A model that takes the values, if the checkpoint alone cannot make one.
+        best: Whether to use the best checkpoint by the monitored value instead.
 
     Returns:
         The folder of the checkpoint.
 
     Raises:
-        CheckpointError: If there is no checkpoint, or none that is whole, or the model cannot be
-            made from it, or is another one than was handed over, or the file not be written.
+        CheckpointError: If there is no complete checkpoint, if the model cannot be made from it
+            or is another one than `model`, or if the file cannot be written.
     """
     if output.suffix != ".keras":
         raise CheckpointError(
@@ -82,7 +81,7 @@ def _found(run: Path, best: bool) -> Found:
         return found
     retention = Retention(1, True)
     for path in folder.checkpoints():
-        with contextlib.suppress(DamagedCheckpoint):  # or gone by now, in a run that goes on
+        with contextlib.suppress(DamagedCheckpoint):  # or removed by now, in a run that continues
             retention.note(path, read_manifest(path).state)
     found = retention.read_best(folder, print)
     if found is None:
@@ -101,7 +100,7 @@ def _made(found: Found) -> Any:
     if config is not None:
         try:
             return keras.saving.deserialize_keras_object(config)
-        except Exception as error:  # whatever the constructor of a class raises
+        except Exception as error:  # a constructor of the user may raise anything
             why = str(error).strip().splitlines()[0][:120]
     raise CheckpointError(
         f"The model of {found.path} cannot be made from the checkpoint alone: {why}.\n"

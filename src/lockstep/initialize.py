@@ -1,4 +1,4 @@
-"""`initialize`: this process joins those that a launcher has started with it."""
+"""The function `initialize`, which joins the processes of a launcher."""
 
 import multiprocessing
 import os
@@ -12,24 +12,24 @@ from lockstep.launch.environment import ALONE, Place, find_place
 from lockstep.rehearsal import written_backend
 
 _JOINED = "LOCKSTEP_JOINED"
-"""Holds the id of the process that has joined. The processes that it starts are none of the run."""
+"""The variable with the id of the process that has joined. Its child processes do not join."""
 
 
 def initialize() -> tuple[int, int]:
     """Join the processes that a launcher has started together with this one.
 
-    `lockstep.distribute` does the same by itself. Call this where a script needs its rank earlier,
-    before the first Keras operation. It does nothing in a single process, or if the processes
-    have been joined by `jax.distributed.initialize`.
+    `lockstep.distribute` joins them too. A script that needs its rank earlier calls this before
+    the first Keras operation. The call does nothing in a single process, or after
+    `jax.distributed.initialize`.
 
     Returns:
         The number of this process, and the number of processes.
 
     Raises:
         ProcessesDisagree: If the variables of the launcher contradict each other, if the backend
-            has started already, or if the processes do not find each other.
-        UnsupportedBackend: If there are several processes, and the engine for Keras's backend
-            runs in one.
+            has already started, or if the processes do not find each other.
+        UnsupportedBackend: If there are several processes, and the engine of the backend runs
+            in one process only.
 
     Example:
         >>> rank, size = lockstep.initialize()
@@ -47,7 +47,7 @@ def join(engine: Engine) -> tuple[int, int]:
 
 
 def place_of_this_process(environ: Mapping[str, str]) -> Place:
-    """Return the place of this process; alone if a process of the run has started it."""
+    """Return the place of this process. A child of a process of the run is alone."""
     started_by_another = environ.get(_JOINED, str(os.getpid())) != str(os.getpid())
     if started_by_another or multiprocessing.parent_process() is not None:
         return ALONE
@@ -57,9 +57,9 @@ def place_of_this_process(environ: Mapping[str, str]) -> Place:
 def join_at_first_use(environ: MutableMapping[str, str]) -> None:
     """Let JAX join the processes of the launcher right before it starts its devices.
 
-    A script may build its model before it calls `distribute`, and JAX joins no processes after its
-    first operation. Without a launcher, nothing is imported. Contradictory variables are left to
-    `distribute`: a command that imports lockstep is to work.
+    A script may build its model before it calls `distribute`, and JAX cannot join processes after
+    its first operation. Without a launcher, nothing is imported. Contradictory variables raise no
+    error here: `import lockstep` has to work in every command. `distribute` raises it.
     """
     try:
         place = place_of_this_process(environ)

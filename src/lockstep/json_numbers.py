@@ -1,11 +1,11 @@
-"""Numbers as JSON has them."""
+"""Numbers in JSON."""
 
 import math
 from typing import Any
 
 
 def finite(value: Any) -> Any:
-    """The same lists and dicts; a number that is not finite is the string "inf" or "nan"."""
+    """Return lists and dicts with the strings "inf" and "nan" for numbers that are not finite."""
     if isinstance(value, dict):
         return {name: finite(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

@@ -14,8 +14,10 @@ Raises:
 
 import functools
 import importlib
+import inspect
 import re
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,10 +73,10 @@ try:
     from keras.src.backend.common.masking import set_keras_mask as set_keras_mask
     from keras.src.backend.common.stateless_scope import in_stateless_scope as in_stateless_scope
     from keras.src.backend.config import is_nnx_enabled as is_nnx_enabled
-    from keras.src.callbacks.backup_and_restore import BackupAndRestore as _BackupAndRestore
     from keras.src.layers import layer as _layer_module
     from keras.src.losses.losses import LossFunctionWrapper as LossFunctionWrapper
     from keras.src.models.functional import Functional as Functional
+    from keras.src.ops.node import Node as _Node
     from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR as GLOBAL_SEED_GENERATOR
     from keras.src.random.seed_generator import global_seed_generator as global_seed_generator
     from keras.src.saving import serialization_lib as _serialization_lib
@@ -122,8 +124,8 @@ except ImportError as error:
 _ATTRIBUTES = {
     ArrayDataAdapter: ("_get_iterator",),
     EpochIterator: ("_enumerate_iterator", "_get_iterator", "catch_stop_iteration", "reset"),
-    _BackupAndRestore: ("_save_model",),
     keras.Model: ("_assert_compile_called", "_clear_losses", "_flatten_layers", "_symbolic_build"),
+    Functional: ("_run_through_graph",),
     keras.Operation: ("symbolic_call",),
     keras.layers.Layer: ("symbolic_call",),
     keras.random.SeedGenerator: ("next",),
@@ -179,11 +181,6 @@ def module_in_keras(thing: Any) -> str:
     """Where in Keras a function or class is defined, `"ops.nn"` for example; `""` elsewhere."""
     module = str(getattr(thing, "__module__", ""))
     return module.removeprefix("keras.src.") if module.startswith("keras.src.") else ""
-
-
-def saves_as_keras(callback: Any) -> bool:
-    """Whether a `BackupAndRestore` writes its files by Keras's own method."""
-    return type(callback)._save_model is _BackupAndRestore._save_model
 
 
 # ---------------------------------------------------------------- what a trainer does
@@ -314,14 +311,6 @@ def torch_default_device() -> str:
     return str(_torch_core().DEFAULT_DEVICE)
 
 
-def torch_device() -> str:
-    """The device on which Keras makes PyTorch tensors now.
-
-    keras/src/backend/torch/core.py, from 3.16 on ops/core.py
-    """
-    return str(_torch_core().get_device())
-
-
 def _torch_core() -> Any:
     from keras.src.backend import torch
 
@@ -345,6 +334,66 @@ def is_built(model: Any) -> bool:
     keras/src/layers/layer.py, Layer._flatten_layers
     """
     return all(layer.built for layer in model._flatten_layers())
+
+
+# ---------------------------------------------------------------- double precision
+
+_LOWERED = "float64"
+"""The type that Keras lowers to float32 in results of several types, on JAX and PyTorch.
+
+keras/src/backend/common/dtypes.py, BIT64_TO_BIT32_DTYPE, which `result_type` reads.
+"""
+
+
+def compute_in_float64() -> None:
+    """Make Keras compute in float64 in this process, from now on.
+
+    Keras and JAX cache types, so the process cannot go back. Models that exist keep their types.
+    """
+    keras.config.set_floatx("float64")
+    _table_of_types()[_LOWERED] = "float64"
+    if keras.backend.backend() == "jax":
+        importlib.import_module("jax").config.update("jax_enable_x64", True)
+        # jax.nn.dot_product_attention computes the logits in float32 whatever it is given.
+        keras.src.backend.nn.dot_product_attention = _attention
+
+
+def computes_in_float64() -> bool:
+    """Whether `compute_in_float64` was called, or this backend needs no call."""
+    return bool(_table_of_types()[_LOWERED] == "float64")
+
+
+def _table_of_types() -> Any:
+    from keras.src.backend.common import dtypes
+
+    return dtypes.BIT64_TO_BIT32_DTYPE
+
+
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    flash_attention: bool | None = None,
+    attn_logits_soft_cap: float | None = None,
+) -> Any:
+    """Attention in the type of its inputs; see keras/src/backend/jax/nn.py."""
+    ops = keras.ops
+    logits = ops.einsum("btnh,bsnh->bnts", query, key)
+    logits = logits * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if bias is not None:
+        logits = logits + ops.cast(bias, logits.dtype)
+    if attn_logits_soft_cap is not None:
+        logits = attn_logits_soft_cap * ops.tanh(logits / attn_logits_soft_cap)
+    rows, columns = logits.shape[-2:]
+    seen = ops.tri(rows, columns, dtype="bool") if is_causal else True
+    if mask is not None:
+        seen = ops.logical_and(seen, mask)
+    logits = ops.where(seen, logits, -1e30)
+    return ops.einsum("bnts,bsnh->btnh", ops.softmax(logits, axis=-1), value)
 
 
 # ---------------------------------------------------------------- what an adapter does
@@ -404,3 +453,117 @@ def serialized_objects_kept() -> Iterator[None]:
         yield
     finally:
         _serialization_lib.record_object_after_serialization = record
+
+
+# ---------------------------------------------------------------- the graph of a functional model
+
+
+def functional_of(layer: Any) -> Any:
+    """The functional graph that a model runs, `None` where it has none.
+
+    keras/src/models/sequential.py: a `Sequential` that is built has one in `_functional`.
+    """
+    return layer if isinstance(layer, Functional) else getattr(layer, "_functional", None)
+
+
+def nodes_of(function: Any) -> list[Any]:
+    """The calls of a functional graph, in the order in which Keras runs them.
+
+    keras/src/ops/function.py, Function._run_through_graph
+    """
+    by_depth = function._nodes_by_depth
+    every = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth]]
+    return [node for node in every if node.operation and not node.is_input]
+
+
+def sublayers_of(layer: Any) -> list[Any]:
+    """The layers that a layer holds itself, in order, without those inside them.
+
+    keras/src/layers/layer.py, Layer._flatten_layers. The graph of a `Sequential` holds its layers
+    once more.
+    """
+    inner = layer._flatten_layers(recursive=False, include_self=False)
+    own = getattr(layer, "_functional", None)
+    return [each for each in inner if each is not own]
+
+
+def added_losses(layer: Any) -> list[Any]:
+    """The losses that a layer has added in its last call.
+
+    keras/src/layers/layer.py, Layer.add_loss
+    """
+    return list(layer._losses)
+
+
+def run_graph(
+    function: Any, around: Callable[[Any], Any], inputs: Any, operation_fn: Any, call_fn: Any
+) -> Any:
+    """Run a functional graph, with each call inside a context of its own.
+
+    keras/src/ops/function.py, Function._run_through_graph, which does the same without contexts.
+
+    Args:
+        function: The functional model.
+        around: Makes the context of a call from its node.
+        inputs: The inputs of the model.
+        operation_fn: Makes the function to call from an operation.
+        call_fn: Calls that function; `None` to call it directly.
+    """
+    known = dict(zip(map(id, function.inputs), keras.tree.flatten(inputs), strict=False))
+    for node in nodes_of(function):
+        if any(id(x) not in known for x in node.input_tensors):
+            continue
+        args, kwargs = node.arguments.fill_in(known)
+        call = operation_fn(node.operation)
+        with around(node):
+            outputs = call(*args, **kwargs) if call_fn is None else call_fn(call, *args, **kwargs)
+        known.update(zip(map(id, node.outputs), keras.tree.flatten(outputs), strict=False))
+    # Keras refuses a graph that is not connected when it makes the model.
+    return keras.tree.pack_sequence_as(
+        function._outputs_struct, [known[id(x)] for x in function.outputs]
+    )
+
+
+@contextmanager
+def nodes_reported(report: Callable[[Any], None]) -> Iterator[None]:
+    """Call `report` with each node of a functional graph that is made inside the context.
+
+    keras/src/ops/node.py, Node, which a call on symbolic tensors makes. The nodes of the graph that
+    a `Sequential` makes of itself are left out (keras/src/models/sequential.py, Sequential.build).
+    """
+    make, chain = _Node.__init__, keras.Sequential.build.__code__
+
+    @functools.wraps(make)
+    def make_and_report(node: Any, *args: Any, **kwargs: Any) -> None:
+        make(node, *args, **kwargs)
+        if all(frame.f_code is not chain for frame, _ in traceback.walk_stack(None)):
+            report(node)
+
+    _Node.__init__ = make_and_report
+    try:
+        yield
+    finally:
+        _Node.__init__ = make
+
+
+_REPORTS = "_lockstep_reports"
+
+
+def report_functional_models(report: Callable[[Any], None]) -> None:
+    """Call `report` with each functional model that is made from now on.
+
+    keras/src/models/functional.py, Functional.__init__. A second call changes nothing.
+    """
+    make = Functional.__init__
+    if hasattr(make, _REPORTS):
+        return
+
+    @functools.wraps(make)
+    def make_and_report(model: Any, *args: Any, **kwargs: Any) -> None:
+        make(model, *args, **kwargs)
+        report(model)
+
+    setattr(make_and_report, _REPORTS, True)
+    # Keras compares the arguments of constructors when it loads a model.
+    vars(make_and_report)["__signature__"] = inspect.signature(make)
+    Functional.__init__ = make_and_report

@@ -4,9 +4,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def package_version(package: str) -> str | None:
-    """The installed version of a package, `None` without it.
+    """Return the installed version of a package, or `None`.
 
-    The nightly build of Keras is a package of its own name, keras-nightly.
+    The nightly build of Keras is the package keras-nightly.
     """
     if package == "keras-lockstep":
         from lockstep import __version__

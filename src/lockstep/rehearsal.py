@@ -11,23 +11,22 @@ from lockstep.errors import DeviceError, RehearsalTooLate
 
 
 def rehearse(devices: int) -> None:
-    """Give this process virtual CPU devices, to try a script without the hardware.
+    """Make virtual CPU devices in this process, to try a script without the hardware.
 
-    The numbers are those that as many real devices would give; the speed is not,
-    because the virtual devices share the cores. Accelerators are hidden. Works
-    before or after Keras is imported, as long as no operation has run, and reaches
-    the processes started from this one. `LOCKSTEP_REHEARSE=4` in the environment
-    does the same as soon as lockstep is imported.
+    The results are those of as many real devices. The speed is not, because virtual devices
+    share the cores. Accelerators are hidden. The call has to come before the first Keras
+    operation. Processes that this process starts have the same virtual devices. Setting
+    `LOCKSTEP_REHEARSE=4` in the environment has the same effect when lockstep is imported.
 
-    On JAX, `PJRT_NPROC` (the number of XLA's threads) is raised to four for each device where it is
-    less: with fewer, the devices may wait for one another.
+    On JAX, the call sets `PJRT_NPROC`, the number of XLA's threads, to at least four for each
+    device. With fewer threads the devices may wait for one another.
 
     Args:
-        devices: How many, at least 1.
+        devices: The number of virtual devices, at least 1.
 
     Raises:
         RehearsalTooLate: If the backend has already started with other devices.
-        DeviceError: If `devices` is no number of at least 1.
+        DeviceError: If `devices` is not a whole number of at least 1.
         UnsupportedBackend: If Keras runs on a backend without an engine.
 
     Example:
@@ -43,13 +42,13 @@ def rehearse(devices: int) -> None:
 
 
 def rehearse_from_environment(environ: MutableMapping[str, str]) -> None:
-    """Follow `LOCKSTEP_REHEARSE`, without importing a framework.
+    """Make the virtual devices that `LOCKSTEP_REHEARSE` asks for.
 
-    Where JAX is not imported yet, its own variables are set for when it is; they
-    are read at its import, and so is Keras's own for PyTorch. TensorFlow reads none,
-    so that it is imported here where Keras is told to run on it. Where a framework has
-    already started, or the variable holds no number, nothing happens here, and the first
-    call that needs the devices says so: a command that imports lockstep is to end in words.
+    JAX and PyTorch are not imported: variables are set that they, or Keras, read at their
+    import. TensorFlow reads no such variable, and is imported if Keras runs on it.
+
+    A framework that has already started, or a wrong value, raises no error here: `import
+    lockstep` has to work in every command. The first call that needs the devices raises it.
     """
     try:
         count = rehearsed_devices(environ)
@@ -62,7 +61,7 @@ def rehearse_from_environment(environ: MutableMapping[str, str]) -> None:
         # keras/src/backend/torch/core.py reads it at the import of Keras
         environ["KERAS_TORCH_DEVICE"] = "cpu"
     if backend == "tensorflow":
-        # Keras writes its file by itself, and names TensorFlow where there is none, too.
+        # Keras writes keras.json at its first import, with TensorFlow even if it is not installed.
         with suppress(RehearsalTooLate, ImportError):
             from lockstep.engines.tensorflow import devices as tensorflow_devices
 
@@ -83,7 +82,7 @@ def rehearse_from_environment(environ: MutableMapping[str, str]) -> None:
 
 
 def written_backend(environ: Mapping[str, str]) -> str | None:
-    """The backend in Keras's file of settings, which counts where the environment names none."""
+    """Return the backend in keras.json, which applies if the environment names none."""
     import json
 
     # keras/src/backend/config.py

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lockstep.errors import TargetNotFound, UnsupportedBackend
+from lockstep.errors import TargetNotFound, UnsupportedBackend, UnusableData
 from lockstep.trains_at_import import training_refused
 
 
@@ -52,7 +52,7 @@ def call_target(target: str) -> Any:
 
 
 def _similar(place: str, name: str, module: ModuleType) -> str:
-    """The remedy for a wrong name of a function: the one that was meant, or those there are."""
+    """Return the remedy for a wrong name of a function: a similar name, or all names."""
     functions = [
         each
         for each, item in vars(module).items()
@@ -66,7 +66,7 @@ def _similar(place: str, name: str, module: ModuleType) -> str:
 
 
 def _check_backend(place: str) -> None:
-    """Raise where the target asks for another backend than the one that it got."""
+    """Raise if the target sets another backend than the one that has started."""
     asked = os.environ.get("KERAS_BACKEND")
     got = getattr(getattr(sys.modules.get("keras"), "backend", None), "backend", lambda: asked)()
     if asked != got:
@@ -77,7 +77,7 @@ def _check_backend(place: str) -> None:
 
 
 def model_and_data(target: str) -> tuple[Any, Any]:
-    """The `(model, data)` that a target returns.
+    """Return the `(model, data)` of a target.
 
     Raises:
         TargetNotFound: If it returns anything else.
@@ -95,8 +95,33 @@ def model_and_data(target: str) -> tuple[Any, Any]:
     return result[0], result[1]
 
 
+def float64_model_and_data(target: str) -> tuple[Any, Any]:
+    """Make this process compute in float64, and return the `(model, data)` of a target.
+
+    Raises:
+        TargetNotFound: If it returns anything else.
+        UnusableData: If a layer of the model computes in another type.
+    """
+    from lockstep.keras_compat import compute_in_float64
+
+    compute_in_float64()
+    model, data = model_and_data(target)
+    others = [
+        each
+        for each in (model, *model._flatten_layers(include_self=False))
+        if each.compute_dtype != "float64"
+    ]
+    if others:
+        raise UnusableData(
+            f"float64 was asked for, and {others[0].name!r} of {target} computes in "
+            f"{others[0].compute_dtype}.\nBuild it there without a dtype; a model that is loaded "
+            "from a file keeps the type of the file."
+        )
+    return model, data
+
+
 def model_alone(target: str) -> Any:
-    """The model that a target returns, alone or first of `(model, data)`.
+    """Return the model of a target that returns a model or `(model, data)`.
 
     Raises:
         TargetNotFound: If it returns anything else.
@@ -114,7 +139,7 @@ def model_alone(target: str) -> Any:
 
 
 def load_module(place: str) -> ModuleType:
-    """The module in a file, or by its name.
+    """Return the module in a file, or the module of a name.
 
     A file is run as a module of its own, with its folder on the import path, as Python
     does with a script.
@@ -135,7 +160,7 @@ def load_module(place: str) -> ModuleType:
             return importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is None or not place.startswith(error.name):
-            raise  # what the user's own module lacks is for it to say
+            raise  # an import in the module of the user has failed
         raise TargetNotFound(
             f"{place!r} was asked for, and there is no module {error.name!r}.\n"
             f"Modules are looked for from {Path.cwd()} and in the environment."
@@ -161,7 +186,7 @@ def _load_file(file: Path) -> ModuleType:
 
 @contextmanager
 def _as_a_script(place: str) -> Iterator[None]:
-    """The user's code sees arguments of its own, none, and does not end the command."""
+    """Run code of the user with no arguments in `sys.argv`; `sys.exit` does not end the command."""
     before, sys.argv = sys.argv, [place]
     try:
         yield

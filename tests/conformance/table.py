@@ -24,12 +24,12 @@ STOCK_DEVICES = {"jax": 4, "tensorflow": 2}
 
 def measure_lockstep(case):
     """The largest difference for every number of devices."""
+    import lockstep
     from tests.conformance.cases.case import gaps, play
-    from tests.conformance.worker import distribute
 
     one, row = play(case), {}
     for devices in COUNTS[_backend()]:
-        far = gaps(one, play(case, partial(distribute, devices=devices)))
+        far = gaps(one, play(case, partial(lockstep.distribute, devices=devices)))
         row[str(devices)] = max(far.values())
     return row
 
@@ -119,7 +119,7 @@ def measures(backend):
 
 def measure(what, folder):
     """Measure every case that the folder does not have yet."""
-    from tests.conformance.worker import compute_in_float64
+    from lockstep.keras_compat import compute_in_float64
 
     warnings.simplefilter("ignore")
     if what == "float64":

@@ -37,7 +37,7 @@ class Worker:
         """Return the largest difference of a case from one device, by quantity.
 
         Only quantities beyond the bound of the case are in it. `options` are those of
-        `lockstep.distribute`.
+        `lockstep.distribute`; `by_layer=True` places layers on the devices instead.
         """
         try:
             call = json.dumps([family, name, devices, options])
@@ -58,31 +58,31 @@ class Worker:
 
 
 def _differences(family, name, devices, options):
-    from lockstep.errors import UnsplitBatchWarning
+    import lockstep
+    from lockstep.errors import SerialBranchesWarning, UnsplitBatchWarning
     from tests.conformance.cases.case import gaps, play
 
     case, one = case_of(family, name), _on_one_device(family, name)
     if _backend() == "torch":
         _keep_processes_warm(devices)
+    by_layer = options.pop("by_layer", False)
+    lay_out = partial(spread if by_layer else lockstep.distribute, devices=devices, **options)
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always", UnsplitBatchWarning)
-        many = play(case, partial(distribute, devices=devices, **options))
-    if _backend() == "jax":
+        warnings.simplefilter("ignore", SerialBranchesWarning)
+        many = play(case, lay_out)
+    if _backend() == "jax" and not by_layer:
         assert bool(given) == (case.unsplit and devices > 1)
     return {key: gap for key, gap in gaps(one, many).items() if not gap <= case.bound}
 
 
-def distribute(model, devices, **options):
-    """Distribute the model; on PyTorch, its processes compute in float64 where this one does."""
-    import keras
-
+def spread(model, devices):
+    """Give the layers of a model to the devices in turn, which is as many transfers as can be."""
     import lockstep
+    from lockstep.keras_compat import sublayers_of
 
-    if _backend() == "torch" and keras.config.floatx() == "float64":
-        from tests.torch.double import in_double
-
-        model = in_double(model)
-    return lockstep.distribute(model, devices=devices, **options)
+    layers = enumerate(sublayers_of(model))
+    return lockstep.place(model, {layer.name: number % devices for number, layer in layers})
 
 
 @lru_cache
@@ -92,9 +92,8 @@ def _keep_processes_warm(devices):
     import numpy as np
 
     import lockstep
-    from tests.torch.double import in_double
 
-    model = in_double(keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]))
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     lockstep.distribute(model, devices).predict(np.ones((devices, 1)), verbose=0)
     return model
 
@@ -127,22 +126,11 @@ def _backend():
     return os.environ["KERAS_BACKEND"]
 
 
-def compute_in_float64():
-    """Make Keras compute in float64, on JAX too (the variable JAX_ENABLE_X64 is needed)."""
-    import keras
-
-    keras.config.set_floatx("float64")
-    if keras.backend.backend() in ("jax", "torch"):
-        # With these, Keras lowers float64 to float32 in means, norms and losses.
-        from keras.src.backend.common import dtypes
-
-        dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64"
-
-
 def main():
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what Keras prints does not mix with the answers
     import lockstep  # noqa: F401  (follows LOCKSTEP_REHEARSE before anything runs)
+    from lockstep.keras_compat import compute_in_float64
 
     compute_in_float64()
     warnings.simplefilter("error")

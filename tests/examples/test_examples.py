@@ -10,6 +10,7 @@ from tests.processes.common import script
 
 # No batch divides by the number of devices; all of a run have one size, to compile once.
 EXAMPLES = {
+    "anywhere.py": (4, "--samples 53 --epochs 1 --batch 10 --folder {folder}"),
     "minimal.py": (4, "--epochs 1 --file {folder}/minimal.keras"),
     "tf_data.py": (
         4,
@@ -43,8 +44,8 @@ EXAMPLES = {
     ),
 }
 
-ELSEWHERE = {"check_file.py", "stateful_lstm.py"}
-"""The helper, and the example that test_stateful_example.py runs."""
+ELSEWHERE = {"check_file.py", "stateful_lstm.py", "shared_lstm_branches.py"}
+"""The helper, and the examples with tests of their own."""
 
 
 FILES = {

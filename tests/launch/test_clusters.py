@@ -120,7 +120,10 @@ REFUSED = {
     ),
     "an option of a cluster without one": ("--nodes 2", "--nodes was given, and it has no meaning"),
     "an option of this machine": ("--on slurm --restarts 2", "--restarts was given"),
-    "another cluster": ("--on ray", "'ray' is not one of 'slurm', 'kubernetes'"),
+    "another cluster": ("--on mesos", "'mesos' is none of slurm, kubernetes, ray, ray://HOST:PORT"),
+    "a range of hosts": ("--on slurm --nodes 1:4", "--nodes=1:4 was given, and a range has a"),
+    "a number of hosts": ("--on ray --nodes 4:1", "'4:1' does not go from at least 1 upwards"),
+    "no number of hosts": ("--on ray --nodes all", "'all' is no number and no range such as 1:4"),
 }
 
 

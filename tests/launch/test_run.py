@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch.output import Output
-from lockstep.launch.rank_process import Failure, cause_of
+from lockstep.launch.rank import Failure, cause_of
 from lockstep.launch.status import Status
 
 SOURCE = Path(__file__).parents[2] / "src"

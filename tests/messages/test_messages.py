@@ -86,7 +86,7 @@ def test_a_model_of_legacy_keras_2(thing):
     legacy = type("Sequential", (), {"__module__": "tf_keras.src.engine.sequential"})
     mine = type("Mine", (legacy,), {"__module__": "__main__"})
     assert text_of(lockstep.distribute, mine() if thing == "instance" else mine) == (
-        "A Keras 3 model was expected, and this is one of tf_keras, which is legacy Keras 2.\n"
+        "A Keras 3 model was expected, and this is a model of tf_keras, which is Keras 2.\n"
         "Build it with `import keras`; where tf.keras is used, unset TF_USE_LEGACY_KERAS. "
         "For its weights,\n"
         "save them as .h5 with Keras 2, then lockstep.load_weights(model, file)."

@@ -508,12 +508,12 @@ REFUSED = {
     "a checkpoint of Orbax's": (
         "made.fit(*data(), batch_size=7, verbose=0, "
         "callbacks=[keras.callbacks.OrbaxCheckpoint(os.path.abspath('orbax'))])",
-        "OrbaxCheckpoint was given, and JAX runs in several processes",
+        "OrbaxCheckpoint was given, and several processes train",
     ),
     "a checkpoint of Orbax's in a fit of its own": (
         "own = Saving(made.inputs, made.outputs); own.compile('sgd', 'mse'); "
         "lockstep.distribute(own).fit(*data(), batch_size=7, verbose=0)",
-        "OrbaxCheckpoint was given, and JAX runs in several processes",
+        "OrbaxCheckpoint was given, and several processes train",
     ),
     "operation by operation": (
         "made.compile('sgd', 'mse', run_eagerly=True); made.fit(*data(), verbose=0)",

@@ -1,5 +1,8 @@
 """`check=` and the files that the commands are given: what is compared, what is refused."""
 
+import zipfile
+from contextlib import contextmanager
+
 import keras
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ import lockstep
 from lockstep.cli import main
 from lockstep.errors import OutputMismatch, UnreadableFile
 from lockstep.rescue import check_outputs
+from lockstep.rescue import write as write_module
 from tests.rescue import old_files
 
 RNG = np.random.default_rng(0)
@@ -76,6 +80,66 @@ def test_a_file_that_loads_wrongly_is_refused(tmp_path, monkeypatch):
     with pytest.raises(OutputMismatch, match="differ from the expected"):
         checked(tmp_path, 1, X, X @ KERNEL + BIAS)
     assert not (tmp_path / "new.keras").exists()
+
+
+@pytest.mark.parametrize("suffix", [".keras", ".weights.h5", ".h5"])
+def test_one_wrong_number_in_the_written_file_is_refused(tmp_path, monkeypatch, suffix):
+    """The check loads the file: a wrong number in it is found, also by the rows read back."""
+    import h5py
+
+    weights = [("d/kernel:0", KERNEL), ("d/bias:0", BIAS)]
+    parallel = old_files.parallel_weights(tmp_path / "old.h5", weights)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, name="d")])
+    np.savez(tmp_path / "io.npz", x0=X, y0=X @ KERNEL + BIAS)
+    new, check = tmp_path / f"new{suffix}", tmp_path / "io.npz"
+    assert lockstep.rescue(parallel, new, model=model, check=check).difference < 1e-5
+    write = write_module.write
+
+    def damaged(old, found, suffix, path):
+        result = write(old, found, suffix, path)
+        with archive_of(path) as folder, h5py.File(folder, "r+") as handle:
+            handle.visititems(flip)
+        return result
+
+    monkeypatch.setattr(write_module, "write", damaged)
+    with pytest.raises(OutputMismatch, match="differ from the expected"):
+        lockstep.rescue(parallel, new, model=model, check=check)
+
+
+@contextmanager
+def archive_of(path):
+    """The HDF5 file in a `.keras` archive, which is written again; or the file itself."""
+    if not zipfile.is_zipfile(path):
+        yield path
+        return
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    inner = f"{path}.inner.h5"
+    with open(inner, "wb") as file:
+        file.write(parts["model.weights.h5"])
+    yield inner
+    with open(inner, "rb") as file:
+        parts["model.weights.h5"] = file.read()
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in parts.items():
+            archive.writestr(name, data)
+
+
+def flip(_, item):
+    if getattr(item, "shape", None) == KERNEL.shape:
+        item[0, 0] += 1
+
+
+@pytest.mark.parametrize("given", [1, 3])
+def test_another_number_of_outputs_is_said(tmp_path, given):
+    """It was called a difference of 0, more than 1e-05."""
+    y = X @ KERNEL + BIAS
+    np.savez(tmp_path / "io.npz", x0=X, **{f"y{n}": y for n in range(given)})
+    inputs = keras.Input((4,))
+    two = keras.Model(inputs, [keras.layers.Dense(2)(inputs) for _ in range(2)])
+    inputs, outputs = check_outputs.inputs_and_outputs(tmp_path / "io.npz")
+    with pytest.raises(OutputMismatch, match=f"has 2 outputs, and {given} were given"):
+        check_outputs.difference(two, inputs, outputs)
 
 
 @pytest.mark.parametrize("y", [np.zeros((0, 2), "float32"), np.full((3, 2), np.nan, "float32")])

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 
 import lockstep
-from tests.torch.double import BOUND, in_double
+from tests.torch.double import BOUND
 
 
 def both(build, devices=3):
@@ -13,7 +13,7 @@ def both(build, devices=3):
     for _ in range(2):
         keras.utils.clear_session(free_memory=False)  # the same names
         keras.utils.set_random_seed(11)
-        made.append(in_double(build()))
+        made.append(build())
     return made[0], lockstep.distribute(made[1], devices)
 
 

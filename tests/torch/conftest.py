@@ -6,16 +6,16 @@ import pytest
 
 if keras.backend.backend() == "torch":
     # Before the shared cases, some of which make a loss when they are imported.
-    from tests.torch.double import in_double
+    import tests.torch.double  # noqa: F401
 
-    collect_ignore = ["test_in_a_process_of_its_own.py"]
+    collect_ignore = ["test_in_a_process_of_its_own.py", "test_gpus.py"]
 
     @pytest.fixture(scope="session")
     def _holder():
         """The processes of three devices run as long as a model has them: this one does."""
         import lockstep
 
-        model = in_double(keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]))
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         yield lockstep.distribute(model, 3)
         lockstep.release(model)
 

@@ -22,7 +22,7 @@ from tests.checkpoints.models import accumulating, everything, recurrent, sequen
 from tests.checkpoints.runs import EPOCHS, STEPS, assert_same_end, small, train, variables
 from tests.conformance.side_by_side import BATCH, held_out, smooth
 from tests.sampling import rest
-from tests.torch.double import BOUND, in_double
+from tests.torch.double import BOUND
 
 CUT = STEPS + 3  # within the second epoch
 SAVING = {"steps": 1, "background": False}
@@ -46,7 +46,7 @@ def ragged():
 
 
 def without_dropout():
-    return in_double(smooth(dropout=0.0))
+    return smooth(dropout=0.0)
 
 
 def with_dropout():
@@ -54,7 +54,7 @@ def with_dropout():
     made = smooth()
     made = keras.Sequential([made, layers.Dropout(0.2, seed=4)])
     made.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse", metrics=["mae"])
-    return in_double(made)
+    return made
 
 
 def stock(source, make):
@@ -127,12 +127,8 @@ MODELS = {
 @pytest.mark.parametrize("name", rest(*MODELS))
 def test_every_variable_goes_on(name, tmp_path):
     plain, source = MODELS[name]
-
-    def make():
-        return in_double(plain())
-
-    truth = train(source, tmp_path / "whole", devices=3, make=make, checkpoint={})
-    assert_same_end(cut_and_gone_on(source, tmp_path / "run", 3, 3, make=make), truth)
+    truth = train(source, tmp_path / "whole", devices=3, make=plain, checkpoint={})
+    assert_same_end(cut_and_gone_on(source, tmp_path / "run", 3, 3, make=plain), truth)
 
 
 class OwnFit(keras.Sequential):
@@ -152,7 +148,7 @@ def test_a_fit_and_a_step_of_the_class(cls, tmp_path):
     def make():
         made = cls([keras.Input((4,)), layers.Dense(3, activation="tanh"), layers.Dense(2)])
         made.compile(keras.optimizers.Adam(0.05), "mse", metrics=["mae"])
-        return in_double(made)
+        return made
 
     mine = cut_and_gone_on(ragged, tmp_path, 3, 3, make=make)
     assert_same_end(mine, stock(ragged, make), atol=BOUND)
@@ -180,7 +176,7 @@ def test_what_a_step_may_change_and_no_checkpoint_saves_is_refused(made_in_it, t
 
 
 def test_a_snapshot_keeps_its_values_while_training_goes_on():
-    made = lockstep.distribute(in_double(small()), 1)
+    made = lockstep.distribute(small(), 1)
     x, y = np.ones((6, 4)), np.ones((6, 2))
     made.train_on_batch(x, y)
     before = variables(made)

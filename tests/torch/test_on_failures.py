@@ -38,6 +38,8 @@ class Fails(layers.Layer):
             if self.calls < 0 and self.how == "kill":
                 print("the last words", flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.calls < 0 and self.how == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
             if self.calls < 0:
                 raise KeyError("no such thing")
         return x * 1.0
@@ -125,6 +127,52 @@ def test_the_end_of_a_worker_between_two_calls_is_noticed_at_the_next_one():
     with pytest.raises(WorkerDied, match="signal 9"):
         many.predict(x, verbose=0)
     assert_equal(outputs, many.predict(x, verbose=0))
+    lockstep.release(many)
+
+
+@pytest.fixture
+def short_patience(monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_PATIENCE", "2")
+
+
+def test_a_stopped_worker_is_reported_and_the_model_stands_as_after_the_last_step(short_patience):
+    one, many = both(failing("stop", 3), devices=2)
+    x, y = data()
+    one.fit(x[:15], y[:15], batch_size=5, **QUIET)
+    before = set(workers(os.getpid()))
+    with pytest.raises(WorkerDied, match=r"replica 1 .* was stopped for 2 seconds") as caught:
+        many.fit(x, y, batch_size=5, **QUIET)
+    del caught
+    assert_equal(values(one), values(many))
+    assert set(workers(os.getpid())) <= before
+    lockstep.release(many)
+
+
+def test_a_worker_that_is_stopped_between_two_calls_is_reported(short_patience):
+    _, many = both(failing("raise", 1000), devices=2)
+    x, _ = data()
+    before = set(workers(os.getpid()))
+    outputs = many.predict(x, verbose=0)
+    (worker,) = set(workers(os.getpid())) - before
+    os.kill(worker, signal.SIGSTOP)
+    with pytest.raises(WorkerDied, match="was stopped for 2 seconds"):
+        many.predict(x, verbose=0)
+    assert_equal(outputs, many.predict(x, verbose=0))
+    lockstep.release(many)
+
+
+def test_a_worker_that_goes_on_in_time_is_waited_for(monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_PATIENCE", "30")
+    one, many = both(failing("raise", 1000), devices=2)
+    x, _ = data()
+    before = set(workers(os.getpid()))
+    many.predict(x, verbose=0)
+    (worker,) = set(workers(os.getpid())) - before
+    os.kill(worker, signal.SIGSTOP)
+    timer = threading.Timer(2.5, os.kill, (worker, signal.SIGCONT))
+    timer.start()
+    assert_equal(one.predict(x, verbose=0), many.predict(x, verbose=0))
+    timer.join()
     lockstep.release(many)
 
 

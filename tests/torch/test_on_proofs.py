@@ -9,7 +9,6 @@ from keras import layers, ops
 import lockstep
 from lockstep.errors import UnsplitBatchWarning
 from tests.torch.agreement import assert_equal, both
-from tests.torch.double import in_double
 
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
 
@@ -230,7 +229,7 @@ def test_verify_draws_the_numbers_of_one_device_in_a_model_that_is_split():
             return self.ends[1](self.drop(self.ends[0](x), training=training))
 
     keras.utils.set_random_seed(3)
-    made = in_double(Drops())
+    made = Drops()
     made(np.ones((1, 5)))
     made.compile("sgd", "mse")
     found = lockstep.verify(made, data(), devices=3, steps=4, batch_size=10)

@@ -33,15 +33,6 @@ def test_more_devices_than_are_here():
         lockstep.distribute(model(), 9)
 
 
-def test_a_process_that_a_launcher_started(monkeypatch):
-    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
-    for name, value in torchrun.items():
-        monkeypatch.setenv(name, value)
-    refused(UnsupportedBackend, r"^This is process 1 of 2 \(torchrun: ")
-    monkeypatch.setenv("LOCKSTEP_PROCESSES", "1")
-    assert lockstep.distribute(model(), 1)
-
-
 def test_a_distribution_of_keras_that_reduces_gradients_too(monkeypatch):
     monkeypatch.setattr(keras.distribution, "distribution", object)
     refused(LayoutConflict, "a keras.distribution is set, which would reduce gradients too")

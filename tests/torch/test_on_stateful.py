@@ -8,7 +8,6 @@ from keras import layers, ops
 import lockstep
 from tests.sampling import rest
 from tests.torch.agreement import assert_equal, both, values
-from tests.torch.double import in_double
 
 ROWS, STEPS, PIECES = 5, 3, 4
 
@@ -76,7 +75,7 @@ def test_a_sequence_in_pieces_equals_the_whole_one():
     x, _ = pieces()
     long = np.concatenate(np.split(x, PIECES), axis=1)
     keras.utils.set_random_seed(2)
-    mine = lockstep.distribute(in_double(made("LSTM", stock=False)), 3)
+    mine = lockstep.distribute(made("LSTM", stock=False), 3)
     plain = keras.Sequential([keras.Input((None, 2)), layers.LSTM(4, return_sequences=True)])
     plain.add(layers.Dense(2))
     plain.set_weights(mine.get_weights())
@@ -85,7 +84,7 @@ def test_a_sequence_in_pieces_equals_the_whole_one():
 
 
 def test_another_number_of_rows_is_refused():
-    mine = lockstep.distribute(in_double(made("LSTM", stock=False)), 3)
+    mine = lockstep.distribute(made("LSTM", stock=False), 3)
     x, y = pieces()
     with pytest.raises(ValueError, match="the batch size of the input sequences must be the same"):
         mine.fit(x[:9], y[:9], batch_size=ROWS, verbose=0)

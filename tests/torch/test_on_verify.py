@@ -10,7 +10,6 @@ from keras import layers, ops
 
 import lockstep
 from tests.torch.agreement import values
-from tests.torch.double import in_double
 
 
 def data(rows=40):
@@ -28,7 +27,7 @@ def with_layer(*between, optimizer="sgd"):
         made.add(layer)
     made.add(layers.Dense(1, name="last"))
     made.compile(optimizer, "mse", metrics=["mae"])
-    return in_double(made)
+    return made
 
 
 @pytest.mark.parametrize("seed", [None, 3])
@@ -134,7 +133,7 @@ def test_batches_reach_a_training_step_as_fit_hands_them_over():
     keras.utils.set_random_seed(3)
     made = OwnStep()
     made.compile("sgd")
-    found = lockstep.verify(in_double(made), data()[0], devices=3, steps=3, batch_size=7)
+    found = lockstep.verify(made, data()[0], devices=3, steps=3, batch_size=7)
     assert found.equal, found.cause
     assert any("has a train_step of its own" in note for note in found.notes)
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from keras import layers
 from rich.console import Console
 
 import lockstep
+from lockstep import keras_compat
 from lockstep.cli import main
 from lockstep.engines import current_engine
 from lockstep.engines.engine import InputOptions
@@ -685,3 +687,98 @@ def test_a_target_sees_no_arguments_of_the_command(tmp_path, monkeypatch):
     assert model_and_data("parses.py:build")[0].compiled
     assert sys.argv is asked
     sys.modules.pop("parses", None)
+
+
+# ----------------------------------------------------------------------------- in float64
+
+TARGET = """
+import keras
+import numpy as np
+from keras import layers, ops
+
+
+MODELS = []
+
+
+class ReadsDevices(layers.Layer):
+    def call(self, x):
+        attached = any("lockstep" in name for model in MODELS for name in vars(model))
+        return x * (1 + 1e-7 if attached else 1.0)
+
+
+def attention():
+    keras.utils.set_random_seed(0)
+    x = keras.Input((6, 8))
+    y = layers.MultiHeadAttention(2, 4)(x, x, use_causal_mask=True)
+    y = layers.MaxPooling1D()(layers.LayerNormalization()(x + y))
+    y = layers.Dense(1)(layers.GlobalAveragePooling1D()(y))
+    model = keras.Model(x, y)
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    rng = np.random.default_rng(0)
+    return model, (rng.normal(size=(70, 6, 8)), rng.normal(size=(70, 1)))
+
+
+def slightly_wrong():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((6,)), ReadsDevices(name="culprit"), layers.Dense(1)])
+    MODELS.append(model)
+    model.compile("sgd", "mse")
+    rng = np.random.default_rng(0)
+    return model, (rng.normal(size=(40, 6)), rng.normal(size=(40, 1)))
+
+
+def half():
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(1, dtype="float16", name="low")])
+    model.compile("sgd", "mse")
+    return model, (np.ones((4, 6)), np.ones((4, 1)))
+
+"""
+
+
+def command(tmp_path, function, *arguments, backend="jax"):
+    (tmp_path / "train.py").write_text(TARGET)
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "verify", f"train.py:{function}", "--devices", "3",
+         "--rehearse", "--steps", "8", "--batch-size", "9", "--json", *arguments],
+        cwd=tmp_path, env={**os.environ, "KERAS_BACKEND": backend},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return done.returncode, (json.loads(done.stdout) if done.stdout else done.stderr)
+
+
+@pytest.mark.parametrize("backend", ["jax", "tensorflow", "torch"])
+def test_in_float64_attention_pooling_and_adam_are_equal_to_1e_10(backend, tmp_path):
+    """In float32 the key's bias, whose gradient is zero, needs a control run."""
+    code, found = command(tmp_path, "attention", "--float64", backend=backend)
+    assert code == 0, found
+    assert found["control"] == "nothing, because float64 needs no control"
+    assert max(d["largest"] for d in found["differences"]) < 1e-10
+    assert max(d["bound"] for d in found["differences"]) < 1e-8  # of the largest values
+
+
+def test_in_float64_what_float32_would_take_for_rounding_is_a_difference(tmp_path):
+    assert command(tmp_path, "slightly_wrong")[0] == 0
+    code, found = command(tmp_path, "slightly_wrong", "--float64")
+    assert (code, found["verdict"], found["first_step"]) == (1, "different", 1)
+    assert found["first_layer"].endswith("culprit")
+
+
+def test_a_layer_of_another_type_cannot_be_compared_in_float64(tmp_path):
+    code, said = command(tmp_path, "half", "--float64")
+    assert code == 2
+    assert "'low' of train.py:half computes in float16" in said
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_attention_of_float64_is_that_of_keras(causal):
+    """jax.nn.dot_product_attention computes logits in float32, so that another one replaces it."""
+    rng = np.random.default_rng(0)
+    query, key, value = rng.normal(size=(3, 2, 5, 3, 4)).astype("float32")
+    mask = rng.random((2, 1, 5, 5)) < 0.7
+    mask[..., 0] = True
+    given = {"mask": mask, "bias": rng.normal(size=(2, 3, 5, 5)).astype("float32")}
+    for options in ({}, given, {"scale": 0.3}):
+        options["is_causal"] = causal
+        theirs = keras.ops.dot_product_attention(query, key, value, **options)
+        ours = keras_compat._attention(query, key, value, **options)
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)

@@ -31,17 +31,17 @@ def run_bench(
         target: `file.py:function`; the function returns (model, data).
         counts: Numbers of devices, each at least 1.
         steps: Steps of a round, at least 1.
-        rounds: Rounds to measure, at least 1, after one that is not.
+        rounds: Measured rounds, at least 1. One round before them is not measured.
         batch_size: Rows of the global batch where the data is arrays. Defaults to 32.
-        rehearse: Whether to make as many virtual CPU devices each time.
-        say: Told what is being measured.
+        rehearse: Whether each process makes that number of virtual CPU devices.
+        say: Called with a line about the measurement that begins.
 
     Raises:
-        LockstepError: What one of the processes was refused by lockstep.
+        LockstepError: If lockstep raises it in one of the processes.
         BenchFailed: If one of the processes failed, with its error.
     """
     found: list[Measurement] = []
-    # The most devices first: where so many are not here, nothing has been measured in vain.
+    # The largest number first: if there are too few devices, no measurement is wasted.
     for count in sorted(set(counts), reverse=True):
         say(f"{counted(count, 'device')} ...")
         found.insert(0, _in_own_process(target, count, steps, rounds, batch_size, rehearse))
@@ -57,7 +57,7 @@ def run_bench(
 def _in_own_process(
     target: str, count: int, steps: int, rounds: int, batch_size: int | None, rehearse: bool
 ) -> Measurement:
-    # Programs that an earlier start has kept would cost nothing to compile.
+    # With the compilation cache of an earlier start, compilation would take no time.
     environment = {"JAX_ENABLE_COMPILATION_CACHE": "false", **os.environ}
     environment |= {"LOCKSTEP_REHEARSE": str(count)} if rehearse else {}
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:

@@ -12,7 +12,7 @@ from lockstep.files import replacing
 
 
 def write_page(found: Scaling, path: Path) -> None:
-    """Write one HTML file with the table, the verdict and two plots, and nothing to load."""
+    """Write one HTML file with the table, the verdict and two plots. It loads no other file."""
     rows = "".join(
         f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in found.cells(measured))}</tr>"
         for measured in found.measurements
@@ -35,12 +35,12 @@ def write_page(found: Scaling, path: Path) -> None:
         ),
     )
     with replacing(path) as temporary:
-        # The name of a target may have bytes that are no text.
+        # The name of a target may have bytes that are not UTF-8.
         temporary.write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
 def _devices_in_words(found: Scaling) -> str:
-    """The devices of each measurement, in a phrase."""
+    """Return a phrase with the devices of each measurement."""
     return "; ".join(names_in_words(measured.devices) for measured in found.measurements)
 
 

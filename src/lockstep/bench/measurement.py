@@ -22,22 +22,22 @@ from lockstep.targets import model_and_data
 def measure(
     model: Any, data: Any, devices: int, *, steps: int, rounds: int, batch_size: int | None
 ) -> Measurement:
-    """How fast `model` trains on `data` over so many devices.
+    """Measure how fast `model` trains on `data` over a number of devices.
 
     Args:
-        model: A compiled `keras.Model`; it is trained. Where `distribute` has been told how its
-            data get to the devices, it stays so.
+        model: A compiled `keras.Model`; it is trained. Input options of an earlier
+            `distribute` stay.
         data: As for `fit`: `(x, y)`, `(x, y, sample_weight)`, an array or dict as x alone,
-            or a data set that can be gone through again.
-        devices: How many.
-        steps: Steps of a round, at least 1, and at least four executions; fewer where the
-            data ends before.
-        rounds: Rounds to measure, at least 1, after one that is not.
+            or a data set that can be read more than once.
+        devices: The number of devices.
+        steps: Steps of a round, at least 1. A round has at least four executions, and fewer
+            if the data end.
+        rounds: Measured rounds, at least 1. One round before them is not measured.
         batch_size: Rows of the global batch where `data` is arrays. Defaults to 32.
 
     Raises:
-        DeviceError: If there are not so many devices.
-        NotAModel: If `model` is no Keras model.
+        DeviceError: If there are too few devices.
+        NotAModel: If `model` is not a Keras model.
         UnusableData: If the data cannot be trained on more than once.
     """
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
@@ -69,13 +69,13 @@ def measure(
     most = steps
     with probe.tracing() as trace:
         traced = train()
-    while trace.full and most > 1:  # too many events to be kept: of fewer steps
+    while trace.full and most > 1:  # The profiler dropped events: profile fewer steps.
         most = max(1, most // 10)
         with probe.tracing() as trace:
             traced = train(most)
     timed = sum(clock.steps for clock in clocks)
     every = [clock.wall / clock.steps for clock in clocks]
-    # Of all rounds that were: the exclusive method would guess at those that were not.
+    # The inclusive method: the exclusive one extrapolates beyond the measured rounds.
     quartiles = statistics.quantiles(every, n=4, method="inclusive") if rounds > 1 else every * 3
     return Measurement(
         devices=engine.attached(model) or (),
@@ -102,9 +102,9 @@ def _seconds_to_save(model: Any) -> float:
 
 
 def main() -> None:
-    """Measure as the first argument says, in JSON, and write into the file it names.
+    """Measure what the JSON in the first argument describes, and write the file that it names.
 
-    What was raised is written there too, for the process that asked.
+    An exception is written to the file too, for the parent process.
     """
     asked = json.loads(sys.argv[1])
     output = Path(asked.pop("output"))

@@ -1,4 +1,4 @@
-"""What bench found: speed by number of devices."""
+"""The results of bench: speed by number of devices."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LIMITS = {
     "compute": "the computation itself",
     "unknown": "not known: no part that was measured explains it",
 }
-"""What can limit a step, in words."""
+"""The parts that can limit a step, in words."""
 
 PROFILED = (
     "Compute and communication come from a profile of the busiest device in a round of its own, "
@@ -44,21 +44,21 @@ PROFILED = (
 
 @dataclass(frozen=True)
 class Measurement:
-    """How fast one model trains on some devices. Times are seconds.
+    """The speed of one model on a number of devices. Times are in seconds.
 
     Attributes:
         devices: The names of the devices.
         rows: Rows of the global batch.
-        rows_per_step: Rows of a step on average: the last batch of an epoch may be smaller.
-        steps_per_execution: Steps of an execution on average: Python starts each one once.
+        rows_per_step: Mean rows of a step. The last batch of an epoch may be smaller.
+        steps_per_execution: Mean steps of an execution. Python starts an execution once.
         step: A step of `fit`, the median of the rounds.
         spread: The first and third quartile of the rounds.
-        input: To prepare one batch as `fit` does, with nothing else running.
+        input: The preparation of one batch as in `fit`, with nothing else running.
         host: The processor time of the main thread in one step.
-        compute: How long the busiest device computes in one step; `None` without a trace.
-        communication: How long it is in collectives in one step, waiting included.
-        compile: To trace and compile, once, without what an earlier start has kept.
-        checkpoint: To write the weights to a file with Keras, once.
+        compute: The computation of the busiest device in one step; `None` without a trace.
+        communication: Its collectives in one step, including the time that it waits in them.
+        compile: One trace and compilation, without a compilation cache.
+        checkpoint: One save of the weights with Keras.
         load: The load of the machine before the measurement.
     """
 
@@ -113,16 +113,16 @@ class Scaling(Report):
     measurements: tuple[Measurement, ...]
 
     def speedup(self, of: Measurement) -> float:
-        """How many times as many rows per second as on the fewest devices."""
+        """Return the rows per second, divided by those on the fewest devices."""
         return of.rows_per_second / self.measurements[0].rows_per_second
 
     def efficiency(self, of: Measurement) -> float:
-        """The speed-up over the growth in devices: 1 is perfect."""
+        """Return the speed-up divided by the growth in devices; 1 is perfect."""
         return self.speedup(of) * len(self.measurements[0].devices) / len(of.devices)
 
     @property
     def verdict(self) -> str:
-        """Whether more devices help, and what limits, in one sentence."""
+        """Return one sentence: whether more devices help, and what limits the speed."""
         first, last = self.measurements[0], self.measurements[-1]
         if self.rehearsed:
             return (
@@ -151,7 +151,7 @@ class Scaling(Report):
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What to try, a sentence each."""
+        """Return suggestions, one sentence each."""
         if self.rehearsed:
             return ()
         last, found = self.measurements[-1], []
@@ -239,7 +239,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _is_faster(one: Measurement, other: Measurement) -> bool:
-    """Whether the slower rounds of one, by quartile, are faster than the faster ones of another."""
+    """Return whether the slower quartile of one is faster than the faster quartile of another."""
     return one.rows_per_step / one.spread[1] > other.rows_per_step / other.spread[0]
 
 
@@ -248,7 +248,7 @@ def _devices(of: Measurement) -> str:
 
 
 def _power_of_two(least: float) -> int:
-    """The smallest power of two that is at least so much, at most 64."""
+    """Return the smallest power of two that is at least this number, and at most 64."""
     power = 1
     while power < least and power < 64:
         power *= 2

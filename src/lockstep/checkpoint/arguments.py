@@ -1,4 +1,4 @@
-"""What `lockstep.Checkpoint` cannot be asked for."""
+"""Checks of the arguments of `lockstep.Checkpoint`."""
 
 from lockstep.errors import CheckpointError
 
@@ -6,10 +6,10 @@ from lockstep.errors import CheckpointError
 def check_arguments(
     every: str, steps: int | None, seconds: float | None, keep: int, mode: str
 ) -> None:
-    """Raise where what says when to save makes no sense.
+    """Raise for invalid arguments about when to save.
 
     Raises:
-        CheckpointError: With what to say instead.
+        CheckpointError: If an argument is invalid. The message names valid values.
     """
     wrong = None
     if every != "epoch":
@@ -29,10 +29,10 @@ def check_arguments(
 
 
 def check_kept(monitor: str | None, keep_best: bool, keep_model: bool) -> None:
-    """Raise where the best model is to be written, and its checkpoint is to go.
+    """Raise if the best model is requested, and its checkpoint is not kept.
 
     Raises:
-        CheckpointError: If that is so.
+        CheckpointError: If the arguments contradict each other.
     """
     if keep_model and monitor is not None and not keep_best:
         raise CheckpointError(

@@ -1,10 +1,11 @@
 """Raw arrays in one file, in the safetensors format.
 
-The file is eight bytes with the length of a header, little-endian; the header, JSON, which
-says for each name the type, the shape and where its bytes begin and end; and the bytes of
-the arrays, one after the other, in C order, little-endian. The `safetensors` library reads
-it, and so does anybody with `json` and NumPy. It is written here as a stream, so that one
-array at a time is in the memory of the host, and checksums come with it.
+The file has three parts. Eight bytes have the length of a header, little-endian. The header is
+JSON, with the type, the shape and the range of bytes of each name. The bytes of the arrays follow
+one after another, in C order, little-endian.
+
+The `safetensors` library reads such files. They are written here as a stream: the host has one
+array in memory at a time, and the stream computes the checksums.
 """
 
 import json
@@ -40,7 +41,7 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One array: its name, the name of its type as NumPy has it, and its shape."""
+    """One array: its name, the name of its NumPy type, and its shape."""
 
     name: str
     dtype: str
@@ -52,15 +53,14 @@ def write_arrays(path: Path, entries: list[Entry], arrays: Iterable[np.ndarray])
 
     Args:
         path: The file; must not exist.
-        entries: What the arrays are, in their order.
+        entries: The descriptions of the arrays, in order.
         arrays: The arrays, taken one at a time.
 
     Returns:
         The CRC-32 of each array.
 
     Raises:
-        ValueError: If an array is not what its entry says, or has a type without a name
-            in the format.
+        ValueError: If an array differs from its entry, or its type has no name in the format.
     """
     checks: list[int] = []
 
@@ -84,7 +84,7 @@ def read_arrays(path: Path, entries: list[Entry], checks: list[int]) -> dict[str
     """Read arrays and check every one of them.
 
     Raises:
-        DamagedCheckpoint: If the file is missing, cut short, or an array is not what was written.
+        DamagedCheckpoint: If the file is missing or truncated, or a checksum differs.
     """
     found: dict[str, np.ndarray] = {}
     try:

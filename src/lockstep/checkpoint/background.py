@@ -1,11 +1,11 @@
-"""One piece of work at a time, in a thread of its own."""
+"""A thread that does one task at a time."""
 
 import threading
 from collections.abc import Callable
 
 
 class Background:
-    """Runs one piece of work beside the training, and never two.
+    """Run one task in a thread during training, and never two.
 
     Attributes:
         failed: What the last piece of work raised, until it is taken.
@@ -17,11 +17,11 @@ class Background:
         self.failed: Exception | None = None
 
     def busy(self) -> bool:
-        """Whether a piece of work is under way."""
+        """Return whether a task is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def run(self, work: Callable[[], None]) -> None:
-        """Begin a piece of work, after the one before has ended."""
+        """Begin a task, after the previous one has ended."""
         self.finish()
         if not self._beside:
             self._guarded(work)
@@ -33,14 +33,14 @@ class Background:
         self._thread.start()
 
     def finish(self) -> None:
-        """Return when no work is under way."""
+        """Wait until no task is running."""
         thread = self._thread
         if thread is not None:
             thread.join()
             self._thread = None
 
     def take_failure(self) -> Exception | None:
-        """What the last piece of work raised, once."""
+        """Return the exception of the last task, once."""
         failed, self.failed = self.failed, None
         return failed
 

@@ -70,7 +70,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has n
             (`CheckpointMismatch`) or by a newer lockstep (`NewerCheckpoint`), or if every
             checkpoint in it is damaged (`DamagedCheckpoint`).
         UnsupportedModel: From `fit`, if the model is not distributed. One device is enough.
-        UnsupportedBackend: From `fit`, if the backend of Keras is neither JAX nor TensorFlow.
+        UnsupportedBackend: From `fit`, if there is no engine for the backend of Keras.
 
     Example:
         >>> model.fit(x, y, epochs=20, callbacks=[lockstep.Checkpoint("runs/digits")])

@@ -1,4 +1,4 @@
-"""What a model is and how it was compiled, as two processes compare it."""
+"""The configuration and compilation of a model, in a form that two processes can compare."""
 
 import codecs
 import json
@@ -10,11 +10,11 @@ from typing import Any
 import keras
 
 UNKNOWN = (NotImplementedError, TypeError, ValueError, OSError)
-"""Of a model without a configuration, or with a lambda whose lines Keras does not find."""
+"""Errors for a model without a configuration, or a lambda without source lines."""
 
 
 def config_of(model: Any) -> Any:
-    """The configuration of a model as `model.save` writes it, `None` where it has none."""
+    """Return the configuration that `model.save` writes, or `None`."""
     try:
         config = json.loads(json.dumps(keras.saving.serialize_keras_object(model)))
     except UNKNOWN:
@@ -23,14 +23,14 @@ def config_of(model: Any) -> Any:
 
 
 def compiled_of(model: Any) -> Any:
-    """What `compile` was given, but for what no number depends on; `None` where it is unknown."""
+    """Return the arguments of `compile` that change results, or `None` if they are unknown."""
     try:
         config = json.loads(json.dumps(model.get_compile_config()))
     except UNKNOWN:
         return None
-    for name in ("steps_per_execution", "run_eagerly", "jit_compile"):  # no number depends on
+    for name in ("steps_per_execution", "run_eagerly", "jit_compile"):  # no result depends on these
         config.pop(name, None)
-    # The rate changes while a run goes on, and is a variable.
+    # The rate is a variable, and changes during a run.
     config["optimizer"] = _without_rate(config.get("optimizer"))
     return _comparable(config)
 
@@ -47,9 +47,11 @@ def _without_rate(config: Any) -> Any:
 
 
 def _comparable(config: Any) -> Any:
-    """The same configuration, with what a lambda does instead of its bytes, which say where it is.
+    """Return the configuration, with a hash of what each lambda does in place of its bytes.
 
-    The two forms: keras/src/saving/serialization_lib.py, serialize_keras_object, and
+    The bytes have the file and the lines of the lambda: without this, a lambda that has moved
+    would be taken for another model. The two forms:
+    keras/src/saving/serialization_lib.py, serialize_keras_object, and
     keras/src/layers/core/lambda_layer.py, Lambda._serialize_function_to_config.
     """
     if isinstance(config, list):
@@ -66,7 +68,7 @@ def _comparable(config: Any) -> Any:
 
 
 def _does(code: CodeType) -> int:
-    """One number for what a function does, wherever its lines are."""
+    """Return a hash of what a function does, without the place of its lines."""
     constants = [
         _does(each) if isinstance(each, CodeType) else _ordered(each) for each in code.co_consts
     ]
@@ -79,7 +81,7 @@ def _ordered(constant: Any) -> Any:
 
 
 def _with_drawn_seeds(model: Any) -> set[str]:
-    """The names of layers that were given no seed, and write down one that was drawn."""
+    """Return the names of layers that write a drawn seed into their configuration."""
     # keras/src/layers/preprocessing/image_preprocessing/random_crop.py, RandomCrop.__init__; the
     # seed that it draws from is a variable.
     return {

@@ -10,16 +10,16 @@ from lockstep.keras_compat import PyDatasetAdapter, TorchDataLoaderAdapter, work
 
 
 def drawn_elsewhere(adapter: Any) -> bool:
-    """Whether a batch that does not come has changed nothing in this process, random states too."""
+    """Return whether a batch that fails has changed no state of this process, random or not."""
     if isinstance(adapter, TorchDataLoaderAdapter):
         return bool(adapter._dataloader.num_workers > 0)
     return _in_pool(adapter)
 
 
 class Watch:
-    """Fails what a worker of a pool has left undone when it ended, for which Keras waits for ever.
+    """Fail the tasks that an ended worker of a pool has left, which Keras would wait for.
 
-    A signal to all processes of a job ends them while this one has yet to save.
+    A signal to all processes of a job ends the workers before this process has saved.
     """
 
     def __init__(self, adapter: Any) -> None:
@@ -28,7 +28,7 @@ class Watch:
             threading.Thread(target=self._watch, name="lockstep workers", daemon=True).start()
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop."""
         self._over.set()
 
     def _watch(self) -> None:

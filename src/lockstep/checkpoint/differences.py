@@ -1,4 +1,4 @@
-"""The first difference between what a checkpoint was written with and what is here."""
+"""The first difference between a checkpoint and the current model and data."""
 
 import re
 from typing import Any
@@ -10,10 +10,10 @@ _COUNTED = re.compile(r"_\d+(?=$|/|_)")
 
 
 def check_variables(path: str, written: list[Entry], here: list[Entry]) -> None:
-    """Raise where the variables are not those of this model and optimizer, one by one.
+    """Raise if the variables of a checkpoint are not those of this model and optimizer.
 
-    The numbers that Keras appends to names count what was made in a process before, and
-    do not matter.
+    The numbers that Keras appends to names are ignored: they count the earlier layers of a
+    process.
 
     Raises:
         CheckpointMismatch: With the first difference.
@@ -26,7 +26,7 @@ def check_variables(path: str, written: list[Entry], here: list[Entry]) -> None:
 
 
 def check_facts(path: str, written: dict[str, Any], here: dict[str, Any]) -> None:
-    """Raise where the model, its compilation or the data are not those of the checkpoint.
+    """Raise if the model, its compilation or the data are not those of the checkpoint.
 
     Raises:
         CheckpointMismatch: With the first difference.
@@ -37,9 +37,9 @@ def check_facts(path: str, written: dict[str, Any], here: dict[str, Any]) -> Non
 
 
 def check_model(path: str, written: Any, here: Any) -> None:
-    """Raise where the configuration of a model is not that of the checkpoint.
+    """Raise if the configuration of a model is not that of the checkpoint.
 
-    Where its classes were found, and for which shapes it was built, does not matter.
+    The modules of its classes and the shapes that it was built for are ignored.
 
     Raises:
         CheckpointMismatch: With the first difference.

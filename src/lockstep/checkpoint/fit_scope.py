@@ -19,8 +19,8 @@ def fit_scope(given: Any, processes: Processes, *, own_loop: bool = False) -> It
     Args:
         given: The callbacks that `fit` is given: one, a list, a `CallbackList`, or `None`.
         processes: The processes that run it.
-        own_loop: Whether a `fit` that is not lockstep's runs. The checkpoint then starts where
-            that `fit` calls Keras's; see `lockstep.training.inner_fit`.
+        own_loop: Whether the class overrides `fit`. The checkpoint then starts when that `fit`
+            calls Keras's; see `lockstep.training.inner_fit`.
 
     Raises:
         CheckpointError: If these callbacks cannot work together, or the folder cannot be used.
@@ -44,12 +44,12 @@ def fit_scope(given: Any, processes: Processes, *, own_loop: bool = False) -> It
 
 
 def checkpoint_among(given: Any) -> Checkpoint | None:
-    """The checkpoint in what `fit` was given as callbacks."""
+    """Return the checkpoint among the callbacks of a `fit`."""
     return next((each for each in callbacks_in(given) if isinstance(each, Checkpoint)), None)
 
 
 def callbacks_in(given: Any) -> list[Any]:
-    """The callbacks that a loop is given: one, a list, a `CallbackList`, or `None`."""
+    """Return the callbacks of a loop, from one, a list, a `CallbackList`, or `None`."""
     if isinstance(given, keras.callbacks.CallbackList):
         given = given.callbacks
     return keras.tree.flatten(given) if given else []

@@ -1,4 +1,4 @@
-"""One `fit` at a time writes into the folder of a run."""
+"""A lock, so that one `fit` at a time writes into the folder of a run."""
 
 import contextlib
 import errno
@@ -16,15 +16,15 @@ if sys.platform != "win32":
 FILE = "lockstep.lock"
 
 _writers: dict[tuple[int, str], object] = {}
-"""The process and the folder of each writer here; a fork inherits those of its parent."""
+"""The process and the folder of each writer. A fork inherits those of its parent."""
 
 
 @contextlib.contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """While it lasts, no other `fit` of this process or another one may write into the folder.
+    """Keep every other `fit`, of this process or another one, from writing into the folder.
 
     The lock ends with the process, and processes that are forked do not inherit it (`lockf`).
-    Where a file system has no locks, and on Windows, other processes are not kept out.
+    Other processes are not kept out on Windows, or if the file system has no locks.
 
     Raises:
         CheckpointError: If another `fit` writes there.
@@ -47,7 +47,7 @@ def only_writer(folder: Path) -> Iterator[None]:
 
 
 def _locked(path: Path) -> int | None:
-    """The open file that has the lock, `None` where the file system has no locks."""
+    """Return the open file that has the lock, or `None` if the file system has no locks."""
     assert sys.platform != "win32"
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -64,7 +64,7 @@ def _locked(path: Path) -> int | None:
                 os.ftruncate(handle, 0)
                 os.pwrite(handle, f"{os.getpid()} on {platform.node()}".encode(), 0)
                 return handle
-        except FileNotFoundError:  # the writer before has just ended, and removed this file
+        except FileNotFoundError:  # the previous writer has just ended, and removed this file
             pass
         except OSError:
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Values that Python wrote down, as JSON with the arrays put aside."""
+"""Values of Python as JSON, with their arrays apart."""
 
 from typing import Any
 
@@ -6,19 +6,18 @@ import numpy as np
 
 
 def to_plain(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
-    """The same value in JSON; every array in it goes to `arrays` under a name of its own.
+    """Return a value in JSON form. Each array in it goes to `arrays` under a unique name.
 
-    What comes back from `from_plain` has the same values and types: dicts, lists, tuples,
-    strings, bytes, numbers of Python and of NumPy, arrays. A dict of another class comes back
-    as a plain one.
+    `from_plain` returns the same values and types: dicts, lists, tuples, strings, bytes, arrays,
+    and numbers of Python and NumPy. A dict of another class becomes a plain dict.
 
     Raises:
-        TypeError: If there is anything else in it.
+        TypeError: If the value has any other type in it.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, dict):
-        # Logs are dicts of another class; and a key may look like one of ours.
+        # Logs are dicts of another class. A key may look like a key of this format.
         if all(isinstance(key, str) for key in value) and not any("$" in key for key in value):
             return {key: to_plain(each, f"{name}/{key}", arrays) for key, each in value.items()}
         pairs = [[key, each] for key, each in value.items()]
@@ -36,13 +35,13 @@ def to_plain(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
         raise TypeError(f"{name} is a {type(value).__name__}")
     while name in arrays:  # "a/b" beside "b" in "a"
         name += "'"
-    # It is written down later, when its owner may have changed it.
+    # It is written later, when its owner may have changed it.
     arrays[name] = value.copy() if value.flags.writeable else value
     return {"$array": name}
 
 
 def from_plain(plain: Any, arrays: dict[str, np.ndarray]) -> Any:
-    """What `to_plain` was given."""
+    """Return the argument of `to_plain`."""
     if isinstance(plain, list):
         return [from_plain(each, arrays) for each in plain]
     if not isinstance(plain, dict):

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: one JSON file, checked by its own checksum."""
+"""The manifest of a checkpoint: one JSON file with its own checksum."""
 
 import json
 import zlib
@@ -13,15 +13,15 @@ from lockstep.files import write_file
 FILE = "manifest.json"
 FORMAT = "lockstep checkpoint"
 VERSION = 1
-"""Raised when a reader of the version before would misread the file."""
+"""The version of the format. It grows if an older reader would misread the file."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is beside the arrays of a checkpoint.
+    """The content of a checkpoint besides its arrays.
 
     Attributes:
-        state: What the run wrote down, in plain JSON.
+        state: The state of the run, in plain JSON.
         entries: The arrays, in the order of their bytes.
         checks: The CRC-32 of each array.
     """
@@ -43,11 +43,11 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest in a folder.
+    """Return the manifest in a folder.
 
     Raises:
-        DamagedCheckpoint: If it is missing, or not what was written.
-        NewerCheckpoint: If a newer lockstep wrote it, in a format that is not known here.
+        DamagedCheckpoint: If it is missing, or its checksum differs.
+        NewerCheckpoint: If a newer lockstep wrote it, in an unknown format.
     """
     path = folder / FILE
     try:
@@ -66,10 +66,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_version(path: Path, version: int) -> None:
-    """Raise where a file has a newer format than is known here.
+    """Check the format version of a file.
 
     Raises:
-        NewerCheckpoint: If that is so.
+        NewerCheckpoint: If the version is newer than this lockstep.
     """
     if version > VERSION:
         raise NewerCheckpoint(

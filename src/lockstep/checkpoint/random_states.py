@@ -1,4 +1,4 @@
-"""The random states of a process that training draws from, outside of the model."""
+"""The random states of a process that training uses, besides those of the model."""
 
 import random
 import sys
@@ -11,7 +11,7 @@ from lockstep.keras_compat import GLOBAL_SEED_GENERATOR, global_seed_generator, 
 
 
 def take() -> dict[str, Any]:
-    """The states of NumPy's and Python's own random numbers, and Keras's and PyTorch's, if any."""
+    """Return the random states of NumPy and Python, and those of Keras and PyTorch, if any."""
     version, words, gauss = random.getstate()
     states: dict[str, Any] = {
         "numpy": np.random.get_state(legacy=False),
@@ -28,8 +28,8 @@ def take() -> dict[str, Any]:
 
 
 def put(states: dict[str, Any]) -> None:
-    """Set what `take` gave."""
-    if "keras" in states:  # first, as one that is made anew draws from Python's
+    """Restore the result of `take`."""
+    if "keras" in states:  # first, because a new generator draws from Python's
         global_seed_generator().state.assign(states["keras"])
     np.random.set_state(states["numpy"])
     python = states["python"]

@@ -1,15 +1,15 @@
 """The folder of one run: its checkpoints, each a folder that is complete or absent.
 
     runs/digits/
-        lockstep.json                          says what the folder is
+        lockstep.json                          the format of the folder
         00000007-epoch-0003-step-000120/       a checkpoint, after 120 steps of the third epoch
             manifest.json
             arrays.safetensors
-        .writing-00000008-4711-9c2f11e0/       one that is being written, or was when a kill came
-        lockstep.lock                          while a `fit` writes here: which process it is
+        .writing-00000008-4711-9c2f11e0/       a checkpoint that is being written, or was at a kill
+        lockstep.lock                          the process whose `fit` writes here
 
-A checkpoint is written under a name that nobody reads, and renamed when the disk has it. One
-that goes is renamed first, too.
+A checkpoint is written under a temporary name, and renamed when the disk has it. A checkpoint is
+also renamed before it is removed.
 """
 
 import contextlib
@@ -45,11 +45,11 @@ _ASIDE = re.compile(r"\.(writing|removing)-.+")
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that was read and checked.
+    """A checkpoint after it was read and checked.
 
     Attributes:
         path: Its folder.
-        state: What the run wrote down.
+        state: The state of the run.
         arrays: Its arrays by name.
     """
 
@@ -63,7 +63,7 @@ class RunFolder:
 
     Attributes:
         path: The folder.
-        left_over: What was to be removed and could not be, in words.
+        left_over: A message about files that could not be removed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,10 +71,10 @@ class RunFolder:
         self.left_over: str | None = None
 
     def open(self) -> None:
-        """Make the folder where there is none; take nothing for a run that is none.
+        """Make the folder, or check that it is the folder of a run.
 
         Raises:
-            NotARun: If there is something else.
+            NotARun: If it is anything else.
             NewerCheckpoint: If a newer lockstep made it.
             OSError: If it cannot be made.
         """
@@ -86,10 +86,10 @@ class RunFolder:
             temporary.write_bytes(json.dumps(mark).encode())
 
     def check(self) -> bool:
-        """Whether there is a run; `False` where there is nothing yet.
+        """Return whether the folder has a run; `False` if it is missing or empty.
 
         Raises:
-            NotARun: If there is something else.
+            NotARun: If it is anything else.
             NewerCheckpoint: If a newer lockstep made it.
             OSError: If it cannot be listed.
         """
@@ -127,11 +127,11 @@ class RunFolder:
         return True
 
     def marked(self) -> bool:
-        """Whether it says of itself that it is a run."""
+        """Return whether the file names the format of a run."""
         return (self.path / _MARK).exists()
 
     def checkpoints(self) -> list[Path]:
-        """The folders of the checkpoints, the newest first."""
+        """Return the folders of the checkpoints, newest first."""
         try:
             names = [name for name in os.listdir(self.path) if _NAME.fullmatch(name)]
         except FileNotFoundError:
@@ -139,10 +139,10 @@ class RunFolder:
         return [self.path / name for name in sorted(names, key=_number, reverse=True)]
 
     def newest(self, say: Callable[[str], None]) -> Found | None:
-        """The newest checkpoint that is whole, `None` where none was ever written.
+        """Return the newest undamaged checkpoint, or `None` if there are no checkpoints.
 
         Args:
-            say: Is told in words of every one that is damaged and passed over.
+            say: Called with a message for each damaged checkpoint.
 
         Raises:
             DamagedCheckpoint: If all of them are damaged.
@@ -150,7 +150,7 @@ class RunFolder:
         """
         damaged: list[str] = []
         tried: set[Path] = set()
-        # Listed each time: a run that goes on has removed one while it was read.
+        # Listed each time: a running `fit` may remove one while it is read.
         while left := [path for path in self.checkpoints() if path not in tried]:
             path = left[0]
             tried.add(path)
@@ -171,10 +171,10 @@ class RunFolder:
         return None
 
     def read(self, path: Path) -> Found:
-        """A checkpoint, every array of it checked.
+        """Return a checkpoint, after a check of every array.
 
         Raises:
-            DamagedCheckpoint: If it is not what was written.
+            DamagedCheckpoint: If a file differs from the file that was written.
             NewerCheckpoint: If a newer lockstep wrote it.
         """
         manifest = read_manifest(path)
@@ -184,19 +184,19 @@ class RunFolder:
     def save(
         self, name: str, state: dict[str, Any], entries: list[Entry], arrays: Iterable[np.ndarray]
     ) -> Path:
-        """Write a checkpoint; when this returns, it survives whatever comes.
+        """Write a checkpoint. When this returns, the disk has it completely.
 
         Args:
-            name: What it is called after its number, such as `epoch-0003-step-000120`.
-            state: What is to be written down, in plain JSON.
-            entries: What the arrays are.
+            name: The name after its number, such as `epoch-0003-step-000120`.
+            state: The state of the run, in plain JSON.
+            entries: The descriptions of the arrays.
             arrays: The arrays, taken one at a time.
 
         Returns:
             Its folder.
 
         Raises:
-            OSError: If the disk does not take it. What was there before is as it was.
+            OSError: If it cannot be written. Earlier checkpoints do not change.
         """
         self.open()
         self._clear()
@@ -216,7 +216,7 @@ class RunFolder:
         return path
 
     def keep(self, paths: Iterable[Path]) -> None:
-        """Remove every checkpoint but these."""
+        """Remove all other checkpoints."""
         kept = set(paths)
         for path in self.checkpoints():
             if path not in kept:
@@ -226,7 +226,7 @@ class RunFolder:
                     remove_folder(aside)
 
     def _clear(self) -> None:
-        """Remove what a kill or a full disk left half done."""
+        """Remove incomplete checkpoints after a kill or a full disk."""
         for name in os.listdir(self.path):
             if _ASIDE.fullmatch(name):
                 with self._noting(self.path / name):
@@ -234,14 +234,14 @@ class RunFolder:
 
     @contextlib.contextmanager
     def _noting(self, path: Path) -> Iterator[None]:
-        """What cannot be removed is in nobody's way: the next save tries again."""
+        """Remove a folder. If that fails, the next save tries again."""
         try:
             yield
         except OSError as error:
             self.left_over = f"{path} could not be removed: {error}."
 
     def _aside(self, name: str) -> Path:
-        """A name that nobody reads, and no other process has."""
+        """Return a temporary name that is unique to this process."""
         return self.path / f".{name}-{os.getpid()}-{secrets.token_hex(4)}"
 
 

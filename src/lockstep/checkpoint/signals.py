@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT, put off until a checkpoint is written."""
+"""Delays SIGTERM and SIGINT until a checkpoint is written."""
 
 import multiprocessing
 import os
@@ -9,14 +9,14 @@ from typing import Any
 
 
 class Signals:
-    """While it lasts, the first SIGTERM or SIGINT is noted, and a second SIGINT interrupts.
+    """Record the first SIGTERM or SIGINT in this context; a second SIGINT interrupts.
 
-    A signal that the process ignores stays ignored. Outside of the main thread, where Python
-    has no signals, nothing is changed. A process that is forked meanwhile, such as a worker that
-    makes batches, has the handlers of before when its first signal comes.
+    Signals that the process ignores stay ignored. In other threads than the main thread, Python
+    has no signals, and nothing changes. A forked process, such as a worker that makes batches,
+    gets the earlier handlers back at its first signal.
 
     Attributes:
-        asked: The number of the signal that came, `None` while none has.
+        asked: The number of the recorded signal, or `None`.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Signals:
         self._put_back()
 
     def leave(self) -> None:
-        """End what was asked to end, as the signal would have.
+        """End the process or the call as the recorded signal would have.
 
         Raises:
             KeyboardInterrupt: For SIGINT.

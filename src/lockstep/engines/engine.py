@@ -2,10 +2,13 @@
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.devices import Device
 from lockstep.launch.environment import Place
+
+if TYPE_CHECKING:
+    from lockstep.layout import Layout
 
 Data = tuple[Any, Any, Any]
 """Inputs or a data set, targets, and sample weights; the last two may be `None`."""
@@ -78,6 +81,19 @@ class Engine(Protocol):
 
     def detach(self, model: Any) -> None:
         """Make `model` run on one device again; do nothing if it is not attached."""
+        ...
+
+    def place(self, model: Any, layout: "Layout") -> None:
+        """Make the layers of `model` run on the devices of a layout; on failure leave it unchanged.
+
+        Raises:
+            UnsupportedBackend: If the engine runs all layers on every device.
+            LayoutConflict: If the model is distributed in another way.
+        """
+        ...
+
+    def layout(self, model: Any) -> "Layout | None":
+        """Return the layout that `place` was given, `None` if the layers are not placed."""
         ...
 
     def attached(self, model: Any) -> tuple[str, ...] | None:

@@ -1123,24 +1123,25 @@ def _has_unknown_dims(tree: Any) -> bool:
 def _spec_with_masks(layer: Any, args: Any, kwargs: Any) -> Any:
     """Return the shapes and dtypes of a layer's outputs, with those of their masks."""
     inputs = [leaf for leaf in keras.tree.flatten((args, kwargs)) if _is_tensor(leaf)]
-    masks = [get_keras_mask(leaf) for leaf in inputs]
+    # On JAX, Keras takes no `None` in a list.
+    masks = {str(n): get_keras_mask(leaf) for n, leaf in enumerate(inputs)}
+    masks = {n: mask for n, mask in masks.items() if mask is not None}
     has_mask: list[bool] = []
 
     def call(args: Any, kwargs: Any, masks: Any) -> Any:
         leaves = [leaf for leaf in keras.tree.flatten((args, kwargs)) if _is_tensor(leaf)]
-        for leaf, mask in zip(leaves, masks, strict=True):
-            if mask is not None:
-                set_keras_mask(leaf, mask)
+        for n, mask in masks.items():
+            set_keras_mask(leaves[int(n)], mask)
         outputs = layer(*args, **kwargs)
         found = [get_keras_mask(leaf) for leaf in keras.tree.flatten(outputs)]
         has_mask[:] = [mask is not None for mask in found]
         # On PyTorch, Keras takes tensors alone.
         return outputs, [mask for mask in found if mask is not None]
 
-    outputs, masks = compute_output_spec(call, args, kwargs, masks)
+    outputs, made = compute_output_spec(call, args, kwargs, masks)
     leaves = keras.tree.flatten(outputs)
     masked = [leaf for leaf, has in zip(leaves, has_mask, strict=True) if has]
-    for leaf, mask in zip(masked, masks, strict=True):
+    for leaf, mask in zip(masked, made, strict=True):
         set_keras_mask(leaf, mask)
     return outputs
 

@@ -1,4 +1,4 @@
-"""What `lockstep run` hands to a cluster: a batch script for Slurm, a TrainJob for Kubernetes."""
+"""The jobs of `lockstep run` for clusters: a batch script for Slurm, a TrainJob for Kubernetes."""
 
 import json
 import re

@@ -99,6 +99,36 @@ def find_place(environ: Environment) -> Place:
     return first
 
 
+_SAYS_WHO = (
+    PROCESSES,
+    PROCESS,
+    LOCAL_PROCESS,
+    LOCAL_PROCESSES,
+    COORDINATOR,
+    "JAX_NUM_PROCESSES",
+    "JAX_PROCESS_ID",
+    "RANK",
+    "WORLD_SIZE",
+    "PET_NNODES",
+    "PET_NODE_RANK",
+    "SLURM_STEP_NUM_TASKS",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_RANK",
+)
+
+
+def without_launchers(environ: Environment) -> dict[str, str]:
+    """Return the environment without the places of other launchers.
+
+    Slurm, say, has started the nodes of a Ray cluster, and a run takes some of them.
+
+    Example:
+        >>> without_launchers({"RANK": "1", "WORLD_SIZE": "2", "HOME": "/root"})
+        {'HOME': '/root'}
+    """
+    return {name: value for name, value in environ.items() if name not in _SAYS_WHO}
+
+
 def devices_of_process(place: Place, visible: int) -> list[int] | None:
     """Return the GPUs that this process takes, by their position among the visible ones.
 

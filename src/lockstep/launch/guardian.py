@@ -9,8 +9,50 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
+
+
+class Guard:
+    """The guardian of the processes that this one starts.
+
+    Args:
+        seconds: How long the processes have to end by themselves.
+        folder: A folder to remove at the end.
+        detached: Whether the guardian is to be no child of this process. A Ray worker kills its
+            children when it ends.
+    """
+
+    def __init__(self, seconds: float, folder: str, detached: bool = False) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, str(seconds), folder, str(int(detached))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
+        )
+
+    def add(self, process: int) -> None:
+        """Guard a process and its group."""
+        self._tell(f"+{process}\n")
+
+    def remove(self, process: int) -> None:
+        """Guard a process no longer: it has ended."""
+        self._tell(f"-{process}\n")
+
+    def _tell(self, line: str) -> None:
+        pipe = self._process.stdin
+        with contextlib.suppress(OSError):  # somebody has killed it
+            assert pipe is not None
+            pipe.write(line)
+            pipe.flush()
+
+    def close(self) -> None:
+        """End the guardian."""
+        with contextlib.suppress(OSError):
+            self._process.communicate(timeout=10)
 
 
 def _is_alive(process: int) -> bool:
@@ -41,4 +83,6 @@ def guard(seconds: float, folder: str) -> None:
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    if sys.argv[3] == "1" and os.fork():
+        os._exit(0)
     guard(float(sys.argv[1]), sys.argv[2])

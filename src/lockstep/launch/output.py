@@ -1,5 +1,6 @@
 """One stream of output from several processes: process 0 plain, the others with a prefix."""
 
+import codecs
 import sys
 from collections import deque
 from typing import IO
@@ -25,13 +26,18 @@ class Output:
         self.last: deque[str] = deque(maxlen=LAST_LINES)
         self._stream = stream
         self._begun = b""
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         colour = _COLOURS[(rank - 1) % len(_COLOURS)]
         self._prefix = click.style(f"[{rank}] ", fg=colour) if rank else None
 
     def write(self, data: bytes) -> None:
         """Pass on what the process has written."""
         if self._prefix is None:
-            self._stream.buffer.write(data)  # type: ignore[attr-defined]
+            buffer = getattr(self._stream, "buffer", None)
+            if buffer is None:  # the output of a notebook
+                self._stream.write(self._decoder.decode(data))
+            else:
+                buffer.write(data)
             self._stream.flush()
         *lines, self._begun = (self._begun + data).split(b"\n")
         for line in lines:

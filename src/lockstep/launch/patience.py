@@ -3,10 +3,9 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from lockstep.launch.output import say
-from lockstep.launch.rank_process import Failure, Rank
+from lockstep.launch.rank import Failure, Rank
 from lockstep.launch.status import DUMP_STACKS, Status
 
 EXIT_STATUS = 124
@@ -69,7 +68,7 @@ class Watch:
 
     def _tell(self, running: list[Rank], now: float) -> None:
         # The others wait for the process that is stopped, or has made the fewest steps.
-        stopped = {rank.number: is_stopped(rank.process.pid) for rank in running}
+        stopped = {rank.number: rank.is_stopped() for rank in running}
         slowest = min(
             running,
             key=lambda rank: (
@@ -86,18 +85,9 @@ class Watch:
         say("the Python stacks of the processes:")
         for rank in running:
             # Another signal would end a process that never imported lockstep.
-            if not stopped[rank.number] and rank.file.exists():
+            if not stopped[rank.number] and rank.reports:
                 rank.send(DUMP_STACKS)
         status, since = self._seen[slowest.number]
         text = f"stood still in {status} for {now - since:.0f} s"
         found = Status(failure=f"{text}, stopped by a signal" if stopped[slowest.number] else text)
         self.hanging = Failure(slowest.number, EXIT_STATUS, time.time(), found)
-
-
-def is_stopped(process: int) -> bool:
-    """Return whether a signal has stopped a process, as SIGSTOP does; false where unknown."""
-    try:
-        text = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] in ("T", "t")

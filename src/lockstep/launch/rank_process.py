@@ -1,127 +1,90 @@
-"""One process of `lockstep run`, and how it has failed."""
+"""A process of a run on this machine, and the pipes that it writes to."""
 
 import contextlib
 import os
+import selectors
 import signal
 import subprocess
-import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from lockstep.launch import status
 from lockstep.launch.output import Output
+from lockstep.launch.rank import Rank
 from lockstep.launch.status import Status
 
-_LIKELY_VICTIM = 1.0
-"""Seconds by which the failure of a likely victim has to be earlier to count as the cause."""
+
+class Sink(Protocol):
+    """Takes what a process writes."""
+
+    def write(self, data: bytes) -> None:
+        """Take some bytes."""
+
+    def close(self) -> None:
+        """Take the end of the output."""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The failure of one process.
+class RankProcess(Rank):
+    """One process of the run, on this machine.
 
-    Attributes:
-        rank: The number of the process.
-        code: Its exit status; the negative number of the signal that ended it; `None` while it
-            still runs after an uncaught exception.
-        at: The time of the failure, in seconds since 1970.
-        status: What the process had said about itself.
-    """
-
-    rank: int
-    code: int | None
-    at: float
-    status: Status = field(default_factory=Status)
-
-    @property
-    def is_likely_victim(self) -> bool:
-        """Whether the process has probably failed because of another one."""
-        words = self.status.failure or ""
-        # JAX ends a process by SIGABRT if it loses the connection to process 0.
-        return (
-            self.status.failed_by not in (None, self.rank)
-            or self.code == -signal.SIGABRT
-            or any(each in words for each in ("Gloo", "UNAVAILABLE", "oordination service", "NCCL"))
-        )
-
-    @property
-    def exit_status(self) -> int:
-        """The status for the launcher to exit with, as a shell gives it."""
-        code = 1 if self.code is None else self.code
-        return code if code > 0 else 128 - code
-
-    def __str__(self) -> str:
-        """Return how the process ended, in words."""
-        if self.code is not None and self.code < 0:
-            name = signal.Signals(-self.code).name
-            memory = ", as Linux does when memory runs out" if name == "SIGKILL" else ""
-            return f"ended by {name}{memory}"
-        if self.status.failure is not None:
-            return self.status.failure
-        return f"exit status {self.code}"
-
-
-def cause_of(failures: list[Failure]) -> Failure:
-    """Return the failure that came first and is no consequence of another one.
-
-    Example:
-        >>> cause_of([Failure(0, -6, at=10.0), Failure(1, -9, at=10.1)]).rank
-        1
-    """
-
-    def order(failure: Failure) -> float:
-        named = failure.status.failed_by
-        if named != failure.rank and any(each.rank == named for each in failures):
-            return float("inf")
-        return failure.at + (_LIKELY_VICTIM if failure.is_likely_victim else 0.0)
-
-    return min(failures, key=order)
-
-
-class Rank:
-    """One process of the run.
-
-    Attributes:
+    Args:
         number: Its number.
+        command: The program and its arguments.
+        variables: Its environment.
+        file: The file for its status.
+        out: Takes its output; `None` for the output of the launcher.
+        error: Takes its errors.
+        folder: Its working directory; `None` for that of the launcher.
+
+    Attributes:
         process: The process.
-        code: Its exit status, `None` while it runs.
-        killed: Whether the launcher has killed it.
     """
 
-    def __init__(self, number: int, command: list[str], variables: dict[str, str], file: Path):
-        self.number = number
-        self.file = file
-        self.code: int | None = None
-        self.ended_at = 0.0
-        self.killed = False
+    def __init__(
+        self,
+        number: int,
+        command: list[str],
+        variables: Mapping[str, str],
+        file: Path,
+        out: Sink | None,
+        error: Sink,
+        folder: str | None = None,
+    ) -> None:
+        super().__init__(number)
+        self._file = file
         self._seen = Status()
         # A session of its own: the terminal's Ctrl-C reaches the launcher alone.
         self.process = subprocess.Popen(
             command,
             env={**variables, status.STATUS: str(file)},
+            cwd=folder,
             stdin=subprocess.DEVNULL,
-            # The first process writes to the terminal, as without a launcher.
-            stdout=subprocess.PIPE if number else None,
+            stdout=None if out is None else subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        self.outputs: dict[IO[bytes], Output] = {}
-        for pipe, stream in ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr)):
-            if pipe is not None:
+        self.sinks: dict[IO[bytes], Sink] = {}
+        for pipe, sink in ((self.process.stdout, out), (self.process.stderr, error)):
+            if pipe is not None and sink is not None:
                 os.set_blocking(pipe.fileno(), False)
-                self.outputs[pipe] = Output(number, stream)
+                self.sinks[pipe] = sink
+
+    @property
+    def shown(self) -> Sequence[Output]:
+        """What the launcher shows of its output, its errors last."""
+        return [sink for sink in self.sinks.values() if isinstance(sink, Output)]
+
+    @property
+    def reports(self) -> bool:
+        """Whether it has imported lockstep."""
+        return self._file.exists()
 
     def status(self) -> Status:
         """Return what the process last said about itself."""
-        self._seen = status.read(self.file) or self._seen
+        self._seen = status.read(self._file) or self._seen
         return self._seen
-
-    def last_lines(self) -> list[str]:
-        """Return the last lines of its errors, or else of its output."""
-        *_, errors = self.outputs.values()
-        return [*errors.last] or [line for each in self.outputs.values() for line in each.last]
 
     def has_ended(self) -> bool:
         """Return whether the process has ended. It is not reaped, so nothing else gets its id."""
@@ -138,6 +101,14 @@ class Rank:
             return None
         return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
+    def is_stopped(self) -> bool:
+        """Return whether a signal has stopped the process; false where unknown."""
+        try:
+            text = Path(f"/proc/{self.process.pid}/stat").read_text()
+        except OSError:
+            return False
+        return text.rpartition(")")[2].split()[0] in ("T", "t")
+
     def send(self, number: int) -> None:
         """Send a signal to the process, and not to the workers that it has started."""
         if not self.has_ended():
@@ -149,12 +120,36 @@ class Rank:
         with contextlib.suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
-    def failure(self) -> Failure | None:
-        """Return how the process has failed, `None` if it has not, or was killed here."""
-        self.has_ended()
-        found = self.status()
-        if found.failed_at is not None:
-            return Failure(self.number, self.code, found.failed_at, found)
-        if not self.code or self.killed:
-            return None
-        return Failure(self.number, self.code, self.ended_at, found)
+
+class Pipes:
+    """The pipes of processes on this machine."""
+
+    def __init__(self) -> None:
+        self._pipes = selectors.DefaultSelector()
+
+    def add(self, rank: RankProcess) -> None:
+        """Read what this process writes."""
+        for pipe, sink in rank.sinks.items():
+            self._pipes.register(pipe, selectors.EVENT_READ, sink)
+
+    def pass_on(self, seconds: float) -> None:
+        """Wait this long for output, and pass on what is there."""
+        for key, _event in self._pipes.select(seconds):
+            data = os.read(key.fd, 1 << 16)
+            if data:
+                key.data.write(data)
+            else:
+                self._pipes.unregister(key.fileobj)
+
+    def has_more(self) -> bool:
+        """Return whether there is something to read now."""
+        return bool(self._pipes.get_map() and self._pipes.select(0.0))
+
+    def drain(self) -> None:
+        """Pass on what is left, which a worker of a process may hold open."""
+        while self.has_more():
+            self.pass_on(0.0)
+
+    def close(self) -> None:
+        """Read no more."""
+        self._pipes.close()

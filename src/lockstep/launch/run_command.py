@@ -11,9 +11,28 @@ from lockstep.launch.clusters import Job, slurm_script, submit, train_job
 from lockstep.launch.environment import find_place
 from lockstep.launch.output import say
 from lockstep.launch.patience import Patience
+from lockstep.launch.ray_nodes import Nodes
 from lockstep.launch.shares import devices_of_each
 
 _WHOLE = click.IntRange(min=1)
+
+
+def _cluster(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
+    """Check what runs the hosts: a word, or the address of Ray."""
+    if value in (None, "slurm", "kubernetes", "ray") or str(value).startswith("ray://"):
+        return value
+    raise click.BadParameter(f"{value!r} is none of slurm, kubernetes, ray, ray://HOST:PORT.")
+
+
+def _nodes(_ctx: click.Context, _param: click.Parameter, value: str) -> Nodes:
+    """Read a number of nodes, or the least and the most of them."""
+    least, colon, most = value.partition(":")
+    if not least.isdecimal() or (colon and not most.isdecimal()):
+        raise click.BadParameter(f"{value!r} is no number and no range such as 1:4.")
+    nodes = Nodes(int(least), int(most or least))
+    if not 1 <= nodes.least <= nodes.most:
+        raise click.BadParameter(f"{value!r} does not go from at least 1 upwards.")
+    return nodes
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
@@ -39,14 +58,27 @@ _WHOLE = click.IntRange(min=1)
 @click.option(
     "--on",
     "cluster",
-    type=click.Choice(["slurm", "kubernetes"]),
+    metavar="CLUSTER",
+    callback=_cluster,
     help="slurm: submit a job with one process per host. kubernetes: print its TrainJob, for "
-    "kubectl apply -f -",
+    "kubectl apply -f -. ray or ray://HOST:PORT: run one process per node of a Ray cluster.",
 )
-@click.option("--nodes", type=_WHOLE, help="Hosts, with --on.  [default: 1]")
+@click.option(
+    "--nodes",
+    metavar="N[:M]",
+    callback=_nodes,
+    default="1",
+    help="Hosts, with --on. With Ray also N:M: as many as there are, anew after a failure.",
+    show_default=True,
+)
 @click.option("--gpus-per-node", type=click.IntRange(min=0), help="Of each host, with --on.")
 @click.option("--time", help="Time limit of Slurm, such as 04:00:00.")
 @click.option("--image", help="Container image of Kubernetes.")
+@click.option(
+    "--working-dir",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder that Ray copies to the nodes; without it they share the current one.",
+)
 @click.option("--name", help="Of the job, with --on.  [default: lockstep]")
 @click.option("--dry-run", is_flag=True, help="Print the batch script of Slurm only.")
 @click.argument("script", type=click.Path(path_type=Path))
@@ -57,10 +89,11 @@ def run_command(
     restarts: int,
     patience: float | None,
     cluster: str | None,
-    nodes: int | None,
+    nodes: Nodes,
     gpus_per_node: int | None,
     time: str | None,
     image: str | None,
+    working_dir: Path | None,
     name: str | None,
     dry_run: bool,
     script: Path,
@@ -73,10 +106,10 @@ def run_command(
 
     Example: lockstep run --processes 4 --restarts 3 train.py --epochs 20
     """
-    _check_options(cluster)
+    _check_options(cluster, nodes)
     if cluster == "kubernetes":  # the script is in the image
         command = [str(script), *arguments]
-        job = Job(command, nodes or 1, gpus_per_node or 0, None, image, name or "lockstep")
+        job = Job(command, nodes.most, gpus_per_node or 0, None, image, name or "lockstep")
         click.echo(train_job(job), nl=False)
         return
     if not script.is_file():
@@ -86,7 +119,7 @@ def run_command(
         )
     if cluster == "slurm":
         command = [str(script), *arguments]
-        job = Job(command, nodes or 1, gpus_per_node or 0, time, None, name or "lockstep")
+        job = Job(command, nodes.most, gpus_per_node or 0, time, None, name or "lockstep")
         text = slurm_script(job)
         click.echo(text, nl=False) if dry_run else submit(text)
         return
@@ -95,6 +128,20 @@ def run_command(
         raise LaunchError(
             f"lockstep run was itself started as {place}, and it starts all processes of a "
             "machine.\nStart the script without lockstep run, or lockstep run once."
+        )
+    limits = Patience() if patience is None else Patience(patience, patience)
+    if cluster is not None:
+        sys.exit(
+            _run_on_ray(
+                None if cluster == "ray" else cluster,
+                script,
+                arguments,
+                working_dir,
+                nodes,
+                gpus_per_node,
+                restarts,
+                limits,
+            )
         )
     if os.name == "nt":
         raise LaunchError(
@@ -106,25 +153,62 @@ def run_command(
     devices = devices_of_each(processes, devices_per_process, os.environ)
     if devices_per_process and "CUDA_VISIBLE_DEVICES" not in devices[0]:
         say(f"rehearsal on {devices_per_process} virtual CPU devices in each process")
-    limits = Patience() if patience is None else Patience(patience, patience)
     sys.exit(run_here([sys.executable, str(script), *arguments], devices, restarts, limits))
+
+
+def _run_on_ray(
+    address: str | None,
+    script: Path,
+    arguments: tuple[str, ...],
+    working_dir: Path | None,
+    nodes: Nodes,
+    gpus_per_node: int | None,
+    restarts: int,
+    patience: Patience,
+) -> int:
+    """Run the script on a Ray cluster, and return the exit status."""
+    from lockstep.launch.ray_cluster import connected
+    from lockstep.launch.ray_run import Work, run_on_ray
+    from lockstep.launch.supervision import stop_signals
+
+    there = str(script)
+    if working_dir is not None:
+        if not script.resolve().is_relative_to(working_dir.resolve()):
+            raise LaunchError(
+                f"--working-dir={working_dir} is copied to the nodes, and {script} is not in it.\n"
+                "Name the folder of the script."
+            )
+        there = str(script.resolve().relative_to(working_dir.resolve()))
+    folder = str(Path.cwd()) if working_dir is None else None
+    work = Work(str(script), (there, *arguments), folder)
+    copied = None if working_dir is None else str(working_dir)
+    # After the connection: Ray takes SIGTERM for itself.
+    with connected(address, copied) as ray, stop_signals() as stops:
+        try:
+            done = run_on_ray(ray, work, nodes, gpus_per_node, restarts, patience, stops)
+        except KeyboardInterrupt:
+            return 128 + stops[0]
+    return done.status
 
 
 _HERE = {"processes", "devices_per_process", "restarts", "patience"}
 _SLURM = {"nodes", "gpus_per_node", "time", "name", "dry_run"}
 _KUBERNETES = {"nodes", "gpus_per_node", "image", "name"}
+_RAY = {"nodes", "gpus_per_node", "restarts", "patience", "working_dir"}
 
 
-def _check_options(cluster: str | None) -> None:
+def _check_options(cluster: str | None, nodes: Nodes) -> None:
     """Check that no option was given that has no meaning there."""
     context = click.get_current_context()
     given = {
         name
-        for name in _HERE | _SLURM | _KUBERNETES
+        for name in _HERE | _SLURM | _KUBERNETES | _RAY
         if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
     }
-    known = {None: _HERE, "slurm": _SLURM, "kubernetes": _KUBERNETES}[cluster]
+    known = {None: _HERE, "slurm": _SLURM, "kubernetes": _KUBERNETES}.get(cluster, _RAY)
     if given - known:
         option = "--" + min(given - known).replace("_", "-")
         where = f"--on {cluster}" if cluster else "processes on this machine"
         raise click.UsageError(f"{option} was given, and it has no meaning with {where}.")
+    if nodes.least != nodes.most and known is not _RAY:
+        raise click.UsageError(f"--nodes={nodes} was given, and a range has a meaning on Ray only.")

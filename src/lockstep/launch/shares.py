@@ -53,22 +53,35 @@ def devices_of_each(
     return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts]
 
 
-def place_of_each(processes: int) -> list[dict[str, str]]:
-    """Return for each process the variables that `find_place` reads, with a free port."""
+def place_of_each(processes: int, address: str | None = None) -> list[dict[str, str]]:
+    """Return for each process the variables that `find_place` reads.
+
+    Args:
+        processes: The number of processes.
+        address: Where they meet, one process on each host; `None` for processes on this host.
+    """
     if processes == 1:
         return [{PROCESSES: "1"}]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    here = address is None
+    address = address or free_address("127.0.0.1")
     return [
         {
             PROCESSES: str(processes),
             PROCESS: str(rank),
-            LOCAL_PROCESSES: str(processes),
-            LOCAL_PROCESS: str(rank),
+            LOCAL_PROCESSES: str(processes if here else 1),
+            LOCAL_PROCESS: str(rank if here else 0),
             COORDINATOR: address,
             # JAX would listen on all interfaces.
             "JAX_COORDINATOR_BIND_ADDRESS": address,
         }
         for rank in range(processes)
     ]
+
+
+def free_address(host: str) -> str:
+    """Return an address of this host, with a free port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as free:
+        free.bind((host, 0))
+        port = free.getsockname()[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

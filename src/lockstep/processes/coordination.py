@@ -25,6 +25,8 @@ _PRINT_AFTER = 30
 """Seconds that a process waits before it prints the process it waits for."""
 _PATIENCE, _DEFAULT_PATIENCE = "LOCKSTEP_PATIENCE", 120.0
 """The seconds that a process waits before it raises, and the variable that sets them."""
+_TO_TELL = 10.0
+"""Seconds that a process has to say why it has left a step."""
 _BLOCK = 64
 _done: list[str] = []
 """Folders of words that every process has read when all processes reach a later exchange."""
@@ -77,9 +79,7 @@ class Exchange:
     def _next(self) -> None:
         """Delete old words: all processes are here, and so have read every earlier word."""
         while _done:
-            folder = _done.pop()
-            if current().rank == 0:
-                current().delete(folder)
+            current().delete(_done.pop())
         self._count += 1
         if self._count == _BLOCK:
             self.close()
@@ -117,6 +117,23 @@ def wait_for_first(name: str, passed: str) -> None:
 
 def _write(key: str, words: list[Word]) -> None:
     current().put(key, json.dumps(words))
+
+
+def why_lost() -> ProcessesDisagree:
+    """Return the error of a process whose connection to another one has broken in a step."""
+    me, start = current().rank, time.monotonic()
+    others = [process for process in range(current().size) if process != me]
+    while time.monotonic() - start < _TO_TELL:
+        for process in others:
+            left = CALLS.left(process)
+            if left is not None:
+                return left
+        time.sleep(_TURN / _SECOND)
+    return ProcessesDisagree(
+        f"Process {me} has lost another process in a step of its {CALLS.name}, which has ended, is "
+        "stopped,\nor makes other calls. See what the other processes say. The weights are those "
+        "after the last step of all."
+    )
 
 
 def _read(key: str, process: int, instead: str | None = None) -> list[Word]:

@@ -34,11 +34,15 @@ class Group(Protocol):
         ...
 
     def delete(self, folder: str) -> None:
-        """Delete all keys that begin with `folder/`."""
+        """Delete all keys that begin with `folder/`; every process calls this."""
         ...
 
     def broadcast(self, values: list[np.ndarray]) -> list[np.ndarray]:
         """Return the bytes of the first process, in every process, given as many of this one."""
+        ...
+
+    def share_random_state(self) -> None:
+        """Give every process the random state of the first one that the framework has, if any."""
         ...
 
     def local(self, value: Any) -> Any:

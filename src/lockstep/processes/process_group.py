@@ -44,6 +44,7 @@ def share_random_numbers() -> None:
     gauss = None if np.isnan(cached[1]) else float(cached[1])
     random.setstate((version, tuple(int(word) for word in first_words), gauss))
     np.random.set_state(("MT19937", key, int(counts[0]), int(counts[1]), float(cached[0])))
+    current().share_random_state()
 
 
 def share_variables(variables: list[Any]) -> None:
@@ -52,7 +53,7 @@ def share_variables(variables: list[Any]) -> None:
     Raises:
         ProcessesDisagree: If another process has other variables, or none.
     """
-    mine = [np.asarray(variable.value) for variable in variables]
+    mine = [current().to_host(variable.value) for variable in variables]
     _check_alike(mine)
     if variables:
         for variable, value in zip(variables, from_first(mine), strict=True):
@@ -131,7 +132,7 @@ def check_orbax(given: Any) -> None:
     orbax = getattr(keras.callbacks, "OrbaxCheckpoint", ())  # absent in older Keras
     if any(isinstance(each, orbax) for each in callbacks_in(given)):
         raise UnsupportedModel(
-            "OrbaxCheckpoint was given, and JAX runs in several processes, each of which has the "
-            "model\nfor itself between steps: Orbax does not write such arrays. Use "
+            "OrbaxCheckpoint was given, and several processes train the model, each of which has "
+            "it\nfor itself between steps: Orbax does not write such arrays. Use "
             "lockstep.Checkpoint instead."
         )

@@ -36,7 +36,7 @@ class VariableDrift:
         self.digest = ""
         self._model = model
         self._held = held
-        self._known: dict[int, weakref.ref[Any]] = {}
+        self._known: dict[int, tuple[weakref.ref[Any], object]] = {}
 
     def left(self, arrays: list[Any]) -> None:
         """Record arrays that a step left in variables, in every process."""
@@ -52,10 +52,10 @@ class VariableDrift:
             whole: Whether large arrays are compared in full.
         """
         for position, variable in enumerate(variables_of(self._model)):
-            known = self._known.get(id(variable))
-            # Arrays are immutable: the same array has the same values.
-            if known is None or known() is not variable.value:
-                value = np.asarray(current().local(variable.value))
+            array, version = self._known.get(id(variable), (None, None))
+            # The same array of one version has the same values.
+            if array is None or array() is not variable.value or version != _version(array()):
+                value = current().to_host(variable.value)
                 of = repr((position, value.shape, str(value.dtype))).encode()
                 part = np.ascontiguousarray(value if whole else sample(value))
                 numbers = part.reshape(-1).view("uint8").data
@@ -72,7 +72,7 @@ class VariableDrift:
         """
         self.note(whole=True)
         constants = constants_of(self._model)
-        fixed = [np.asarray(constant.value).tobytes() for constant in constants]
+        fixed = [current().to_host(constant.value).tobytes() for constant in constants]
         # A separate exchange: an old word may remain where an earlier exchange failed.
         least, greatest = once([self.digest, digest(fixed)])
         if least != greatest:
@@ -83,7 +83,12 @@ class VariableDrift:
         self.digest = ""
 
     def _know(self, variable: Any) -> None:
-        self._known[id(variable)] = weakref.ref(variable.value)
+        self._known[id(variable)] = weakref.ref(variable.value), _version(variable.value)
+
+
+def _version(array: Any) -> object:
+    """Return a number that changes with the values of a tensor of PyTorch; others never change."""
+    return getattr(array, "_version", None)
 
 
 def sample(array: np.ndarray) -> np.ndarray:

@@ -78,8 +78,8 @@ def rescue(
         custom_objects: The user's layers and functions by name. The key of a Lambda's
             function is the name of its layer. Custom code is never taken from the file.
         check: An `.npz` with inputs x0, x1, ... and expected outputs y0, y1, .... The
-            written model is loaded, and its outputs must agree to 1e-5 (relative above 1).
-            A `.keras` file is loaded three times, and every load must agree.
+            written file is loaded, and its outputs must agree to 1e-5 (relative above 1).
+            `difference` in the report is the difference of that one load.
 
     Returns:
         The table of all weights, the rules that assigned them, and notes.

@@ -86,17 +86,24 @@ def difference(model: Any, inputs: list[Any], outputs: list[Any]) -> float:
             f"The rescued model does not run: {' '.join(str(error).split())[:160]}\n"
             "Nothing was written. Check the inputs in the .npz, and your custom layers."
         ) from error
-    listed = list(found) if isinstance(found, (list, tuple)) else [found]
-    arrays = [np.asarray(keras.ops.convert_to_numpy(one), dtype="float64") for one in listed]
+    arrays = [
+        np.asarray(keras.ops.convert_to_numpy(each), dtype="float64")
+        for each in keras.tree.flatten(found)
+    ]
+    if len(arrays) != len(outputs):
+        raise OutputMismatch(
+            f"The rescued model has {len(arrays)} outputs, and {len(outputs)} were given "
+            "(y0, ...).\nNothing was written. Give one array for each output, in the model's order."
+        )
     worst = 0.0
-    for position, (new, old) in enumerate(zip(arrays, outputs, strict=False)):
+    for position, (new, old) in enumerate(zip(arrays, outputs, strict=True)):
         if new.shape != old.shape:
             raise OutputMismatch(
                 f"Output {position} has the shape {new.shape}, and {old.shape} is expected.\n"
                 "Nothing was written. The inputs or the architecture are not those of the file."
             )
         worst = max(worst, _apart(new, old.astype("float64")))
-    if not worst <= TOLERANCE or len(arrays) != len(outputs):
+    if not worst <= TOLERANCE:
         raise OutputMismatch(
             f"The rescued model's outputs differ from the expected ones by {worst:.3g}, more than "
             f"{TOLERANCE:g}.\nNothing was written. If the expected outputs are right, "

@@ -129,7 +129,7 @@ class Session:
             for first, last, iterator in batches:
                 begin(first)
                 if isinstance(batches, HostIterator):
-                    iterator = _drawn(batches, iterator)
+                    iterator = self.drawn(batches, iterator)
                 outputs = getattr(model, kind.function)(iterator)
                 if each is not None:
                     each(outputs)
@@ -137,6 +137,21 @@ class Session:
                 if getattr(model, kind.stop):
                     break
         return outputs
+
+    def drawn(self, batches: HostIterator, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Draw the batches of one execution, and record an error on the iterator.
+
+        Raises:
+            StopIteration: If no batch is left.
+        """
+        try:
+            drawn = list(islice(iterator, batches.steps_per_execution))
+        except Exception as error:
+            batches.broke_off = error
+            raise
+        if not drawn:
+            raise StopIteration
+        return iter(drawn)
 
     def sync(self) -> None:
         """Write the state of a running epoch into the variables."""
@@ -154,19 +169,3 @@ class Session:
     def joined(self, every: list[Any]) -> Any:
         """Return all rows of the predictions of several steps, as NumPy arrays."""
         raise NotImplementedError
-
-
-def _drawn(batches: HostIterator, iterator: Iterator[Any]) -> Iterator[Any]:
-    """Draw the batches of one execution, and record an error on the iterator.
-
-    Raises:
-        StopIteration: If no batch is left.
-    """
-    try:
-        drawn = list(islice(iterator, batches.steps_per_execution))
-    except Exception as error:
-        batches.broke_off = error
-        raise
-    if not drawn:
-        raise StopIteration
-    return iter(drawn)

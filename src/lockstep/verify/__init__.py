@@ -20,35 +20,35 @@ def verify(
     """Train on one device and on several from the same start, and compare every step.
 
     The result compares loss, metrics, every weight and every optimizer slot after each
-    step. Batches reach the training step as `fit` hands them over, and a model that is not
-    built is built as `fit` builds it. Where the runs differ, the result names the first
-    step, the first layer and the likely cause. Steps from which on the loss is not finite
-    are not compared: the verdict is then `"cannot tell"`.
+    step. Batches reach the training step as in `fit`, and a model that is not built is built
+    as in `fit`. If the runs differ, the result names the first step, the first layer and the
+    likely cause. If the loss becomes infinite or NaN, that step and later ones are not
+    compared, and the verdict is `"cannot tell"`.
 
     Afterwards the model has its weights, optimizer state and devices again. Metrics are
     reset, and a model or optimizer that was not built stays built.
 
-    The bound for rounding is measured on one device, with the rows of each batch in reverse
-    order. Where the order counts, as for a model that draws random numbers, each weight is
-    moved by the last bit of the type that layers compute in.
+    A control run on one device measures rounding: it has the rows of each batch in reverse
+    order. If the order matters, as for a model that draws random numbers, the control moves
+    each weight by the last bit of the type that layers compute in. A model that computes in
+    float64 needs no control: its bound is 1e-10, which separates rounding from a fault.
 
     Args:
         model: A compiled `keras.Model`.
         data: `(x, y)` or `(x, y, sample_weight)` of arrays, or a data set that `fit` takes.
             If it holds fewer than `steps` batches, it starts again.
         devices: As in `lockstep.distribute`, at least 2; `None` for all.
-        steps: Training steps, at least 1. Each one is kept on disk while it runs:
-            the size of the weights and optimizer slots times `steps`.
+        steps: Training steps, at least 1. The weights and optimizer slots after each step are
+            on disk until the end of the call.
         batch_size: Rows of the global batch where `data` is arrays. Defaults to 32.
 
     Returns:
-        The result. `.verdict` is `"equal"`, `"different"` or `"cannot tell"`; `.equal` is
-        whether it is `"equal"`.
+        The result. `.verdict` is `"equal"`, `"different"` or `"cannot tell"`. `.equal` is true
+        if the verdict is `"equal"`.
 
     Raises:
-        DeviceError: If `devices` cannot be followed, or is one device: nothing would be
-            compared.
-        NotAModel: If `model` is no Keras model.
+        DeviceError: If a device is not available, or `devices` is one device.
+        NotAModel: If `model` is not a Keras model.
         UnusableData: If the model is not compiled or cannot be built, or the data cannot be
             trained on.
 
@@ -78,7 +78,7 @@ def verify(
         raise UnusableData(
             f"steps={steps} was asked for, and a whole number of at least 1 was expected."
         )
-    # These import NumPy, which `import lockstep` does without.
+    # This imports NumPy, which `import lockstep` does not.
     from lockstep.verify.comparison import compare
 
     batches = first_batches(data, number, batch_size)

@@ -15,7 +15,7 @@ from lockstep.engines.engine import Engine
 from lockstep.errors import UnsplitBatchWarning
 from lockstep.state import Values, distance, restore, rnn_states, snapshot
 from lockstep.verify.progress_line import progress_line
-from lockstep.verify.rounding import moved_by_last_bit, significand_bits
+from lockstep.verify.rounding import DOUBLE, bound_of, moved_by_last_bit, significand_bits
 from lockstep.verify.verification import BOUND, Difference, Verification
 
 
@@ -83,6 +83,7 @@ class _Comparison:
         self._probe = self.engine.probe(self.model)
         self._start = snapshot(self.model)
         self._bits = significand_bits(self.model)
+        self._bound = bound_of(self._bits)
         self._rounding: list[dict[str, float]] = []
         self._apart: list[dict[str, float]] = []
 
@@ -96,16 +97,22 @@ class _Comparison:
                 self.cause = self._cause_not_finite()
                 return
             again = self._distances("one device again", self.batches)
-            unsteady = [n for n, step in enumerate(again, 1) if not max(step.values()) <= BOUND]
+            unsteady = [
+                n for n, step in enumerate(again, 1) if not max(step.values()) <= self._bound
+            ]
             if unsteady:
                 self.control = "nothing, because two runs on one device differ"
                 self._rounding = [dict.fromkeys(step, 0.0) for step in again]
+            elif self._bits == DOUBLE:
+                self.control = "nothing, because float64 needs no control"
+                self._rounding = [self._sizes(n) for n in range(1, len(self.batches) + 1)]
             else:
                 self._rounding = self._measure_rounding()
             self._place(names)
             self._apart = self._distances(f"{len(names)} devices", self.batches, note_unsplit=True)
             self.notes += self._probe.notes()
-            if not unsteady and any(d.first_step is not None for d in self.differences()):
+            apart = any(d.first_step is not None for d in self.differences())
+            if apart and not unsteady and self._bits != DOUBLE:
                 self._measure_rounding_again()
             self._find_first(unsteady, names)
             if self.cause is None and self._cannot_tell():
@@ -166,7 +173,7 @@ class _Comparison:
         return found
 
     def _unmoved(self, name: str, value: np.ndarray, start: Values | None) -> np.ndarray:
-        """A value of a run that began elsewhere, less how far away it began."""
+        """Return a value of a run from another start, minus the difference of the starts."""
         if start is None or name not in start or value.dtype.kind != "f":
             return value
         unmoved: np.ndarray = value - (start[name] - self._start[name])
@@ -179,7 +186,7 @@ class _Comparison:
             self.engine.attach(self.model, devices)
 
     def _loses_states(self) -> bool:
-        """Whether stock Keras drops states between batches, which lockstep carries."""
+        """Return whether stock Keras drops RNN states between batches, and lockstep keeps them."""
         loses = self.engine.name == "jax" and bool(rnn_states(self.model))
         if loses:
             self.notes.append(
@@ -189,7 +196,7 @@ class _Comparison:
         return loses
 
     def _train_first(self) -> None:
-        """Train on one device, up to the first step that leaves something not finite."""
+        """Train on one device, until the loss or a weight is not finite."""
         trained = {variable.path for variable in self.model.trainable_variables}
         for step, values in self._steps("one device", self.batches):
             _write(self._file(step), values)
@@ -225,11 +232,11 @@ class _Comparison:
         return self._distances(_ROUNDING, self.batches, self._moved(0))
 
     def _is_rounding(self, control: list[dict[str, float]]) -> bool:
-        """Whether a control with rows in another order is no further off than rounding can be.
+        """Return whether a control with rows in another order shows rounding alone.
 
-        Where a loss or a state depends on the order of rows, the control would measure
-        that. The first two steps tell, by all but weights and slots: of those, Adam moves
-        one with a gradient of zero by its whole learning rate.
+        It shows more if a loss or a state depends on the order of rows. The test uses the first
+        two steps, and leaves out weights and slots: Adam moves a weight with a gradient of zero
+        by its whole learning rate.
         """
         within = max(1e-3, 2.0 ** (4 - self._bits))
         trained = {variable.path for variable in self.model.trainable_variables}
@@ -243,7 +250,7 @@ class _Comparison:
         return True
 
     def _cannot_tell(self) -> bool:
-        """Whether differences pass only because rounding grew as large as the loss itself."""
+        """Return whether differences are within bounds only because rounding is large."""
         if all(difference.largest <= BOUND for difference in self.differences()):
             return False
         within, size = max(1e-2, 2.0 ** (4 - self._bits)), 0.0
@@ -255,10 +262,10 @@ class _Comparison:
         return False
 
     def _measure_rounding_again(self) -> None:
-        """Two more controls, before a difference is called one.
+        """Run two more controls before a difference is reported.
 
-        One control can be lucky: where a gradient is zero but for rounding, Adam's first steps
-        have the length of the learning rate, and go one way or the other by chance.
+        One control can be too small by chance: if a gradient is zero up to rounding, Adam's
+        first steps have the length of the learning rate, and a random sign.
         """
         self._place(self._alone)
         more: list[list[dict[str, float]]] = []
@@ -292,8 +299,18 @@ class _Comparison:
 
     def _bounds(self, name: str) -> np.ndarray:
         rounding = np.array([step[name] for step in self._rounding])
-        bounds: np.ndarray = np.maximum(BOUND, 10 * np.maximum.accumulate(np.nan_to_num(rounding)))
+        bounds: np.ndarray = np.maximum(
+            self._bound, 10 * np.maximum.accumulate(np.nan_to_num(rounding))
+        )
         return bounds
+
+    def _sizes(self, step: int) -> dict[str, float]:
+        """Return a tenth of the bound in float64 for values of this size."""
+        values = self._first_run(step)
+        return {
+            name: self._bound / 10 * float(np.max(np.abs(value), initial=0.0))
+            for name, value in values.items()
+        }
 
     def _file(self, step: int) -> Path:
         return self.folder / f"{step}.npz"
@@ -319,12 +336,12 @@ class _Comparison:
         self.first_layer, what = _first_apart(
             look(self._alone),
             look(self._alone if unsteady else names),
-            within=max(1e-4, 2.0 ** (4 - self._bits)),
+            within=10 * self._bound if self._bits == DOUBLE else max(1e-4, 2.0 ** (4 - self._bits)),
         )
         if unsteady:
             self.cause = _unsteady(self.first_layer)
         else:
-            self.cause = _cause(self.first_layer, what, half=self._bits < 24)
+            self.cause = _cause(self.first_layer, what, self._bits)
 
 
 _ROUNDING = "one device, to measure rounding"
@@ -332,7 +349,8 @@ _ROUNDING = "one device, to measure rounding"
 
 _CANNOT_TELL = (
     "On one device, rounding alone moves the loss by more than a hundredth of it, so that a wrong "
-    "number could pass for rounding. A lower learning rate, or fewer steps, tells."
+    "number could pass for rounding. A lower learning rate, fewer steps, or float64 "
+    "(lockstep verify --float64) tells."
 )
 
 
@@ -344,7 +362,7 @@ def _unsteady(layer: str | None) -> str:
     )
 
 
-def _cause(layer: str | None, what: str | None, *, half: bool) -> str:
+def _cause(layer: str | None, what: str | None, bits: int) -> str:
     if what == "activation":
         return (
             f"{_where(layer)}From the same weights and inputs it gives something else on "
@@ -356,17 +374,24 @@ def _cause(layer: str | None, what: str | None, *, half: bool) -> str:
             "A gradient that jumps (a ReLU, a max pooling, a sort) can turn rounding into that; "
             "a custom gradient that reads the devices would too."
         )
-    if half:
+    if bits == DOUBLE:
+        return (
+            "From the same weights, this step alone agrees; over the steps before, the runs part "
+            "by more than 1e-10. A part of the model may compute in float32 whatever it is given."
+        )
+    if bits < 24:
         return (
             "From the same weights, this step alone agrees: rounding grew beyond ten times what it "
             "did in the control on one device. In half precision each device rounds its part of a "
             "gradient before the parts are added, which shows where they cancel, as for a bias "
-            "before batch normalization. The same model in float32 tells whether that is all."
+            "before batch normalization. The same model in float32 or float64 tells whether that "
+            "is all."
         )
     return (
         "From the same weights, this step alone agrees: rounding grew over the steps before, "
         "beyond ten times what it did in the control on one device. A network with many kinks "
-        "(ReLU, max pooling) or a high learning rate does that."
+        "(ReLU, max pooling) or a high learning rate does that. The same comparison in float64 "
+        "(lockstep verify --float64) tells rounding from a fault."
     )
 
 
@@ -377,7 +402,7 @@ def _where(layer: str | None) -> str:
 def _first_apart(
     one: tuple[Values, Values], other: tuple[Values, Values], within: float
 ) -> tuple[str | None, str | None]:
-    """The first layer, or else gradient, that is apart by more than rounding."""
+    """Return the first layer, or else gradient, that differs by more than rounding."""
     for what, mine, theirs in zip(("activation", "gradient"), one, other, strict=True):
         for name, value in mine.items():
             scale = max(1.0, float(np.max(np.abs(value), initial=0.0)))
@@ -388,7 +413,7 @@ def _first_apart(
 
 @contextmanager
 def _untouched(engine: Engine, model: Any, batch: Batch) -> Iterator[None]:
-    """Build the model as `fit` does; afterwards it has the values and devices it had before."""
+    """Build the model as `fit` does, and restore its values and devices afterwards."""
     before = engine.attached(model)
     options = None if before is None else engine.input_options(model)
     engine.detach(model)

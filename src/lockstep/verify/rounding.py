@@ -1,18 +1,20 @@
-"""What rounding is: the last bit of the type that layers compute in."""
+"""The size of rounding: the last bit of the type that layers compute in."""
 
 from typing import Any
 
 import numpy as np
 
+from lockstep.verify.verification import BOUND, DOUBLE_BOUND
+
 
 def moved_by_last_bit(
     value: np.ndarray, random: np.random.Generator, bits: int | None = None
 ) -> np.ndarray:
-    """Every float moved up or down, at random, by the last bit that counts.
+    """Return an array with every float moved by its last bit, up or down at random.
 
     Args:
-        value: Any array; what is not of floats comes back as it is.
-        random: Draws the directions.
+        value: Any array. An array of another type than floats is returned unchanged.
+        random: The generator for the directions.
         bits: The bits of the significand in which the model computes, the implicit one
             included; `None` for those of `value`.
     """
@@ -25,9 +27,17 @@ def moved_by_last_bit(
 
 
 def significand_bits(model: Any) -> int:
-    """The bits of the significand in the coarsest type a layer computes in: 24 for float32."""
+    """Return the bits of the significand of the coarsest type that a layer computes in."""
     bits = [_SIGNIFICAND_BITS.get(str(model.compute_dtype), 53)]
     return min(bits + [significand_bits(layer) for layer in getattr(model, "layers", [])])
 
+
+def bound_of(bits: int) -> float:
+    """Return the difference that rounding explains, without a control run."""
+    return DOUBLE_BOUND if bits == DOUBLE else BOUND
+
+
+DOUBLE = 53
+"""The bits of the significand of float64."""
 
 _SIGNIFICAND_BITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 LINES = 12
 """Quantities that the table names; the rest is one line."""
 BOUND = 1e-5
-"""What rounding in float32 explains, over some tens of steps."""
+"""The difference that rounding in float32 explains, over some tens of steps."""
+
+DOUBLE_BOUND = 1e-10
+"""The same in float64, for values of magnitude 1. Larger values have larger rounding."""
 
 Verdict = Literal["equal", "different", "cannot tell"]
 
@@ -26,7 +29,8 @@ class Difference:
     Attributes:
         name: The path of a variable, or the name of a loss or metric.
         largest: The largest absolute difference over all steps.
-        bound: What rounding explains: 1e-5, or ten times what it did on one device.
+        bound: What rounding explains: 1e-5, or ten times what it did on one device. For a model
+            in float64, 1e-10 times the largest value where that is above 1.
         first_step: The first step beyond the bound, from 1; `None` for never.
     """
 
@@ -37,7 +41,7 @@ class Difference:
 
     @property
     def by_rounding(self) -> bool:
-        """Whether it is beyond 1e-5, and rounding alone does as much on one device."""
+        """Whether it is beyond 1e-5, and within what rounding does on one device."""
         return self.first_step is None and self.largest > BOUND
 
     @property

@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 import keras
+from jax.sharding import Sharding
 
-from lockstep.announce import arguments_of, fit_line, wants_words
+from lockstep.announce import arguments_of, branches_line, fit_line, wants_words
 from lockstep.checkpoint.fit_scope import fit_scope
 from lockstep.devices import names_in_words
 from lockstep.engines import attachments
@@ -42,6 +43,7 @@ from lockstep.engines.jax.variable_sync import (
 )
 from lockstep.errors import LayoutConflict
 from lockstep.keras_compat import in_stateless_scope, state_sync_name
+from lockstep.layout import Layout
 from lockstep.processes import constants, process_group
 from lockstep.processes.first_process_io import together
 from lockstep.processes.variable_drift import VariableDrift
@@ -67,13 +69,18 @@ class Attachment:
         turns: The guard of the calls of the model.
     """
 
-    def __init__(self, model: Any, devices: tuple[str, ...], options: InputOptions) -> None:
+    def __init__(
+        self,
+        model: Any,
+        devices: tuple[str, ...],
+        options: InputOptions,
+        steps: Steps | None = None,
+    ) -> None:
         self.model = model
         self.devices = devices
-        found = jax_devices.find(devices)
         self._several = process_group.several()
         self._assigned = VariableDrift(model, self._held) if self._several else None
-        self._steps = Steps(found)
+        self._steps = steps or Steps(jax_devices.find(devices))
         self._split: frozenset[int] = frozenset()
         self._hooks: dict[str, Callable[..., Any]] = {}
         self._instead_of: dict[str, Any] = {}
@@ -107,6 +114,15 @@ class Attachment:
         hooks["_get_jax_state"] = _noting(hooks["_get_jax_state"], self._assigned)
         return together(model, hooks, self._assigned)
 
+    @property
+    def layout(self) -> Layout | None:
+        """The devices of the layers, `None` if every device runs all layers."""
+        return self._steps.layout
+
+    def again(self) -> "Attachment":
+        """Return an attachment like this one."""
+        return Attachment(self.model, self.devices, self.session.planner.options, self._steps)
+
     # ------------------------------------------------------------ on and off the mesh
 
     def check(self) -> None:
@@ -114,6 +130,7 @@ class Attachment:
         check_mode()
         check_no_distribution()
         check_makers(self.model)
+        self._steps.adopt()
         before = attachments.attachment_of(self.model)
         check_instance(self.model, {} if before is None else before._hooks)
         for variable in variables_of(self.model):
@@ -124,6 +141,7 @@ class Attachment:
     def take_over(self) -> None:
         """Move the variables to the mesh, and replace the step functions."""
         self._place_variables()
+        self._steps.start()
         attachments.mark(self.model, self)
         self._hooks = self._new_hooks()
         self.say_left_out(self.session.planner.options, stacklevel=6)
@@ -133,6 +151,7 @@ class Attachment:
     def give_back(self) -> None:
         """Undo `take_over`, including a `take_over` that failed halfway."""
         sync_to_variables(self.model)
+        self._steps.stop()
         attachments.unmark(self.model)
         attachments.take_off(self.model, self._hooks, self._instead_of)
         variables = variables_of(self.model)
@@ -148,7 +167,7 @@ class Attachment:
         if self._several:  # outside a step, each process has them whole
             return
         for variable in variables_of(self.model):  # one by one, so that each old array is freed
-            variable.assign(self._steps.moved(variable.value, self._steps.replicated))
+            variable.assign(self._steps.moved(variable.value, self._steps.home(variable)))
 
     def _remake_functions(self) -> None:
         model = self.model
@@ -157,9 +176,14 @@ class Attachment:
             if function is not None and not is_foreign(function):
                 getattr(model, f"make_{name}_function")(force=True)
 
+    def home(self, variable: Any) -> Sharding:
+        """Return the layout of a variable of the model."""
+        return self._steps.home(variable)
+
     def _check_holders(self, variable: Any) -> None:
         for other in holders_of(variable):
-            if other.model is not self.model and other.devices != self.devices:
+            there = other.home(variable)
+            if other.model is not self.model and there != self.home(variable):
                 raise LayoutConflict(
                     f"{self.model.name!r} was asked onto {names_in_words(self.devices)}, and its "
                     f"variable {variable.path!r} is shared with {other.model.name!r} on "
@@ -238,7 +262,7 @@ class Attachment:
             given = arguments_of(fit, args, kwargs)
             if process_group.is_first() and wants_words(given):
                 compiles = "fit" not in self._own_loops and self._loop.compiles()
-                print(fit_line("jax", self.devices, given, compiles), flush=True)
+                print(self._fit_line(given, compiles), flush=True)
             check_times(self.model.steps_per_execution)
             if self._several:
                 process_group.check_orbax(given.get("callbacks"))
@@ -247,6 +271,11 @@ class Attachment:
                 return fit(*args, **kwargs)
 
         return announced_fit
+
+    def _fit_line(self, given: dict[str, Any], compiles: bool) -> str:
+        if self.layout is None:
+            return fit_line("jax", self.devices, given, compiles)
+        return branches_line("jax", self.layout, given, compiles)
 
     def fit_recorded(self, *args: Any, **kwargs: Any) -> Any:
         """Run Keras's `fit` with a checkpoint, called from a `fit` of the model."""
@@ -257,8 +286,7 @@ class Attachment:
     def _calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def call_on_mesh(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = keras.tree.map_structure(self._steps.on_mesh, (args, kwargs))
-            return call(*args, **kwargs)
+            return self._steps.call(call, args, kwargs)
 
         in_turn = self.turns.guarded("call", call_on_mesh)
 
@@ -313,6 +341,7 @@ class Attachment:
         for variable in variables:
             holders_of(variable).add(self)
         unshare_arrays(variables)
+        self._steps.adopt()
         others = self.model.non_trainable_variables if states else []
         self._split = frozenset(
             position

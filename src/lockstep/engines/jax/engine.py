@@ -9,9 +9,13 @@ from lockstep.engines.engine import DEFAULT_INPUT, InputOptions
 from lockstep.engines.jax import cache, jax_group, joining
 from lockstep.engines.jax import devices as jax_devices
 from lockstep.engines.jax.attachment import Attachment
+from lockstep.engines.jax.branches.branch_steps import BranchSteps
+from lockstep.engines.jax.checks import both_layouts
 from lockstep.engines.jax.introspection.probe import JaxProbe
 from lockstep.engines.jax.variable_sync import sync_to_variables
+from lockstep.errors import UnsupportedBackend
 from lockstep.launch.environment import Place
+from lockstep.layout import Layout
 from lockstep.processes import process_group
 from lockstep.processes.call_scope import CALLS
 
@@ -41,6 +45,8 @@ class JaxEngine:
         with CALLS.call("distribute") if process_group.several() else nullcontext():
             jax_group.check_devices(jax_devices.find(devices))
             before = attachments.attachment_of(model)
+            if before is not None and before.layout is not None:
+                raise both_layouts(model, "distribute")
             if before is not None and before.devices == devices:
                 before.say_left_out(options, stacklevel=4)
                 before.session.planner.options = options
@@ -48,10 +54,31 @@ class JaxEngine:
                 cache.keep_programs()
                 with attachments.alone(model, "distribute"):
                     sync_to_variables(model)  # an unattached model may be in a fit
-                    attachments.attach(
-                        Attachment(model, devices, options),
-                        lambda old: Attachment(model, old.devices, old.session.planner.options),
-                    )
+                    attachments.attach(Attachment(model, devices, options), Attachment.again)
+
+    def place(self, model: Any, layout: Layout) -> None:
+        """Make the layers of `model` run on their devices. After a failure it is unchanged."""
+        jax_group.check_started()
+        if process_group.several():
+            raise UnsupportedBackend(
+                f"{model.name!r} was to have layers on several devices, and JAX runs in several "
+                "processes,\nwhere every device runs all layers. Start one process."
+            )
+        before = attachments.attachment_of(model)
+        if before is not None and before.layout is None:
+            raise both_layouts(model, "place")
+        cache.keep_programs()
+        with attachments.alone(model, "place"):
+            sync_to_variables(model)
+            steps = BranchSteps(model, layout)
+            attachments.attach(
+                Attachment(model, layout.devices, DEFAULT_INPUT, steps), Attachment.again
+            )
+
+    def layout(self, model: Any) -> Layout | None:
+        """Return the devices of the layers of `model`, `None` if it has none."""
+        attachment = attachments.attachment_of(model)
+        return None if attachment is None else attachment.layout
 
     def detach(self, model: Any) -> None:
         """Make `model` run on one device again; do nothing if it already does."""

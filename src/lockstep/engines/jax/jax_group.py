@@ -60,12 +60,16 @@ class JaxGroup:
         return said
 
     def delete(self, folder: str) -> None:
-        """Delete all keys that begin with `folder/`."""
-        _client().key_value_delete(folder)
+        """Delete all keys that begin with `folder/`, in the first process."""
+        if self.rank == 0:
+            _client().key_value_delete(folder)
 
     def broadcast(self, values: list[np.ndarray]) -> list[np.ndarray]:
         """Return the bytes of the first process, in every process."""
         return [np.asarray(part) for part in multihost_utils.broadcast_one_to_all(values)]
+
+    def share_random_state(self) -> None:
+        """Do nothing: JAX has no random state."""
 
     def local(self, value: Any) -> Any:
         """Return this process's copy of a replicated array, on its first device."""

@@ -2,7 +2,6 @@
 
 import linecache
 import os
-import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -11,7 +10,8 @@ import jax
 from jax._src import distributed, xla_bridge
 
 from lockstep.errors import ProcessesDisagree
-from lockstep.launch.environment import COORDINATOR, Place, devices_of_process
+from lockstep.launch.coordinator import announce_coordinator, not_met
+from lockstep.launch.environment import Place, devices_of_process
 from lockstep.launch.gpus import visible_gpus
 from lockstep.launch.status import phase
 
@@ -71,39 +71,20 @@ def _is_joined() -> bool:
 
 
 def _connect(place: Place) -> None:
-    address = place.coordinator or ""
     if place.rank == 0:
-        _check_free(place, address)
-        said = f"lockstep: {place.size} processes join at {address} ({place.launcher}: "
-        print(said + f"{', '.join(place.variables)})", file=sys.stderr, flush=True)
+        announce_coordinator(place)
     mine = devices_of_process(place, len(visible_gpus(os.environ)))
     try:
         with phase("joining", compiles=True):
             jax.distributed.initialize(
-                address, place.size, place.rank, mine, cluster_detection_method="deactivate"
+                place.coordinator,
+                place.size,
+                place.rank,
+                mine,
+                cluster_detection_method="deactivate",
             )
     except jax.errors.JaxRuntimeError as error:
-        raise ProcessesDisagree(
-            f"This is {place}, and the others were not met at {address}: "
-            f"{str(error).splitlines()[0][:60]}\n"
-            f"Check that process 0 runs and that its host is reached there, or set "
-            f"{COORDINATOR}=host:port in every process."
-        ) from error
-
-
-def _check_free(place: Place, address: str) -> None:
-    """Check the port before JAX does: it ends Python where the port is in use."""
-    port = int(address.rpartition(":")[2])
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            raise ProcessesDisagree(
-                f"This is {place}, and the processes cannot meet at {address}: port {port} of this "
-                f"host: {error.strerror}.\n"
-                f"Set {COORDINATOR}=host:port in every process: a free port of this host."
-            ) from None
+        raise not_met(place, error) from error
 
 
 def _too_late(place: Place) -> ProcessesDisagree:

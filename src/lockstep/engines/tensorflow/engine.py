@@ -41,6 +41,7 @@ from lockstep.engines.tensorflow.unsplit import own_step
 from lockstep.errors import LayoutConflict, UnsupportedBackend
 from lockstep.keras_compat import takes_batch_before_trace
 from lockstep.launch.environment import Place
+from lockstep.layout import Layout, no_branches
 from lockstep.processes import process_group
 from lockstep.training.build import build
 from lockstep.training.inner_fit import lead_to_loop
@@ -94,6 +95,14 @@ class TensorFlowEngine:
         """Make `model` run on one device again; do nothing if it is not attached."""
         with attachments.alone(model, "release"):
             attachments.detach(model)
+
+    def place(self, model: Any, layout: Layout) -> None:
+        """Raise: this engine runs all layers on every device."""
+        raise no_branches("tensorflow")
+
+    def layout(self, model: Any) -> Layout | None:
+        """Return `None`: no model has layers on several devices."""
+        return None
 
     def attached(self, model: Any) -> tuple[str, ...] | None:
         """Return the devices of `model`, or `None` if it is not attached."""

@@ -6,6 +6,7 @@ import torch
 
 from lockstep.devices import Device, check_visible, rehearsed_devices
 from lockstep.engines.too_late import too_late
+from lockstep.engines.torch.torch_group import TorchGroup
 from lockstep.keras_compat import torch_default_device
 
 _rehearsed: int | None = None
@@ -28,6 +29,19 @@ def list_devices() -> tuple[Device, ...]:
     here = (*_gpus(), Device("cpu:0", "cpu"))
     check_visible(here, os.environ)
     return here
+
+
+def of_all(group: TorchGroup) -> tuple[Device, ...]:
+    """Return the devices of joined processes: one of each, by its rank."""
+    platform = "gpu" if group.device.type == "cuda" else group.device.type
+    name = torch.cuda.get_device_name(group.device) if platform == "gpu" else platform
+    return tuple(Device(f"{platform}:{rank}", name) for rank in range(group.size))
+
+
+def rehearsed() -> int | None:
+    """Return the number of virtual devices of this process, `None` without a rehearsal."""
+    asked = rehearsed_devices(os.environ)
+    return asked or _rehearsed
 
 
 def make_virtual(count: int) -> None:

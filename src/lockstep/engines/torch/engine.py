@@ -4,6 +4,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import keras
@@ -19,14 +20,29 @@ from lockstep.engines.atomic_save import atomic_saves
 from lockstep.engines.call_guard import LOOPS, STEPPING, CallGuard
 from lockstep.engines.engine import DEFAULT_INPUT, InputOptions
 from lockstep.engines.torch import devices as torch_devices
+from lockstep.engines.torch import joining
+from lockstep.engines.torch.joined_runner import JoinedRunner
+from lockstep.engines.torch.placement import check_placement, move_model, torch_device_of
+from lockstep.engines.torch.pool import Lease
+from lockstep.engines.torch.pool_runner import PoolRunner
 from lockstep.engines.torch.probe import TorchProbe
 from lockstep.engines.torch.session import TorchSession
 from lockstep.engines.torch.stateful import copied_states
 from lockstep.engines.torch.step_runner import StepRunner
+from lockstep.engines.torch.torch_group import TorchGroup, joined
 from lockstep.engines.torch.unsplit import own_step, rows_of
-from lockstep.errors import LayoutConflict, UnsplitBatchWarning, UnsupportedBackend
+from lockstep.errors import (
+    LayoutConflict,
+    ProcessesDisagree,
+    UnsplitBatchWarning,
+    UnsupportedBackend,
+)
 from lockstep.launch.environment import Place
+from lockstep.launch.status import STATUS_OF_PROCESS
+from lockstep.layout import Layout, no_branches
 from lockstep.processes import process_group
+from lockstep.processes.call_scope import CALLS
+from lockstep.processes.first_process_io import together
 from lockstep.training.build import is_ready
 from lockstep.training.inner_fit import lead_to_loop
 from lockstep.training.loop import Loop
@@ -39,22 +55,17 @@ class TorchEngine:
     name = "torch"
 
     def devices(self) -> tuple[Device, ...]:
-        """Return the devices of PyTorch, accelerators first."""
-        return torch_devices.list_devices()
+        """Return the devices of PyTorch, accelerators first; of joined processes one of each."""
+        group = joined()
+        return torch_devices.list_devices() if group is None else torch_devices.of_all(group)
 
     def rehearse(self, devices: int) -> None:
         """Make `devices` virtual CPU devices and hide accelerators."""
         torch_devices.make_virtual(devices)
 
     def join(self, place: Place) -> tuple[int, int]:
-        """Return the place of a single process; this engine starts its processes by itself."""
-        if place.size > 1:
-            raise UnsupportedBackend(
-                f"This is {place}, and on 'torch' lockstep starts the processes by itself.\n"
-                "Run the script with plain python, or set LOCKSTEP_PROCESSES=1 for trainings that "
-                "are apart."
-            )
-        return place.rank, place.size
+        """Join the processes of a launcher, unless this has been done."""
+        return joining.join(place, torch_devices.rehearsed() or 1)
 
     def attach(
         self, model: Any, devices: tuple[str, ...], options: InputOptions = DEFAULT_INPUT
@@ -71,7 +82,8 @@ class TorchEngine:
                 "ahead on 'jax' so far.\nLeave it out: a DataLoader has num_workers."
             )
         if self.attached(model) != devices:
-            with attachments.alone(model, "distribute"):
+            call = nullcontext() if joined() is None else CALLS.call("distribute")
+            with call, attachments.alone(model, "distribute"):
                 attachments.attach(
                     Attachment(model, devices), lambda old: Attachment(model, old.devices)
                 )
@@ -80,6 +92,14 @@ class TorchEngine:
         """Make `model` run on one device again; do nothing if it is not attached."""
         with attachments.alone(model, "release"):
             attachments.detach(model)
+
+    def place(self, model: Any, layout: Layout) -> None:
+        """Raise: this engine runs all layers on every device."""
+        raise no_branches("torch")
+
+    def layout(self, model: Any) -> Layout | None:
+        """Return `None`: no model has layers on several devices."""
+        return None
 
     def attached(self, model: Any) -> tuple[str, ...] | None:
         """Return the devices of `model`, or `None` if it is not attached."""
@@ -91,6 +111,11 @@ class TorchEngine:
 
     def probe(self, model: Any) -> TorchProbe:
         """Return a probe for the steps of `model`, attached or not."""
+        if joined() is not None:
+            raise UnsupportedBackend(
+                "verify or bench was asked for in one of several processes on 'torch', and they "
+                "run in a single one there.\nStart the script without a launcher."
+            )
         return TorchProbe(model)
 
 
@@ -113,28 +138,43 @@ class Attachment:
         self.hooks: dict[str, Any] = {}
         self.replaced: dict[str, Any] = {}
         self.turns = CallGuard(model, lambda: attachments.attachment_of(model) is self)
-        self._runner = StepRunner(model, devices)
+        self._group = joined()
+        self._lease = Lease(devices)
+        self._device = torch_device_of(devices[0]) if self._group is None else self._group.device
+        self._runner = self._new_runner()
         self.session = TorchSession(model, devices, self._runner)
         self._loop = Loop(self.session)
         self._warned: set[str] = set()
         # The end of the model ends its part in the pool; a lease knows no model.
-        weakref.finalize(model, self._runner.lease.end)
+        weakref.finalize(model, self._lease.end)
+
+    def _new_runner(self) -> StepRunner:
+        if self._group is None:
+            return PoolRunner(self.model, self._device, self._lease)
+        return JoinedRunner(self.model, self._group)
 
     def check(self) -> None:
         """Raise if this model cannot be attached to these devices."""
         check_makers(self.model)
+        if self._group is not None:
+            _check_all_take_part(self.devices, self._group)
+        else:
+            check_placement(self.devices)
         if len(self.devices) > 1:
             _check_processes()
-            _check_devices(self.devices)
 
     def take_over(self) -> None:
         """Replace the loops and the step functions."""
         attachments.mark(self.model, self)
+        move_model(self.model, self._device)
         self.hooks = {
             **{name: self._maker(name.removeprefix("make_")) for name in MAKERS},
             **self._stepping(),
             **atomic_saves(self.model),
         }
+        if isinstance(self._runner, JoinedRunner):
+            self._runner.adopt(first=True)
+            self.hooks = together(self.model, self.hooks, self._runner.assigned)
         self.replaced = attachments.put_on(self.model, self.hooks)
         self._remake_functions()
 
@@ -142,7 +182,7 @@ class Attachment:
         """Undo `take_over`, even if it failed half way."""
         attachments.unmark(self.model)
         attachments.take_off(self.model, self.hooks, self.replaced)
-        self._runner.lease.end()
+        self._lease.end()
         self._remake_functions()
 
     # ------------------------------------------------------------- replaced methods
@@ -150,6 +190,8 @@ class Attachment:
     def _maker(self, name: str) -> Callable[..., None]:
         def make_function(force: bool = False) -> None:
             model = self.model
+            if isinstance(self._runner, JoinedRunner):
+                self._runner.adopt(first=getattr(model, name) is None)
             if getattr(model, name) is not None and not force:
                 return
             # Keras checks the options, and makes the function for one device.
@@ -167,8 +209,13 @@ class Attachment:
                 return plain(batches)
 
         def run(batches: Any) -> Any:
-            batch = keras.tree.map_structure(_tensor, next(iter(batches)))
+            runner, drawn = self._runner, iter(batches)
+            batch = runner.agreed(drawn) if isinstance(runner, JoinedRunner) else next(drawn)
+            batch = keras.tree.map_structure(_tensor, batch)
             result = on_one([batch]) if len(self.devices) == 1 else self._step(kind, on_one, batch)
+            STATUS_OF_PROCESS.stepped()
+            if isinstance(runner, JoinedRunner):
+                runner.stepped()
             return result if kind == "predict" else _copies(result)
 
         return run
@@ -195,8 +242,14 @@ class Attachment:
 
     def _step(self, kind: str, plain: Callable[[Any], Any], batch: Any) -> Any:
         if self._runner.unchecked and not is_ready(self.model, kind):
-            return plain([batch])  # which builds the model
+            if not isinstance(self._runner, JoinedRunner):
+                return plain([batch])  # which builds the model
+            with torch.no_grad():  # each process builds it, and then takes the first one's values
+                self.model(keras.utils.unpack_x_y_sample_weight(batch)[0])
+            self._runner.adopt(first=False)
         reason, data, rows = self._split(kind, batch)
+        if isinstance(self._runner, JoinedRunner):
+            self._runner.agree_on_plan(reason)
         if reason is not None:
             self._warn(f"{self.model.name!r} {reason}, so the first device runs every batch alone")
             return plain([batch])
@@ -224,11 +277,13 @@ class Attachment:
         @functools.wraps(fit)
         def announced_fit(*args: Any, **kwargs: Any) -> Any:
             given = arguments_of(fit, args, kwargs)
-            if wants_words(given):
+            if process_group.is_first() and wants_words(given):
                 compiles = not own_loop and self._loop.compiles()
                 line = fit_line("torch", self.devices, given, compiles)
                 ignored = len(self.devices) > 1 and self.model.jit_compile
                 print(line + (", without torch.compile" if ignored else ""), flush=True)
+            if self._group is not None:
+                process_group.check_orbax(given.get("callbacks"))
             with fit_scope(given.get("callbacks"), process_group, own_loop=own_loop):
                 return fit(*args, **kwargs)
 
@@ -249,7 +304,7 @@ class Attachment:
                 getattr(model, maker)(force=True)
 
     def _warn(self, what: str, remedy: str = "") -> None:
-        if what not in self._warned:
+        if what not in self._warned and process_group.is_first():
             self._warned.add(what)
             warnings.warn(
                 f"On PyTorch {what}.\nThe result is exact. {remedy}"
@@ -283,23 +338,25 @@ def _tensors(data: Any) -> tuple[Any, Any, Any]:
     return parts
 
 
+def _check_all_take_part(devices: tuple[str, ...], group: TorchGroup) -> None:
+    every = tuple(device.name for device in torch_devices.of_all(group))
+    if devices != every:
+        raise ProcessesDisagree(
+            f"devices={', '.join(devices)} was asked for, and {group.size} processes run, each "
+            f"with one device: {', '.join(every)}.\n"
+            "Leave devices out, or start as many processes as devices."
+        )
+
+
 def _check_processes() -> None:
     if dist.is_initialized():
         raise UnsupportedBackend(
             "Several devices were asked for on 'torch' in a process that has called "
-            "torch.distributed.init_process_group.\nOn PyTorch, lockstep starts the processes by "
-            "itself: leave that call out, and run the script with plain python."
+            "torch.distributed.init_process_group.\nOn PyTorch, lockstep connects the processes by "
+            "itself, also those of torchrun: leave that call out."
         )
     if keras.distribution.distribution() is not None:
         raise LayoutConflict(
             "Several devices were asked for on 'torch', and a keras.distribution is set, which "
             "would reduce gradients too.\nCall keras.distribution.set_distribution(None) first."
-        )
-
-
-def _check_devices(devices: tuple[str, ...]) -> None:
-    if not devices[0].startswith("cpu"):
-        raise UnsupportedBackend(
-            f"{len(devices)} GPUs were asked for on 'torch', and lockstep has run on rehearsed CPU "
-            "devices alone there.\nSet KERAS_BACKEND=jax before Keras is imported."
         )

@@ -1,5 +1,6 @@
-"""The processes of one pool as ranks: sums, broadcasts and gathers of tensors."""
+"""Processes as ranks: sums, broadcasts and gathers of tensors."""
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -13,7 +14,6 @@ _BUCKET = 25 * 2**20
 """Bytes of tensors that one collective takes, at most, but for a single larger tensor."""
 
 _LONGEST_STEP = timedelta(hours=24)
-"""A replica waits so long for the others. The end of a process is noticed at once."""
 
 
 class PeerLost(Exception):
@@ -21,42 +21,84 @@ class PeerLost(Exception):
 
 
 class Group:
-    """The ranks of one pool.
+    """The ranks of one training.
 
     It is no default group of `torch.distributed`, so that nothing else in the process sees
     or uses it.
+
+    Tensors of another device are copied to that of the rank and back.
 
     Args:
         store: The store where the ranks meet.
         rank: The number of this process.
         size: The number of processes.
+        device: The PyTorch device of this process: NCCL connects GPUs, gloo connects CPUs.
+        most: How long a rank waits for the others. Gloo notices the end of a process at once.
+        local: Whether all processes are on this host.
     """
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]
-        options._timeout = _LONGEST_STEP
-        self._backend = _waited(lambda: dist.ProcessGroupGloo(store, rank, size, options))
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        device: torch.device,
+        *,
+        most: timedelta = _LONGEST_STEP,
+        local: bool = True,
+    ) -> None:
+        connect = _nccl if device.type == "cuda" else partial(_gloo, local=local)
+        self._backend = _waited(lambda: connect(store, rank, size, most))
+        self._device = device
+        self._aborted = False
         self.rank = rank
         self.size = size
 
+    def abort(self) -> None:
+        """End what this rank waits for, from another thread: a rank has been lost."""
+        self._aborted = True
+        self._backend.abort()
+
+    def check(self) -> None:
+        """Return when all sums and gathers so far have arrived.
+
+        A call to NCCL returns before its result is there, and an aborted one leaves any values.
+
+        Raises:
+            PeerLost: If a rank has been lost.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        if self._aborted:
+            raise PeerLost("the group was aborted")
+
     def sum_in_place(self, tensors: Sequence[Any]) -> None:
         """Replace each tensor by its sum over all ranks, which is the same on every rank."""
-        for bucket in _buckets(tensors):
-            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            _waited(partial(self._all_reduce, flat))
-            _copy_out(flat, bucket)
+        for finish in [self.start_sum(bucket) for bucket in buckets_of(tensors)]:
+            finish()
+
+    def start_sum(self, tensors: Sequence[Any]) -> Callable[[], None]:
+        """Begin to sum tensors of one type; what is returned waits, and puts the sums in place."""
+        first = tensors[0]
+        alone = len(tensors) == 1 and first.is_contiguous() and first.device == self._device
+        parts = [tensor.detach().reshape(-1).to(self._device) for tensor in tensors]
+        flat = parts[0] if alone else torch.cat(parts)
+        work = _waited(lambda: self._backend.allreduce([flat]))
+
+        def finish() -> None:
+            _waited(work.wait)
+            if not alone:
+                _copy_out(flat, tensors)
+
+        return finish
 
     def broadcast_in_place(self, tensors: Sequence[Any]) -> None:
         """Replace each tensor by that of rank 0."""
-        for bucket in _buckets(tensors):
-            flat = torch.cat([_bytes(tensor) for tensor in bucket])
+        for bucket in buckets_of(tensors):
+            flat = torch.cat([_bytes(tensor).to(self._device) for tensor in bucket])
             _waited(partial(self._broadcast, flat))
             if self.rank:
                 _copy_out_bytes(flat, bucket)
-
-    def _all_reduce(self, flat: Any) -> None:
-        self._backend.allreduce([flat]).wait()
 
     def _broadcast(self, flat: Any) -> None:
         self._backend.broadcast(flat, 0).wait()
@@ -71,14 +113,38 @@ class Group:
         most = max(counts)
         padded = rows.new_zeros((most, *rows.shape[1:]))
         padded[: len(rows)] = rows
-        sent = _bytes(padded)
+        sent = _bytes(padded).to(self._device)
         received = [torch.empty_like(sent) for _ in counts]
         _waited(lambda: self._backend.allgather([received], [sent]).wait())
         parts = [part.view(rows.dtype).view(padded.shape) for part in received]
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        whole = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        return whole.to(rows.device)
 
 
-def _buckets(tensors: Sequence[Any]) -> list[list[Any]]:
+def _gloo(store: Any, rank: int, size: int, most: timedelta, *, local: bool) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [_gloo_device(local)]
+    options._timeout = most
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _gloo_device(local: bool) -> Any:
+    if local:
+        return dist.ProcessGroupGloo.create_device(hostname=HOST)
+    # PyTorch's own variable for the network between hosts
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface:
+        return dist.ProcessGroupGloo.create_device(interface=interface)
+    return dist.ProcessGroupGloo.create_default_device()
+
+
+def _nccl(store: Any, rank: int, size: int, most: timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = most
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def buckets_of(tensors: Sequence[Any]) -> list[list[Any]]:
     """Return the tensors in lists of one type and limited size, in their order."""
     buckets: list[list[Any]] = []
     size = 0

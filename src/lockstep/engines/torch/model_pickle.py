@@ -26,7 +26,6 @@ from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
     KerasSaveable,
     module_in_keras,
-    torch_device,
     tracked_collections,
 )
 
@@ -118,7 +117,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if place and self._storages.setdefault(place, number) != number:
                 raise ValueError("two of its tensors share their memory.")
         parameter = isinstance(item, torch.nn.Parameter)
-        return number, tuple(item.shape), item.dtype, item.requires_grad, parameter
+        # "cuda" is the current device of each process.
+        device = item.device.type
+        return number, tuple(item.shape), item.dtype, device, item.requires_grad, parameter
 
     def reducer_override(self, item: Any) -> Any:
         if isinstance(item, KerasSaveable):
@@ -142,9 +143,9 @@ class _Unpickler(pickle.Unpickler):
         self.tensors: dict[int, Any] = {}
 
     def persistent_load(self, pid: Any) -> Any:
-        number, shape, dtype, requires_grad, parameter = pid
+        number, shape, dtype, device, requires_grad, parameter = pid
         if number not in self.tensors:
-            tensor = torch.zeros(shape, dtype=dtype, device=torch_device())
+            tensor = torch.zeros(shape, dtype=dtype, device=device)
             if parameter:
                 tensor = torch.nn.Parameter(tensor, requires_grad=requires_grad)
             self.tensors[number] = tensor

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.connection import Connection
 from socket import socketpair
 from typing import Any
@@ -22,6 +22,8 @@ import torch.distributed as dist
 
 from lockstep.engines.torch.batch_memory import BatchMemory, new_file
 from lockstep.engines.torch.group import HOST, Group, PeerLost
+from lockstep.engines.torch.placement import torch_device_of
+from lockstep.engines.worker_watch import WorkerWatch
 from lockstep.errors import WorkerDied
 
 _START = """\
@@ -57,6 +59,8 @@ class Pool:
         self._to_forget: list[int] = []
         self._files: list[int] = []
         self._workers: list[_Worker] = []
+        self._watch: WorkerWatch | None = None
+        self._group: Group | None = None
         _running.add(self)
         try:
             self._start()
@@ -73,18 +77,27 @@ class Pool:
         self._files = [batch_file, writing]
         threads = max(1, torch.get_num_threads() // size)
         for rank in range(1, size):
-            options = {"rank": rank, "size": size, "threads": threads}
+            device = self._devices[rank]
+            options = {"rank": rank, "size": size, "device": device, "threads": threads}
             files = {"lifeline": reading, "memory": batch_file}
             self._workers.append(_Worker(options, files))
         os.close(reading)
         self.memory = BatchMemory(batch_file)
-        for worker in self._workers:
-            worker.receive()  # it is ready
-        store = dist.TCPStore(HOST, 0, size, is_master=True, wait_for_workers=False)
-        for worker in self._workers:
-            worker.send(pickle.dumps(store.port))
-        self._store = store
-        self.group = Group(store, 0, size)
+        self._watch = WorkerWatch([worker.process for worker in self._workers], self._abort)
+        with self._watch.watching():
+            for worker in self._workers:
+                worker.receive()  # it is ready
+            store = dist.TCPStore(HOST, 0, size, is_master=True, wait_for_workers=False)
+            for worker in self._workers:
+                worker.send(pickle.dumps(store.port))
+            self._store = store
+            self._group = Group(store, 0, size, torch_device_of(self._devices[0]))
+
+    @property
+    def group(self) -> Group:
+        """The ranks of this pool."""
+        assert self._group is not None, "the constructor makes it"
+        return self._group
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -99,7 +112,8 @@ class Pool:
                 while self._to_forget:
                     self.send("forget", self._to_forget.pop())
                 self._called = False
-                yield
+                with self._watch.watching() if self._watch is not None else nullcontext():
+                    yield
             except PeerLost:
                 raise self._failure() from None
             except BaseException:
@@ -140,6 +154,8 @@ class Pool:
         self.closed = True
         _running.discard(self)
         self._leave()
+        if self._watch is not None:
+            self._watch.close()
         if os.getpid() == self._owner:
             for worker in self._workers:
                 worker.end()
@@ -155,6 +171,10 @@ class Pool:
         self._files = []
         for worker in self._workers:
             worker.connection.close()
+
+    def _abort(self) -> None:
+        if self._group is not None:
+            self._group.abort()
 
     def _failure(self) -> BaseException:
         """Return the error that ended a worker, and end the others."""
@@ -189,10 +209,18 @@ class Pool:
 
     def _death_of(self, worker: "_Worker") -> WorkerDied:
         said = worker.last_lines()
+        process = f"The process of replica {worker.rank} ({self._devices[worker.rank]})"
+        stopped = {} if self._watch is None else self._watch.stopped
+        seconds = stopped.get(worker.process.pid)
+        what = f"{process} has ended {worker.how()}; it was process {worker.process.pid}."
+        if seconds is not None:
+            what = (
+                f"{process} was stopped for {seconds:g} seconds by a signal, and was killed "
+                "(LOCKSTEP_PATIENCE sets the seconds)."
+            )
         error = WorkerDied(
-            f"The process of replica {worker.rank} ({self._devices[worker.rank]}) has ended "
-            f"{worker.how()}; it was process {worker.process.pid}.\nThe model stands as after the "
-            "last step. Call again to go on: the processes are started anew."
+            f"{what}\nThe model stands as after the last step. Call again to go on: the processes "
+            "are started anew."
         )
         if said:
             error.add_note(f"Its last lines were:\n{said}")

@@ -10,6 +10,7 @@ import torch
 
 from lockstep.engines import attachments
 from lockstep.engines.engine import Clock, Compiling, Data, Trace
+from lockstep.engines.torch.replica import random_state, set_random_state
 from lockstep.engines.torch.steps import recorded
 from lockstep.engines.torch.unsplit import own_step
 from lockstep.engines.watched_layers import not_built, part_of
@@ -27,7 +28,7 @@ class TorchProbe:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._random = torch.get_rng_state()
+        self._random = random_state()
 
     def compiling(self) -> AbstractContextManager[Compiling]:
         """Not here yet."""
@@ -61,11 +62,11 @@ class TorchProbe:
     @contextmanager
     def alike(self) -> Iterator[None]:
         """Put the state of PyTorch's random numbers back at the end."""
-        before = torch.get_rng_state()
+        before = random_state()
         try:
             yield
         finally:
-            torch.set_rng_state(before)
+            set_random_state(before)
 
     def fresh(self) -> None:
         """Make the step anew, and draw the random numbers of the first step again."""
@@ -115,7 +116,7 @@ class TorchProbe:
         return []
 
     def _draw_again(self) -> None:
-        torch.set_rng_state(self._random)
+        set_random_state(self._random)
         attachment = attachments.attachment_of(self._model)
         if attachment is not None:
             attachment.draw_together()

@@ -7,13 +7,14 @@ backward passes below keep that sum.
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
 from lockstep.counted import counted
+from lockstep.engines.torch.gradient_buckets import summed_gradients
 from lockstep.engines.torch.group import Group
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import get_keras_mask, set_keras_mask
@@ -31,33 +32,47 @@ class RandomStreams:
 
     def seed(self, base: bytes, rank: int) -> None:
         """Seed both kinds of numbers; rank 0 keeps PyTorch's own state."""
-        own = _get_state()
-        torch.manual_seed(_number(base, "common"))
-        self._common = _get_state()
+        own = random_state()
+        self._seed_common(base)
         if rank == 0:
-            _set_state(own)
+            set_random_state(own)
         else:
             torch.manual_seed(_number(base, rank))
 
+    @contextmanager
+    def apart(self, base: bytes, rank: int) -> Iterator[None]:
+        """Seed both kinds of numbers inside the context, and put PyTorch's own state back."""
+        own = random_state()
+        self._seed_common(base)
+        torch.manual_seed(_number(base, rank))
+        try:
+            yield
+        finally:
+            set_random_state(own)
+
+    def _seed_common(self, base: bytes) -> None:
+        torch.manual_seed(_number(base, "common"))
+        self._common = random_state()
+
     def share(self, state: Any) -> None:
         """Let code that every replica runs alike draw from this state of PyTorch."""
-        _set_state((state, None))
-        self._common = _get_state()
+        set_random_state(state)
+        self._common = random_state()
 
     def take_over(self) -> None:
         """Draw from now on where code that every replica runs alike has stopped."""
-        _set_state(self._common)
+        set_random_state(self._common)
 
     @contextmanager
     def common(self) -> Iterator[None]:
         """Draw the same numbers on every replica inside the context."""
-        own = _get_state()
-        _set_state(self._common)
+        own = random_state()
+        set_random_state(self._common)
         try:
             yield
         finally:
-            self._common = _get_state()
-            _set_state(own)
+            self._common = random_state()
+            set_random_state(own)
 
 
 class Replica:
@@ -69,14 +84,26 @@ class Replica:
     Attributes:
         counts: The number of rows of each replica.
         rows: The number of rows of the batch.
+        device: The PyTorch device of this replica.
+        returns: Whether this replica returns logs and predictions. Rank 0 always does.
     """
 
-    def __init__(self, group: Group, rows: int, streams: RandomStreams) -> None:
+    def __init__(
+        self,
+        group: Group,
+        rows: int,
+        streams: RandomStreams,
+        device: torch.device,
+        *,
+        returns: bool = False,
+    ) -> None:
         shards = shard_rows(rows, group.size)
         self._group = group
         self._own = shards[group.rank]
         self.counts = tuple(len(shard) for shard in shards)
         self.rows = rows
+        self.device = device
+        self.returns = returns or group.rank == 0
         self.common_draws = streams.common
 
     @property
@@ -143,10 +170,13 @@ class Replica:
         """Return the sum over the replicas; gradients flow back to each of them."""
         return _Sum.apply(value, self._group)
 
-    def sum_gradients(self, tensors: Sequence[Any]) -> None:
-        """Replace the gradient of each tensor by its sum over the replicas."""
-        gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
-        self._group.sum_in_place(gradients)
+    def summed_gradients(self, tensors: Sequence[Any]) -> AbstractContextManager[None]:
+        """Sum the gradients of a backward pass in the context over the replicas."""
+        return summed_gradients(self._group, tensors)
+
+    def check(self) -> None:
+        """Return when the other replicas have sent what this one asked for; see `Group`."""
+        self._group.check()
 
 
 class _Gather(torch.autograd.Function):  # type: ignore[misc]
@@ -203,12 +233,14 @@ def _number(base: bytes, *salt: object) -> int:
     return int.from_bytes(digest[:7], "little")
 
 
-def _get_state() -> tuple[Any, Any]:
+def random_state() -> tuple[Any, Any]:
+    """Return the state of PyTorch's random numbers, on the host and on the current device."""
     device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     return torch.get_rng_state(), device
 
 
-def _set_state(state: tuple[Any, Any]) -> None:
+def set_random_state(state: tuple[Any, Any]) -> None:
+    """Set what `random_state` returned, here or in another process."""
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1])

@@ -1,5 +1,6 @@
 """One model on PyTorch devices, as the loop of `fit`, `evaluate` and `predict` uses it."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -7,11 +8,19 @@ import numpy as np
 import torch
 
 from lockstep.checkpoint.fit_run import Snapshot
+from lockstep.engines.torch.joined_runner import JoinedRunner
 from lockstep.engines.torch.step_runner import StepRunner
 from lockstep.errors import UnsupportedModel
-from lockstep.keras_compat import EpochIterator, build_on_first_batch, torch_iterator
+from lockstep.keras_compat import (
+    EpochIterator,
+    build_on_first_batch,
+    is_built,
+    torch_iterator,
+)
+from lockstep.launch.status import phase
+from lockstep.processes.agreement import DataCheck
 from lockstep.state import named_variables, variables_of
-from lockstep.training.callbacks import may_write_between_steps
+from lockstep.training.callbacks import may_write_between_steps, see_every_batch
 from lockstep.training.input import HostIterator
 from lockstep.training.session import (
     PREDICT,
@@ -38,6 +47,8 @@ class TorchSession(Session):
         runner: Runs the steps of the model on these devices.
     """
 
+    _changes = True
+
     array_type = torch.Tensor
     iterator_type = EpochIterator
 
@@ -47,17 +58,25 @@ class TorchSession(Session):
 
     def batches(self, kind: Kind, *, recorded: bool = False, **data: Any) -> Any:
         """Return Keras's iterator over a `DataLoader`, or a recorded one over host batches."""
+        several = isinstance(self._runner, JoinedRunner)
         if recorded:
-            return recorded_type(kind, HostIterator)(**data)
-        return torch_iterator()(**data)
+            return recorded_type(kind, ComparedIterator if several else HostIterator)(**data)
+        return ComparedLoader(**data) if several else torch_iterator()(**data)
 
     def build(self, batches: Any, kind: Kind) -> None:
         """Build what the first step needs, and reset the iterator, as Keras does."""
         if kind is TRAIN and isinstance(batches, HostIterator):
             _check_state(self.model)
-        if kind is not PREDICT:
-            build_on_first_batch(self.model, batches)
-        batches.reset()
+        model = self.model
+        if isinstance(batches, ComparedIterator):
+            if kind is not PREDICT:
+                batches.build(lambda: build_on_first_batch(model, batches))
+            elif not is_built(model):
+                batches.build(lambda: _call(model, batches))
+        else:
+            if kind is not PREDICT:
+                build_on_first_batch(model, batches)
+            batches.reset()
         if kind is not TRAIN:
             self.model.eval()
 
@@ -72,6 +91,8 @@ class TorchSession(Session):
     def plan_epoch(self, batches: Any, callbacks: Any, kind: Kind, *, in_place: bool) -> None:
         """Decide whether the model may change between two steps of the next epoch."""
         self._changes = may_write_between_steps(callbacks, kind.name)
+        if isinstance(batches, ComparedIterator):
+            batches.watch(see_every_batch(callbacks, kind.name))
 
     def run_epoch(
         self, kind: Kind, batches: Any, begin: Begin, end: End, each: Each | None = None
@@ -79,14 +100,37 @@ class TorchSession(Session):
         """Run the steps of one epoch, in the mode of `torch.nn.Module` that Keras sets."""
         if kind is TRAIN:
             self.model.train()
-        with self._runner.epoch(changes=self._changes):
+        with phase(kind.phase, compiles=True), self._runner.epoch(changes=self._changes):
             outputs = super().run_epoch(kind, batches, begin, end, each)
+            if isinstance(batches, ComparedIterator):
+                batches.check_epoch()
         self.model.eval()
         return outputs
+
+    def drawn(self, batches: HostIterator, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Draw the batches of one execution, once every process has as many."""
+        if not isinstance(self._runner, JoinedRunner):
+            return super().drawn(batches, iterator)
+        return iter(batches.agreed(lambda: [next(iterator)], self._runner.noted()))
 
     def joined(self, every: list[Any]) -> Any:
         """Return all rows of the predictions of several steps, as NumPy arrays."""
         return keras.tree.map_structure(_joined, *every)
+
+
+class ComparedIterator(HostIterator):
+    """Host batches that are compared with those of the other processes."""
+
+    def _new_check(self) -> DataCheck:
+        return DataCheck(every_pull=True)
+
+
+class ComparedLoader(ComparedIterator):
+    """The batches of Keras's `DataLoader`, in the order that PyTorch draws."""
+
+    def _batches(self) -> Iterator[Any]:
+        # keras/src/backend/torch/trainer.py, TorchEpochIterator
+        return iter(self.data_adapter.get_torch_dataloader())
 
 
 class TorchFitState:
@@ -131,6 +175,15 @@ def _check_state(model: Any) -> None:
             "of layers and the optimizer of compile. Make variables by add_weight; with several "
             "optimizers,\nuse keras.callbacks.BackupAndRestore."
         )
+
+
+def _call(model: Any, batches: HostIterator) -> None:
+    """Build the layers of a model that has never been called, on the first batch."""
+    for _, _, iterator in batches:
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(next(iterator))
+        with torch.no_grad():
+            model(inputs)
+        break
 
 
 def _joined(*parts: Any) -> np.ndarray:

@@ -2,8 +2,8 @@
 
 Each replica runs the layers on its rows, and the outputs are gathered. Every replica
 computes the loss of the global batch by Keras's own code, and sums its gradients with the
-others. The optimizer of Keras then does the same on every replica. Metrics are computed on
-rank 0 alone.
+others. The optimizer of Keras then does the same on every replica. Metrics are computed
+where the logs are asked for.
 """
 
 import warnings
@@ -15,6 +15,7 @@ import keras
 import torch
 
 from lockstep.engines.torch.layers import Plan
+from lockstep.engines.torch.placement import copies_on
 from lockstep.engines.torch.replica import Replica
 from lockstep.engines.torch.stateful import copied_states
 from lockstep.engines.watched_layers import watched_layers
@@ -31,8 +32,8 @@ def run_step(kind: str, model: Any, plan: Plan, replica: Replica, data: Any) -> 
         data: Inputs, targets and sample weights of the whole batch.
 
     Returns:
-        The logs or predictions on rank 0, `None` on the others. A look gives the outputs of the
-        layers and the gradients.
+        The logs or predictions on rank 0 or where asked for, else `None`. A look gives the
+        outputs of the layers and the gradients.
     """
     if kind == "train":
         return _train(model, plan, replica, data)
@@ -42,7 +43,7 @@ def run_step(kind: str, model: Any, plan: Plan, replica: Replica, data: Any) -> 
         if kind == "test":
             return _test(model, plan, replica, data)
         outputs = _outputs(model, plan, replica, data[0], training=False)
-        return outputs if replica.rank == 0 else None
+        return outputs if replica.returns else None
 
 
 def _train(model: Any, plan: Plan, replica: Replica, data: Any) -> Any:
@@ -55,8 +56,9 @@ def _train(model: Any, plan: Plan, replica: Replica, data: Any) -> Any:
         share = loss if model.optimizer is None else model.optimizer.scale_loss(loss)
         parameters = _backward(weights, replica, share)
         with torch.no_grad():
+            replica.check()
             model.optimizer.apply([parameter.grad for parameter in parameters], weights)
-    if replica.rank:
+    if not replica.returns:
         return None
     if not weights:
         warnings.warn("The model does not have any trainable weights.", stacklevel=2)
@@ -77,7 +79,7 @@ def _look(model: Any, plan: Plan, replica: Replica, data: Any) -> Any:
     for weight in weights:
         if weight.value.grad is not None:
             seen[f"gradient/{weight.path}"] = weight.value.grad
-    return None if replica.rank else seen
+    return seen if replica.returns else None
 
 
 def _global_loss(model: Any, replica: Replica, data: Any, y_pred: Any) -> Any:
@@ -89,9 +91,9 @@ def _global_loss(model: Any, replica: Replica, data: Any, y_pred: Any) -> Any:
 
 def _backward(weights: list[Any], replica: Replica, loss: Any) -> list[Any]:
     """Compute the gradients of the global loss, and return the parameters that have them."""
-    (loss / replica.size).backward()
     parameters = [weight.value for weight in weights]
-    replica.sum_gradients(parameters)
+    with replica.summed_gradients(parameters):
+        (loss / replica.size).backward()
     return parameters
 
 
@@ -122,7 +124,7 @@ def _test(model: Any, plan: Plan, replica: Replica, data: Any) -> Any:
     # keras/src/backend/torch/trainer.py, TorchTrainer.test_step
     x, y, sample_weight = data
     y_pred = _outputs(model, plan, replica, x, training=False)
-    if replica.rank:
+    if not replica.returns:
         return None
     loss = _loss(model, data, y_pred, training=False)
     model._loss_tracker.update_state(loss, sample_weight=replica.rows)
@@ -133,7 +135,7 @@ def _outputs(model: Any, plan: Plan, replica: Replica, x: Any, *, training: bool
     """Return the model's outputs for the global batch, with their masks."""
     own = keras.tree.map_structure(
         # A copy, because a layer may write into its input, and others read these rows too.
-        lambda leaf: replica.take(leaf).clone() if leaf is not None and leaf.ndim else leaf,
+        lambda leaf: copies_on(replica.device, replica.take(leaf) if _has_rows(leaf) else leaf),
         x,
     )
     with plan.in_force(replica), copied_states(model):
@@ -143,6 +145,10 @@ def _outputs(model: Any, plan: Plan, replica: Replica, x: Any, *, training: bool
     return keras.tree.map_structure(
         lambda output: replica.gather(output, name, for_loss=True), outputs
     )
+
+
+def _has_rows(leaf: Any) -> bool:
+    return leaf is not None and bool(leaf.ndim)
 
 
 def _loss(model: Any, data: Any, y_pred: Any, *, training: bool) -> Any:

@@ -14,12 +14,15 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 
-def main(rank: int, size: int, connection: int, lifeline: int, memory: int, threads: int) -> None:
+def main(
+    rank: int, size: int, device: str, connection: int, lifeline: int, memory: int, threads: int
+) -> None:
     """Run one worker until rank 0 closes its connection.
 
     Args:
         rank: The number of this process.
         size: The number of processes.
+        device: The name of the device of this process.
         connection: The file descriptor of a socket to rank 0.
         lifeline: The file descriptor of a pipe that rank 0 never writes to.
         memory: The file descriptor of the memory for batches.
@@ -29,7 +32,7 @@ def main(rank: int, size: int, connection: int, lifeline: int, memory: int, thre
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     rank_0 = Connection(connection)
     try:
-        worker = _Worker(rank, size, memory, threads, rank_0)
+        worker = _Worker(rank, size, device, memory, threads, rank_0)
         while True:
             worker.follow(pickle.loads(rank_0.recv_bytes()))
     except EOFError:
@@ -67,15 +70,20 @@ def _report(rank_0: Any, error: BaseException) -> None:
 
 
 class _Worker:
-    def __init__(self, rank: int, size: int, memory: int, threads: int, rank_0: Any) -> None:
+    def __init__(
+        self, rank: int, size: int, device: str, memory: int, threads: int, rank_0: Any
+    ) -> None:
         # The frameworks take a second to import, so that nothing above needs them.
         import torch
         import torch.distributed as dist
 
         from lockstep.engines.torch.batch_memory import BatchMemory
         from lockstep.engines.torch.group import HOST, Group
+        from lockstep.engines.torch.placement import make_current, torch_device_of
         from lockstep.engines.torch.replica import RandomStreams
 
+        self._device = torch_device_of(device)
+        make_current(self._device)
         torch.set_num_threads(threads)
         self._rank_0 = rank_0
         self._memory = BatchMemory(memory)
@@ -83,7 +91,8 @@ class _Worker:
         self._streams = RandomStreams()
         rank_0.send_bytes(pickle.dumps(("ready", None, "")))
         port = pickle.loads(rank_0.recv_bytes())
-        self._group = Group(dist.TCPStore(HOST, port, size, is_master=False), rank, size)
+        store = dist.TCPStore(HOST, port, size, is_master=False)
+        self._group = Group(store, rank, size, self._device)
 
     def follow(self, message: tuple[str, Any]) -> None:
         """Do what rank 0 asks for."""
@@ -145,26 +154,20 @@ class _Worker:
             self._streams.seed(base, self._group.rank)
         if model.training != training:
             model.train(training)
-        replica = Replica(self._group, rows, self._streams)
+        replica = Replica(self._group, rows, self._streams, self._device)
         run_step(kind, model, plan, replica, self._own_copy(model, batch))
 
     def _own_copy(self, model: Any, batch: Any) -> Any:
         """Return the tensors of a batch, copied where Keras may write into them.
 
-        Keras multiplies sample weights by a mask in place. All processes see the memory.
+        Keras multiplies sample weights by a mask in place. All processes see the memory. The
+        step itself copies the rows of the inputs that this replica takes.
         """
+        from lockstep.engines.torch.placement import copies_on
         from lockstep.keras_compat import base_trainer_class
 
         x, y, sample_weight = self._memory.read(batch)
-        y, sample_weight = _copies((y, sample_weight))
+        y, sample_weight = copies_on(self._device, (y, sample_weight))
         if type(model).compute_loss is not base_trainer_class().compute_loss:
-            x = _copies(x)  # a loss of the user's own is given them
+            x = copies_on(self._device, x)  # a loss of the user's own is given them
         return x, y, sample_weight
-
-
-def _copies(tensors: Any) -> Any:
-    import keras
-
-    return keras.tree.map_structure(
-        lambda tensor: None if tensor is None else tensor.clone(), tensors
-    )

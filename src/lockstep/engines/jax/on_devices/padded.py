@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -49,7 +49,7 @@ class StackedRows:
         return rows.astype(dtype or rows.dtype, copy=bool(copy))
 
 
-def laid_out(value: Any, layout: NamedSharding) -> jax.Array:
+def laid_out(value: Any, layout: Sharding) -> jax.Array:
     """Return `jax.device_put` of the value; for host arrays in half the time."""
     array: jax.Array
     if isinstance(value, np.ndarray):

@@ -162,23 +162,15 @@ def _execute(
     """
     if step.assigned is not None and vars(model)["_jax_state_synced"]:
         step.assigned.note()
-    every: list[Any] = []
-    taken = 0
-    while taken < times:
-        wanted = 1 if taken else source.at_most(times)
-        try:
-            batches = source.agreed(partial(step.pull, iterator, wanted), step.assigned)
-        except StopIteration:
-            if not taken:
-                raise
-            break
+
+    def pull(most: int) -> list[Any]:
+        return source.agreed(partial(step.pull, iterator, source.at_most(most)), step.assigned)
+
+    def take_out(_: bool) -> None:
         if vars(model)["_jax_state_synced"]:  # synced by a callback, or the first step
             _take_out(model, live, step)
-        every += step.run_each(live, step.programs(live.state, batches))
-        taken += len(batches)
-        if len(batches) > 1:  # one pull has drawn all batches
-            break
-    return step.outputs(every), taken
+
+    return step.execute(live, pull, times, take_out)
 
 
 def _take_out(model: Any, live: LiveState, step: StepFunction | None = None) -> None:

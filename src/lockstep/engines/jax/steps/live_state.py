@@ -139,10 +139,10 @@ def state_of_keras(model: Any, state: State) -> LiveState:
     standing = vars(model).get("_jax_state")
     if isinstance(standing, LiveState) and standing.state is state:
         return standing
-    live = LiveState(model, _GROUPS_BY_NUMBER[len(state)], state)
+    live = LiveState(model, GROUPS_BY_NUMBER[len(state)], state)
     if not model._jax_state_synced:  # else a custom loop, whose variables keep values
         live.stand()
     return live
 
 
-_GROUPS_BY_NUMBER = {len(names): names for names in GROUPS_OF.values()}
+GROUPS_BY_NUMBER = {len(names): names for names in GROUPS_OF.values()}

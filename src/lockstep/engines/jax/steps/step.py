@@ -88,22 +88,46 @@ class StepFunction:
             batches = partial(self.pull, noted, times)
             return batches() if seen is None else seen.agreed(batches, None, self.assigned)
 
+        def settle(first: bool) -> None:
+            if first:
+                live.read(self.settle(live.state))
+
+        return fetched(self.execute(live, pull, self.times, settle)[0])
+
+    def execute(
+        self,
+        live: LiveState,
+        pull: Callable[[int], list[Any]],
+        times: int,
+        take_out: Callable[[bool], object],
+    ) -> tuple[Any, int]:
+        """Run `times` steps, or fewer if the batches end first.
+
+        Args:
+            live: The state. It is updated after each step.
+            pull: Draws at most so many batches; raises `StopIteration` if there is none.
+            times: The number of steps, at least 1.
+            take_out: Called before steps, with whether they are the first ones. It reads a state
+                that is in the variables.
+
+        Returns:
+            The outputs of the execution, and the number of steps that ran.
+        """
         every: list[Any] = []
         taken = 0  # stacked steps have one output
-        while taken < self.times:
+        while taken < times:
             try:
-                batches = pull(1 if taken else self.times)
+                batches = pull(1 if taken else times)
             except StopIteration:
                 if not taken:
                     raise
                 break
-            if not taken:
-                live.read(self.settle(live.state))
+            take_out(not taken)
             every += self.run_each(live, self.programs(live.state, batches))
             taken += len(batches)
             if len(batches) > 1:  # one pull has drawn all batches
                 break
-        return fetched(self.outputs(every))
+        return self.outputs(every), taken
 
     def run_each(self, live: LiveState, programs: Iterable[tuple[Program, Any]]) -> list[Any]:
         """Run these programs in order, and return their outputs."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 from jax.experimental import sparse
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from lockstep.counted import counted
 from lockstep.engines.jax import flags, jax_group, program_fingerprint
@@ -47,6 +47,7 @@ from lockstep.engines.jax.steps.scan import (
 from lockstep.engines.jax.steps.step import Step, StepFunction
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.launch.status import STATUS_OF_PROCESS
+from lockstep.layout import Layout
 from lockstep.processes import process_group
 from lockstep.processes.agreement import DataCheck
 from lockstep.shards import missing_rows
@@ -61,7 +62,10 @@ class Steps:
         by_rows: The layout of data: sharded along the first dim.
         devices: The devices, in order.
         platform: The platform of the devices: `"cpu"` or `"gpu"`.
+        layout: The devices of the layers; `None`, as every device runs all layers.
     """
+
+    layout: Layout | None = None
 
     def __init__(self, devices: list[jax.Device]) -> None:
         self.devices = devices
@@ -75,12 +79,30 @@ class Steps:
         # processes has several (rehearsed) devices.
         here = len(mesh.local_devices)
         self._one_at_a_time = self._several and self.platform == "cpu" and here > 1
-        self._put = jax_group.put if self._several else laid_out
+        self._put: Callable[[Any, Any], jax.Array] = jax_group.put if self._several else laid_out
         self._stacked_by_rows = NamedSharding(mesh, PartitionSpec(None, "batch"))
 
     def divides(self, rows: int) -> bool:
         """Return whether an array of `rows` rows can be sharded, on more than one device."""
         return self._replicas > 1 and not self._several and missing_rows(rows, self._replicas) == 0
+
+    def start(self) -> None:
+        """Prepare the layers of the model."""
+
+    def stop(self) -> None:
+        """Undo `start`."""
+
+    def adopt(self) -> None:
+        """Decide where variables are that were created since the last call."""
+
+    def home(self, variable: Any) -> Sharding:
+        """Return the layout of a variable outside a step."""
+        return self.replicated
+
+    def call(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the model directly, outside its steps."""
+        args, kwargs = keras.tree.map_structure(self.on_mesh, (args, kwargs))
+        return call(*args, **kwargs)
 
     # ------------------------------------------------------------ step functions
 
@@ -229,7 +251,7 @@ class Steps:
         layouts = self._layouts(state, split)
         return tuple([*map(settle, *pair)] for pair in zip(state, layouts, strict=True))
 
-    def moved(self, value: Any, layout: NamedSharding) -> Any:
+    def moved(self, value: Any, layout: Sharding) -> Any:
         """Return the array in another layout, in memory that no other code writes into.
 
         On CPUs JAX may share the memory of a NumPy array that was assigned.

@@ -1,0 +1,242 @@
+"""`python benchmarks/branches.py`: two LSTM branches on two devices, and a chain in parts.
+
+Rehearsed devices, one core each. Small sequential operations, as those of an LSTM, keep one core
+busy for each device, so that branches can overlap here.
+
+Branches: the same model by Keras on one device, by lockstep on two devices, and as a loop written
+by hand in JAX that starts a program for each stage. Chain: four LSTM layers on two devices, by
+lockstep in parts, and by a loop by hand with the same schedule. All take turns in one process. A
+ratio is the wall time of one device over that of two in the same round: median [least, most].
+"""
+
+import argparse
+import os
+import statistics
+import time
+
+os.environ["KERAS_BACKEND"] = "jax"
+os.environ.setdefault("LOCKSTEP_REHEARSE", "3")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import lockstep  # noqa: I001  (follows LOCKSTEP_REHEARSE before JAX starts)
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+WIDTH = 32
+OUTPUTS = 4
+RATE = 0.1
+
+
+def branches(units, length, placed):
+    """The model: two LSTMs of equal cost and a head."""
+    keras.utils.set_random_seed(3)
+    a, b = keras.Input((length, WIDTH)), keras.Input((length, WIDTH))
+    left = keras.layers.LSTM(units, name="left")(a)
+    right = keras.layers.LSTM(units, name="right")(b)
+    outputs = keras.layers.Dense(OUTPUTS, name="head")(keras.layers.concatenate([left, right]))
+    model = keras.Model([a, b], outputs)
+    model.compile(keras.optimizers.SGD(RATE), "mse")
+    if placed:
+        lockstep.place(model, {"left": 0, "right": 1, "concatenate*": 2, "head": 2})
+    return model
+
+
+def chain(units, length, parts):
+    """The model: four LSTMs one after the other, and a head."""
+    keras.utils.set_random_seed(3)
+    lstms = [keras.layers.LSTM(units, return_sequences=True, name=f"lstm_{n}") for n in range(4)]
+    ends = [keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(OUTPUTS, name="head")]
+    model = keras.Sequential([keras.Input((length, WIDTH)), *lstms, *ends])
+    model.compile(keras.optimizers.SGD(RATE), "mse")
+    if parts:
+        lockstep.place(model, {"lstm_[01]": 0, "lstm_[23]": 1, "head": 1}, parts=parts)
+    return model
+
+
+# ------------------------------------------------------------------------- loops by hand
+
+
+def layer_function(layer, training=True):
+    """A Keras layer as a function of its weights and inputs, without its variables."""
+
+    def call(weights, x):
+        others = [variable.value for variable in layer.non_trainable_variables]
+        return layer.stateless_call(weights, others, x, training=training)[0]
+
+    return call
+
+
+def updated(weights, gradients):
+    return [w - RATE * g for w, g in zip(weights, gradients, strict=True)]
+
+
+def weights_of(layers, device):
+    found = [[v.value for v in layer.trainable_variables] for layer in layers]
+    return jax.device_put(found, device)
+
+
+def branches_by_hand(units, length):
+    """Rounds of training: a stage for each branch, one for the head, and their backward stages."""
+    model = branches(units, length, placed=False)
+    devices = jax.devices()
+    left, right, head = (model.get_layer(name) for name in ("left", "right", "head"))
+    weights = [weights_of([each], d)[0] for each, d in zip((left, right, head), devices)]  # noqa: B905
+    run = layer_function(left), layer_function(right), layer_function(head)
+
+    def loss(weights, a, b, y):
+        return jnp.mean((run[2](weights, jnp.concatenate([a, b], -1)) - y) ** 2)
+
+    forward = [jax.jit(lambda w, x, f=f: jax.vjp(f, w, x)) for f in run[:2]]
+    backward = jax.jit(lambda vjp, gradient, w: updated(w, vjp(gradient)[0]), donate_argnums=2)
+
+    @jax.jit
+    def top(weights, a, b, y):
+        value, (g, ga, gb) = jax.value_and_grad(loss, (0, 1, 2))(weights, a, b, y)
+        return value, updated(weights, g), ga, gb
+
+    def fit(x, y, batch):
+        nonlocal weights
+        value = None
+        for first in range(0, len(y), batch):
+            rows = slice(first, first + batch)
+            one, vjp_a = forward[0](weights[0], jax.device_put(x[0][rows], devices[0]))
+            two, vjp_b = forward[1](weights[1], jax.device_put(x[1][rows], devices[1]))
+            one, two, here = jax.device_put([one, two, y[rows]], devices[2])
+            value, weights[2], ga, gb = top(weights[2], one, two, here)
+            weights[0] = backward(vjp_a, jax.device_put(ga, devices[0]), weights[0])
+            weights[1] = backward(vjp_b, jax.device_put(gb, devices[1]), weights[1])
+        return jax.block_until_ready((value, weights))[0]
+
+    return fit
+
+
+def chain_by_hand(units, length, parts):
+    """Rounds of training: each half of the chain is a stage for each part of the batch."""
+    model = chain(units, length, parts=0)
+    devices = jax.devices()[:2]
+    layers = [layer for layer in model.layers if layer.trainable_variables]
+    halves = layers[:2], layers[2:]
+    weights = [weights_of(half, device) for half, device in zip(halves, devices, strict=True)]
+    calls = [[layer_function(layer) for layer in half] for half in halves]
+
+    def lower(weights, x):
+        for call, w in zip(calls[0], weights, strict=True):
+            x = call(w, x)
+        return x
+
+    def upper(weights, x):
+        for call, w in zip(calls[1][:2], weights[:2], strict=True):
+            x = call(w, x)
+        return calls[1][2](weights[2], jnp.mean(x, axis=1))
+
+    forward = [jax.jit(lambda w, x, f=f: jax.vjp(f, w, x)) for f in (lower, upper)]
+    backward = jax.jit(lambda vjp, gradient: vjp(gradient))
+    gradient_of_loss = jax.jit(
+        jax.value_and_grad(lambda outputs, y: jnp.mean((jnp.concatenate(outputs) - y) ** 2))
+    )
+    apply = jax.jit(
+        lambda w, gradients: jax.tree.map(lambda v, *g: v - RATE * sum(g), w, *gradients),
+        donate_argnums=0,
+    )
+
+    def fit(x, y, batch):
+        nonlocal weights
+        value = None
+        for first in range(0, len(y), batch):
+            pieces = np.array_split(np.arange(first, min(first + batch, len(y))), parts)
+            down, up, outputs = [], [], []
+            for piece in pieces:
+                middle, vjp = forward[0](weights[0], jax.device_put(x[piece], devices[0]))
+                down.append(vjp)
+                output, vjp = forward[1](weights[1], jax.device_put(middle, devices[1]))
+                up.append(vjp)
+                outputs.append(output)
+            value, gradients = gradient_of_loss(
+                outputs, jax.device_put(y[first:][:batch], devices[1])
+            )
+            sums = [[], []]
+            for vjp_down, vjp_up, gradient in zip(down, up, gradients, strict=True):
+                of_weights, of_middle = backward(vjp_up, gradient)
+                sums[1].append(of_weights)
+                sums[0].append(backward(vjp_down, jax.device_put(of_middle, devices[0]))[0])
+            weights = [apply(w, g) for w, g in zip(weights, sums, strict=True)]
+        return jax.block_until_ready((value, weights))[0]
+
+    return fit
+
+
+# ------------------------------------------------------------------------------ measuring
+
+
+def fit_of(model):
+    return lambda x, y, batch: model.fit(x, y, batch_size=batch, shuffle=False, verbose=0)
+
+
+def measure(runs, x, y, batch, rounds):
+    """Wall seconds of each run, by round; the runs take turns, every other round backwards."""
+    for run in runs.values():
+        run(x, y, batch)  # compiles
+    seconds = {name: [] for name in runs}
+    for number in range(rounds):
+        order = list(runs) if number % 2 == 0 else list(reversed(runs))
+        for name in order:
+            start = time.perf_counter()
+            runs[name](x, y, batch)
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def ratio(over, under):
+    found = [a / b for a, b in zip(over, under, strict=True)]
+    return f"{statistics.median(found):.2f} [{min(found):.2f}, {max(found):.2f}]"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--units", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--length", type=int, default=60)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--parts", type=int, nargs="*", default=[4, 8])
+    parser.add_argument("--chain-batch", type=int, default=256)
+    parser.add_argument("--chain-units", type=int, default=256)
+    parser.add_argument("--chain-steps", type=int, default=3)
+    options = parser.parse_args()
+    print("| model | lockstep over one device | by hand over one device | lockstep over by hand |")
+    print("|---|---|---|---|")
+    rng = np.random.default_rng(0)
+
+    def row(name, runs, x, batch):
+        y = rng.normal(size=(len(x[0] if isinstance(x, list) else x), OUTPUTS)).astype("float32")
+        s = measure(runs, x, y, batch, options.rounds)
+        cells = ratio(s["one"], s["lockstep"]), ratio(s["one"], s["hand"])
+        print(f"| {name} | {' | '.join(cells)} | {ratio(s['hand'], s['lockstep'])} |", flush=True)
+
+    def draw(count):
+        return rng.normal(size=(count, options.length, WIDTH)).astype("float32")
+
+    for units in options.units:
+        runs = {
+            "one": fit_of(lockstep.distribute(branches(units, options.length, False), 1)),
+            "lockstep": fit_of(branches(units, options.length, True)),
+            "hand": branches_by_hand(units, options.length),
+        }
+        count = options.steps * options.batch
+        row(f"two branches, {units} units", runs, [draw(count), draw(count)], options.batch)
+    for parts in options.parts:
+        size = options.chain_units, options.length
+        runs = {
+            "one": fit_of(lockstep.distribute(chain(*size, 0), 1)),
+            "lockstep": fit_of(chain(*size, parts)),
+            "hand": chain_by_hand(*size, parts),
+        }
+        x = draw(options.chain_steps * options.chain_batch)
+        row(f"chain of four, {parts} parts", runs, x, options.chain_batch)
+
+
+if __name__ == "__main__":
+    main()

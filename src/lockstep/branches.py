@@ -1,0 +1,269 @@
+"""Branches of one model on different devices: on, place, placement."""
+
+import difflib
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from lockstep.devices import Device, names_in_words, parse_devices
+from lockstep.distribute import Devices, check_model
+from lockstep.engines import current_engine
+from lockstep.errors import DeviceError, SerialBranchesWarning, UnsupportedModel
+
+if TYPE_CHECKING:
+    from lockstep.branch_plan import Transfer
+
+Model = TypeVar("Model")
+
+
+@contextmanager
+def on(device: str | int) -> Iterator[None]:
+    """Run the layers that are called in this context on one device.
+
+    The calls are those of a functional model: `layer(x)` on symbolic inputs. The model that is
+    made of them trains, evaluates and predicts with each of these calls on its device, and with
+    the numbers of one device. A layer without a device follows its first input. What the model
+    saves is a plain single-device file.
+
+    A layer that is called on two devices has its weights on the first one, and copies of them go
+    to the second one in each step. An inner context replaces the outer one.
+
+    Args:
+        device: A name such as `"gpu:1"`, or a number of the default platform.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        DeviceError: If the device is unknown, or is more than one.
+        UnsupportedBackend: If the engine of Keras's backend has no branches.
+        UnsupportedModel: If no layer of a functional model is called in the context.
+
+    Example:
+        >>> with lockstep.on("cpu:0"):
+        ...     a = keras.layers.Dense(4)(input_a)
+        >>> with lockstep.on("cpu:1"):
+        ...     b = keras.layers.Dense(4)(input_b)
+        >>> model = keras.Model([input_a, input_b], keras.layers.concatenate([a, b]))
+    """
+    import keras
+
+    from lockstep.keras_compat import nodes_reported, report_functional_models
+    from lockstep.layout import mark_node
+
+    name = _one_device(device)
+    calls = 0
+
+    def mark(node: Any) -> None:
+        nonlocal calls
+        calls += 1
+        mark_node(node, name)
+
+    report_functional_models(_place_marked)
+    with nodes_reported(mark), keras.device(name):  # weights are made on the device
+        yield
+    if not calls:
+        raise UnsupportedModel(
+            f"lockstep.on({device!r}) contains no call of a layer on symbolic inputs, as a "
+            "functional model is made.\n"
+            "For a Sequential or subclassed model, call lockstep.place(model, "
+            f'{{"layer_name": {name!r}}}).'
+        )
+
+
+def place(
+    model: Model,
+    layers: Mapping[str, str | int] | Literal["auto"] | None = None,
+    devices: Devices | None = None,
+    *,
+    parts: int | None = None,
+) -> Model:
+    """Make the layers of a model run on different devices, in place.
+
+    Training gives the numbers of one device. Weights, gradients and optimizer slots of a layer are
+    on its device alone, so a model can be larger than the memory of one device. Layers that do not
+    need one another run side by side. What the model saves is a plain single-device file.
+
+    Args:
+        model: A `keras.Model`, of any kind.
+        layers: The devices by layer name. A name may be a path (`"encoder/dense"`), and may have
+            `*` for any characters. Other layers follow their inputs. `None`: as `lockstep.on` says.
+            `"auto"`: a plan that balances the estimated time of the devices. It is printed.
+        devices: The devices for `"auto"`, as in `lockstep.distribute`; `None` for all.
+        parts: The number of parts into which the rows of each batch are split, one after the other.
+            The layers of a chain on several devices then work at the same time, each on another
+            part. The default is 1. For `"auto"` and a chain it is four for each device.
+
+    Returns:
+        The same `model`.
+
+    Raises:
+        DeviceError: If a device is unknown.
+        LayoutConflict: If the model is distributed, or shares a variable with a model that is laid
+            out in another way.
+        NotAModel: If `model` is no Keras model.
+        UnsupportedBackend: If the engine of Keras's backend has no branches.
+        UnsupportedModel: If a name matches no layer, or two names with different devices match one;
+            if no layer gets a device; or if the layers do not work on each part by itself.
+
+    Example:
+        >>> lockstep.place(model, {"image_*": "cpu:0", "text_*": "cpu:1"}) is model
+        True
+    """
+    check_model(model)
+    from lockstep.branch_plan import cycle, plan, transfers
+    from lockstep.layout import lay_out, marked
+
+    engine = current_engine()
+    here = engine.devices()
+    if layers == "auto":
+        names = parse_devices(devices, here)
+        chosen, planned = plan(model, _at_least_two([each for each in here if each.name in names]))
+    else:
+        chosen, planned = _choose(model, layers or {}), 1
+    used = [*marked(model), *chosen.values()]
+    if not used:
+        raise UnsupportedModel(
+            f"No layer of {_name(model)} was given a device.\n"
+            'Name layers, as in lockstep.place(model, {"dense_*": "gpu:1"}).'
+        )
+    default = min(used, key=[each.name for each in here].index)
+    layout = lay_out(model, chosen, default, _checked_parts(planned if parts is None else parts))
+    both = cycle(transfers(model, layout)) if layout.parts == 1 else None
+    engine.place(model, layout)
+    if both is not None:
+        warnings.warn(_in_turns(*both), SerialBranchesWarning, stacklevel=2)
+    if layers == "auto":
+        placement(model)
+    return model
+
+
+def placement(model: Any) -> None:
+    """Print what runs where: for each layer its device, bytes, and transfers between devices.
+
+    The bytes of outputs and transfers are those of one row of a batch.
+
+    Args:
+        model: A `keras.Model` with layers on several devices.
+
+    Returns:
+        Nothing.
+
+    Raises:
+        NotAModel: If `model` is no Keras model.
+        UnsupportedModel: If its layers are not placed on devices.
+
+    Example:
+        >>> lockstep.place(model, {"dense*": "cpu:1"})
+        >>> lockstep.placement(model)
+    """
+    check_model(model)
+    from rich.console import Console
+    from rich.table import Table
+
+    from lockstep.branch_plan import placed_layers
+
+    layout = current_engine().layout(model)
+    if layout is None:
+        raise UnsupportedModel(
+            f"The layers of {_name(model)} are not placed on devices.\n"
+            'Call lockstep.place(model, "auto", devices=2), or name layers and devices.'
+        )
+    parts = f", each batch in {layout.parts} parts" if layout.parts > 1 else ""
+    table = Table(title=f"{_name(model)} on {names_in_words(layout.devices)}{parts}")
+    for column in ("layer", "device", "weights (bytes)", "outputs (bytes a row)", "receives"):
+        table.add_column(column, justify="right" if "bytes" in column else "left")
+    for line in placed_layers(model, layout):
+        received = [
+            f"{_number(each.row_bytes)} from {each.from_device} ({each.source})"
+            for each in line.receives
+        ]
+        table.add_row(
+            line.layer,
+            line.device,
+            _number(line.weight_bytes),
+            _number(line.row_bytes),
+            "\n".join(received),
+        )
+    Console().print(table)
+
+
+def _place_marked(model: Any) -> None:
+    """Place the layers of a new functional model, if `lockstep.on` has given devices to any."""
+    from lockstep.layout import marked
+
+    if marked(model):
+        place(model)
+
+
+def _choose(model: Any, layers: Mapping[str, str | int]) -> dict[str, str]:
+    """Return the device of each layer that a pattern names, by the path of the layer."""
+    from lockstep.layout import layers_by_path, matches
+
+    paths = list(layers_by_path(model))
+    found: dict[str, tuple[str, str]] = {}
+    for pattern, device in layers.items():
+        name = _one_device(device)
+        matched = [path for path in paths if matches(pattern, path)]
+        if not matched:
+            close = difflib.get_close_matches(pattern, paths, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"Its layers: {_listed(paths)}."
+            raise UnsupportedModel(f"{pattern!r} names no layer of {_name(model)}.\n{hint}")
+        for path in matched:
+            other, there = found.setdefault(path, (pattern, name))
+            if there != name:
+                raise UnsupportedModel(
+                    f"Layer {path!r} was given two devices: {there} by {other!r}, and {name} by "
+                    f"{pattern!r}.\nName it once."
+                )
+    return {path: device for path, (_, device) in found.items()}
+
+
+def _in_turns(first: "Transfer", second: "Transfer") -> str:
+    return (
+        f"{first.target!r} on {first.to_device} needs {first.source!r} on {first.from_device}, and "
+        f"{second.target!r} on {second.to_device} needs {second.source!r}.\n"
+        "The results are exact, but the two devices wait for each other.\n"
+        "Put layers that follow each other on one device."
+    )
+
+
+def _at_least_two(devices: list[Device]) -> list[Device]:
+    if len(devices) < 2:
+        raise DeviceError(
+            f"A plan for {devices[0].name} alone was asked for, and it needs several devices.\n"
+            "Give devices=2 or more. To rehearse, set LOCKSTEP_REHEARSE=2 before Python starts."
+        )
+    return devices
+
+
+def _number(count: int | None) -> str:
+    return "unknown" if count is None else f"{count:,}"
+
+
+def _listed(paths: list[str]) -> str:
+    return ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
+
+
+def _name(model: Any) -> str:
+    return repr(getattr(model, "name", type(model).__name__))
+
+
+def _one_device(device: str | int) -> str:
+    asked = [device] if isinstance(device, int) else device
+    names = parse_devices(asked, current_engine().devices())
+    if len(names) != 1:
+        raise DeviceError(
+            f"{device!r} names {len(names)} devices, and a layer runs on one.\n"
+            "Name one, such as 'gpu:1'."
+        )
+    return names[0]
+
+
+def _checked_parts(parts: Any) -> int:
+    if isinstance(parts, int) and not isinstance(parts, bool) and parts >= 1:
+        return parts
+    raise UnsupportedModel(
+        f"parts={parts!r} was given, and it is a number of parts of a batch: 1 or more."
+    )

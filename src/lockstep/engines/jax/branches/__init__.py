@@ -1,0 +1,1 @@
+"""Branches of one model on different devices: the program of a step, cut into stages."""

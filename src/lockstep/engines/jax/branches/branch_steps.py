@@ -1,0 +1,261 @@
+"""Keras's JAX steps, cut into stages on the devices of a model's layers."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import keras
+from jax.sharding import SingleDeviceSharding
+
+from lockstep.engines.jax import devices as jax_devices
+from lockstep.engines.jax.branches.batch_parts import (
+    call_in_parts,
+    check_rows_apart,
+    check_unchanged,
+)
+from lockstep.engines.jax.branches.call_scopes import CallScopes
+from lockstep.engines.jax.branches.program_cut import cut
+from lockstep.engines.jax.branches.staged_program import StagedProgram
+from lockstep.engines.jax.steps.live_state import GROUPS_BY_NUMBER, State
+from lockstep.engines.jax.steps.step import Step, StepFunction
+from lockstep.engines.jax.steps.steps import Steps
+from lockstep.engines.jax.variable_sync import group_of
+from lockstep.engines.patched import patched
+from lockstep.errors import UnsupportedModel
+from lockstep.keras_compat import in_stateless_scope, is_built
+from lockstep.launch.status import STATUS_OF_PROCESS
+from lockstep.layout import Layout
+from lockstep.state import rnn_states, variables_of
+from lockstep.training.arrays import host_array
+
+_BUILD = "_symbolic_build"  # keras/src/trainers/trainer.py, Trainer
+
+
+class BranchSteps(Steps):
+    """Turn Keras's steps into programs in stages; see `Steps`.
+
+    Every variable is on the device of its layer, an optimizer slot on the device of its variable,
+    and all others on the device of the first output.
+
+    Attributes:
+        layout: Where the layers run.
+    """
+
+    layout: Layout
+
+    def __init__(self, model: Any, layout: Layout) -> None:
+        super().__init__(jax_devices.find(layout.devices))
+        self.layout = layout
+        self._model = model
+        self._homes: dict[int, int] = {}
+        self._scopes = CallScopes(model, layout)
+        self._main = _number(layout, _output_device(model, layout))
+
+    def start(self) -> None:
+        """Run the calls of layers in the scopes of their devices."""
+        self._scopes.put_on()
+        vars(self._model)[_BUILD] = self._build
+
+    def stop(self) -> None:
+        """Undo `start`."""
+        self._scopes.take_off()
+        vars(self._model).pop(_BUILD, None)
+
+    def adopt(self) -> None:
+        """Decide where variables are that were created since the last call."""
+        self._homes = _homes(self._model, self.layout)
+        optimizer = getattr(self._model, "optimizer", None)
+        if optimizer is not None:
+            self._homes |= _slot_homes(optimizer, self._model.trainable_variables, self._homes)
+
+    def home(self, variable: Any) -> SingleDeviceSharding:
+        """Return the layout of a variable: the one device that has it."""
+        return SingleDeviceSharding(self.devices[self._homes.get(id(variable), self._main)])
+
+    def compiled(
+        self,
+        step: Step,
+        split: Callable[[], frozenset[int]],
+        *,
+        times: int,
+        per_row_outputs: bool,
+        gradient_bytes: int | None = None,
+        complete: Callable[[], bool] = lambda: True,
+    ) -> StepFunction:
+        """Return a step function whose program runs in stages; see `Steps.compiled`."""
+        programs: dict[Any, tuple[StagedProgram, Any]] = {}
+        trains = gradient_bytes is not None
+
+        def run(state: State, batch: Any) -> tuple[Any, Any]:
+            leaves, structure = jax.tree.flatten((state, batch))
+            form = (structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves]))
+            known = programs.get(form)
+            if known is None:
+                STATUS_OF_PROCESS.compiles = True
+                known = programs[form] = self._program(step, state, batch, trains)
+            program, returned = known
+            outputs: tuple[Any, Any] = jax.tree.unflatten(returned, program(*leaves))
+            return outputs
+
+        return StepFunction(
+            place=_on_host,
+            settle=self.settled,
+            run=run,
+            finish=(lambda outputs: outputs) if per_row_outputs else None,
+            times=times,
+        )
+
+    def eager(self, *args: Any, **kwargs: Any) -> StepFunction:
+        """Raise: operations outside a program have no scopes of devices."""
+        raise UnsupportedModel(
+            f"{self._model.name!r} has layers on several devices, and run_eagerly or "
+            "jit_compile=False was asked for,\nwhere each operation runs on its own.\n"
+            "Leave both out of compile(), or call lockstep.release(model) first."
+        )
+
+    def divides(self, rows: int) -> bool:
+        """Return whether states of RNNs are split by rows: they never are."""
+        return False
+
+    def call(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the model on the device of its first output, with copies of its variables there."""
+        symbolic = any(map(keras.utils.is_keras_tensor, keras.tree.flatten((args, kwargs))))
+        if in_stateless_scope() and self.layout.parts > 1 and not symbolic:
+            return call_in_parts(call, self.layout.parts, args, kwargs)
+        if in_stateless_scope() or symbolic or not is_built(self._model):
+            return call(*args, **kwargs)
+        device = self.devices[self._main]
+        variables = variables_of(self._model)
+        copies = [(each, jax.device_put(each.value, device)) for each in variables]
+        with keras.StatelessScope(state_mapping=copies) as scope:
+            outputs = call(*args, **kwargs)
+        for variable, copy in copies:
+            value = scope.get_current_value(variable)
+            if value is not copy:
+                variable.assign(jax.device_put(value, self.home(variable)))
+        return outputs
+
+    def _build(self, *args: Any, **kwargs: Any) -> Any:
+        """Build what a step needs, and first the slots of the optimizer on their devices.
+
+        Keras makes all slots on the default device, which need not have the memory for them.
+        """
+        model = self._model
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is not None and not optimizer.built and is_built(model):
+            self.adopt()
+            owner = getattr(optimizer, "inner_optimizer", optimizer)
+            make = owner.add_variable_from_reference
+
+            def make_at_home(variable: Any, *args: Any, **kwargs: Any) -> Any:
+                with keras.device(self.layout.devices[self._homes.get(id(variable), self._main)]):
+                    return make(variable, *args, **kwargs)
+
+            with patched([(owner, "add_variable_from_reference", make_at_home)]):
+                optimizer.build(model.trainable_variables)
+        return getattr(type(model), _BUILD)(model, *args, **kwargs)
+
+    def _layouts(self, state: State, split: frozenset[int] = frozenset()) -> list[list[Any]]:
+        names = GROUPS_BY_NUMBER[len(state)]
+        main = SingleDeviceSharding(self.devices[self._main])
+        layouts = []
+        for name, values in zip(names, state, strict=True):
+            homes = [self.home(variable) for variable in group_of(self._model, name)]
+            layouts.append([*homes, *[main] * len(values)][: len(values)])
+        return layouts
+
+    def _program(
+        self, step: Step, state: State, batch: Any, trains: bool
+    ) -> tuple[StagedProgram, Any]:
+        form = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (state, batch)
+        )
+        traced = jax.jit(step).trace(*form)
+        if self.layout.parts > 1:
+            self._check_parts(state, batch, traced, trains)
+        outputs, after = traced.out_info
+        given = [*self._numbers(state), *[None] * len(jax.tree.leaves(batch))]
+        returned = [*[None] * len(jax.tree.leaves(outputs)), *self._numbers(after)]
+        stages = cut(traced.jaxpr, given, returned, self._main)
+        program = StagedProgram(stages, self.devices, given, returned, donate=trains)
+        return program, jax.tree.structure((outputs, after))
+
+    def _check_parts(self, state: State, batch: Any, traced: Any, trains: bool) -> None:
+        """Raise if the parts of a batch would not give the numbers of the whole batch."""
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        self._scopes.take_off()
+        try:
+            check_rows_apart(self._model, inputs, training=trains)
+        finally:
+            self._scopes.put_on()
+        if not trains:
+            return
+        outputs, after = traced.out_info
+        returned = jax.tree.unflatten(
+            jax.tree.structure((outputs, after)), traced.jaxpr.jaxpr.outvars
+        )
+        before = traced.jaxpr.jaxpr.invars[len(state[0]) :]
+        others = group_of(self._model, "non_trainable_variables")
+        check_unchanged(
+            self._model,
+            [v for v, a, b in zip(others, before, returned[1][1], strict=False) if a is not b],
+        )
+
+    def _numbers(self, state: Any) -> list[int]:
+        layouts = [layout for group in self._layouts(state) for layout in group]
+        return [self.devices.index(next(iter(layout.device_set))) for layout in layouts]
+
+
+def _form(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _on_host(batch: Any) -> Any:
+    def placed(leaf: Any) -> Any:
+        if leaf is None or isinstance(leaf, jax.Array):
+            return leaf
+        return host_array(leaf)
+
+    return keras.tree.map_structure(placed, batch)
+
+
+def _number(layout: Layout, device: str) -> int:
+    return layout.devices.index(device)
+
+
+def _output_device(model: Any, layout: Layout) -> str:
+    """Return the device of the first output, which also has metrics and counters."""
+    outputs = getattr(model, "outputs", None)
+    history = getattr(outputs[0], "_keras_history", None) if outputs else None
+    if history is not None:
+        node = history.operation._inbound_nodes[history.node_index]
+        return layout.calls.get(id(node), layout.devices[0])
+    return layout.devices[0]
+
+
+def _homes(model: Any, layout: Layout) -> dict[int, int]:
+    """Return the number of the device of each variable of the layers, by its `id`."""
+    homes: dict[int, int] = {}
+    for layer in reversed(model._flatten_layers()):
+        for variable in [*layer.variables, *rnn_states(layer)]:
+            homes.setdefault(id(variable), _number(layout, layout.home(layer)))
+    return homes
+
+
+def _slot_homes(optimizer: Any, trained: Sequence[Any], homes: dict[int, int]) -> dict[int, int]:
+    """Return the number of the device of each optimizer slot, by its `id`.
+
+    Keras names a slot after its variable, with `_` for `/`.
+    """
+    # keras/src/optimizers/base_optimizer.py, BaseOptimizer.add_variable_from_reference
+    names = sorted(
+        ((variable.path.replace("/", "_"), variable) for variable in trained),
+        key=lambda pair: -len(pair[0]),
+    )
+    found = {}
+    for slot in optimizer.variables:
+        for name, variable in names:
+            if slot.name.startswith(name) and slot.shape == variable.shape:
+                found[id(slot)] = homes.get(id(variable), 0)
+                break
+    return found

@@ -1,0 +1,72 @@
+"""The PyTorch device of a rank, and what is moved there.
+
+Keras makes its tensors on PyTorch's current device. So each process has one current device.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import torch
+
+from lockstep.errors import DeviceError
+from lockstep.state import variables_of
+
+
+def torch_device_of(name: str) -> torch.device:
+    """Return PyTorch's device for a name of lockstep.
+
+    Virtual CPU devices are processes, each on the one CPU device of PyTorch.
+
+    Example:
+        >>> torch_device_of("gpu:1"), torch_device_of("cpu:1")
+        (device(type='cuda', index=1), device(type='cpu'))
+    """
+    platform, _, number = name.partition(":")
+    return torch.device("cuda", int(number)) if platform == "gpu" else torch.device(platform)
+
+
+def check_placement(devices: Sequence[str]) -> None:
+    """Check that each rank can compute on its device, this process on the first one.
+
+    Raises:
+        DeviceError: If the devices are of several kinds, or the first one is not that on which
+            Keras makes its tensors.
+    """
+    kinds = {torch_device_of(name).type for name in devices}
+    if len(kinds) > 1:
+        raise DeviceError(
+            f"devices={', '.join(devices)} was asked for on 'torch', and these are of several "
+            "kinds.\nName GPUs alone, or CPU devices alone."
+        )
+    if kinds != {"cuda"}:
+        return
+    current = torch.cuda.current_device()
+    first = torch_device_of(devices[0]).index
+    if first != current:
+        raise DeviceError(
+            f"devices={', '.join(devices)} was asked for on 'torch', and Keras makes its tensors "
+            f"on gpu:{current}.\nName that one first, or call torch.cuda.set_device({first}) "
+            "before the model is built."
+        )
+
+
+def make_current(device: torch.device) -> None:
+    """Let Keras make its tensors on this device, in this process."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def move_model(model: Any, device: torch.device) -> None:
+    """Move the variables of a model, in place: their tensors stay the same objects."""
+    for variable in variables_of(model):
+        tensor = variable.value
+        if tensor.device != device:
+            tensor.data = tensor.data.to(device)
+
+
+def copies_on(device: torch.device, tensors: Any) -> Any:
+    """Return copies of the tensors of a nest on a device, `None` for `None`."""
+    return keras.tree.map_structure(
+        lambda tensor: None if tensor is None else tensor.to(device, copy=True), tensors
+    )

@@ -1,0 +1,139 @@
+"""Runs the steps of one model on a pool, from rank 0, and keeps the workers' models equal to it."""
+
+import random
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+
+from lockstep.engines.torch.forward_state import ForwardState
+from lockstep.engines.torch.group import PeerLost
+from lockstep.engines.torch.layers import Plan
+from lockstep.engines.torch.model_pickle import dump
+from lockstep.engines.torch.pool import Lease, Pool
+from lockstep.engines.torch.replica import Replica, random_state
+from lockstep.engines.torch.settings import checksum, current_settings
+from lockstep.engines.torch.step_runner import StepRunner
+from lockstep.engines.torch.steps import run_step
+from lockstep.keras_compat import GLOBAL_SEED_GENERATOR, global_state
+
+
+class PoolRunner(StepRunner):
+    """Runs the steps of one model on a pool; see `StepRunner`.
+
+    The model of this process is the truth: a worker's copy is made anew, or given other
+    values, where it is not the same. A step compares everything. Within `epoch`, only the
+    first step does, and the others compare the versions of the tensors.
+
+    Args:
+        model: The model.
+        device: The PyTorch device of this process.
+        lease: The part of the model in its pool.
+    """
+
+    def __init__(self, model: Any, device: torch.device, lease: Lease) -> None:
+        super().__init__(model, device)
+        self._lease = lease
+        self._proven_there: list[int] = []
+        self._pool: Pool | None = None
+        self._sent: Any = None
+        self._tensors: list[Any] = []
+        self._versions: list[Any] = []
+
+    def step(self, kind: str, data: Any, rows: int) -> Any:
+        """Run one step on all devices, and return the logs or predictions."""
+        pool = self._running_pool()
+        with pool.in_use():
+            if self.unchecked or self._structure_changed():
+                self._compare_all(pool)
+                self.unchecked = self._changes
+            else:
+                self._send_values(pool, self._assigned())
+            self._send_plan(pool)
+            description = pool.memory.write(data)
+            base: Any
+            if self.draws_together:
+                base = random_state()
+                self._streams.share(base)
+            else:
+                base = self._draw_base(kind)
+                self._streams.seed(base, 0)
+            mode = self._model.training
+            pool.send("step", self._lease.key, kind, mode, rows, description, base)
+            replica = Replica(pool.group, rows, self._streams, self._device)
+            self._state.keep()
+            try:
+                result = run_step(kind, self._model, self._plan, replica, data)
+                replica.check()
+            except PeerLost:
+                self._state.put_back()
+                raise
+            if self.draws_together:
+                self._streams.take_over()
+            self._versions = [tensor._version for tensor in self._tensors]
+        return result
+
+    # -------------------------------------------------------- the same model everywhere
+
+    def _running_pool(self) -> Pool:
+        pool = self._lease.pool()
+        if pool is not self._pool:
+            self._pool = pool
+            self._sent = None
+            self.unchecked = True
+        return pool
+
+    def _compare_all(self, pool: Pool) -> None:
+        data, tensors = dump(self._model)
+        settings = current_settings()
+        same = len(tensors) == len(self._tensors) and all(map(_is, tensors, self._tensors))
+        sent = (data, settings, self.draws_together)
+        if same and self._sent == sent:
+            pool.send("compare", self._lease.key, [checksum(tensor) for tensor in tensors])
+            differ = sorted({number for answer in pool.receive() for number in answer})
+        else:
+            self._sent = None
+            pool.send("model", self._lease.key, data, settings, self.draws_together)
+            self._plan = Plan(self._model, draws_together=self.draws_together)
+            self._proven_there = []
+            self._tensors = tensors
+            self._structure = _structure(tensors)
+            self._state = ForwardState(self._model)
+            differ = list(range(len(tensors)))
+            self._sent = sent
+        self._send_values(pool, differ)
+        seeds = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+        keras_seed = None if seeds is None else keras.ops.convert_to_numpy(seeds.state)
+        pool.send("seeds", random.getstate(), np.random.get_state(), keras_seed)
+
+    def _send_plan(self, pool: Pool) -> None:
+        proven = self._proven(self._plan)
+        if proven != self._proven_there:
+            pool.send("plan", self._lease.key, proven)
+            self._plan = Plan(self._model, proven, draws_together=self.draws_together)
+            self._proven_there = proven
+
+    def _structure_changed(self) -> bool:
+        return _structure(self._tensors) != self._structure
+
+    def _assigned(self) -> list[int]:
+        versions = [tensor._version for tensor in self._tensors]
+        return [
+            number
+            for number, (now, before) in enumerate(zip(versions, self._versions, strict=True))
+            if now != before
+        ]
+
+    def _send_values(self, pool: Pool, numbers: list[int]) -> None:
+        if numbers:
+            pool.send("values", self._lease.key, numbers)
+            pool.group.broadcast_in_place([self._tensors[number] for number in numbers])
+
+
+def _is(a: Any, b: Any) -> bool:
+    return a is b
+
+
+def _structure(tensors: list[Any]) -> list[bool]:
+    return [tensor.requires_grad for tensor in tensors]

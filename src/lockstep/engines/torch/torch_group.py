@@ -1,0 +1,153 @@
+"""Several PyTorch processes, started by a launcher, that train one model together.
+
+Every process runs the same script, and is one rank: it has the whole model, and trains on its rows
+of each batch.
+"""
+
+import atexit
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from lockstep.engines.torch.group import Group
+from lockstep.engines.torch.replica import random_state, set_random_state
+from lockstep.errors import ProcessesDisagree
+from lockstep.processes.coordination import patience
+from lockstep.processes.group import use
+from lockstep.processes.process_group import from_first
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02
+"""Seconds between two looks for a key."""
+
+_AT_EXIT = 10.0
+"""Seconds that process 0, which has the store, waits for the end of the others."""
+
+
+class TorchGroup:
+    """The processes of a launcher, and a store of process 0; see `processes.group.Group`.
+
+    Args:
+        store: The store where the processes meet.
+        rank: The number of this process.
+        size: The number of processes.
+        device: The PyTorch device of this process.
+        local: Whether all processes are on this host.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, size: int, device: torch.device, *, local: bool
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self._store = store
+        self._local = local
+        self._keys: set[str] = set()
+        self._ranks: Group | None = None
+        self._broken = 0
+        atexit.register(self._end)
+
+    @property
+    def ranks(self) -> Group:
+        """The collectives of the processes, made anew after a failure of any of them."""
+        if self._ranks is None:
+            store = dist.PrefixStore(f"lockstep/ranks/{self._broken}", self._store)
+            most = timedelta(seconds=patience())
+            self._ranks = Group(
+                store, self.rank, self.size, self.device, most=most, local=self._local
+            )
+        return self._ranks
+
+    def leave_ranks(self) -> None:
+        """Close the connections after a failure, so that the other processes notice it."""
+        self._ranks = None
+        self._broken += 1
+
+    def put(self, key: str, text: str) -> None:
+        """Store a text, and replace an earlier one."""
+        self._keys.add(key)
+        self._store.set(key, text)
+
+    def get(self, key: str) -> str | None:
+        """Return the current text of a key, or `None`."""
+        try:
+            return self._text(key) if self._store.check([key]) else None
+        except dist.DistNetworkError as error:
+            raise self._without_first() from error
+
+    def wait(self, key: str, milliseconds: int) -> str | None:
+        """Return the text of a key when it is there, `None` if it is not there in time."""
+        # The store's own wait prints a warning in C++ each time that it ends without the key.
+        until = time.monotonic() + milliseconds / 1000
+        pause = _FIRST_PAUSE
+        while (text := self.get(key)) is None and time.monotonic() < until:
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return text
+
+    def delete(self, folder: str) -> None:
+        """Delete the keys that begin with `folder/`: those of this process."""
+        for key in [key for key in self._keys if key.startswith(f"{folder}/")]:
+            self._keys.discard(key)
+            self._store.delete_key(key)
+
+    def broadcast(self, values: list[np.ndarray]) -> list[np.ndarray]:
+        """Return the bytes of the first process, in every process."""
+        tensors = [torch.from_numpy(value.copy()) for value in values]
+        self.ranks.broadcast_in_place(tensors)
+        return [tensor.numpy() for tensor in tensors]
+
+    def share_random_state(self) -> None:
+        """Give every process the states of PyTorch's random numbers that the first one has."""
+        host, device = random_state()
+        parts = [part.numpy() for part in (host, device) if part is not None]
+        shared = [torch.from_numpy(part.copy()) for part in from_first(parts)]
+        set_random_state((shared[0], shared[1] if len(shared) > 1 else None))
+
+    def local(self, value: Any) -> Any:
+        """Return the value: every process has all tensors whole."""
+        return value
+
+    def to_host(self, value: Any) -> np.ndarray:
+        """Return a tensor as a NumPy array."""
+        return np.asarray(keras.ops.convert_to_numpy(value) if torch.is_tensor(value) else value)
+
+    def is_told_to_leave(self, steps: int) -> bool:
+        """Return false: a signal ends the process, and the last checkpoint stays."""
+        return False
+
+    def _text(self, key: str) -> str:
+        return bytes(self._store.get(key)).decode()
+
+    def _without_first(self) -> ProcessesDisagree:
+        return ProcessesDisagree(
+            f"Process 0 has ended, and process {self.rank} goes on: a step needs every process.\n"
+            "See what process 0 says; the weights here are those after the last step of all."
+        )
+
+    def _end(self) -> None:
+        with suppress(RuntimeError, ProcessesDisagree):
+            self.put(f"lockstep/ended/{self.rank}", "")
+            until = time.monotonic() + _AT_EXIT
+            for rank in range(self.size if self.rank == 0 else 0):
+                self.wait(f"lockstep/ended/{rank}", int(1000 * (until - time.monotonic())))
+
+
+_joined: list[TorchGroup] = []
+
+
+def joined() -> TorchGroup | None:
+    """Return the processes that this one has joined, `None` for a process on its own."""
+    return _joined[0] if _joined else None
+
+
+def join_group(group: TorchGroup) -> None:
+    """Let all agreements of this process go over this group."""
+    _joined[:] = [group]
+    use(group)

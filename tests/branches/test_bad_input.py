@@ -1,0 +1,125 @@
+"""What branches refuse, in words."""
+
+import keras
+import numpy as np
+import pytest
+
+import lockstep
+from lockstep.errors import DeviceError, DeviceNotFound, LayoutConflict, UnsupportedModel
+from tests.branches.test_branches import chain, rows
+
+
+def test_a_name_that_matches_nothing():
+    with pytest.raises(UnsupportedModel, match="Did you mean 'dense_1'"):
+        lockstep.place(chain(), {"dens_1": 0})
+    with pytest.raises(
+        UnsupportedModel, match=r"names no layer of 'sequential.*\nIts layers: input"
+    ):
+        lockstep.place(chain(), {"lstm*": 0})
+
+
+def test_a_layer_with_two_devices():
+    with pytest.raises(UnsupportedModel, match=r"cpu:0 by 'dense_\*', and cpu:1 by 'dense_1'"):
+        lockstep.place(chain(), {"dense_*": 0, "dense_1": 1})
+
+
+def test_devices_that_are_not_here_or_are_several():
+    with pytest.raises(DeviceNotFound, match="cpu:99"):
+        lockstep.place(chain(), {"dense_1": 99})
+    with pytest.raises(DeviceNotFound), lockstep.on("gpu:7"):
+        pass
+    with pytest.raises(DeviceError, match="a layer runs on one"):
+        lockstep.place(chain(), {"dense_1": "cpu:0,cpu:1"})
+    with pytest.raises(DeviceError, match="needs several devices"):
+        lockstep.place(chain(), "auto", devices=1)
+
+
+def test_nothing_to_place():
+    with pytest.raises(UnsupportedModel, match=r"No layer of 'sequential.*was given a device"):
+        lockstep.place(chain())
+    with pytest.raises(UnsupportedModel, match="are not placed"):
+        lockstep.placement(chain())
+    with pytest.raises(UnsupportedModel, match="parts=0"):
+        lockstep.place(chain(), {"dense_1": 1}, parts=0)
+    with pytest.raises(UnsupportedModel, match="has 1 calls of layers"):
+        lockstep.place(chain(1), "auto", devices=2)
+
+
+def test_on_around_no_call_of_a_functional_model():
+    with pytest.raises(UnsupportedModel, match="For a Sequential or subclassed model"):  # noqa: SIM117
+        with lockstep.on("cpu:1"):
+            keras.Sequential([keras.layers.Dense(2)])(np.zeros((2, 3)))
+
+
+def test_an_error_inside_on_comes_through():
+    with pytest.raises(RuntimeError, match="mine"), lockstep.on("cpu:1"):
+        raise RuntimeError("mine")
+
+
+def test_branches_and_copies_at_once():
+    model = lockstep.place(chain(), {"dense_1": 1})
+    with pytest.raises(LayoutConflict, match=r"lockstep\.distribute.*\n.*\n.*lockstep\.release"):
+        lockstep.distribute(model, 2)
+    lockstep.distribute(lockstep.release(model), 2)
+    with pytest.raises(LayoutConflict, match=r"lockstep\.place"):
+        lockstep.place(model, {"dense_1": 1})
+
+
+def test_a_variable_that_another_model_has_elsewhere():
+    model = chain()
+    lockstep.place(model, {"dense_1": 1})
+    part = keras.Sequential([keras.Input((8,)), model.get_layer("dense_1")])
+    with pytest.raises(LayoutConflict, match="shared with"):
+        lockstep.place(part, {"dense_1": 2})
+    lockstep.place(part, {"dense_1": 1})
+
+
+def test_operations_that_run_one_by_one():
+    model = lockstep.place(chain(), {"dense_1": 1})
+    model.compile("sgd", "mse", run_eagerly=True)
+    with pytest.raises(UnsupportedModel, match="run_eagerly or jit_compile=False"):
+        model.fit(*rows(), verbose=0)
+
+
+def test_parts_of_a_batch_need_layers_that_work_row_by_row():
+    model = lockstep.place(chain(norm=True), {"dense_[012]": 0, "dense_[345]": 1}, parts=2)
+    with pytest.raises(UnsupportedModel, match=r"'norm' .BatchNormalization. has statistics"):
+        model.fit(*rows(), verbose=0)
+
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((4,))
+    x = keras.layers.Dense(8, name="first")(inputs)
+    across = keras.Model(inputs, Centred(name="centred")(x))
+    across.compile("sgd", "mse")
+    lockstep.place(across, {"first": 0, "centred": 1}, parts=2)
+    with pytest.raises(
+        UnsupportedModel, match=r"'centred' .Centred. is not known to work row by row"
+    ):
+        across.fit(*rows(), verbose=0)
+
+    loss = chain()
+    loss.layers[1].activity_regularizer = keras.regularizers.L2(0.1)
+    lockstep.place(loss, {"dense_[012]": 0, "dense_[345]": 1}, parts=2)
+    with pytest.raises(UnsupportedModel, match=r"'dense_1' .Dense. adds a loss"):
+        loss.fit(*rows(), verbose=0)
+
+
+class Centred(keras.layers.Layer):
+    def call(self, x):
+        return x - keras.ops.mean(x, axis=0)
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_another_backend(backend):
+    from tests.processes.common import python
+
+    script = (
+        "import lockstep, keras\n"
+        "model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, name='d')])\n"
+        "try:\n"
+        "    lockstep.place(model, {'d': 0})\n"
+        "except lockstep.errors.UnsupportedBackend as error:\n"
+        "    print(error)"
+    )
+    printed = python(script, KERAS_BACKEND=backend, LOCKSTEP_REHEARSE="2")
+    assert f"on '{backend}' lockstep runs all layers on every device so far" in printed

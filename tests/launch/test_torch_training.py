@@ -1,0 +1,156 @@
+"""On PyTorch, one script trains the same model alone and in two processes, by any launcher."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+HERE = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("torch_train.py")
+LOCKSTEP_RUN = [sys.executable, "-m", "lockstep", "run", "--processes", "2"]
+BOUND = 1e-10
+
+
+def environment():
+    ours = ("LOCKSTEP", "JAX_", "PJRT_", "KERAS_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    return {
+        **clean,
+        "KERAS_BACKEND": "torch",
+        "KERAS_TORCH_DEVICE": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE / "src")]),
+    }
+
+
+def launch(command, folder, *arguments):
+    folder.mkdir(exist_ok=True)
+    process = subprocess.Popen(
+        [*command, str(SCRIPT), str(folder), *arguments],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        out, error = process.communicate(timeout=400)
+    finally:
+        process.kill()
+    return process.returncode, out, error
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory):
+    """What stock Keras gives on one device."""
+    folder = tmp_path_factory.mktemp("truth") / "alone"
+    status, out, error = launch([sys.executable], folder)
+    assert status == 0, out + error
+    return found(folder, 0)
+
+
+def found(folder, rank):
+    with np.load(folder.parent / f"{folder.name}-{rank}.npz") as arrays:
+        return list(arrays.values())
+
+
+def assert_trained(folder, truth, out):
+    first, second = found(folder, 0), found(folder, 1)
+    for mine, other, expected in zip(first, second, truth, strict=True):
+        np.testing.assert_array_equal(mine, other)
+        np.testing.assert_allclose(mine, expected, rtol=0, atol=BOUND)
+    assert out.count("Epoch 3/3") == 1  # one process has shown its progress
+    assert_written(folder)
+
+
+def assert_written(folder):
+    """One process has written, each epoch once."""
+    written = {file.name for file in folder.iterdir()} - {"failed"}
+    assert written == {"model.keras", "checkpoints", "log.csv"}
+    assert len((folder / "log.csv").read_text().splitlines()) == 4
+
+
+def test_two_processes_of_torchrun_train_what_one_device_trains(tmp_path, truth):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    status, out, error = launch([*command, "--master-port", port], tmp_path / "two")
+    assert status == 0, out + error
+    assert f"lockstep: 2 processes join at 127.0.0.1:{int(port) + 1} (torchrun: RANK," in error
+    assert out.count("lockstep: torch, 2 devices") == 1
+    assert_trained(tmp_path / "two", truth, out)
+
+
+@pytest.mark.parametrize(
+    ("fault", "at", "words"),
+    [
+        ("killed", 1, "process 1 of 2 failed first: ended by SIGKILL"),
+        ("raises", 0, "process 0 of 2 failed first: OSError: the disk is full"),
+    ],
+)
+def test_two_processes_train_what_one_device_trains_after_a_fault_of_one(
+    fault, at, words, tmp_path, truth
+):
+    command = [*LOCKSTEP_RUN, "--restarts", "1"]
+    status, out, error = launch(command, tmp_path / "two", fault, str(at))
+    assert status == 0, out + error
+    assert words in error
+    assert "lockstep: goes on from" in out
+    assert_trained(tmp_path / "two", truth, out)
+
+
+WHAT_DIFFERS = {
+    "other_rows": "Process 1 has another first batch",
+    "other_last_rows": "Among the 6 batches of this epoch, process 1 had another one",
+    "other_number_of_rows": "Process 1 has another first batch, or another number",
+    "fewer_batches": "Process 1 ends after 3 batches, and process 0 goes on",
+    "assigned_by_one": "Process 1 has assigned other values to variables than process 0",
+    "an_error_in_a_step": "Process 1 left its fit by an error",
+    "another_plan": "Process 1 runs other layers of",
+    "another_batch_by_hand": "Process 1 has another first batch",
+    "another_model": "Process 1 brings 2 variables with 28 numbers, and process 0 brings 2 with 21",
+    "another_call": "Process 0 has waited 5 seconds in fit for process 1",
+}
+
+
+def test_processes_that_differ_are_told_in_words_and_can_go_on():
+    script = Path(__file__).with_name("torch_disagree.py")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    names = {"PROCESSES": "2", "COORDINATOR": address, "PATIENCE": "5"}
+    ours = {f"LOCKSTEP_{name}": value for name, value in names.items()}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(script)],
+            env={**environment(), **ours, "LOCKSTEP_PROCESS": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        said = [process.communicate(timeout=300) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    for (out, error), process in zip(said, running, strict=True):
+        assert process.returncode == 0, out + error
+        assert out.splitlines()[-1] == "the end"
+    met = [dict(line.split(": ", 1) for line in out.splitlines()[:-1]) for out, _ in said]
+    for case, words in WHAT_DIFFERS.items():
+        assert met[0][case].startswith(f"ProcessesDisagree: {words}"), met[0][case]
+        raised = "KeyError" if case == "an_error_in_a_step" else "ProcessesDisagree"
+        assert met[1][case].startswith(raised), met[1][case]
+
+
+def test_a_process_of_several_devices_is_refused(tmp_path):
+    command = [*LOCKSTEP_RUN, "--devices-per-process", "2"]
+    status, _, error = launch(command, tmp_path / "two")
+    assert status == 1
+    assert "and it has 2 devices; on 'torch' each process trains on one." in error
+    assert "Start 4 processes" in error

@@ -1,0 +1,31 @@
+"""PyTorch on real GPUs. No machine with one has run these yet: they run where GPUs are."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import FOR_GPUS
+
+
+def run(name, request):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.torch.on_gpus", name],
+        cwd=request.config.rootpath,
+        env={**FOR_GPUS, "KERAS_BACKEND": "torch"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.needs_gpu(2)
+@pytest.mark.parametrize("name", ["several", "moved", "killed"])
+def test_several_gpus(name, request):
+    run(name, request)
+
+
+@pytest.mark.needs_gpu(1)
+def test_devices_that_ranks_cannot_have_are_refused(request):
+    run("refused", request)

@@ -18,6 +18,7 @@ import threading
 import pytest
 
 import lockstep  # noqa: F401  (follows LOCKSTEP_REHEARSE before anything runs)
+from tests.sampling import every_value_once
 
 QUICK = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
 
@@ -54,9 +55,10 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: "test_in_a_process_of_its_own" not in item.nodeid)
     if config.getoption("--whole"):
         return
-    left_out = [item for item in items if item.get_closest_marker("whole")]
-    items[:] = [item for item in items if not item.get_closest_marker("whole")]
-    config.hook.pytest_deselected(items=left_out)
+    marked = [item for item in items if not item.get_closest_marker("whole")]
+    sample = {id(item) for item in every_value_once(marked)}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in sample])
+    items[:] = [item for item in items if id(item) in sample]
 
 
 @pytest.fixture(autouse=True, scope="session")

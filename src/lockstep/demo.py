@@ -1,4 +1,4 @@
-"""The demo: training on images of digits, on one device and on several."""
+"""The main job on real data: digits, trained on one device and on several."""
 
 import json
 import os
@@ -38,15 +38,15 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class DemoResult:
-    """The results of the demo.
+    """What the demo found.
 
     Attributes:
         losses: Training loss of the last epoch: one device, several devices.
         accuracies: Accuracy on held-out digits: one device, several devices.
         weight_difference: The largest absolute difference of any weight.
         same_files: Whether both files have the same configuration and variables.
-        plain_accuracy: The accuracy of the saved file in plain Keras.
-        folder: The folder of the files.
+        plain_accuracy: What plain Keras measures on the saved file.
+        folder: Where the files are.
     """
 
     losses: tuple[float, float]
@@ -58,7 +58,7 @@ class DemoResult:
 
     @property
     def holds(self) -> bool:
-        """Whether several devices gave the results of one device."""
+        """Whether several devices gave what one device gave."""
         return (
             abs(self.losses[0] - self.losses[1]) <= 1e-5
             and self.weight_difference <= 1e-5
@@ -73,7 +73,7 @@ def run_demo(devices: int, epochs: int, folder: Path) -> DemoResult:
     Args:
         devices: Virtual devices for the second run, at least 1.
         epochs: Passes over the 1,500 training digits, at least 1.
-        folder: The existing folder for `digits.keras` and `digits.png`.
+        folder: Where `digits.keras` and `digits.png` go; it is there.
 
     Returns:
         The comparison.
@@ -186,7 +186,7 @@ def _contents(file: Path) -> tuple[Any, list[str]]:
 
 
 def _without_address(config: dict[str, Any]) -> dict[str, Any]:
-    # The id of a shared object is its address in memory, which differs in every run.
+    # Keras writes where a shared object lay in memory, which differs in every run.
     return {key: value for key, value in config.items() if key != "shared_object_id"}
 
 
@@ -229,5 +229,5 @@ def _draw(
 
 
 def _say(title: str) -> None:
-    # ASCII, because a terminal or pipe may support nothing else.
+    # ASCII: what stdout goes to may know nothing else.
     print(f"\n-- {title} " + "-" * (60 - len(title)), flush=True)

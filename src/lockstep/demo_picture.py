@@ -16,11 +16,11 @@ def draw_digits(
     """Write a PNG with the loss curves of some runs, and digits with their labels.
 
     Args:
-        path: The file to write.
+        path: Where to write it.
         losses: The loss after each epoch, by the name of the run.
         images: Grey images, shape (count, height, width, 1).
-        truths: The label of each image, shape (count,).
-        guesses: The prediction for each image, shape (count,).
+        truths: What each of them is, shape (count,).
+        guesses: What the model takes each of them for, shape (count,).
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

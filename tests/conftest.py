@@ -20,6 +20,7 @@ import pytest
 
 import lockstep  # noqa: F401  (follows LOCKSTEP_REHEARSE before anything runs)
 from lockstep.launch.gpus import visible_gpus
+from tests.sampling import every_value_once
 
 REHEARSING = ("LOCKSTEP_", "KERAS_TORCH_DEVICE", "JAX_", "XLA_", "PYTEST_")
 FOR_GPUS = {name: v for name, v in os.environ.items() if not name.startswith(REHEARSING)}
@@ -64,6 +65,12 @@ def pytest_collection_modifyitems(config, items):
     left_out = [item for item in items if not _belongs_here(item, whole)]
     items[:] = [item for item in items if item not in set(left_out)]
     config.hook.pytest_deselected(items=left_out)
+    if config.getoption("--whole"):
+        return
+    marked = [item for item in items if not item.get_closest_marker("whole")]
+    sample = {id(item) for item in every_value_once(marked)}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in sample])
+    items[:] = [item for item in items if id(item) in sample]
 
 
 def _belongs_here(item, whole):

@@ -31,7 +31,9 @@ def verify(
     A control run on one device measures rounding: it has the rows of each batch in reverse
     order. If the order matters, as for a model that draws random numbers, the control moves
     each weight by the last bit of the type that layers compute in. A model that computes in
-    float64 needs no control: its bound is 1e-10, which separates rounding from a fault.
+    float64 needs no control: its bound is 1e-10, which separates rounding from a fault. On JAX
+    and PyTorch that needs the command `lockstep verify --float64`, because Keras computes parts
+    of a step in float32 there.
 
     Args:
         model: A compiled `keras.Model`.

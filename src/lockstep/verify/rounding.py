@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.keras_compat import computes_in_float64
 from lockstep.verify.verification import BOUND, DOUBLE_BOUND
 
 
@@ -27,9 +28,17 @@ def moved_by_last_bit(
 
 
 def significand_bits(model: Any) -> int:
-    """Return the bits of the significand of the coarsest type that a layer computes in."""
-    bits = [_SIGNIFICAND_BITS.get(str(model.compute_dtype), 53)]
-    return min(bits + [significand_bits(layer) for layer in getattr(model, "layers", [])])
+    """Return the bits of the significand of the coarsest type that a layer computes in.
+
+    Layers of float64 count as float32 where Keras computes parts of a step in float32.
+    """
+    bits = _bits_of_layers(model)
+    return bits if computes_in_float64() else min(bits, 24)
+
+
+def _bits_of_layers(model: Any) -> int:
+    bits = [_SIGNIFICAND_BITS.get(str(model.compute_dtype), DOUBLE)]
+    return min(bits + [_bits_of_layers(layer) for layer in getattr(model, "layers", [])])
 
 
 def bound_of(bits: int) -> float:

@@ -303,6 +303,14 @@ def symbolic_calls(hooks: Any) -> Iterator[None]:
             setattr(owner, name, plain)
 
 
+def wrapped_by_keras(model: Any) -> bool:
+    """Whether Keras trains the model on PyTorch in a `DistributedDataParallel` of its own.
+
+    keras/src/backend/torch/trainer.py, Trainer._initialize_ddp, from 3.16 on
+    """
+    return getattr(model, "ddp_model", None) is not None
+
+
 def torch_default_device() -> str:
     """The kind of device that Keras has chosen for PyTorch, `"cpu"` or `"cuda"` for example.
 

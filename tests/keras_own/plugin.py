@@ -24,7 +24,7 @@ _compile = _TRAINER.compile
 def _compile_and_distribute(self, *args, **kwargs):
     result = _compile(self, *args, **kwargs)
     if keras.distribution.distribution() is None:
-        lockstep.distribute(self, devices=4)
+        lockstep.distribute(self, devices=int(os.environ["LOCKSTEP_REHEARSE"]))
     return result
 
 

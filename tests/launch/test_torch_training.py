@@ -102,6 +102,7 @@ def test_two_processes_train_what_one_device_trains_after_a_fault_of_one(
     assert_trained(tmp_path / "two", truth, out)
 
 
+DISAGREE = "torch_disagree.py"
 WHAT_DIFFERS = {
     "other_rows": "Process 1 has another first batch",
     "other_last_rows": "Among the 6 batches of this epoch, process 1 had another one",
@@ -116,8 +117,8 @@ WHAT_DIFFERS = {
 }
 
 
-def test_processes_that_differ_are_told_in_words_and_can_go_on():
-    script = Path(__file__).with_name("torch_disagree.py")
+def in_two_processes(script, *arguments):
+    """What both processes of a script have printed; neither has failed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -125,7 +126,7 @@ def test_processes_that_differ_are_told_in_words_and_can_go_on():
     ours = {f"LOCKSTEP_{name}": value for name, value in names.items()}
     running = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(script)],
+            [sys.executable, "-W", "ignore", str(Path(__file__).with_name(script)), *arguments],
             env={**environment(), **ours, "LOCKSTEP_PROCESS": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -141,7 +142,24 @@ def test_processes_that_differ_are_told_in_words_and_can_go_on():
     for (out, error), process in zip(said, running, strict=True):
         assert process.returncode == 0, out + error
         assert out.splitlines()[-1] == "the end"
-    met = [dict(line.split(": ", 1) for line in out.splitlines()[:-1]) for out, _ in said]
+    return [out.splitlines()[:-1] for out, _ in said]
+
+
+def test_models_and_data_of_many_kinds(tmp_path):
+    script = Path(__file__).with_name("torch_cases.py")
+    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path / "alone")]
+    subprocess.run(command, env=environment(), check=True, timeout=300)
+    in_two_processes("torch_cases.py", str(tmp_path / "two"))
+    names = ("alone-0", "two-0", "two-1")
+    alone, first, second = (np.load(tmp_path / f"{name}.npz") for name in names)
+    assert len({name.split()[0] for name in alone.files}) == 11
+    for name in alone.files:
+        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+        np.testing.assert_allclose(first[name], alone[name], rtol=0, atol=BOUND, err_msg=name)
+
+
+def test_processes_that_differ_are_told_in_words_and_can_go_on():
+    met = [dict(line.split(": ", 1) for line in lines) for lines in in_two_processes(DISAGREE)]
     for case, words in WHAT_DIFFERS.items():
         assert met[0][case].startswith(f"ProcessesDisagree: {words}"), met[0][case]
         raised = "KeyError" if case == "an_error_in_a_step" else "ProcessesDisagree"

@@ -12,11 +12,14 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+import torch
 from keras import layers
 
 import lockstep
+from lockstep.engines.torch import pool
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel, WorkerDied
 from tests.torch.agreement import assert_equal, both, values
+from tests.torch.double import in_double
 
 QUIET = {"verbose": 0, "shuffle": False}
 
@@ -174,6 +177,123 @@ def test_a_worker_that_goes_on_in_time_is_waited_for(monkeypatch):
     assert_equal(one.predict(x, verbose=0), many.predict(x, verbose=0))
     timer.join()
     lockstep.release(many)
+
+
+class DiesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, home):
+        ctx.home = home
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if os.getpid() != ctx.home:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return gradient, None
+
+
+class FailsInBackward(layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.home = os.getpid()
+
+    def call(self, x):
+        return DiesInBackward.apply(x, self.home)
+
+
+class DiesInTransfer:
+    """An attribute of a model that ends the process that unpickles it."""
+
+    def __init__(self):
+        self.home = os.getpid()
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        if os.getpid() != self.home:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DiesInUpdate(keras.optimizers.SGD):
+    """Ends the process of a worker in the first update."""
+
+    home = 0
+
+    def update_step(self, gradient, variable, learning_rate):
+        if self.home not in (0, os.getpid()):
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().update_step(gradient, variable, learning_rate)
+
+
+def in_backward(model):
+    made = keras.Sequential(
+        [keras.Input((4,)), layers.Dense(3), FailsInBackward(), layers.Dense(2)]
+    )
+    made.compile("sgd", "mse")
+    return made
+
+
+def in_transfer(model):
+    model.attribute = DiesInTransfer()
+    return model
+
+
+def in_update(model):
+    optimizer = DiesInUpdate(0.1)
+    model.compile(optimizer, "mse")
+    optimizer.home = os.getpid()
+    return model
+
+
+def in_evaluation(model):
+    model.layers[2].how, model.layers[2].calls = "kill", 0
+    return model
+
+
+@pytest.mark.parametrize("phase", [in_transfer, in_backward, in_update, in_evaluation])
+def test_a_worker_that_dies_in_any_phase_ends_the_call(phase, shared_memory):
+    model = in_double(phase(failing("raise", 1000)()))
+    lockstep.distribute(model, 2)
+    x, y = data()
+    before, there = values(model), set(workers(os.getpid()))
+    run = model.fit if phase is not in_evaluation else model.evaluate
+    with pytest.raises(WorkerDied, match=r"replica 1 \(cpu:1\) has ended by signal 9"):
+        run(x, y, batch_size=5, verbose=0)
+    if phase is in_update:  # rank 0 has made the step that its worker has not
+        assert int(model.optimizer.iterations.value) == 1
+    elif phase is not in_evaluation:  # whose metrics were reset
+        weights = model.get_weights()
+        assert_equal(before[: len(weights)], weights)
+    assert set(workers(os.getpid())) <= there
+    lockstep.release(model)
+
+
+def test_a_worker_that_dies_as_it_starts_ends_the_call(monkeypatch, shared_memory):
+    monkeypatch.setattr(pool, "_START", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    _, many = both(failing("raise", 1000), devices=4)  # no other model has these
+    before = set(workers(os.getpid()))
+    with pytest.raises(WorkerDied, match="has ended by signal 9"):
+        many.predict(data()[0], verbose=0)
+    assert set(workers(os.getpid())) <= before
+    lockstep.release(many)
+
+
+def test_fifty_fits_leave_no_handle_behind(shared_memory):
+    def handles():
+        gc.collect()
+        files, threads = Path("/proc/self/fd"), Path("/proc/self/task")
+        counts = [len(list(folder.iterdir())) for folder in (files, threads)]
+        return [*counts, len(workers(os.getpid()))]
+
+    model = in_double(failing("raise", 10_000)())
+    lockstep.distribute(model, 2)
+    x, y = data()
+    after = []
+    for number in range(50):
+        model.fit(x, y, batch_size=10, **QUIET)
+        if number in (5, 49):
+            after.append(handles())
+    assert after[0] == after[1]
+    lockstep.release(model)
 
 
 SCRIPT = """

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import torch
 from keras import layers
 
 import lockstep
@@ -36,6 +37,24 @@ def test_more_devices_than_are_here():
 def test_a_distribution_of_keras_that_reduces_gradients_too(monkeypatch):
     monkeypatch.setattr(keras.distribution, "distribution", object)
     refused(LayoutConflict, "a keras.distribution is set, which would reduce gradients too")
+
+
+def test_keras_that_reduces_gradients_by_itself():
+    """Keras 3.16 does where there is a default group of PyTorch, as `fit` begins."""
+    many = lockstep.distribute(model(), 2)
+    wrapped = model()
+    object.__setattr__(wrapped, "ddp_model", object())
+    with pytest.raises(LayoutConflict, match="Keras has wrapped it in DistributedDataParallel"):
+        lockstep.distribute(wrapped, 2)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        refused(UnsupportedBackend, "in a process that has called torch.distributed.init_process")
+        with pytest.raises(UnsupportedBackend, match="leave that call out"):
+            many.fit(np.ones((4, 4)), np.ones((4, 2)), verbose=0)
+    finally:
+        torch.distributed.destroy_process_group()
+    lockstep.release(many)
 
 
 def test_step_functions_of_the_models_own():

@@ -122,7 +122,8 @@ def found(keras, monkeypatch):
     probe.tracing = lambda: contextlib.nullcontext(trace)
     monkeypatch.setattr(made, "fit", lambda *args, **kwargs: None)
     told = {"probe": probe, "attached": ("",), "input_options": DEFAULT_INPUT}
-    engine = type("Engine", (), {name: lambda *_, it=it: it for name, it in told.items()})
+    answers = {name: lambda *_, it=it: it for name, it in told.items()}
+    engine = type("Engine", (), {"name": "jax", **answers})
     monkeypatch.setattr(measurement, "current_engine", engine)
     monkeypatch.setattr(measurement, "distribute", lambda *args, **options: None)
     return measure(made, arrays(8), 1, steps=1, rounds=2, batch_size=None)

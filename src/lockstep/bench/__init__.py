@@ -45,11 +45,12 @@ def run_bench(
     for count in sorted(set(counts), reverse=True):
         say(f"{counted(count, 'device')} ...")
         found.insert(0, _in_own_process(target, count, steps, rounds, batch_size, rehearse))
+    packages = ("keras-lockstep", "keras", found[0].backend)
     return Scaling(
         target=target,
         rehearsed=any(len(m.devices) > 1 and m.devices[0].startswith("cpu") for m in found),
         cores=os.cpu_count() or 1,
-        versions={name: package_version(name) or "" for name in ("keras-lockstep", "keras", "jax")},
+        versions={name: package_version(name) or "" for name in packages},
         measurements=tuple(found),
     )
 

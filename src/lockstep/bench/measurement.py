@@ -91,6 +91,7 @@ def measure(
         compile=compiling.seconds,
         checkpoint=_seconds_to_save(model),
         load=load,
+        backend=engine.name,
     )
 
 

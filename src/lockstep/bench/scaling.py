@@ -60,6 +60,7 @@ class Measurement:
         compile: One trace and compilation, without a compilation cache.
         checkpoint: One save of the weights with Keras.
         load: The load of the machine before the measurement.
+        backend: The backend of Keras.
     """
 
     devices: tuple[str, ...]
@@ -75,6 +76,7 @@ class Measurement:
     compile: float
     checkpoint: float
     load: float
+    backend: str = "jax"
 
     @property
     def rows_per_second(self) -> float:
@@ -163,7 +165,8 @@ class Scaling(Report):
                     "all-reduce costs the same for any batch, and takes "
                     f"{last.communication / last.step:.0%} of a step now."
                 )
-        if last.compute and last.host > 0.1 * last.step and last.steps_per_execution == 1:
+        one_by_one = last.steps_per_execution == 1 and last.backend == "jax"
+        if last.compute and last.host > 0.1 * last.step and one_by_one:
             steps = _power_of_two(last.host / (0.05 * last.compute))
             if steps > 1:
                 found.append(

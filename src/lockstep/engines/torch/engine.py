@@ -37,6 +37,7 @@ from lockstep.errors import (
     UnsplitBatchWarning,
     UnsupportedBackend,
 )
+from lockstep.keras_compat import wrapped_by_keras
 from lockstep.launch.environment import Place
 from lockstep.launch.status import STATUS_OF_PROCESS
 from lockstep.layout import Layout, no_branches
@@ -161,7 +162,7 @@ class Attachment:
         else:
             check_placement(self.devices)
         if len(self.devices) > 1:
-            _check_processes()
+            _check_reduced_once(self.model)
 
     def take_over(self) -> None:
         """Replace the loops and the step functions."""
@@ -194,6 +195,8 @@ class Attachment:
                 self._runner.adopt(first=getattr(model, name) is None)
             if getattr(model, name) is not None and not force:
                 return
+            if len(self.devices) > 1:  # this may have changed since
+                _check_reduced_once(model)
             # Keras checks the options, and makes the function for one device.
             getattr(type(model), f"make_{name}")(model, force=True)
             kind = name.removesuffix("_function")
@@ -226,6 +229,10 @@ class Attachment:
         if reason is not None or len(self.devices) == 1:
             return None
         return self._runner.step("look", data, rows)
+
+    def waited(self) -> float:
+        """Return the seconds that this process has waited in collectives."""
+        return self._runner.waited
 
     def draw_together(self) -> None:
         """Let every device draw the random numbers of the global batch, as one device does."""
@@ -348,7 +355,15 @@ def _check_all_take_part(devices: tuple[str, ...], group: TorchGroup) -> None:
         )
 
 
-def _check_processes() -> None:
+def _check_reduced_once(model: Any) -> None:
+    """Raise if Keras would sum gradients over processes too."""
+    if wrapped_by_keras(model):
+        raise LayoutConflict(
+            f"{model.name!r} was asked onto several devices, and Keras has wrapped it in "
+            "DistributedDataParallel, which would reduce gradients too.\nMake the model anew, "
+            "without torch.distributed.init_process_group."
+        )
+    # From 3.16 on, Keras wraps a model in `make_train_function` if there is a default group.
     if dist.is_initialized():
         raise UnsupportedBackend(
             "Several devices were asked for on 'torch' in a process that has called "

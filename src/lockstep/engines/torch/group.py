@@ -1,6 +1,7 @@
 """Processes as ranks: sums, broadcasts and gathers of tensors."""
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -35,6 +36,9 @@ class Group:
         device: The PyTorch device of this process: NCCL connects GPUs, gloo connects CPUs.
         most: How long a rank waits for the others. Gloo notices the end of a process at once.
         local: Whether all processes are on this host.
+
+    Attributes:
+        waited: The seconds that this rank has been in collectives.
     """
 
     def __init__(
@@ -48,7 +52,8 @@ class Group:
         local: bool = True,
     ) -> None:
         connect = _nccl if device.type == "cuda" else partial(_gloo, local=local)
-        self._backend = _waited(lambda: connect(store, rank, size, most))
+        self.waited = 0.0
+        self._backend = self._waited(lambda: connect(store, rank, size, most))
         self._device = device
         self._aborted = False
         self.rank = rank
@@ -83,10 +88,10 @@ class Group:
         alone = len(tensors) == 1 and first.is_contiguous() and first.device == self._device
         parts = [tensor.detach().reshape(-1).to(self._device) for tensor in tensors]
         flat = parts[0] if alone else torch.cat(parts)
-        work = _waited(lambda: self._backend.allreduce([flat]))
+        work = self._waited(lambda: self._backend.allreduce([flat]))
 
         def finish() -> None:
-            _waited(work.wait)
+            self._waited(work.wait)
             if not alone:
                 _copy_out(flat, tensors)
 
@@ -96,12 +101,21 @@ class Group:
         """Replace each tensor by that of rank 0."""
         for bucket in buckets_of(tensors):
             flat = torch.cat([_bytes(tensor).to(self._device) for tensor in bucket])
-            _waited(partial(self._broadcast, flat))
+            self._waited(partial(self._broadcast, flat))
             if self.rank:
                 _copy_out_bytes(flat, bucket)
 
     def _broadcast(self, flat: Any) -> None:
         self._backend.broadcast(flat, 0).wait()
+
+    def _waited(self, call: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        try:
+            return call()
+        except RuntimeError as error:
+            raise PeerLost(str(error)) from error
+        finally:
+            self.waited += time.perf_counter() - start
 
     def gather(self, rows: Any, counts: Sequence[int]) -> Any:
         """Return the rows of all ranks, in the order of the ranks.
@@ -115,7 +129,7 @@ class Group:
         padded[: len(rows)] = rows
         sent = _bytes(padded).to(self._device)
         received = [torch.empty_like(sent) for _ in counts]
-        _waited(lambda: self._backend.allgather([received], [sent]).wait())
+        self._waited(lambda: self._backend.allgather([received], [sent]).wait())
         parts = [part.view(rows.dtype).view(padded.shape) for part in received]
         whole = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
         return whole.to(rows.device)
@@ -174,10 +188,3 @@ def _copy_out_bytes(flat: Any, tensors: Sequence[Any]) -> None:
         for tensor, part in zip(tensors, parts, strict=True):
             # A part of the bytes may not be aligned for the type; its copy is.
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
-
-
-def _waited(call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except RuntimeError as error:
-        raise PeerLost(str(error)) from error

@@ -140,6 +140,11 @@ class JoinedRunner(StepRunner):
         self.unchecked = self._changes
         return result
 
+    @property
+    def waited(self) -> float:
+        """The seconds that this process has waited in collectives."""
+        return self._group.ranks.waited
+
     def _held(self) -> list[Any]:
         return [v for v in variables_of(self._model) if self._holder in holders_of(v)]
 

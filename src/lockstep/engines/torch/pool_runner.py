@@ -74,6 +74,11 @@ class PoolRunner(StepRunner):
             self._versions = [tensor._version for tensor in self._tensors]
         return result
 
+    @property
+    def waited(self) -> float:
+        """The seconds that this process has waited in collectives."""
+        return 0.0 if self._pool is None else self._pool.group.waited
+
     # -------------------------------------------------------- the same model everywhere
 
     def _running_pool(self) -> Pool:

@@ -1,7 +1,9 @@
 """Records the layer outputs and the gradients of one training step on PyTorch."""
 
+import itertools
+import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import keras
@@ -10,12 +12,12 @@ import torch
 
 from lockstep.engines import attachments
 from lockstep.engines.engine import Clock, Compiling, Data, Trace
+from lockstep.engines.torch import step_timing
 from lockstep.engines.torch.replica import random_state, set_random_state
 from lockstep.engines.torch.steps import recorded
 from lockstep.engines.torch.unsplit import own_step
 from lockstep.engines.watched_layers import not_built, part_of
-from lockstep.errors import UnsupportedBackend
-from lockstep.keras_compat import pythonify_logs
+from lockstep.keras_compat import pythonify_logs, torch_iterator
 from lockstep.state import variables_of
 
 
@@ -31,20 +33,32 @@ class TorchProbe:
         self._random = random_state()
 
     def compiling(self) -> AbstractContextManager[Compiling]:
-        """Not here yet."""
-        raise UnsupportedBackend(_BENCH)
+        """Return no time: steps run operation by operation."""
+        return nullcontext(step_timing.Compiling())
 
     def tracing(self) -> AbstractContextManager[Trace]:
-        """Not here yet."""
-        raise UnsupportedBackend(_BENCH)
+        """Measure the computation and communication of rank 0 in this context."""
+        attachment = attachments.attachment_of(self._model)
+        return step_timing.tracing(lambda: 0.0 if attachment is None else attachment.waited())
 
     def clock(self, most: int) -> Clock:
-        """Not here yet."""
-        raise UnsupportedBackend(_BENCH)
+        """Return a callback for one `fit` that times its steps."""
+        return step_timing.TorchClock(most)
 
     def feed(self, data: Data, batch_size: int | None, most: int) -> tuple[float, int]:
-        """Not here yet."""
-        raise UnsupportedBackend(_BENCH)
+        """Draw the batches of one epoch as `fit` does, without training."""
+        x, y, sample_weight = data
+        batches = torch_iterator()(
+            x=x, y=y, sample_weight=sample_weight, batch_size=batch_size, shuffle=True
+        )
+        number = batches.num_batches or most
+        # keras/src/backend/torch/trainer.py, TorchEpochIterator
+        drawn = iter(batches.data_adapter.get_torch_dataloader())
+        if number > most:  # the start of an epoch serves all its batches
+            next(drawn)
+        start = time.perf_counter()
+        count = sum(1 for _ in itertools.islice(drawn, min(most, number)))
+        return time.perf_counter() - start, count
 
     @contextmanager
     def precise(self) -> Iterator[None]:
@@ -147,9 +161,3 @@ def _tensors(batch: Any) -> Any:
     return keras.tree.map_structure(
         lambda leaf: leaf if leaf is None else keras.ops.convert_to_tensor(leaf), batch
     )
-
-
-_BENCH = (
-    "bench was asked for on 'torch', and measures training steps on 'jax' so far.\n"
-    "Set KERAS_BACKEND=jax in the environment before Keras is imported."
-)

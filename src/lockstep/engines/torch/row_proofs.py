@@ -39,7 +39,9 @@ class RowProofs:
             return self._found[form]
         count = len(Plan(self._model).candidates)
         if not count:
-            return {}
+            if self._of_model:  # it had some before
+                self._of_model, self._found = b"", {}
+            return self._found.setdefault(form, {})
         try:
             data, _ = dump(self._model)
         except UnsupportedModel:

@@ -79,6 +79,11 @@ class StepRunner:
         parts = self._plan.candidates
         return {parts[number].name: reason for number, reason in self._reasons.items()}
 
+    @property
+    def waited(self) -> float:
+        """The seconds that this process has waited in collectives."""
+        raise NotImplementedError
+
     def _proven(self, plan: Plan) -> list[int]:
         """Return the numbers of the candidates of a plan that work row by row."""
         return [number for number in range(len(plan.candidates)) if number not in self._reasons]

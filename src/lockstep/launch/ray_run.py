@@ -344,7 +344,7 @@ class RayGroup(Group):
         for rank in self.ranks:
             for output in rank.shown:
                 output.close()
-            if self._has_function and rank.is_done:
+            if self._has_function and rank.code is not None:
                 with contextlib.suppress(self._ray.exceptions.RayError):  # it is lost
                     rank.result = self._ray.get(rank.actor.result.remote())
         self._release()

@@ -15,6 +15,7 @@ from lockstep.cli import main
 from lockstep.errors import LaunchError
 from lockstep.launch import ray_cluster
 from lockstep.launch.environment import find_place
+from lockstep.launch.ray_node import NodeProcess
 from lockstep.launch.ray_nodes import Node, Nodes, Share, share_of
 from lockstep.launch.ray_run import passed_on
 from lockstep.launch.shares import place_of_each
@@ -126,12 +127,19 @@ while True:
         assert "failed" not in error
 
 
-def test_a_process_sees_the_gpus_that_ray_gives_it(cluster, tmp_path):
-    body = 'print("sees", rank, os.environ["CUDA_VISIBLE_DEVICES"], *sys.argv[1:])'
-    process = launch_script(cluster, body, tmp_path, "--nodes", "2", LOCKSTEP_REHEARSE="")
+def test_a_process_sees_the_gpus_that_ray_gives_it_and_the_folder_that_ray_copies(
+    cluster, tmp_path
+):
+    body = f"""
+print("sees", rank, os.environ["CUDA_VISIBLE_DEVICES"], Path("data.txt").read_text())
+assert Path.cwd() != Path({str(tmp_path)!r})
+"""
+    (tmp_path / "data.txt").write_text("data")
+    options = ("--nodes", "2", "--working-dir", str(tmp_path))
+    process = launch_script(cluster, body, tmp_path, *options, LOCKSTEP_REHEARSE="")
     status, out, error = end_of(process)
     assert status == 0, out + error
-    assert {"sees 0 0,1", "[1] sees 1 0,1"} == set(out.splitlines())
+    assert {"sees 0 0,1 data", "[1] sees 1 0,1 data"} == set(out.splitlines())
     assert "Ray, 2 nodes with 2 GPUs each: " in error
 
 
@@ -177,7 +185,7 @@ def test_a_function_returns_its_value_and_its_exception_comes_home(cluster, tmp_
     assert any(line.startswith("<lambda> failed in process 0 of 2: TypeError") for line in lines)
 
 
-def test_more_nodes_than_there_are_and_a_script_that_they_do_not_have(cluster, tmp_path):
+def test_more_nodes_than_there_are_are_refused_with_those_that_are_there(cluster, tmp_path):
     status, _, error = end_of(launch_script(cluster, "", tmp_path, "--nodes", "3"))
     assert status == 1
     assert "--nodes=3 was asked for, and the Ray cluster has 2 nodes: " in error
@@ -230,6 +238,14 @@ def test_a_script_that_is_not_there_or_not_copied_is_refused(monkeypatch, tmp_pa
     assert "none.py was to be run, and there is no such file in" in done.output
     done = CliRunner().invoke(main, ["run", "--on", "ray", "--working-dir", "other", "script.py"])
     assert "--working-dir=other is copied to the nodes, and script.py is not in it" in done.output
+
+
+def test_a_node_says_what_it_does_not_have(tmp_path):
+    here, script = str(tmp_path), "script.py"
+    assert NodeProcess.missing(here, script) == f"file {tmp_path / script}"
+    assert NodeProcess.missing(str(tmp_path / "no"), script) == f"folder {tmp_path / 'no'}"
+    (tmp_path / script).touch()
+    assert NodeProcess.missing(here, script) is None
 
 
 GPU_8, GPU_8_TOO, GPU_4 = Node("a", "a", 8, 32), Node("b", "b", 8, 32), Node("c", "c", 4, 32)

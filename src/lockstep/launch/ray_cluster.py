@@ -59,6 +59,11 @@ def connected(address: str | None, working_dir: str | None = None) -> Iterator[A
         ) from error
     try:
         yield ray
+    except ConnectionError as error:
+        raise LaunchError(
+            f"The connection to Ray was lost: {first_line(error)}\n"
+            "Ray ends the processes. With lockstep.Checkpoint, the same command goes on."
+        ) from error
     finally:
         ray.shutdown()
 

@@ -48,11 +48,19 @@ class Report:
 
 @dataclass(frozen=True)
 class NodePlace:
-    """Where an actor is: the node by its name in Ray, its host, and an address with a free port."""
+    """Where an actor is.
+
+    Attributes:
+        node: The name of the node in Ray.
+        host: Its address.
+        free_address: Its address with a free port.
+        lockstep: The version of lockstep there.
+    """
 
     node: str
     host: str
     free_address: str
+    lockstep: str | None
 
 
 class _Collected:
@@ -87,15 +95,13 @@ class NodeProcess:
         self._out, self._error = _Collected(), _Collected()
         self._rank: RankProcess | None = None
 
-    def problem(self, lockstep: str, folder: str | None, script: str | None) -> str | None:
-        """Return why the node cannot run the script, in words."""
-        here = package_version("keras-lockstep")
-        if here != lockstep:
-            return f"it has lockstep {here}, and the launcher has {lockstep}"
+    @staticmethod
+    def missing(folder: str | None, script: str | None) -> str | None:
+        """Return what the node does not have: the working directory, or the script in it."""
         if folder is not None and not Path(folder).is_dir():
-            return f"it has no folder {folder}"
+            return f"folder {folder}"
         if script is not None and not (Path(folder or "") / script).is_file():
-            return f"it has no file {Path(folder or os.getcwd()) / script}"
+            return f"file {Path(folder or os.getcwd()) / script}"
         return None
 
     def place(self) -> NodePlace:
@@ -103,7 +109,8 @@ class NodeProcess:
         import ray
 
         host = ray.util.get_node_ip_address()
-        return NodePlace(ray.get_runtime_context().get_node_id(), host, free_address(host))
+        version = package_version("keras-lockstep")
+        return NodePlace(ray.get_runtime_context().get_node_id(), host, free_address(host), version)
 
     def start(
         self,

@@ -231,8 +231,19 @@ class RayGroup(Group):
         except BaseException as error:
             self._release()
             if isinstance(error, ray.exceptions.RayError):
-                raise _NotStarted(first_line(error)) from error
+                raise self._why_not_started(error) from error
             raise
+
+    def _why_not_started(self, error: Exception) -> Exception:
+        exceptions = self._ray.exceptions
+        may_pass = isinstance(error, exceptions.RayActorError | exceptions.GetTimeoutError)
+        text = str(error).strip()
+        if may_pass and "creation task" not in text:
+            return _NotStarted(first_line(error))
+        return LaunchError(
+            f"Ray could not start the run on a node: {text.splitlines()[-1]}\n"
+            "Install keras-lockstep[ray] on all nodes, in the same versions."
+        )
 
     def _place(self, share: Share, until: float, stops: list[int]) -> None:
         """Reserve the share of each node, and make an actor there."""
@@ -264,13 +275,17 @@ class RayGroup(Group):
         hosts = [place.host for place in places]
         script = work.command[0] if work.command else None
         version = package_version("keras-lockstep")
-        problems = ask(
-            [actor.problem.remote(version, work.folder, script) for actor in self._actors]
-        )
-        for host, problem in zip(hosts, problems, strict=True):
-            if problem is not None:
+        for place in places:
+            if place.lockstep != version:
                 raise LaunchError(
-                    f"{work.name} was to run on the node {host}, and {problem}.\n"
+                    f"The node {place.host} has lockstep {place.lockstep}, and the launcher has "
+                    f"{version}.\nInstall the same version on all nodes."
+                )
+        missing = ask([actor.missing.remote(work.folder, script) for actor in self._actors])
+        for host, path in zip(hosts, missing, strict=True):
+            if path is not None:
+                raise LaunchError(
+                    f"{work.name} was to run on the node {host}, which has no {path}.\n"
                     "Use a folder that all nodes share, or have Ray copy one: --working-dir FOLDER."
                 )
         say(f"Ray, {share}: {', '.join(hosts)}")
@@ -329,7 +344,7 @@ class RayGroup(Group):
         for rank in self.ranks:
             for output in rank.shown:
                 output.close()
-            if self._has_function and rank.is_done:
+            if self._has_function and rank.code is not None:
                 with contextlib.suppress(self._ray.exceptions.RayError):  # it is lost
                     rank.result = self._ray.get(rank.actor.result.remote())
         self._release()

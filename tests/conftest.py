@@ -62,15 +62,11 @@ def pytest_collection_modifyitems(config, items):
     # The longest test begins first, so that no other process waits for it at the end.
     items.sort(key=lambda item: "test_in_a_process_of_its_own" not in item.nodeid)
     whole = config.getoption("--whole")
-    left_out = [item for item in items if not _belongs_here(item, whole)]
-    items[:] = [item for item in items if item not in set(left_out)]
-    config.hook.pytest_deselected(items=left_out)
-    if config.getoption("--whole"):
-        return
-    marked = [item for item in items if not item.get_closest_marker("whole")]
-    sample = {id(item) for item in every_value_once(marked)}
-    config.hook.pytest_deselected(items=[item for item in items if id(item) not in sample])
-    items[:] = [item for item in items if id(item) in sample]
+    kept = [item for item in items if _belongs_here(item, whole)]
+    kept = kept if whole else every_value_once(kept)
+    ids = {id(item) for item in kept}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in ids])
+    items[:] = kept
 
 
 def _belongs_here(item, whole):

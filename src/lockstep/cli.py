@@ -112,9 +112,9 @@ class _Misused(click.ClickException):
     help="Folder for the models, the picture and the page.",
 )
 def demo(devices: int, epochs: int, output: Path) -> None:
-    """Train on one device and on rehearsed ones, and compare: two tasks, under a minute.
+    """Train two models on one device and on several, and compare.
 
-    One task is handwritten digits, the other a language model of Python's own source text.
+    One learns handwritten digits, the other Python's own source text, in about a minute.
     The exit status is 0 if the runs agree, else 1. A GPU is not needed.
 
     Example: lockstep demo --devices 8
@@ -141,7 +141,7 @@ def demo(devices: int, epochs: int, output: Path) -> None:
 
 @main.command()
 def devices() -> None:
-    """List the devices that are here, with the names that devices= takes.
+    """List the devices that are here, and their names.
 
     Example: LOCKSTEP_REHEARSE=4 lockstep devices
     """
@@ -333,7 +333,9 @@ def bench(
 @click.option("--best", is_flag=True, help="The best checkpoint instead of the newest.")
 @click.option("--model", metavar="FILE.PY:FUNCTION", help="Makes the model, where code is needed.")
 def export(run: Path, output: Path, best: bool, model: str | None) -> None:
-    """Write a plain .keras file out of RUN, a checkpoint or a folder of checkpoints.
+    """Write a plain .keras file of a checkpoint.
+
+    RUN is the folder that lockstep.Checkpoint was given, or one checkpoint in it.
 
     Example: lockstep export runs/digits -o model.keras
     """

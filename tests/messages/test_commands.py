@@ -31,6 +31,13 @@ def test_the_help_of_a_command_has_sentences_and_an_example(name):
     assert first.endswith(".")
 
 
+def test_the_list_of_commands_has_whole_sentences():
+    """click cuts a long one off."""
+    listed = help_of().split("Commands:")[1]
+    assert listed.count(".\n") == len(main.commands)
+    assert "..." not in listed
+
+
 def test_a_wrong_command():
     done = CliRunner().invoke(main, ["verfy"], prog_name="lockstep")
     assert done.exit_code == 2

@@ -99,7 +99,9 @@ def run_command(
     script: Path,
     arguments: tuple[str, ...],
 ) -> None:
-    """Run SCRIPT in one process or several that train one model, here or on a cluster.
+    """Run a script in one process or several that train one model.
+
+    They run on this machine, or on a cluster with --on.
 
     In the script, lockstep.distribute joins the processes by itself. Process 0 prints as without
     a launcher. The exit status is that of the process that failed first; 124 if one stood still.

@@ -17,7 +17,7 @@ from lockstep.report import print_report, stdout_for
 @click.argument("file", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 def inspect_command(file: str, as_json: bool) -> None:
-    """Show what the saved FILE is, and the one command that makes it usable.
+    """Show what a saved file is, and the command to run next.
 
     FILE may be a folder that lockstep.Checkpoint has written: its checkpoints are listed.
 
@@ -44,7 +44,9 @@ def rescue_command(
     check: str | None,
     as_json: bool,
 ) -> None:
-    """Write a single-device file from the old multi-GPU FILE, and compare every array.
+    """Write a single-device file from an old multi-GPU file.
+
+    Every array of the new file is compared with the old one.
 
     Example: lockstep rescue multi.h5 -o single.keras
     """

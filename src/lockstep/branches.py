@@ -60,7 +60,7 @@ def on(device: str | int) -> Iterator[None]:
         calls += 1
         mark_node(node, name)
 
-    report_functional_models(_place_marked)
+    report_functional_models(_place_new)
     with nodes_reported(mark), keras.device(name):  # weights are made on the device
         yield
     if not calls:
@@ -112,28 +112,21 @@ def place(
         True
     """
     check_model(model)
-    from lockstep.branch_plan import cycle, plan, transfers
-    from lockstep.layout import lay_out, marked
+    from lockstep.branch_plan import plan
+    from lockstep.layout import marked
 
-    engine = current_engine()
-    here = engine.devices()
+    here = current_engine().devices()
     if layers == "auto":
         names = parse_devices(devices, here)
         chosen, planned = plan(model, _at_least_two([each for each in here if each.name in names]))
     else:
         chosen, planned = _choose(model, layers or {}), 1
-    used = [*marked(model), *chosen.values()]
-    if not used:
+    if not chosen and not marked(model):
         raise UnsupportedModel(
             f"No layer of {_name(model)} was given a device.\n"
             'Name layers, as in lockstep.place(model, {"dense_*": "gpu:1"}).'
         )
-    default = min(used, key=[each.name for each in here].index)
-    layout = lay_out(model, chosen, default, _checked_parts(planned if parts is None else parts))
-    both = cycle(transfers(model, layout)) if layout.parts == 1 else None
-    engine.place(model, layout)
-    if both is not None:
-        warnings.warn(_in_turns(*both), SerialBranchesWarning, stacklevel=2)
+    _place(model, chosen, _checked_parts(planned if parts is None else parts))
     if layers == "auto":
         placement(model)
     return model
@@ -189,12 +182,46 @@ def placement(model: Any) -> None:
     Console().print(table)
 
 
-def _place_marked(model: Any) -> None:
-    """Place the layers of a new functional model, if `lockstep.on` has given devices to any."""
+def _place_new(model: Any) -> None:
+    """Place the layers of a new functional model, if any of them has a device.
+
+    `lockstep.on` has given it, or the layer is one of a model that is placed.
+    """
     from lockstep.layout import marked
 
-    if marked(model):
-        place(model)
+    chosen = _known(model)
+    if chosen or marked(model):
+        _place(model, chosen, 1)
+
+
+def _known(model: Any) -> dict[str, str]:
+    """Return the devices of layers that are on one by another model, by their path."""
+    from lockstep.engines.holders import holders_of
+    from lockstep.layout import layers_by_path
+
+    found = {}
+    for path, layer in layers_by_path(model).items():
+        for variable in layer.weights:
+            for holder in holders_of(variable):
+                if getattr(holder, "layout", None) is not None:
+                    found[path] = holder.layout.home(layer)
+    return found
+
+
+def _place(model: Any, chosen: dict[str, str], parts: int) -> None:
+    from lockstep.branch_plan import cycle, transfers
+    from lockstep.keras_compat import report_functional_models
+    from lockstep.layout import lay_out, marked
+
+    engine = current_engine()
+    order = [each.name for each in engine.devices()]
+    default = min([*marked(model), *chosen.values()], key=order.index)
+    layout = lay_out(model, chosen, default, parts)
+    both = cycle(transfers(model, layout)) if parts == 1 else None
+    engine.place(model, layout)
+    report_functional_models(_place_new)
+    if both is not None:
+        warnings.warn(_in_turns(*both), SerialBranchesWarning, stacklevel=3)
 
 
 def _choose(model: Any, layers: Mapping[str, str | int]) -> dict[str, str]:

@@ -532,6 +532,15 @@ def run_graph(
     )
 
 
+def _is_in_sequential() -> bool:
+    """Whether a `Sequential` makes its functional graph now.
+
+    keras/src/models/sequential.py, Sequential.build
+    """
+    build = keras.Sequential.build.__code__
+    return any(frame.f_code is build for frame, _ in traceback.walk_stack(None))
+
+
 @contextmanager
 def nodes_reported(report: Callable[[Any], None]) -> Iterator[None]:
     """Call `report` with each node of a functional graph that is made inside the context.
@@ -539,12 +548,12 @@ def nodes_reported(report: Callable[[Any], None]) -> Iterator[None]:
     keras/src/ops/node.py, Node, which a call on symbolic tensors makes. The nodes of the graph that
     a `Sequential` makes of itself are left out (keras/src/models/sequential.py, Sequential.build).
     """
-    make, chain = _Node.__init__, keras.Sequential.build.__code__
+    make = _Node.__init__
 
     @functools.wraps(make)
     def make_and_report(node: Any, *args: Any, **kwargs: Any) -> None:
         make(node, *args, **kwargs)
-        if all(frame.f_code is not chain for frame, _ in traceback.walk_stack(None)):
+        if not _is_in_sequential():
             report(node)
 
     _Node.__init__ = make_and_report
@@ -569,7 +578,8 @@ def report_functional_models(report: Callable[[Any], None]) -> None:
     @functools.wraps(make)
     def make_and_report(model: Any, *args: Any, **kwargs: Any) -> None:
         make(model, *args, **kwargs)
-        report(model)
+        if not _is_in_sequential():
+            report(model)
 
     setattr(make_and_report, _REPORTS, True)
     # Keras compares the arguments of constructors when it loads a model.

@@ -1,8 +1,8 @@
 """Where the layers of one model run."""
 
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.errors import UnsupportedBackend
@@ -22,15 +22,16 @@ class Layout:
         devices: The names of the devices, in the order of their first use.
         layers: The device of each layer, by the `id` of the layer.
         calls: The device of each node of a functional graph, by the `id` of the node.
+        fixed: The layers and nodes, by `id`, that have their device whatever calls them. The others
+            run on the device of the model or layer that calls them.
         parts: The number of parts into which the rows of a batch are split, one after another.
-        chosen: The devices that were asked for, by layer name, for a second layout like this one.
     """
 
     devices: tuple[str, ...]
     layers: Mapping[int, str]
     calls: Mapping[int, str]
+    fixed: frozenset[int]
     parts: int = 1
-    chosen: Mapping[str, str] = field(default_factory=dict)
 
     def home(self, layer: Any) -> str:
         """Return the device of a layer; the first device for a layer that is not known."""
@@ -93,40 +94,67 @@ def lay_out(model: Any, chosen: Mapping[str, str], default: str, parts: int = 1)
         parts: The number of parts of a batch.
     """
     paths = layers_by_path(model)
-    explicit = {id(paths[path]): device for path, device in chosen.items()}
-    layers: dict[int, str] = {}
-    calls: dict[int, str] = {}
-    _lay_out(model, default, explicit.get, layers, calls)
-    used = dict.fromkeys([*calls.values(), *layers.values()])
-    devices = tuple(used) or (default,)
-    return Layout(devices, layers, calls, parts, dict(chosen))
+    walk = _Walk({id(paths[path]): device for path, device in chosen.items()})
+    walk.visit(model, default, fixed=True)
+    used = dict.fromkeys([*walk.calls.values(), *walk.layers.values()])
+    return Layout(
+        tuple(used) or (default,),
+        walk.layers,
+        walk.calls,
+        frozenset(walk.fixed),
+        parts,
+    )
 
 
-def _lay_out(
-    layer: Any,
-    around: str,
-    explicit: Callable[[int], str | None],
-    layers: dict[int, str],
-    calls: dict[int, str],
-) -> None:
-    layers.setdefault(id(layer), around)
-    function = functional_of(layer)
-    if function is not None:
-        for node in nodes_of(function):
-            operation = node.operation
-            inputs = (calls.get(id(parent)) for parent in node.parent_nodes)
-            follows = next((device for device in inputs if device is not None), around)
-            device = vars(node).get(_DEVICE) or explicit(id(operation)) or follows
-            calls[id(node)] = device
-            if hasattr(operation, "_flatten_layers") and id(operation) not in layers:
-                _lay_out(operation, device, explicit, layers, calls)
-    previous = around
-    chain = function is None and is_chain(layer)
-    for inner in sublayers_of(layer):
-        if id(inner) not in layers:
-            device = explicit(id(inner)) or (previous if chain else around)
-            previous = device
-            _lay_out(inner, device, explicit, layers, calls)
+class _Walk:
+    """A walk through the layers of a model, from the outer ones to the inner ones.
+
+    Args:
+        chosen: The device of layers, by their `id`.
+    """
+
+    def __init__(self, chosen: Mapping[int, str]) -> None:
+        self.layers: dict[int, str] = {}
+        self.calls: dict[int, str] = {}
+        self.fixed: set[int] = set()
+        self._chosen = chosen
+
+    def visit(self, layer: Any, around: str, *, fixed: bool) -> None:
+        """Give the layers inside a layer their devices.
+
+        Args:
+            layer: The layer.
+            around: Its device.
+            fixed: Whether the layers inside have this device whatever calls the layer.
+        """
+        self.layers.setdefault(id(layer), around)
+        function = functional_of(layer)
+        if function is layer:
+            for node in nodes_of(layer):
+                self._visit_call(node, around, fixed)
+        before, chain = (around, fixed), is_chain(layer)
+        for inner in sublayers_of(layer):
+            if id(inner) in self.layers:
+                continue
+            chosen = self._chosen.get(id(inner))
+            follows, is_fixed = before if chain else (around, fixed)
+            before = chosen or follows, is_fixed or chosen is not None
+            if before[1]:
+                self.fixed.add(id(inner))
+            self.visit(inner, before[0], fixed=False)
+        if function is not None and function is not layer:
+            self.calls.update((id(n), self.layers[id(n.operation)]) for n in nodes_of(function))
+
+    def _visit_call(self, node: Any, around: str, fixed: bool) -> None:
+        operation = node.operation
+        parents = [id(parent) for parent in node.parent_nodes if id(parent) in self.calls]
+        chosen = vars(node).get(_DEVICE) or self._chosen.get(id(operation))
+        device = chosen or (self.calls[parents[0]] if parents else around)
+        self.calls[id(node)] = device
+        if fixed or chosen is not None or (parents and parents[0] in self.fixed):
+            self.fixed.add(id(node))
+        if hasattr(operation, "_flatten_layers") and id(operation) not in self.layers:
+            self.visit(operation, device, fixed=False)
 
 
 def is_chain(layer: Any) -> bool:

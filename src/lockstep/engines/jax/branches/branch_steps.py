@@ -1,5 +1,6 @@
 """Keras's JAX steps, cut into stages on the devices of a model's layers."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,14 +15,14 @@ from lockstep.engines.jax.branches.batch_parts import (
     check_unchanged,
 )
 from lockstep.engines.jax.branches.call_scopes import CallScopes
-from lockstep.engines.jax.branches.program_cut import cut
+from lockstep.engines.jax.branches.program_cut import cut, devices_in_loops
 from lockstep.engines.jax.branches.staged_program import StagedProgram
-from lockstep.engines.jax.steps.live_state import GROUPS_BY_NUMBER, State
+from lockstep.engines.jax.steps.live_state import GROUPS_BY_NUMBER, State, uninterrupted
 from lockstep.engines.jax.steps.step import Step, StepFunction
 from lockstep.engines.jax.steps.steps import Steps
 from lockstep.engines.jax.variable_sync import group_of
 from lockstep.engines.patched import patched
-from lockstep.errors import UnsupportedModel
+from lockstep.errors import SerialBranchesWarning, UnsupportedModel
 from lockstep.keras_compat import in_stateless_scope, is_built
 from lockstep.launch.status import STATUS_OF_PROCESS
 from lockstep.layout import Layout
@@ -93,8 +94,12 @@ class BranchSteps(Steps):
             if known is None:
                 STATUS_OF_PROCESS.compiles = True
                 known = programs[form] = self._program(step, state, batch, trains)
+                program, returned = known
+                found: tuple[Any, Any] = jax.tree.unflatten(returned, program(*leaves))
+                return found  # while stages are compiled, an interrupt may end them
             program, returned = known
-            outputs: tuple[Any, Any] = jax.tree.unflatten(returned, program(*leaves))
+            with uninterrupted(self._model):
+                outputs: tuple[Any, Any] = jax.tree.unflatten(returned, program(*leaves))
             return outputs
 
         return StepFunction(
@@ -126,14 +131,19 @@ class BranchSteps(Steps):
             return call(*args, **kwargs)
         device = self.devices[self._main]
         variables = variables_of(self._model)
-        copies = [(each, jax.device_put(each.value, device)) for each in variables]
-        with keras.StatelessScope(state_mapping=copies) as scope:
-            outputs = call(*args, **kwargs)
-        for variable, copy in copies:
-            value = scope.get_current_value(variable)
-            if value is not copy:
-                variable.assign(jax.device_put(value, self.home(variable)))
-        return outputs
+        # keras/src/backend/common/variables.py: a stateless scope would drop added losses.
+        before = [variable._value for variable in variables]
+        copies = [jax.device_put(value, device) for value in before]
+        try:
+            for variable, copy in zip(variables, copies, strict=True):
+                variable._value = copy
+            return call(*args, **kwargs)
+        finally:
+            for variable, copy, value in zip(variables, copies, before, strict=True):
+                changed = variable._value
+                variable._value = value
+                if changed is not copy:
+                    variable.assign(jax.device_put(changed, self.home(variable)))
 
     def _build(self, *args: Any, **kwargs: Any) -> Any:
         """Build what a step needs, and first the slots of the optimizer on their devices.
@@ -147,9 +157,10 @@ class BranchSteps(Steps):
             owner = getattr(optimizer, "inner_optimizer", optimizer)
             make = owner.add_variable_from_reference
 
-            def make_at_home(variable: Any, *args: Any, **kwargs: Any) -> Any:
-                with keras.device(self.layout.devices[self._homes.get(id(variable), self._main)]):
-                    return make(variable, *args, **kwargs)
+            def make_at_home(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+                number = self._homes.get(id(reference_variable), self._main)
+                with keras.device(self.layout.devices[number]):
+                    return make(reference_variable, *args, **kwargs)
 
             with patched([(owner, "add_variable_from_reference", make_at_home)]):
                 optimizer.build(model.trainable_variables)
@@ -176,7 +187,9 @@ class BranchSteps(Steps):
         outputs, after = traced.out_info
         given = [*self._numbers(state), *[None] * len(jax.tree.leaves(batch))]
         returned = [*[None] * len(jax.tree.leaves(outputs)), *self._numbers(after)]
-        stages = cut(traced.jaxpr, given, returned, self._main)
+        if loops := devices_in_loops(traced.jaxpr):
+            warnings.warn(_in_a_loop(self._model, loops), SerialBranchesWarning, stacklevel=3)
+        stages = cut(traced.jaxpr, self.layout.devices, given, returned, self._main)
         program = StagedProgram(stages, self.devices, given, returned, donate=trains)
         return program, jax.tree.structure((outputs, after))
 
@@ -204,6 +217,15 @@ class BranchSteps(Steps):
     def _numbers(self, state: Any) -> list[int]:
         layouts = [layout for group in self._layouts(state) for layout in group]
         return [self.devices.index(next(iter(layout.device_set))) for layout in layouts]
+
+
+def _in_a_loop(model: Any, devices: set[str]) -> str:
+    return (
+        f"{model.name!r} calls layers on {', '.join(sorted(devices))} inside a loop of JAX "
+        "(scan or while), which runs on one device.\n"
+        "The results are exact, but these layers do not run on their devices.\n"
+        "Call the layers outside the loop, or place the loop as a whole."
+    )
 
 
 def _form(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lockstep.engines.jax.branches.program_cut import device_scope
@@ -22,8 +22,7 @@ class CallScopes:
 
     def __init__(self, model: Any, layout: Layout) -> None:
         self._layout = layout
-        self._numbers = {name: number for number, name in enumerate(layout.devices)}
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._model = model
 
     def put_on(self) -> None:
@@ -32,34 +31,38 @@ class CallScopes:
 
     def take_off(self) -> None:
         """Undo `put_on`, except for methods that were replaced again since."""
-        for owner, name, method in self._replaced:
-            if vars(owner).get(name) is method:
+        for owner, name, method, before in reversed(self._replaced):
+            if vars(owner).get(name) is not method:
+                continue
+            if before is None:
                 del vars(owner)[name]
+            else:
+                vars(owner)[name] = before
         self._replaced.clear()
 
     def _walk(self, layer: Any, seen: set[int]) -> None:
         if id(layer) in seen:
             return
         seen.add(id(layer))
-        function = functional_of(layer)
-        if function is not None:
-            self._replace(function, _RUN_GRAPH, functools.partial(_run, function, self._around))
+        has_graph = functional_of(layer) is layer
+        if has_graph:
+            self._replace(layer, _RUN_GRAPH, functools.partial(_run, layer, self._around))
         for inner in sublayers_of(layer):
-            if function is None and self._layout.home(inner) != self._layout.home(layer):
-                number = self._numbers[self._layout.home(inner)]
-                self._replace(inner, "call", _scoped(inner.call, number))
+            # The graph of a Sequential model is made anew by `add` and `pop`.
+            if not has_graph and id(inner) in self._layout.fixed:
+                self._replace(inner, "call", _scoped(inner.call, self._layout.home(inner)))
             self._walk(inner, seen)
 
     def _around(self, node: Any) -> AbstractContextManager[Any]:
-        scope: AbstractContextManager[Any] = device_scope(
-            self._numbers[self._layout.calls[id(node)]]
-        )
+        if id(node) not in self._layout.fixed:
+            return nullcontext()
+        scope: AbstractContextManager[Any] = device_scope(self._layout.calls[id(node)])
         return scope
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        if name not in vars(owner):
-            vars(owner)[name] = method
-            self._replaced.append((owner, name, method))
+        # A model inside this one may have its own layout; the devices are the same.
+        self._replaced.append((owner, name, method, vars(owner).get(name)))
+        vars(owner)[name] = method
 
 
 def _run(
@@ -72,7 +75,7 @@ def _run(
     return run_graph(function, around, inputs, operation_fn, call_fn)
 
 
-def _scoped(call: Callable[..., Any], device: int) -> Callable[..., Any]:
+def _scoped(call: Callable[..., Any], device: str) -> Callable[..., Any]:
     @functools.wraps(call)
     def call_in_scope(*args: Any, **kwargs: Any) -> Any:
         with device_scope(device):

@@ -17,7 +17,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
-_DEVICE = re.compile(r"lockstep_device_(\d+)")
+_DEVICE = re.compile(r"lockstep_device_([a-z]+)_(\d+)")
 _PART = re.compile(r"lockstep_part_(\d+)")
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
@@ -27,9 +27,9 @@ _SMALL = 1024
 """The most bytes of a value that every stage computes for itself, such as a learning rate."""
 
 
-def device_scope(device: int) -> Any:
-    """Return the scope of operations that run on the device with this number."""
-    return jax.named_scope(f"lockstep_device_{device}")
+def device_scope(device: str) -> Any:
+    """Return the scope of operations that run on the device with this name."""
+    return jax.named_scope(f"lockstep_device_{device.replace(':', '_')}")
 
 
 def part_scope(part: int) -> Any:
@@ -98,6 +98,7 @@ class _Equation:
 
 def cut(
     program: ClosedJaxpr,
+    names: Sequence[str],
     input_devices: Sequence[int | None],
     output_devices: Sequence[int | None],
     main: int,
@@ -109,6 +110,7 @@ def cut(
 
     Args:
         program: The traced program.
+        names: The names of the devices, by their number.
         input_devices: The device of each input; `None` for data that are sent to where they are
             needed.
         output_devices: The device where each output is kept; `None` for where it is computed.
@@ -116,7 +118,8 @@ def cut(
     """
     constants: dict[Var, Any] = {}
     atoms: dict[Var, Any] = {var: var for var in program.jaxpr.invars}
-    equations = list(_without_calls(program, atoms, constants, None, None))
+    numbers = {name: number for number, name in enumerate(names)}
+    equations = list(_without_calls(program, atoms, constants, numbers, None, None))
     inputs = tuple(program.jaxpr.invars)
     outputs = tuple(_atom(atoms, out) for out in program.jaxpr.outvars)
 
@@ -142,6 +145,7 @@ def _without_calls(
     program: ClosedJaxpr,
     atoms: dict[Var, Any],
     constants: dict[Var, Any],
+    numbers: dict[str, int],
     device: int | None,
     part: int | None,
 ) -> Iterator[_Equation]:
@@ -151,6 +155,7 @@ def _without_calls(
         program: The program.
         atoms: What the variables of `program` are in the flat list. Its inputs are given.
         constants: Gets the values of constants.
+        numbers: The numbers of the devices.
         device: The device of an equation that has no scope of its own.
         part: The part of rows of an equation that has no scope of its own.
     """
@@ -158,13 +163,13 @@ def _without_calls(
         atoms[var] = Var(var.aval)
         constants[atoms[var]] = value
     for equation in program.jaxpr.eqns:
-        names = str(equation.source_info.name_stack)
-        here, rows = _last(_DEVICE, names, device), _last(_PART, names, part)
+        scopes = str(equation.source_info.name_stack)
+        here, rows = _last_device(scopes, numbers, device), _last_part(scopes, part)
         given = [_atom(atoms, atom) for atom in equation.invars]
         if equation.primitive.name in _CALLS:
             called = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
             inner = dict(zip(called.jaxpr.invars, given, strict=True))
-            yield from _without_calls(called, inner, constants, here, rows)
+            yield from _without_calls(called, inner, constants, numbers, here, rows)
             made = [_atom(inner, out) for out in called.jaxpr.outvars]
             atoms.update(zip(equation.outvars, made, strict=True))
             continue
@@ -177,9 +182,45 @@ def _atom(atoms: dict[Var, Any], atom: Any) -> Any:
     return atom if isinstance(atom, Literal) else atoms[atom]
 
 
-def _last(pattern: re.Pattern[str], names: str, default: int | None) -> int | None:
-    found = pattern.findall(names)
+def _last_device(scopes: str, numbers: dict[str, int], default: int | None) -> int | None:
+    found = _DEVICE.findall(scopes)
+    return numbers[":".join(found[-1])] if found else default
+
+
+def _last_part(scopes: str, default: int | None) -> int | None:
+    found = _PART.findall(scopes)
     return int(found[-1]) if found else default
+
+
+def devices_in_loops(program: ClosedJaxpr) -> set[str]:
+    """Return the devices of layers inside a loop that runs on another device.
+
+    A loop of JAX, such as the scan of an RNN, is one equation and runs on one device.
+    """
+    found: set[str] = set()
+    for equation in program.jaxpr.eqns:
+        inner = [part for value in equation.params.values() for part in _programs_in(value)]
+        if equation.primitive.name in _CALLS:
+            found |= set().union(*map(devices_in_loops, inner))
+        elif equation.primitive.name in ("scan", "while"):
+            here = _DEVICE.findall(str(equation.source_info.name_stack))
+            there = set().union(*map(_devices_in, inner))
+            found |= {":".join(device) for device in there - set(here[-1:])}
+    return found
+
+
+def _devices_in(program: ClosedJaxpr) -> set[tuple[str, str]]:
+    found: set[tuple[str, str]] = set()
+    for equation in program.jaxpr.eqns:
+        found.update(_DEVICE.findall(str(equation.source_info.name_stack))[-1:])
+        for value in equation.params.values():
+            found |= set().union(*map(_devices_in, _programs_in(value)))
+    return found
+
+
+def _programs_in(value: Any) -> list[ClosedJaxpr]:
+    values = value if isinstance(value, list | tuple) else [value]
+    return [each for each in values if isinstance(each, ClosedJaxpr)]
 
 
 # ------------------------------------------------------------------- the device of each equation

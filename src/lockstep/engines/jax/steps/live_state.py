@@ -5,7 +5,8 @@ values. A training step donates these arrays: only the outputs of its program th
 The loop therefore stores the returned state before an exception can be raised.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -108,7 +109,26 @@ class LiveState:
 def is_whole(model: Any) -> bool:
     """Return whether every value of the model is in its variables or in its state."""
     state = vars(model).get("_jax_state")
+    if vars(model).get(_BUSY):
+        return False
     return not isinstance(state, LiveState) or state.is_whole()
+
+
+_BUSY = "_lockstep_busy"
+
+
+@contextmanager
+def uninterrupted(model: Any) -> Iterator[None]:
+    """Hold signals back inside the context, within a loop of the model.
+
+    Python code of JAX may run in a callback of the garbage collector, where Python drops the
+    exception of a signal.
+    """
+    vars(model)[_BUSY] = True
+    try:
+        yield
+    finally:
+        del vars(model)[_BUSY]
 
 
 def with_values_back(model: Any, body: Callable[[], Result], back: Callable[[], object]) -> Result:

@@ -209,14 +209,18 @@ class Pool:
 
     def _death_of(self, worker: "_Worker") -> WorkerDied:
         said = worker.last_lines()
-        process = f"The process of replica {worker.rank} ({self._devices[worker.rank]})"
+        device = self._devices[worker.rank]
         stopped = {} if self._watch is None else self._watch.stopped
         seconds = stopped.get(worker.process.pid)
-        what = f"{process} has ended {worker.how()}; it was process {worker.process.pid}."
-        if seconds is not None:
+        if seconds is None:
             what = (
-                f"{process} was stopped for {seconds:g} seconds by a signal, and was killed "
-                "(LOCKSTEP_PATIENCE sets the seconds)."
+                f"The process of replica {worker.rank} ({device}) has ended {worker.how()}; it was "
+                f"process {worker.process.pid}."
+            )
+        else:
+            what = (
+                f"The process of replica {worker.rank} ({device}) was stopped for {seconds:g} "
+                "seconds by a signal, and was killed (LOCKSTEP_PATIENCE sets the seconds)."
             )
         error = WorkerDied(
             f"{what}\nThe model stands as after the last step. Call again to go on: the processes "

@@ -143,7 +143,8 @@ class _Walk:
                 self.fixed.add(id(inner))
             self.visit(inner, before[0], fixed=False)
         if function is not None and function is not layer:
-            self.calls.update((id(n), self.layers[id(n.operation)]) for n in nodes_of(function))
+            for node in nodes_of(function):  # a mask makes operations that are no layers
+                self.calls[id(node)] = self.layers.get(id(node.operation), around)
 
     def _visit_call(self, node: Any, around: str, fixed: bool) -> None:
         operation = node.operation

@@ -12,7 +12,7 @@ import torch
 from keras import layers
 
 import lockstep
-from tests.torch.double import in_double
+import tests.torch.double  # noqa: F401  (double precision)
 
 RANK, SIZE = lockstep.initialize()
 QUIET = {"verbose": 0, "shuffle": False}
@@ -20,7 +20,7 @@ QUIET = {"verbose": 0, "shuffle": False}
 
 def made(*parts, optimizer=None, loss="mse", cls=keras.Sequential, **options):
     """A compiled model."""
-    model = in_double(cls(list(parts)))
+    model = cls(list(parts))
     model.compile(optimizer or keras.optimizers.SGD(0.05, momentum=0.9), loss, **options)
     return lockstep.distribute(model) if SIZE > 1 else model
 

@@ -19,7 +19,6 @@ import lockstep
 from lockstep.engines.torch import pool
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel, WorkerDied
 from tests.torch.agreement import assert_equal, both, values
-from tests.torch.double import in_double
 
 QUIET = {"verbose": 0, "shuffle": False}
 
@@ -251,7 +250,7 @@ def in_evaluation(model):
 
 @pytest.mark.parametrize("phase", [in_transfer, in_backward, in_update, in_evaluation])
 def test_a_worker_that_dies_in_any_phase_ends_the_call(phase, shared_memory):
-    model = in_double(phase(failing("raise", 1000)()))
+    model = phase(failing("raise", 1000)())
     lockstep.distribute(model, 2)
     x, y = data()
     before, there = values(model), set(workers(os.getpid()))
@@ -284,7 +283,7 @@ def test_fifty_fits_leave_no_handle_behind(shared_memory):
         counts = [len(list(folder.iterdir())) for folder in (files, threads)]
         return [*counts, len(workers(os.getpid()))]
 
-    model = in_double(failing("raise", 10_000)())
+    model = failing("raise", 10_000)()
     lockstep.distribute(model, 2)
     x, y = data()
     after = []

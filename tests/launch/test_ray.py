@@ -143,6 +143,20 @@ assert Path.cwd() != Path({str(tmp_path)!r})
     assert "Ray, 2 nodes with 2 GPUs each: " in error
 
 
+def test_on_pytorch_each_gpu_of_a_node_has_a_process(cluster, tmp_path):
+    body = """
+print("sees", rank, os.environ["LOCKSTEP_PROCESSES"], os.environ["CUDA_VISIBLE_DEVICES"])
+"""
+    options = {"LOCKSTEP_REHEARSE": "", "KERAS_BACKEND": "torch"}
+    process = launch_script(cluster, body, tmp_path, "--nodes", "2", **options)
+    status, out, error = end_of(process)
+    assert status == 0, out + error
+    seen = [line.partition("sees ")[2].split() for line in out.splitlines()]
+    assert sorted(rank for rank, _, _ in seen) == ["0", "1", "2", "3"]
+    assert {count for _, count, _ in seen} == {"4"}
+    assert sorted(gpu for _, _, gpu in seen) == ["0", "0", "1", "1"]
+
+
 FUNCTIONS = """
 import lockstep.ray
 
@@ -265,6 +279,12 @@ def test_what_a_run_takes_of_the_nodes(case):
     nodes, asked, gpus, share = SHARES[case]
     least, _, most = asked.partition(":")
     assert share_of(nodes, Nodes(int(least), int(most or least)), gpus) == Share(*share)
+
+
+def test_a_process_for_each_gpu():
+    share = share_of([GPU_8, GPU_8_TOO], Nodes(2, 2), 4, one_gpu_each=True)
+    assert share == Share(2, 4, 0, each=4)
+    assert share.bundle == {"GPU": 4}
 
 
 def test_nodes_of_different_sizes_and_too_few_are_refused_in_words():

@@ -51,11 +51,13 @@ class Share:
         nodes: The number of nodes.
         gpus: The GPUs of each; 0 for a run on CPUs.
         cpus: The CPUs of each; 0 for a run on GPUs, which Ray then counts alone.
+        each: The number of processes on each node, which divide its GPUs.
     """
 
     nodes: int
     gpus: int
     cpus: int
+    each: int = 1
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -72,7 +74,9 @@ def _count(number: int, thing: str) -> str:
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
-def share_of(nodes: Sequence[Node], asked: Nodes, gpus: int | None) -> Share:
+def share_of(
+    nodes: Sequence[Node], asked: Nodes, gpus: int | None, *, one_gpu_each: bool = False
+) -> Share:
     """Return what a run takes of the nodes that are there.
 
     Args:
@@ -80,6 +84,7 @@ def share_of(nodes: Sequence[Node], asked: Nodes, gpus: int | None) -> Share:
         asked: How many the run asks for.
         gpus: GPUs of each node, 0 for a run on CPUs; `None` for all GPUs of the nodes that have
             some, and for CPUs where no node has one.
+        one_gpu_each: Whether a node runs a process for each GPU, as PyTorch needs.
 
     Raises:
         LaunchError: If too few nodes are there, or they have different numbers of GPUs.
@@ -109,4 +114,5 @@ def share_of(nodes: Sequence[Node], asked: Nodes, gpus: int | None) -> Share:
             f"--nodes={asked} was asked for, and the nodes have different numbers of GPUs: "
             f"{there}.\nTake {fewest} of each with --gpus-per-node {fewest}, or fewer nodes."
         )
-    return Share(len(taken), gpus or fewest, 0)
+    count = gpus or fewest
+    return Share(len(taken), count, 0, count if one_gpu_each else 1)

@@ -65,6 +65,8 @@ def run_on_ray(
 ) -> "Outcome[RayGroup]":
     """Run a script or a function in one process on each node, and again after a failure.
 
+    On PyTorch, it is one process for each GPU of the nodes.
+
     After a failure the group is made of the nodes that are alive then.
 
     Args:
@@ -83,13 +85,14 @@ def run_on_ray(
     given = passed_on(os.environ)
     if given.get(REHEARSE, "").strip() or given.get("JAX_PLATFORMS", "").strip() == "cpu":
         gpus_per_node = 0
+    one_gpu_each = given.get("KERAS_BACKEND") == "torch"
 
     def start(attempt: int) -> RayGroup:
         until = time.monotonic() + STARTS_WITHIN
         told = False
         while True:
             try:
-                share = share_of(alive_nodes(ray), nodes, gpus_per_node)
+                share = share_of(alive_nodes(ray), nodes, gpus_per_node, one_gpu_each=one_gpu_each)
                 return RayGroup(ray, work, share, given, until, stops)
             except (LaunchError, _NotStarted) as error:
                 # A node that was lost may come back, or be replaced.
@@ -208,7 +211,7 @@ class _RayRank(Rank):
 
 
 class RayGroup(Group):
-    """The processes of one attempt, one on each node."""
+    """The processes of one attempt, on each node."""
 
     def __init__(
         self,
@@ -259,10 +262,10 @@ class RayGroup(Group):
                 raise _NotStarted("nodes have come or gone.")
             if time.monotonic() > patient_until:
                 raise _NotStarted(f"there is no room for {share}, other jobs run there.")
-        for number in range(share.nodes):
-            there = PlacementGroupSchedulingStrategy(self._placement, number)
+        for number in range(share.nodes * share.each):
+            there = PlacementGroupSchedulingStrategy(self._placement, number // share.each)
             of_node = self._ray.remote(NodeProcess).options(
-                num_cpus=share.cpus, num_gpus=share.gpus, scheduling_strategy=there
+                num_cpus=share.cpus, num_gpus=share.gpus // share.each, scheduling_strategy=there
             )
             self._actors.append(of_node.remote(STOP_WITHIN))
 
@@ -272,7 +275,7 @@ class RayGroup(Group):
             return answers
 
         places: list[NodePlace] = ask([actor.place.remote() for actor in self._actors])
-        hosts = [place.host for place in places]
+        hosts = list(dict.fromkeys(place.host for place in places))
         script = work.command[0] if work.command else None
         version = package_version("keras-lockstep")
         for place in places:
@@ -282,10 +285,10 @@ class RayGroup(Group):
                     f"{version}.\nInstall the same version on all nodes."
                 )
         missing = ask([actor.missing.remote(work.folder, script) for actor in self._actors])
-        for host, path in zip(hosts, missing, strict=True):
+        for place, path in zip(places, missing, strict=True):
             if path is not None:
                 raise LaunchError(
-                    f"{work.name} was to run on the node {host}, which has no {path}.\n"
+                    f"{work.name} was to run on the node {place.host}, which has no {path}.\n"
                     "Use a folder that all nodes share, or have Ray copy one: --working-dir FOLDER."
                 )
         say(f"Ray, {share}: {', '.join(hosts)}")
@@ -302,7 +305,7 @@ class RayGroup(Group):
                 for number, (actor, variables) in enumerate(
                     zip(
                         self._actors,
-                        place_of_each(share.nodes, places[0].free_address),
+                        place_of_each(len(places), places[0].free_address),
                         strict=True,
                     )
                 )

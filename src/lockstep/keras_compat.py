@@ -463,6 +463,28 @@ def serialized_objects_kept() -> Iterator[None]:
         _serialization_lib.record_object_after_serialization = record
 
 
+@contextmanager
+def values_replaced(variables: list[Any], values: list[Any]) -> Iterator[list[tuple[Any, Any]]]:
+    """Give variables other values inside the context.
+
+    keras/src/backend/common/variables.py, Variable._value
+
+    Yields:
+        A list. After the context it has each variable that was assigned to, with its value.
+    """
+    before = [variable._value for variable in variables]
+    changed: list[tuple[Any, Any]] = []
+    try:
+        for variable, value in zip(variables, values, strict=True):
+            variable._value = value
+        yield changed
+    finally:
+        for variable, value, own in zip(variables, values, before, strict=True):
+            if variable._value is not value:
+                changed.append((variable, variable._value))
+            variable._value = own
+
+
 # ---------------------------------------------------------------- the graph of a functional model
 
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from lockstep.engines.jax.steps.steps import Steps
 from lockstep.engines.jax.variable_sync import group_of
 from lockstep.engines.patched import patched
 from lockstep.errors import SerialBranchesWarning, UnsupportedModel
-from lockstep.keras_compat import in_stateless_scope, is_built
+from lockstep.keras_compat import in_stateless_scope, is_built, values_replaced
 from lockstep.launch.status import STATUS_OF_PROCESS
 from lockstep.layout import Layout
 from lockstep.state import rnn_states, variables_of
@@ -90,15 +91,13 @@ class BranchSteps(Steps):
         def run(state: State, batch: Any) -> tuple[Any, Any]:
             leaves, structure = jax.tree.flatten((state, batch))
             form = (structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves]))
-            known = programs.get(form)
-            if known is None:
+            is_new = form not in programs
+            if is_new:
                 STATUS_OF_PROCESS.compiles = True
-                known = programs[form] = self._program(step, state, batch, trains)
-                program, returned = known
-                found: tuple[Any, Any] = jax.tree.unflatten(returned, program(*leaves))
-                return found  # while stages are compiled, an interrupt may end them
-            program, returned = known
-            with uninterrupted(self._model):
+                programs[form] = self._program(step, state, batch, trains)
+            program, returned = programs[form]
+            # An interrupt may end the first call, in which the stages are compiled.
+            with nullcontext() if is_new else uninterrupted(self._model):
                 outputs: tuple[Any, Any] = jax.tree.unflatten(returned, program(*leaves))
             return outputs
 
@@ -131,19 +130,13 @@ class BranchSteps(Steps):
             return call(*args, **kwargs)
         device = self.devices[self._main]
         variables = variables_of(self._model)
-        # keras/src/backend/common/variables.py: a stateless scope would drop added losses.
-        before = [variable._value for variable in variables]
-        copies = [jax.device_put(value, device) for value in before]
-        try:
-            for variable, copy in zip(variables, copies, strict=True):
-                variable._value = copy
-            return call(*args, **kwargs)
-        finally:
-            for variable, copy, value in zip(variables, copies, before, strict=True):
-                changed = variable._value
-                variable._value = value
-                if changed is not copy:
-                    variable.assign(jax.device_put(changed, self.home(variable)))
+        copies = [jax.device_put(variable.value, device) for variable in variables]
+        # A stateless scope would drop the losses that layers add.
+        with values_replaced(variables, copies) as changed:
+            outputs = call(*args, **kwargs)
+        for variable, value in changed:
+            variable.assign(jax.device_put(value, self.home(variable)))
+        return outputs
 
     def _build(self, *args: Any, **kwargs: Any) -> Any:
         """Build what a step needs, and first the slots of the optimizer on their devices.

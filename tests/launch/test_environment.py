@@ -186,11 +186,12 @@ def test_processes_of_a_host_divide_its_gpus(place, visible, mine):
     assert devices_of_process(place, visible) == mine
 
 
-@pytest.mark.parametrize(("size", "visible", "fit"), [(3, 4, 2), (4, 1, 1), (2, 3, 1)])
+@pytest.mark.parametrize(
+    ("size", "visible", "fit"),
+    [(3, "4 GPUs", "2 processes"), (4, "1 GPU", "1 process"), (2, "3 GPUs", "1 process")],
+)
 def test_processes_that_would_claim_the_same_gpus_are_refused(size, visible, fit):
     place = Place(0, size, 0, size, launcher="torchrun")
-    with pytest.raises(
-        ProcessesDisagree, match=f"{size} processes .* each sees {visible} GPUs"
-    ) as it:
-        devices_of_process(place, visible)
-    assert f"Start {fit} processes" in str(it.value)
+    with pytest.raises(ProcessesDisagree, match=f"{size} processes .* each sees {visible}:") as it:
+        devices_of_process(place, int(visible.split()[0]))
+    assert f"Start {fit} per host" in str(it.value)

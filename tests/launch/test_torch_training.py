@@ -113,7 +113,6 @@ WHAT_DIFFERS = {
     "another_plan": "Process 1 runs other layers of",
     "another_batch_by_hand": "Process 1 has another first batch",
     "another_model": "Process 1 brings 2 variables with 28 numbers, and process 0 brings 2 with 21",
-    "another_call": "Process 0 has waited 5 seconds in fit for process 1",
 }
 
 
@@ -164,6 +163,11 @@ def test_processes_that_differ_are_told_in_words_and_can_go_on():
         assert met[0][case].startswith(f"ProcessesDisagree: {words}"), met[0][case]
         raised = "KeyError" if case == "an_error_in_a_step" else "ProcessesDisagree"
         assert met[1][case].startswith(raised), met[1][case]
+    # Both wait. The one that gives up first ends the call of the other.
+    waited, left = "has waited 5 seconds in", "left its"
+    of_both = [process["another_call"] for process in met]
+    assert any(waited in words for words in of_both), of_both
+    assert all(waited in words or left in words for words in of_both), of_both
 
 
 def test_a_process_of_several_devices_is_refused(tmp_path):

@@ -83,7 +83,8 @@ def branches_by_hand(units, length):
     model = branches(units, length, placed=False)
     devices = jax.devices()
     left, right, head = (model.get_layer(name) for name in ("left", "right", "head"))
-    weights = [weights_of([each], d)[0] for each, d in zip((left, right, head), devices)]  # noqa: B905
+    homes = zip((left, right, head), devices[:3], strict=True)
+    weights = [weights_of([layer], device)[0] for layer, device in homes]
     run = layer_function(left), layer_function(right), layer_function(head)
 
     def loss(weights, a, b, y):

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from lockstep.engines.call_guard import CallGuard
+from lockstep.training.overrides import MAKERS
 
 ATTACHMENT = "_lockstep"
 """The attribute of a model that holds its attachment."""
@@ -67,6 +68,13 @@ def take_off(model: Any, methods: Methods, own: Methods) -> None:
             attributes[name] = own[name]
         else:
             del attributes[name]
+
+
+def remake_functions(model: Any) -> None:
+    """Make the step functions that a model has anew."""
+    for maker in MAKERS:
+        if getattr(model, maker.removeprefix("make_"), None) is not None:
+            getattr(model, maker)(force=True)
 
 
 def alone(model: Any, name: str) -> AbstractContextManager[None]:

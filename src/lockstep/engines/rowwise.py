@@ -134,6 +134,20 @@ def stateful_rnns(layer: Any) -> list[Any]:
         return stateful if works_by_rows(layer) else []
 
 
+def layers_in(part: Any) -> list[Any]:
+    """Return a layer and the layers inside it; none for an operation that is not a layer."""
+    return list(part._flatten_layers()) if isinstance(part, keras.layers.Layer) else []
+
+
+def drawing_layers(part: Any) -> list[Any]:
+    """Return the layers inside `part` that draw random numbers and can run on a global batch."""
+    if not isinstance(part, keras.layers.Layer):
+        return []
+    if part._seed_generators or works_by_rows(part) or stateful_rnns(part):
+        return [part] if any(layer._seed_generators for layer in layers_in(part)) else []
+    return [layer for inner in part._layers for layer in drawing_layers(inner)]
+
+
 def _is_known(layer: Any) -> bool:
     """Return whether the table has this layer, with options that leave the rows alone."""
     if not module_in_keras(type(layer)) or type(layer).__name__ not in LAYERS_BY_ROWS:

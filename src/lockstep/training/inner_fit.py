@@ -11,9 +11,10 @@ from types import CellType
 from typing import Any
 
 from lockstep.announce import arguments_of
-from lockstep.checkpoint.fit_scope import checkpoint_among
+from lockstep.checkpoint.fit_scope import checkpoint_among, fit_scope
 from lockstep.engines import attachments
 from lockstep.keras_compat import trainer_class
+from lockstep.processes import process_group
 
 _DONE = "_lockstep_inner_fit"
 
@@ -37,7 +38,8 @@ def lead_to_loop() -> None:
         given = arguments_of(trainer_class().fit, (self, *args), kwargs)
         if attachment is None or checkpoint_among(given.get("callbacks")) is None:
             return keras_fit(self, *args, **kwargs)
-        return attachment.fit_recorded(*args, **kwargs)
+        with fit_scope(given.get("callbacks"), process_group):
+            return attachment.loop.fit(*args, **kwargs)
 
     setattr(fit, _DONE, True)
     cell.cell_contents = fit

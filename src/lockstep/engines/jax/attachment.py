@@ -10,8 +10,7 @@ import jax
 import keras
 from jax.sharding import Sharding
 
-from lockstep.announce import arguments_of, branches_line, fit_line, wants_words
-from lockstep.checkpoint.fit_scope import fit_scope
+from lockstep.announce import branches_line, fit_line
 from lockstep.devices import names_in_words
 from lockstep.engines import attachments
 from lockstep.engines.atomic_save import atomic_saves
@@ -41,6 +40,7 @@ from lockstep.engines.jax.variable_sync import (
     unshare_arrays,
     write_state,
 )
+from lockstep.engines.loop_methods import announced_fit, loop_methods
 from lockstep.errors import LayoutConflict
 from lockstep.keras_compat import in_stateless_scope, state_sync_name
 from lockstep.layout import Layout
@@ -48,11 +48,10 @@ from lockstep.processes import constants, process_group
 from lockstep.processes.first_process_io import together
 from lockstep.processes.variable_drift import VariableDrift
 from lockstep.state import rnn_states, variables_of
-from lockstep.training.inner_fit import lead_to_loop
 from lockstep.training.input import check_times
 from lockstep.training.input_policy import warn_of_own_loop
 from lockstep.training.loop import Loop
-from lockstep.training.overrides import check_makers, is_keras, knows_arguments
+from lockstep.training.overrides import check_makers, is_keras
 
 
 class Attachment:
@@ -66,6 +65,7 @@ class Attachment:
         model: The model.
         devices: The names of the devices.
         session: The model on the devices, as the loop uses it.
+        loop: The loop that replaces those of Keras.
         turns: The guard of the calls of the model.
     """
 
@@ -85,7 +85,7 @@ class Attachment:
         self._hooks: dict[str, Callable[..., Any]] = {}
         self._instead_of: dict[str, Any] = {}
         self.session = JaxSession(model, devices, self._steps, options)
-        self._loop = Loop(self.session)
+        self.loop = Loop(self.session)
         self._own_loops: list[str] = []
         self.turns = CallGuard(model, lambda: attachments.attachment_of(model) is self)
 
@@ -223,16 +223,13 @@ class Attachment:
 
     def _loops(self) -> dict[str, Callable[..., Any]]:
         """Return the methods that run steps: lockstep's loops, or the overrides of the class."""
-        loop = self._loop
-        loops = {name: getattr(loop, name) for name in LOOPS if loop.replaces(name)}
+        loops = loop_methods(self.loop)
         self._own_loops = [name for name in LOOPS if name not in loops]
-        if "fit" in self._own_loops and knows_arguments(Loop.fit, "fit"):
-            lead_to_loop()
         methods = {**loops, **OnBatch(self.model).methods()}
         for name in STEPPING:
             if name not in methods:
                 methods[name] = self._with_values_back(getattr(self.model, name))
-        methods["fit"] = self._fitting(methods["fit"])
+        methods["fit"] = announced_fit(methods["fit"], self.loop, self._fit_line)
         return {name: self.turns.guarded(name, method) for name, method in methods.items()}
 
     def _with_values_back(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -256,32 +253,10 @@ class Attachment:
             own = f"{type(self.model).__name__} has its own {self._own_loops[0]}"
             warn_of_own_loop(options, own, stacklevel + 1)
 
-    def _fitting(self, fit: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(fit)
-        def announced_fit(*args: Any, **kwargs: Any) -> Any:
-            given = arguments_of(fit, args, kwargs)
-            if process_group.is_first() and wants_words(given):
-                compiles = "fit" not in self._own_loops and self._loop.compiles()
-                print(self._fit_line(given, compiles), flush=True)
-            check_times(self.model.steps_per_execution)
-            if self._several:
-                process_group.check_orbax(given.get("callbacks"))
-            own_loop = "fit" in self._own_loops
-            with fit_scope(given.get("callbacks"), process_group, own_loop=own_loop):
-                return fit(*args, **kwargs)
-
-        return announced_fit
-
     def _fit_line(self, given: dict[str, Any], compiles: bool) -> str:
         if self.layout is None:
             return fit_line("jax", self.devices, given, compiles)
         return branches_line("jax", self.layout, given, compiles)
-
-    def fit_recorded(self, *args: Any, **kwargs: Any) -> Any:
-        """Run Keras's `fit` with a checkpoint, called from a `fit` of the model."""
-        given = arguments_of(self._loop.fit, args, kwargs)
-        with fit_scope(given.get("callbacks"), process_group):
-            return self._loop.fit(*args, **kwargs)
 
     def _calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)

@@ -18,14 +18,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lockstep.announce import arguments_of, fit_line, wants_words
-from lockstep.checkpoint.fit_scope import fit_scope
+from lockstep.announce import Given, fit_line
 from lockstep.devices import Device, names_in_words
 from lockstep.engines import attachments
 from lockstep.engines.atomic_save import atomic_saves
 from lockstep.engines.call_guard import STEPPING, CallGuard
 from lockstep.engines.engine import DEFAULT_INPUT, InputOptions
 from lockstep.engines.holders import holders_of
+from lockstep.engines.loop_methods import announced_fit, loop_methods
 from lockstep.engines.tensorflow import devices as tensorflow_devices
 from lockstep.engines.tensorflow.mirrored_variables import (
     MirroredVariables,
@@ -42,11 +42,9 @@ from lockstep.errors import LayoutConflict, UnsupportedBackend
 from lockstep.keras_compat import takes_batch_before_trace
 from lockstep.launch.environment import Place
 from lockstep.layout import Layout, no_branches
-from lockstep.processes import process_group
 from lockstep.training.build import build
-from lockstep.training.inner_fit import lead_to_loop
 from lockstep.training.loop import Loop
-from lockstep.training.overrides import check_makers, knows_arguments
+from lockstep.training.overrides import check_makers
 
 
 class TensorFlowEngine:
@@ -133,6 +131,7 @@ class Attachment:
         devices: The names of its devices.
         steps: The steps of the model on these devices.
         session: The model on the devices, as the loop uses it.
+        loop: The loop that replaces those of Keras.
     """
 
     def __init__(self, model: Any, devices: tuple[str, ...]) -> None:
@@ -142,7 +141,7 @@ class Attachment:
         self._copies = MirroredVariables(strategy, self)
         self.steps = Steps(model, strategy, self._copies)
         self.session = TensorFlowSession(model, devices, self._take_in)
-        self._loop = Loop(self.session)
+        self.loop = Loop(self.session)
         self._alone = len(devices) == 1
         self._hooks: dict[str, Any] = {}
         self._instead_of: dict[str, Any] = {}
@@ -172,14 +171,14 @@ class Attachment:
             **atomic_saves(self.model),
         }
         self._instead_of = attachments.put_on(self.model, self._hooks)
-        self._remake_functions()
+        attachments.remake_functions(self.model)
 
     def give_back(self) -> None:
         """Undo `take_over`, even if it failed half way."""
         attachments.unmark(self.model)
         attachments.take_off(self.model, self._hooks, self._instead_of)
         self._copies.let_go()
-        self._remake_functions()
+        attachments.remake_functions(self.model)
 
     # ------------------------------------------------------------- replaced methods
 
@@ -275,34 +274,13 @@ class Attachment:
     def _stepping(self) -> dict[str, Any]:
         """Return the methods that run steps, guarded: a trace swaps the values of variables."""
         methods = {name: getattr(self.model, name) for name in STEPPING}
-        for name in ("fit", "evaluate"):
-            if self._loop.replaces(name):
-                methods[name] = getattr(self._loop, name)
-        own_loop = not self._loop.replaces("fit")
-        if own_loop and knows_arguments(Loop.fit, "fit"):
-            lead_to_loop()
-        methods["fit"] = self._fitting(methods["fit"], own_loop)
+        methods |= loop_methods(self.loop, ("fit", "evaluate"))
+        methods["fit"] = announced_fit(methods["fit"], self.loop, self._fit_line)
         return {name: self.turns.guarded(name, method) for name, method in methods.items()}
 
-    def _fitting(self, fit: Callable[..., Any], own_loop: bool) -> Callable[..., Any]:
-        @functools.wraps(fit)
-        def announced_fit(*args: Any, **kwargs: Any) -> Any:
-            given = arguments_of(fit, args, kwargs)
-            if wants_words(given):
-                compiles = not own_loop and self._loop.compiles()
-                line = fit_line("tensorflow", self.devices, given, compiles)
-                without = "" if self._alone or not self.model.jit_compile else ", without XLA"
-                print(line + without, flush=True)
-            with fit_scope(given.get("callbacks"), process_group, own_loop=own_loop):
-                return fit(*args, **kwargs)
-
-        return announced_fit
-
-    def fit_recorded(self, *args: Any, **kwargs: Any) -> Any:
-        """Run Keras's `fit` with a checkpoint, called from a `fit` of the model."""
-        given = arguments_of(self._loop.fit, args, kwargs)
-        with fit_scope(given.get("callbacks"), process_group):
-            return self._loop.fit(*args, **kwargs)
+    def _fit_line(self, given: Given, compiles: bool) -> str:
+        without = "" if self._alone or not self.model.jit_compile else ", without XLA"
+        return fit_line("tensorflow", self.devices, given, compiles) + without
 
     # ------------------------------------------------------------------------ inside
 
@@ -317,12 +295,6 @@ class Attachment:
         for variable in variables:
             self._check_layout(variable)
         self._copies.take_in(variables)
-
-    def _remake_functions(self) -> None:
-        model = self.model
-        for name in ("train", "test", "predict"):
-            if getattr(model, f"{name}_function", None) is not None:
-                getattr(model, f"make_{name}_function")(force=True)
 
     def _check_layout(self, variable: Any) -> None:
         if variable._value is None:

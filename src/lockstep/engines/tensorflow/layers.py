@@ -9,8 +9,10 @@ import tensorflow as tf
 
 from lockstep.engines.patched import patched
 from lockstep.engines.rowwise import (
+    drawing_layers,
     is_batch_norm,
     is_container,
+    layers_in,
     parts_of,
     stateful_rnns,
     works_by_rows,
@@ -65,18 +67,18 @@ class Plan:
         elif is_batch_norm(part):
             self.norms.append(part)
             self.every.append(part)
-        elif self._draws_together and _drawing(part) == [part]:
+        elif self._draws_together and drawing_layers(part) == [part]:
             self.whole.append(part)
         elif works_by_rows(part):
-            self.every += _layers(part)
+            self.every += layers_in(part)
         elif stateful_rnns(part):
             self.stateful += stateful_rnns(part)
-            self.every += _layers(part)
+            self.every += layers_in(part)
         elif id(part) in self._proven:
-            inside = _layers(part)
+            inside = layers_in(part)
             self.norms += [layer for layer in inside if is_batch_norm(layer)]
             self.every += inside
-            self.whole += _drawing(part) if self._draws_together else []
+            self.whole += drawing_layers(part) if self._draws_together else []
         else:
             self.whole.append(part)
 
@@ -111,21 +113,8 @@ def _each(items: list[Any]) -> list[Any]:
     return list({id(item): item for item in items}.values())
 
 
-def _drawing(part: Any) -> list[Any]:
-    """Return the layers inside `part` that draw random numbers and can run on a global batch."""
-    if not isinstance(part, keras.layers.Layer):
-        return []
-    if part._seed_generators or works_by_rows(part) or stateful_rnns(part):
-        return [part] if any(layer._seed_generators for layer in _layers(part)) else []
-    return [layer for inner in part._layers for layer in _drawing(inner)]
-
-
 def _own_layers(parts: list[Any]) -> list[Any]:
     return [part for part in parts if isinstance(part, keras.layers.Layer)]
-
-
-def _layers(part: Any) -> list[Any]:
-    return list(part._flatten_layers()) if isinstance(part, keras.layers.Layer) else []
 
 
 def _on_global_batch(
@@ -162,10 +151,10 @@ def _on_global_batch(
                 )
 
         args, kwargs = keras.tree.map_structure(whole, (args, kwargs))
-        before = {id(loss) for inner in _layers(layer) for loss in inner._losses}
+        before = {id(loss) for inner in layers_in(layer) for loss in inner._losses}
         with replica.globally(f"{layer.name!r} ({type(layer).__name__})", (args, kwargs)):
             outputs = call(*args, **kwargs)
-        for inner in _layers(layer):  # keras/src/layers/layer.py, Layer.add_loss
+        for inner in layers_in(layer):  # keras/src/layers/layer.py, Layer.add_loss
             inner._losses[:] = [
                 loss if id(loss) in before else replica.own_of_alike(tf.reduce_sum(loss))
                 for loss in inner._losses

@@ -7,18 +7,22 @@ from functools import partial
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from lockstep.engines.engine import Clock, Compiling, Data, Trace
 from lockstep.engines.patched import patched
+from lockstep.engines.probe_helpers import (
+    not_built,
+    part_of,
+    tensors,
+    trained_once,
+    watched_layers,
+)
 from lockstep.engines.tensorflow.mirrored_variables import mirrored_variables
 from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer
 from lockstep.engines.tensorflow.steps import Steps
 from lockstep.engines.tensorflow.unsplit import own_step
-from lockstep.engines.watched_layers import not_built, part_of, watched_layers
 from lockstep.errors import UnsupportedBackend, UnsupportedModel
-from lockstep.keras_compat import pythonify_logs
 from lockstep.training.build import build, is_ready
 
 
@@ -82,17 +86,12 @@ class TensorFlowProbe:
                 raise not_built(model, error) from error
         elif not is_ready(model, "train"):
             step = tf.function(model.train_step, autograph=False)
-            step.get_concrete_function(_tensors(batch))
+            step.get_concrete_function(tensors(batch))
 
     def train(self, batch: Any) -> dict[str, Any]:
         """Train one step on a batch in the structure of `fit`, and return the logs."""
         self._together()
-        # keras/src/backend/tensorflow/trainer.py, TensorFlowTrainer.train_on_batch
-        model = self._model
-        model.make_train_function()
-        model.reset_metrics()
-        logs = pythonify_logs(model.train_function(iter([_tensors(batch)])))
-        return {name: np.asarray(value) for name, value in logs.items()}
+        return trained_once(self._model, batch)
 
     def look(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the layer outputs for `batch`, in order, and the gradient of each variable.
@@ -102,7 +101,7 @@ class TensorFlowProbe:
         """
         variables = mirrored_variables(self._model)
         before = [keras.ops.convert_to_numpy(variable) for variable in variables]
-        data = _tensors(batch)
+        data = tensors(batch)
         steps = self._together()
         try:
             try:
@@ -167,12 +166,6 @@ class TensorFlowProbe:
     def _forward(self, x: Any) -> Any:
         model = self._model
         return model(x, training=True) if model._call_has_training_arg else model(x)
-
-
-def _tensors(batch: Any) -> Any:
-    return keras.tree.map_structure(
-        lambda leaf: leaf if leaf is None else tf.convert_to_tensor(leaf), batch
-    )
 
 
 _BENCH = (

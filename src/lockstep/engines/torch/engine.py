@@ -1,6 +1,5 @@
 """The PyTorch engine: the loop in this process, each step on several processes."""
 
-import functools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -12,13 +11,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lockstep.announce import arguments_of, fit_line, wants_words
-from lockstep.checkpoint.fit_scope import fit_scope
+from lockstep.announce import Given, fit_line
 from lockstep.devices import Device
 from lockstep.engines import attachments
 from lockstep.engines.atomic_save import atomic_saves
-from lockstep.engines.call_guard import LOOPS, STEPPING, CallGuard
+from lockstep.engines.call_guard import STEPPING, CallGuard
 from lockstep.engines.engine import DEFAULT_INPUT, InputOptions
+from lockstep.engines.loop_methods import announced_fit, loop_methods
 from lockstep.engines.torch import devices as torch_devices
 from lockstep.engines.torch import joining
 from lockstep.engines.torch.joined_runner import JoinedRunner
@@ -45,9 +44,8 @@ from lockstep.processes import process_group
 from lockstep.processes.call_scope import CALLS
 from lockstep.processes.first_process_io import together
 from lockstep.training.build import is_ready
-from lockstep.training.inner_fit import lead_to_loop
 from lockstep.training.loop import Loop
-from lockstep.training.overrides import MAKERS, check_makers, knows_arguments
+from lockstep.training.overrides import MAKERS, check_makers
 
 
 class TorchEngine:
@@ -131,6 +129,7 @@ class Attachment:
         hooks: The methods that are replaced on the instance.
         replaced: The attributes of the instance that they replace.
         session: The model on the devices, as the loop uses it.
+        loop: The loop that replaces those of Keras.
     """
 
     def __init__(self, model: Any, devices: tuple[str, ...]) -> None:
@@ -144,7 +143,7 @@ class Attachment:
         self._device = torch_device_of(devices[0]) if self._group is None else self._group.device
         self._runner = self._new_runner()
         self.session = TorchSession(model, devices, self._runner)
-        self._loop = Loop(self.session)
+        self.loop = Loop(self.session)
         self._warned: set[str] = set()
         # The end of the model ends its part in the pool; a lease knows no model.
         weakref.finalize(model, self._lease.end)
@@ -177,14 +176,14 @@ class Attachment:
             self._runner.adopt(first=True)
             self.hooks = together(self.model, self.hooks, self._runner.assigned)
         self.replaced = attachments.put_on(self.model, self.hooks)
-        self._remake_functions()
+        attachments.remake_functions(self.model)
 
     def give_back(self) -> None:
         """Undo `take_over`, even if it failed half way."""
         attachments.unmark(self.model)
         attachments.take_off(self.model, self.hooks, self.replaced)
         self._lease.end()
-        self._remake_functions()
+        attachments.remake_functions(self.model)
 
     # ------------------------------------------------------------- replaced methods
 
@@ -271,44 +270,16 @@ class Attachment:
     def _stepping(self) -> dict[str, Any]:
         """Return the methods that run steps, guarded."""
         methods = {name: getattr(self.model, name) for name in STEPPING}
-        for name in LOOPS:
-            if self._loop.replaces(name):
-                methods[name] = getattr(self._loop, name)
-        own_loop = not self._loop.replaces("fit")
-        if own_loop and knows_arguments(Loop.fit, "fit"):
-            lead_to_loop()
-        methods["fit"] = self._fitting(methods["fit"], own_loop)
+        methods |= loop_methods(self.loop)
+        methods["fit"] = announced_fit(methods["fit"], self.loop, self._fit_line)
         return {name: self.turns.guarded(name, method) for name, method in methods.items()}
 
-    def _fitting(self, fit: Callable[..., Any], own_loop: bool) -> Callable[..., Any]:
-        @functools.wraps(fit)
-        def announced_fit(*args: Any, **kwargs: Any) -> Any:
-            given = arguments_of(fit, args, kwargs)
-            if process_group.is_first() and wants_words(given):
-                compiles = not own_loop and self._loop.compiles()
-                line = fit_line("torch", self.devices, given, compiles)
-                ignored = len(self.devices) > 1 and self.model.jit_compile
-                print(line + (", without torch.compile" if ignored else ""), flush=True)
-            if self._group is not None:
-                process_group.check_orbax(given.get("callbacks"))
-            with fit_scope(given.get("callbacks"), process_group, own_loop=own_loop):
-                return fit(*args, **kwargs)
-
-        return announced_fit
-
-    def fit_recorded(self, *args: Any, **kwargs: Any) -> Any:
-        """Run Keras's `fit` with a checkpoint, called from a `fit` of the model."""
-        given = arguments_of(self._loop.fit, args, kwargs)
-        with fit_scope(given.get("callbacks"), process_group):
-            return self._loop.fit(*args, **kwargs)
+    def _fit_line(self, given: Given, compiles: bool) -> str:
+        ignored = len(self.devices) > 1 and self.model.jit_compile
+        without = ", without torch.compile" if ignored else ""
+        return fit_line("torch", self.devices, given, compiles) + without
 
     # ------------------------------------------------------------------------ inside
-
-    def _remake_functions(self) -> None:
-        model = self.model
-        for maker in MAKERS:
-            if getattr(model, maker.removeprefix("make_"), None) is not None:
-                getattr(model, maker)(force=True)
 
     def _warn(self, what: str, remedy: str = "") -> None:
         if what not in self._warned and process_group.is_first():

@@ -10,8 +10,10 @@ import torch
 from lockstep.engines.patched import patched
 from lockstep.engines.rowwise import (
     arrays_in,
+    drawing_layers,
     is_batch_norm,
     is_container,
+    layers_in,
     parts_of,
     works_by_rows,
 )
@@ -70,9 +72,9 @@ class Plan:
                 self.whole.append(part)
 
     def _split(self, part: Any) -> None:
-        drawing = _drawing(part) if self.draws_together else []
-        apart = {id(layer) for whole in drawing for layer in _layers(whole)}
-        inside = [layer for layer in _layers(part) if id(layer) not in apart]
+        drawing = drawing_layers(part) if self.draws_together else []
+        apart = {id(layer) for whole in drawing for layer in layers_in(whole)}
+        inside = [layer for layer in layers_in(part) if id(layer) not in apart]
         self.norms += [layer for layer in inside if is_batch_norm(layer)]
         self.every += inside
         self.whole += drawing
@@ -98,19 +100,6 @@ class Plan:
                 changes.append((seeds, "next", _of_this_replica(seeds.next, replica)))
         with patched(changes):
             yield
-
-
-def _layers(part: Any) -> list[Any]:
-    return list(part._flatten_layers()) if isinstance(part, keras.layers.Layer) else []
-
-
-def _drawing(part: Any) -> list[Any]:
-    """Return the layers inside `part` that draw random numbers and can run on a global batch."""
-    if not isinstance(part, keras.layers.Layer):
-        return []
-    if part._seed_generators or works_by_rows(part):
-        return [part] if any(layer._seed_generators for layer in _layers(part)) else []
-    return [layer for inner in part._layers for layer in _drawing(inner)]
 
 
 def unknown_rows(model: Any, whole: Collection[int]) -> str | None:

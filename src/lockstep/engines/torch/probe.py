@@ -7,17 +7,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import Any
 
 import keras
-import numpy as np
 import torch
 
 from lockstep.engines import attachments
 from lockstep.engines.engine import Clock, Compiling, Data, Trace
+from lockstep.engines.probe_helpers import build_symbolically, part_of, tensors, trained_once
 from lockstep.engines.torch import step_timing
 from lockstep.engines.torch.replica import random_state, set_random_state
 from lockstep.engines.torch.steps import recorded
 from lockstep.engines.torch.unsplit import own_step
-from lockstep.engines.watched_layers import not_built, part_of
-from lockstep.keras_compat import pythonify_logs, torch_iterator
+from lockstep.keras_compat import torch_iterator
 from lockstep.state import variables_of
 
 
@@ -89,20 +88,11 @@ class TorchProbe:
 
     def build(self, batch: Any) -> None:
         """Build what is not built yet, as `fit` does before its first step."""
-        try:
-            # keras/src/trainers/trainer.py, Trainer._symbolic_build
-            self._model._symbolic_build(data_batch=batch)
-        except RuntimeError as error:
-            raise not_built(self._model, error) from error
+        build_symbolically(self._model, batch)
 
     def train(self, batch: Any) -> dict[str, Any]:
         """Train one step on a batch in the structure of `fit`, and return the logs."""
-        # keras/src/backend/torch/trainer.py, TorchTrainer.train_on_batch
-        model = self._model
-        model.make_train_function()
-        model.reset_metrics()
-        logs = pythonify_logs(model.train_function([_tensors(batch)]))
-        return {name: np.asarray(value) for name, value in logs.items()}
+        return trained_once(self._model, batch)
 
     def look(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the layer outputs for `batch`, in order, and the gradient of each variable.
@@ -114,7 +104,7 @@ class TorchProbe:
         variables = variables_of(self._model)
         before = [variable.value.detach().clone() for variable in variables]
         attachment = attachments.attachment_of(self._model)
-        data = _tensors(batch)
+        data = tensors(batch)
         try:
             seen = None if attachment is None else attachment.look(data)
             if seen is None:
@@ -155,9 +145,3 @@ class TorchProbe:
             if variable.value.grad is not None:
                 seen[f"gradient/{variable.path}"] = variable.value.grad
         return seen
-
-
-def _tensors(batch: Any) -> Any:
-    return keras.tree.map_structure(
-        lambda leaf: leaf if leaf is None else keras.ops.convert_to_tensor(leaf), batch
-    )

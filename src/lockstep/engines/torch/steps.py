@@ -14,11 +14,11 @@ from typing import Any
 import keras
 import torch
 
+from lockstep.engines.probe_helpers import watched_layers
 from lockstep.engines.torch.layers import Plan
 from lockstep.engines.torch.placement import copies_on
 from lockstep.engines.torch.replica import Replica
 from lockstep.engines.torch.stateful import copied_states
-from lockstep.engines.watched_layers import watched_layers
 
 
 def run_step(kind: str, model: Any, plan: Plan, replica: Replica, data: Any) -> Any:

@@ -19,7 +19,7 @@ from lockstep.engines.jax.introspection import profile
 from lockstep.engines.jax.session import MeshIterator
 from lockstep.engines.jax.steps.live_state import State
 from lockstep.engines.patched import patched
-from lockstep.engines.watched_layers import not_built, part_of, watched_layers
+from lockstep.engines.probe_helpers import build_symbolically, part_of, watched_layers
 from lockstep.keras_compat import trainer_class
 from lockstep.processes import process_group
 from lockstep.processes.call_scope import CALLS
@@ -93,11 +93,7 @@ class JaxProbe:
 
     def build(self, batch: Any) -> None:
         """Build the model as `fit` does before its first step."""
-        try:
-            # keras/src/trainers/trainer.py, Trainer._symbolic_build
-            self._model._symbolic_build(data_batch=batch)
-        except RuntimeError as error:
-            raise not_built(self._model, error) from error
+        build_symbolically(self._model, batch)
 
     def train(self, batch: Any) -> dict[str, Any]:
         """Run one training step on a batch in the structure of `fit`, and return the logs."""

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 
 from lockstep.errors import UnusableData
+from lockstep.keras_compat import pythonify_logs
 
 
 def watched_layers(model: Any) -> list[Any]:
@@ -23,6 +24,35 @@ def part_of(seen: dict[str, Any], prefix: str) -> dict[str, Any]:
         name.removeprefix(f"{prefix}/"): np.asarray(value, "float64")
         for name, value in sorted(found.items())
     }
+
+
+def tensors(batch: Any) -> Any:
+    """Return a batch of host arrays as tensors of the backend."""
+    return keras.tree.map_structure(
+        lambda leaf: leaf if leaf is None else keras.ops.convert_to_tensor(leaf), batch
+    )
+
+
+def trained_once(model: Any, batch: Any) -> dict[str, Any]:
+    """Train one step on a batch in the structure of `fit`, and return the logs."""
+    # keras/src/backend/*/trainer.py, train_on_batch
+    model.make_train_function()
+    model.reset_metrics()
+    logs = pythonify_logs(model.train_function([tensors(batch)]))
+    return {name: np.asarray(value) for name, value in logs.items()}
+
+
+def build_symbolically(model: Any, batch: Any) -> None:
+    """Build a model, its metrics and its optimizer from a batch, without a computation.
+
+    Raises:
+        UnusableData: If Keras cannot build the model from the batch.
+    """
+    try:
+        # keras/src/trainers/trainer.py, Trainer._symbolic_build
+        model._symbolic_build(data_batch=batch)
+    except RuntimeError as error:
+        raise not_built(model, error) from error
 
 
 def not_built(model: Any, error: Exception) -> UnusableData:

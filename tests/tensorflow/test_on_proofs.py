@@ -361,6 +361,24 @@ def test_a_layer_across_rows_with_a_regularizer_of_what_it_gives():
     assert_same(many, fit(make()))
 
 
+def test_a_functional_model_that_was_never_called_is_split():
+    """A warning fails the test."""
+
+    def make():
+        keras.utils.set_random_seed(11)
+        inputs = keras.Input((5,))
+        inner = keras.Model(inputs, inputs + layers.Dense(5, activation="tanh")(inputs))
+        made = keras.Model(inputs, layers.Dense(2)(inner(inputs) * 2 + inputs))
+        made.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse")
+        return made
+
+    one, many = make(), lockstep.distribute(make(), 2)
+    x, _ = data()
+    mine, alone = (made.predict(x, batch_size=22, verbose=0) for made in (many, one))
+    assert_same(mine, alone)
+    assert_same(fit(many), fit(one))
+
+
 @pytest.mark.parametrize("rows", [2, *rest(1, 5, 44)])
 def test_predictions_of_any_number_of_rows(rows):
     made = lockstep.distribute(model(_last_rows), 3)

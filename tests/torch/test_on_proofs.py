@@ -151,6 +151,23 @@ def test_what_is_not_known_runs_whole(what):
     assert any("declare it: lockstep.rowwise" in str(each.message) for each in said)
 
 
+def summed():
+    inputs = keras.Input((5,))
+    inner = keras.Model(inputs, inputs + layers.Dense(5, activation="tanh")(inputs))
+    made = keras.Model(inputs, layers.Dense(2)(inner(inputs) * 2 + inputs))
+    made.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse", metrics=["mae"])
+    return made
+
+
+def test_a_functional_model_that_was_never_called_is_split():
+    """Its first call was taken for one that changes attributes. A warning fails the test."""
+    one, many = both(summed, 2)
+    mine, alone = (made.predict(data()[0], batch_size=10, verbose=0) for made in (many, one))
+    assert_equal(mine, alone)
+    assert_equal(fit(many), fit(one))
+    lockstep.release(many)
+
+
 def test_a_declared_layer_is_split():
     def build():
         made = built(lambda layer, x: torch.sin(x))()

@@ -40,6 +40,7 @@ _OF_RUNS: dict[str, Any] = {
     "stop_predicting": False,
     "history": None,
     "training": True,
+    "_called": True,  # a proof of rows calls a copy, and a functional model may not be called yet
     "_eval_epoch_iterator": None,
     "_initial_epoch": None,
     "_compile_metrics": None,  # rank 0 alone computes metrics

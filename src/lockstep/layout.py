@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.errors import UnsupportedBackend
+from lockstep.errors import LayoutConflict, UnsupportedBackend
 from lockstep.keras_compat import functional_of, nodes_of, sublayers_of
 
 _DEVICE = "_lockstep_device"
@@ -163,6 +163,16 @@ def is_chain(layer: Any) -> bool:
     import keras
 
     return isinstance(layer, keras.Sequential)
+
+
+def both_layouts(model: Any, asked: str) -> LayoutConflict:
+    """Return the error for a model that is to be distributed and to have its layers placed."""
+    return LayoutConflict(
+        f"{model.name!r} has {'layers on several' if asked == 'distribute' else 'copies on its'} "
+        f"devices, and lockstep.{asked} would lay it out in another way.\n"
+        "A model has branches on devices, or copies on devices, and not both so far.\n"
+        "Call lockstep.release(model) first."
+    )
 
 
 def no_branches(backend: str) -> UnsupportedBackend:

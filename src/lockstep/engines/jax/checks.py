@@ -85,13 +85,3 @@ def no_program(model: Any) -> UnsupportedModel:
         "run_eagerly or jit_compile=False was asked for, and JAX runs in several processes, where "
         "a step\nhas to be one program. Leave both out of compile()."
     )
-
-
-def both_layouts(model: Any, asked: str) -> LayoutConflict:
-    """Return the error for a model that is to be distributed and to have its layers placed."""
-    return LayoutConflict(
-        f"{model.name!r} has {'layers on several' if asked == 'distribute' else 'copies on its'} "
-        f"devices, and lockstep.{asked} would lay it out in another way.\n"
-        "A model has branches on devices, or copies on devices, and not both so far.\n"
-        "Call lockstep.release(model) first."
-    )

@@ -10,12 +10,11 @@ from lockstep.engines.jax import cache, jax_group, joining
 from lockstep.engines.jax import devices as jax_devices
 from lockstep.engines.jax.attachment import Attachment
 from lockstep.engines.jax.branches.branch_steps import BranchSteps
-from lockstep.engines.jax.checks import both_layouts
 from lockstep.engines.jax.introspection.probe import JaxProbe
 from lockstep.engines.jax.variable_sync import sync_to_variables
 from lockstep.errors import UnsupportedBackend
 from lockstep.launch.environment import Place
-from lockstep.layout import Layout
+from lockstep.layout import Layout, both_layouts
 from lockstep.processes import process_group
 from lockstep.processes.call_scope import CALLS
 

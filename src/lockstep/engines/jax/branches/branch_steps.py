@@ -1,7 +1,7 @@
 """Keras's JAX steps, cut into stages on the devices of a model's layers."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,25 +9,25 @@ import jax
 import keras
 from jax.sharding import SingleDeviceSharding
 
+from lockstep.engines.branch_homes import output_device, slots_made_at_home, variable_homes
+from lockstep.engines.call_scopes import CallScopes
 from lockstep.engines.jax import devices as jax_devices
 from lockstep.engines.jax.branches.batch_parts import (
     call_in_parts,
     check_rows_apart,
     check_unchanged,
 )
-from lockstep.engines.jax.branches.call_scopes import CallScopes
-from lockstep.engines.jax.branches.program_cut import cut, devices_in_loops
+from lockstep.engines.jax.branches.program_cut import cut, device_scope, devices_in_loops
 from lockstep.engines.jax.branches.staged_program import StagedProgram
 from lockstep.engines.jax.steps.live_state import GROUPS_BY_NUMBER, State, uninterrupted
 from lockstep.engines.jax.steps.step import Step, StepFunction
 from lockstep.engines.jax.steps.steps import Steps
 from lockstep.engines.jax.variable_sync import group_of
-from lockstep.engines.patched import patched
 from lockstep.errors import SerialBranchesWarning, UnsupportedModel
 from lockstep.keras_compat import in_stateless_scope, is_built, values_replaced
 from lockstep.launch.status import STATUS_OF_PROCESS
 from lockstep.layout import Layout
-from lockstep.state import rnn_states, variables_of
+from lockstep.state import variables_of
 from lockstep.training.arrays import host_array
 
 _BUILD = "_symbolic_build"  # keras/src/trainers/trainer.py, Trainer
@@ -49,9 +49,9 @@ class BranchSteps(Steps):
         super().__init__(jax_devices.find(layout.devices))
         self.layout = layout
         self._model = model
-        self._homes: dict[int, int] = {}
-        self._scopes = CallScopes(model, layout)
-        self._main = _number(layout, _output_device(model, layout))
+        self._homes: dict[int, str] = {}
+        self._scopes = CallScopes(model, layout, lambda device, _: device_scope(device))
+        self._main = layout.devices.index(output_device(model, layout))
 
     def start(self) -> None:
         """Run the calls of layers in the scopes of their devices."""
@@ -65,14 +65,14 @@ class BranchSteps(Steps):
 
     def adopt(self) -> None:
         """Decide where variables are that were created since the last call."""
-        self._homes = _homes(self._model, self.layout)
-        optimizer = getattr(self._model, "optimizer", None)
-        if optimizer is not None:
-            self._homes |= _slot_homes(optimizer, self._model.trainable_variables, self._homes)
+        self._homes = variable_homes(self._model, self.layout)
 
     def home(self, variable: Any) -> SingleDeviceSharding:
         """Return the layout of a variable: the one device that has it."""
-        return SingleDeviceSharding(self.devices[self._homes.get(id(variable), self._main)])
+        return SingleDeviceSharding(self.devices[self.layout.devices.index(self._home(variable))])
+
+    def _home(self, variable: Any) -> str:
+        return self._homes.get(id(variable), self.layout.devices[self._main])
 
     def compiled(
         self,
@@ -139,23 +139,12 @@ class BranchSteps(Steps):
         return outputs
 
     def _build(self, *args: Any, **kwargs: Any) -> Any:
-        """Build what a step needs, and first the slots of the optimizer on their devices.
-
-        Keras makes all slots on the default device, which need not have the memory for them.
-        """
+        """Build what a step needs, and first the slots of the optimizer on their devices."""
         model = self._model
         optimizer = getattr(model, "optimizer", None)
         if optimizer is not None and not optimizer.built and is_built(model):
             self.adopt()
-            owner = getattr(optimizer, "inner_optimizer", optimizer)
-            make = owner.add_variable_from_reference
-
-            def make_at_home(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
-                number = self._homes.get(id(reference_variable), self._main)
-                with keras.device(self.layout.devices[number]):
-                    return make(reference_variable, *args, **kwargs)
-
-            with patched([(owner, "add_variable_from_reference", make_at_home)]):
+            with slots_made_at_home(optimizer, self._home):
                 optimizer.build(model.trainable_variables)
         return getattr(type(model), _BUILD)(model, *args, **kwargs)
 
@@ -236,41 +225,3 @@ def _on_host(batch: Any) -> Any:
 
 def _number(layout: Layout, device: str) -> int:
     return layout.devices.index(device)
-
-
-def _output_device(model: Any, layout: Layout) -> str:
-    """Return the device of the first output, which also has metrics and counters."""
-    outputs = getattr(model, "outputs", None)
-    history = getattr(outputs[0], "_keras_history", None) if outputs else None
-    if history is not None:
-        node = history.operation._inbound_nodes[history.node_index]
-        return layout.calls.get(id(node), layout.devices[0])
-    return layout.devices[0]
-
-
-def _homes(model: Any, layout: Layout) -> dict[int, int]:
-    """Return the number of the device of each variable of the layers, by its `id`."""
-    homes: dict[int, int] = {}
-    for layer in reversed(model._flatten_layers()):
-        for variable in [*layer.variables, *rnn_states(layer)]:
-            homes.setdefault(id(variable), _number(layout, layout.home(layer)))
-    return homes
-
-
-def _slot_homes(optimizer: Any, trained: Sequence[Any], homes: dict[int, int]) -> dict[int, int]:
-    """Return the number of the device of each optimizer slot, by its `id`.
-
-    Keras names a slot after its variable, with `_` for `/`.
-    """
-    # keras/src/optimizers/base_optimizer.py, BaseOptimizer.add_variable_from_reference
-    names = sorted(
-        ((variable.path.replace("/", "_"), variable) for variable in trained),
-        key=lambda pair: -len(pair[0]),
-    )
-    found = {}
-    for slot in optimizer.variables:
-        for name, variable in names:
-            if slot.name.startswith(name) and slot.shape == variable.shape:
-                found[id(slot)] = homes.get(id(variable), 0)
-                break
-    return found

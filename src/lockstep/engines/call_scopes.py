@@ -5,11 +5,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from lockstep.engines.jax.branches.program_cut import device_scope
 from lockstep.keras_compat import functional_of, run_graph, sublayers_of
 from lockstep.layout import Layout
 
 _RUN_GRAPH = "_run_through_graph"  # keras/src/ops/function.py, Function
+
+Scope = Callable[[str, Any], AbstractContextManager[Any]]
+"""Makes the context of one call of an operation, such as a layer, on the device with this name."""
 
 
 class CallScopes:
@@ -18,10 +20,12 @@ class CallScopes:
     Args:
         model: The model.
         layout: Where its layers run.
+        scope: Makes the scopes.
     """
 
-    def __init__(self, model: Any, layout: Layout) -> None:
+    def __init__(self, model: Any, layout: Layout, scope: Scope) -> None:
         self._layout = layout
+        self._scope = scope
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._model = model
 
@@ -50,14 +54,23 @@ class CallScopes:
         for inner in sublayers_of(layer):
             # The graph of a Sequential model is made anew by `add` and `pop`.
             if not has_graph and id(inner) in self._layout.fixed:
-                self._replace(inner, "call", _scoped(inner.call, self._layout.home(inner)))
+                self._replace(inner, "call", self._scoped(inner))
             self._walk(inner, seen)
 
     def _around(self, node: Any) -> AbstractContextManager[Any]:
         if id(node) not in self._layout.fixed:
             return nullcontext()
-        scope: AbstractContextManager[Any] = device_scope(self._layout.calls[id(node)])
-        return scope
+        return self._scope(self._layout.calls[id(node)], node.operation)
+
+    def _scoped(self, layer: Any) -> Callable[..., Any]:
+        call, device = layer.call, self._layout.home(layer)
+
+        @functools.wraps(call)
+        def call_in_scope(*args: Any, **kwargs: Any) -> Any:
+            with self._scope(device, layer):
+                return call(*args, **kwargs)
+
+        return call_in_scope
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
         # A model inside this one may have its own layout; the devices are the same.
@@ -73,12 +86,3 @@ def _run(
     call_fn: Any = None,
 ) -> Any:
     return run_graph(function, around, inputs, operation_fn, call_fn)
-
-
-def _scoped(call: Callable[..., Any], device: str) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def call_in_scope(*args: Any, **kwargs: Any) -> Any:
-        with device_scope(device):
-            return call(*args, **kwargs)
-
-    return call_in_scope

@@ -1,0 +1,76 @@
+"""The device of each variable of a model with layers on several devices."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+
+from lockstep.engines.patched import patched
+from lockstep.layout import Layout
+from lockstep.state import rnn_states
+
+
+def output_device(model: Any, layout: Layout) -> str:
+    """Return the device of the first output, which also has metrics and counters."""
+    outputs = getattr(model, "outputs", None)
+    history = getattr(outputs[0], "_keras_history", None) if outputs else None
+    if history is not None:
+        node = history.operation._inbound_nodes[history.node_index]
+        return layout.calls.get(id(node), layout.devices[0])
+    return layout.devices[0]
+
+
+def variable_homes(model: Any, layout: Layout) -> dict[int, str]:
+    """Return the device of each variable that has one, by its `id`.
+
+    A variable is on the device of its layer, and an optimizer slot on the device of its variable.
+    """
+    homes: dict[int, str] = {}
+    for layer in reversed(model._flatten_layers()):
+        for variable in [*layer.variables, *rnn_states(layer)]:
+            homes.setdefault(id(variable), layout.home(layer))
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        homes |= _slot_homes(optimizer, model.trainable_variables, homes)
+    return homes
+
+
+def _slot_homes(optimizer: Any, trained: Sequence[Any], homes: dict[int, str]) -> dict[int, str]:
+    """Return the device of each optimizer slot, by its `id`.
+
+    Keras names a slot after its variable, with `_` for `/`.
+    """
+    # keras/src/optimizers/base_optimizer.py, BaseOptimizer.add_variable_from_reference
+    names = sorted(
+        ((variable.path.replace("/", "_"), variable) for variable in trained),
+        key=lambda pair: -len(pair[0]),
+    )
+    found = {}
+    for slot in optimizer.variables:
+        for name, variable in names:
+            if slot.name.startswith(name) and slot.shape == variable.shape:
+                found[id(slot)] = homes[id(variable)]
+                break
+    return found
+
+
+@contextmanager
+def slots_made_at_home(optimizer: Any, home: Callable[[Any], str]) -> Iterator[None]:
+    """Make the slots of the optimizer on the devices of their variables inside the context.
+
+    Keras makes all slots on the default device, which need not have the memory for them.
+
+    Args:
+        optimizer: An optimizer that is not built.
+        home: Returns the device of a variable.
+    """
+    owner = getattr(optimizer, "inner_optimizer", optimizer)
+    make = owner.add_variable_from_reference
+
+    def make_at_home(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+        with keras.device(home(reference_variable)):
+            return make(reference_variable, *args, **kwargs)
+
+    with patched([(owner, "add_variable_from_reference", make_at_home)]):
+        yield

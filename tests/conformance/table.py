@@ -99,7 +99,7 @@ def cases(backend):
 
     return {
         family: {
-            name: case_of(family, name)
+            name: case_of(family, name, draws=backend == "jax")
             for name in members
             if backend == "jax" or name in SAMPLE[backend]
         }

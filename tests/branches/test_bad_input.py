@@ -109,7 +109,7 @@ class Centred(keras.layers.Layer):
         return x - keras.ops.mean(x, axis=0)
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+@pytest.mark.parametrize("backend", ["torch"])
 def test_another_backend(backend):
     from tests.processes.common import python
 

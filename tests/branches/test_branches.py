@@ -70,6 +70,8 @@ def assert_equal_runs(one, many):
 
 
 def device_of(variable):
+    if keras.backend.backend() == "tensorflow":
+        return variable.value.device.split("/device:")[1].lower()
     (device,) = variable.value.devices()
     return f"cpu:{device.id}"
 

@@ -4,33 +4,53 @@ import pytest
 
 from tests.conformance.cases import FAMILIES
 
-REFUSED = {"run_eagerly=True", "jit_compile=False"}
-"""Operations that run one by one have no scopes of devices; test_bad_input.py has the message."""
+LEFT_OUT = {
+    # Operations that run one by one have no scopes of devices; test_bad_input.py has the message.
+    "jax": {"run_eagerly=True", "jit_compile=False"},
+    "tensorflow": {
+        "run_eagerly=True",
+        # Keras 3.15.1 differs from itself on one device; see tests/conformance/test_cases.py.
+        "generator that does not end",
+        # Keras 3.15.1 on one device without XLA counts a step too many at the end of each epoch;
+        # tests/tensorflow/test_on_branches.py compares with one device that has XLA.
+        *("tf.data, unknown cardinality", "Grain MapDataset", "Grain DataLoader"),
+        # Keras 3.15.1 raises an error on one device: `in_top_k` takes no float64.
+        "AUC, F1, IoU, precision, recall",
+    },
+}
 
 SAMPLE = {
-    *("cnn, sgd", "several inputs and outputs, adamw", "shared layer, adamw", "nested model, sgd"),
-    *("subclassed, adamw", "masked lstm, sgd", "attention, sgd", "added losses, sgd"),
-    *("NumPy, class_weight", "metrics reset between epochs", "in-batch contrastive loss"),
-    *("batch norm", "counters, running maximum and mean", "spatial and recurrent dropout"),
-    *("gradient accumulation over 3 steps", "mixed_float16, loss scaled", "binary IoU, R2"),
-    "trainable toggled between fits",
+    "jax": {
+        *("cnn, sgd", "several inputs and outputs, adamw", "shared layer, adamw"),
+        *("nested model, sgd", "subclassed, adamw", "masked lstm, sgd", "attention, sgd"),
+        *("added losses, sgd", "NumPy, class_weight", "metrics reset between epochs"),
+        *("in-batch contrastive loss", "batch norm", "counters, running maximum and mean"),
+        *("spatial and recurrent dropout", "gradient accumulation over 3 steps"),
+        *("mixed_float16, loss scaled", "binary IoU, R2", "trainable toggled between fits"),
+    },
+    "tensorflow": {
+        *("shared layer, adamw", "masked lstm, sgd", "spatial and recurrent dropout"),
+        *("gradient accumulation over 3 steps", "batch norm"),
+    },
 }
 
 
 def _cases():
-    for family, cases in FAMILIES.items():
-        for name in cases:
-            if name not in REFUSED:
-                marks = [pytest.mark.xdist_group("branches")]
-                marks += [] if name in SAMPLE else [pytest.mark.whole]
-                yield pytest.param(family, name, marks=marks)
+    for backend, sample in SAMPLE.items():
+        for family, cases in FAMILIES.items():
+            for name in (each for each in cases if each not in LEFT_OUT[backend]):
+                marks = [pytest.mark.xdist_group(f"branches-{backend}")]
+                marks += [] if name in sample else [pytest.mark.whole]
+                yield pytest.param(backend, family, name, marks=marks)
 
 
-def test_the_sample_names_cases():
-    assert {name for cases in FAMILIES.values() for name in cases} >= SAMPLE | REFUSED
+@pytest.mark.parametrize("backend", SAMPLE)
+def test_the_sample_names_cases(backend):
+    names = {name for cases in FAMILIES.values() for name in cases}
+    assert names >= SAMPLE[backend] | LEFT_OUT[backend]
 
 
-@pytest.mark.parametrize(("family", "name"), list(_cases()))
-def test_layers_on_devices_equal_one_device(workers, family, name):
-    far = workers("jax").difference(family, name, 3, by_layer=True)
+@pytest.mark.parametrize(("backend", "family", "name"), list(_cases()))
+def test_layers_on_devices_equal_one_device(workers, backend, family, name):
+    far = workers(backend).difference(family, name, 3, by_layer=True)
     assert not far, f"beyond the bound: {far}"

@@ -98,7 +98,9 @@ def cases(backend):
 
     return {
         family: {
-            name: case_of(family, name) for name in members if name not in EXCLUDED.get(backend, ())
+            name: case_of(family, name, draws=backend == "jax")
+            for name in members
+            if name not in EXCLUDED.get(backend, ())
         }
         for family, members in FAMILIES.items()
     }

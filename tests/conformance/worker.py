@@ -62,10 +62,11 @@ def _differences(family, name, devices, options):
     from lockstep.errors import SerialBranchesWarning, UnsplitBatchWarning
     from tests.conformance.cases.case import gaps, play
 
-    case, one = case_of(family, name), _on_one_device(family, name)
+    by_layer = options.pop("by_layer", False)
+    draws = by_layer or _backend() == "jax"  # the random numbers of one device
+    case, one = case_of(family, name, draws), _on_one_device(family, name, draws)
     if _backend() == "torch":
         _keep_processes_warm(devices)
-    by_layer = options.pop("by_layer", False)
     lay_out = partial(spread if by_layer else lockstep.distribute, devices=devices, **options)
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always", UnsplitBatchWarning)
@@ -99,25 +100,25 @@ def _keep_processes_warm(devices):
 
 
 @lru_cache(maxsize=2)
-def _on_one_device(family, name):
+def _on_one_device(family, name, draws):
     """What one device leaves, by Keras alone."""
     import numpy as np
 
     from tests.conformance.cases.case import play
 
-    one = play(case_of(family, name))
+    one = play(case_of(family, name, draws))
     assert all(np.all(np.isfinite(value.astype("float64"))) for value in one.values())
     return one
 
 
-def case_of(family, name):
-    """The case, without random numbers where replicas draw their own."""
+def case_of(family, name, draws):
+    """The case, without random numbers unless `draws`: replicas draw their own."""
     from dataclasses import replace
 
     from tests.conformance.cases import FAMILIES
 
     case = FAMILIES[family][name]
-    if case.make_plain is None or _backend() == "jax":
+    if case.make_plain is None or draws:
         return case
     return replace(case, make=case.make_plain)
 

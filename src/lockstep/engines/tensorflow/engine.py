@@ -18,7 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lockstep.announce import Given, fit_line
+from lockstep.announce import Given, branches_line, fit_line
 from lockstep.devices import Device, names_in_words
 from lockstep.engines import attachments
 from lockstep.engines.atomic_save import atomic_saves
@@ -27,12 +27,14 @@ from lockstep.engines.engine import DEFAULT_INPUT, InputOptions
 from lockstep.engines.holders import holders_of
 from lockstep.engines.loop_methods import announced_fit, loop_methods
 from lockstep.engines.tensorflow import devices as tensorflow_devices
+from lockstep.engines.tensorflow.branch_steps import BranchSteps
 from lockstep.engines.tensorflow.mirrored_variables import (
     MirroredVariables,
     devices_of,
     is_mirrored,
     mirrored_variables,
 )
+from lockstep.engines.tensorflow.placed_variables import PlacedVariables
 from lockstep.engines.tensorflow.probe import TensorFlowProbe
 from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer
 from lockstep.engines.tensorflow.session import TensorFlowSession
@@ -41,7 +43,7 @@ from lockstep.engines.tensorflow.unsplit import own_step
 from lockstep.errors import LayoutConflict, UnsupportedBackend
 from lockstep.keras_compat import takes_batch_before_trace
 from lockstep.launch.environment import Place
-from lockstep.layout import Layout, no_branches
+from lockstep.layout import Layout, both_layouts
 from lockstep.training.build import build
 from lockstep.training.loop import Loop
 from lockstep.training.overrides import check_makers
@@ -73,6 +75,8 @@ class TensorFlowEngine:
         self, model: Any, devices: tuple[str, ...], options: InputOptions = DEFAULT_INPUT
     ) -> None:
         """Make `model` run on `devices`, in place; on failure leave it unchanged."""
+        if self.layout(model) is not None:
+            raise both_layouts(model, "distribute")
         if options.data_on_devices:
             raise UnsupportedBackend(
                 "data_on_devices=True was asked for on 'tensorflow', and data stay on the devices "
@@ -85,9 +89,7 @@ class TensorFlowEngine:
             )
         if self.attached(model) != devices:
             with attachments.alone(model, "distribute"):
-                attachments.attach(
-                    Attachment(model, devices), lambda old: Attachment(model, old.devices)
-                )
+                attachments.attach(Attachment(model, devices), Attachment.again)
 
     def detach(self, model: Any) -> None:
         """Make `model` run on one device again; do nothing if it is not attached."""
@@ -95,12 +97,22 @@ class TensorFlowEngine:
             attachments.detach(model)
 
     def place(self, model: Any, layout: Layout) -> None:
-        """Raise: this engine runs all layers on every device."""
-        raise no_branches("tensorflow")
+        """Make the layers of `model` run on their devices. After a failure it is unchanged."""
+        if self.attached(model) is not None and self.layout(model) is None:
+            raise both_layouts(model, "place")
+        if layout.parts > 1:
+            raise UnsupportedBackend(
+                f"Each batch was to run in parts={layout.parts} parts on 'tensorflow', where it "
+                "runs as a whole so far.\nGive parts=1: the result is exact, but the devices of a "
+                "chain wait for each other.\nOr set KERAS_BACKEND=jax before Keras is imported."
+            )
+        with attachments.alone(model, "place"):
+            attachments.attach(Attachment(model, layout.devices, layout), Attachment.again)
 
     def layout(self, model: Any) -> Layout | None:
-        """Return `None`: no model has layers on several devices."""
-        return None
+        """Return the devices of the layers of `model`, `None` if it has none."""
+        attachment = attachments.attachment_of(model)
+        return None if attachment is None else attachment.layout
 
     def attached(self, model: Any) -> tuple[str, ...] | None:
         """Return the devices of `model`, or `None` if it is not attached."""
@@ -134,22 +146,43 @@ class Attachment:
         loop: The loop that replaces those of Keras.
     """
 
-    def __init__(self, model: Any, devices: tuple[str, ...]) -> None:
+    def __init__(self, model: Any, devices: tuple[str, ...], layout: Layout | None = None) -> None:
         self.model = model
         self.devices = devices
-        strategy = strategy_of(devices)
-        self._copies = MirroredVariables(strategy, self)
-        self.steps = Steps(model, strategy, self._copies)
-        self.session = TensorFlowSession(model, devices, self._take_in)
+        self._copies: MirroredVariables | PlacedVariables
+        self.steps: Steps
+        if layout is None:
+            strategy = strategy_of(devices)
+            self._copies = MirroredVariables(strategy, self)
+            self.steps = Steps(model, strategy, self._copies)
+        else:
+            self.steps = BranchSteps(model, layout)
+            self._copies = PlacedVariables(self.steps.home, self)
+        self.session = TensorFlowSession(model, devices, self._build)
         self.loop = Loop(self.session)
         self._alone = len(devices) == 1
         self._hooks: dict[str, Any] = {}
         self._instead_of: dict[str, Any] = {}
         self.turns = CallGuard(model, lambda: attachments.attachment_of(model) is self)
 
+    @property
+    def layout(self) -> Layout | None:
+        """The devices of the layers, `None` if every device runs all layers."""
+        return self.steps.layout
+
+    def again(self) -> "Attachment":
+        """Return an attachment like this one."""
+        return Attachment(self.model, self.devices, self.layout)
+
+    def homes(self, variable: Any) -> tuple[str, ...]:
+        """Return the devices that have a variable of the model."""
+        home = self.steps.home(variable)
+        return self.devices if home is None else (home,)
+
     def check(self) -> None:
         """Raise if this model cannot be attached to these devices."""
         check_makers(self.model)
+        self.steps.adopt()
         if tf.distribute.has_strategy() or self.model._distribute_strategy is not None:
             raise LayoutConflict(
                 f"{self.model.name!r} was made in the scope of a tf.distribute strategy, and "
@@ -160,8 +193,9 @@ class Attachment:
             self._check_layout(variable)
 
     def take_over(self) -> None:
-        """Mirror the variables on every device and replace the step functions."""
+        """Lay out the variables and replace the step functions."""
         self._take_in()
+        self.steps.start()
         attachments.mark(self.model, self)
         self._hooks = {
             "make_train_function": self._make_train_function,
@@ -177,6 +211,7 @@ class Attachment:
         """Undo `take_over`, even if it failed half way."""
         attachments.unmark(self.model)
         attachments.take_off(self.model, self._hooks, self._instead_of)
+        self.steps.stop()
         self._copies.let_go()
         attachments.remake_functions(self.model)
 
@@ -201,6 +236,7 @@ class Attachment:
         model = self.model
         if model.predict_function is not None and not force:
             return model.predict_function
+        self.steps.check_mode()
         self.steps.try_again("predict")
         step = self._predict_function()
         ready = False
@@ -240,6 +276,7 @@ class Attachment:
 
     def _ready(self, name: str, step: Callable[[Any], Any]) -> Callable[[Iterator[Any]], Any]:
         """Return a step function that builds everything before its first trace."""
+        self.steps.check_mode()
         self.steps.try_again(name)
         function = self._function(step)
         version: int | None = None
@@ -252,7 +289,7 @@ class Attachment:
                 if not batches:
                     raise StopIteration
                 spec = batches[0]
-            elif takes_batch_before_trace(self.model):  # a second trace needs the batch again
+            elif self._draws_first():
                 batches = [_next_batch(iterator)]
             if version is None:
                 self._prepare(name, spec)
@@ -271,6 +308,16 @@ class Attachment:
 
         return run
 
+    def _draws_first(self) -> bool:
+        """Return whether a batch is drawn before the step function is called.
+
+        A step function that draws a batch itself may count a step when none is left: what needs
+        no batch runs at the same time. With XLA, everything runs after the batch.
+        """
+        if self.layout is not None:
+            return bool(self.model.steps_per_execution == 1)
+        return takes_batch_before_trace(self.model)  # a second trace needs the batch again
+
     def _stepping(self) -> dict[str, Any]:
         """Return the methods that run steps, guarded: a trace swaps the values of variables."""
         methods = {name: getattr(self.model, name) for name in STEPPING}
@@ -279,18 +326,29 @@ class Attachment:
         return {name: self.turns.guarded(name, method) for name, method in methods.items()}
 
     def _fit_line(self, given: Given, compiles: bool) -> str:
-        without = "" if self._alone or not self.model.jit_compile else ", without XLA"
-        return fit_line("tensorflow", self.devices, given, compiles) + without
+        if self.layout is None:
+            line = fit_line("tensorflow", self.devices, given, compiles)
+        else:
+            line = branches_line("tensorflow", self.layout, given, compiles)
+        return line + ("" if self._alone or not self.model.jit_compile else ", without XLA")
 
     # ------------------------------------------------------------------------ inside
 
     def _prepare(self, name: str, batch: Any) -> None:
         if own_step(self.model, f"{name}_step") is None:
+            self._build(name, batch)
+        else:
+            self._take_in()
+
+    def _build(self, name: str, batch: Any) -> None:
+        """Build what a step needs, and lay out its variables."""
+        with self.steps.building():
             build(self.model, name, batch)
         self._take_in()
 
     def _take_in(self) -> None:
-        """Mirror the variables that were created since the last call."""
+        """Lay out the variables that were created since the last call."""
+        self.steps.adopt()
         variables = mirrored_variables(self.model)
         for variable in variables:
             self._check_layout(variable)
@@ -300,7 +358,7 @@ class Attachment:
         if variable._value is None:
             return
         others = [held for held in holders_of(variable) if held.model is not self.model]
-        if others and others[0].devices != self.devices:
+        if others and others[0].homes(variable) != self.homes(variable):
             raise LayoutConflict(
                 f"{self.model.name!r} was asked onto {names_in_words(self.devices)}, and its "
                 f"variable {variable.path!r} is shared with {others[0].model.name!r} on "

@@ -10,7 +10,6 @@ from lockstep.checkpoint.fit_run import Snapshot
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import EpochIterator, TFDatasetAdapter, tensorflow_iterator
 from lockstep.state import named_variables
-from lockstep.training.build import build
 from lockstep.training.input import HostIterator
 from lockstep.training.session import TRAIN, Kind, Session, recorded_type
 
@@ -25,15 +24,17 @@ class TensorFlowSession(Session):
     Args:
         model: The model.
         devices: The names of its devices.
-        mirror: Mirrors the variables that were created since its last call.
+        build: Builds what a step needs for a batch, and lays out its variables.
     """
 
     array_type = tf.Tensor
     iterator_type = EpochIterator
 
-    def __init__(self, model: Any, devices: tuple[str, ...], mirror: Callable[[], None]) -> None:
+    def __init__(
+        self, model: Any, devices: tuple[str, ...], build: Callable[[str, Any], None]
+    ) -> None:
         super().__init__(model, devices)
-        self._mirror = mirror
+        self._build = build
 
     def batches(self, kind: Kind, *, recorded: bool = False, **data: Any) -> Any:
         """Return Keras's iterator over a `tf.data.Dataset`, or a recorded one over host batches."""
@@ -49,9 +50,8 @@ class TensorFlowSession(Session):
         if kind is TRAIN and isinstance(batches, HostIterator):
             _check_state(self.model)
             for _, _, iterator in batches:
-                build(self.model, "train", next(iterator))
+                self._build("train", next(iterator))
                 break
-            self._mirror()
         batches.reset()
 
     def fit_state(self) -> "TensorFlowFitState":

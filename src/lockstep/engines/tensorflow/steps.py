@@ -8,6 +8,7 @@ losses, metrics, clipping or accumulation.
 """
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,16 +25,20 @@ from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer, look
 from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup, Shards
 from lockstep.engines.tensorflow.unsplit import own_step, unsplit_reason
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
+from lockstep.layout import Layout
 
 
 class Steps:
     """The steps of one model on the devices of one strategy.
 
     Attributes:
+        layout: Where the layers run, `None` if every device runs all layers.
         draws_together: Whether every device draws the random numbers of the global batch,
             as one device does. Otherwise each replica draws its own.
         choices: `LossSharding.choices` of the step that was traced last.
     """
+
+    layout: Layout | None = None
 
     def __init__(self, model: Any, strategy: Any, copies: MirroredVariables) -> None:
         self._model = model
@@ -44,6 +49,26 @@ class Steps:
         self._began: dict[str, bool] = {}
         self._said: set[str] = set()
         self._not_alike: dict[str, str] = {}
+
+    def start(self) -> None:
+        """Begin to run the layers on their devices."""
+
+    def stop(self) -> None:
+        """Undo `start`."""
+
+    def adopt(self) -> None:
+        """Decide where variables are that were created since the last call."""
+
+    def home(self, variable: Any) -> str | None:
+        """Return the one device of a variable, `None` if every device has a copy."""
+        return None
+
+    def check_mode(self) -> None:
+        """Raise if these steps cannot run as the model is compiled."""
+
+    def building(self) -> AbstractContextManager[None]:
+        """Make optimizer slots on their devices inside the context."""
+        return nullcontext()
 
     def give_up(self, step: str, reason: str) -> None:
         """Run this step on the first device alone from now on; `reason` goes into a warning."""

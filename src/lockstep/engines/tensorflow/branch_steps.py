@@ -1,0 +1,136 @@
+"""Keras's TensorFlow steps, with every operation on the device of its layer."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import tensorflow as tf
+
+from lockstep.engines.branch_homes import output_device, slots_made_at_home, variable_homes
+from lockstep.engines.call_scopes import CallScopes
+from lockstep.engines.patched import patched
+from lockstep.engines.tensorflow.mirrored_variables import MirroredVariables
+from lockstep.engines.tensorflow.op_devices import OpDevices, device_scope
+from lockstep.engines.tensorflow.steps import Steps
+from lockstep.errors import UnsupportedModel
+from lockstep.layout import Layout
+
+
+class BranchSteps(Steps):
+    """The steps of one model whose layers are on several devices.
+
+    Each step is one program. TensorFlow splits it by the devices of its operations, and sends
+    values from device to device. Operations that do not need one another run side by side.
+
+    Attributes:
+        layout: Where the layers run.
+    """
+
+    layout: Layout
+
+    def __init__(self, model: Any, layout: Layout) -> None:
+        strategy = tf.distribute.get_strategy()  # that of one replica
+        super().__init__(model, strategy, MirroredVariables(strategy, self))  # none is mirrored
+        self.layout = layout
+        self._main = output_device(model, layout)
+        self._homes: dict[int, str] = {}
+        self._scopes = CallScopes(model, layout, self._scope)
+        self._tracing = False
+
+    def start(self) -> None:
+        """Run the calls of layers on their devices."""
+        self._scopes.put_on()
+
+    def stop(self) -> None:
+        """Undo `start`."""
+        self._scopes.take_off()
+
+    def adopt(self) -> None:
+        """Decide where variables are that were created since the last call."""
+        self._homes = variable_homes(self._model, self.layout)
+
+    def home(self, variable: Any) -> str:
+        """Return the device of a variable: that of its layer, else that of the first output."""
+        return self._homes.get(id(variable), self._main)
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Make optimizer slots on their devices inside the context."""
+        optimizer = getattr(self._model, "optimizer", None)
+        if optimizer is None or optimizer.built:
+            yield
+            return
+        with slots_made_at_home(optimizer, self._home_of_new):
+            yield
+
+    def _home_of_new(self, variable: Any) -> str:
+        if id(variable) not in self._homes:
+            self.adopt()
+        return self.home(variable)
+
+    def check_mode(self) -> None:
+        """Raise if the model is compiled to run eagerly."""
+        if self._model.run_eagerly:
+            raise UnsupportedModel(
+                f"{self._model.name!r} has layers on several devices, and run_eagerly=True was "
+                "asked for,\nwhere the backward pass of each operation runs on the first device.\n"
+                "Leave it out of compile(), or call lockstep.release(model) first."
+            )
+
+    def _step(self, name: str, data: Any, split: Any, whole: Any = None) -> Any:
+        step = whole or getattr(self._model, name)
+        self._tracing = True
+        try:
+            with OpDevices(self._main).in_force(), self.building():
+                return step(data)
+        finally:
+            self._tracing = False
+
+    def _scope(self, device: str, operation: Any) -> AbstractContextManager[Any]:
+        if tf.executing_eagerly():  # a direct call of the model
+            context: AbstractContextManager[Any] = tf.device(device)
+            return context
+        return self._traced_scope(device, operation) if self._tracing else nullcontext()
+
+    @contextmanager
+    def _traced_scope(self, device: str, operation: Any) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(device_scope(device))
+            for variable in self._from_elsewhere(device, operation):
+                stack.enter_context(_copied(variable, self.home(variable)))
+            yield
+
+    def _from_elsewhere(self, device: str, operation: Any) -> Iterator[Any]:
+        """Yield the weights that a call on this device needs, and that are on another one."""
+        fixed = self.layout.fixed
+        for layer in operation._flatten_layers() if hasattr(operation, "_flatten_layers") else ():
+            nodes = [layer, *layer._inbound_nodes]  # keras/src/ops/operation.py
+            if layer is operation or not any(id(each) in fixed for each in nodes):
+                for variable in layer._trainable_variables:  # keras/src/layers/layer.py
+                    if self.home(variable) != device:
+                        yield variable
+
+
+def _copied(variable: Any, home: str) -> AbstractContextManager[None]:
+    """Give a variable the value of a copy on the device of the scope, inside the context.
+
+    A loop would read the variable from its device again in each pass. The gradient of the copy goes
+    to the device of the variable.
+    """
+    own = variable._value  # keras/src/backend/tensorflow/core.py, Variable
+
+    def copy_and_gradient(value: Any) -> tuple[Any, Callable[[Any], Any]]:
+        def gradient(upstream: Any) -> Any:
+            with device_scope(home):
+                return tf.identity(upstream)
+
+        return tf.identity(value), gradient
+
+    def copy() -> Any:
+        return tf.custom_gradient(copy_and_gradient)(tf.convert_to_tensor(own))
+
+    def assign(value: Any) -> None:
+        own.assign(tf.cast(value, own.dtype))
+        variable._value = copy()
+
+    return patched([(variable, "_value", copy()), (variable, "_direct_assign", assign)])

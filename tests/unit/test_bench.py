@@ -56,6 +56,18 @@ def test_the_most_devices_are_named_where_fewer_are_the_fastest():
     assert found.verdict.endswith("; 4 devices are no faster.")
 
 
+def test_a_report_without_a_profile_says_so(tmp_path):
+    """The page told of a profile where there was none."""
+    found = scaling(measured(1, 0.01, compute=None, communication=None))
+    console = Console(file=io.StringIO(), width=80)
+    found.show(console)
+    write_page(found, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    for text in (console.file.getvalue(), page, found.as_json()):
+        assert "Compute and communication were not measured here" in " ".join(text.split())
+        assert "come from a profile" not in " ".join(text.split())
+
+
 @pytest.mark.parametrize(
     ("parts", "limit", "advice"),
     [

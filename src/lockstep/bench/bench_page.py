@@ -6,7 +6,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from lockstep.bench.scaling import HEADS, PARTS, PROFILED, Scaling
+from lockstep.bench.scaling import HEADS, PARTS, Scaling
 from lockstep.devices import names_in_words
 from lockstep.files import replacing
 
@@ -29,7 +29,7 @@ def write_page(found: Scaling, path: Path) -> None:
         heads="".join(f"<th>{head}</th>" for head in HEADS),
         rows=rows,
         plots=_plots(found),
-        profiled=html.escape(PROFILED),
+        profiled=html.escape(found.profiled),
         machine=html.escape(
             f"{found.cores} cores; load before each measurement: {loads}; {versions}"
         ),

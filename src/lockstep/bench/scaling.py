@@ -41,6 +41,11 @@ PROFILED = (
     "which slows small steps; waiting for the other devices counts as communication."
 )
 
+NOT_PROFILED = (
+    "Compute and communication were not measured here, so that a limit of the speed may be "
+    "either of them."
+)
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -180,6 +185,12 @@ class Scaling(Report):
             )
         return tuple(found)
 
+    @property
+    def profiled(self) -> str:
+        """Return one sentence: where compute and communication come from."""
+        seen = any(measured.compute is not None for measured in self.measurements)
+        return PROFILED if seen else NOT_PROFILED
+
     def as_dict(self) -> dict[str, Any]:
         """Return the same as plain lists, numbers and strings."""
         more = [
@@ -198,7 +209,7 @@ class Scaling(Report):
             "measurements": [{**measured, **derived} for measured, derived in pairs],
             "verdict": self.verdict,
             "advice": self.advice,
-            "profiled": PROFILED,
+            "profiled": self.profiled,
         }
 
     def __str__(self) -> str:
@@ -218,8 +229,7 @@ class Scaling(Report):
         console.print(self.verdict, style=style, markup=False, highlight=False)
         for advice in self.advice:
             console.print(advice, markup=False, highlight=False)
-        if any(measured.compute is not None for measured in self.measurements):
-            console.print(PROFILED, markup=False, highlight=False)
+        console.print(self.profiled, markup=False, highlight=False)
 
     def cells(self, of: Measurement) -> list[str]:
         """The numbers of one measurement as text, in the order of `HEADS`."""

@@ -109,22 +109,28 @@ class Engine(Protocol):
         ...
 
 
-class Compiling(Protocol):
+@dataclass
+class Compiling:
     """The time spent on compilation, in seconds."""
 
-    seconds: float
+    seconds: float = 0.0
 
 
-class Trace(Protocol):
-    """Seconds of computation and of communication on the busiest device.
+@dataclass
+class Trace:
+    """The work of the busiest device. Each second counts in one of the two kinds.
 
-    If the profiler dropped events, `full` is true and `seen` is false.
+    Attributes:
+        seen: Whether the work of a device was measured.
+        full: Whether the profiler dropped events, so that there are no results.
+        compute: Seconds of computation.
+        communication: Seconds in collectives, including waits for other devices.
     """
 
-    seen: bool
-    full: bool
-    compute: float
-    communication: float
+    seen: bool = False
+    full: bool = False
+    compute: float = 0.0
+    communication: float = 0.0
 
 
 class Clock(Protocol):

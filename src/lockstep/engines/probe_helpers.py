@@ -1,5 +1,7 @@
 """Helpers of the probes of all backends."""
 
+import itertools
+import time
 from typing import Any
 
 import keras
@@ -24,6 +26,26 @@ def part_of(seen: dict[str, Any], prefix: str) -> dict[str, Any]:
         name.removeprefix(f"{prefix}/"): np.asarray(value, "float64")
         for name, value in sorted(found.items())
     }
+
+
+def draw(batches: Any, most: int) -> tuple[float, int]:
+    """Draw the batches of one epoch, and return the seconds and the number of batches.
+
+    Args:
+        batches: Keras's iterator over the epochs.
+        most: The maximum number of batches.
+    """
+    try:
+        _, _, iterator = next(iter(batches))
+        number = batches.num_batches or most
+        if number > most:  # the start of an epoch serves all its batches
+            next(iterator)
+        start = time.perf_counter()
+        # Stop where a fit stops: after the last batch, the iterator waits for workers.
+        count = sum(1 for _ in itertools.islice(iterator, min(most, number)))
+        return time.perf_counter() - start, count
+    finally:
+        batches.reset()  # ends the workers of a data set
 
 
 def tensors(batch: Any) -> Any:

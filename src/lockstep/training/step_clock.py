@@ -48,12 +48,18 @@ class StepClock(StepTimer):
         """Return the processor time that this process has taken to start steps, in seconds."""
         return time.thread_time()
 
-    def count(self, steps: int, rows: int) -> None:
-        """Count steps that are about to run, each of so many rows."""
+    def count(self, steps: int, rows: int, largest: int) -> None:
+        """Count the steps of an execution.
+
+        Args:
+            steps: The number of steps.
+            rows: The rows of all of them.
+            largest: The rows of the largest one.
+        """
         self.done += steps
         self.steps += steps
-        self.rows += steps * rows
-        self.batch = max(self.batch, rows)
+        self.rows += rows
+        self.batch = max(self.batch, largest)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Start counting. The step function has been made."""

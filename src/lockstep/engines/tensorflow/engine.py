@@ -38,6 +38,7 @@ from lockstep.engines.tensorflow.placed_variables import PlacedVariables
 from lockstep.engines.tensorflow.probe import TensorFlowProbe
 from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer
 from lockstep.engines.tensorflow.session import TensorFlowSession
+from lockstep.engines.tensorflow.step_timing import StepCounter
 from lockstep.engines.tensorflow.steps import Steps
 from lockstep.engines.tensorflow.unsplit import own_step
 from lockstep.errors import LayoutConflict, UnsupportedBackend
@@ -124,12 +125,7 @@ class TensorFlowEngine:
 
     def probe(self, model: Any) -> TensorFlowProbe:
         """Return a probe for the steps of `model`, attached or not."""
-
-        def steps() -> Steps | None:
-            attachment = attachments.attachment_of(model)
-            return None if attachment is None else attachment.steps
-
-        return TensorFlowProbe(model, steps)
+        return TensorFlowProbe(model)
 
 
 class Attachment:
@@ -144,6 +140,7 @@ class Attachment:
         steps: The steps of the model on these devices.
         session: The model on the devices, as the loop uses it.
         loop: The loop that replaces those of Keras.
+        counter: Counts the training steps for `bench`; `None` until `count_steps`.
     """
 
     def __init__(self, model: Any, devices: tuple[str, ...], layout: Layout | None = None) -> None:
@@ -160,6 +157,7 @@ class Attachment:
             self._copies = PlacedVariables(self.steps.home, self)
         self.session = TensorFlowSession(model, devices, self._build)
         self.loop = Loop(self.session)
+        self.counter: StepCounter | None = None
         self._alone = len(devices) == 1
         self._hooks: dict[str, Any] = {}
         self._instead_of: dict[str, Any] = {}
@@ -215,6 +213,14 @@ class Attachment:
         self._copies.let_go()
         attachments.remake_functions(self.model)
 
+    def count_steps(self) -> StepCounter:
+        """Return the counter of training steps. The first call makes the step anew."""
+        if self.counter is None:
+            self.counter = StepCounter()
+            if self.model.train_function is not None:
+                self._make_train_function(force=True)
+        return self.counter
+
     # ------------------------------------------------------------- replaced methods
 
     def _make_train_function(self, force: bool = False) -> Any:
@@ -267,18 +273,22 @@ class Attachment:
         function: Callable[[Any], Any] = self.model._autoconvert_optionals(step)
         return function
 
-    def _function(self, step: Callable[[Any], Any]) -> Callable[[Iterator[Any]], Any]:
+    def _function(self, name: str, step: Callable[[Any], Any]) -> Callable[[Iterator[Any]], Any]:
         # keras/src/backend/tensorflow/trainer.py, TensorFlowTrainer._make_function, makes
         # the loop over `steps_per_execution` steps.
+        function: Callable[[Iterator[Any]], Any]
         with nullcontext() if self._alone else _without_xla(self.model):
-            function: Callable[[Iterator[Any]], Any] = self.model._make_function(step)
+            if name == "train" and self.counter is not None:
+                function = self.counter.function(self.model, step)
+            else:
+                function = self.model._make_function(step)
         return function
 
     def _ready(self, name: str, step: Callable[[Any], Any]) -> Callable[[Iterator[Any]], Any]:
         """Return a step function that builds everything before its first trace."""
         self.steps.check_mode()
         self.steps.try_again(name)
-        function = self._function(step)
+        function = self._function(name, step)
         version: int | None = None
 
         def run(iterator: Any) -> Any:
@@ -297,13 +307,13 @@ class Attachment:
                 version != self._copies.version or self.steps.is_to_be_traced_again(name)
             ):
                 self._take_in()  # the step may have created variables
-                function = self._function(step)
+                function = self._function(name, step)
             version = self._copies.version
             try:
                 return function(iterator if batches is None else iter(batches))
             except ReplicasDiffer as found:  # raised by the trace, before anything runs
                 self.steps.give_up(name, str(found))
-                function = self._function(step)
+                function = self._function(name, step)
                 return function(iterator if batches is None else iter(batches))
 
         return run

@@ -9,9 +9,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lockstep.engines.engine import Clock, Compiling, Data, Trace
+from lockstep.engines import attachments
+from lockstep.engines.engine import Compiling, Data, Trace
 from lockstep.engines.patched import patched
 from lockstep.engines.probe_helpers import (
+    draw,
     not_built,
     part_of,
     tensors,
@@ -20,9 +22,11 @@ from lockstep.engines.probe_helpers import (
 )
 from lockstep.engines.tensorflow.mirrored_variables import mirrored_variables
 from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer
+from lockstep.engines.tensorflow.step_timing import StepCounter, TensorFlowClock
 from lockstep.engines.tensorflow.steps import Steps
 from lockstep.engines.tensorflow.unsplit import own_step
-from lockstep.errors import UnsupportedBackend, UnsupportedModel
+from lockstep.errors import UnsupportedModel
+from lockstep.keras_compat import tensorflow_iterator
 from lockstep.training.build import build, is_ready
 
 
@@ -33,26 +37,37 @@ class TensorFlowProbe:
     device. In a probed step, every device draws those of the global batch.
     """
 
-    def __init__(self, model: Any, steps: Callable[[], Steps | None]) -> None:
-        """`steps` returns the steps of the model, or `None` if it is not attached."""
+    def __init__(self, model: Any) -> None:
         self._model = model
-        self._steps = steps
 
-    def compiling(self) -> AbstractContextManager[Compiling]:
-        """Not here yet."""
-        raise UnsupportedBackend(_BENCH)
+    @contextmanager
+    def compiling(self) -> Iterator[Compiling]:
+        """Measure the executions in which the step was traced. Their steps are included."""
+        counter, found = self._counter(), Compiling()
+        before = counter.compiling
+        yield found
+        found.seconds = counter.compiling - before
 
     def tracing(self) -> AbstractContextManager[Trace]:
-        """Not here yet."""
-        raise UnsupportedBackend(_BENCH)
+        """Return no trace: on a CPU, computation and communication are operations alike."""
+        return nullcontext(Trace())
 
-    def clock(self, most: int) -> Clock:
-        """Not here yet."""
-        raise UnsupportedBackend(_BENCH)
+    def clock(self, most: int) -> TensorFlowClock:
+        """Return a callback for one `fit` that times its steps."""
+        return TensorFlowClock(most, self._counter())
 
     def feed(self, data: Data, batch_size: int | None, most: int) -> tuple[float, int]:
-        """Not here yet."""
-        raise UnsupportedBackend(_BENCH)
+        """Draw the batches of one epoch as `fit` does, without training."""
+        x, y, sample_weight = data
+        batches = tensorflow_iterator()(
+            distribute_strategy=tf.distribute.get_strategy(),
+            x=x,
+            y=y,
+            sample_weight=sample_weight,
+            batch_size=batch_size,
+            shuffle=True,
+        )
+        return draw(batches, most)
 
     @contextmanager
     def precise(self) -> Iterator[None]:
@@ -128,6 +143,15 @@ class TensorFlowProbe:
             )
         return notes
 
+    def _counter(self) -> StepCounter:
+        counter: StepCounter = attachments.attachment_of(self._model).count_steps()
+        return counter
+
+    def _steps(self) -> Steps | None:
+        """Return the steps of the model, `None` if it is not attached."""
+        attachment = attachments.attachment_of(self._model)
+        return None if attachment is None else attachment.steps
+
     def _together(self) -> Steps | None:
         steps = self._steps()
         if steps is not None:
@@ -166,12 +190,6 @@ class TensorFlowProbe:
     def _forward(self, x: Any) -> Any:
         model = self._model
         return model(x, training=True) if model._call_has_training_arg else model(x)
-
-
-_BENCH = (
-    "bench was asked for on 'tensorflow', and measures training steps on 'jax' so far.\n"
-    "Set KERAS_BACKEND=jax in the environment before Keras is imported."
-)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ class TorchProbe:
 
     def compiling(self) -> AbstractContextManager[Compiling]:
         """Return no time: steps run operation by operation."""
-        return nullcontext(step_timing.Compiling())
+        return nullcontext(Compiling())
 
     def tracing(self) -> AbstractContextManager[Trace]:
         """Measure the computation and communication of rank 0 in this context."""

@@ -3,30 +3,13 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import keras
 import torch
 
+from lockstep.engines.engine import Trace
 from lockstep.training.step_clock import StepClock
-
-
-@dataclass
-class Compiling:
-    """The time spent on compilation: none, because steps run operation by operation."""
-
-    seconds: float = 0.0
-
-
-@dataclass
-class Trace:
-    """The work of rank 0; see `lockstep.engines.engine.Trace`."""
-
-    seen: bool = False
-    full: bool = False
-    compute: float = 0.0
-    communication: float = 0.0
 
 
 @contextmanager
@@ -56,7 +39,8 @@ class TorchClock(StepClock):
             drawn = list(batches)
             for batch in drawn:
                 leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
-                self.count(1, next((len(leaf) for leaf in leaves if leaf.ndim), 0))
+                rows = next((len(leaf) for leaf in leaves if leaf.ndim), 0)
+                self.count(1, rows, rows)
             return function(iter(drawn))
 
         return counted

@@ -30,7 +30,8 @@ class Clock(StepClock):
         def count(program: Any, state: Any, placed: Any) -> Any:
             if check_program is not None:
                 placed = check_program(program, state, placed)
-            self.count(*_steps_and_rows(placed, several=program is not run))
+            steps, rows = _steps_and_rows(placed, several=program is not run)
+            self.count(steps, steps * rows, rows)
             return placed
 
         return count

@@ -1,7 +1,5 @@
 """A view into one training step on JAX: the layer outputs and the gradients."""
 
-import itertools
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
@@ -11,7 +9,7 @@ import keras
 import numpy as np
 
 from lockstep.engines import attachments
-from lockstep.engines.engine import Data
+from lockstep.engines.engine import Compiling, Data, Trace
 from lockstep.engines.jax.attachment import forget_losses
 from lockstep.engines.jax.fit.clock import Clock
 from lockstep.engines.jax.fit.on_batch import OnBatch
@@ -19,7 +17,7 @@ from lockstep.engines.jax.introspection import profile
 from lockstep.engines.jax.session import MeshIterator
 from lockstep.engines.jax.steps.live_state import State
 from lockstep.engines.patched import patched
-from lockstep.engines.probe_helpers import build_symbolically, part_of, watched_layers
+from lockstep.engines.probe_helpers import build_symbolically, draw, part_of, watched_layers
 from lockstep.keras_compat import trainer_class
 from lockstep.processes import process_group
 from lockstep.processes.call_scope import CALLS
@@ -34,11 +32,11 @@ class JaxProbe:
     def __init__(self, model: Any) -> None:
         self._model = model
 
-    def compiling(self) -> AbstractContextManager[profile.Compiling]:
+    def compiling(self) -> AbstractContextManager[Compiling]:
         """Count the seconds spent on compiling in this context."""
         return profile.compiling()
 
-    def tracing(self) -> AbstractContextManager[profile.Trace]:
+    def tracing(self) -> AbstractContextManager[Trace]:
         """Profile the devices in this context."""
         return profile.tracing()
 
@@ -55,18 +53,7 @@ class JaxProbe:
         attachment = attachments.attachment_of(self._model)
         if attachment is not None:  # the data may stay on the devices
             attachment.session.place_data(batches, keras.callbacks.CallbackList(), TRAIN)
-        try:
-            _, _, iterator = next(iter(batches))
-            number = batches.num_batches or most
-            if number > most:  # the start of an epoch serves all its batches
-                next(iterator)
-            start = time.perf_counter()
-            # Stop where a fit stops: after the last batch, the iterator waits for workers.
-            most = min(most, number)
-            count = sum(1 for _ in itertools.islice(iterator, most))
-            return time.perf_counter() - start, count
-        finally:
-            batches.reset()  # ends the workers of a data set
+        return draw(batches, most)
 
     def precise(self) -> AbstractContextManager[object]:
         """Use full float32 precision in matrix products, which GPUs do not by default."""

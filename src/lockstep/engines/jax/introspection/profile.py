@@ -6,11 +6,12 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+
+from lockstep.engines.engine import Compiling, Trace
 
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective", "nccl")
 
@@ -20,34 +21,6 @@ xla/tsl/profiler/convert/trace_container.h and xplane_to_trace_events.cc (kMaxEv
 
 _Span = tuple[float, float, Any]
 """The begin and the end of an operation, and what it was."""
-
-
-@dataclass
-class Compiling:
-    """The time spent on compiling.
-
-    Attributes:
-        seconds: The time to trace, lower and compile all programs.
-    """
-
-    seconds: float = 0.0
-
-
-@dataclass
-class Trace:
-    """The work of the busiest device. Each second counts in one of the two kinds.
-
-    Attributes:
-        seen: Whether the profiler saw any operation of a device.
-        compute: Seconds in which an operation ran that is no collective.
-        communication: Seconds in which a collective ran, including waits for other devices.
-        full: Whether the profiler dropped events, so that there are no results.
-    """
-
-    seen: bool = False
-    full: bool = False
-    compute: float = 0.0
-    communication: float = 0.0
 
 
 @contextmanager

@@ -16,7 +16,12 @@ def python(script, **environment):
 
 def warm_python(script, **environment):
     """As `python`, where JAX and Keras are imported before the script begins."""
-    return warm(["-c", script], **environment)
+    return warm(["-W", "error::UserWarning", "-c", script], **environment)
+
+
+def warm_script(path, *arguments, cwd=None, **environment):
+    """As `script`, where JAX and Keras are imported before the file begins."""
+    return warm(["-W", "error::UserWarning", path, *arguments], cwd, **environment)
 
 
 def script(path, *arguments, cwd=None, **environment):
@@ -26,12 +31,7 @@ def script(path, *arguments, cwd=None, **environment):
 
 def without_lockstep(script, cwd):
     """Run a script in `cwd` on one device, where lockstep cannot be imported."""
-    return _run(
-        ["-c", f"import sys; sys.modules['lockstep'] = None\n{script}"],
-        cwd=cwd,
-        KERAS_BACKEND="jax",
-        JAX_PLATFORMS="cpu",
-    )
+    return warm(["-c", f"import sys; sys.modules['lockstep'] = None\n{script}"], cwd)
 
 
 def _run(arguments, cwd=None, **environment):

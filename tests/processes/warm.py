@@ -29,6 +29,7 @@ class Script:
 
     Args:
         arguments: `-c` and a script, `-m` and a module, or a file; and what they are given.
+            Before them may stand `-W error::UserWarning`.
         folder: The working directory.
         environment: The whole environment.
         output: Two files, for what is printed and for what is said on stderr.
@@ -131,15 +132,19 @@ def _fork(answers, arguments, folder, environment, files):
 
 
 def _run(first, *arguments):
-    """Run `-c SCRIPT`, `-m MODULE` or a file as Python does; return the status."""
+    """Run what follows `python`, as Python does; return the status."""
     import random
     import runpy
     import threading
     import traceback
     import types
+    import warnings
 
     import numpy as np
 
+    if [first, *arguments[:1]] == ["-W", "error::UserWarning"]:
+        warnings.filterwarnings("error", category=UserWarning)
+        _, first, *arguments = arguments
     random.seed()
     np.random.seed()
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.common import python, script
+from tests.processes.common import python, warm_script
 
 REHEARSED = {"KERAS_BACKEND": "jax", "LOCKSTEP_REHEARSE": "2"}
 
@@ -92,5 +92,5 @@ def test_a_signal_to_all_processes_saves_the_last_step_though_no_batch_comes(sou
     root = Path(__file__).parents[2]
     (tmp_path / "train.py").write_text(SCRIPT)
     environment = {"cwd": tmp_path, "PYTHONPATH": f"{root}/src:{root}", **REHEARSED}
-    told = [script("train.py", source, part, **environment) for part in ("cut", "go on")]
+    told = [warm_script("train.py", source, part, **environment) for part in ("cut", "go on")]
     assert told == ["143 epoch-0000-step-000004", "the same"]

@@ -18,7 +18,7 @@ from tests.conformance.common import assert_same, weights
 from tests.conformance.side_by_side import BATCH, smooth
 from tests.conformance.test_callback_hooks import everything
 from tests.conformance.test_cases import DEVICES
-from tests.processes.common import python
+from tests.processes.common import warm_python
 
 X, Y = common.data(7 * BATCH)
 PIECES = [(X[i * BATCH :][:BATCH], Y[i * BATCH :][:BATCH]) for i in range(7)]
@@ -326,7 +326,7 @@ except KeyboardInterrupt:
 
 
 def test_the_thread_keeps_neither_forked_processes_nor_python_from_ending():
-    assert python(FORKS, LOCKSTEP_REHEARSE="2").split()[-2:] == ["trained", "interrupted"]
+    assert warm_python(FORKS, LOCKSTEP_REHEARSE="2").split()[-2:] == ["trained", "interrupted"]
 
 
 def test_numpy_raises_in_the_thread_what_it_raises_for_the_caller():

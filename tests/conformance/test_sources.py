@@ -1,6 +1,6 @@
 """What a data source needs to be installed."""
 
-from tests.processes.common import python
+from tests.processes.common import warm_python
 
 _NUMPY_ONLY = """
 import sys
@@ -20,8 +20,8 @@ print(sorted(others & {{name.split(".")[0] for name in sys.modules}}))
 
 def test_numpy_needs_no_more_than_keras_needs():
 
-    alone = python(_NUMPY_ONLY.format(lockstep="", distribute=""))
-    distributed = python(
+    alone = warm_python(_NUMPY_ONLY.format(lockstep="", distribute=""))
+    distributed = warm_python(
         _NUMPY_ONLY.format(
             lockstep="import lockstep", distribute="lockstep.distribute(model, devices=3)"
         ),

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from tests.processes.common import script
+from tests.processes.common import warm_script
 
 FOLDER = Path(__file__).parents[2] / "examples"
 
@@ -15,7 +15,9 @@ def run_example(name, devices, options, folder):
     trained; here that difference is held to the bound of the other tests.
     """
     arguments = options.format(folder=folder).split()
-    printed = script(FOLDER / name, *arguments, KERAS_BACKEND="jax", LOCKSTEP_REHEARSE=str(devices))
+    printed = warm_script(
+        FOLDER / name, *arguments, KERAS_BACKEND="jax", LOCKSTEP_REHEARSE=str(devices)
+    )
     assert f"lockstep: jax, {devices} devices" in printed
     ((file, difference),) = re.findall(
         r"(\S+) by plain Keras on one device: largest difference (\S+)", printed

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.examples.common import FOLDER, run_example
-from tests.processes.common import script
+from tests.processes.common import warm_script
 
 # No batch divides by the number of devices; all of a run have one size, to compile once.
 EXAMPLES = {
@@ -88,7 +88,7 @@ def test_the_notebook_runs_cell_after_cell(tmp_path):
     assert not any(cell.get("outputs") for cell in cells), "outputs are made by the reader"
     ends = "print(report.verdict, largest)"
     (tmp_path / "notebook.py").write_text("\n".join([*code, ends]))
-    printed = script("notebook.py", cwd=tmp_path)
+    printed = warm_script("notebook.py", cwd=tmp_path)
     verdict, largest = printed.splitlines()[-1].split()
     assert verdict == "equal"
     assert float(largest) <= 1e-5

@@ -2,7 +2,7 @@
 
 import socket
 
-from tests.processes.common import script
+from tests.processes.common import warm_script
 
 SLURM = {
     "SLURM_JOB_ID": "7",
@@ -29,7 +29,7 @@ except lockstep.errors.ProcessesDisagree as error:
 
 def test_the_line_that_started_jax_before_the_processes_joined_is_named(tmp_path):
     (tmp_path / "late.py").write_text(LATE)
-    said = script(tmp_path / "late.py", KERAS_BACKEND="jax", JAX_PLATFORMS="cpu", **SLURM)
+    said = warm_script(tmp_path / "late.py", KERAS_BACKEND="jax", JAX_PLATFORMS="cpu", **SLURM)
     assert said.startswith("This is process 1 of 2 (Slurm: SLURM_STEP_NUM_TASKS, SLURM_PROCID, ")
     line = "return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])"
     assert f"before it joined them, at late.py line 6: {line[:60]}.\n" in said
@@ -56,5 +56,5 @@ def test_a_script_that_has_joined_by_itself_is_left_alone(tmp_path):
     (tmp_path / "by_hand.py").write_text(BY_HAND)
     launcher = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     environment = {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", **launcher}
-    said = script(tmp_path / "by_hand.py", f"127.0.0.1:{port}", **environment)
+    said = warm_script(tmp_path / "by_hand.py", f"127.0.0.1:{port}", **environment)
     assert said == "(0, 1) 1"

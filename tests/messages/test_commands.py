@@ -17,6 +17,7 @@ from lockstep.errors import TargetNotFound
 from lockstep.targets import load_module
 from tests.conformance.common import data
 from tests.conformance.common import model as small
+from tests.processes.common import warm_end
 
 
 def help_of(*words):
@@ -95,9 +96,10 @@ def load():
     ],
 )
 def test_verify_names_the_remedy_of_the_command(arguments, said, tmp_path):
-    done = command(tmp_path, "verify", *arguments)
-    assert done.returncode == 2
-    assert done.stderr == said
+    (tmp_path / "train.py").write_text(TRAIN)
+    status, _, error = warm_end(["-m", "lockstep", "verify", *arguments], tmp_path)
+    assert status == 2
+    assert error == said
 
 
 def test_verify_shows_each_run_on_a_terminal(tmp_path):
@@ -131,10 +133,11 @@ def test_verify_shows_each_run_on_a_terminal(tmp_path):
 
 
 def test_verify_is_silent_where_there_is_no_terminal(tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
     words = ["train.py:build", "--devices", "2", "--rehearse", "--steps", "3", "--json"]
-    done = command(tmp_path, "verify", *words)
-    assert done.stderr == ""
-    assert json.loads(done.stdout)["verdict"] == "equal"
+    _, printed, error = warm_end(["-m", "lockstep", "verify", *words], tmp_path)
+    assert error == ""
+    assert json.loads(printed)["verdict"] == "equal"
 
 
 def test_bench_names_the_remedy_of_the_command(tmp_path):

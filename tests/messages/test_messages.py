@@ -9,7 +9,7 @@ import lockstep
 from lockstep import errors, keras_compat
 from lockstep.devices import Device, parse_devices
 from tests.conformance.common import data, model
-from tests.processes.common import python
+from tests.processes.common import warm_python
 
 ONE = [Device("cpu:0", "cpu")]
 FOUR_GPUS = [Device(f"gpu:{number}", "NVIDIA H200") for number in range(4)]
@@ -225,7 +225,7 @@ def test_a_keras_that_lacks_a_private_part(without, name):
         "try: lockstep.devices()\n"
         "except lockstep.errors.UnsupportedKeras as error: print(error)"
     )
-    assert python(script, KERAS_BACKEND="jax") == (
+    assert warm_python(script) == (
         f"Keras {keras.__version__} has no {name}, which lockstep needs:\n"
         "it is a private part of Keras 3.15.1, and may change in any version.\n"
         'Run pip install "keras>=3.15.1,<3.17"'

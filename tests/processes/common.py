@@ -3,11 +3,25 @@
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
+
+from tests.processes.warm import Script
 
 
 def python(script, **environment):
     """Run a script with a clean environment; returns what it printed."""
     return _run(["-W", "error::UserWarning", "-c", script], **environment)
+
+
+def warm_python(script, **environment):
+    """As `python`, where JAX and Keras are imported before the script begins."""
+    return warm(["-W", "error::UserWarning", "-c", script], **environment)
+
+
+def warm_script(path, *arguments, cwd=None, **environment):
+    """As `script`, where JAX and Keras are imported before the file begins."""
+    return warm(["-W", "error::UserWarning", path, *arguments], cwd, **environment)
 
 
 def script(path, *arguments, cwd=None, **environment):
@@ -17,12 +31,7 @@ def script(path, *arguments, cwd=None, **environment):
 
 def without_lockstep(script, cwd):
     """Run a script in `cwd` on one device, where lockstep cannot be imported."""
-    return _run(
-        ["-c", f"import sys; sys.modules['lockstep'] = None\n{script}"],
-        cwd=cwd,
-        KERAS_BACKEND="jax",
-        JAX_PLATFORMS="cpu",
-    )
+    return warm(["-c", f"import sys; sys.modules['lockstep'] = None\n{script}"], cwd)
 
 
 def _run(arguments, cwd=None, **environment):
@@ -38,3 +47,25 @@ def _run(arguments, cwd=None, **environment):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.strip()
+
+
+def warm(arguments, cwd=None, **environment):
+    """Run what follows `python` by a fork of a process with Keras; returns what it printed."""
+    code, out, error = warm_end(arguments, cwd, **environment)
+    assert code == 0, out + error
+    return out.strip()
+
+
+def warm_end(arguments, cwd=None, **environment):
+    """As `warm`, whatever the status is: the status, what it printed, what it said on stderr."""
+    ours = ("LOCKSTEP", "JAX_", "XLA_", "PJRT_", "KERAS_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    with tempfile.TemporaryDirectory() as folder:
+        output = [Path(folder, name) for name in ("out", "error")]
+        given = {**clean, "KERAS_BACKEND": "jax", **environment}
+        running = Script([*map(str, arguments)], cwd or Path.cwd(), given, output)
+        try:
+            out, error = running.communicate(timeout=300)
+        finally:
+            running.kill()
+    return running.returncode, out, error

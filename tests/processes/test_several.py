@@ -3,8 +3,6 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import keras
@@ -13,6 +11,7 @@ import pytest
 
 import lockstep
 from tests.conformance.common import assert_same, compile_, data, model
+from tests.processes.warm import Script
 
 HERE = Path(__file__).parents[2]
 
@@ -54,13 +53,11 @@ def run_both(body, folder, **settings):
     path = os.pathsep.join([str(HERE), str(HERE / "src")])
     environment = {**clean, **more, **settings, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3"}
     running = [
-        subprocess.Popen(
-            [sys.executable, "script.py", str(rank), address],
-            cwd=folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        Script(
+            ["script.py", str(rank), address],
+            folder,
+            environment,
+            [folder / f"{name}-{rank}.txt" for name in ("printed", "said")],
         )
         for rank in (0, 1)
     ]

@@ -29,6 +29,7 @@ from lockstep.verify import comparison
 from lockstep.verify.rounding import moved_by_last_bit, significand_bits
 from lockstep.verify.verification import Difference, Verification
 from tests.conformance.common import devices_of, distances, snapshot
+from tests.processes.common import warm_end
 from tests.sampling import rest
 
 
@@ -615,18 +616,12 @@ def another_backend():
 )
 def test_the_command(tmp_path, target, code, said):
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "lockstep", "verify", target]
-    done = subprocess.run(
-        [*command, "--devices", "3", "--rehearse", "--steps", "2", "--json"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == code, done.stderr
-    assert said in done.stdout + done.stderr
-    if done.stdout:  # with what the function prints on the other side
-        assert "equal" in json.loads(done.stdout)
+    options = ["--devices", "3", "--rehearse", "--steps", "2", "--json"]
+    status, printed, error = warm_end(["-m", "lockstep", "verify", target, *options], tmp_path)
+    assert status == code, error
+    assert said in printed + error
+    if printed:  # with what the function prints on the other side
+        assert "equal" in json.loads(printed)
 
 
 def test_the_command_on_one_device(tmp_path, monkeypatch):

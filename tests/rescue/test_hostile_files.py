@@ -15,7 +15,7 @@ import pytest
 
 import lockstep
 from lockstep.errors import HostileFile, OldFileError, UnreadableFile, UnsuitableOutput
-from lockstep.rescue import check_outputs, write
+from lockstep.rescue import check, write
 from tests.rescue import hostile, old_files
 
 LEGACY = Path(__file__).parents[1] / "files" / "legacy"
@@ -265,7 +265,7 @@ def test_a_killed_rescue_leaves_the_previous_file(tmp_path):
         "import os, lockstep\n"
         "from lockstep.rescue.api import rescue\n"
         "from lockstep.rescue import write\n"
-        "write.os.replace = lambda *paths: os.kill(os.getpid(), 9)\n"
+        "write.files.os.replace = lambda *paths: os.kill(os.getpid(), 9)\n"
         f"rescue({str(GOOD)!r}, {str(output)!r})\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
@@ -356,7 +356,7 @@ def test_odd_files_are_read(suffix, make, tmp_path):
 def test_broken_files_for_check_are_refused(make, tmp_path):
     make(path := tmp_path / "io.npz")
     with pytest.raises(UnreadableFile, match=r"io\.npz cannot be read as an \.npz"):
-        check_outputs.inputs_and_outputs(str(path))
+        check.inputs_and_outputs(str(path))
 
 
 def test_terminal_escapes_in_names_are_shown_escaped(tmp_path):

@@ -239,7 +239,7 @@ def test_wrong_outputs_write_nothing(tmp_path):
         "import lockstep.rescue.commands, lockstep",
         "from lockstep.rescue import match; import lockstep",
         "import lockstep.rescue.api; import lockstep",
-        "import lockstep.cli, lockstep; from lockstep.rescue.exact_values import rounded",
+        "import lockstep.cli, lockstep; from lockstep.rescue.check import rounded",
     ],
 )
 def test_the_function_is_not_hidden_by_its_package(statements):

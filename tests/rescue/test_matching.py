@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lockstep.errors import AmbiguousWeights, OldFileError, WeightsDoNotFit
 from lockstep.rescue import match
-from lockstep.rescue.keras2 import Stored
+from lockstep.rescue.read import Stored
 from lockstep.rescue.weight_tree import Branch, Dialect, Leaf, Slot, leaves
 
 
@@ -108,7 +108,7 @@ def test_own_names_always_decide(root, trusted):
     stored, truth = file_of(root, own)
     found = match.assign(root, stored, trusted=trusted)
     assert right(found, truth)
-    assert found.rule == match.BY_NAME
+    assert found.rules == (match.BY_NAME,)
 
 
 @settings(max_examples=200, deadline=None)
@@ -207,7 +207,7 @@ def test_two_layers_with_one_name_are_told_apart_by_order():
     stored, truth = file_of(root, in_graph)
     found = match.assign(root, stored, trusted=False)
     assert right(found, truth)
-    assert found.rule == match.BY_ORDER
+    assert found.rules == (match.BY_ORDER,)
 
 
 def test_equal_nested_models_are_refused_where_either_may_have_been_frozen():

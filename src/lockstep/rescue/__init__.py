@@ -1,14 +1,14 @@
 """Convert old multi-GPU files to single-device files.
 
 The public functions are `lockstep.inspect`, `lockstep.rescue` and
-`lockstep.load_weights`, in `api.py`. The steps of a rescue, and their files:
+`lockstep.load_weights`. They stand in `api.py`, which calls the steps in this order:
 
-    detect    detect.py, hdf5.py           the kind of the file
-    read      keras2.py                    its configs and arrays
+    detect    detect.py                    the kind of the file
+    read      read.py, hdf5.py             its configs and arrays
     unwrap    unwrap.py                    the single model inside the parallel one
-    rebuild   rebuild.py, masks.py         that model in Keras 3, without weights
-    match     weight_tree.py, match.py     the array for each variable
+    rebuild   rebuild.py, old_layers.py    that model in Keras 3, without weights
+    match     match.py, weight_tree.py     the array for each variable
     write     write.py, training_state.py  the new file, read back and compared
-    check     check_outputs.py             the outputs of the new model
+    check     check.py                     masks, settings, arrays and outputs
     report    rescue_report.py             the findings and the table of weights
 """

@@ -1,17 +1,20 @@
-"""The public functions: inspect, rescue, load_weights."""
+"""The public functions inspect, rescue and load_weights, and the order of their steps."""
 
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import UnreadableFile, UnsuitableOutput
+from lockstep.errors import NotAModel, UnreadableFile, UnsuitableOutput, WeightsDoNotFit
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.run_report import RunReport
-    from lockstep.rescue.keras2 import OldFile
-    from lockstep.rescue.rescue_report import Inspection, Rescued
-    from lockstep.rescue.target import Target
+    from lockstep.rescue.match import Matched
+    from lockstep.rescue.old_layers import Context
+    from lockstep.rescue.read import OldFile
+    from lockstep.rescue.rescue_report import Inspection, Rescued, Row
 
 Path = str | os.PathLike[str]
 
@@ -42,13 +45,11 @@ def inspect(path: Path) -> Inspection | RunReport:
     """
     from pathlib import Path as Folder
 
+    from lockstep.checkpoint.run_report import is_run, report_run
     from lockstep.rescue import detect
 
-    if os.path.isdir(path):
-        from lockstep.checkpoint.run_report import is_run, report_run
-
-        if is_run(Folder(path)):
-            return report_run(Folder(path))
+    if os.path.isdir(path) and is_run(Folder(path)):
+        return report_run(Folder(path))
     return detect.inspect_file(os.fspath(path))
 
 
@@ -96,15 +97,24 @@ def rescue(
         >>> report.template, report.devices, len(report.rows)
         ('sequential_1', 2, 8)
     """
-    from lockstep.rescue import abstract_model, write
+    from lockstep.rescue import detect, read, rebuild, write
+    from lockstep.rescue.old_layers import Context
 
     source, goal = os.fspath(path), os.fspath(output)
     suffix = write.suffix_of(goal)
-    objects = _own(custom_objects or {})
+    found = detect.inspect_file(source)  # most unsuitable files, before Keras is imported
+    if found.kind != "keras2" or found.library.startswith("Keras 3"):
+        raise UnreadableFile(
+            f"{source} is a file of {found.library} for a single device: there is nothing to "
+            f"rescue.\nIt is ready to use: {found.command}"
+        )
+    given = config if config is None or isinstance(config, dict) else read.parse_config(
+        os.fspath(config)
+    )  # fmt: skip
+    context = Context(_without_keras_own(custom_objects or {}))
     proof = None if check is None else os.fspath(check)
-    _require_old(source)  # refuses most unsuitable files before Keras is imported
-    with abstract_model.isolated():
-        return _rescue(source, goal, suffix, model, config, objects, proof)
+    with rebuild.isolated(), read.opened(source) as old:
+        return _rescue(old, goal, suffix, model, given, context, proof)
 
 
 def load_weights(model: Any, path: Path) -> Rescued:
@@ -137,18 +147,29 @@ def load_weights(model: Any, path: Path) -> Rescued:
     """
     import keras
 
-    from lockstep.errors import NotAModel
-    from lockstep.rescue import load
+    from lockstep.rescue import detect, read
 
     if not isinstance(model, keras.Model):
         raise NotAModel(
             f"load_weights takes a Keras model and got a {type(model).__name__}.\n"
             "Write lockstep.load_weights(model, path)."
         )
-    return load.load(model, os.fspath(path))
+    found = detect.inspect_file(os.fspath(path))
+    if found.kind in ("keras", "weights.h5"):
+        return _load_keras3(model, found)
+    if found.kind not in ("keras2", "named arrays"):
+        raise UnreadableFile(
+            f"{found.path} is a file of {found.library}, which does not hold a Keras model.\n"
+            f"Load it with {found.library.split()[0]}: {found.command}"
+        )
+    with read.opened(found.path) as old:
+        return _load_old(model, old)
 
 
-def _own(objects: dict[str, Any]) -> dict[str, Any]:
+# ---------------------------------------------------------------- to a file
+
+
+def _without_keras_own(objects: dict[str, Any]) -> dict[str, Any]:
     """Remove Keras's own classes under their own names: they would bypass the translation."""
     return {
         name: given
@@ -159,127 +180,222 @@ def _own(objects: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rescue(
-    source: str,
-    goal: str,
+    old: OldFile,
+    output: str,
     suffix: str,
     model: Any,
-    config: Any,
-    objects: dict[str, Any],
-    check: str | None,
+    config: dict[str, Any] | None,
+    context: Context,
+    proof: str | None,
 ) -> Rescued:
-    """Read, unwrap, match, write, check and report."""
-    from lockstep.rescue import keras2, rebuild, target, unwrap, write
-    from lockstep.rescue.old_settings import Context
+    """Unwrap, rebuild, match, write, check and report."""
+    from lockstep.rescue import check, match, rebuild, unwrap, write
     from lockstep.rescue.rescue_report import Rescued
 
-    context = Context(objects)
-    with keras2.opened(source) as old:
-        given = _given(config)
-        inside = unwrap.in_config(old.config)
-        built = given or (inside.config if inside else old.config)
-        worst = None
-        with rebuild.recursion_for(built, context):
-            found = _target(old, model, given, context, suffix)
-            with write.replacing(goal, source, suffix, _size(old, suffix)) as temporary:
-                rows, state = write.write(old, found, suffix, temporary)
-                if check is not None:
-                    worst = _check(found, suffix, temporary, check, context)
-        notes = list(context.notes)
-        if found is None:
-            notes.append("arrays alone, under their old names: no architecture was given")
-        elif found.live:
-            notes += target.doubts(old, found)
-        if found is not None and found.template is None and found.name is None:
+    matched: Matched | None = None
+    difference = None
+    # Arrays alone need no architecture; in an .h5, Keras 2 loads them by layer names and order.
+    alone = suffix == ".safetensors" or (old.config is None and suffix == ".weights.h5")
+    with rebuild.recursion_for(config or unwrap.template_config(old.config), context):
+        if model is not None:
+            matched = match.match_model(old, model, context)
+        elif config is not None or not alone:
+            matched = match.match_config(old, config, context)
+        with write.replacing(output, old.path, _size(old, suffix)) as temporary:
+            rows, optimizer = write.write(old, matched, suffix, temporary)
+            if proof is not None:
+                difference = _check(matched, suffix, temporary, proof)
+    notes = context.notes
+    if matched is None:
+        notes.append("arrays alone, under their old names: no architecture was given")
+    else:
+        notes += check.doubts(old, matched) if matched.part is None else []
+        if matched.name is None:
             notes.append("the file is of a single model: there was nothing to unwrap")
-        compiled = suffix == ".keras" and getattr(getattr(found, "model", None), "optimizer", None)
-        return Rescued(
-            source=source,
-            output=goal,
-            library=old.library,
-            template=found.name if found else None,
-            devices=found.devices if found else None,
-            rules=found.plan.rules if found else ("names: every array keeps its own",),
-            rows=tuple(rows),
-            optimizer=state,
-            compiled=bool(compiled),
-            difference=worst,
-            notes=tuple(notes),
-        )
+    return Rescued(
+        source=old.path,
+        output=output,
+        library=old.library,
+        template=matched.name if matched else None,
+        devices=matched.devices if matched else None,
+        rules=matched.plan.rules if matched else ("names: every array keeps its own",),
+        rows=tuple(rows),
+        optimizer=optimizer,
+        compiled=suffix == ".keras" and bool(matched and getattr(matched.model, "optimizer", None)),
+        difference=difference,
+        notes=tuple(notes),
+    )
 
 
 def _size(old: OldFile, suffix: str) -> int:
     """Estimate the bytes of the new file, including its index."""
-    arrays = [stored for group in old.weighted for stored in group.weights]
-    arrays += old.optimizer if suffix in (".keras", ".h5") else ()
+    arrays = [*old.weights, *(old.optimizer if suffix in (".keras", ".h5") else ())]
     size = 2**20 + sum(2**12 + int(stored.data.nbytes) for stored in arrays)
     return 2 * size if suffix == ".keras" else size  # weights and archive exist at once
 
 
-def _require_old(path: str) -> None:
-    """Raise for a file that needs no rescue."""
-    from lockstep.rescue import detect
-
-    found = detect.inspect_file(path)
-    if found.kind != "keras2" or found.library.startswith("Keras 3"):
-        raise UnreadableFile(
-            f"{path} is a file of {found.library} for a single device: there is nothing to "
-            f"rescue.\nIt is ready to use: {found.command}"
-        )
-
-
-def _given(config: Any) -> dict[str, Any] | None:
-    """Return the caller's config, read from its file if it is a path."""
-    from lockstep.rescue import keras2
-
-    if config is None or isinstance(config, dict):
-        return config
-    return keras2.parse_json(_text(os.fspath(config)), "config", os.fspath(config))
-
-
-def _target(
-    old: OldFile, model: Any, given: dict[str, Any] | None, context: Any, suffix: str
-) -> Target | None:
-    from lockstep.rescue import target
-
-    if model is not None:
-        return target.from_model(old, model, context)
-    bare = suffix == ".safetensors" or (old.config is None and suffix == ".weights.h5")
-    if given is None and bare:
-        return None  # not for .h5: Keras 2 loads it by layer names and order
-    return target.from_config(old, given, context)
-
-
-def _text(config: str) -> str:
-    try:
-        with open(config, encoding="utf-8") as file:
-            return file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        said = getattr(error, "strerror", None) or "it is no text"
-        raise UnreadableFile(
-            f"The config {config} cannot be read: {said}.\n"
-            "Give the file in which the template's to_json() was written."
-        ) from error
-
-
-def _check(found: Target | None, suffix: str, path: str, inputs: str, context: Any) -> float:
+def _check(matched: Matched | None, suffix: str, path: str, proof: str) -> float:
+    """Load the written file, and compare its outputs with the expected ones."""
     import keras
 
-    from lockstep.rescue import check_outputs, load, rebuild
+    from lockstep.rescue import check, rebuild
 
-    given, wanted = check_outputs.inputs_and_outputs(inputs)
-    if found is None:
+    given, wanted = check.inputs_and_outputs(proof)
+    if matched is None:
         raise UnsuitableOutput(
             "Outputs can only be checked where there is a model to ask.\n"
             "Give the template with --model or --config, or leave --check away."
         )
     if suffix == ".keras":
-        return check_outputs.difference_when_loaded(path, context.custom, given, wanted)
-    if found.live:
-        model = keras.models.clone_model(found.model)
+        model = check.loaded_model(path, matched.context.custom)
+    elif matched.part is None:
+        model = keras.models.clone_model(matched.model)
     else:
-        model = rebuild.build(found.config or {}, context).layer
+        model = rebuild.build(matched.config or {}, matched.context).layer
     if suffix == ".weights.h5":
         model.load_weights(path)
-    else:
-        load.load(model, path)
-    return check_outputs.difference(model, given, wanted)
+    elif suffix != ".keras":
+        load_weights(model, path)
+    return check.difference(model, given, wanted)
+
+
+# ---------------------------------------------------------------- into a live model
+
+
+def _load_old(model: Any, old: OldFile) -> Rescued:
+    """Match, assign and compare all weights; a failure leaves the model unchanged."""
+    from lockstep.rescue import check, match
+    from lockstep.rescue.old_layers import Context
+
+    matched = match.match_model(old, model, Context())
+    variables = {pair.slot.index: model.variables[pair.slot.index] for pair in matched.plan.pairs}
+    before = {index: check.numbers(variable).copy() for index, variable in variables.items()}
+    rows = []
+    try:
+        for pair in matched.plan.pairs:
+            variable, dtype = variables[pair.slot.index], before[pair.slot.index].dtype
+            values = pair.values()
+            variable.assign(check.as_dtype(values, dtype, pair.stored.path))
+            other = pair.convert is not None or values.dtype != dtype
+            source = pair.stored.path.lstrip("/")
+            rows.append(_row(source, pair.slot.path, variable, values, other))
+    except BaseException:
+        for index, value in before.items():
+            variables[index].assign(value)
+        raise
+    notes = check.doubts(old, matched)
+    return _loaded(model, old.path, old.library, rows, notes, bool(old.optimizer), matched)
+
+
+def _load_keras3(model: Any, found: Inspection) -> Rescued:
+    """Load a Keras 3 file with Keras's own loader, then compare each array."""
+    import numpy as np
+
+    from lockstep.rescue import check, write
+
+    before = [check.numbers(variable).copy() for variable in model.weights]
+    shapes = sorted(entry.shape for entry in found.arrays)
+    wanted = sorted(tuple(variable.shape) for variable in model.weights)
+    try:
+        if shapes != wanted:
+            raise ValueError(f"{len(shapes)} arrays for {len(wanted)} weights, or other shapes")
+        with write.quiet(), np.errstate(over="ignore", invalid="ignore"):
+            model.load_weights(found.path)
+        rows = _compared(model, found)
+    except Exception as error:
+        for variable, value in zip(model.weights, before, strict=True):
+            variable.assign(value)
+        _renew(model)
+        if isinstance(error, WeightsDoNotFit):
+            raise
+        raise WeightsDoNotFit(
+            f"{found.path} does not fit the model {model.name!r}: "
+            f"{' '.join(str(error).split())[:160]}\n"
+            "Give the model that was saved: compare its summary() with lockstep inspect."
+        ) from error
+    return _loaded(model, found.path, found.library, rows, [], found.optimizer)
+
+
+def _compared(model: Any, found: Inspection) -> list[Row]:
+    """Compare each weight of a model with its array in a Keras 3 file."""
+    import h5py
+
+    from lockstep.rescue import check, hdf5, write
+
+    places = write.layout(model)
+    whole = found.kind == "keras"
+    weights = {id(variable) for variable in model.weights}
+    rows = []
+    with hdf5.inside_archive(found.path) if whole else h5py.File(found.path, "r") as handle:
+        for index, variable in enumerate(model.variables):
+            if id(variable) not in weights:
+                continue
+            path = places.get(index, "")
+            if path not in handle:  # tf.keras 2.12 to 2.15 uses another first part
+                path = path.replace("layers", "_layer_checkpoint_dependencies")
+            if not path or path not in handle:
+                raise ValueError(f"{variable.path} is not at the place where Keras saves it")
+            values, dtype = handle[path][()], check.numbers(variable).dtype
+            check.as_dtype(values, dtype, path)
+            rows.append(_row(path, variable.path, variable, values, values.dtype != dtype))
+    return rows
+
+
+def _row(source: str, place: str, variable: Any, values: Any, other: bool) -> Row:
+    """Compare a variable with its assigned numbers, and return the row of the report."""
+    from lockstep.rescue import check
+    from lockstep.rescue.rescue_report import Row
+
+    exact = check.is_exact(check.numbers(variable), values)
+    if exact is None:
+        raise WeightsDoNotFit(
+            f"{variable.path} does not hold the numbers that it was given.\n"
+            "Nothing was changed. Load the file into a new model, and tell us."
+        )
+    return Row(source, place, tuple(values.shape), exact, other)
+
+
+def _renew(model: Any) -> None:
+    """Update the copies of weights that layers such as Normalization compute with."""
+    from lockstep.rescue import weight_tree
+
+    copying = [one for one in weight_tree.every_layer(model) if hasattr(one, "finalize_state")]
+    copying = [one for one in copying if one.built and one.weights]
+    for one in copying:
+        one.finalize_state()
+    if copying:  # compiled functions hold the copies as constants
+        for kind in ("train", "test", "predict"):
+            if getattr(model, f"{kind}_function", None) is not None:
+                getattr(model, f"make_{kind}_function")(force=True)
+
+
+def _loaded(
+    model: Any,
+    path: str,
+    library: str,
+    rows: list[Row],
+    notes: Sequence[str],
+    optimizer: bool,
+    matched: Matched | None = None,
+) -> Rescued:
+    from lockstep.rescue import check
+    from lockstep.rescue.rescue_report import Rescued
+
+    if matched is not None:
+        _renew(model)
+    notes = [*notes, *check.rounded(rows)]
+    for note in notes:
+        warnings.warn(note, stacklevel=4)
+    return Rescued(
+        source=path,
+        output=f"the live model {model.name!r}",
+        library=library,
+        template=matched.name if matched else None,
+        devices=matched.devices if matched else None,
+        rules=matched.plan.rules if matched else ("the layout of Keras 3",),
+        rows=tuple(rows),
+        optimizer="dropped" if optimizer else "none",
+        compiled=False,
+        difference=None,
+        notes=tuple(notes),
+    )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import click
 
-from lockstep.errors import LockstepError
 from lockstep.report import print_report, stdout_for
+from lockstep.rescue import api
 
 
 @click.command("inspect")
@@ -23,7 +21,7 @@ def inspect_command(file: str, as_json: bool) -> None:
 
     Example: lockstep inspect multi.h5
     """
-    _told(lambda: _inspect(file, as_json))
+    print_report(api.inspect(file), as_json)
 
 
 @click.command("rescue")
@@ -50,26 +48,7 @@ def rescue_command(
 
     Example: lockstep rescue multi.h5 -o single.keras
     """
-    _told(lambda: _rescue(file, output, model, config, custom, check, as_json))
-
-
-def _inspect(file: str, as_json: bool) -> None:
-    from lockstep.rescue import api
-
-    print_report(api.inspect(file), as_json)
-
-
-def _rescue(
-    file: str,
-    output: str,
-    model: str | None,
-    config: str | None,
-    custom: str | None,
-    check: str | None,
-    as_json: bool,
-) -> None:
     from lockstep import targets
-    from lockstep.rescue import api
 
     with stdout_for(as_json):
         objects = _public_names(targets.load_module(custom)) if custom else None
@@ -80,30 +59,21 @@ def _rescue(
     print_report(done, as_json)
 
 
-_IMPORTED = ("keras", "tf_keras", "tensorflow", "numpy")
+_LIBRARIES = ("keras", "tf_keras", "tensorflow", "numpy")
 
 
 def _public_names(module: Any) -> dict[str, Any]:
-    """Return the public names that a file defines, without its imports from Keras.
+    """Return the public names that a file defines, without its imports from libraries.
 
     An imported LSTM would replace the translation of old LSTMs, with Keras 3's gates.
     """
+
+    def imported(value: Any) -> bool:
+        made_in = str(getattr(value, "__module__", "")).partition(".")[0]
+        return hasattr(value, "__name__") and made_in in _LIBRARIES
+
     return {
         name: value
         for name, value in vars(module).items()
-        if not name.startswith("_") and not isinstance(value, ModuleType) and not _imported(value)
+        if not name.startswith("_") and not isinstance(value, ModuleType) and not imported(value)
     }
-
-
-def _imported(value: Any) -> bool:
-    made_in = str(getattr(value, "__module__", "")).partition(".")[0]
-    return hasattr(value, "__name__") and made_in in _IMPORTED
-
-
-def _told(work: Callable[[], None]) -> None:
-    """Run a command; print the message of a LockstepError and exit with status 1."""
-    try:
-        work()
-    except LockstepError as error:
-        click.echo(f"{type(error).__name__}: {error}", err=True)
-        sys.exit(1)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shlex
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.run_report import is_run, runs_within
 from lockstep.errors import HostileFile, UnreadableFile
-from lockstep.rescue import hdf5, keras2, unwrap
-from lockstep.rescue.keras2 import OldFile
+from lockstep.rescue import hdf5, read, unwrap
+from lockstep.rescue.read import OldFile
 from lockstep.rescue.rescue_report import Entry, Inspection
 
 
@@ -20,15 +21,12 @@ def inspect_file(path: str) -> Inspection:
     kind = kind_of(path)
     if kind == "hdf5":
         with hdf5.opened(path) as handle, hdf5.reading(path):
-            layered = any(
-                key in handle.attrs
-                for key in ("layer_names", "layer_names0", "keras_version", "model_config")
-            )
-            named = "array_names" in handle.attrs or "array_names0" in handle.attrs
-            if named or not (layered or "model_weights" in handle):
-                return _modern_weights(path, handle)
-        with keras2.opened(path) as old:
-            return _old(old)
+            keras2 = {"layer_names", "layer_names0", "keras_version", "model_config"}
+            named = {"array_names", "array_names0"} & set(handle.attrs)
+            if named or not (keras2 & set(handle.attrs) or "model_weights" in handle):
+                return _keras3_weights(path, handle)
+        with read.opened(path) as old:
+            return _keras2(old)
     if kind == "keras":
         return _archive(path)
     return _torch(path) if kind == "torch" else _safetensors(path)
@@ -92,34 +90,34 @@ def _zip(path: str) -> zipfile.ZipFile:
         ) from error
 
 
-def _old(old: OldFile) -> Inspection:
+def _keras2(old: OldFile) -> Inspection:
     inside = unwrap.in_config(old.config)
     grouped = unwrap.in_groups(old) if old.config is None else None
-    name = inside.name if inside else grouped[0] if grouped else None
-    devices = inside.devices if inside else grouped[1] if grouped else None
-    is_parallel: bool | None = inside is not None
+    name, devices = (inside.name, inside.devices) if inside else grouped or (None, None)
+    parallel: bool | None = bool(inside or grouped)
     notes: list[str] = []
-    if old.config is None and grouped:
-        is_parallel = True
+    if grouped:
         notes.append(
             "told by its groups alone; a single model whose only layer with weights is a "
             "nested one after Lambdas looks the same, and is read the same way"
         )
-    elif old.config is None and len(old.weighted) == 1 and not old.flaws:
-        is_parallel = None if len(old.groups) > 1 else False
+    elif old.config is None and len(old.weighted) == 1 and not old.flaws and len(old.groups) > 1:
+        parallel = None
     if old.backend not in (None, "tensorflow"):
         turned = ": kernels of convolutions are turned" if old.backend == "theano" else ""
         notes.append(f"the {old.backend} backend of Keras saved it{turned}")
-    complete = not old.flaws and old.count > 0
+    complete = bool(old.weights) and not old.flaws
     template = inside.config if inside else old.config
+    needs = tuple(code_needed(template)) if template else ()
+    contents = "full model" if old.config else "weights"
     return Inspection(
         path=old.path,
         kind="keras2",
         library=old.library,
-        contents="nothing" if not old.count else "full model" if old.config else "weights",
-        parallel=is_parallel,
+        contents=contents if old.weights else "nothing",
+        parallel=parallel,
         complete=complete,
-        command=_old_command(old, template),
+        command=_keras2_command(old, bool(needs)),
         devices=devices,
         template=name,
         flaw=None if complete else old.flaw or "it holds no weights",
@@ -127,10 +125,9 @@ def _old(old: OldFile) -> Inspection:
         compiled=old.training is not None,
         arrays=tuple(
             Entry(one.path.removeprefix("/model_weights").lstrip("/"), one.shape, one.dtype)
-            for group in old.groups
-            for one in group.weights
+            for one in old.weights
         ),
-        needs=tuple(code_needed(template)) if template else (),
+        needs=needs,
         notes=tuple(notes),
     )
 
@@ -150,20 +147,19 @@ def code_needed(model: Any) -> list[str]:
     return sorted(found)
 
 
-def _old_command(old: OldFile, template: Any) -> str:
-    here = shlex.quote(old.path)
-    stem = shlex.quote(os.path.splitext(os.path.basename(old.path))[0] + "-single")
-    if not old.count or old.flaws:
+def _keras2_command(old: OldFile, needs_code: bool) -> str:
+    if not old.weights or old.flaws:
         return "look for another file of the same run: this one cannot be completed"
     if (old.version or "").startswith("3."):
         return f"python -c \"import keras; keras.models.load_model('{old.path}')\""
+    stem = shlex.quote(os.path.splitext(os.path.basename(old.path))[0] + "-single")
+    code = " --custom your_layers.py" if needs_code else ""
     if old.config is None:
-        return f"lockstep rescue {here} -o {stem}.keras --model your_file.py:your_function"
-    custom = " --custom your_layers.py" if code_needed(template) else ""
-    return f"lockstep rescue {here} -o {stem}.keras{custom}"
+        code = " --model your_file.py:your_function"
+    return f"lockstep rescue {shlex.quote(old.path)} -o {stem}.keras{code}"
 
 
-def _modern_weights(path: str, handle: Any) -> Inspection:
+def _keras3_weights(path: str, handle: Any) -> Inspection:
     import h5py
 
     entries: list[Entry] = []
@@ -171,24 +167,25 @@ def _modern_weights(path: str, handle: Any) -> Inspection:
     stack = [""]
     while stack:
         here = stack.pop()
-        thing = hdf5.child(handle, here) if here else handle
+        thing = hdf5.child(handle, here)
         if isinstance(thing, h5py.Dataset):
             hdf5.check_array(thing)
             entries.append(Entry(here, tuple(map(int, thing.shape)), str(thing.dtype)))
             size += int(thing.nbytes)
         elif isinstance(thing, h5py.Group) and here.count("/") < 64:
-            stack += [f"{here}/{name}".lstrip("/") for name in reversed(hdf5.children(thing))]
+            hdf5.require_few_names(thing, len(thing))
+            stack += [f"{here}/{name}".lstrip("/") for name in reversed(list(thing))]
     hdf5.require_modest(path, [size])
     named = hdf5.text(handle, "format") == "named arrays"
-    known = named or any(e.path.split("/")[0] in ("layers", "vars", "optimizer") for e in entries)
-    known = known or any("/vars/" in e.path for e in entries)
-    if not known:
+    tops = {entry.path.split("/")[0] for entry in entries}
+    keras3 = {"layers", "vars", "optimizer"} & tops or any("/vars/" in e.path for e in entries)
+    if not (named or keras3):
         raise UnreadableFile(
             f"{path} is HDF5 and holds no Keras model: neither layer_names nor vars are in it.\n"
             "If a training run wrote it, the save failed before the first weight."
         )
     optimizer = any(e.path.startswith(("optimizer", "_optimizer")) for e in entries)
-    old = "_layer_checkpoint_dependencies" in {e.path.split("/")[0] for e in entries}
+    old = "_layer_checkpoint_dependencies" in tops
     return Inspection(
         path=path,
         kind="named arrays" if named else "weights.h5",
@@ -204,27 +201,22 @@ def _modern_weights(path: str, handle: Any) -> Inspection:
     )
 
 
-def _bounded(archive: zipfile.ZipFile, name: str) -> str:
-    """Read at most JSON_CAP bytes of a text in an archive: its declared size may be wrong."""
-    with archive.open(name) as part:
-        return part.read(keras2.JSON_CAP).decode()
-
-
 def _archive(path: str) -> Inspection:
-    with _zip(path) as opened:
+    def parse(archive: zipfile.ZipFile, name: str) -> dict[str, Any]:
+        size = archive.getinfo(name).file_size
+        if size > read.JSON_CAP:
+            raise HostileFile(
+                f"{path}: {name} unfolds to {size:,} bytes.\n"
+                "No model is described in so many; it is not read."
+            )
+        with archive.open(name) as part:  # its declared size may be wrong
+            return read.parse_json(part.read(read.JSON_CAP).decode(), name, path)
+
+    with _zip(path) as archive:
         try:
-            sizes = {info.filename: info.file_size for info in opened.infolist()}
-            for name in ("config.json", "metadata.json"):
-                if sizes.get(name, 0) > keras2.JSON_CAP:
-                    raise HostileFile(
-                        f"{path}: {name} unfolds to {sizes[name]:,} bytes.\n"
-                        "No model is described in so many; it is not read."
-                    )
-            config = keras2.parse_json(_bounded(opened, "config.json"), "config.json", path)
-            version = "an unknown version"
-            if "metadata.json" in sizes:
-                meta = keras2.parse_json(_bounded(opened, "metadata.json"), "metadata", path)
-                version = str(meta.get("keras_version", version))
+            config, meta = parse(archive, "config.json"), {}
+            if "metadata.json" in archive.namelist():
+                meta = parse(archive, "metadata.json")
         except (zipfile.BadZipFile, KeyError, UnicodeDecodeError, NotImplementedError,
                 RuntimeError, EOFError, OSError) as error:  # fmt: skip
             raise UnreadableFile(
@@ -232,48 +224,27 @@ def _archive(path: str) -> Inspection:
                 "Copy it again from where it was written, or use an earlier checkpoint."
             ) from error
     flaw = None
-    entries: tuple[Entry, ...] = ()
-    optimizer = False
+    inner = None
     hdf5.require_survival(path)
     try:
         with hdf5.inside_archive(path) as handle, hdf5.reading(path):
-            inner = _modern_weights(path, handle)
-            entries, optimizer = inner.arrays, inner.optimizer
+            inner = _keras3_weights(path, handle)
     except (UnreadableFile, KeyError, ValueError, OSError, RuntimeError) as error:
         flaw = f"its weights cannot be read ({(str(error).splitlines() or [''])[0][:100]})"
     return Inspection(
         path=path,
         kind="keras",
-        library=f"Keras {version}",
+        library=f"Keras {meta.get('keras_version', 'an unknown version')}",
         contents="full model",
         parallel=False,
         complete=flaw is None,
         command=f"python -c \"import keras; keras.models.load_model('{path}')\"",
         flaw=flaw,
-        optimizer=optimizer,
+        optimizer=inner is not None and inner.optimizer,
         compiled=bool(config.get("compile_config")),
-        arrays=entries,
+        arrays=inner.arrays if inner else (),
         needs=tuple(code_needed(config)),
     )
-
-
-def _safetensors_header(path: str) -> dict[str, Any]:
-    """Read the header of a safetensors file."""
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > keras2.JSON_CAP:
-            raise HostileFile(
-                f"{path}: its header declares {length:,} bytes.\n"
-                f"At most {keras2.JSON_CAP:,} are read; the file is damaged or made to harm."
-            )
-        raw = file.read(length)
-    try:
-        text = raw.decode()
-    except UnicodeDecodeError as error:
-        raise UnreadableFile(
-            f"{path}: its header is no text.\nCopy it again from where it was written."
-        ) from error
-    return keras2.parse_json(text, "header", path)
 
 
 PREFIXES = {
@@ -296,36 +267,32 @@ def prefix_of(names: list[str]) -> str:
     """
     found = ""
     while names:
-        for prefix in PREFIXES:
-            if all(name.startswith(found + prefix) for name in names):
-                found += prefix
-                break
-        else:
+        known = (p for p in PREFIXES if all(name.startswith(found + p) for name in names))
+        if (prefix := next(known, None)) is None:
             break
+        found += prefix
     return found
-
-
-def _torch(path: str) -> Inspection:
-    """Inspect a PyTorch file; nothing in it is executed (`weights_only=True`)."""
-    state = _load_torch(path)
-    tensors, where, optimizer = _state_dict(state, path)
-    arrays = tuple(
-        Entry(name, tuple(map(int, tensor.shape)), str(tensor.dtype).removeprefix("torch."))
-        for name, tensor in tensors.items()
-    )
-    notes = [f"the weights lie under the key {where!r}"] if where else []
-    return _found(path, "torch", "PyTorch", arrays, optimizer, notes)
 
 
 def _safetensors(path: str) -> Inspection:
     """Inspect a safetensors file by its header alone."""
-    header = _safetensors_header(path)
-    meta = header.pop("__metadata__", None)
-    if not isinstance(meta, dict):
-        meta = {}
-    entries = []
     with open(path, "rb") as file:
-        room = os.path.getsize(path) - 8 - int.from_bytes(file.read(8), "little")
+        length = int.from_bytes(file.read(8), "little")
+        if length > read.JSON_CAP:
+            raise HostileFile(
+                f"{path}: its header declares {length:,} bytes.\n"
+                f"At most {read.JSON_CAP:,} are read; the file is damaged or made to harm."
+            )
+        raw = file.read(length)
+    try:
+        header = read.parse_json(raw.decode(), "header", path)
+    except UnicodeDecodeError as error:
+        raise UnreadableFile(
+            f"{path}: its header is no text.\nCopy it again from where it was written."
+        ) from error
+    meta = header.pop("__metadata__", None)
+    room = os.path.getsize(path) - 8 - length
+    entries = []
     for name, entry in header.items():
         try:
             shape = tuple(int(n) for n in entry["shape"][:_RANK_CAP])
@@ -337,8 +304,8 @@ def _safetensors(path: str) -> Inspection:
                 f"{path}: the entry {name!r} of its header is not whole.\n"
                 "Copy it again from where it was written."
             ) from error
-        for length in shape:
-            size = min(size * length, 2**63)
+        for dim in shape:
+            size = min(size * dim, 2**63)
         if rank > _RANK_CAP:
             raise HostileFile(
                 f"{path}: {name!r} declares {rank:,} dims, and NumPy has at most {_RANK_CAP}.\n"
@@ -351,8 +318,34 @@ def _safetensors(path: str) -> Inspection:
                 "The file is cut short, damaged or made to harm."
             )
         entries.append(Entry(name, shape, entry["dtype"]))
-    library = "safetensors" + (f" ({meta['format']})" if "format" in meta else "")
-    return _found(path, "safetensors", library, tuple(entries), False, [])
+    writer = f" ({meta['format']})" if isinstance(meta, dict) and "format" in meta else ""
+    load = f"safetensors.torch.load_file({path!r})"
+    return _state_dict(path, "safetensors", f"safetensors{writer}", load, tuple(entries))
+
+
+def _torch(path: str) -> Inspection:
+    """Inspect a PyTorch file; nothing in it is executed (`weights_only=True`)."""
+    state = _load_torch(path)
+    places = ("", "state_dict", "model_state_dict", "model", "module", "net", "weights")
+    for key in places if isinstance(state, dict) else ():
+        inner = state.get(key) if key else state
+        items = inner.items() if isinstance(inner, dict) else ()
+        if tensors := {name: value for name, value in items if hasattr(value, "dtype")}:
+            break
+    else:
+        raise UnreadableFile(
+            f"{path} is a PyTorch file without a state dict in it.\n"
+            "Save model.state_dict() where it was written, and inspect that."
+        )
+    arrays = tuple(
+        Entry(str(name), tuple(map(int, one.shape)), str(one.dtype).removeprefix("torch."))
+        for name, one in tensors.items()
+    )
+    return _state_dict(
+        path, "torch", "PyTorch", f"torch.load({path!r}, weights_only=True)", arrays,
+        optimizer=any("optimizer" in str(key) for key in state),
+        notes=[f"the weights lie under the key {key!r}"] if key else [],
+    )  # fmt: skip
 
 
 def _load_torch(path: str) -> Any:
@@ -387,52 +380,30 @@ def _load_torch(path: str) -> Any:
         ) from error
 
 
-def _state_dict(state: Any, path: str) -> tuple[dict[str, Any], str, bool]:
-    """Return the tensors, the key that held them, and whether there is optimizer state."""
-    if isinstance(state, dict):
-        optimizer = any("optimizer" in str(key) for key in state)
-        tensors = {str(k): v for k, v in state.items() if hasattr(v, "dtype")}
-        if tensors:
-            return tensors, "", optimizer
-        for key in ("state_dict", "model_state_dict", "model", "module", "net", "weights"):
-            inner = state.get(key)
-            if isinstance(inner, dict) and any(hasattr(v, "dtype") for v in inner.values()):
-                found = {str(k): v for k, v in inner.items() if hasattr(v, "dtype")}
-                return found, key, optimizer
-    raise UnreadableFile(
-        f"{path} is a PyTorch file without a state dict in it.\n"
-        "Save model.state_dict() where it was written, and inspect that."
-    )
-
-
-def _found(
+def _state_dict(
     path: str,
     kind: str,
     library: str,
+    load: str,
     arrays: tuple[Entry, ...],
-    optimizer: bool,
-    notes: list[str],
+    optimizer: bool = False,
+    notes: Sequence[str] = (),
 ) -> Inspection:
     prefix = prefix_of([entry.path for entry in arrays])
-    wrappers = [PREFIXES[f"{part}."] for part in prefix.split(".") if part]
-    if wrappers:
-        notes.append(f"every name begins with {prefix!r}, left by {' and '.join(wrappers)}")
-    parallel = any(part != "_orig_mod" for part in prefix.split(".") if part)
+    parts = [f"{part}." for part in prefix.split(".") if part]
+    if parts:
+        wrappers = " and ".join(PREFIXES[part] for part in parts)
+        notes = [*notes, f"every name begins with {prefix!r}, left by {wrappers}"]
     strip = f"{{k.removeprefix('{prefix}'): v for k, v in state.items()}}" if prefix else "state"
-    load = (
-        f"torch.load({path!r}, weights_only=True)"
-        if kind == "torch"
-        else f"safetensors.torch.load_file({path!r})"
-    )
     return Inspection(
         path=path,
         kind=kind,
         library=library,
         contents="weights" if arrays else "nothing",
-        parallel=parallel,
+        parallel=any(part != "_orig_mod." for part in parts),
         complete=bool(arrays),
         command=f"state = {load}; model.load_state_dict({strip})",
         optimizer=optimizer,
-        arrays=tuple(Entry(entry.path, entry.shape, entry.dtype) for entry in arrays),
+        arrays=arrays,
         notes=tuple(notes),
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 import subprocess
 import sys
@@ -49,18 +50,15 @@ _survived: dict[tuple[str, int, int], None] = {}
 
 
 @contextmanager
-def opened(path: str | os.PathLike[str]) -> Iterator[Any]:
+def opened(path: str) -> Iterator[Any]:
     """Open an HDF5 file for reading; raise UnreadableFile where HDF5 fails."""
     import h5py
 
-    name = os.fspath(path)
-    require_survival(name)
-    with reading(name):
-        handle = h5py.File(name, "r", locking=False)
-    try:
+    require_survival(path)
+    with reading(path):
+        handle = h5py.File(path, "r", locking=False)
+    with handle:
         yield handle
-    finally:
-        handle.close()
 
 
 @contextmanager
@@ -117,19 +115,11 @@ def reading(name: str) -> Iterator[None]:
         yield
     except OldFileError:
         raise
-    except FileNotFoundError as error:
-        raise UnreadableFile(f"{name} is not there.\nGive the path of the file to read.") from error
-    except (
-        OSError,
-        RuntimeError,
-        KeyError,
-        ValueError,  # includes text that is not UTF-8
-        TypeError,
-        MemoryError,
-        OverflowError,
-    ) as error:
+    except (OSError, RuntimeError, LookupError, ValueError, TypeError, MemoryError,
+            OverflowError) as error:  # fmt: skip
+        reason = (str(error).splitlines() or [type(error).__name__])[0].strip("'\"")[:160]
         raise UnreadableFile(
-            f"{name} cannot be read as HDF5: {_short(error)}.\n"
+            f"{name} cannot be read as HDF5: {reason}.\n"
             "It is damaged, cut short or of another kind; copy it again from where it was\n"
             "written, or use an earlier checkpoint."
         ) from error
@@ -167,21 +157,10 @@ def array(group: Any, name: str) -> Any:
     return found
 
 
-def children(group: Any) -> list[str]:
-    """Return the names in a group; refuse more than NAMES_CAP."""
-    if len(group) > NAMES_CAP:
-        raise _too_many(group, len(group))
-    return [str(name) for name in group]
-
-
 def text(thing: Any, name: str) -> str | None:
     """Return the attribute `name` as text, or None where there is none."""
     value = _attribute(thing, name)
-    if value is None:
-        return None
-    if isinstance(value, bytes):
-        return value.decode("utf-8", errors="strict")
-    return value if isinstance(value, str) else str(value)
+    return value.decode() if isinstance(value, bytes) else value if value is None else str(value)
 
 
 def names(thing: Any, name: str) -> list[str] | None:
@@ -196,8 +175,7 @@ def names(thing: Any, name: str) -> list[str] | None:
     chunk = 0
     while (part := _attribute(thing, f"{name}{chunk}")) is not None:
         found += _as_names(thing, part)
-        if len(found) > NAMES_CAP:
-            raise _too_many(thing, len(found))
+        require_few_names(thing, len(found))
         chunk += 1
     return found if chunk else None
 
@@ -206,19 +184,18 @@ def write_names(thing: Any, key: str, names: list[str]) -> None:
     """Write a list of names as an attribute, in chunks where it is too long for one."""
     import numpy as np
 
-    encoded = [name.encode() for name in names]
-    width = max((len(name) for name in encoded), default=1)
-    per_chunk = max(_CHUNK // max(width, 1), 1)
+    encoded = np.asarray([name.encode() for name in names] or [], dtype="S" if names else float)
+    per_chunk = max(_CHUNK // encoded.itemsize, 1)
     if len(encoded) <= per_chunk:
-        thing.attrs[key] = np.asarray(encoded, dtype=f"S{width}") if encoded else []
+        thing.attrs[key] = encoded
         return
     for number, start in enumerate(range(0, len(encoded), per_chunk)):
-        thing.attrs[f"{key}{number}"] = np.asarray(encoded[start : start + per_chunk])
+        thing.attrs[f"{key}{number}"] = encoded[start : start + per_chunk]
 
 
 def check_array(dataset: Any) -> None:
     """Refuse an array with a false size or no numbers, before its data are read."""
-    declared = _size(dataset)
+    declared = math.prod(map(int, dataset.shape), start=int(dataset.dtype.itemsize))
     stored = int(dataset.id.get_storage_size())
     where = f"{dataset.file.filename}: the array {dataset.name}"
     if dataset.external or dataset.is_virtual:
@@ -254,13 +231,6 @@ def _room(path: str) -> int:
     return max(UNFOLD_CAP, 32 * os.path.getsize(path))
 
 
-def _size(dataset: Any) -> int:
-    size = int(dataset.dtype.itemsize)
-    for length in dataset.shape:
-        size *= int(length)
-    return size
-
-
 def _unfolds(dataset: Any, stored: int, declared: int) -> bool:
     """Return whether every chunk of an array unpacks to at most its declared size."""
     if declared > min(stored * _DEFLATE_RATIO, _room(dataset.file.filename)):
@@ -272,9 +242,7 @@ def _unfolds(dataset: Any, stored: int, declared: int) -> bool:
             f"{dataset.file.filename}: the array {dataset.name} is stored through filters that "
             "Keras does not use.\nUnpack it: h5repack -f NONE old.h5 new.h5"
         )
-    chunk = int(dataset.dtype.itemsize)
-    for length in dataset.chunks:
-        chunk *= int(length)
+    chunk = math.prod(map(int, dataset.chunks), start=int(dataset.dtype.itemsize))
     if chunk > max(UNFOLD_CAP, 2 * declared):
         return False
     found: list[Any] = []
@@ -311,9 +279,7 @@ def _attribute(thing: Any, name: str) -> Any:
 def _extent(thing: Any, name: str) -> tuple[int, int]:
     """Return the entries and bytes of an attribute; only references to long text count."""
     attribute = thing.attrs.get_id(name)
-    count = 1
-    for length in attribute.shape:
-        count *= int(length)
+    count = math.prod(map(int, attribute.shape))
     return count, count * int(attribute.dtype.itemsize)
 
 
@@ -331,24 +297,19 @@ def _as_names(thing: Any, value: Any) -> list[str]:
     return [e.decode("utf-8") if isinstance(e, bytes) else str(e) for e in entries.tolist()]
 
 
-def _too_many(thing: Any, count: int) -> HostileFile:
-    return HostileFile(
-        f"{thing.file.filename}: {thing.name} lists {count:,} names, more than {NAMES_CAP:,}.\n"
-        "No model has that many; the file is damaged or made to harm."
-    )
-
-
-def _short(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].strip("'\"")[:160]
+def require_few_names(thing: Any, count: int) -> None:
+    """Refuse a list of more than NAMES_CAP names."""
+    if count > NAMES_CAP:
+        raise HostileFile(
+            f"{thing.file.filename}: {thing.name} lists {count:,} names, more than {NAMES_CAP:,}."
+            "\nNo model has that many; the file is damaged or made to harm."
+        )
 
 
 def require_survival(path: str) -> None:
     """Refuse a file on which HDF5 crashes, hangs or runs out of memory.
 
     A separate process walks the structure of the file first.
-
-    Raises:
-        HostileFile: The process fails, or finds a structure that Keras never writes.
     """
     try:
         state = os.stat(path)
@@ -368,19 +329,19 @@ def require_survival(path: str) -> None:
             check=False,
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "LOCKSTEP_REHEARSE": ""},
         )
-        what = f"stops with status {done.returncode}" if done.returncode else ""
-        if done.returncode == -24:  # SIGXCPU
-            what = f"does not end within {PROBE_SECONDS} s"
-        if done.returncode == _REFUSED:
-            raise HostileFile(
-                f"{path}: {done.stdout.decode(errors='replace')}.\n"
-                "Keras never wrote one like that; the file was made by other means."
-            )
+        status, said = done.returncode, done.stdout.decode(errors="replace")
     except subprocess.TimeoutExpired:
-        what = f"does not end within {PROBE_WALL_SECONDS} s"
-    if what:
+        status, said = -_SIGXCPU, ""
+    if status == _REFUSED:
         raise HostileFile(
-            f"{path}: reading its structure {what}, in a process apart.\n"
+            f"{path}: {said}.\nKeras never wrote one like that; the file was made by other means."
+        )
+    if status:
+        ends = f"stops with status {status}"
+        if status == -_SIGXCPU:
+            ends = f"does not end within {PROBE_SECONDS} s"
+        raise HostileFile(
+            f"{path}: reading its structure {ends}, in a process apart.\n"
             "It is damaged in a way that the HDF5 library does not survive, or was made to "
             "harm.\nCopy it again from where it was written, or use an earlier checkpoint."
         )
@@ -389,7 +350,7 @@ def require_survival(path: str) -> None:
     _survived[key] = None
 
 
-_REFUSED = 3
+_REFUSED, _SIGXCPU = 3, 24
 _READ = ("_names", "_config", "keras_version", "backend", "format")
 """Substrings in the names of attributes that are read."""
 
@@ -398,32 +359,21 @@ def _probe() -> None:
     """Walk the structure of the file in `sys.argv[1]`, in a separate process."""
     import h5py
 
-    _limit()
-    path = sys.argv[1]
-    with contextlib.suppress(Exception):
-        if zipfile.is_zipfile(path):
-            with (
-                zipfile.ZipFile(path) as archive,
-                archive.open("model.weights.h5") as inner,
-                h5py.File(inner, "r") as handle,
-            ):
-                _walk(handle)
-        else:
-            with h5py.File(path, "r", locking=False) as handle:
-                _walk(handle)
-    os._exit(0)
-
-
-def _limit() -> None:
-    try:
+    with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has no limits
         import resource
-    except ImportError:  # not on Windows
-        return
-    with contextlib.suppress(ValueError, OSError):
+
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (PROBE_SECONDS, PROBE_SECONDS + 1))
         if sys.platform == "linux":
             resource.setrlimit(resource.RLIMIT_AS, (PROBE_MEMORY, PROBE_MEMORY))
+    path = sys.argv[1]
+    archive = zipfile.is_zipfile(path)
+    with (
+        contextlib.suppress(Exception),
+        inside_archive(path) if archive else h5py.File(path, "r", locking=False) as handle,
+    ):
+        _walk(handle)
+    os._exit(0)
 
 
 def _refuse(why: str) -> None:

@@ -15,8 +15,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.counted import counted
-from lockstep.errors import AmbiguousWeights, OldFileError, UntranslatableModel, WeightsDoNotFit
-from lockstep.rescue.keras2 import Group, OldFile, Stored
+from lockstep.errors import (
+    AmbiguousWeights,
+    NeedsCode,
+    OldFileError,
+    UntranslatableModel,
+    WeightsDoNotFit,
+)
+from lockstep.rescue import rebuild, unwrap, weight_tree
+from lockstep.rescue.old_layers import Context
+from lockstep.rescue.read import Group, OldFile, Stored
+from lockstep.rescue.rebuild import Part
+from lockstep.rescue.unwrap import Template
 from lockstep.rescue.weight_tree import Branch, Convert, Leaf, Slot, branches, keys, leaves
 
 BY_NAME = "names"
@@ -25,6 +35,7 @@ BY_ORDER = "order: trainable weights in layer order, then the others"
 BY_POSITION = "order of the layers"
 
 _FREEZE_CAP = 8  # maximum nested models for trying all frozen states
+_COMPARE = "Give the model that was trained: compare its summary() with lockstep inspect."
 
 
 @dataclass(frozen=True)
@@ -37,13 +48,20 @@ class Pair:
     convert: Convert | None
     dialect: str = "plain"
 
+    def values(self) -> Any:
+        """Return the numbers of the array, in the layout of the new layer."""
+        found = self.stored.read()
+        return found if self.convert is None else self.convert(found)
+
 
 @dataclass(frozen=True)
-class Found:
-    """An assignment and the rule that decided it."""
+class Plan:
+    """The array of the file for every weight of a model, and the rules that decided it."""
 
     pairs: tuple[Pair, ...]
-    rule: str
+    rules: tuple[str, ...]
+    flat: bool = True
+    """Whether one list of the file holds the whole model."""
 
     @property
     def key(self) -> frozenset[tuple[int, int]]:
@@ -51,9 +69,184 @@ class Found:
         return frozenset((id(pair.stored), pair.slot.index) for pair in self.pairs)
 
 
+@dataclass(frozen=True)
+class Matched:
+    """A Keras 3 model, with the array of the old file for each of its weights."""
+
+    model: Any
+    tree: Branch
+    plan: Plan
+    context: Context
+    config: dict[str, Any] | None
+    """The old config of the model, if known."""
+    template: Template | None
+    name: str | None
+    devices: int | None
+    part: Part | None = None
+    """The model with its parts under their old names; None for a model of the user."""
+
+    def by_index(self) -> dict[int, Pair]:
+        """Return the pairs by position in `model.variables`."""
+        return {pair.slot.index: pair for pair in self.plan.pairs}
+
+    def trained(self, old: OldFile) -> list[Pair]:
+        """Return the pairs of trained weights, in the order of old optimizers.
+
+        The order in the file shows whether a nested model was frozen.
+        """
+        by_slot = self.by_index()
+        position = {id(stored): number for number, stored in enumerate(old.weights)}
+        for frozen in _choices(self.tree, False):
+            head, tail = halves(self.tree, frozen)
+            numbers = [position[id(by_slot[slot.index].stored)] for _, slot in head + tail]
+            if numbers == sorted(numbers):
+                break
+        else:
+            head, _ = halves(self.tree, set())
+        return [by_slot[slot.index] for _, slot in head]
+
+    def outputs(self) -> tuple[str, ...]:
+        """Return the old names of the layers that give the outputs."""
+        config = (self.config or {})["config"]
+        if isinstance(config, dict) and "output_layers" in config:
+            return tuple(ref[0] for ref in unwrap.references(config["output_layers"]))
+        entries = config if isinstance(config, list) else config["layers"]
+        return (unwrap.entry_name(entries[-1]),)
+
+
+def match_config(old: OldFile, config: dict[str, Any] | None, context: Context) -> Matched:
+    """Build the template from its old config without weights, and assign its weights.
+
+    Args:
+        old: The open file.
+        config: The template's config, if the file has none.
+        context: The user's classes; receives the notes.
+    """
+    _require_readable(old)
+    context.version = old.version
+    own = unwrap.template_config(old.config)
+    given = own or unwrap.template_config(config)
+    if given is None:
+        raise NeedsCode(
+            f"{old.path} holds weights and no architecture.\n"
+            "Give the template with --model file.py:function or --config template.json, or take\n"
+            "the arrays alone into a .safetensors file or a .weights.h5 of named arrays."
+        )
+    with rebuild.weightless():
+        part = rebuild.build(given, context)
+        if not getattr(part.layer, "built", True) or not part.layer.inputs:
+            raise NeedsCode(
+                f"The model {part.name!r} was saved without its input shape.\n"
+                "Rebuild it in code with an Input and use --model file.py:function."
+            )
+    tree = weight_tree.of_part(part)
+    plan = make_plan(old, tree, parallel=_is_parallel(old), trusted=own is not None)
+    matched = _matched(old, part.layer, tree, plan, given, context, part)
+    trained = {pair.slot.index for pair in matched.trained(old)}
+    for leaf in leaves(tree):  # the tree, made before, has the layers as they were saved
+        natural = {slot.index for slot in leaf.slots if slot.trainable}
+        if not leaf.trainable or (natural and not natural & trained):
+            leaf.layer.trainable = False
+    return matched
+
+
+def match_model(old: OldFile, model: Any, context: Context) -> Matched:
+    """Assign the weights of an old file to a model that the user built."""
+    _require_readable(old)
+    if not model.built:
+        raise NeedsCode(
+            f"The model {model.name!r} has no weights yet, so there is nothing to fill.\n"
+            "Give it an Input, or call it once on a batch before."
+        )
+    tree = weight_tree.of_model(model)
+    parallel = _is_parallel(old)
+    try:
+        plan = make_plan(old, tree, parallel=parallel, trusted=False)
+    except WeightsDoNotFit:
+        if parallel is not False:
+            raise
+        plan = make_plan(old, tree, parallel=None, trusted=False)
+    return _matched(old, model, tree, plan, unwrap.template_config(old.config), context)
+
+
+def _matched(
+    old: OldFile,
+    model: Any,
+    tree: Branch,
+    plan: Plan,
+    config: dict[str, Any] | None,
+    context: Context,
+    part: Part | None = None,
+) -> Matched:
+    template = unwrap.in_config(old.config)
+    grouped = unwrap.in_groups(old) if template is None and plan.flat else None
+    name, devices = (template.name, template.devices) if template else grouped or (None, None)
+    if old.backend == "theano":  # it stores kernels of convolutions reversed
+        pairs = [replace(p, convert=half_turn) if _convolves(p) else p for p in plan.pairs]
+        plan = replace(plan, pairs=tuple(pairs))
+    return Matched(model, tree, plan, context, config, template, name, devices, part)
+
+
+def _is_parallel(old: OldFile) -> bool | None:
+    """Return whether the config is of a parallel model; None if the file has no config."""
+    return None if old.config is None else unwrap.in_config(old.config) is not None
+
+
+def make_plan(old: OldFile, root: Branch, *, parallel: bool | None, trusted: bool) -> Plan:
+    """Assign all weights of an old file to a model.
+
+    Every variable in the tree gets exactly one array, and every array of the file is used.
+    Otherwise an error is raised.
+
+    Args:
+        old: The file.
+        root: The tree of the template.
+        parallel: Whether the only group with weights holds the whole template; None if
+            unknown.
+        trusted: Whether the frozen flags of the tree are those of the file.
+    """
+    groups = old.weighted
+    flagged = flags_spread(old.version)
+    problems: list[OldFileError] = []
+    plans: list[Plan] = []
+    if len(groups) == 1 and parallel is not False:
+        try:
+            plans.append(assign(root, groups[0].weights, trusted=trusted, flagged=flagged))
+        except WeightsDoNotFit as error:
+            problems.append(error)
+    if parallel is not True:
+        try:
+            plans.append(_layerwise(groups, root, trusted, flagged))
+        except WeightsDoNotFit as error:
+            problems.append(error)
+    if not plans:
+        raise problems[0]
+    if len({plan.key for plan in plans}) > 1:
+        raise AmbiguousWeights(
+            f"{old.path} can be read as a parallel file or as one of a single model, and the two\n"
+            "put the weights in different places. Give the model or config that belongs to the\n"
+            "template itself, with its layers named as in the file."
+        )
+    return plans[0]
+
+
+def flags_spread(version: str | None) -> bool:
+    """Return whether a `keras_version` marks the layers of a frozen nested model.
+
+    tf.keras of TensorFlow 1.13 and later marks them; stand-alone Keras 2 never does.
+
+    Example:
+        >>> flags_spread("2.2.4-tf"), flags_spread("2.4.0"), flags_spread("2.2.4")
+        (True, True, False)
+    """
+    known = version or ""
+    tf_keras = tuple(f"2.{minor}." for minor in range(4, 16))
+    return known in ("2.2.4-tf", "2.3.0-tf") or known[:2] == "3." or known.startswith(tf_keras)
+
+
 def assign(
     root: Branch, sources: Sequence[Stored], *, trusted: bool, flagged: bool = False
-) -> Found:
+) -> Plan:
     """Assign a flat list of weights to a whole model.
 
     Args:
@@ -68,45 +261,83 @@ def assign(
         WeightsDoNotFit: No rule gives an assignment.
         AmbiguousWeights: Only the order decides, and it does not exclude another assignment.
     """
-    named = _by_name(root, sources, copies=False)
-    if named:
-        return Found(named, BY_NAME)
-    copied = _by_name(root, sources, copies=True)
-    if copied:
-        return Found(copied, BY_COPY)
-    found = _by_order(root, sources, _choices(root, flagged))
+    for rule in (BY_NAME, BY_COPY):
+        named = _by_name(root, sources, copies=rule == BY_COPY)
+        if named:
+            return Plan(named, (rule,))
+    found: dict[frozenset[tuple[int, int]], Plan] = {}
+    for frozen in _choices(root, flagged):
+        pairs = _in_order(root, sources, frozen)
+        if pairs:
+            plan = Plan(pairs, (BY_ORDER,))
+            found.setdefault(plan.key, plan)
     if not found:
         raise _misfit(root, sources)
-    if len(found) > 1:
-        raise _ambiguous(found[0], found[1], "a nested model may or may not have been frozen")
+    first, *others = found.values()
+    if others:
+        raise _ambiguous(first, others[0])
     if not trusted or _are_too_many(root):
-        _require_evidence(found[0])
-    return found[0]
+        _require_evidence(first)
+    return first
 
 
-def within(leaf: Leaf, sources: Sequence[Stored]) -> tuple[Pair, ...] | None:
+def _by_name(root: Branch, sources: Sequence[Stored], *, copies: bool) -> tuple[Pair, ...] | None:
+    """Assign each weight to the layer in its name, or return None if that fails."""
+    every = list(leaves(root))
+    owned: dict[str, list[Stored]] = {leaf.name: [] for leaf in every}
+    if len(owned) != len(every):
+        return None  # two layers share a name, so names cannot decide
+    prefixes: dict[str, str] = {}
+    for stored in sources:
+        owner = _owner(stored.name, owned, r"_\d+" if copies else "")
+        if owner is None:
+            return None
+        name, prefix = owner
+        if copies and prefixes.setdefault(name, prefix) != prefix:
+            return None  # two layers of the file would map to one of the model
+        owned[name].append(stored)
+    pairs: list[Pair] = []
+    for leaf in every:
+        found = _within(leaf, owned[leaf.name])
+        if found is None:
+            return None
+        pairs += found
+    return tuple(pairs)
+
+
+def _owner(name: str, layers: Iterable[str], suffix: str) -> tuple[str, str] | None:
+    """Return the layer that comes first in the name of a weight, and how it stands there."""
+    found = {
+        layer: match
+        for layer in layers
+        if (match := re.search(rf"(?:^|/){re.escape(layer)}{suffix}(?=/)", name))
+    }
+    if not found:
+        return None
+    best = max(found, key=lambda layer: (-found[layer].start(), len(layer), layer))
+    return best, found[best].group()
+
+
+_OWN_NAMES = frozenset({"BatchNormalization", "LSTM", "GRU", "CuDNNLSTM", "CuDNNGRU", "SimpleRNN"})
+
+
+def _within(leaf: Leaf, sources: Sequence[Stored]) -> tuple[Pair, ...] | None:
     """Assign the weights of one layer to its slots, by their names or else in order."""
     if len(sources) != len(leaf.slots):
         return None
     own = keys([stored.name for stored in sources])
     wanted = [slot.key for slot in leaf.slots]
     if sorted(own) == sorted(wanted) and len(set(own)) == len(own):
-        order = [own.index(key) for key in wanted]
-        return _fit(leaf, [sources[position] for position in order])
+        return _fit(leaf, [sources[own.index(key)] for key in wanted])
     last = [key[-1] for key in keys([f"x/{stored.name}" for stored in sources])]
-    if len(set(wanted)) == len(wanted) and Counter(last) == Counter(k[-1] for k in wanted):
-        if [k[-1] for k in wanted] == last:
-            return _fit(leaf, list(sources))
-        return None
-    if leaf.class_name in _OWN_NAMES and last != [key[-1] for key in wanted]:
+    kinds = [key[-1] for key in wanted]
+    named = len(set(wanted)) == len(wanted) and Counter(last) == Counter(kinds)
+    if last != kinds and (named or leaf.class_name in _OWN_NAMES):
         return None  # other weight names belong to another kind of layer
-    return _fit(leaf, list(sources))
+    return _fit(leaf, sources)
 
 
-_OWN_NAMES = frozenset({"BatchNormalization", "LSTM", "GRU", "CuDNNLSTM", "CuDNNGRU", "SimpleRNN"})
-
-
-def _fit(leaf: Leaf, ordered: list[Stored]) -> tuple[Pair, ...] | None:
+def _fit(leaf: Leaf, ordered: Sequence[Stored]) -> tuple[Pair, ...] | None:
     shapes = tuple(stored.shape for stored in ordered)
     for dialect in leaf.dialects:
         if shapes == dialect.shapes:
@@ -117,76 +348,21 @@ def _fit(leaf: Leaf, ordered: list[Stored]) -> tuple[Pair, ...] | None:
     return None
 
 
-def _by_name(root: Branch, sources: Sequence[Stored], *, copies: bool) -> tuple[Pair, ...] | None:
-    """Assign each weight to the layer in its name, or return None if that fails."""
-    every = list(leaves(root))
-    if len({leaf.name for leaf in every}) != len(every):
-        return None  # two layers share a name, so names cannot decide
-    owned: dict[str, list[Stored]] = {leaf.name: [] for leaf in every}
-    for stored in sources:
-        owner = _owner(stored.name, owned, copies=copies)
-        if owner is None:
-            return None
-        owned[owner].append(stored)
-    if copies and any(
-        len({_prefix(stored.name, leaf) for stored in owned[leaf]}) > 1 for leaf in owned
-    ):
-        return None  # two layers of the file would map to one of the model
-    pairs: list[Pair] = []
-    for leaf in every:
-        found = within(leaf, owned[leaf.name])
-        if found is None:
-            return None
-        pairs += found
-    return tuple(pairs)
-
-
-def _owner(name: str, names: dict[str, list[Stored]], *, copies: bool) -> str | None:
-    suffix = r"_\d+" if copies else ""
-    best: tuple[int, int, str] | None = None
-    for candidate in names:
-        found = re.search(rf"(?:^|/){re.escape(candidate)}{suffix}(?=/)", name)
-        if found:
-            rank = (-found.start(), len(candidate), candidate)
-            best = rank if best is None or rank > best else best
-    return best[2] if best else None
-
-
-def _prefix(name: str, leaf: str) -> str:
-    found = re.search(rf"(?:^|/){re.escape(leaf)}(_\d+)?(?=/)", name)
-    return found.group(0) if found else name
-
-
-def _by_order(root: Branch, sources: Sequence[Stored], choices: Sequence[set[int]]) -> list[Found]:
-    """Return every different assignment that fits, by the order of old files."""
-    found: dict[frozenset[tuple[int, int]], Found] = {}
-    for frozen in choices:
-        pairs = _in_order(root, sources, frozen)
-        if pairs:
-            one = Found(pairs, BY_ORDER)
-            found.setdefault(one.key, one)
-    return list(found.values())
-
-
 def _in_order(root: Branch, sources: Sequence[Stored], frozen: set[int]) -> tuple[Pair, ...] | None:
     head, tail = halves(root, frozen)
     order = head + tail
     if len(order) != len(sources):
         return None
-    owned: dict[int, list[tuple[Slot, Stored]]] = {}
-    for (leaf, slot), stored in zip(order, sources, strict=True):
-        owned.setdefault(id(leaf), []).append((slot, stored))
+    given = {slot.index: stored for (_, slot), stored in zip(order, sources, strict=True)}
     prefixes: dict[str, Leaf] = {}
     pairs: list[Pair] = []
     chosen = given_names(leaves(root))
     for leaf in leaves(root):
-        given = {slot.index: stored for slot, stored in owned[id(leaf)]}
         ordered = [given[slot.index] for slot in leaf.slots]
         fitted = _fit(leaf, ordered)
         if fitted is None or not _names_agree(leaf, ordered):
             return None
-        roots = {stored.name.rpartition("/")[0].split("/")[0] for stored in ordered}
-        if len(roots) > 1 and all("/" in stored.name for stored in ordered):
+        if len(set(map(_root, ordered))) > 1 and all("/" in stored.name for stored in ordered):
             return None  # the weights of one layer never have two layer names
         for stored in ordered:
             before = stored.name.rpartition("/")[0]
@@ -196,6 +372,11 @@ def _in_order(root: Branch, sources: Sequence[Stored], frozen: set[int]) -> tupl
                 return None  # a name chosen by the user identifies its layer
         pairs += fitted
     return tuple(pairs)
+
+
+def _root(stored: Stored) -> str:
+    """Return the first part of a weight's name, without the name of the weight itself."""
+    return stored.name.rpartition("/")[0].split("/")[0]
 
 
 def given_names(nodes: Iterable[Leaf | Branch]) -> set[str]:
@@ -218,49 +399,26 @@ def _automatic(kind: str) -> set[str]:
     return {re.sub(r"([a-z])([A-Z])", r"\1_\2", start).lower() for start in starts}
 
 
+_KNOWN_WEIGHTS = frozenset(
+    {"kernel", "bias", "gamma", "beta", "moving_mean", "moving_variance", "embeddings",
+     "recurrent_kernel", "depthwise_kernel", "pointwise_kernel", "alpha"}
+)  # fmt: skip
+
+
 def _names_agree(leaf: Leaf, ordered: list[Stored]) -> bool:
     """Return whether known weight names, such as kernel or gamma, match; others always do."""
     last = [keys([stored.name])[0][-1] for stored in ordered]
     wanted = [slot.key[-1] for slot in leaf.slots]
-    known = {"kernel", "bias", "gamma", "beta", "moving_mean", "moving_variance", "embeddings",
-             "recurrent_kernel", "depthwise_kernel", "pointwise_kernel", "alpha"}  # fmt: skip
-    if not set(wanted) <= known or not set(last) <= known:
-        return True
-    return last == wanted
-
-
-def trained(root: Branch, pairs: Sequence[Pair], order: Sequence[Stored]) -> list[Pair]:
-    """Return the pairs of trained weights, in the order of old optimizers.
-
-    Args:
-        root: The model's tree.
-        pairs: The whole assignment.
-        order: The arrays in file order, which shows whether a nested model was frozen.
-    """
-    by_slot = {pair.slot.index: pair for pair in pairs}
-    position = {id(stored): number for number, stored in enumerate(order)}
-    for frozen in _choices(root, False):
-        head, tail = halves(root, frozen)
-        found = [by_slot[slot.index] for _, slot in head]
-        numbers = [position[id(by_slot[slot.index].stored)] for _, slot in head + tail]
-        if numbers == sorted(numbers):
-            return found
-    head, _ = halves(root, set())
-    return [by_slot[slot.index] for _, slot in head]
+    return last == wanted or not {*wanted, *last} <= _KNOWN_WEIGHTS
 
 
 def _choices(root: Branch, flagged: bool) -> list[set[int]]:
     """Return sets of nested models that may have been frozen as a whole, likeliest first."""
-    if flagged:
-        return [set()]
-    nested = list(branches(root))
-    chosen: list[set[int]] = [set()]
-    if not _are_too_many(root):
-        for size in range(1, len(nested) + 1):
-            chosen += [{id(one) for one in some} for some in itertools.combinations(nested, size)]
-    else:
-        chosen += [{id(one)} for one in nested] + [{id(one) for one in nested}]
-    return chosen
+    nested = [] if flagged else [id(one) for one in branches(root)]
+    sizes: Iterable[int] = range(len(nested) + 1)
+    if len(nested) > _FREEZE_CAP:
+        sizes = (0, 1, len(nested))
+    return [set(some) for size in sizes for some in itertools.combinations(nested, size)]
 
 
 def _are_too_many(root: Branch) -> bool:
@@ -285,28 +443,26 @@ def halves(
     return ([], head + tail) if id(node) in frozen else (head, tail)
 
 
-def _require_evidence(found: Found) -> None:
+def _require_evidence(found: Plan) -> None:
     """Raise AmbiguousWeights if layers of equal shapes could be exchanged.
 
     A layer that was frozen at saving, but is not frozen in the user's model, has another
     position in the file. Layers of other shapes would then not fit. Between layers of
     equal shapes, only the numbers in their names can decide.
     """
-    prefixes: dict[int, str] = {}
+    prefixes: dict[Leaf, str] = {}
     for pair in found.pairs:
-        prefixes.setdefault(id(pair.leaf), pair.stored.name.rpartition("/")[0].split("/")[0])
-    every = {id(pair.leaf): pair.leaf for pair in found.pairs}
+        prefixes.setdefault(pair.leaf, _root(pair.stored))
     # A stored name is the layer's own, or has a number added to make it unique.
     own = all(
-        re.fullmatch(rf"{re.escape(leaf.name)}(_\d+)?", prefixes[one])
-        for one, leaf in every.items()
+        re.fullmatch(rf"{re.escape(leaf.name)}(_\d+)?", name) for leaf, name in prefixes.items()
     )
-    alike: dict[object, list[int]] = {}
-    for one, leaf in every.items():
-        alike.setdefault((leaf.signature, leaf.name if own else ""), []).append(one)
+    alike: dict[object, list[Leaf]] = {}
+    for leaf in prefixes:
+        alike.setdefault((leaf.signature, leaf.name if own else ""), []).append(leaf)
     for some in alike.values():
-        names = [prefixes[one] for one in some]
-        agree = same_ranks(names, [every[one].name for one in some])
+        names = [prefixes[leaf] for leaf in some]
+        agree = same_ranks(names, [leaf.name for leaf in some])
         if len(names) > 1 and not (ascending(names) if agree is None else agree):
             raise AmbiguousWeights(
                 f"The layers {', '.join(names[:4])} of the file have equal shapes, and their names "
@@ -337,13 +493,11 @@ def same_ranks(names: Sequence[str], others: Sequence[str]) -> bool | None:
         >>> same_ranks(["dense_2", "dense_1"], ["dense_9", "dense_8"])
         True
     """
-    mine, theirs = _numbers(names), _numbers(others)
-    if len(_stems([*names, *others])) > 1 or len(set(mine)) < len(mine):
+    both = _numbers(names), _numbers(others)
+    if len(_stems([*names, *others])) > 1 or any(len(set(some)) < len(some) for some in both):
         return None
-    if len(set(theirs)) < len(theirs):
-        return None
-    places = range(len(mine))
-    return sorted(places, key=mine.__getitem__) == sorted(places, key=theirs.__getitem__)
+    mine, theirs = (sorted(range(len(some)), key=some.__getitem__) for some in both)
+    return mine == theirs
 
 
 def _stems(names: Sequence[str]) -> set[str]:
@@ -354,37 +508,34 @@ def _numbers(names: Sequence[str]) -> list[tuple[int, ...]]:
     return [tuple(int(n) for n in re.findall(r"_(\d+)(?=_|$)", name)) for name in names]
 
 
-def _ambiguous(one: Found, other: Found, why: str) -> AmbiguousWeights:
-    first = {id(pair.stored): pair for pair in one.pairs}
-    for pair in other.pairs:
-        if first[id(pair.stored)].slot.index != pair.slot.index:
-            return AmbiguousWeights(
-                f"{pair.stored.name} fits both {first[id(pair.stored)].slot.path} and "
-                f"{pair.slot.path}: {why}.\nGive a model whose layers are named as in the file "
-                "(lockstep inspect lists them),\nso that names decide: --model file.py:function."
-            )
-    raise AssertionError("two equal assignments")
+def _ambiguous(one: Plan, other: Plan) -> AmbiguousWeights:
+    first = {id(pair.stored): pair.slot for pair in one.pairs}
+    pair = next(p for p in other.pairs if first[id(p.stored)].index != p.slot.index)
+    return AmbiguousWeights(
+        f"{pair.stored.name} fits both {first[id(pair.stored)].path} and {pair.slot.path}: "
+        "a nested model may or may not have been frozen.\n"
+        "Give a model whose layers are named as in the file "
+        "(lockstep inspect lists them),\nso that names decide: --model file.py:function."
+    )
 
 
 def _misfit(root: Branch, sources: Sequence[Stored]) -> WeightsDoNotFit | AmbiguousWeights:
-    wanted = Counter(slot.shape for leaf in leaves(root) for slot in leaf.slots)
-    count = sum(wanted.values())
-    if count != len(sources):
-        first = f"The file has {counted(len(sources), 'weight')} and the model {count}"
+    slots = [slot for leaf in leaves(root) for slot in leaf.slots]
+    if len(slots) != len(sources):
+        first = f"The file has {counted(len(sources), 'weight')} and the model {len(slots)}"
     else:
-        first = f"File and model have {counted(count, 'weight')} each, of other shapes"
-    stored = Counter(one.shape for one in sources)
-    extra = next(iter((stored - wanted).items()), None)
-    lacking = next(iter((wanted - stored).items()), None)
+        first = f"File and model have {counted(len(slots), 'weight')} each, of other shapes"
+    stored, wanted = Counter(one.shape for one in sources), Counter(slot.shape for slot in slots)
+    extra, lacking = next(iter(stored - wanted), None), next(iter(wanted - stored), None)
     detail = []
-    if extra:
-        name = next(one.name for one in sources if one.shape == extra[0])
-        detail.append(f"only in the file {extra[0]}, as {name}")
-    if lacking:
-        path = next(s.path for le in leaves(root) for s in le.slots if s.shape == lacking[0])
-        detail.append(f"only in the model {lacking[0]}, as {path}")
-    hint = "Give the model that was trained: compare its summary() with lockstep inspect."
-    if (extra and lacking) and len(extra[0]) == 1 and len(lacking[0]) == 2:
+    if extra is not None:
+        name = next(one.name for one in sources if one.shape == extra)
+        detail.append(f"only in the file {extra}, as {name}")
+    if lacking is not None:
+        path = next(slot.path for slot in slots if slot.shape == lacking)
+        detail.append(f"only in the model {lacking}, as {path}")
+    hint = _COMPARE
+    if extra is not None and lacking is not None and (len(extra), len(lacking)) == (1, 2):
         hint = "A GRU of that time needs reset_after=False in the model (a bias of one row)."
     if not detail and _are_too_many(root):
         return AmbiguousWeights(
@@ -397,119 +548,51 @@ def _misfit(root: Branch, sources: Sequence[Stored]) -> WeightsDoNotFit | Ambigu
     return WeightsDoNotFit(f"{first}: {'; '.join(detail)}.\n{hint}")
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The array of the file for every weight of a model."""
-
-    pairs: tuple[Pair, ...]
-    rules: tuple[str, ...]
-    flat: bool
-
-
-def make_plan(old: OldFile, root: Branch, *, parallel: bool | None, trusted: bool) -> Plan:
-    """Assign all weights of an old file to a model.
-
-    Every variable in the tree gets exactly one array, and every array of the file is used.
-    Otherwise an error is raised.
-
-    Args:
-        old: The file.
-        root: The tree of the template.
-        parallel: Whether the only group with weights holds the whole template; None if
-            unknown.
-        trusted: Whether the frozen flags of the tree are those of the file.
-    """
-    old.require_whole()
-    groups = old.weighted
-    problems: list[OldFileError] = []
-    plans: list[Plan] = []
-    if len(groups) == 1 and parallel is not False:
-        try:
-            found = assign(
-                root, groups[0].weights, trusted=trusted, flagged=flags_spread(old.version)
-            )
-            plans.append(Plan(found.pairs, (found.rule,), True))
-        except WeightsDoNotFit as error:
-            problems.append(error)
-    if parallel is not True:
-        try:
-            plans.append(_layerwise(old, root, trusted))
-        except WeightsDoNotFit as error:
-            problems.append(error)
-    if not plans:
-        raise problems[0]
-    if len(plans) == 2 and _key(plans[0]) != _key(plans[1]):
-        raise AmbiguousWeights(
-            f"{old.path} can be read as a parallel file or as one of a single model, and the two\n"
-            "put the weights in different places. Give the model or config that belongs to the\n"
-            "template itself, with its layers named as in the file."
-        )
-    return plans[0]
-
-
-def flags_spread(version: str | None) -> bool:
-    """Return whether a `keras_version` marks the layers of a frozen nested model.
-
-    tf.keras of TensorFlow 1.13 and later marks them; stand-alone Keras 2 never does.
-
-    Example:
-        >>> flags_spread("2.2.4-tf"), flags_spread("2.4.0"), flags_spread("2.2.4")
-        (True, True, False)
-    """
-    known = version or ""
-    return known in ("2.2.4-tf", "2.3.0-tf") or known[:2] == "3." or known.startswith(_TF_KERAS)
-
-
-_TF_KERAS = tuple(f"2.{minor}." for minor in range(4, 16))
-
-
-def _layerwise(old: OldFile, root: Branch, trusted: bool) -> Plan:
+def _layerwise(groups: Sequence[Group], root: Branch, trusted: bool, flagged: bool) -> Plan:
     """Plan the file of a single model: one group per layer, nested models flattened."""
-    groups = old.weighted
-    flagged = flags_spread(old.version)
     wanted = root.children
     if len(groups) != len(wanted):
         raise WeightsDoNotFit(
             f"The file has {counted(len(groups), 'layer')} with weights and the model "
-            f"{len(wanted)}.\n"
-            "Give the model that was trained: compare its summary() with lockstep inspect."
+            f"{len(wanted)}.\n{_COMPARE}"
         )
     named = {group.name: group for group in groups}
     by_name = len(named) == len(groups) and set(named) == {child.name for child in wanted}
+    if by_name:
+        groups = [named[child.name] for child in wanted]
     pairs: list[Pair] = []
     rules = {BY_NAME if by_name else BY_POSITION}
-    for position, child in enumerate(wanted):
-        group = named[child.name] if by_name else groups[position]
-        found = _child(child, group, trusted, flagged)
-        pairs += found.pairs
-        if found.rule != BY_NAME:
-            rules.add(found.rule)
-    plan = Plan(tuple(pairs), tuple(sorted(rules)), False)
+    for child, group in zip(wanted, groups, strict=True):
+        if isinstance(child, Leaf):
+            pairs += _layer(child, group)
+        else:
+            found = assign(child, group.weights, trusted=trusted, flagged=flagged)
+            pairs += found.pairs
+            rules.update(set(found.rules) - {BY_NAME})
     if not by_name and not trusted:
         _require_numbers(groups, wanted)
-    return plan
+    return Plan(tuple(pairs), tuple(sorted(rules)), flat=False)
 
 
-def _child(child: Leaf | Branch, group: Group, trusted: bool, flagged: bool) -> Found:
-    if isinstance(child, Branch):
-        return assign(child, group.weights, trusted=trusted, flagged=flagged)
-    pairs = within(child, group.weights)
+def _layer(leaf: Leaf, group: Group) -> tuple[Pair, ...]:
+    pairs = _within(leaf, group.weights)
     if pairs is None:
         shapes = ", ".join(str(stored.shape) for stored in group.weights)
-        wanted = ", ".join(str(slot.shape) for slot in child.slots)
-        hint = "Give the model that was trained: compare its summary() with lockstep inspect."
-        if child.class_name == "GRU":
+        wanted = ", ".join(str(slot.shape) for slot in leaf.slots)
+        hint = _COMPARE
+        if leaf.class_name == "GRU":
             hint = "A GRU of Keras 2 needs reset_after=False in the model (a bias of one row)."
         raise WeightsDoNotFit(
-            f"The layer {group.name!r} of the file has {shapes}; {child.name!r} of the model has "
+            f"The layer {group.name!r} of the file has {shapes}; {leaf.name!r} of the model has "
             f"{wanted}.\n{hint}"
         )
-    return Found(pairs, BY_NAME)
+    return pairs
 
 
-def _require_numbers(groups: tuple[Group, ...], wanted: list[Leaf | Branch]) -> None:
+def _require_numbers(groups: Sequence[Group], wanted: list[Leaf | Branch]) -> None:
     """Raise AmbiguousWeights if names contradict the assignment by position."""
     chosen = given_names(wanted)
+    alike: dict[object, list[tuple[str, str]]] = {}
     for group, child in zip(groups, wanted, strict=True):
         if group.name in chosen and group.name != child.name:
             raise AmbiguousWeights(
@@ -518,8 +601,6 @@ def _require_numbers(groups: tuple[Group, ...], wanted: list[Leaf | Branch]) -> 
                 "and names disagree.\nName the model's layers as in the file (lockstep inspect "
                 "lists them)."
             )
-    alike: dict[object, list[tuple[str, str]]] = {}
-    for group, child in zip(groups, wanted, strict=True):
         signature = tuple(leaf.signature for leaf in leaves(child))
         alike.setdefault(signature, []).append((group.name, child.name))
     for both in alike.values():
@@ -534,26 +615,15 @@ def _require_numbers(groups: tuple[Group, ...], wanted: list[Leaf | Branch]) -> 
             )
 
 
-def _key(plan: Plan) -> frozenset[tuple[int, int]]:
-    return frozenset((id(pair.stored), pair.slot.index) for pair in plan.pairs)
+def _require_readable(old: OldFile) -> None:
+    """Refuse a file that is not whole, and convolutions of Keras 1.
 
-
-_CONVOLUTIONS = (
-    *("Conv1D", "Conv2D", "Conv3D", "Conv2DTranspose", "ConvLSTM2D"),
-    *("Convolution1D", "Convolution2D", "Convolution3D"),
-    *("TimeDistributed", "Bidirectional"),  # wrappers of these layers
-)
-
-
-def require_known_layout(old: OldFile) -> None:
-    """Refuse convolutions of Keras 1: their files do not record the order of the dims.
-
-    Raises:
-        UntranslatableModel: The file has such a kernel. The error names the first one.
+    Files of Keras 1 do not record the order of the dims of a kernel.
     """
-    for stored in (one for group in old.groups for one in group.weights):
+    old.require_whole()
+    for stored in () if old.version else old.weights:
         name = stored.name.partition(":")[0]
-        if not old.version and name.endswith("_W") and len(stored.shape) > 2:
+        if name.endswith("_W") and len(stored.shape) > 2:
             raise UntranslatableModel(
                 f"{name} {stored.shape} is a kernel of Keras 1, in the order of Theano or of "
                 "TensorFlow: the file does not\ntell which, and the wrong one computes other "
@@ -562,16 +632,11 @@ def require_known_layout(old: OldFile) -> None:
             )
 
 
-def turned(old: OldFile, found: Plan) -> Plan:
-    """Return the plan, with convolution kernels reversed if Theano saved the file."""
-    if old.backend != "theano":
-        return found
-    return replace(
-        found,
-        pairs=tuple(
-            replace(pair, convert=half_turn) if _convolves(pair) else pair for pair in found.pairs
-        ),
-    )
+_CONVOLUTIONS = (
+    *("Conv1D", "Conv2D", "Conv3D", "Conv2DTranspose", "ConvLSTM2D"),
+    *("Convolution1D", "Convolution2D", "Convolution3D"),
+    *("TimeDistributed", "Bidirectional"),  # wrappers of these layers
+)
 
 
 def half_turn(kernel: Any) -> Any:

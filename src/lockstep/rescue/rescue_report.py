@@ -75,8 +75,8 @@ class Rescued(Report):
             table.add_column(title, overflow="fold")
         for row in self.rows:
             equal = ("yes, converted" if row.converted else "yes") if row.equal else "NO: rounded"
-            shape = " x ".join(map(str, row.shape)) or "scalar"
-            table.add_row(*(Text(printable(one)) for one in (row.source, row.target, shape, equal)))
+            cells = (row.source, row.target, _dims(row.shape), equal)
+            table.add_row(*(Text(printable(cell)) for cell in cells))
         console.print(table)
         lines = [self._model(), f"decided by {'; '.join(self.rules)}", *self._state()]
         lines += [f"note: {note}" for note in self.notes]
@@ -155,9 +155,8 @@ class Inspection(Report):
 
     def __str__(self) -> str:
         """What the file is, and the command that makes it usable."""
-        state = "complete" if self.complete else f"DAMAGED: {self.flaw}"
         return printable(
-            f"{self.path}: {self.contents}, {self._model()}, {self.library}; {state}. "
+            f"{self.path}: {self.contents}, {self._model()}, {self.library}; {self._state()}. "
             f"Next: {self.command}"
         )
 
@@ -170,29 +169,28 @@ class Inspection(Report):
             console.print(Text(printable(text), style), soft_wrap=soft_wrap)
 
         inside = f", template {self.template!r}" if self.template else ""
+        extras = ["optimizer state"] * self.optimizer + ["loss and metrics"] * self.compiled
         line(self.path, "bold")
         line(f"  written by  {self.library}")
         line(f"  holds       {self.contents}, {counted(len(self.arrays), 'array')}")
         line(f"  model       {self._model()}{inside}")
-        extras = ["optimizer state"] * self.optimizer + ["loss and metrics"] * self.compiled
         line(f"  also        {', '.join(extras) or 'no optimizer state'}")
-        line(f"  state       {'complete' if self.complete else f'DAMAGED: {self.flaw}'}")
+        line(f"  state       {self._state()}")
         if self.needs:
             line(f"  needs       {', '.join(self.needs)} (your code)")
         for note in self.notes:
             line(f"  note        {note}")
         tree = Tree("weights", hide_root=True)
-        places: dict[str, Any] = {"": tree}
+        places: dict[str, Tree] = {}
         for entry in self.arrays:
-            parts = entry.path.split("/")
-            for depth in range(1, len(parts)):
-                here = "/".join(parts[:depth])
+            here, above = "", tree
+            *folders, last = entry.path.split("/")
+            for folder in folders:
+                here = f"{here}/{folder}"
                 if here not in places:
-                    above = places["/".join(parts[: depth - 1])]
-                    places[here] = above.add(Text(printable(parts[depth - 1])))
-            shape = " x ".join(map(str, entry.shape)) or "scalar"
-            leaf = Text(printable(f"{parts[-1]}  {shape}  {entry.dtype}"))
-            places["/".join(parts[:-1])].add(leaf)
+                    places[here] = above.add(Text(printable(folder)))
+                above = places[here]
+            above.add(Text(printable(f"{last}  {_dims(entry.shape)}  {entry.dtype}")))
         console.print(tree)
         line(f"next: {self.command}", "bold", soft_wrap=True)
 
@@ -200,3 +198,10 @@ class Inspection(Report):
         what = {True: "parallel", False: "single device", None: "parallel or single (see notes)"}
         over = f" over {counted(self.devices, 'device')}" if self.devices else ""
         return f"{what[self.parallel]}{over}"
+
+    def _state(self) -> str:
+        return "complete" if self.complete else f"DAMAGED: {self.flaw}"
+
+
+def _dims(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.counted import counted
-from lockstep.rescue import abstract_model
-from lockstep.rescue import old_settings as settings
-from lockstep.rescue.exact_values import is_exact
-from lockstep.rescue.keras2 import OldFile, Stored, release
-from lockstep.rescue.old_settings import Context
+from lockstep.rescue.check import is_exact, numbers
+from lockstep.rescue.match import Matched, Pair
+from lockstep.rescue.old_layers import Context, dtype, plain
+from lockstep.rescue.read import OldFile, Stored, release
 
 _SLOTS: dict[str, tuple[str, ...]] = {
     # optimizer: its state per variable, in the order of old files, by Keras 3's names
@@ -85,71 +84,33 @@ class State:
         )
 
 
-def carry(
-    old: OldFile, model: Any, merges: Sequence[str], outputs: Sequence[str], context: Context
-) -> None:
-    """Compile a model like the old one, or add a note with the reason for not compiling."""
-    settings_ = old.training
-    if not settings_:
-        return
-    try:
-        optimizer = _optimizer(settings_.get("optimizer_config") or {}, old, context)
-        names = (list(merges), list(outputs))
-        loss = _loss(_per_output(settings_.get("loss"), names), context)
-        if optimizer is None or loss is None:
-            context.note("the model is not compiled: its optimizer or loss is not Keras's own")
-            return
-        weights = _per_output(settings_.get("loss_weights"), names)
-        metrics = [
-            _metrics(settings_.get(key), names, context) for key in ("metrics", "weighted_metrics")
-        ]
-        model.compile(
-            optimizer=optimizer,
-            loss=loss,
-            loss_weights=weights or None,
-            metrics=metrics[0],
-            weighted_metrics=metrics[1],
-        )
-    except Exception as error:  # old compile calls may fail in many ways
-        reason = (str(error).splitlines() or [""])[0][:100]
-        context.note(f"the model is not compiled: Keras 3 does not take its settings ({reason})")
-        model.optimizer = None
-        return
-    if settings_.get("sample_weight_mode"):
-        context.note("sample_weight_mode is left out: Keras 3 has none, give weights per step")
+def state(old: OldFile, matched: Matched) -> State:
+    """Return the optimizer state to save for a compiled model: the old state, or a fresh one.
 
-
-def state(
-    old: OldFile, model: Any, in_order: Sequence[tuple[Stored, Any]] | None, context: Context
-) -> State:
-    """Return the optimizer state to save for a compiled model.
-
-    Args:
-        old: The file.
-        model: The compiled model; its optimizer may be unbuilt.
-        in_order: Arrays of the trained weights in old order, with their Keras 3
-            variables; None if the old state cannot be carried.
-        context: Receives a note when the state is dropped.
-
-    Returns:
-        The old state, or a fresh state if the old one is dropped or absent.
+    A note tells when the old state is dropped. The state of a model of the user, and of
+    converted weights, cannot be carried.
     """
+    model, context = matched.model, matched.context
     kind = type(model.optimizer).__name__
-    names = _SLOTS.get(kind)
-    trainable = list(model.trainable_variables)
-    found = _slots(old, kind, in_order) if names and in_order else None
-    numbers = {id(variable): index for index, variable in enumerate(trainable)}
-    if found is not None and {id(variable) for variable, _ in found} != set(numbers):
-        found = None  # file and model train different weights
-    values: dict[tuple[int, str], Stored] = {}
-    for variable, arrays in found or ():
-        for name, stored in zip(names or (), arrays, strict=True):
-            values[numbers[id(variable)], name] = stored
+    names = _SLOTS.get(kind, ())
+    index = {id(one): number for number, one in enumerate(model.trainable_variables)}
+    found: list[tuple[int, list[Stored]]] | None = None
+    plain_layout = all(pair.convert is None for pair in matched.plan.pairs)
+    if names and old.optimizer and matched.part is not None and plain_layout:
+        trained = matched.trained(old)
+        places = [index.get(id(model.variables[pair.slot.index]), -1) for pair in trained]
+        if set(places) == set(index.values()):  # else, file and model train different weights
+            found = _slots(old, kind, trained, places)
+    values = {
+        (place, name): stored
+        for place, arrays in found or ()
+        for name, stored in zip(names, arrays, strict=True)
+    }
     step = old.optimizer[0] if found and old.optimizer[0].shape == () else None
     entries: list[Entry] = []
-    for name, slot, number in _layout(model.optimizer, len(trainable)):
+    for name, slot, number in _layout(model.optimizer, len(index)):
         if slot is not None:
-            shape = tuple(int(n) for n in trainable[slot[0]].shape)
+            shape = tuple(int(n) for n in model.trainable_variables[slot[0]].shape)
             entries.append(Entry(values.pop(slot, None), number, shape))
         else:
             entries.append(Entry(step if name == "iteration" else None, number, ()))
@@ -158,7 +119,7 @@ def state(
     carried = found is not None and not lacking and (not values or kind == "SGD")
     if old.optimizer and not carried:
         context.note(
-            f"the optimizer's state is dropped: {_why(old, kind, len(trainable))} (training goes "
+            f"the optimizer's state is dropped: {_why(old, kind, len(index))} (training goes "
             "on with a fresh state)"
         )
         entries = [Entry(None, entry.number, entry.shape) for entry in entries]
@@ -195,19 +156,19 @@ def _layout(optimizer: Any, count: int) -> list[tuple[str, tuple[int, str] | Non
     found: list[tuple[str, tuple[int, str] | None, Any]] = []
     for variable in copy.variables:
         slot = re.fullmatch(r"slot(\d+)_(\w+)", variable.name)
-        place = (int(slot.group(1)), slot.group(2)) if slot else None
-        found.append((variable.name, place, abstract_model.numbers(variable)))
+        place = (int(slot[1]), slot[2]) if slot else None
+        found.append((variable.name, place, numbers(variable)))
     return found
 
 
 def _slots(
-    old: OldFile, kind: str, in_order: Sequence[tuple[Stored, Any]]
-) -> list[tuple[Any, list[Stored]]] | None:
+    old: OldFile, kind: str, trained: list[Pair], places: list[int]
+) -> list[tuple[int, list[Stored]]] | None:
     """Return the state arrays of each trained variable, or None for a list of another form."""
     slots, rest = _SLOTS[kind], list(old.optimizer)
-    if rest and rest[0].shape == ():
+    if rest[0].shape == ():
         rest = rest[1:]
-    count = len(in_order)
+    count = len(trained)
     if len(slots) == 2 and len(rest) == 3 * count:
         if any(one.shape != (1,) for one in rest[2 * count :]):
             return None
@@ -220,25 +181,53 @@ def _slots(
             rest.sort(key=lambda one: slots.index(_slot_of(one.name, slots) or ""))
         elif release(old.version) >= (2, 11):
             return None  # these arrays are in the order of variables, and only names identify slots
-    found = []
-    for position, (weight, variable) in enumerate(in_order):
-        arrays = [rest[slot * count + position] for slot in range(len(slots))]
-        if any(array.shape != weight.shape for array in arrays):
-            return None
-        found.append((variable, arrays))
-    return found
+    found = [(place, rest[number::count]) for number, place in enumerate(places)]
+    fits = all(
+        array.shape == pair.stored.shape
+        for pair, (_, arrays) in zip(trained, found, strict=True)
+        for array in arrays
+    )
+    return found if fits else None
 
 
 def _slot_of(name: str, slots: Sequence[str]) -> str | None:
     """Return the slot in a name: `Adam/dense/kernel/m:0`, or `Adam/m/dense/kernel:0` since 2.11."""
     parts = name.partition(":")[0].split("/")
-    for part in (parts[-1], *parts[1:2]):
-        if _SLOT_NAMES.get(part) in slots:
-            return _SLOT_NAMES[part]
-    return None
+    found = (_SLOT_NAMES.get(part) for part in (parts[-1], *parts[1:2]))
+    return next((slot for slot in found if slot in slots), None)
 
 
-def _optimizer(entry: dict[str, Any], old: OldFile, context: Context) -> Any:
+def carry(
+    old: OldFile, model: Any, merges: Sequence[str], outputs: Sequence[str], context: Context
+) -> None:
+    """Compile a model like the old one, or add a note with the reason for not compiling."""
+    settings = old.training
+    if not settings:
+        return
+    try:
+        optimizer = _optimizer(settings.get("optimizer_config") or {}, context)
+        names = (list(merges), list(outputs))
+        loss = _loss(_per_output(settings.get("loss"), names), context)
+        if optimizer is None or loss is None:
+            context.note("the model is not compiled: its optimizer or loss is not Keras's own")
+            return
+        model.compile(
+            optimizer=optimizer,
+            loss=loss,
+            loss_weights=_per_output(settings.get("loss_weights"), names) or None,
+            metrics=_metrics(settings.get("metrics"), names, context),
+            weighted_metrics=_metrics(settings.get("weighted_metrics"), names, context),
+        )
+    except Exception as error:  # old compile calls may fail in many ways
+        reason = (str(error).splitlines() or [""])[0][:100]
+        context.note(f"the model is not compiled: Keras 3 does not take its settings ({reason})")
+        model.optimizer = None
+        return
+    if settings.get("sample_weight_mode"):
+        context.note("sample_weight_mode is left out: Keras 3 has none, give weights per step")
+
+
+def _optimizer(entry: dict[str, Any], context: Context) -> Any:
     import keras
 
     name, config = entry.get("class_name"), dict(entry.get("config") or {})
@@ -248,7 +237,7 @@ def _optimizer(entry: dict[str, Any], old: OldFile, context: Context) -> Any:
         context.note(f"the optimizer {name} is left out: it is none of Keras's")
         return None
     rate = config.pop("lr", config.pop("learning_rate", 0.001))
-    decay = float(settings.plain(config.pop("decay", 0.0)) or 0.0)
+    decay = float(plain(config.pop("decay", 0.0)) or 0.0)
     if isinstance(rate, dict):
         rate = keras.optimizers.schedules.deserialize(rate)
     elif decay:
@@ -259,7 +248,7 @@ def _optimizer(entry: dict[str, Any], old: OldFile, context: Context) -> Any:
         config["epsilon"] = 1e-7
     if name == "RMSprop":
         context.note("RMSprop's epsilon lies inside the square root in Keras 3")
-    kept = {key: settings.plain(value) for key, value in config.items() if key in _SETTINGS}
+    kept = {key: plain(value) for key, value in config.items() if key in _SETTINGS}
     return getattr(keras.optimizers, name)(learning_rate=rate, **kept)
 
 
@@ -332,9 +321,9 @@ def _metric(value: Any, context: Context) -> Any:
         kind = str(value.get("class_name"))
         cls = context.custom.get(kind, getattr(keras.metrics, kind, None))
         if "fn" not in config and inspect.isclass(cls):
-            config["dtype"] = settings.dtype(config.get("dtype"))
+            config["dtype"] = dtype(config.get("dtype"))
             try:
-                return cls(**{key: settings.plain(one) for key, one in config.items()})
+                return cls(**{key: plain(one) for key, one in config.items()})
             except Exception as error:  # a metric must not fail the rescue
                 reason = (str(error).splitlines() or [""])[0][:80]
                 context.note(f"the metric {name!r} is left out: Keras 3 refuses it ({reason})")

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.rescue.keras2 import OldFile
+from lockstep.rescue.read import OldFile
 
 _MODELS = ("Model", "Functional", "Sequential", "Network", "Container")
 
@@ -25,7 +25,6 @@ class Template:
     config: dict[str, Any]
     devices: int
     merges: tuple[str, ...]
-    evidence: str
 
 
 def is_model(entry: dict[str, Any]) -> bool:
@@ -36,6 +35,36 @@ def is_model(entry: dict[str, Any]) -> bool:
     return isinstance(config, dict) and {"layers", "input_layers", "output_layers"} <= set(config)
 
 
+def entry_name(entry: dict[str, Any]) -> str:
+    """Return the name of a layer in a config; its place depends on the Keras version."""
+    config = entry.get("config")
+    return str(entry.get("name") or (config.get("name") if isinstance(config, dict) else None))
+
+
+def shape_of(config: dict[str, Any]) -> Any:
+    """Return the shape of the input in the config of a layer, or None."""
+    return config.get("batch_input_shape", config.get("batch_shape"))
+
+
+def is_reference(value: Any) -> bool:
+    """Return whether a value of a config is a tensor: `[layer, node, tensor]`, and keywords."""
+    return (
+        isinstance(value, list)
+        and len(value) in (3, 4)
+        and isinstance(value[0], str)
+        and type(value[1]) is int
+        and type(value[2]) is int
+    )
+
+
+def references(listed: Any) -> list[list[Any]]:
+    """Return references `[layer, node, tensor]` in any nesting as a flat list."""
+    if is_reference(listed):
+        return [listed]
+    values = listed.values() if isinstance(listed, dict) else listed
+    return [ref for value in values for ref in references(value)]
+
+
 def in_config(model: dict[str, Any] | None) -> Template | None:
     """Return the template in the config of a parallel model, or None for any other model.
 
@@ -44,8 +73,14 @@ def in_config(model: dict[str, Any] | None) -> Template | None:
     """
     try:
         return _in_config(model)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError):
         return None  # not a well-formed functional model
+
+
+def template_config(model: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the template's config if the model is parallel, and the same config otherwise."""
+    inside = in_config(model)
+    return inside.config if inside else model
 
 
 def in_groups(old: OldFile) -> tuple[str, int | None] | None:
@@ -57,28 +92,23 @@ def in_groups(old: OldFile) -> tuple[str, int | None] | None:
     """
     if len(old.weighted) != 1 or len(old.groups) < 4:
         return None
-    inner = old.weighted[0]
-    position = [group.name for group in old.groups].index(inner.name)
-    before = [group.name for group in old.groups[:position]]
-    slices = [name for name in before if _slice_name(name)]
-    inputs = len(before) - len(slices)
-    if not inputs or len(slices) < 2 or position == len(old.groups) - 1:
+    inner, names = old.weighted[0], [group.name for group in old.groups]
+    position = names.index(inner.name)
+    slices = [name for name in names[:position] if re.search("lambda|slice", name, re.IGNORECASE)]
+    inputs = position - len(slices)
+    if not inputs or len(slices) < 2 or position == len(names) - 1:
         return None
     if any("/" not in weight.name for weight in inner.weights):
         return None
     return inner.name, len(slices) // inputs if len(slices) % inputs == 0 else None
 
 
-def _slice_name(name: str) -> bool:
-    return bool(re.search(r"lambda|slice", name, re.IGNORECASE))
-
-
 def _in_config(model: dict[str, Any] | None) -> Template | None:
     if not model or model.get("class_name") == "Sequential":
         return None
     graph = model["config"]
-    layers = {_name(entry): entry for entry in graph["layers"]}
-    merges = [layers[ref[0]] for ref in _references(graph["output_layers"])]
+    layers = {entry_name(entry): entry for entry in graph["layers"]}
+    merges = [layers[ref[0]] for ref in references(graph["output_layers"])]
     if not merges or not all(_joins_batches(entry) for entry in merges):
         return None
     joined = [_calls(entry)[0] for entry in merges]
@@ -97,40 +127,29 @@ def _in_config(model: dict[str, Any] | None) -> Template | None:
     calls = _calls(inner)
     if len(calls) != devices or len({ref[1] for ref in joined[0]}) != devices:
         return None
-    inputs = [ref[0] for ref in _references(graph["input_layers"])]
+    inputs = [ref[0] for ref in references(graph["input_layers"])]
     slices: set[str] = set()
     origins = [[_origin(layers[ref[0]], layers, slices) for ref in call] for call in calls]
-    if any(origin != origins[0] for origin in origins) or sorted(map(str, origins[0])) != sorted(
-        inputs
-    ):
+    if any(origin != origins[0] for origin in origins):
         return None
-    accounted = {*inputs, *slices, _name(inner), *(_name(entry) for entry in merges)}
+    if sorted(map(str, origins[0])) != sorted(inputs):
+        return None
+    accounted = {*inputs, *slices, entry_name(inner), *(entry_name(entry) for entry in merges)}
     if accounted != set(layers) or len(slices) != devices * len(inputs):
         return None
-    evidence = _evidence([layers[name] for name in slices], devices)
-    if evidence is None:
-        if not _same_inputs(inner, [layers[str(name)] for name in origins[0]]):
-            return None
-        evidence = "the layers around the inner model only split and join the batch"
+    numbered = _are_numbered([layers[name] for name in slices], devices)
+    if not (numbered or _same_inputs(inner, [layers[str(name)] for name in origins[0]])):
+        return None
     return Template(
-        name=_name(inner),
+        name=entry_name(inner),
         config={"class_name": inner["class_name"], "config": inner["config"]},
         devices=devices,
-        merges=tuple(_name(entry) for entry in merges),
-        evidence=evidence,
+        merges=tuple(entry_name(entry) for entry in merges),
     )
 
 
-def _name(entry: dict[str, Any]) -> str:
-    return str(entry.get("name") or entry["config"]["name"])
-
-
-def _references(listed: Any) -> list[list[Any]]:
-    return [listed] if listed and isinstance(listed[0], str) else list(listed)
-
-
 def _calls(entry: dict[str, Any]) -> list[list[list[Any]]]:
-    return [_references(call) for call in entry["inbound_nodes"]]
+    return [references(call) for call in entry["inbound_nodes"]]
 
 
 def _joins_batches(entry: dict[str, Any]) -> bool:
@@ -150,45 +169,34 @@ def _origin(entry: dict[str, Any], layers: dict[str, Any], slices: set[str]) -> 
     if len(calls) != 1 or len(calls[0]) != 1:
         return None
     source = layers[calls[0][0][0]]
-    slices.add(_name(entry))
-    return _name(source) if source["class_name"] == "InputLayer" else None
+    slices.add(entry_name(entry))
+    return entry_name(source) if source["class_name"] == "InputLayer" else None
 
 
-def _evidence(slices: list[dict[str, Any]], devices: int) -> str | None:
-    """Describe how the slices number their parts, or return None where they do not."""
-    parts: dict[int, int] = {}
+def _are_numbered(slices: list[dict[str, Any]], devices: int) -> bool:
+    """Return whether the settings or the names of the slices number the devices."""
+    parts: list[int] = []
     for entry in slices:
         settings = dict(entry["config"])
         settings.update(settings.pop("arguments", None) or {})
         numbers = {k: v for k, v in settings.items() if type(v) is int}
-        if devices not in numbers.values():
-            break
         index = [v for k, v in numbers.items() if v < devices and k not in ("parts", "dtype")]
-        if not index:
+        if devices not in numbers.values() or not index:
             break
-        parts[index[0]] = parts.get(index[0], 0) + 1
-    else:
-        if len(parts) == devices:
-            return f"slices 0 to {devices - 1} of {devices}"
-    marks = [re.search(r"Dev(\d+)$", _name(entry)) for entry in slices]
-    if all(marks) and {int(mark.group(1)) for mark in marks if mark} == set(range(devices)):
-        return f"slices named for devices 0 to {devices - 1}"
-    return None
+        parts.append(index[0])
+    if len(parts) == len(slices) and len(set(parts)) == devices:
+        return True
+    marks = [re.search(r"Dev(\d+)$", entry_name(entry)) for entry in slices]
+    return all(marks) and {int(mark[1]) for mark in marks if mark} == set(range(devices))
 
 
 def _same_inputs(inner: dict[str, Any], outer: list[dict[str, Any]]) -> bool:
     """Return whether the inner and the outer model have inputs of equal shapes."""
     config = inner["config"]
     entries = config if isinstance(config, list) else config["layers"]
+    taken = entries[:1]
     if isinstance(config, dict) and "input_layers" in config:
-        named = {_name(entry): entry for entry in entries}
-        taken = [named[ref[0]] for ref in _references(config["input_layers"])]
-    else:
-        taken = [entries[0]]
-    shapes = [_shape(entry) for entry in taken]
-    return None not in shapes and shapes == [_shape(entry) for entry in outer]
-
-
-def _shape(entry: dict[str, Any]) -> Any:
-    config = entry["config"]
-    return config.get("batch_input_shape", config.get("batch_shape"))
+        named = {entry_name(entry): entry for entry in entries}
+        taken = [named[ref[0]] for ref in references(config["input_layers"])]
+    inner_shapes, shapes = ([shape_of(one["config"]) for one in some] for some in (taken, outer))
+    return None not in inner_shapes and inner_shapes == shapes

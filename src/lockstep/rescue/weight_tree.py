@@ -14,6 +14,7 @@ from typing import Any
 from lockstep.rescue.rebuild import Part
 
 Convert = Callable[[Any], Any]
+Key = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,6 @@ class Dialect:
     name: str
     shapes: tuple[tuple[int, ...], ...]
     converts: tuple[Convert | None, ...]
-
-
-Key = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,7 @@ class Leaf:
     slots: tuple[Slot, ...]
     trainable: bool
     dialects: tuple[Dialect, ...]
+    layer: Any = None
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -87,20 +86,18 @@ def branches(node: Leaf | Branch) -> Iterator[Branch]:
 
 def of_part(part: Part) -> Branch:
     """Return the tree of a model that was built from an old config."""
-    numbers = _numbers(part.layer)
+    positions = _positions(part.layer)
     seen: set[int] = set()
 
     def grow(one: Part) -> Leaf | Branch | None:
         if one.is_model:
-            below = [grow(inner) for inner in one.parts]
-            kept = [node for node in below if node is not None]
+            kept = [node for node in map(grow, one.parts) if node is not None]
             return Branch(one.name, kept) if kept else None
         if id(one.layer) in seen or not one.layer.weights:
             return None
         seen.add(id(one.layer))
-        return _leaf(
-            one.name, one.class_name, one.layer, one.trainable, numbers, list(one.layer.weights)
-        )
+        variables = list(one.layer.weights)
+        return _leaf(one.name, one.class_name, one.layer, one.trainable, variables, positions)
 
     root = grow(part)
     return root if isinstance(root, Branch) else Branch(part.name)
@@ -110,17 +107,15 @@ def of_model(model: Any) -> Branch:
     """Return the tree of a live Keras 3 model."""
     import keras
 
-    numbers = _numbers(model)
+    positions = _positions(model)
     seen: set[int] = set()
     owned: set[int] = set()
 
     def grow(layer: Any) -> Leaf | Branch | None:
         inner = layer.layer if isinstance(layer, keras.layers.TimeDistributed) else layer
         if isinstance(inner, keras.Model):
-            below = [grow(one) for one in inner.layers]
+            below = [*map(grow, inner.layers), leaf(_OWN_WEIGHTS, inner)]
             kept = [node for node in below if node is not None]
-            own = leaf(_OWN_WEIGHTS, inner)
-            kept += [own] if own else []
             return Branch(layer.name, kept) if kept else None
         if id(layer) in seen:
             return None
@@ -135,7 +130,7 @@ def of_model(model: Any) -> Branch:
         if not variables:
             return None
         flag = bool(layer.trainable)
-        return _leaf(name, type(layer).__name__, layer, flag, numbers, variables)
+        return _leaf(name, type(layer).__name__, layer, flag, variables, positions)
 
     root = grow(model)
     return root if isinstance(root, Branch) else Branch(model.name)
@@ -173,8 +168,7 @@ def keys(paths: list[str]) -> list[Key]:
         [('forward', 'kernel'), ('backward', 'kernel')]
     """
     split = [_parts(path) for path in paths]
-    longest = max(map(len, split), default=0)
-    for length in range(1, longest + 1):
+    for length in range(1, max(map(len, split), default=0) + 1):
         found = [parts[-length:] for parts in split]
         if len(set(found)) == len(found):
             return found
@@ -184,8 +178,7 @@ def keys(paths: list[str]) -> list[Key]:
 def _parts(path: str) -> Key:
     kept = []
     for part in path.split("/"):
-        part = re.sub(r":\d+$", "", part)
-        part = re.sub(r"(_\d+)+$", "", part)
+        part = re.sub(r"(_\d+)*(:\d+)?$", "", part)
         if re.fullmatch(r"(lstm|gru|simple_rnn|conv_lstm\w*)_cell", part):
             continue
         side = re.match(r"(forward|backward)_", part)
@@ -193,73 +186,52 @@ def _parts(path: str) -> Key:
     return tuple(kept)
 
 
+def _positions(model: Any) -> dict[int, int]:
+    return {id(variable): index for index, variable in enumerate(model.variables)}
+
+
 def _leaf(
     name: str,
     class_name: str,
     layer: Any,
     trainable: bool,
-    numbers: dict[int, int],
     variables: list[Any],
+    positions: dict[int, int],
 ) -> Leaf:
-    nature = _by_nature(layer, variables)
-    found = keys([variable.path for variable in variables])
-    slots = tuple(
-        Slot(
-            numbers[id(variable)],
-            variable.path,
-            tuple(int(n) for n in variable.shape),
-            natural,
-            key,
-        )
-        for variable, natural, key in zip(variables, nature, found, strict=True)
-    )
-    # Old layers list their trainable weights first, in any order of creation.
-    slots = tuple(sorted(slots, key=lambda slot: not slot.trainable))
-    return Leaf(name, class_name, slots, trainable, dialects(class_name, layer, slots))
-
-
-def _by_nature(layer: Any, variables: list[Any]) -> list[bool]:
-    """Return, for each variable, whether it is trained when the layer is not frozen."""
-    if layer.trainable:
-        trained = {id(variable) for variable in layer.trainable_weights}
-        return [id(variable) in trained for variable in variables]
+    trained = {id(variable) for variable in layer.trainable_weights}
     # In a frozen layer, only the names distinguish statistics, which are never trained.
     statistics = ("moving_mean", "moving_variance", "mean", "variance", "count")
-    return [variable.name not in statistics for variable in variables]
+    slots = [
+        Slot(
+            positions[id(variable)],
+            variable.path,
+            tuple(int(n) for n in variable.shape),
+            id(variable) in trained if layer.trainable else variable.name not in statistics,
+            key,
+        )
+        for variable, key in zip(variables, keys([one.path for one in variables]), strict=True)
+    ]
+    # Old layers list their trainable weights first, in any order of creation.
+    slots.sort(key=lambda slot: not slot.trainable)
+    dialects = _dialects(class_name, layer, slots)
+    return Leaf(name, class_name, tuple(slots), trainable, dialects, layer)
 
 
-def _numbers(model: Any) -> dict[int, int]:
-    return {id(variable): index for index, variable in enumerate(model.variables)}
-
-
-def dialects(class_name: str, layer: Any, slots: tuple[Slot, ...]) -> tuple[Dialect, ...]:
+def _dialects(class_name: str, layer: Any, slots: list[Slot]) -> tuple[Dialect, ...]:
     """Return the ways in which an old file may store the weights of a layer."""
     plain = Dialect("plain", tuple(slot.shape for slot in slots), (None,) * len(slots))
     gates = _gates(layer)
-    if gates is None or not all(slot.key[-1] in _KINDS for slot in slots):
+    if gates is None or any(
+        slot.key[-1] not in ("kernel", "recurrent_kernel", "bias") for slot in slots
+    ):
         return (plain,)
     shapes, converts = [], []
     for slot in slots:
-        kind = slot.key[-1]
-        units = slot.shape[-1] // gates
-        shapes.append((2 * gates * units,) if kind == "bias" else slot.shape)
-        converts.append(_converter(kind, gates))
+        bias = slot.key[-1] == "bias"
+        shapes.append((2 * slot.shape[-1],) if bias else slot.shape)
+        converts.append(_converter(bias, gates))
     native = Dialect("CuDNN", tuple(shapes), tuple(converts))
     return (native,) if class_name.startswith("CuDNN") else (plain, native)
-
-
-def turned(matrix: Any, gates: int) -> Any:
-    """Convert the kernel of CuDNN gates to the layout of a plain layer.
-
-    Each gate's block is stored as (units, inputs) and declared as (inputs, units).
-    """
-    import numpy as np
-
-    blocks = np.split(matrix, gates, axis=1)
-    return np.hstack([b.reshape(b.shape[1], b.shape[0]).T for b in blocks])
-
-
-_KINDS = ("kernel", "recurrent_kernel", "bias")
 
 
 def _gates(layer: Any) -> int | None:
@@ -274,9 +246,15 @@ def _gates(layer: Any) -> int | None:
     return None
 
 
-def _converter(kind: str, gates: int) -> Convert:
-    if kind == "bias" and gates == 4:
-        return lambda bias: bias.reshape(2, -1).sum(axis=0)
-    if kind == "bias":
-        return lambda bias: bias.reshape(2, -1)
-    return lambda matrix: turned(matrix, gates)
+def _converter(bias: bool, gates: int) -> Convert:
+    import numpy as np
+
+    def convert(stored: Any) -> Any:
+        if bias:
+            both = stored.reshape(2, -1)
+            return both.sum(axis=0) if gates == 4 else both
+        # Each gate's block is stored as (units, inputs) and declared as (inputs, units).
+        blocks = np.split(stored, gates, axis=1)
+        return np.hstack([b.reshape(b.shape[1], b.shape[0]).T for b in blocks])
+
+    return convert

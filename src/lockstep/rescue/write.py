@@ -12,23 +12,20 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from lockstep import files
 from lockstep.errors import UnsuitableOutput
-from lockstep.files import sync_file, sync_folder
-from lockstep.rescue import abstract_model, hdf5, masks, training_state
-from lockstep.rescue.exact_values import as_dtype, converted, is_exact, rounded
-from lockstep.rescue.keras2 import OldFile, Stored
-from lockstep.rescue.match import Pair, halves
-from lockstep.rescue.rebuild import entry_name
+from lockstep.rescue import check, hdf5, rebuild, training_state
+from lockstep.rescue.check import as_dtype
+from lockstep.rescue.match import Matched, Pair, halves
+from lockstep.rescue.read import OldFile, Stored
 from lockstep.rescue.rescue_report import Row
-from lockstep.rescue.target import Target
-from lockstep.rescue.weight_tree import Branch, Leaf
-
-Config = dict[str, Any] | None
+from lockstep.rescue.unwrap import entry_name
 
 _SUFFIXES = (".keras", ".weights.h5", ".h5", ".hdf5", ".safetensors")
 
@@ -44,12 +41,12 @@ def suffix_of(output: str) -> str:
     )
 
 
-def write(old: OldFile, target: Target | None, suffix: str, path: str) -> tuple[list[Row], str]:
+def write(old: OldFile, matched: Matched | None, suffix: str, path: str) -> tuple[list[Row], str]:
     """Write one file and read it back.
 
     Args:
         old: The open old file.
-        target: The model and its weights; None for arrays only.
+        matched: The model and its weights; None for arrays only.
         suffix: A result of `suffix_of`.
         path: The path to write.
 
@@ -57,39 +54,88 @@ def write(old: OldFile, target: Target | None, suffix: str, path: str) -> tuple[
         The table of weights, and the outcome for the optimizer state (`"carried"`,
         `"dropped"` or `"none"`).
     """
-    dropped = "dropped" if old.optimizer else "none"
-    if suffix == ".safetensors":
-        return _write_safetensors(_named(old), path), dropped
-    if target is None:
-        return _write_named(_named(old), old, path), dropped
-    if suffix == ".h5":
-        return _write_keras2(old, target, path)
-    if suffix == ".keras":
-        return _write_keras(old, target, path)
-    places = _places(target)
-    _save_weights(target, path)
     import h5py
 
-    with h5py.File(path, "r") as handle:
-        return _compare(target, places, handle), dropped
+    carried = False
+    if suffix == ".safetensors":
+        rows = _write_safetensors(_named(old), path)
+    elif matched is None:
+        rows = _write_named(_named(old), old, path)
+    elif suffix == ".h5":
+        rows, carried = _write_keras2(old, matched, path)
+    elif suffix == ".keras":
+        rows, carried = _write_keras(old, matched, path)
+    else:
+        places = _places(matched)
+        _save_weights(matched, path)
+        with h5py.File(path, "r") as handle:
+            rows = _compare(matched, places, handle)
+    return rows, "carried" if carried else "dropped" if old.optimizer else "none"
 
 
-def _save_weights(target: Target, path: str) -> None:
+# ---------------------------------------------------------------- formats of Keras 3
+
+
+def layout(model: Any) -> dict[int, str]:
+    """Return where Keras saves each variable of a model: `{index: path in the file}`.
+
+    Keras saves the model with every variable replaced by its index in `model.variables`, and
+    the file is read back. The layout is therefore Keras's own, in every version.
+    """
+    import h5py
+    import numpy as np
+
+    positions = {id(variable): index for index, variable in enumerate(model.variables)}
+    found: dict[int, str] = {}
+
+    def visit(name: str, thing: Any) -> None:
+        if isinstance(thing, h5py.Dataset):
+            found[int(thing[()])] = name
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "layout.weights.h5")
+        _save_values(model, path, lambda variable: np.int64(positions.get(id(variable), -1)))
+        with h5py.File(path, "r") as handle:
+            handle.visititems(visit)
+    return found
+
+
+def _save_values(model: Any, path: str, value: Callable[[Any], Any]) -> None:
+    """Let Keras write a `.weights.h5` with values from a function."""
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        model.optimizer = None  # Keras creates variables while it saves an optimizer
+    try:
+        with quiet(), rebuild.values_from(value):
+            model.save_weights(path)
+    finally:
+        if optimizer is not None:
+            model.optimizer = optimizer
+
+
+def _save_weights(matched: Matched, path: str) -> None:
     """Let Keras write the weights of a model, reading each from the old file on demand."""
-    variables = target.model.variables
-    pairs = {id(variables[index]): pair for index, pair in target.by_index().items()}
+    variables = matched.model.variables
+    pairs = {id(variables[index]): pair for index, pair in matched.by_index().items()}
 
     def value(variable: Any) -> Any:
         pair = pairs.get(id(variable))
         if pair is None:
             return None
-        found = converted(pair.stored, pair.convert)
-        return as_dtype(found, variable.dtype, pair.stored.path)
+        return as_dtype(pair.values(), variable.dtype, pair.stored.path)
 
-    abstract_model.save_weights(target.model, path, value)
+    _save_values(matched.model, path, value)
 
 
-def _write_keras(old: OldFile, target: Target, path: str) -> tuple[list[Row], str]:
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hide a warning of NumPy 2 about how Keras 3.15 converts variables."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "__array__ implementation", DeprecationWarning)
+        yield
+
+
+def _write_keras(old: OldFile, matched: Matched, path: str) -> tuple[list[Row], bool]:
     """Write a `.keras` archive with Keras's config and Keras's layout of weights.
 
     Keras cannot write the archive itself: it creates variables while it saves an optimizer,
@@ -99,27 +145,26 @@ def _write_keras(old: OldFile, target: Target, path: str) -> tuple[list[Row], st
     import h5py
     import keras
 
-    if target.part is not None:
-        with abstract_model.weightless():
-            masks.require_old(target.part, target.context)
-    places = _places(target)
-    if not target.live:
-        merges = target.template.merges if target.template else target.outputs
-        training_state.carry(old, target.model, merges, target.outputs, target.context)
+    context = matched.context
+    places = _places(matched)
+    if matched.part is not None:
+        with rebuild.weightless():
+            check.require_old_masks(matched.part, context)
+        outputs = matched.outputs()
+        merges = matched.template.merges if matched.template else outputs
+        training_state.carry(old, matched.model, merges, outputs, context)
     state: training_state.State | None = None
-    with abstract_model.quiet():
-        if getattr(target.model, "optimizer", None) is not None:
-            plain = not target.live and all(pair.convert is None for pair in target.plan.pairs)
-            order = target.trained(old) if plain and old.optimizer else None
-            state = training_state.state(old, target.model, order, target.context)
-        config = keras.saving.serialize_keras_object(target.model)
+    with quiet():
+        if getattr(matched.model, "optimizer", None) is not None:
+            state = training_state.state(old, matched)
+        config = keras.saving.serialize_keras_object(matched.model)
     metadata = {
         "keras_version": keras.__version__,
         "date_saved": datetime.datetime.now().strftime("%Y-%m-%d@%H:%M:%S"),
     }
     with tempfile.TemporaryDirectory(dir=os.path.dirname(path), prefix=".rescue-") as folder:
         weights = os.path.join(folder, "model.weights.h5")
-        _save_weights(target, weights)
+        _save_weights(matched, weights)
         if state:
             with h5py.File(weights, "a") as handle:
                 state.write(handle)
@@ -128,45 +173,42 @@ def _write_keras(old: OldFile, target: Target, path: str) -> tuple[list[Row], st
             archive.writestr("config.json", json.dumps(config))
             archive.write(weights, "model.weights.h5")
     with hdf5.inside_archive(path) as handle:
-        rows = _compare(target, places, handle)
+        rows = _compare(matched, places, handle)
         if state and not state.read_back(handle):
             raise _misread("the state of the optimizer", "that of the old file")
-    optimizer = "none"
-    if old.optimizer:
-        optimizer = "carried" if state and state.carried else "dropped"
-    return rows, optimizer
+    return rows, bool(state and state.carried)
 
 
-def _places(target: Target) -> dict[int, str]:
+def _places(matched: Matched) -> dict[int, str]:
     """Return the path where Keras saves each weight, by position in `model.variables`."""
-    found = {index: path for path, index in abstract_model.layout(target.model).items()}
-    missing = set(target.by_index()) - set(found)
+    found = layout(matched.model)
+    missing = set(matched.by_index()) - set(found)
     if missing:
         raise UnsuitableOutput(
-            f"Keras does not save {target.model.variables[min(missing)].path} of this model.\n"
+            f"Keras does not save {matched.model.variables[min(missing)].path} of this model.\n"
             "Its layers save themselves in a way of their own; take a .safetensors of the arrays."
         )
     return found
 
 
-def _compare(target: Target, places: dict[int, str], handle: Any) -> list[Row]:
+def _compare(matched: Matched, places: dict[int, str], handle: Any) -> list[Row]:
     rows = []
-    for index, pair in target.by_index().items():
-        values, found = converted(pair.stored, pair.convert), handle[places[index]][()]
-        exact = _is_exact(pair.stored.path, places[index], values, found)
+    for index, pair in matched.by_index().items():
+        values, found = pair.values(), handle[places[index]][()]
         other = pair.convert is not None or values.dtype != found.dtype
-        source = pair.stored.path.lstrip("/")
-        rows.append(Row(source, pair.slot.path, pair.slot.shape, exact, other))
-    target.context.notes += rounded(rows)
+        rows.append(_row(pair.stored, pair.slot.path, values, found, places[index], other))
+    matched.context.notes += check.rounded(rows)
     return rows
 
 
-def _is_exact(source: str, place: str, wanted: Any, found: Any) -> bool:
-    """Return True for an exact array and False for a rounded one; raise for any other."""
-    exact = is_exact(found, wanted)
+def _row(
+    stored: Stored, target: str, wanted: Any, found: Any, place: str = "", converted: bool = False
+) -> Row:
+    """Return the row of an array that was read back; raise if it holds other numbers."""
+    exact = check.is_exact(found, wanted)
     if exact is None:
-        raise _misread(place, source)
-    return exact
+        raise _misread(place or target, stored.path)
+    return Row(stored.path.lstrip("/"), target, tuple(found.shape), exact, converted)
 
 
 def _misread(place: str, source: str) -> UnsuitableOutput:
@@ -176,52 +218,51 @@ def _misread(place: str, source: str) -> UnsuitableOutput:
     )
 
 
-def _write_keras2(old: OldFile, target: Target, path: str) -> tuple[list[Row], str]:
+# ---------------------------------------------------------------- the format of Keras 2
+
+
+def _write_keras2(old: OldFile, matched: Matched, path: str) -> tuple[list[Row], bool]:
     """Write Keras 2's layout: the old config, and one group per layer with the old names."""
     import h5py
 
     # Keras 2 cannot read the config of a live Keras 3 model, and the file's config names
     # other layers.
-    config = None if target.live else target.config
+    config = None if matched.part is None else matched.config
     with h5py.File(path, "w") as handle:
         root = handle
         if config is not None:
             root = handle.create_group("model_weights")
             handle.attrs["model_config"] = json.dumps(config).encode()
         else:
-            target.context.note("weights alone, under the names of the model that was given")
+            matched.context.note("weights alone, under the names of the model that was given")
         for place in (handle, root):
             place.attrs["backend"] = (old.backend or "tensorflow").encode()
             place.attrs["keras_version"] = (old.version or "2.2.4").encode()
-        places = _write_layers(target, config, root)
-        optimizer = _write_training(old, target, config, handle)
+        places = _write_layers(matched, config, root)
+        carried = config is not None and old.config is not None and old.training is not None
+        if carried:
+            handle.attrs["training_config"] = json.dumps(_training_config(old, matched)).encode()
+            if old.optimizer:
+                _write_group(handle, "optimizer_weights", old.optimizer)
     with h5py.File(path, "r") as handle:
-        return [_read_back(pair.stored, place, handle) for place, pair in places.items()], optimizer
+        rows = [_row(p.stored, at, p.stored.read(), handle[at][()]) for at, p in places.items()]
+    return rows, carried and bool(old.optimizer)
 
 
-def _read_back(stored: Stored, place: str, handle: Any) -> Row:
-    exact = _is_exact(stored.path, place, stored.read(), handle[place][()])
-    return Row(stored.path.lstrip("/"), place, stored.shape, exact)
-
-
-def _write_layers(target: Target, config: Config, root: Any) -> dict[str, Pair]:
-    pairs = target.by_index()
-    tops = {child.name: child for child in target.tree.children}
-    names = _layer_names(config, tops)
+def _write_layers(matched: Matched, config: dict[str, Any] | None, root: Any) -> dict[str, Pair]:
+    pairs = matched.by_index()
+    tops = {child.name: child for child in matched.tree.children}
+    names = list(tops)
+    if config is not None:
+        inner = config["config"]
+        names = list(map(entry_name, inner["layers"] if isinstance(inner, dict) else inner))
     hdf5.write_names(root, "layer_names", names)
     places: dict[str, Pair] = {}
     for name in names:
-        group = root.require_group(name)
-        listed: list[str] = []
-        if name in tops:
-            head, tail = halves(tops[name], set())
-            for _, slot in head + tail:
-                pair = pairs[slot.index]
-                own = _unique(pair.stored.name, listed)
-                listed.append(own)
-                group[own] = pair.stored.read()
-                places[f"{group.name}/{own}".lstrip("/")] = pair
-        hdf5.write_names(group, "weight_names", listed)
+        head, tail = halves(tops[name], set()) if name in tops else ([], [])
+        listed = [pairs[slot.index] for _, slot in head + tail]
+        at = _write_group(root, name, [pair.stored for pair in listed])
+        places.update(zip(at, listed, strict=True))
     if len(places) != len(pairs):
         raise UnsuitableOutput(
             f"{len(pairs)} weights were to be written, and the config names layers for "
@@ -231,46 +272,35 @@ def _write_layers(target: Target, config: Config, root: Any) -> dict[str, Pair]:
     return places
 
 
-def _layer_names(config: Config, tops: dict[str, Leaf | Branch]) -> list[str]:
-    if config is None:
-        return list(tops)
-    inner = config["config"]
-    entries = inner["layers"] if isinstance(inner, dict) else inner
-    return [str(entry.get("name") or entry_name(entry)) for entry in entries]
+def _write_group(root: Any, name: str, arrays: tuple[Stored, ...] | list[Stored]) -> list[str]:
+    """Write the arrays of one layer, and return their paths; nested layers may repeat names."""
+    group = root.require_group(name)
+    names: list[str] = []
+    for stored in arrays:
+        own, number = stored.name, 0
+        stem, _, last = own.rpartition("/")
+        while own in names:
+            number += 1
+            own = f"{stem}_{number}/{last}"
+        names.append(own)
+        group[own] = stored.read()
+    hdf5.write_names(group, "weight_names", names)
+    return [f"{group.name}/{own}".lstrip("/") for own in names]
 
 
-def _write_training(old: OldFile, target: Target, config: Config, handle: Any) -> str:
-    if config is None or old.training is None or old.config is None:
-        return "dropped" if old.optimizer else "none"
-    settings = dict(old.training)
-    merges = list(target.template.merges) if target.template else []
+def _training_config(old: OldFile, matched: Matched) -> dict[str, Any]:
+    """Return the old settings of `compile`, under the names of the template's outputs."""
+    settings = dict(old.training or {})
+    merges = list(matched.template.merges) if matched.template else []
     for key in ("loss", "metrics", "loss_weights", "weighted_metrics"):
         value = settings.get(key)
         if isinstance(value, dict) and merges and set(value) <= set(merges):
-            renamed = dict(zip(merges, target.outputs, strict=True))
+            renamed = dict(zip(merges, matched.outputs(), strict=True))
             settings[key] = {renamed[name]: entry for name, entry in value.items()}
-    handle.attrs["training_config"] = json.dumps(settings).encode()
-    if not old.optimizer:
-        return "none"
-    group = handle.create_group("optimizer_weights")
-    listed: list[str] = []
-    for stored in old.optimizer:
-        own = _unique(stored.name, listed)
-        listed.append(own)
-        group[own] = stored.read()
-    hdf5.write_names(group, "weight_names", listed)
-    return "carried"
+    return settings
 
 
-def _unique(name: str, taken: list[str]) -> str:
-    """Return a unique name in a group; names of nested layers may repeat."""
-    if name not in taken:
-        return name
-    stem, _, last = name.rpartition("/")
-    number = 1
-    while f"{stem}_{number}/{last}" in taken:
-        number += 1
-    return f"{stem}_{number}/{last}"
+# ---------------------------------------------------------------- arrays only
 
 
 def _named(old: OldFile) -> dict[str, Stored]:
@@ -280,18 +310,18 @@ def _named(old: OldFile) -> dict[str, Stored]:
     name, the layer's group precedes all names.
     """
     old.require_whole()
-    groups = old.weighted
-    plain = [_bare(stored.name) for group in groups for stored in group.weights]
-    unique = len(set(plain)) == len(plain)
+
+    def bare(name: str) -> str:
+        return name.rpartition(":")[0] if name.rpartition(":")[2].isdigit() else name
+
+    found = {bare(stored.name): stored for stored in old.weights}
+    if len(found) == len(old.weights):
+        return found
     return {
-        _bare(stored.name) if unique else f"{group.name}/{_bare(stored.name)}": stored
-        for group in groups
+        f"{group.name}/{bare(stored.name)}": stored
+        for group in old.weighted
         for stored in group.weights
     }
-
-
-def _bare(name: str) -> str:
-    return name.rpartition(":")[0] if name.rpartition(":")[2].isdigit() else name
 
 
 def _write_named(found: dict[str, Stored], old: OldFile, path: str) -> list[Row]:
@@ -305,7 +335,7 @@ def _write_named(found: dict[str, Stored], old: OldFile, path: str) -> list[Row]
         for name, stored in found.items():
             handle[name] = stored.read()
     with h5py.File(path, "r") as handle:
-        return [_read_back(stored, name, handle) for name, stored in found.items()]
+        return [_row(one, name, one.read(), handle[name][()]) for name, one in found.items()]
 
 
 _DTYPES = {
@@ -333,86 +363,71 @@ def _write_safetensors(found: dict[str, Stored], path: str) -> list[Row]:
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+
+    def little_endian(stored: Stored) -> Any:
+        values = stored.read()
+        return values.astype(values.dtype.newbyteorder("<"), copy=False)
+
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for stored in found.values():
-            file.write(_little_endian(stored.read()).tobytes())
+            file.write(little_endian(stored).tobytes())
     rows = []
-    with open(path, "rb") as file:
-        file.seek(8 + len(text))
+    with open(path, "rb") as written:
+        written.seek(8 + len(text))
         for name, stored in found.items():
-            wanted = _little_endian(stored.read())
-            back = np.frombuffer(file.read(wanted.nbytes), wanted.dtype).reshape(wanted.shape)
-            exact = _is_exact(stored.path, name, wanted, back)
-            rows.append(Row(stored.path.lstrip("/"), name, stored.shape, exact))
+            wanted = little_endian(stored)
+            back = np.frombuffer(written.read(wanted.nbytes), wanted.dtype).reshape(wanted.shape)
+            rows.append(_row(stored, name, wanted, back))
     return rows
 
 
-def _little_endian(values: Any) -> Any:
-    return values.astype(values.dtype.newbyteorder("<"), copy=False)
+# ---------------------------------------------------------------- whole or not at all
 
 
 @contextlib.contextmanager
-def replacing(output: str, source: str, suffix: str, size: int = 0) -> Iterator[str]:
+def replacing(output: str, source: str, size: int) -> Iterator[str]:
     """Yield a temporary path that replaces `output` when the body succeeds.
 
     `output` holds either its former contents or the finished file, also after a power cut.
-    The file and its folder are synced before this returns.
 
     Args:
         output: Path of the new file. An existing file is replaced.
         source: The old file, which must not be `output`.
-        suffix: Ending of the temporary file.
         size: Maximum bytes of the new file.
 
     Raises:
         UnsuitableOutput: `output` is a folder or is `source`, or its folder is missing,
             full or not writable.
     """
-    folder = os.path.dirname(os.path.abspath(output))
-    if os.path.isdir(output):
+    path = Path(os.path.abspath(output))
+    if path.is_dir():
         raise UnsuitableOutput(f"{output} is a folder.\nGive the path of a file with -o.")
-    if os.path.exists(output) and os.path.samefile(output, source):
+    if path.exists() and path.samefile(source):
         raise UnsuitableOutput(
             f"The output {output} is the file that is read.\n"
             "An old file is never overwritten by its rescue: give another path with -o."
         )
-    # HDF5 may abort the process on a full disk.
-    free = shutil.disk_usage(folder).free if os.path.isdir(folder) else size
+    if not os.access(path.parent, os.W_OK | os.X_OK) or not path.parent.is_dir():
+        why = "it is not yours to write" if path.parent.is_dir() else "there is no such folder"
+        raise UnsuitableOutput(
+            f"The folder {path.parent} cannot be written: {why}.\n"
+            "Give a path in a folder that is there and yours with -o."
+        )
+    free = shutil.disk_usage(path.parent).free  # HDF5 may abort the process on a full disk
     if free < size:
         raise UnsuitableOutput(
-            f"The new file needs up to {size:,} bytes, and {folder} has {free:,} left.\n"
+            f"The new file needs up to {size:,} bytes, and {path.parent} has {free:,} left.\n"
             "Make room, or give a path on another disk with -o."
         )
     try:
-        handle, path = tempfile.mkstemp(dir=folder, prefix=".rescue-", suffix=suffix)
-    except OSError as error:
-        raise UnsuitableOutput(
-            f"The folder {folder} cannot be written: {error.strerror}.\n"
-            "Give a path in a folder that is there and yours with -o."
-        ) from error
-    os.close(handle)
-    try:
-        yield path
-        os.chmod(path, 0o666 & ~_umask())
-        sync_file(Path(path))
-        os.replace(path, output)
-        sync_folder(Path(folder))
-    except BaseException as error:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+        with files.replacing(path) as temporary:
+            yield str(temporary)
+    except (OSError, RuntimeError) as error:
         reason = " ".join(str(error).split())
-        if isinstance(error, OSError) or (
-            isinstance(error, RuntimeError) and "write failed" in reason  # from HDF5
-        ):
-            raise UnsuitableOutput(
-                f"{output} could not be written: {reason[:160]}.\n"
-                "Nothing was written. Make room, or give a path on another disk with -o."
-            ) from error
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+        if isinstance(error, RuntimeError) and "write failed" not in reason:  # as HDF5 says it
+            raise
+        raise UnsuitableOutput(
+            f"{output} could not be written: {reason[:160]}.\n"
+            "Nothing was written. Make room, or give a path on another disk with -o."
+        ) from error

@@ -1,4 +1,4 @@
-"""Read HDF5 files of Keras 2 and tf.keras.
+"""Read HDF5 files of Keras 2 and tf.keras, and files of named arrays.
 
 The root (or `model_weights` of a full model) has `layer_names` and one group per layer.
 Each group has `weight_names`; each weight is at `<layer>/<weight name>`.
@@ -7,7 +7,6 @@ Each group has `weight_names`; each weight is at `<layer>/<weight name>`.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,12 +48,12 @@ class OldFile:
 
     path: str
     version: str | None
-    backend: str | None
-    config: dict[str, Any] | None
-    training: dict[str, Any] | None
     groups: tuple[Group, ...]
-    optimizer: tuple[Stored, ...]
-    flaws: tuple[str, ...]
+    backend: str | None = None
+    config: dict[str, Any] | None = None
+    training: dict[str, Any] | None = None
+    optimizer: tuple[Stored, ...] = ()
+    flaws: tuple[str, ...] = ()
 
     @property
     def weighted(self) -> tuple[Group, ...]:
@@ -62,9 +61,9 @@ class OldFile:
         return tuple(group for group in self.groups if group.weights or group.missing)
 
     @property
-    def count(self) -> int:
-        """The number of weights that are present."""
-        return sum(len(group.weights) for group in self.groups)
+    def weights(self) -> tuple[Stored, ...]:
+        """All weights that are present, in file order."""
+        return tuple(stored for group in self.groups for stored in group.weights)
 
     @property
     def library(self) -> str:
@@ -78,31 +77,43 @@ class OldFile:
 
     def require_whole(self) -> None:
         """Raise IncompleteFile if the save that wrote this file failed."""
-        if not self.flaws and self.count:
+        count = len(self.weights)
+        if not self.flaws and count:
             return
-        said = self.flaw or "no weights"
-        what = f"{said}. {self.library} wrote it and failed half way."
-        if not self.count:
+        what = f"{self.flaw or 'no weights'}. {self.library} wrote it and failed half way."
+        if not count:
             raise IncompleteFile(
                 f"{self.path} holds no weights at all: {what}\n"
                 "Nothing can be recovered from it; look for a file of save_weights() or an\n"
                 "earlier checkpoint of the same run, and rescue that."
             )
-        listed = self.count + sum(len(group.missing) for group in self.groups)
+        listed = count + sum(len(group.missing) for group in self.groups)
         raise IncompleteFile(
-            f"{self.path} holds {self.count} of {listed} weights: {what}\n"
+            f"{self.path} holds {count} of {listed} weights: {what}\n"
             "The missing numbers are nowhere in it; look for a file of template.save(),\n"
             "save_weights() or an earlier checkpoint of the same run, and rescue that."
         )
 
 
 @contextmanager
-def opened(path: str | os.PathLike[str]) -> Iterator[OldFile]:
-    """Open a Keras 2 file; its arrays are readable inside the `with` block."""
+def opened(path: str) -> Iterator[OldFile]:
+    """Open a file of Keras 2 or of named arrays; its arrays can be read inside the body."""
     with hdf5.opened(path) as handle:
-        with hdf5.reading(os.fspath(path)):
-            old = _parse(os.fspath(path), handle)
+        with hdf5.reading(path):
+            named = hdf5.text(handle, "format") == "named arrays"
+            old = _named_arrays(path, handle) if named else _keras2(path, handle)
         yield old
+
+
+_TF_KERAS = {
+    "2.1.2-tf": "1.5 or 1.6",
+    "2.1.3-tf": "1.6",
+    "2.1.4-tf": "1.7",
+    "2.1.5-tf": "1.8",
+    "2.1.6-tf": "1.9 to 1.12",
+    "2.2.4-tf": "1.13 to 2.1",
+    "2.3.0-tf": "2.2",
+}
 
 
 def library(version: str | None) -> str:
@@ -114,24 +125,14 @@ def library(version: str | None) -> str:
     """
     if not version:
         return "an unknown version of Keras"
-    if version.startswith("3."):
-        return f"Keras {version}"
-    if version.endswith("-tf"):
-        known = {
-            "2.1.2-tf": "1.5 or 1.6",
-            "2.1.3-tf": "1.6",
-            "2.1.4-tf": "1.7",
-            "2.1.5-tf": "1.8",
-            "2.1.6-tf": "1.9 to 1.12",
-            "2.2.4-tf": "1.13 to 2.1",
-            "2.3.0-tf": "2.2",
-        }
-        return f"tf.keras {known.get(version, '')} (keras_version {version})".replace("  ", " ")
     numbers = release(version)
-    if numbers >= (2, 4):
+    if version.endswith("-tf"):
+        series = _TF_KERAS.get(version, "")
+    elif numbers >= (2, 4) and not version.startswith("3."):
         series = "2.3 or 2.4" if numbers[1] == 4 else f"2.{numbers[1]}"
-        return f"tf.keras {series} (keras_version {version})"
-    return f"Keras {version}"
+    else:
+        return f"Keras {version}"
+    return f"tf.keras {series} (keras_version {version})".replace("  ", " ")
 
 
 def release(version: str | None) -> tuple[int, ...]:
@@ -164,54 +165,64 @@ def parse_json(raw: str, what: str, path: str) -> dict[str, Any]:
         )
     try:
         found = json.loads(raw)
+        flaw = f"a {type(found).__name__}, not an object"
     except RecursionError as error:
         raise HostileFile(
             f"{path}: the {what} is nested deeper than any model.\n"
             "The file is damaged or made to harm; it is not read."
         ) from error
     except ValueError as error:
-        raise UnreadableFile(
-            f"{path}: the {what} is no JSON ({error}).\n"
-            "The file is damaged; copy it again from where it was written."
-        ) from error
+        found, flaw = None, f"no JSON ({error})"
     if not isinstance(found, dict):
         raise UnreadableFile(
-            f"{path}: the {what} is a {type(found).__name__}, not an object.\n"
+            f"{path}: the {what} is {flaw}.\n"
             "The file is damaged; copy it again from where it was written."
         )
     return found
 
 
-def _parse(path: str, handle: Any) -> OldFile:
+def parse_config(path: str) -> dict[str, Any]:
+    """Read a file in which `to_json()` of a model was written."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return parse_json(file.read(), "config", path)
+    except (OSError, UnicodeDecodeError) as error:
+        said = getattr(error, "strerror", None) or "it is no text"
+        raise UnreadableFile(
+            f"The config {path} cannot be read: {said}.\n"
+            "Give the file in which the template's to_json() was written."
+        ) from error
+
+
+def _keras2(path: str, handle: Any) -> OldFile:
     root = hdf5.child(handle, "model_weights") or handle
-    config = hdf5.text(handle, "model_config")
-    training = hdf5.text(handle, "training_config")
-    version = hdf5.text(handle, "keras_version") or hdf5.text(root, "keras_version")
-    backend = hdf5.text(handle, "backend") or hdf5.text(root, "backend")
+    json_of = {name: hdf5.text(handle, name) for name in ("model_config", "training_config")}
+    config, training = (parse_json(v, k, path) if v else None for k, v in json_of.items())
     flaws: list[str] = []
     layers = hdf5.names(root, "layer_names")
     if layers is None:
         flaws.append("it has no list of layers (layer_names)")
         layers = []
     groups = [_group(root, name, flaws) for name in layers]
-    extra = hdf5.child(root, "top_level_model_weights")
-    if extra is not None and "top_level_model_weights" not in layers:
-        own = _group(root, "top_level_model_weights", flaws)
-        if own.weights:
-            groups.append(own)
-    optimizer = _optimizer(handle)
-    arrays = [one for group in groups for one in group.weights] + list(optimizer)
-    hdf5.require_modest(path, (int(one.data.nbytes) for one in arrays))
-    return OldFile(
+    extra = "top_level_model_weights"
+    if extra not in layers and hdf5.child(root, extra) is not None:
+        own = _group(root, extra, flaws)
+        groups += [own] if own.weights else []
+    state = hdf5.child(handle, "optimizer_weights")
+    optimizer = _group(handle, "optimizer_weights", []) if state is not None else None
+    old = OldFile(
         path=path,
-        version=version,
-        backend=backend,
-        config=parse_json(config, "model_config", path) if config else None,
-        training=parse_json(training, "training_config", path) if training else None,
+        version=hdf5.text(handle, "keras_version") or hdf5.text(root, "keras_version"),
         groups=tuple(groups),
-        optimizer=optimizer,
+        backend=hdf5.text(handle, "backend") or hdf5.text(root, "backend"),
+        config=config,
+        training=training,
+        # Incomplete state is useless.
+        optimizer=optimizer.weights if optimizer and not optimizer.missing else (),
         flaws=tuple(flaws),
     )
+    hdf5.require_modest(path, (int(one.data.nbytes) for one in (*old.weights, *old.optimizer)))
+    return old
 
 
 def _group(root: Any, name: str, flaws: list[str]) -> Group:
@@ -223,37 +234,37 @@ def _group(root: Any, name: str, flaws: list[str]) -> Group:
     if listed is None:
         flaws.append(f"the group {name!r} has no list of weights (weight_names)")
         return Group(name, ())
-    present: list[Stored] = []
+    present: dict[str, Stored] = {}
     missing: list[str] = []
-    seen: set[str] = set()
     for weight in listed:
-        data = None if weight in seen else hdf5.array(group, weight)
+        data = None if weight in present else hdf5.array(group, weight)
         if data is None:
             missing.append(weight)
-            continue
-        seen.add(weight)
-        present.append(stored(weight, data))
+        else:
+            present[weight] = _stored(weight, data)
     if missing:
         flaws.append(
             f"{len(missing)} of {len(listed)} weights of {name!r} are not there "
             f"(the first is {missing[0]!r})"
         )
-    return Group(name, tuple(present), tuple(missing))
+    return Group(name, tuple(present.values()), tuple(missing))
 
 
-def _optimizer(handle: Any) -> tuple[Stored, ...]:
-    group = hdf5.child(handle, "optimizer_weights")
-    if group is None:
-        return ()
-    found: list[Stored] = []
-    for name in hdf5.names(group, "weight_names") or []:
-        data = hdf5.array(group, name)
+def _named_arrays(path: str, handle: Any) -> OldFile:
+    """Return a file of named arrays as one flat group, in the order of writing."""
+    stored = []
+    for name in hdf5.names(handle, "array_names") or []:
+        data = hdf5.array(handle, name)
         if data is None:
-            return ()  # incomplete state is useless
-        found.append(stored(name, data))
-    return tuple(found)
+            raise UnreadableFile(
+                f"{path} lists the array {name!r} and does not hold it.\n"
+                "It is damaged; rescue the old file again."
+            )
+        stored.append(_stored(name, data))
+    version = hdf5.text(handle, "keras_version")
+    return OldFile(path, version, (Group("arrays", tuple(stored)),))
 
 
-def stored(name: str, data: Any) -> Stored:
+def _stored(name: str, data: Any) -> Stored:
     """Return an array of an open file under its name, without reading its data."""
     return Stored(name, str(data.name), tuple(int(n) for n in data.shape), str(data.dtype), data)

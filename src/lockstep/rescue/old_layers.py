@@ -1,0 +1,442 @@
+"""Build one layer of an old config in Keras 3, with its old defaults made explicit."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.errors import NeedsCode, UntranslatableModel, printable
+from lockstep.rescue.read import release
+
+REBUILD = "Rebuild the template in code and use --model file.py:function."
+
+
+class Own(dict[str, Any]):
+    """The user's objects by name, also found under a registered name `package>name`.
+
+    Example:
+        >>> "Custom>Scale" in Own(Scale=1), Own(Scale=1)["Custom>Scale"]
+        (True, 1)
+    """
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and super().__contains__(self._key(name))
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(self._key(name))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the object of that name, registered or not."""
+        return super().get(self._key(name), default)
+
+    def _key(self, name: str) -> str:
+        return name if super().__contains__(name) else bare(name)
+
+
+def bare(name: str) -> str:
+    """Return a name without its registration package."""
+    return name.rpartition(">")[2]
+
+
+@dataclass
+class Context:
+    """The objects of the user, and the notes for the user."""
+
+    custom: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    version: str | None = None
+    """`keras_version` of the old file."""
+
+    def __post_init__(self) -> None:
+        self.custom = Own(self.custom)
+
+    @property
+    def early(self) -> bool:
+        """Whether the file is from Keras 2.0 to 2.3, or from tf.keras up to TensorFlow 2.2."""
+        return (2,) <= release(self.version) < (2, 4)
+
+    @property
+    def perhaps_early(self) -> bool:
+        """Whether it may be from TensorFlow 2.3 or earlier: 2.3 and 2.4 write one version."""
+        return self.early or release(self.version) == (2, 4, 0)
+
+    @property
+    def standalone(self) -> bool:
+        """Whether it is from stand-alone Keras 2, or from its copy in TensorFlow up to 1.12."""
+        return self.early and self.version not in ("2.2.4-tf", "2.3.0-tf")
+
+    def note(self, said: str) -> None:
+        """Add a note for the user, once."""
+        said = printable(said)
+        if said not in self.notes:
+            self.notes.append(said)
+
+
+# ---------------------------------------------------------------- layers
+
+RENAMED = {
+    "CuDNNLSTM": "LSTM",
+    "CuDNNGRU": "GRU",
+    "ThresholdedReLU": "ReLU",
+    "BatchNormalizationV1": "BatchNormalization",
+    "BatchNormalizationV2": "BatchNormalization",
+    "SyncBatchNormalization": "BatchNormalization",
+    "Convolution1D": "Conv1D",
+    "Convolution2D": "Conv2D",
+    "Convolution3D": "Conv3D",
+    "LSTMV1": "LSTM",
+    "LSTMV2": "LSTM",
+    "GRUV1": "GRU",
+    "GRUV2": "GRU",
+}
+
+_GONE = {
+    "LocallyConnected1D": "locally connected layers were removed in Keras 3",
+    "LocallyConnected2D": "locally connected layers were removed in Keras 3",
+    "TensorFlowOpLayer": "it is a raw TensorFlow operation, not a layer",
+    "TFOpLambda": "it is a raw TensorFlow operation, not a layer",
+    "SlicingOpLambda": "it is a raw TensorFlow operation, not a layer",
+    "Merge": "Keras 1's Merge carries code",
+    "MaxoutDense": "it went with Keras 1",
+    "Highway": "it went with Keras 1",
+}
+
+_NO_EFFECT = frozenset(
+    {
+        *("batch_input_shape", "batch_shape", "input_shape", "input_dtype", "input_length"),
+        *("input_dim", "output_shape", "query_shape", "key_shape", "value_shape"),
+        *("implementation", "unroll", "fused", "swap_memory", "parallel_iterations"),
+        *("renorm_momentum", "experimental_autocast", "autocast", "shared_object_id"),
+        # separable and depthwise layers inherited these
+        *("kernel_initializer", "kernel_regularizer", "kernel_constraint", "bias_constraint"),
+    }
+)
+"""Arguments that Keras 3 lacks and that do not change a layer that is built."""
+
+_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    # argument that Keras 3 lacks: the values that have no effect
+    **dict.fromkeys(
+        ("time_major", "ragged", "sparse", "dynamic", "stateful", "renorm", "causal",
+         "synchronized", "return_sequences", "return_state"), (False,)),
+    **dict.fromkeys(
+        ("activity_regularizer", "renorm_clipping", "virtual_batch_size", "adjustment",
+         "noise_shape"), (None,)),
+    "groups": (1,),
+    "data_format": ("channels_last", None),
+    "num_constants": (0, None),
+    "dilation_rate": (1, [1], [1, 1], [1, 1, 1]),
+}  # fmt: skip
+
+_RECURRENT = ("LSTM", "GRU", "SimpleRNN", "ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D")
+_GATED = ("LSTM", "GRU", "ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D", "LSTMCell", "GRUCell")
+
+
+def is_keras_own(class_name: str) -> bool:
+    """Return whether Keras 3 has this layer, or Keras 2 had it."""
+    import keras
+
+    name = RENAMED.get(class_name, class_name)
+    return name in _GONE or inspect.isclass(getattr(keras.layers, name, None))
+
+
+def layer(class_name: str, config: dict[str, Any], context: Context) -> Any:
+    """Return a Keras 3 layer that computes the same as the old layer.
+
+    Raises:
+        NeedsCode: The layer is a custom layer that `context` lacks or that rejects its config.
+        UntranslatableModel: Keras 3 lacks the layer or one of its arguments.
+    """
+    import keras
+
+    if class_name == "Lambda":
+        return _lambda(config, context)
+    if "name" in config:
+        config = {**config, "name": clean(str(config["name"]))}
+    named = f"{class_name} {config.get('name')!r}"
+    if class_name in context.custom:
+        return _custom(class_name, config, context)
+    if class_name in _GONE:
+        raise UntranslatableModel(
+            f"The layer {config.get('name')!r} is a {class_name}: {_GONE[class_name]}.\n"
+            "Rebuild the template in code without it and use --model file.py:function, or\n"
+            "take the arrays alone: -o weights.safetensors."
+        )
+    if not is_keras_own(class_name):
+        own = bare(class_name)
+        raise NeedsCode(
+            f"The layer {config.get('name')!r} is a {class_name}, which is none of Keras's.\n"
+            "Its code is never taken from the file: give the class with --custom file.py,\n"
+            f"or in code with custom_objects={{{own!r}: {own}}}."
+        )
+    if class_name == "Softmax" and context.early and config.get("axis", -1) == -1:
+        # The old Softmax layer ignores masks, as Activation does; Keras 3's applies them.
+        config = {key: value for key, value in config.items() if key != "axis"}
+        class_name, config = "Activation", {**config, "activation": "softmax"}
+    name = RENAMED.get(class_name, class_name)
+    cls = getattr(keras.layers, name)
+    given = {key: plain(value) for key, value in config.items()}
+    given = _arguments_of_today(class_name, name, given, context)
+    taken = _taken(cls)
+    arguments: dict[str, Any] = {}
+    for key, value in given.items():
+        if key == "unroll":
+            continue  # does not change the result
+        if key in taken:
+            arguments[key] = _value(key, value, context)
+        elif key not in _NO_EFFECT and value not in _DEFAULTS.get(key, ()):
+            raise UntranslatableModel(
+                f"The {named} has {key}={str(value)[:60]}, which Keras 3 does not have.\n{REBUILD}"
+            )
+    try:
+        return cls(**arguments)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise UntranslatableModel(
+            f"Keras {keras.__version__} does not take the {named}: "
+            f"{(str(error).splitlines() or [''])[0][:120]}\n{REBUILD}"
+        ) from error
+
+
+def _arguments_of_today(
+    old: str, new: str, given: dict[str, Any], context: Context
+) -> dict[str, Any]:
+    """Return arguments under their present names, with old defaults made explicit."""
+    if old in ("CuDNNLSTM", "CuDNNGRU"):
+        given = {"activation": "tanh", **given, "recurrent_activation": "sigmoid"}
+    if new in _GATED:
+        given.setdefault("recurrent_activation", "hard_sigmoid")
+    if new in ("GRU", "GRUCell"):
+        given.setdefault("reset_after", old == "CuDNNGRU")
+    if new == "BatchNormalization":
+        axes = given.get("axis")
+        if isinstance(axes, (list, tuple)):
+            if len(axes) != 1:
+                raise UntranslatableModel(
+                    f"The BatchNormalization {given.get('name')!r} runs over axes {axes}, "
+                    f"and Keras 3's over one.\n{REBUILD}"
+                )
+            given["axis"] = axes[0]
+        if given.pop("mode", 0) != 0:
+            raise UntranslatableModel(
+                f"The BatchNormalization {given.get('name')!r} has a mode of Keras 1.\n{REBUILD}"
+            )
+    if old == "LeakyReLU" and "alpha" in given:
+        given["negative_slope"] = given.pop("alpha")
+    if old == "ThresholdedReLU":
+        given["threshold"] = given.pop("theta", 1.0)
+    if new == "UpSampling2D" and given.get("interpolation") == "bilinear" and context.early:
+        context.note(
+            f"{given.get('name')} is bilinear: TensorFlow 1 sampled pixels at their corners and "
+            "Keras 3 samples at their centres, so outputs may differ; prove them with --check"
+        )
+    if new == "Bidirectional" and given.get("backward_layer") is None:
+        given.pop("backward_layer", None)
+    return given
+
+
+def _taken(cls: Any) -> set[str]:
+    """Return the names of the arguments that a layer class takes."""
+    taken = {"name", "trainable", "dtype"}
+    for base in cls.__mro__:
+        if base.__name__ in ("Layer", "Operation", "object"):
+            break
+        parameters = inspect.signature(base.__init__).parameters
+        taken |= set(parameters) - {"self", "args", "kwargs"}
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            break
+    if cls.__name__ in _RECURRENT:
+        taken |= {"activity_regularizer"}
+    return taken - {"input_shape", "batch_shape", "weights", "lora_rank", "cell_class"}
+
+
+def _custom(class_name: str, config: dict[str, Any], context: Context) -> Any:
+    cls = context.custom[class_name]
+    given = {k: v for k, v in config.items() if k not in ("batch_input_shape", "shared_object_id")}
+    if (kind := dtype(given.pop("dtype", None))) is not None:
+        given["dtype"] = kind
+    try:
+        return cls.from_config(given) if hasattr(cls, "from_config") else cls(**given)
+    except Exception as error:
+        raise NeedsCode(
+            f"Your class {class_name} did not accept the settings of {config.get('name')!r}: "
+            f"{(str(error).splitlines() or [''])[0][:120]}\n"
+            f"It is called with {', '.join(sorted(given))}: let it pass **kwargs on to\n"
+            "keras.layers.Layer, as Keras 3 layers do."
+        ) from error
+
+
+def lambda_function(config: dict[str, Any], context: Context) -> Any:
+    """Return the user's function of a Lambda, by the layer's or function's name, or None."""
+    given = context.custom.get(str(config.get("name")))
+    if given is None and config.get("function_type") == "function":
+        given = context.custom.get(str(config.get("function")))
+    return given
+
+
+def _lambda(config: dict[str, Any], context: Context) -> Any:
+    import keras
+
+    given = lambda_function(config, context)
+    if isinstance(given, keras.layers.Layer):
+        return given
+    shape = config.get("output_shape") if config.get("output_shape_type") == "raw" else None
+    return keras.layers.Lambda(
+        given,
+        output_shape=tuple(shape) if shape else None,
+        arguments={key: _array(value) for key, value in (config.get("arguments") or {}).items()},
+        name=clean(str(config.get("name"))),
+    )
+
+
+def _array(value: Any) -> Any:
+    """Return a Lambda's argument; Keras 2 has arrays as `{"type": "ndarray", "value": [...]}`."""
+    import keras
+    import numpy as np
+
+    if plain(value) is value:
+        return value
+    found = np.asarray(plain(value))
+    return found.astype(keras.config.floatx()) if found.dtype == "float64" else found
+
+
+def clean(name: str) -> str:
+    """Replace slashes in a name, because Keras 3 does not allow them."""
+    return name.replace("/", "_")
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def _value(key: str, value: Any, context: Context) -> Any:
+    if key == "dtype":
+        return dtype(value)
+    if value is None:
+        return None
+    if key == "activation" or key.endswith("_activation"):
+        return activation(value, context)
+    for kind in ("initializer", "regularizer", "constraint"):
+        if key.endswith(f"_{kind}"):
+            return _named_object(kind, value, context)
+    if key in ("layer", "backward_layer", "cell"):
+        return _inner(value, context)
+    if key == "cells":
+        return [_inner(cell, context) for cell in value]
+    return value
+
+
+def _inner(entry: Any, context: Context) -> Any:
+    """Return the layer inside a wrapper; a model in it is built before."""
+    import keras
+
+    if isinstance(entry, keras.layers.Layer):
+        return entry
+    if not isinstance(entry, dict) or not {"class_name", "config"} <= set(entry):
+        raise UntranslatableModel(
+            f"A wrapper holds {str(entry)[:60]!r} where a layer should be.\n"
+            "The file is damaged, or of a version that is not known here."
+        )
+    return layer(entry["class_name"], entry["config"], context)
+
+
+def plain(value: Any) -> Any:
+    """Return the value in a JSON object such as `{"type": "ndarray", "value": 0.3}`."""
+    if isinstance(value, dict):
+        if set(value) == {"type", "value"}:
+            return value["value"]
+        if set(value) == {"class_name", "config"} and value["class_name"] == "TensorShape":
+            return value["config"]
+        if set(value) == {"class_name", "items"} and value["class_name"] == "__tuple__":
+            return tuple(plain(item) for item in value["items"])
+    return value
+
+
+def dtype(value: Any) -> Any:
+    """Return the name of a dtype or mixed-precision policy."""
+    return value.get("config", {}).get("name") if isinstance(value, dict) else value
+
+
+def _named_object(kind: str, value: Any, context: Context) -> Any:
+    """Return an old initializer, regularizer or constraint; a note tells if its code is missing."""
+    import keras
+
+    config: dict[str, Any] = {}
+    if isinstance(value, dict) and isinstance(value.get("class_name"), str):
+        name = value["class_name"]
+        config = dict(value["config"]) if isinstance(value.get("config"), dict) else {}
+    elif isinstance(value, str):
+        name = "".join(part.capitalize() for part in value.split("_"))
+    else:
+        return value
+    if name == "VarianceScaling" and config.get("distribution") == "normal":
+        config["distribution"] = "truncated_normal"  # the old meaning
+    cls = context.custom.get(name) or getattr(getattr(keras, f"{kind}s"), name, None)
+    if name in context.custom and not inspect.isclass(cls):
+        return cls
+    if inspect.isclass(cls):
+        taken = inspect.signature(cls).parameters
+        if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+            return cls(**config)
+        return cls(**{key: plain(value) for key, value in config.items() if key in taken})
+    if kind == "initializer":
+        context.note(f"the initializer {name} is left out (it only matters before training)")
+        return "zeros"
+    context.note(f"the {kind} {name} is left out: its code is not here (see --custom)")
+    return None
+
+
+_ACTIVATIONS = frozenset(
+    {
+        *("linear", "relu", "relu6", "elu", "selu", "leaky_relu", "gelu", "mish", "swish", "silu"),
+        *("softmax", "log_softmax", "sigmoid", "tanh", "softplus", "softsign", "exponential"),
+    }
+)
+
+_LATER = frozenset({"gelu", "mish", "silu", "leaky_relu", "relu6", "log_softmax"})
+"""Not in Keras up to TensorFlow 2.3, where such a name is a function of the user."""
+
+
+def activation(value: Any, context: Context) -> Any:
+    """Return an old activation; custom activations come from `context.custom`."""
+    import keras
+
+    if callable(value):
+        return value
+    if isinstance(value, str):
+        if value in context.custom:
+            return context.custom[value]
+        if value == "hard_sigmoid":
+            context.note(
+                "hard_sigmoid is kept as Keras 2 defined it, clip(0.2x + 0.5, 0, 1); "
+                "Keras 3's is another function"
+            )
+            return _old_hard_sigmoid()
+        if value in _ACTIVATIONS and not (context.perhaps_early and value in _LATER):
+            return keras.activations.get(value)
+        raise NeedsCode(
+            f"The activation {value!r} was none of Keras's up to TensorFlow 2.3: its code may be "
+            "yours.\n"
+            "Give it with --custom file.py (a function of that name in it), or in code with\n"
+            f"custom_objects={{{bare(value)!r}: function}}."
+        )
+    if isinstance(value, dict) and isinstance(value.get("class_name"), str):
+        if value["class_name"] == "function" and isinstance(value.get("config"), str):
+            return activation(value["config"], context)
+        if isinstance(value.get("config"), dict):
+            return layer(value["class_name"], value["config"], context)
+    raise UntranslatableModel(
+        f"An activation is written as {str(value)[:80]!r}, a form no Keras version is known for.\n"
+        f"{REBUILD}"
+    )
+
+
+def _old_hard_sigmoid() -> Any:
+    """Build Keras 2's hard sigmoid, clip(0.2 x + 0.5, 0, 1), from Keras 3 layers.
+
+    Keras 3's own `hard_sigmoid` is another function, clip(x / 6 + 0.5, 0, 1). A model made
+    of Keras's layers loads without lockstep.
+    """
+    import keras
+
+    slope = keras.layers.Rescaling(0.2, offset=0.5, name="slope")
+    clip = keras.layers.ReLU(max_value=1.0, name="clip")
+    return keras.Sequential([slope, clip], name="keras2_hard_sigmoid")

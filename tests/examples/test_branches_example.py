@@ -5,12 +5,13 @@ import re
 import pytest
 
 from tests.examples.common import FOLDER
-from tests.processes.common import warm_script
+from tests.processes.common import script, warm_script
 
 
 @pytest.mark.parametrize("backend", ["jax", "tensorflow"])
 def test_the_branches_train_and_the_file_is_plain(tmp_path, backend):
-    printed = warm_script(
+    run = warm_script if backend == "jax" else script
+    printed = run(
         FOLDER / "shared_lstm_branches.py",
         *("--samples", "24", "--length", "6", "--units", "4", "--epochs", "2", "--batch", "10"),
         *("--file", str(tmp_path / "branches.keras")),

@@ -93,8 +93,7 @@ def place(
         devices: The devices for `"auto"`, as in `lockstep.distribute`; `None` for all.
         parts: The number of parts into which the rows of each batch are split, one after the other.
             The layers of a chain on several devices then work at the same time, each on another
-            part. The default is 1. For `"auto"` and a chain it is four for each device. On
-            TensorFlow it can only be 1 so far.
+            part. The default is 1. For `"auto"` and a chain it is four for each device.
 
     Returns:
         The same `model`.
@@ -104,7 +103,7 @@ def place(
         LayoutConflict: If the model is distributed, or shares a variable with a model that is laid
             out in another way.
         NotAModel: If `model` is no Keras model.
-        UnsupportedBackend: If the engine of Keras's backend has no branches, or no `parts`.
+        UnsupportedBackend: If the engine of Keras's backend has no branches.
         UnsupportedModel: If a name matches no layer, or two names with different devices match one;
             if no layer gets a device; or if the layers do not work on each part by itself.
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 import lockstep
-from lockstep.errors import UnsupportedBackend, UnsupportedModel
+from lockstep.errors import UnsupportedModel
 from tests.branches import test_bad_input, test_branches, test_where_layers_run
 from tests.branches.test_branches import (
     DEVICES,
@@ -36,6 +36,8 @@ AS_ON_JAX = {
         test_every_method_that_takes_one_batch
         test_callbacks_read_and_write_weights
         test_a_plan_puts_branches_on_different_devices
+        test_parts_of_a_batch_equal_the_whole_batch
+        test_a_plan_cuts_a_chain_where_both_pieces_cost_the_same
         test_layers_that_go_back_and_forth_are_exact_and_warned_of
     """,
     test_where_layers_run: """
@@ -49,6 +51,7 @@ AS_ON_JAX = {
     test_bad_input: """
         test_branches_and_copies_at_once
         test_a_variable_that_another_model_has_elsewhere
+        test_parts_of_a_batch_need_layers_that_work_row_by_row
     """,
 }
 for module, names in AS_ON_JAX.items():
@@ -212,12 +215,24 @@ def test_the_end_of_data_of_unknown_length_counts_no_step():
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
 
 
-def test_parts_of_a_batch():
-    with pytest.raises(UnsupportedBackend, match=r"parts=2 .* on 'tensorflow'.*\n.*parts=1"):
-        lockstep.place(chain(), {"dense_[012]": 0, "dense_[345]": 1}, parts=2)
-    with pytest.raises(UnsupportedBackend, match=r"parts=8 "):
-        lockstep.place(chain(), "auto", devices=2)
-    assert lockstep.place(chain(), "auto", devices=2, parts=1)._lockstep
+def test_a_chain_in_parts_has_the_operations_of_each_part():
+    model = lockstep.place(chain(), {"dense_[012]": 0, "dense_[345]": 1}, parts=4)
+    x, y = rows(8)
+    assert products_of(ran(lambda: model.predict(x, verbose=0))) == {"cpu:0": 12, "cpu:1": 12}
+    nodes = ran(lambda: model.fit(x, y, batch_size=8, verbose=0))
+    # Three layers, four parts, three products; the first layer has no gradient of its input.
+    assert products_of(nodes) == {"cpu:0": 3 * 4 * 3 - 4, "cpu:1": 3 * 4 * 3}
+
+
+def test_dropout_in_parts_is_refused():
+    inputs = keras.Input((4,))
+    hidden = keras.layers.Dense(8, name="first")(inputs)
+    outputs = keras.layers.Dense(8, name="last")(keras.layers.Dropout(0.5, name="drop")(hidden))
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", "mse")
+    lockstep.place(model, {"first": 0, "last": 1}, parts=2)
+    with pytest.raises(UnsupportedModel, match=r"'drop' .Dropout. "):
+        model.fit(*rows(), verbose=0)
 
 
 def test_operations_that_run_one_by_one():

@@ -1,16 +1,21 @@
 """Keras's TensorFlow steps, with every operation on the device of its layer."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
+import keras
 import tensorflow as tf
 
+from lockstep.engines.batch_parts import call_in_parts, check_rows_apart, check_unchanged
 from lockstep.engines.branch_homes import output_device, slots_made_at_home, variable_homes
 from lockstep.engines.call_scopes import CallScopes
 from lockstep.engines.patched import patched
-from lockstep.engines.tensorflow.mirrored_variables import MirroredVariables
+from lockstep.engines.tensorflow.mirrored_variables import MirroredVariables, shared_seeds
 from lockstep.engines.tensorflow.op_devices import OpDevices, device_scope
+from lockstep.engines.tensorflow.programs import ScratchGraph
 from lockstep.engines.tensorflow.steps import Steps
 from lockstep.errors import UnsupportedModel
 from lockstep.layout import Layout
@@ -81,10 +86,45 @@ class BranchSteps(Steps):
         step = whole or getattr(self._model, name)
         self._tracing = True
         try:
-            with OpDevices(self._main).in_force(), self.building():
+            # Keras's program draws the batch. Without XLA, what needs no batch, such as the count
+            # of steps, would run even if there is none left.
+            with (
+                tf.control_dependencies(_tensors(data)),
+                OpDevices(self._main).in_force(),
+                self.building(),
+                self._in_parts(data, training=name == "train_step"),
+            ):
                 return step(data)
         finally:
             self._tracing = False
+
+    @contextmanager
+    def _in_parts(self, data: Any, *, training: bool) -> Iterator[None]:
+        """Call the model on the parts of the batch inside the context, if there are parts."""
+        model, parts = self._model, self.layout.parts
+        if parts == 1:
+            yield
+            return
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        self._scopes.take_off()
+        try:
+            with tf.init_scope():
+                check_rows_apart(model, inputs, training=training, scratch=ScratchGraph)
+        finally:
+            self._scopes.put_on()
+        changed: list[Any] = []
+        variables = [*model.variables, *shared_seeds()]
+        notes = [(each, "_direct_assign", partial(_note, changed, each)) for each in variables]
+        call = model.call
+
+        @functools.wraps(call)
+        def call_on_parts(*args: Any, **kwargs: Any) -> Any:
+            with patched(notes):
+                return _call_in_parts(call, parts, args, kwargs)
+
+        with patched([(model, "call", call_on_parts)]):
+            yield
+        check_unchanged(model, changed)
 
     def _scope(self, device: str, operation: Any) -> AbstractContextManager[Any]:
         if tf.executing_eagerly():  # a direct call of the model
@@ -111,6 +151,29 @@ class BranchSteps(Steps):
                         yield variable
 
 
+def _tensors(data: Any) -> list[Any]:
+    leaves = tf.nest.flatten(data, expand_composites=True)
+    return [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
+
+
+def _call_in_parts(call: Callable[..., Any], parts: int, args: Any, kwargs: Any) -> Any:
+    # A part of unknown size may be empty, but layers fail on a size that is known to be 0.
+    known = [leaf.shape[0] for leaf in _tensors((args, kwargs)) if leaf.shape.rank]
+    parts = min([parts, *(count for count in known[:1] if count is not None)])
+    if parts < 2:
+        return call(*args, **kwargs)
+
+    def rows(leaf: Any, part: int) -> Any:
+        count = leaf.shape[0] or tf.shape(leaf)[0]
+        return leaf[count * part // parts : count * (part + 1) // parts]
+
+    return call_in_parts(call, parts, rows, lambda part: nullcontext(), args, kwargs)
+
+
+def _note(changed: list[Any], variable: Any, value: Any) -> None:
+    changed.append(variable)
+
+
 def _copied(variable: Any, home: str) -> AbstractContextManager[None]:
     """Give a variable the value of a copy on the device of the scope, inside the context.
 
@@ -129,8 +192,11 @@ def _copied(variable: Any, home: str) -> AbstractContextManager[None]:
     def copy() -> Any:
         return tf.custom_gradient(copy_and_gradient)(tf.convert_to_tensor(own))
 
+    assign_own = variable._direct_assign
+
     def assign(value: Any) -> None:
-        own.assign(tf.cast(value, own.dtype))
+        variable._value = own
+        assign_own(value)
         variable._value = copy()
 
     return patched([(variable, "_value", copy()), (variable, "_direct_assign", assign)])

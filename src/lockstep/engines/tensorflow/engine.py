@@ -101,12 +101,6 @@ class TensorFlowEngine:
         """Make the layers of `model` run on their devices. After a failure it is unchanged."""
         if self.attached(model) is not None and self.layout(model) is None:
             raise both_layouts(model, "place")
-        if layout.parts > 1:
-            raise UnsupportedBackend(
-                f"Each batch was to run in parts={layout.parts} parts on 'tensorflow', where it "
-                "runs as a whole so far.\nGive parts=1: the result is exact, but the devices of a "
-                "chain wait for each other.\nOr set KERAS_BACKEND=jax before Keras is imported."
-            )
         with attachments.alone(model, "place"):
             attachments.attach(Attachment(model, layout.devices, layout), Attachment.again)
 
@@ -299,7 +293,7 @@ class Attachment:
                 if not batches:
                     raise StopIteration
                 spec = batches[0]
-            elif self._draws_first():
+            elif takes_batch_before_trace(self.model):  # a second trace needs the batch again
                 batches = [_next_batch(iterator)]
             if version is None:
                 self._prepare(name, spec)
@@ -317,16 +311,6 @@ class Attachment:
                 return function(iterator if batches is None else iter(batches))
 
         return run
-
-    def _draws_first(self) -> bool:
-        """Return whether a batch is drawn before the step function is called.
-
-        A step function that draws a batch itself may count a step when none is left: what needs
-        no batch runs at the same time. With XLA, everything runs after the batch.
-        """
-        if self.layout is not None:
-            return bool(self.model.steps_per_execution == 1)
-        return takes_batch_before_trace(self.model)  # a second trace needs the batch again
 
     def _stepping(self) -> dict[str, Any]:
         """Return the methods that run steps, guarded: a trace swaps the values of variables."""

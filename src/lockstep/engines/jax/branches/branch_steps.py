@@ -2,22 +2,24 @@
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
 import keras
+import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from lockstep.engines.batch_parts import call_in_parts, check_rows_apart, check_unchanged
 from lockstep.engines.branch_homes import output_device, slots_made_at_home, variable_homes
 from lockstep.engines.call_scopes import CallScopes
 from lockstep.engines.jax import devices as jax_devices
-from lockstep.engines.jax.branches.batch_parts import (
-    call_in_parts,
-    check_rows_apart,
-    check_unchanged,
+from lockstep.engines.jax.branches.program_cut import (
+    cut,
+    device_scope,
+    devices_in_loops,
+    part_scope,
 )
-from lockstep.engines.jax.branches.program_cut import cut, device_scope, devices_in_loops
 from lockstep.engines.jax.branches.staged_program import StagedProgram
 from lockstep.engines.jax.steps.live_state import GROUPS_BY_NUMBER, State, uninterrupted
 from lockstep.engines.jax.steps.step import Step, StepFunction
@@ -125,7 +127,7 @@ class BranchSteps(Steps):
         """Call the model on the device of its first output, with copies of its variables there."""
         symbolic = any(map(keras.utils.is_keras_tensor, keras.tree.flatten((args, kwargs))))
         if in_stateless_scope() and self.layout.parts > 1 and not symbolic:
-            return call_in_parts(call, self.layout.parts, args, kwargs)
+            return _call_in_parts(call, self.layout.parts, args, kwargs)
         if in_stateless_scope() or symbolic or not is_built(self._model):
             return call(*args, **kwargs)
         device = self.devices[self._main]
@@ -180,7 +182,7 @@ class BranchSteps(Steps):
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         self._scopes.take_off()
         try:
-            check_rows_apart(self._model, inputs, training=trains)
+            check_rows_apart(self._model, inputs, training=trains, scratch=_Scratch)
         finally:
             self._scopes.put_on()
         if not trains:
@@ -199,6 +201,33 @@ class BranchSteps(Steps):
     def _numbers(self, state: Any) -> list[int]:
         layouts = [layout for group in self._layouts(state) for layout in group]
         return [self.devices.index(next(iter(layout.device_set))) for layout in layouts]
+
+
+def _call_in_parts(call: Callable[..., Any], parts: int, args: Any, kwargs: Any) -> Any:
+    leaves = [leaf for leaf in jax.tree.leaves((args, kwargs)) if isinstance(leaf, jax.Array)]
+    count = leaves[0].shape[0] if leaves and leaves[0].ndim else 0
+    parts = min(parts, count)
+    if parts < 2:
+        return call(*args, **kwargs)
+    bounds = np.linspace(0, count, parts + 1).astype(int).tolist()
+
+    def rows(leaf: Any, part: int) -> Any:
+        return leaf[bounds[part] : bounds[part + 1]]
+
+    return call_in_parts(call, parts, rows, part_scope, args, kwargs)
+
+
+class _Scratch:
+    """Where JAX computes what does not depend on the batch: nowhere else; see `rowwise.Scratch`."""
+
+    def open(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def describe(self, tensor: Any) -> Any:
+        return str(tensor.dtype), tuple(tensor.shape), np.asarray(tensor).tobytes()
+
+    def cut(self) -> tuple[Any, str | None]:
+        return None, None
 
 
 def _in_a_loop(model: Any, devices: set[str]) -> str:

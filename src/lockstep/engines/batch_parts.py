@@ -4,39 +4,45 @@ Only the call of the model is split. The loss and the metrics see the outputs of
 loss is exact. Each part has operations of its own, which are other stages.
 """
 
-import itertools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import keras
-import numpy as np
 
-from lockstep.engines.jax.branches.program_cut import part_scope
-from lockstep.engines.rowwise import parts_of, refused
+from lockstep.engines.rowwise import Scratch, parts_of, refused
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import added_losses, functional_of, get_keras_mask, set_keras_mask
 
 
-def call_in_parts(call: Callable[..., Any], parts: int, args: Any, kwargs: Any) -> Any:
-    """Return the outputs of a call for all rows, computed part by part."""
-    leaves = [leaf for leaf in jax.tree.leaves((args, kwargs)) if isinstance(leaf, jax.Array)]
-    count = leaves[0].shape[0] if leaves and leaves[0].ndim else 0
-    bounds = np.linspace(0, count, min(parts, count) + 1).astype(int).tolist()
-    if len(bounds) < 3:
-        return call(*args, **kwargs)
+def call_in_parts(
+    call: Callable[..., Any],
+    parts: int,
+    rows: Callable[[Any, int], Any],
+    scope: Callable[[int], AbstractContextManager[Any]],
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """Return the outputs of a call for all rows, computed part by part.
 
-    def cut(rows: slice, leaf: Any) -> Any:
-        return leaf[rows] if isinstance(leaf, jax.Array) else leaf
+    Args:
+        call: The function to call.
+        parts: The number of parts.
+        rows: Returns the rows of a tensor that are in one part.
+        scope: Makes the context of the operations on one part.
+        args: The arguments of the call.
+        kwargs: The arguments of the call by name.
+    """
+
+    def of(part: int) -> Any:
+        return keras.tree.map_structure(
+            lambda leaf: rows(leaf, part) if keras.ops.is_tensor(leaf) else leaf, (args, kwargs)
+        )
 
     every = []
-    for part, (first, last) in enumerate(itertools.pairwise(bounds)):
-        rows = partial(cut, slice(first, last))
-        with part_scope(part):
-            given = keras.tree.map_structure(rows, (args, kwargs))
+    for part in range(parts):
+        with scope(part):
+            given = of(part)
             every.append(call(*given[0], **given[1]))
     return keras.tree.map_structure(_joined, *every)
 
@@ -44,15 +50,24 @@ def call_in_parts(call: Callable[..., Any], parts: int, args: Any, kwargs: Any) 
 def _joined(*parts: Any) -> Any:
     if parts[0] is None:
         return None
-    whole = jnp.concatenate(parts)
+    whole = keras.ops.concatenate(parts)
     masks = [get_keras_mask(part) for part in parts]
     if all(mask is not None for mask in masks):
-        set_keras_mask(whole, jnp.concatenate(masks))
+        set_keras_mask(whole, keras.ops.concatenate(masks))
     return whole
 
 
-def check_rows_apart(model: Any, inputs: Any, *, training: bool) -> None:
-    """Raise if the outputs for some rows are not known to depend on these rows alone."""
+def check_rows_apart(
+    model: Any, inputs: Any, *, training: bool, scratch: Callable[[], Scratch]
+) -> None:
+    """Raise if the outputs for some rows are not known to depend on these rows alone.
+
+    Args:
+        model: The model.
+        inputs: A batch of its inputs.
+        training: Whether the model is called in training mode.
+        scratch: Makes the place where the backend computes without the batch; see `refused`.
+    """
     with_loss = [
         layer
         for layer in model._flatten_layers()
@@ -62,7 +77,7 @@ def check_rows_apart(model: Any, inputs: Any, *, training: bool) -> None:
         raise _refusal(model, with_loss[0], "adds a loss over all rows")
     candidates = [model] if functional_of(model) is None else parts_of(model)
     candidates = [each for each in candidates if not isinstance(each, keras.layers.InputLayer)]
-    reasons = refused(model, candidates, inputs, training=training, scratch=_Scratch)
+    reasons = refused(model, candidates, inputs, training=training, scratch=scratch)
     for each in candidates:
         if id(each) in reasons:
             why = f"is not known to work row by row ({reasons[id(each)]})"
@@ -80,6 +95,8 @@ def check_unchanged(model: Any, changed: list[Any]) -> None:
         for variable in layer.variables:
             if any(variable is each for each in changed):
                 raise _refusal(model, layer, "has statistics or random numbers over all rows")
+    if changed:
+        raise _refusal(model, model, "changes variables that no layer of it has")
 
 
 def _refusal(model: Any, layer: Any, why: str) -> UnsupportedModel:
@@ -88,16 +105,3 @@ def _refusal(model: Any, layer: Any, why: str) -> UnsupportedModel:
         f"({type(layer).__name__}) {why}.\n"
         "The numbers would not be those of one device. Leave out parts=, or this layer."
     )
-
-
-class _Scratch:
-    """Where JAX computes what does not depend on the batch: nowhere else; see `rowwise.Scratch`."""
-
-    def open(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def describe(self, tensor: Any) -> Any:
-        return str(tensor.dtype), tuple(tensor.shape), np.asarray(tensor).tobytes()
-
-    def cut(self) -> tuple[Any, str | None]:
-        return None, None

@@ -47,9 +47,7 @@ def on(device: str | int) -> Iterator[None]:
         ...     b = keras.layers.Dense(4)(input_b)
         >>> model = keras.Model([input_a, input_b], keras.layers.concatenate([a, b]))
     """
-    import keras
-
-    from lockstep.keras_compat import nodes_reported, report_functional_models
+    from lockstep.keras_compat import device_scope, nodes_reported, report_functional_models
     from lockstep.layout import mark_node
 
     name = _one_device(device)
@@ -61,7 +59,7 @@ def on(device: str | int) -> Iterator[None]:
         mark_node(node, name)
 
     report_functional_models(_place_new)
-    with nodes_reported(mark), keras.device(name):  # weights are made on the device
+    with nodes_reported(mark), device_scope(name):  # weights are made on the device
         yield
     if not calls:
         raise UnsupportedModel(

@@ -18,7 +18,7 @@ import inspect
 import re
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import keras
@@ -128,6 +128,11 @@ _ATTRIBUTES = {
     Functional: ("_run_through_graph",),
     keras.Operation: ("symbolic_call",),
     keras.layers.Layer: ("symbolic_call",),
+    keras.optimizers.Optimizer: (
+        *("_apply_weight_decay", "_backend_increment_gradient_accumulators"),
+        *("_backend_update_step", "_clip_gradients", "_use_weight_decay"),
+        *("add_variable_from_reference", "update_step"),
+    ),
     keras.random.SeedGenerator: ("next",),
     _layer_module: ("Node",),
     _py_dataset_adapter: ("_DATA_POOLS",),
@@ -317,6 +322,25 @@ def torch_default_device() -> str:
     keras/src/backend/torch/core.py, from 3.16 on ops/core.py
     """
     return str(_torch_core().DEFAULT_DEVICE)
+
+
+def device_scope(name: str) -> AbstractContextManager[Any]:
+    """Let Keras make its tensors on a device inside the context.
+
+    keras/src/backend/torch/core.py, Variable._initialize: PyTorch has one CPU device, and for
+    `"cpu:0"` Keras would make a copy of a new weight, which gets no gradient.
+    """
+    one_cpu = keras.backend.backend() == "torch" and name.startswith("cpu:")
+    scope: AbstractContextManager[Any] = keras.device("cpu" if one_cpu else name)
+    return scope
+
+
+def torch_current_device() -> str:
+    """The device on which Keras makes its PyTorch tensors now, `"meta"` while it learns shapes.
+
+    keras/src/backend/torch/core.py, get_device, from 3.16 on ops/core.py
+    """
+    return str(_torch_core().get_device())
 
 
 def _torch_core() -> Any:

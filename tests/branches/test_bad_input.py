@@ -107,19 +107,3 @@ def test_parts_of_a_batch_need_layers_that_work_row_by_row():
 class Centred(keras.layers.Layer):
     def call(self, x):
         return x - keras.ops.mean(x, axis=0)
-
-
-@pytest.mark.parametrize("backend", ["torch"])
-def test_another_backend(backend):
-    from tests.processes.common import python
-
-    script = (
-        "import lockstep, keras\n"
-        "model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, name='d')])\n"
-        "try:\n"
-        "    lockstep.place(model, {'d': 0})\n"
-        "except lockstep.errors.UnsupportedBackend as error:\n"
-        "    print(error)"
-    )
-    printed = python(script, KERAS_BACKEND=backend, LOCKSTEP_REHEARSE="2")
-    assert f"on '{backend}' lockstep runs all layers on every device so far" in printed

@@ -61,7 +61,7 @@ def train(model, x, y, **options):
     found["predict"] = model.predict(x, batch_size=7, verbose=0)
     found["evaluate"] = np.array(model.evaluate(x, y, verbose=0))
     slots = model.optimizer.variables
-    return found | {v.path: np.array(v.value) for v in [*model.variables, *slots]}
+    return found | {v.path: keras.ops.convert_to_numpy(v) for v in [*model.variables, *slots]}
 
 
 def assert_equal_runs(one, many):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import traceback
 import warnings
+from contextlib import nullcontext
 from functools import lru_cache, partial
 
 DEVICES = {"jax": 8, "tensorflow": 4, "torch": 4}
@@ -65,10 +66,15 @@ def _differences(family, name, devices, options):
     by_layer = options.pop("by_layer", False)
     draws = by_layer or _backend() == "jax"  # the random numbers of one device
     case, one = case_of(family, name, draws), _on_one_device(family, name, draws)
-    if _backend() == "torch":
+    machine = nullcontext()
+    if _backend() == "torch" and by_layer:
+        from tests.torch.simulated_gpus import simulated_gpus
+
+        machine = simulated_gpus(devices)  # PyTorch cannot tell its CPU devices apart
+    elif _backend() == "torch":
         _keep_processes_warm(devices)
     lay_out = partial(spread if by_layer else lockstep.distribute, devices=devices, **options)
-    with warnings.catch_warnings(record=True) as given:
+    with machine, warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always", UnsplitBatchWarning)
         warnings.simplefilter("ignore", SerialBranchesWarning)
         many = play(case, lay_out)

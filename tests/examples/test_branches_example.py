@@ -8,7 +8,7 @@ from tests.examples.common import FOLDER
 from tests.processes.common import script, warm_script
 
 
-@pytest.mark.parametrize("backend", ["jax", "tensorflow"])
+@pytest.mark.parametrize("backend", ["jax", "tensorflow", "torch"])
 def test_the_branches_train_and_the_file_is_plain(tmp_path, backend):
     run = warm_script if backend == "jax" else script
     printed = run(

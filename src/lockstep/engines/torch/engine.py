@@ -11,15 +11,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lockstep.announce import Given, fit_line
-from lockstep.devices import Device
+from lockstep.announce import Given, branches_line, fit_line
+from lockstep.devices import Device, names_in_words
 from lockstep.engines import attachments
 from lockstep.engines.atomic_save import atomic_saves
 from lockstep.engines.call_guard import STEPPING, CallGuard
 from lockstep.engines.engine import DEFAULT_INPUT, InputOptions
+from lockstep.engines.holders import holders_of
 from lockstep.engines.loop_methods import announced_fit, loop_methods
 from lockstep.engines.torch import devices as torch_devices
 from lockstep.engines.torch import joining
+from lockstep.engines.torch.branches.branch_steps import BranchSteps, to_default_device
 from lockstep.engines.torch.joined_runner import JoinedRunner
 from lockstep.engines.torch.placement import check_placement, move_model, torch_device_of
 from lockstep.engines.torch.pool import Lease
@@ -35,14 +37,16 @@ from lockstep.errors import (
     ProcessesDisagree,
     UnsplitBatchWarning,
     UnsupportedBackend,
+    UnsupportedModel,
 )
 from lockstep.keras_compat import wrapped_by_keras
 from lockstep.launch.environment import Place
 from lockstep.launch.status import STATUS_OF_PROCESS
-from lockstep.layout import Layout, no_branches
+from lockstep.layout import Layout, both_layouts
 from lockstep.processes import process_group
 from lockstep.processes.call_scope import CALLS
 from lockstep.processes.first_process_io import together
+from lockstep.state import variables_of
 from lockstep.training.build import is_ready
 from lockstep.training.loop import Loop
 from lockstep.training.overrides import MAKERS, check_makers
@@ -70,6 +74,8 @@ class TorchEngine:
         self, model: Any, devices: tuple[str, ...], options: InputOptions = DEFAULT_INPUT
     ) -> None:
         """Make `model` run on `devices`, in place; on failure leave it unchanged."""
+        if self.layout(model) is not None:
+            raise both_layouts(model, "distribute")
         if options.data_on_devices:
             raise UnsupportedBackend(
                 "data_on_devices=True was asked for on 'torch', and data stay on the devices on "
@@ -83,9 +89,7 @@ class TorchEngine:
         if self.attached(model) != devices:
             call = nullcontext() if joined() is None else CALLS.call("distribute")
             with call, attachments.alone(model, "distribute"):
-                attachments.attach(
-                    Attachment(model, devices), lambda old: Attachment(model, old.devices)
-                )
+                attachments.attach(Attachment(model, devices), Attachment.again)
 
     def detach(self, model: Any) -> None:
         """Make `model` run on one device again; do nothing if it is not attached."""
@@ -93,12 +97,27 @@ class TorchEngine:
             attachments.detach(model)
 
     def place(self, model: Any, layout: Layout) -> None:
-        """Raise: this engine runs all layers on every device."""
-        raise no_branches("torch")
+        """Make the layers of `model` run on their devices. After a failure it is unchanged."""
+        if joined() is not None:
+            raise UnsupportedBackend(
+                f"{model.name!r} was to have layers on several devices, and PyTorch runs in "
+                "several processes,\nwhere every device runs all layers. Start one process."
+            )
+        if layout.parts > 1:
+            raise UnsupportedModel(
+                f"{model.name!r} was to run on {layout.parts} parts of each batch, and on 'torch' "
+                "lockstep runs each batch\nas a whole so far: the layers of a chain wait for one "
+                "another. Give parts=1 to have it so."
+            )
+        if self.attached(model) is not None and self.layout(model) is None:
+            raise both_layouts(model, "place")
+        with attachments.alone(model, "place"):
+            attachments.attach(Attachment(model, layout.devices, layout), Attachment.again)
 
     def layout(self, model: Any) -> Layout | None:
-        """Return `None`: no model has layers on several devices."""
-        return None
+        """Return the devices of the layers of `model`, `None` if it has none."""
+        attachment = attachments.attachment_of(model)
+        return None if attachment is None else attachment.layout
 
     def attached(self, model: Any) -> tuple[str, ...] | None:
         """Return the devices of `model`, or `None` if it is not attached."""
@@ -126,22 +145,26 @@ class Attachment:
     Attributes:
         model: The model.
         devices: The names of its devices.
+        layout: The devices of the layers, `None` if every device runs all layers.
         hooks: The methods that are replaced on the instance.
         replaced: The attributes of the instance that they replace.
         session: The model on the devices, as the loop uses it.
         loop: The loop that replaces those of Keras.
     """
 
-    def __init__(self, model: Any, devices: tuple[str, ...]) -> None:
+    def __init__(self, model: Any, devices: tuple[str, ...], layout: Layout | None = None) -> None:
         self.model = model
         self.devices = devices
+        self.layout = layout
         self.hooks: dict[str, Any] = {}
         self.replaced: dict[str, Any] = {}
         self.turns = CallGuard(model, lambda: attachments.attachment_of(model) is self)
         self._group = joined()
         self._lease = Lease(devices)
         self._device = torch_device_of(devices[0]) if self._group is None else self._group.device
-        self._runner = self._new_runner()
+        self._branches = None if layout is None else BranchSteps(model, layout)
+        self._runner = self._branches or self._new_runner()
+        self._splits = layout is None and len(devices) > 1
         self.session = TorchSession(model, devices, self._runner)
         self.loop = Loop(self.session)
         self._warned: set[str] = set()
@@ -153,10 +176,23 @@ class Attachment:
             return PoolRunner(self.model, self._device, self._lease)
         return JoinedRunner(self.model, self._group)
 
+    def again(self) -> "Attachment":
+        """Return an attachment like this one."""
+        return Attachment(self.model, self.devices, self.layout)
+
+    def home(self, variable: Any) -> str | None:
+        """Return the device of a variable of the model, `None` if it is on every device."""
+        return None if self._branches is None else self._branches.home(variable)
+
     def check(self) -> None:
         """Raise if this model cannot be attached to these devices."""
         check_makers(self.model)
-        if self._group is not None:
+        if self._branches is not None:
+            self._branches.adopt()
+        self._check_holders()
+        if self._branches is not None:
+            _check_not_compiled(self.model)
+        elif self._group is not None:
             _check_all_take_part(self.devices, self._group)
         else:
             check_placement(self.devices)
@@ -166,7 +202,11 @@ class Attachment:
     def take_over(self) -> None:
         """Replace the loops and the step functions."""
         attachments.mark(self.model, self)
-        move_model(self.model, self._device)
+        if self._branches is None:
+            move_model(self.model, self._device)
+        else:
+            self._move_to_homes()
+            self._branches.start()
         self.hooks = {
             **{name: self._maker(name.removeprefix("make_")) for name in MAKERS},
             **self._stepping(),
@@ -175,6 +215,9 @@ class Attachment:
         if isinstance(self._runner, JoinedRunner):
             self._runner.adopt(first=True)
             self.hooks = together(self.model, self.hooks, self._runner.assigned)
+        if self._branches is not None:
+            self.hooks["call"] = self._branches.calling(self.model.call)
+            self.hooks[_BUILD] = self._build
         self.replaced = attachments.put_on(self.model, self.hooks)
         attachments.remake_functions(self.model)
 
@@ -183,6 +226,12 @@ class Attachment:
         attachments.unmark(self.model)
         attachments.take_off(self.model, self.hooks, self.replaced)
         self._lease.end()
+        if self._branches is not None:
+            self._branches.stop()
+            variables = variables_of(self.model)
+            for variable in variables:
+                holders_of(variable).discard(self)
+            to_default_device([variable for variable in variables if not holders_of(variable)])
         attachments.remake_functions(self.model)
 
     # ------------------------------------------------------------- replaced methods
@@ -196,6 +245,9 @@ class Attachment:
                 return
             if len(self.devices) > 1:  # this may have changed since
                 _check_reduced_once(model)
+            if self._branches is not None:
+                _check_not_compiled(model)
+                self._move_to_homes()
             # Keras checks the options, and makes the function for one device.
             getattr(type(model), f"make_{name}")(model, force=True)
             kind = name.removesuffix("_function")
@@ -207,14 +259,18 @@ class Attachment:
         """Return the step function: on several devices, or on one where it cannot be split."""
 
         def on_one(batches: list[Any]) -> Any:
-            with copied_states(self.model):
-                return plain(batches)
+            places = nullcontext() if self._branches is None else self._branches.on_devices()
+            with copied_states(self.model), places:
+                return plain(keras.tree.map_structure(_tensor, batches))
 
         def run(batches: Any) -> Any:
             runner, drawn = self._runner, iter(batches)
             batch = runner.agreed(drawn) if isinstance(runner, JoinedRunner) else next(drawn)
-            batch = keras.tree.map_structure(_tensor, batch)
-            result = on_one([batch]) if len(self.devices) == 1 else self._step(kind, on_one, batch)
+            if self._splits:
+                batch = keras.tree.map_structure(_tensor, batch)
+                result = self._step(kind, on_one, batch)
+            else:
+                result = on_one([batch])
             STATUS_OF_PROCESS.stepped()
             if isinstance(runner, JoinedRunner):
                 runner.stepped()
@@ -223,9 +279,11 @@ class Attachment:
         return run
 
     def look(self, batch: Any) -> Any:
-        """Return layer outputs and gradients of a training step, `None` if one device runs it."""
+        """Return layer outputs and gradients of a step, `None` if this process runs it alone."""
+        if not self._splits:
+            return None
         reason, data, rows = self._split("train", batch)
-        if reason is not None or len(self.devices) == 1:
+        if reason is not None:
             return None
         return self._runner.step("look", data, rows)
 
@@ -275,11 +333,41 @@ class Attachment:
         return {name: self.turns.guarded(name, method) for name, method in methods.items()}
 
     def _fit_line(self, given: Given, compiles: bool) -> str:
-        ignored = len(self.devices) > 1 and self.model.jit_compile
-        without = ", without torch.compile" if ignored else ""
-        return fit_line("torch", self.devices, given, compiles) + without
+        if self.layout is None:
+            line = fit_line("torch", self.devices, given, compiles)
+        else:
+            line = branches_line("torch", self.layout, given)
+        ignored = self._splits and self.model.jit_compile
+        return line + (", without torch.compile" if ignored else "")
 
     # ------------------------------------------------------------------------ inside
+
+    def _build(self, *args: Any, **kwargs: Any) -> Any:
+        """Build what a step needs, with every variable on its device."""
+        assert self._branches is not None
+        with self._branches.on_devices():
+            built = getattr(type(self.model), _BUILD)(self.model, *args, **kwargs)
+        self._move_to_homes()
+        return built
+
+    def _move_to_homes(self) -> None:
+        assert self._branches is not None
+        self._branches.adopt()
+        self._branches.move()
+        for variable in variables_of(self.model):
+            holders_of(variable).add(self)
+
+    def _check_holders(self) -> None:
+        for variable in variables_of(self.model):
+            for other in holders_of(variable):
+                if other.model is not self.model and other.home(variable) != self.home(variable):
+                    raise LayoutConflict(
+                        f"{self.model.name!r} was asked onto {names_in_words(self.devices)}, and "
+                        f"its variable {variable.path!r} is shared with {other.model.name!r} on "
+                        f"{names_in_words(other.devices)}.\n"
+                        "A variable has one layout. Place its layer on the same device in both, or "
+                        "call\nlockstep.release on the other one first."
+                    )
 
     def _warn(self, what: str, remedy: str = "") -> None:
         if what not in self._warned and process_group.is_first():
@@ -291,6 +379,8 @@ class Attachment:
                 stacklevel=2,
             )
 
+
+_BUILD = "_symbolic_build"  # keras/src/trainers/trainer.py, Trainer
 
 _DECLARE = "If each row depends on its own row alone, declare it: lockstep.rowwise. "
 
@@ -323,6 +413,16 @@ def _check_all_take_part(devices: tuple[str, ...], group: TorchGroup) -> None:
             f"devices={', '.join(devices)} was asked for, and {group.size} processes run, each "
             f"with one device: {', '.join(every)}.\n"
             "Leave devices out, or start as many processes as devices."
+        )
+
+
+def _check_not_compiled(model: Any) -> None:
+    """Raise if Keras would compile the steps of a model with layers on several devices."""
+    if getattr(model, "jit_compile", False):
+        raise UnsupportedModel(
+            f"{model.name!r} has layers on several devices, and jit_compile=True was asked for,\n"
+            "where torch.compile would make one program of the step.\n"
+            "Leave it out of compile(), or call lockstep.release(model) first."
         )
 
 

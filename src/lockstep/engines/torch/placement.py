@@ -10,6 +10,7 @@ import keras
 import torch
 
 from lockstep.errors import DeviceError
+from lockstep.keras_compat import torch_current_device
 from lockstep.state import variables_of
 
 
@@ -24,6 +25,19 @@ def torch_device_of(name: str) -> torch.device:
     """
     platform, _, number = name.partition(":")
     return torch.device("cuda", int(number)) if platform == "gpu" else torch.device(platform)
+
+
+def current_device() -> torch.device:
+    """Return the device on which Keras makes its tensors now."""
+    device = torch.device(torch_current_device())
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def computes() -> bool:
+    """Return whether calls compute now: Keras also calls layers to learn shapes alone."""
+    return torch_current_device() != "meta"
 
 
 def check_placement(devices: Sequence[str]) -> None:

@@ -1,0 +1,1 @@
+"""Branches of one model on different PyTorch devices, in one process."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.errors import LayoutConflict, UnsupportedBackend
+from lockstep.errors import LayoutConflict
 from lockstep.keras_compat import functional_of, nodes_of, sublayers_of
 
 _DEVICE = "_lockstep_device"
@@ -172,13 +172,4 @@ def both_layouts(model: Any, asked: str) -> LayoutConflict:
         f"devices, and lockstep.{asked} would lay it out in another way.\n"
         "A model has branches on devices, or copies on devices, and not both so far.\n"
         "Call lockstep.release(model) first."
-    )
-
-
-def no_branches(backend: str) -> UnsupportedBackend:
-    """Return the error of an engine that runs all layers on every device."""
-    return UnsupportedBackend(
-        f"Layers were to run on several devices, and on {backend!r} lockstep runs all layers on "
-        "every device so far.\nA .keras file moves between backends: set KERAS_BACKEND=jax before "
-        "Keras is imported."
     )

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import keras
@@ -104,6 +105,59 @@ def refused():
             lockstep.distribute(network(), ["gpu:1"])
 
 
+def _trained(homes, **options):
+    """Train two branches of a shared LSTM; return the model, and what it leaves.
+
+    Dropout is left out: each GPU has random numbers of its own.
+    """
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(4)
+    on = [nullcontext()] * 3 if homes is None else [lockstep.on(home) for home in homes]
+    a, b = keras.Input((5, 3)), keras.Input((5, 3))
+    shared = layers.LSTM(4, name="shared")
+    with on[0]:
+        encoded_a = shared(a)
+    with on[1]:
+        encoded_b = layers.BatchNormalization(name="norm")(layers.Dense(4, name="b")(shared(b)))
+    with on[2]:
+        outputs = layers.Dense(2, name="head", kernel_regularizer="l1")(
+            layers.concatenate([encoded_a, encoded_b])
+        )
+    model = keras.Model([a, b], outputs)
+    model.compile(keras.optimizers.Adam(0.01, **options), "mse", metrics=["mae"])
+    rng = np.random.default_rng(4)
+    x, y = [rng.normal(size=(26, 5, 3)) for _ in "ab"], rng.normal(size=(26, 2))
+    history = model.fit(x, y, batch_size=8, epochs=3, validation_split=0.2, **QUIET).history
+    left = [history, model.evaluate(x, y, verbose=0), model.predict(x, verbose=0), values(model)]
+    return model, left
+
+
+def branches():
+    """Branches on two GPUs leave what one leaves, with every weight and slot on its GPU."""
+    _, one = _trained(None)
+    model, many = _trained(("gpu:0", "gpu:1", "gpu:1"))
+    assert_equal(one, many)
+    homes = {"shared": "cuda:0", "norm": "cuda:1", "b_": "cuda:1", "head": "cuda:1"}
+    for variable in [*model.variables, *model.optimizer.variables]:
+        for layer, home in homes.items():
+            assert layer not in variable.path or str(variable.value.device) == home, variable.path
+    lockstep.release(model)
+    assert {str(variable.value.device) for variable in model.variables} == {"cuda:0"}
+
+
+def branches_and_cpu():
+    """The head of the old recipe is on the CPU."""
+    assert_equal(_trained(None)[1], _trained(("gpu:0", "gpu:1", "cpu:0"))[1])
+
+
+def branches_clipped():
+    """What an optimizer knows of all gradients, and what it keeps of each, on two GPUs."""
+    options = {"global_clipnorm": 0.1, "use_ema": True, "weight_decay": 0.01}
+    homes = ("gpu:1", "gpu:0", "gpu:1")
+    assert_equal(_trained(None, **options)[1], _trained(homes, **options)[1])
+
+
+CHECKS = (several, moved, killed, refused, branches, branches_and_cpu, branches_clipped)
+
 if __name__ == "__main__":
-    checks = {"several": several, "moved": moved, "killed": killed, "refused": refused}
-    checks[sys.argv[1]]()
+    {check.__name__: check for check in CHECKS}[sys.argv[1]]()

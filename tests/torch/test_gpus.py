@@ -21,7 +21,10 @@ def run(name, request):
 
 
 @pytest.mark.needs_gpu(2)
-@pytest.mark.parametrize("name", ["several", "moved", "killed"])
+@pytest.mark.parametrize(
+    "name",
+    ["several", "moved", "killed", "branches", "branches_and_cpu", "branches_clipped"],
+)
 def test_several_gpus(name, request):
     run(name, request)
 

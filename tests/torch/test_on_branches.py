@@ -12,7 +12,7 @@ from keras import layers
 import lockstep
 from lockstep.engines.torch.branches import branch_steps
 from lockstep.errors import LayoutConflict, UnsupportedBackend, UnsupportedModel
-from tests.branches.test_branches import (
+from tests.branches.test_branches import (  # the tests run here too, on rehearsed devices
     chain,
     config_in,
     data,

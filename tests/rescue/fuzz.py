@@ -16,8 +16,8 @@ from pathlib import Path
 
 import lockstep
 from lockstep.errors import OldFileError
+from tests.rescue.old_files import LEGACY
 
-LEGACY = Path(__file__).parents[1] / "files" / "legacy"
 FILES = (
     "keras-2.2.4__mlp4-g2/parallel_full.h5",
     "keras-2.2.4__mlp4-g2/parallel_weights.h5",

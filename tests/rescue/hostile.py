@@ -6,14 +6,13 @@ import shutil
 import struct
 import zipfile
 import zlib
-from pathlib import Path
 
 import h5py
 import numpy as np
 
 from tests.rescue import old_files
+from tests.rescue.old_files import LEGACY
 
-LEGACY = Path(__file__).parents[1] / "files" / "legacy"
 GOOD = LEGACY / "keras-2.2.4__mlp4-g2" / "parallel_full.h5"
 ESCAPE = "\x1b]0;owned\x07\x1b[2J[bold]"
 

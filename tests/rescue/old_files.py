@@ -1,9 +1,38 @@
 """Old files made by hand, for what the genuine ones do not hold."""
 
 import json
+from pathlib import Path
 
 import h5py
 import numpy as np
+
+LEGACY = Path(__file__).parents[1] / "files" / "legacy"
+RNG = np.random.default_rng(7)
+
+
+def numbers(*shape):
+    return RNG.normal(size=shape).astype("float32")
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def old_hard_sigmoid(x):
+    return np.clip(0.2 * x + 0.5, 0, 1)
+
+
+def lstm(x, kernel, recurrent, bias, gate=sigmoid, mask=None):
+    """The outputs of all steps; where the mask is off, the last output again."""
+    h = c = np.zeros((len(x), len(recurrent)), "float32")
+    steps = []
+    for t in range(x.shape[1]):
+        i, f, g, o = np.split(x[:, t] @ kernel + h @ recurrent + bias, 4, axis=1)
+        new = gate(f) * c + gate(i) * np.tanh(g)
+        on = True if mask is None else mask[:, t, None]
+        h, c = np.where(on, gate(o) * np.tanh(new), h), np.where(on, new, c)
+        steps.append(h)
+    return np.stack(steps, axis=1)
 
 
 def names(thing, key, listed):
@@ -111,6 +140,16 @@ def single_full(path, config, groups, *, version="2.2.4", training=None):
         names(below, "layer_names", [name for name, _ in groups])
         for name, weights in groups:
             group(below, name, weights)
+    return path
+
+
+def single_weights(path, groups, version="2.4.0"):
+    """What `model.save_weights()` of a single model wrote."""
+    with h5py.File(path, "w") as root:
+        names(root, "layer_names", [name for name, _ in groups])
+        root.attrs["keras_version"] = version.encode()
+        for name, weights in groups:
+            group(root, name, weights)
     return path
 
 

@@ -2,7 +2,6 @@
 
 import json
 import zipfile
-from pathlib import Path
 
 import h5py
 import keras
@@ -13,9 +12,8 @@ from safetensors.numpy import load_file
 import lockstep
 from lockstep.errors import WeightsDoNotFit
 from tests.rescue import old_files
+from tests.rescue.old_files import LEGACY
 from tests.rescue.whole import bytes_of, custom_for
-
-LEGACY = Path(__file__).parents[1] / "files" / "legacy"
 
 
 def rescued(case, output, file="parallel_full.h5", **kwargs):

@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -17,8 +16,8 @@ import lockstep
 from lockstep.errors import HostileFile, OldFileError, UnreadableFile, UnsuitableOutput
 from lockstep.rescue import check, write
 from tests.rescue import hostile, old_files
+from tests.rescue.old_files import LEGACY
 
-LEGACY = Path(__file__).parents[1] / "files" / "legacy"
 GOOD = LEGACY / "keras-2.2.4__mlp4-g2" / "parallel_full.h5"
 
 

@@ -13,8 +13,7 @@ from click.testing import CliRunner
 import lockstep
 from lockstep.cli import main
 from lockstep.errors import UnreadableFile
-
-LEGACY = Path(__file__).parents[1] / "files" / "legacy"
+from tests.rescue.old_files import LEGACY
 
 
 def look(name):
@@ -237,9 +236,9 @@ def test_wrong_outputs_write_nothing(tmp_path):
     [
         "import lockstep",
         "import lockstep.rescue.commands, lockstep",
-        "from lockstep.rescue import match; import lockstep",
+        "from lockstep.rescue import unwrap; import lockstep",
         "import lockstep.rescue.api; import lockstep",
-        "import lockstep.cli, lockstep; from lockstep.rescue.check import rounded",
+        "import lockstep.cli, lockstep; from lockstep.rescue.read import release",
     ],
 )
 def test_the_function_is_not_hidden_by_its_package(statements):

@@ -2,7 +2,6 @@
 
 import json
 import zipfile
-from pathlib import Path
 
 import h5py
 import keras
@@ -13,8 +12,7 @@ from keras import layers
 import lockstep
 from lockstep.errors import IncompleteFile, NotAModel, WeightsDoNotFit
 from tests.rescue import old_files
-
-LEGACY = Path(__file__).parents[1] / "files" / "legacy"
+from tests.rescue.old_files import LEGACY
 
 
 def mlp4():

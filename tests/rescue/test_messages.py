@@ -6,8 +6,8 @@ import pytest
 
 import lockstep
 from lockstep import errors
+from tests.rescue.old_files import LEGACY
 
-LEGACY = Path(__file__).parents[1] / "files" / "legacy"
 DOCS = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 
 

@@ -7,31 +7,13 @@ import pytest
 import lockstep
 from lockstep.errors import UntranslatableModel
 from tests.rescue import old_files
+from tests.rescue.old_files import lstm, numbers
 
-RNG = np.random.default_rng(5)
 WORDS = np.array([[1, 2, 3, 0, 0, 0], [4, 5, 0, 0, 0, 0]])
 SETTINGS = {"units": 3, "activation": "tanh", "recurrent_activation": "sigmoid"}
 
 
-def numbers(*shape):
-    return RNG.normal(size=shape).astype("float32")
-
-
 EMBEDDINGS = numbers(7, 4)
-
-
-def lstm(x, kernel, recurrent, bias, mask):
-    """The outputs of all steps; where the mask is off, the last output again."""
-    h = c = np.zeros((len(x), len(recurrent)), "float32")
-    steps = []
-    for t in range(x.shape[1]):
-        i, f, g, o = np.split(x[:, t] @ kernel + h @ recurrent + bias, 4, axis=1)
-        i, f, o = (1 / (1 + np.exp(-gate)) for gate in (i, f, o))
-        new = f * c + i * np.tanh(g)
-        on = mask[:, t, None]
-        h, c = np.where(on, o * np.tanh(new), h), np.where(on, new, c)
-        steps.append(h)
-    return np.stack(steps, axis=1)
 
 
 def names(prefix, weights):
@@ -127,7 +109,7 @@ def test_merges_of_one_mask_compute_what_they_did(tmp_path):
     _, model = rescued(tmp_path, layers, given)
     x = EMBEDDINGS[WORDS]
     x = np.concatenate([x + x @ kernel, EMBEDDINGS[::-1][WORDS]], axis=-1)
-    np.testing.assert_allclose(model(WORDS), lstm(x, *weights, WORDS != 0)[:, -1], atol=1e-6)
+    np.testing.assert_allclose(model(WORDS), lstm(x, *weights, mask=WORDS != 0)[:, -1], atol=1e-6)
 
 
 def test_a_mask_made_inside_time_distributed_is_refused(tmp_path):
@@ -167,8 +149,8 @@ def test_masked_steps_of_a_bidirectional_layer_are_told_of(version, noted, tmp_p
     report, model = rescued(tmp_path, layers, {**E, "bi": weights}, version)
     assert any("bi runs over a mask" in note for note in report.notes) == noted
     x, mask = EMBEDDINGS[WORDS], WORDS != 0
-    back = lstm(x[:, ::-1], *backward, mask[:, ::-1])[:, ::-1]
-    wanted = np.concatenate([lstm(x, *forward, mask), back], axis=-1)
+    back = lstm(x[:, ::-1], *backward, mask=mask[:, ::-1])[:, ::-1]
+    wanted = np.concatenate([lstm(x, *forward, mask=mask), back], axis=-1)
     np.testing.assert_allclose(np.asarray(model(WORDS))[mask], wanted[mask], atol=1e-6)
 
 
@@ -183,7 +165,7 @@ def test_a_softmax_layer_of_keras_2_took_no_mask(tmp_path):
     weights, kernel = weights_of_lstm(4), numbers(3, 6)
     given = {**E, "l": names("l", weights), "d": [("d/kernel:0", kernel)]}
     _, model = rescued(tmp_path, softmax_layers(-1), given)
-    raised = np.exp(lstm(EMBEDDINGS[WORDS], *weights, WORDS != 0) @ kernel)
+    raised = np.exp(lstm(EMBEDDINGS[WORDS], *weights, mask=WORDS != 0) @ kernel)
     wanted = raised / raised.sum(axis=-1, keepdims=True)
     # As many rows as steps: Keras 3's Softmax takes the mask of the rows for one of the classes.
     given = np.concatenate([WORDS] * 3)

@@ -8,7 +8,7 @@ from keras import layers
 import lockstep
 from lockstep.errors import AmbiguousWeights
 from tests.rescue import old_files
-from tests.rescue.test_whole_models import numbers, single_weights
+from tests.rescue.old_files import numbers, single_weights
 
 
 def branches():

@@ -8,7 +8,7 @@ from keras import layers
 
 import lockstep
 from tests.rescue import old_files
-from tests.rescue.test_whole_models import numbers
+from tests.rescue.old_files import numbers
 
 
 def lstm(*inner):

@@ -8,23 +8,7 @@ from keras import layers
 
 import lockstep
 from lockstep.errors import UnreadableFile, WeightsDoNotFit
-from tests.rescue import old_files
-
-RNG = np.random.default_rng(0)
-
-
-def numbers(*shape):
-    return RNG.normal(size=shape).astype("float32")
-
-
-def single_weights(path, groups, version="2.4.0"):
-    """What `model.save_weights()` of a single model wrote."""
-    with h5py.File(path, "w") as root:
-        old_files.names(root, "layer_names", [name for name, _ in groups])
-        root.attrs["keras_version"] = version.encode()
-        for name, weights in groups:
-            old_files.group(root, name, weights)
-    return path
+from tests.rescue.old_files import names, numbers, single_weights
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -51,12 +35,12 @@ def test_normalization_computes_with_what_was_loaded(tmp_path, nested):
 def test_an_array_that_cannot_be_read_leaves_the_model_as_it_was(tmp_path):
     old = tmp_path / "old.h5"
     with h5py.File(old, "w") as root:
-        old_files.names(root, "layer_names", ["dense_1", "dense_2"])
+        names(root, "layer_names", ["dense_1", "dense_2"])
         root.attrs["keras_version"] = b"2.2.4"
         for name in ("dense_1", "dense_2"):
             group = root.create_group(name)
             listed = [f"{name}/kernel:0", f"{name}/bias:0"]
-            old_files.names(group, "weight_names", listed)
+            names(group, "weight_names", listed)
             for weight, value in zip(listed, (numbers(40, 40), numbers(40)), strict=True):
                 group.create_dataset(weight, data=value, compression="gzip", chunks=value.shape)
         chunk = root["dense_2/dense_2/kernel:0"].id.get_chunk_info(0)

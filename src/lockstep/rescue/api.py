@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import NotAModel, UnreadableFile, UnsuitableOutput, WeightsDoNotFit
@@ -97,24 +96,26 @@ def rescue(
         >>> report.template, report.devices, len(report.rows)
         ('sequential_1', 2, 8)
     """
-    from lockstep.rescue import detect, read, rebuild, write
-    from lockstep.rescue.old_layers import Context
+    from lockstep.rescue import detect, read
 
     source, goal = os.fspath(path), os.fspath(output)
-    suffix = write.suffix_of(goal)
+    suffix = _suffix_of(goal)
     found = detect.inspect_file(source)  # most unsuitable files, before Keras is imported
     if found.kind != "keras2" or found.library.startswith("Keras 3"):
         raise UnreadableFile(
             f"{source} is a file of {found.library} for a single device: there is nothing to "
             f"rescue.\nIt is ready to use: {found.command}"
         )
-    given = config if config is None or isinstance(config, dict) else read.parse_config(
-        os.fspath(config)
-    )  # fmt: skip
-    context = Context(_without_keras_own(custom_objects or {}))
+    if config is not None and not isinstance(config, dict):
+        config = read.parse_config(os.fspath(config))
     proof = None if check is None else os.fspath(check)
+
+    from lockstep.rescue import rebuild
+    from lockstep.rescue.old_layers import Context
+
+    context = Context(_without_keras_own(custom_objects or {}))
     with rebuild.isolated(), read.opened(source) as old:
-        return _rescue(old, goal, suffix, model, given, context, proof)
+        return _rescue(old, goal, suffix, model, config, context, proof)
 
 
 def load_weights(model: Any, path: Path) -> Rescued:
@@ -169,6 +170,17 @@ def load_weights(model: Any, path: Path) -> Rescued:
 # ---------------------------------------------------------------- to a file
 
 
+def _suffix_of(output: str) -> str:
+    """Return the kind of file to write, from the ending of its name."""
+    for suffix in (".keras", ".weights.h5", ".h5", ".hdf5", ".safetensors"):
+        if output.endswith(suffix):
+            return ".h5" if suffix == ".hdf5" else suffix
+    raise UnsuitableOutput(
+        f"The output {output} has no ending that says what to write.\n"
+        "Name it .keras (a model), .weights.h5, .h5 (Keras 2's layout) or .safetensors."
+    )
+
+
 def _without_keras_own(objects: dict[str, Any]) -> dict[str, Any]:
     """Remove Keras's own classes under their own names: they would bypass the translation."""
     return {
@@ -190,7 +202,6 @@ def _rescue(
 ) -> Rescued:
     """Unwrap, rebuild, match, write, check and report."""
     from lockstep.rescue import check, match, rebuild, unwrap, write
-    from lockstep.rescue.rescue_report import Rescued
 
     matched: Matched | None = None
     difference = None
@@ -212,19 +223,27 @@ def _rescue(
         notes += check.doubts(old, matched) if matched.part is None else []
         if matched.name is None:
             notes.append("the file is of a single model: there was nothing to unwrap")
-    return Rescued(
+    return _report(
+        matched,
+        "names: every array keeps its own",
         source=old.path,
         output=output,
         library=old.library,
-        template=matched.name if matched else None,
-        devices=matched.devices if matched else None,
-        rules=matched.plan.rules if matched else ("names: every array keeps its own",),
         rows=tuple(rows),
         optimizer=optimizer,
         compiled=suffix == ".keras" and bool(matched and getattr(matched.model, "optimizer", None)),
         difference=difference,
         notes=tuple(notes),
     )
+
+
+def _report(matched: Matched | None, rule: str, **found: Any) -> Rescued:
+    from lockstep.rescue.rescue_report import Rescued
+
+    if matched is None:
+        return Rescued(template=None, devices=None, rules=(rule,), **found)
+    rules = matched.plan.rules
+    return Rescued(template=matched.name, devices=matched.devices, rules=rules, **found)
 
 
 def _size(old: OldFile, suffix: str) -> int:
@@ -283,8 +302,8 @@ def _load_old(model: Any, old: OldFile) -> Rescued:
         for index, value in before.items():
             variables[index].assign(value)
         raise
-    notes = check.doubts(old, matched)
-    return _loaded(model, old.path, old.library, rows, notes, bool(old.optimizer), matched)
+    _renew(model)
+    return _loaded(model, old, rows, check.doubts(old, matched), matched)
 
 
 def _load_keras3(model: Any, found: Inspection) -> Rescued:
@@ -313,7 +332,7 @@ def _load_keras3(model: Any, found: Inspection) -> Rescued:
             f"{' '.join(str(error).split())[:160]}\n"
             "Give the model that was saved: compare its summary() with lockstep inspect."
         ) from error
-    return _loaded(model, found.path, found.library, rows, [], found.optimizer)
+    return _loaded(model, found, rows, [], None)
 
 
 def _compared(model: Any, found: Inspection) -> list[Row]:
@@ -371,30 +390,24 @@ def _renew(model: Any) -> None:
 
 def _loaded(
     model: Any,
-    path: str,
-    library: str,
+    found: OldFile | Inspection,
     rows: list[Row],
-    notes: Sequence[str],
-    optimizer: bool,
-    matched: Matched | None = None,
+    notes: list[str],
+    matched: Matched | None,
 ) -> Rescued:
     from lockstep.rescue import check
-    from lockstep.rescue.rescue_report import Rescued
 
-    if matched is not None:
-        _renew(model)
-    notes = [*notes, *check.rounded(rows)]
+    notes = notes + check.rounded(rows)
     for note in notes:
         warnings.warn(note, stacklevel=4)
-    return Rescued(
-        source=path,
+    return _report(
+        matched,
+        "the layout of Keras 3",
+        source=found.path,
         output=f"the live model {model.name!r}",
-        library=library,
-        template=matched.name if matched else None,
-        devices=matched.devices if matched else None,
-        rules=matched.plan.rules if matched else ("the layout of Keras 3",),
+        library=found.library,
         rows=tuple(rows),
-        optimizer="dropped" if optimizer else "none",
+        optimizer="dropped" if found.optimizer else "none",
         compiled=False,
         difference=None,
         notes=tuple(notes),

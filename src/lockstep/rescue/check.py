@@ -13,6 +13,9 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import keras
+import numpy as np
+
 from lockstep.counted import counted
 from lockstep.errors import (
     OutputMismatch,
@@ -22,22 +25,19 @@ from lockstep.errors import (
     WeightsDoNotFit,
     printable,
 )
-from lockstep.rescue import weight_tree
+from lockstep.keras_compat import serialized_objects_kept
+from lockstep.rescue import unwrap, weight_tree
 from lockstep.rescue.match import Matched
 from lockstep.rescue.old_layers import REBUILD, RENAMED, Context
 from lockstep.rescue.read import OldFile, release
 from lockstep.rescue.rebuild import Part
 from lockstep.rescue.rescue_report import Row
-from lockstep.rescue.unwrap import is_model
 
 # ---------------------------------------------------------------- arrays
 
 
 def numbers(variable: Any) -> Any:
     """Return the value of a variable as a NumPy array, or its initial value if it has none."""
-    import keras
-    import numpy as np
-
     return np.asarray(keras.ops.convert_to_numpy(variable.value))
 
 
@@ -50,8 +50,6 @@ def as_dtype(values: Any, dtype: Any, name: str) -> Any:
         WeightsDoNotFit: A finite float becomes infinite, or a cast from or to integers
             changes a number.
     """
-    import numpy as np
-
     if values.dtype == dtype:
         return values
     cast = _cast(values, dtype)
@@ -68,8 +66,6 @@ def as_dtype(values: Any, dtype: Any, name: str) -> Any:
 
 def is_exact(found: Any, values: Any) -> bool | None:
     """Return True if an array holds these numbers, False for rounded and None for other ones."""
-    import numpy as np
-
     found, cast = np.asarray(found), np.asarray(_cast(values, found.dtype))
     # Bit by bit: NaN equals itself, -0.0 is not 0.0.
     one, other = (np.ascontiguousarray(each).reshape(-1).view("u1") for each in (found, cast))
@@ -89,8 +85,6 @@ def rounded(rows: Sequence[Row]) -> list[str]:
 
 
 def _cast(values: Any, dtype: Any) -> Any:
-    import numpy as np
-
     with np.errstate(over="ignore", invalid="ignore"):
         return values.astype(dtype, copy=False)
 
@@ -113,8 +107,6 @@ _SAVEZ = "numpy.savez(path, x0=inputs, y0=outputs)."
 
 def inputs_and_outputs(path: str) -> tuple[list[Any], list[Any]]:
     """Read arrays x0, x1, ... and y0, y1, ... of an `.npz`, without running code in it."""
-    import numpy as np
-
     try:
         with zipfile.ZipFile(path) as archive:
             size = sum(one.file_size for one in archive.infolist())
@@ -158,9 +150,6 @@ def difference(model: Any, inputs: list[Any], outputs: list[Any]) -> float:
     Raises:
         OutputMismatch: The difference exceeds TOLERANCE, or only one of two values is NaN.
     """
-    import keras
-    import numpy as np
-
     if len(inputs) != len(model.inputs):
         raise UnsuitableOutput(
             f"The model takes {counted(len(model.inputs), 'input')}, and the file has "
@@ -205,8 +194,6 @@ def difference(model: Any, inputs: list[Any], outputs: list[Any]) -> float:
 
 
 def _apart(new: Any, old: Any) -> float:
-    import numpy as np
-
     with np.errstate(invalid="ignore"):
         each = np.abs(new - old) / np.maximum(1.0, np.abs(old))
     each[(new == old) | (np.isnan(new) & np.isnan(old))] = 0.0  # also for equal infinities
@@ -215,10 +202,6 @@ def _apart(new: Any, old: Any) -> float:
 
 def loaded_model(path: str, custom: Any) -> Any:
     """Return the model of a `.keras` file, loaded by Keras."""
-    import keras
-
-    from lockstep.keras_compat import serialized_objects_kept
-
     try:
         with serialized_objects_kept():
             return keras.models.load_model(path, custom_objects=custom, compile=False)
@@ -278,8 +261,6 @@ def require_old_masks(part: Part, context: Context) -> None:
 
 def _changed_rules(part: Part, every: list[Part], context: Context) -> list[tuple[Part, str]]:
     """Run the model on shapes only, and return the layers where a changed mask rule applies."""
-    import keras
-
     found: list[tuple[Part, str]] = []
     masks: dict[tuple[int, Any], Any] = {}  # by input: embeddings of one input share its mask
 
@@ -348,8 +329,6 @@ def _changed_rules(part: Part, every: list[Part], context: Context) -> list[tupl
 
 def _makes_mask(layer: Any) -> bool:
     """Return whether a layer makes masks from its input."""
-    import keras
-
     if getattr(layer, "mask_zero", False) or isinstance(layer, keras.layers.Masking):
         return True
     cls = type(layer)
@@ -359,8 +338,6 @@ def _makes_mask(layer: Any) -> bool:
 
 def _outputs_mask(layer: Any) -> bool:
     """Return whether the layer or model inside a TimeDistributed outputs a mask."""
-    import keras
-
     if not isinstance(layer, keras.Model):
         return _makes_mask(layer)
     seen: list[Any] = []
@@ -397,8 +374,6 @@ def doubts(old: OldFile, matched: Matched) -> list[str]:
 
 
 def _doubts(old: OldFile, matched: Matched) -> Iterator[str]:
-    import keras
-
     entries = dict(_entries(matched.config))
     every = weight_tree.every_layer(matched.model)
     # Inner layers come after outer layers, so the innermost owner of a weight remains.
@@ -426,8 +401,6 @@ def _doubts(old: OldFile, matched: Matched) -> Iterator[str]:
 
 def _changed_defaults(old: OldFile, layer: Any, name: str) -> Iterator[str]:
     """Yield notes on changed defaults, for layers and cells whose old config is unknown."""
-    import keras
-
     version = old.version or ""
     early = (2,) <= release(version) < (2, 3) or version.endswith("-tf")
     kind = _kind(type(layer).__name__)
@@ -446,8 +419,6 @@ def _changed_defaults(old: OldFile, layer: Any, name: str) -> Iterator[str]:
 
 def _differences(config: dict[str, Any], layer: Any, name: str) -> Iterator[str]:
     """Yield notes on differences between the file's config and the model."""
-    import keras
-
     if _is_gated(layer):
         config = {"recurrent_activation": "hard_sigmoid", "reset_after": False, **config}
     for key in ("activation", "recurrent_activation", "reset_after", "epsilon"):
@@ -467,22 +438,16 @@ def _is_gated(layer: Any) -> bool:
 
 def _entries(config: Any) -> Iterator[tuple[str, tuple[str, dict[str, Any]]]]:
     """Yield the name of each layer of an old config, with the kind and settings inside it."""
-    stack: list[Any] = [config]
-    while stack:
-        here = stack.pop()
-        if isinstance(here, list):
-            stack += here
-        elif isinstance(here, dict):
-            if isinstance(here.get("config"), dict) and not is_model(here):
-                inner = here
-                while isinstance(inside := _wrapped(inner["config"]), dict):
-                    inner = inside
-                kind = _kind(str(inner.get("class_name")))
-                yield str(here.get("name") or here["config"].get("name")), (kind, inner["config"])
-            stack += [value for key, value in here.items() if key != "inbound_nodes"]
+    for entry in unwrap.entries(config):
+        if isinstance(entry.get("config"), dict) and not unwrap.is_model(entry):
+            inner = entry
+            while (inside := _wrapped(inner["config"])) is not None:
+                inner = inside
+            kind = _kind(str(inner.get("class_name")))
+            yield unwrap.entry_name(entry), (kind, inner["config"])
 
 
-def _wrapped(config: dict[str, Any]) -> Any:
+def _wrapped(config: dict[str, Any]) -> dict[str, Any] | None:
     """Return the entry of the layer or cell inside a wrapper, or None."""
     inner = config.get("layer", config.get("cell"))
     return inner if isinstance(inner, dict) and isinstance(inner.get("config"), dict) else None

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import h5py
+
 from lockstep.checkpoint.run_report import is_run, runs_within
 from lockstep.errors import HostileFile, UnreadableFile
 from lockstep.rescue import hdf5, read, unwrap
@@ -108,7 +110,7 @@ def _keras2(old: OldFile) -> Inspection:
         notes.append(f"the {old.backend} backend of Keras saved it{turned}")
     complete = bool(old.weights) and not old.flaws
     template = inside.config if inside else old.config
-    needs = tuple(code_needed(template)) if template else ()
+    needs = code_needed(template)
     contents = "full model" if old.config else "weights"
     return Inspection(
         path=old.path,
@@ -132,19 +134,14 @@ def _keras2(old: OldFile) -> Inspection:
     )
 
 
-def code_needed(model: Any) -> list[str]:
+def code_needed(model: Any) -> tuple[str, ...]:
     """Return the Lambda layers in a config, without importing Keras."""
-    found: dict[str, None] = {}
-    stack = [model]
-    while stack and len(found) < 100:
-        here = stack.pop()
-        if isinstance(here, list):
-            stack += here
-        elif isinstance(here, dict):
-            if here.get("class_name") == "Lambda" and isinstance(here.get("config"), dict):
-                found[f"Lambda {here['config'].get('name')!r}"] = None
-            stack += [value for key, value in here.items() if key != "inbound_nodes"]
-    return sorted(found)
+    found = {
+        f"Lambda {here['config'].get('name')!r}"
+        for here in unwrap.entries(model)
+        if here.get("class_name") == "Lambda" and isinstance(here.get("config"), dict)
+    }
+    return tuple(sorted(found)[:100])
 
 
 def _keras2_command(old: OldFile, needs_code: bool) -> str:
@@ -160,8 +157,6 @@ def _keras2_command(old: OldFile, needs_code: bool) -> str:
 
 
 def _keras3_weights(path: str, handle: Any) -> Inspection:
-    import h5py
-
     entries: list[Entry] = []
     size = 0
     stack = [""]
@@ -243,7 +238,7 @@ def _archive(path: str) -> Inspection:
         optimizer=inner is not None and inner.optimizer,
         compiled=bool(config.get("compile_config")),
         arrays=inner.arrays if inner else (),
-        needs=tuple(code_needed(config)),
+        needs=code_needed(config),
     )
 
 

@@ -23,6 +23,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import h5py
+import numpy as np
+
 from lockstep.errors import HostileFile, OldFileError, UnreadableFile
 
 ATTRIBUTE_CAP = 64 * 2**20
@@ -52,8 +55,6 @@ _survived: dict[tuple[str, int, int], None] = {}
 @contextmanager
 def opened(path: str) -> Iterator[Any]:
     """Open an HDF5 file for reading; raise UnreadableFile where HDF5 fails."""
-    import h5py
-
     require_survival(path)
     with reading(path):
         handle = h5py.File(path, "r", locking=False)
@@ -64,8 +65,6 @@ def opened(path: str) -> Iterator[Any]:
 @contextmanager
 def inside_archive(path: str) -> Iterator[Any]:
     """Open the HDF5 file inside a `.keras` archive in place, without a copy."""
-    import h5py
-
     name = "model.weights.h5"
     with open(path, "rb", buffering=0) as file:
         with zipfile.ZipFile(file) as archive:
@@ -127,8 +126,6 @@ def reading(name: str) -> Iterator[None]:
 
 def child(group: Any, name: str) -> Any:
     """Return the group or array at `name`, or None; only hard links are followed."""
-    import h5py
-
     here = group
     for part in name.split("/"):
         if part in ("", "."):
@@ -148,8 +145,6 @@ def child(group: Any, name: str) -> Any:
 
 def array(group: Any, name: str) -> Any:
     """Return the array at `name` after a check, or None where there is none."""
-    import h5py
-
     found = child(group, name)
     if not isinstance(found, h5py.Dataset):
         return None
@@ -182,8 +177,6 @@ def names(thing: Any, name: str) -> list[str] | None:
 
 def write_names(thing: Any, key: str, names: list[str]) -> None:
     """Write a list of names as an attribute, in chunks where it is too long for one."""
-    import numpy as np
-
     encoded = np.asarray([name.encode() for name in names] or [], dtype="S" if names else float)
     per_chunk = max(_CHUNK // encoded.itemsize, 1)
     if len(encoded) <= per_chunk:
@@ -284,8 +277,6 @@ def _extent(thing: Any, name: str) -> tuple[int, int]:
 
 
 def _as_names(thing: Any, value: Any) -> list[str]:
-    import numpy as np
-
     entries = np.asarray(value).ravel()
     if entries.dtype.kind == "f" and entries.size == 0:
         return []  # an empty list is stored as floats
@@ -357,8 +348,6 @@ _READ = ("_names", "_config", "keras_version", "backend", "format")
 
 def _probe() -> None:
     """Walk the structure of the file in `sys.argv[1]`, in a separate process."""
-    import h5py
-
     with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has no limits
         import resource
 
@@ -384,8 +373,6 @@ def _refuse(why: str) -> None:
 
 def _walk(handle: Any) -> None:
     """Read all structure that a rescue may read; exceptions are left for the rescue to raise."""
-    import h5py
-
     seen: set[Any] = set()
     stack: list[Any] = [handle]
     while stack:

@@ -115,13 +115,7 @@ class Matched:
 
 
 def match_config(old: OldFile, config: dict[str, Any] | None, context: Context) -> Matched:
-    """Build the template from its old config without weights, and assign its weights.
-
-    Args:
-        old: The open file.
-        config: The template's config, if the file has none.
-        context: The user's classes; receives the notes.
-    """
+    """Build the template without weights from the config in the file or this one, and match it."""
     _require_readable(old)
     context.version = old.version
     own = unwrap.template_config(old.config)
@@ -193,16 +187,12 @@ def _is_parallel(old: OldFile) -> bool | None:
 
 
 def make_plan(old: OldFile, root: Branch, *, parallel: bool | None, trusted: bool) -> Plan:
-    """Assign all weights of an old file to a model.
-
-    Every variable in the tree gets exactly one array, and every array of the file is used.
-    Otherwise an error is raised.
+    """Assign every array of an old file to exactly one variable of a model, or raise.
 
     Args:
         old: The file.
         root: The tree of the template.
-        parallel: Whether the only group with weights holds the whole template; None if
-            unknown.
+        parallel: Whether the only group with weights holds the whole template; None if unknown.
         trusted: Whether the frozen flags of the tree are those of the file.
     """
     groups = old.weighted
@@ -252,8 +242,7 @@ def assign(
     Args:
         root: The model's tree.
         sources: All weights of one group, in file order.
-        trusted: Whether the frozen flags of the tree are those at the time of saving,
-            because the config is in the same file.
+        trusted: Whether the frozen flags of the tree are those of the file.
         flagged: Whether freezing a nested model also marks its layers, as in tf.keras.
             Keras 2 does not mark them, and no config records the frozen model.
 

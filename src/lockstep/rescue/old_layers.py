@@ -6,32 +6,13 @@ import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
+import keras
+import numpy as np
+
 from lockstep.errors import NeedsCode, UntranslatableModel, printable
 from lockstep.rescue.read import release
 
 REBUILD = "Rebuild the template in code and use --model file.py:function."
-
-
-class Own(dict[str, Any]):
-    """The user's objects by name, also found under a registered name `package>name`.
-
-    Example:
-        >>> "Custom>Scale" in Own(Scale=1), Own(Scale=1)["Custom>Scale"]
-        (True, 1)
-    """
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and super().__contains__(self._key(name))
-
-    def __getitem__(self, name: str) -> Any:
-        return super().__getitem__(self._key(name))
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return the object of that name, registered or not."""
-        return super().get(self._key(name), default)
-
-    def _key(self, name: str) -> str:
-        return name if super().__contains__(name) else bare(name)
 
 
 def bare(name: str) -> str:
@@ -48,8 +29,16 @@ class Context:
     version: str | None = None
     """`keras_version` of the old file."""
 
-    def __post_init__(self) -> None:
-        self.custom = Own(self.custom)
+    def own(self, name: Any) -> Any:
+        """Return the user's object of a name, registered as `package>name` or not, or None.
+
+        Example:
+            >>> Context({"Scale": 1}).own("Custom>Scale")
+            1
+        """
+        if not isinstance(name, str):
+            return None
+        return self.custom.get(name, self.custom.get(bare(name)))
 
     @property
     def early(self) -> bool:
@@ -134,8 +123,6 @@ _GATED = ("LSTM", "GRU", "ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D", "LSTMCell", "
 
 def is_keras_own(class_name: str) -> bool:
     """Return whether Keras 3 has this layer, or Keras 2 had it."""
-    import keras
-
     name = RENAMED.get(class_name, class_name)
     return name in _GONE or inspect.isclass(getattr(keras.layers, name, None))
 
@@ -147,15 +134,13 @@ def layer(class_name: str, config: dict[str, Any], context: Context) -> Any:
         NeedsCode: The layer is a custom layer that `context` lacks or that rejects its config.
         UntranslatableModel: Keras 3 lacks the layer or one of its arguments.
     """
-    import keras
-
     if class_name == "Lambda":
         return _lambda(config, context)
     if "name" in config:
         config = {**config, "name": clean(str(config["name"]))}
     named = f"{class_name} {config.get('name')!r}"
-    if class_name in context.custom:
-        return _custom(class_name, config, context)
+    if (own := context.own(class_name)) is not None:
+        return _custom(own, class_name, config)
     if class_name in _GONE:
         raise UntranslatableModel(
             f"The layer {config.get('name')!r} is a {class_name}: {_GONE[class_name]}.\n"
@@ -163,11 +148,11 @@ def layer(class_name: str, config: dict[str, Any], context: Context) -> Any:
             "take the arrays alone: -o weights.safetensors."
         )
     if not is_keras_own(class_name):
-        own = bare(class_name)
+        name = bare(class_name)
         raise NeedsCode(
             f"The layer {config.get('name')!r} is a {class_name}, which is none of Keras's.\n"
             "Its code is never taken from the file: give the class with --custom file.py,\n"
-            f"or in code with custom_objects={{{own!r}: {own}}}."
+            f"or in code with custom_objects={{{name!r}: {name}}}."
         )
     if class_name == "Softmax" and context.early and config.get("axis", -1) == -1:
         # The old Softmax layer ignores masks, as Activation does; Keras 3's applies them.
@@ -249,8 +234,7 @@ def _taken(cls: Any) -> set[str]:
     return taken - {"input_shape", "batch_shape", "weights", "lora_rank", "cell_class"}
 
 
-def _custom(class_name: str, config: dict[str, Any], context: Context) -> Any:
-    cls = context.custom[class_name]
+def _custom(cls: Any, class_name: str, config: dict[str, Any]) -> Any:
     given = {k: v for k, v in config.items() if k not in ("batch_input_shape", "shared_object_id")}
     if (kind := dtype(given.pop("dtype", None))) is not None:
         given["dtype"] = kind
@@ -267,15 +251,13 @@ def _custom(class_name: str, config: dict[str, Any], context: Context) -> Any:
 
 def lambda_function(config: dict[str, Any], context: Context) -> Any:
     """Return the user's function of a Lambda, by the layer's or function's name, or None."""
-    given = context.custom.get(str(config.get("name")))
+    given = context.own(config.get("name"))
     if given is None and config.get("function_type") == "function":
-        given = context.custom.get(str(config.get("function")))
+        given = context.own(config.get("function"))
     return given
 
 
 def _lambda(config: dict[str, Any], context: Context) -> Any:
-    import keras
-
     given = lambda_function(config, context)
     if isinstance(given, keras.layers.Layer):
         return given
@@ -290,9 +272,6 @@ def _lambda(config: dict[str, Any], context: Context) -> Any:
 
 def _array(value: Any) -> Any:
     """Return a Lambda's argument; Keras 2 has arrays as `{"type": "ndarray", "value": [...]}`."""
-    import keras
-    import numpy as np
-
     if plain(value) is value:
         return value
     found = np.asarray(plain(value))
@@ -326,8 +305,6 @@ def _value(key: str, value: Any, context: Context) -> Any:
 
 def _inner(entry: Any, context: Context) -> Any:
     """Return the layer inside a wrapper; a model in it is built before."""
-    import keras
-
     if isinstance(entry, keras.layers.Layer):
         return entry
     if not isinstance(entry, dict) or not {"class_name", "config"} <= set(entry):
@@ -357,8 +334,6 @@ def dtype(value: Any) -> Any:
 
 def _named_object(kind: str, value: Any, context: Context) -> Any:
     """Return an old initializer, regularizer or constraint; a note tells if its code is missing."""
-    import keras
-
     config: dict[str, Any] = {}
     if isinstance(value, dict) and isinstance(value.get("class_name"), str):
         name = value["class_name"]
@@ -369,9 +344,10 @@ def _named_object(kind: str, value: Any, context: Context) -> Any:
         return value
     if name == "VarianceScaling" and config.get("distribution") == "normal":
         config["distribution"] = "truncated_normal"  # the old meaning
-    cls = context.custom.get(name) or getattr(getattr(keras, f"{kind}s"), name, None)
-    if name in context.custom and not inspect.isclass(cls):
-        return cls
+    own = context.own(name)
+    cls = getattr(getattr(keras, f"{kind}s"), name, None) if own is None else own
+    if own is not None and not inspect.isclass(own):
+        return own
     if inspect.isclass(cls):
         taken = inspect.signature(cls).parameters
         if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
@@ -396,14 +372,12 @@ _LATER = frozenset({"gelu", "mish", "silu", "leaky_relu", "relu6", "log_softmax"
 
 
 def activation(value: Any, context: Context) -> Any:
-    """Return an old activation; custom activations come from `context.custom`."""
-    import keras
-
+    """Return an old activation; custom activations come from the user."""
     if callable(value):
         return value
     if isinstance(value, str):
-        if value in context.custom:
-            return context.custom[value]
+        if (own := context.own(value)) is not None:
+            return own
         if value == "hard_sigmoid":
             context.note(
                 "hard_sigmoid is kept as Keras 2 defined it, clip(0.2x + 0.5, 0, 1); "
@@ -435,8 +409,6 @@ def _old_hard_sigmoid() -> Any:
     Keras 3's own `hard_sigmoid` is another function, clip(x / 6 + 0.5, 0, 1). A model made
     of Keras's layers loads without lockstep.
     """
-    import keras
-
     slope = keras.layers.Rescaling(0.2, offset=0.5, name="slope")
     clip = keras.layers.ReLU(max_value=1.0, name="clip")
     return keras.Sequential([slope, clip], name="keras2_hard_sigmoid")

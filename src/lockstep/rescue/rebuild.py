@@ -12,10 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import keras
+
 from lockstep.errors import NeedsCode, OldFileError, UntranslatableModel
+from lockstep.keras_compat import global_state
 from lockstep.rescue import old_layers
 from lockstep.rescue.old_layers import REBUILD, Context, bare, clean, dtype
-from lockstep.rescue.unwrap import entry_name, is_model, is_reference, references, shape_of
+from lockstep.rescue.unwrap import entries, entry_name, is_model, is_reference, references, shape_of
 
 CALLS_CAP = 20_000
 """Maximum number of layer calls in one model; the largest known model has about 3,000."""
@@ -39,13 +42,8 @@ class Part:
 def build(model: dict[str, Any], context: Context) -> Part:
     """Build an old model config in Keras 3, without frozen flags; only wrapped layers keep theirs.
 
-    Args:
-        model: `{"class_name": ..., "config": ...}`, as in `to_json()` or a file.
-        context: The user's classes; receives the notes.
-
     Raises:
-        NeedsCode: `context` lacks custom or Lambda layers of the model. The error names
-            all of them.
+        NeedsCode: The user gave no code for custom or Lambda layers. The error names all.
         UntranslatableModel: Keras 3 cannot express the model.
     """
     require_modest(model)
@@ -166,16 +164,14 @@ def _models_built(config: dict[str, Any], context: Context) -> dict[str, Any]:
     return built
 
 
-def _sequential(name: str, entries: Any, build_shape: Any, context: Context) -> Part:
-    import keras
-
-    _require_list(entries)
-    parts = [_part(entry, context) for entry in entries if entry["class_name"] != "InputLayer"]
+def _sequential(name: str, layers: Any, build_shape: Any, context: Context) -> Part:
+    _require_list(layers)
+    parts = [_part(entry, context) for entry in layers if entry["class_name"] != "InputLayer"]
     if not parts:
         raise UntranslatableModel(
             f"The Sequential {name!r} has no layers.\nThere is nothing in it to rescue."
         )
-    first = entries[0]["config"]
+    first = layers[0]["config"]
     shape, kind = None, None
     if isinstance(first, dict):
         shape, kind = shape_of(first), dtype(first.get("dtype"))
@@ -197,8 +193,6 @@ def _sequential(name: str, entries: Any, build_shape: Any, context: Context) -> 
 
 
 def _functional(entry: dict[str, Any], context: Context) -> Part:
-    import keras
-
     config = entry["config"]
     _require_list(config["layers"])
     parts: dict[str, Part] = {}
@@ -240,8 +234,6 @@ def _functional(entry: dict[str, Any], context: Context) -> Part:
 
 
 def _input(name: str, config: dict[str, Any]) -> Any:
-    import keras
-
     if config.get("ragged"):
         raise UntranslatableModel(
             f"The input {name!r} is ragged, which Keras 3 does not have everywhere.\n{REBUILD}"
@@ -300,8 +292,6 @@ def _resolve(
 
 
 def _call(layer: Any, positional: Any, keywords: dict[str, Any]) -> Any:
-    import keras
-
     recurrent = isinstance(layer, (keras.layers.RNN, keras.layers.Bidirectional))
     if recurrent and isinstance(positional, list):
         return layer(positional[0], initial_state=positional[1:], **keywords)
@@ -315,28 +305,22 @@ def _call(layer: Any, positional: Any, keywords: dict[str, Any]) -> Any:
 def _require_code(model: dict[str, Any], context: Context) -> None:
     """Raise NeedsCode with the names of all layers that need the user's code."""
     wanted: dict[str, str] = {}
-    stack: list[Any] = [model]
-    while stack:
-        here = stack.pop()
-        if isinstance(here, list):
-            stack += here
-        elif isinstance(here, dict):
-            name, config = here.get("class_name"), here.get("config")
-            if name == "Lambda" and isinstance(config, dict):
-                if old_layers.lambda_function(config, context) is None:
-                    label, function = str(config.get("name")), str(config.get("function"))
-                    wanted[label] = f"the Lambda {label!r}"
-                    if config.get("function_type") == "function" and function.isidentifier():
-                        wanted[label] += f" (function {function!r})"
-            elif (
-                "inbound_nodes" in here
-                and isinstance(name, str)
-                and name not in context.custom
-                and not is_model(here)
-                and not old_layers.is_keras_own(name)
-            ):
-                wanted[name] = f"the layer class {bare(name)}"
-            stack += [value for key, value in here.items() if key != "inbound_nodes"]
+    for here in entries(model):
+        name, config = here.get("class_name"), here.get("config")
+        if name == "Lambda" and isinstance(config, dict):
+            if old_layers.lambda_function(config, context) is None:
+                label, function = str(config.get("name")), str(config.get("function"))
+                wanted[label] = f"the Lambda {label!r}"
+                if config.get("function_type") == "function" and function.isidentifier():
+                    wanted[label] += f" (function {function!r})"
+        elif (
+            "inbound_nodes" in here
+            and isinstance(name, str)
+            and context.own(name) is None
+            and not is_model(here)
+            and not old_layers.is_keras_own(name)
+        ):
+            wanted[name] = f"the layer class {bare(name)}"
     if wanted:
         listed = ", ".join(wanted.values())
         raise NeedsCode(
@@ -346,8 +330,8 @@ def _require_code(model: dict[str, Any], context: Context) -> None:
         )
 
 
-def _require_list(entries: Any) -> None:
-    if not isinstance(entries, list):
+def _require_list(layers: Any) -> None:
+    if not isinstance(layers, list):
         raise UntranslatableModel(
             "A model of the file has no list of layers.\nThe file is damaged or made to harm."
         )
@@ -364,16 +348,14 @@ def isolated() -> Iterator[None]:
     leaves a stateless scope, which can take gigabytes long after the rescue. Keras also
     counts the names that it gives to layers.
     """
-    from lockstep.keras_compat import global_state as state
-
-    before = {name: state.get_global_attribute(name) for name in _GLOBAL_NAMES}
+    before = {name: global_state.get_global_attribute(name) for name in _GLOBAL_NAMES}
     for name, value in before.items():
-        state.set_global_attribute(name, value.copy() if value is not None else None)
+        global_state.set_global_attribute(name, value.copy() if value is not None else None)
     try:
         yield
     finally:
         for name, value in before.items():
-            state.set_global_attribute(name, value)
+            global_state.set_global_attribute(name, value)
 
 
 def weightless() -> Any:
@@ -383,7 +365,6 @@ def weightless() -> Any:
 
 def values_from(value: Callable[[Any], Any]) -> Any:
     """Let every variable of Keras read its value from a function in the body."""
-    import keras
 
     class Scope(keras.StatelessScope):  # type: ignore[misc]
         def __init__(self) -> None:

@@ -11,8 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import keras
+import numpy as np
+
 from lockstep.counted import counted
-from lockstep.rescue.check import is_exact, numbers
+from lockstep.rescue.check import numbers
 from lockstep.rescue.match import Matched, Pair
 from lockstep.rescue.old_layers import Context, dtype, plain
 from lockstep.rescue.read import OldFile, Stored, release
@@ -57,38 +60,16 @@ class Entry:
 
     def value(self) -> Any:
         """The variable's value as a NumPy array."""
-        import numpy as np
-
         if self.stored is None:
             return np.full(self.shape, self.number)
         return self.stored.read() if self.shape else self.number.dtype.type(self.stored.read())
 
 
-@dataclass(frozen=True)
-class State:
-    """The optimizer's variables in the order in which Keras saves them."""
+def state(old: OldFile, matched: Matched) -> tuple[list[Entry], bool]:
+    """Return the optimizer's variables for a compiled model, and whether they are the old ones.
 
-    entries: tuple[Entry, ...]
-    carried: bool
-
-    def write(self, handle: Any) -> None:
-        """Write the variables at the paths that Keras uses in a `.keras` file."""
-        for index, entry in enumerate(self.entries):
-            handle[f"optimizer/vars/{index}"] = entry.value()
-
-    def read_back(self, handle: Any) -> bool:
-        """Return whether a file holds these variables."""
-        return all(
-            is_exact(handle[f"optimizer/vars/{index}"][()], entry.value())
-            for index, entry in enumerate(self.entries)
-        )
-
-
-def state(old: OldFile, matched: Matched) -> State:
-    """Return the optimizer state to save for a compiled model: the old state, or a fresh one.
-
-    A note tells when the old state is dropped. The state of a model of the user, and of
-    converted weights, cannot be carried.
+    They are in the order in which Keras saves them. A note tells when the old state is
+    dropped. That of a model of the user, or of converted weights, cannot be carried.
     """
     model, context = matched.model, matched.context
     kind = type(model.optimizer).__name__
@@ -125,7 +106,7 @@ def state(old: OldFile, matched: Matched) -> State:
         entries = [Entry(None, entry.number, entry.shape) for entry in entries]
     elif carried and step is None:
         context.note("the optimizer's step count is not in the file and starts at 0")
-    return State(tuple(entries), carried)
+    return entries, carried
 
 
 def _why(old: OldFile, kind: str, trainable: int) -> str:
@@ -149,8 +130,6 @@ def _layout(optimizer: Any, count: int) -> list[tuple[str, tuple[int, str] | Non
     A copy of the optimizer is built on scalars in place of the weights. No arrays of the
     weights' size are allocated. The order is Keras's own.
     """
-    import keras
-
     copy = type(optimizer).from_config(optimizer.get_config())
     copy.build([keras.Variable(0.0, name=f"slot{index}") for index in range(count)])
     found: list[tuple[str, tuple[int, str] | None, Any]] = []
@@ -228,11 +207,9 @@ def carry(
 
 
 def _optimizer(entry: dict[str, Any], context: Context) -> Any:
-    import keras
-
     name, config = entry.get("class_name"), dict(entry.get("config") or {})
-    if name in context.custom:
-        return context.custom[name].from_config(config)
+    if (own := context.own(name)) is not None:
+        return own.from_config(config)
     if not isinstance(name, str) or name not in (*_SLOTS, "Nadam", "Ftrl"):
         context.note(f"the optimizer {name} is left out: it is none of Keras's")
         return None
@@ -265,14 +242,12 @@ def _per_output(value: Any, names: tuple[list[str], list[str]]) -> Any:
 
 
 def _loss(value: Any, context: Context) -> Any:
-    import keras
-
     if isinstance(value, list):
         found = [_loss(one, context) for one in value]
         return None if None in found else found
     if isinstance(value, str):
-        if value in context.custom:
-            return context.custom[value]
+        if (own := context.own(value)) is not None:
+            return own
         try:
             keras.losses.get(value)
         except ValueError:
@@ -281,7 +256,7 @@ def _loss(value: Any, context: Context) -> Any:
         return value
     if isinstance(value, dict):
         name, config = value.get("class_name"), dict(value.get("config") or {})
-        cls = context.custom.get(str(name)) or getattr(keras.losses, str(name), None)
+        cls = context.own(name) or getattr(keras.losses, str(name), None)
         if cls is None:
             context.note(f"the loss {name} is none of Keras's: give it with --custom")
             return None
@@ -312,14 +287,12 @@ def _known(listed: Sequence[Any], context: Context) -> list[Any]:
 
 
 def _metric(value: Any, context: Context) -> Any:
-    import keras
-
     name = None
     if isinstance(value, dict):
         config = dict(value.get("config") or {})
         name = config.get("name")
         kind = str(value.get("class_name"))
-        cls = context.custom.get(kind, getattr(keras.metrics, kind, None))
+        cls = context.own(kind) or getattr(keras.metrics, kind, None)
         if "fn" not in config and inspect.isclass(cls):
             config["dtype"] = dtype(config.get("dtype"))
             try:
@@ -331,18 +304,18 @@ def _metric(value: Any, context: Context) -> Any:
         value = config.get("fn") or name or value.get("class_name")
     if value is None:
         return None
-    if value in context.custom:
-        found = context.custom[value]
-    elif value in ("accuracy", "acc"):
-        return value
-    else:
+    own = context.own(value)
+    if own is None:
+        if value in ("accuracy", "acc"):
+            return value
         try:
             found = keras.metrics.get(value)
         except ValueError:
             context.note(f"the metric {value!r} is left out: it is none of Keras's (see --custom)")
             return None
     if name is None or name == value:
-        return found if value in context.custom else value
+        return value if own is None else own
+    found = found if own is None else own
     if isinstance(found, keras.metrics.Metric):
         return type(found).from_config({**found.get_config(), "name": name})
     return keras.metrics.MeanMetricWrapper(found, name=name)

@@ -9,6 +9,7 @@ by their position in the graph and are never executed.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,18 @@ def entry_name(entry: dict[str, Any]) -> str:
     """Return the name of a layer in a config; its place depends on the Keras version."""
     config = entry.get("config")
     return str(entry.get("name") or (config.get("name") if isinstance(config, dict) else None))
+
+
+def entries(config: Any) -> Iterator[dict[str, Any]]:
+    """Yield every object in a config: models, layers, and what is inside them."""
+    stack = [config]
+    while stack:
+        here = stack.pop()
+        if isinstance(here, list):
+            stack += here
+        elif isinstance(here, dict):
+            yield here
+            stack += [value for key, value in here.items() if key != "inbound_nodes"]
 
 
 def shape_of(config: dict[str, Any]) -> Any:
@@ -193,10 +206,10 @@ def _are_numbered(slices: list[dict[str, Any]], devices: int) -> bool:
 def _same_inputs(inner: dict[str, Any], outer: list[dict[str, Any]]) -> bool:
     """Return whether the inner and the outer model have inputs of equal shapes."""
     config = inner["config"]
-    entries = config if isinstance(config, list) else config["layers"]
-    taken = entries[:1]
+    layers = config if isinstance(config, list) else config["layers"]
+    taken = layers[:1]
     if isinstance(config, dict) and "input_layers" in config:
-        named = {entry_name(entry): entry for entry in entries}
+        named = {entry_name(entry): entry for entry in layers}
         taken = [named[ref[0]] for ref in references(config["input_layers"])]
     inner_shapes, shapes = ([shape_of(one["config"]) for one in some] for some in (taken, outer))
     return None not in inner_shapes and inner_shapes == shapes

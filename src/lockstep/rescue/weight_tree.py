@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import keras
+import numpy as np
+
 from lockstep.rescue.rebuild import Part
 
 Convert = Callable[[Any], Any]
@@ -105,8 +108,6 @@ def of_part(part: Part) -> Branch:
 
 def of_model(model: Any) -> Branch:
     """Return the tree of a live Keras 3 model."""
-    import keras
-
     positions = _positions(model)
     seen: set[int] = set()
     owned: set[int] = set()
@@ -141,8 +142,6 @@ _OWN_WEIGHTS = "top_level_model_weights"  # name in tf.keras, which lists these 
 
 def every_layer(layer: Any) -> list[Any]:
     """Return a layer and all layers within it, including wrapped layers and cells."""
-    import keras
-
     found: dict[int, Any] = {}
     stack = [layer]
     while stack:
@@ -235,8 +234,6 @@ def _dialects(class_name: str, layer: Any, slots: list[Slot]) -> tuple[Dialect, 
 
 
 def _gates(layer: Any) -> int | None:
-    import keras
-
     if isinstance(layer, keras.layers.Bidirectional):
         return _gates(layer.forward_layer)
     if isinstance(layer, keras.layers.LSTM) and layer.use_bias:
@@ -247,8 +244,6 @@ def _gates(layer: Any) -> int | None:
 
 
 def _converter(bias: bool, gates: int) -> Convert:
-    import numpy as np
-
     def convert(stored: Any) -> Any:
         if bias:
             both = stored.reshape(2, -1)

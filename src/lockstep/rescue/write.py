@@ -18,6 +18,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import h5py
+import keras
+import numpy as np
+
 from lockstep import files
 from lockstep.errors import UnsuitableOutput
 from lockstep.rescue import check, hdf5, rebuild, training_state
@@ -27,35 +31,14 @@ from lockstep.rescue.read import OldFile, Stored
 from lockstep.rescue.rescue_report import Row
 from lockstep.rescue.unwrap import entry_name
 
-_SUFFIXES = (".keras", ".weights.h5", ".h5", ".hdf5", ".safetensors")
-
-
-def suffix_of(output: str) -> str:
-    """Return the kind of file to write, from the ending of its name."""
-    for suffix in _SUFFIXES:
-        if output.endswith(suffix):
-            return ".h5" if suffix == ".hdf5" else suffix
-    raise UnsuitableOutput(
-        f"The output {output} has no ending that says what to write.\n"
-        "Name it .keras (a model), .weights.h5, .h5 (Keras 2's layout) or .safetensors."
-    )
-
 
 def write(old: OldFile, matched: Matched | None, suffix: str, path: str) -> tuple[list[Row], str]:
-    """Write one file and read it back.
-
-    Args:
-        old: The open old file.
-        matched: The model and its weights; None for arrays only.
-        suffix: A result of `suffix_of`.
-        path: The path to write.
+    """Write a file of a model, or of arrays alone, and read it back.
 
     Returns:
         The table of weights, and the outcome for the optimizer state (`"carried"`,
         `"dropped"` or `"none"`).
     """
-    import h5py
-
     carried = False
     if suffix == ".safetensors":
         rows = _write_safetensors(_named(old), path)
@@ -82,9 +65,6 @@ def layout(model: Any) -> dict[int, str]:
     Keras saves the model with every variable replaced by its index in `model.variables`, and
     the file is read back. The layout is therefore Keras's own, in every version.
     """
-    import h5py
-    import numpy as np
-
     positions = {id(variable): index for index, variable in enumerate(model.variables)}
     found: dict[int, str] = {}
 
@@ -142,9 +122,6 @@ def _write_keras(old: OldFile, matched: Matched, path: str) -> tuple[list[Row], 
     and a model without weights allows none. See keras/src/saving/saving_lib.py,
     get_attr_skipset.
     """
-    import h5py
-    import keras
-
     context = matched.context
     places = _places(matched)
     if matched.part is not None:
@@ -153,10 +130,11 @@ def _write_keras(old: OldFile, matched: Matched, path: str) -> tuple[list[Row], 
         outputs = matched.outputs()
         merges = matched.template.merges if matched.template else outputs
         training_state.carry(old, matched.model, merges, outputs, context)
-    state: training_state.State | None = None
+    state: list[training_state.Entry] = []
+    carried = False
     with quiet():
         if getattr(matched.model, "optimizer", None) is not None:
-            state = training_state.state(old, matched)
+            state, carried = training_state.state(old, matched)
         config = keras.saving.serialize_keras_object(matched.model)
     metadata = {
         "keras_version": keras.__version__,
@@ -165,18 +143,19 @@ def _write_keras(old: OldFile, matched: Matched, path: str) -> tuple[list[Row], 
     with tempfile.TemporaryDirectory(dir=os.path.dirname(path), prefix=".rescue-") as folder:
         weights = os.path.join(folder, "model.weights.h5")
         _save_weights(matched, weights)
-        if state:
-            with h5py.File(weights, "a") as handle:
-                state.write(handle)
+        with h5py.File(weights, "a") as handle:
+            for index, entry in enumerate(state):
+                handle[f"optimizer/vars/{index}"] = entry.value()
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("metadata.json", json.dumps(metadata))
             archive.writestr("config.json", json.dumps(config))
             archive.write(weights, "model.weights.h5")
     with hdf5.inside_archive(path) as handle:
         rows = _compare(matched, places, handle)
-        if state and not state.read_back(handle):
-            raise _misread("the state of the optimizer", "that of the old file")
-    return rows, bool(state and state.carried)
+        for index, entry in enumerate(state):
+            if not check.is_exact(handle[f"optimizer/vars/{index}"][()], entry.value()):
+                raise _misread("the state of the optimizer", "that of the old file")
+    return rows, carried
 
 
 def _places(matched: Matched) -> dict[int, str]:
@@ -223,8 +202,6 @@ def _misread(place: str, source: str) -> UnsuitableOutput:
 
 def _write_keras2(old: OldFile, matched: Matched, path: str) -> tuple[list[Row], bool]:
     """Write Keras 2's layout: the old config, and one group per layer with the old names."""
-    import h5py
-
     # Keras 2 cannot read the config of a live Keras 3 model, and the file's config names
     # other layers.
     config = None if matched.part is None else matched.config
@@ -326,8 +303,6 @@ def _named(old: OldFile) -> dict[str, Stored]:
 
 def _write_named(found: dict[str, Stored], old: OldFile, path: str) -> list[Row]:
     """Write an HDF5 file of named arrays, for weights without an architecture."""
-    import h5py
-
     with h5py.File(path, "w") as handle:
         handle.attrs["format"] = "named arrays"
         handle.attrs["keras_version"] = (old.version or "").encode()
@@ -347,8 +322,6 @@ _DTYPES = {
 
 def _write_safetensors(found: dict[str, Stored], path: str) -> list[Row]:
     """Write a `.safetensors` file: a header in JSON, then the arrays one by one."""
-    import numpy as np
-
     header: dict[str, Any] = {"__metadata__": {"format": "np"}}
     offset = 0
     for name, stored in found.items():
@@ -390,15 +363,7 @@ def replacing(output: str, source: str, size: int) -> Iterator[str]:
     """Yield a temporary path that replaces `output` when the body succeeds.
 
     `output` holds either its former contents or the finished file, also after a power cut.
-
-    Args:
-        output: Path of the new file. An existing file is replaced.
-        source: The old file, which must not be `output`.
-        size: Maximum bytes of the new file.
-
-    Raises:
-        UnsuitableOutput: `output` is a folder or is `source`, or its folder is missing,
-            full or not writable.
+    It must not be `source`. Its folder must have room for `size` bytes.
     """
     path = Path(os.path.abspath(output))
     if path.is_dir():

@@ -40,7 +40,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     # The fixed sample compiles in half of the time, to slower loops: operations, layouts and
-    # collectives are the same. `--whole` compiles as users do; so do the demo and the examples.
+    # collectives are the same. `--whole` compiles as users do; so does the demo in `.ci/run`.
     if not config.getoption("--whole"):
         os.environ.setdefault("XLA_FLAGS", QUICK)
         if os.environ["KERAS_BACKEND"] == "jax":

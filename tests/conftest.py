@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import atexit
+import gc
 import multiprocessing
 import shutil
 import signal
@@ -39,7 +40,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     # The fixed sample compiles in half of the time, to slower loops: operations, layouts and
-    # collectives are the same. `--whole` compiles as users do; so do the demo and the examples.
+    # collectives are the same. `--whole` compiles as users do; so does the demo in `.ci/run`.
     if not config.getoption("--whole"):
         os.environ.setdefault("XLA_FLAGS", QUICK)
         if os.environ["KERAS_BACKEND"] == "jax":
@@ -67,6 +68,12 @@ def pytest_collection_modifyitems(config, items):
     ids = {id(item) for item in kept}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in ids])
     items[:] = kept
+
+
+def pytest_collection_finish(session):
+    """Modules and tests are no garbage: `clear_session` walked over them in each test."""
+    gc.collect()
+    gc.freeze()
 
 
 def _belongs_here(item, whole):

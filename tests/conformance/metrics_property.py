@@ -72,7 +72,7 @@ class WithoutCompiledMetrics(WithoutLossTracker):
 
 def run(cls, distribute=None, *, before_compile=False):
     """Everything that a training leaves; `distribute` None is stock Keras on one device."""
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(3)
     model = cls()
     if distribute is not None and before_compile:

@@ -38,7 +38,7 @@ class Closeness(keras.metrics.Metric):
 
 def smooth(metrics=("mae",), dropout=0.2, **optimizer_options):
     """A compiled model without kinks, where rounding stays rounding."""
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(5)
     made = keras.Sequential(
         [

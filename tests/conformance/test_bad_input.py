@@ -144,7 +144,7 @@ are what they were."""
 
 def small():
     """Batch norm and two layers: what a NaN spreads through, and quick to compile."""
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(5)
     made = keras.Sequential(
         [

@@ -293,7 +293,7 @@ def test_an_array_that_the_device_has_no_room_for_goes_from_the_host(gathered, m
 
 def several_inputs(data):
     """A model of two inputs and two outputs, trained on them as dicts or lists."""
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(4)
     left, right = keras.Input((4,), name="left"), keras.Input((2,), name="right")
     both = layers.Dense(5, "tanh")(layers.Concatenate()([left, right]))

@@ -74,7 +74,7 @@ def build(words):
 
 def train(make, data, count, batch, compile_options):
     """Two passes over the data and an evaluation; everything that is left."""
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(5)
     model = make()
     model.compile(keras.optimizers.SGD(0.05, momentum=0.9), **compile_options)

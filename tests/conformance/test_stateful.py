@@ -202,7 +202,7 @@ def test_n_devices_equal_one_over_several_epochs():
     y = np.random.default_rng(1).normal(size=(ROWS, STEPS, 2)).astype("float32")
 
     def train(devices):
-        keras.utils.clear_session()  # the same names each time
+        keras.utils.clear_session(free_memory=False)  # the same names each time
         made = lockstep.distribute(classifier(PIECE, stateful=True), devices)
         made.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
         reset = keras.callbacks.LambdaCallback(

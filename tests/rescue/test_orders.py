@@ -22,7 +22,7 @@ def branches():
 
 @pytest.mark.parametrize("parallel", [True, False])
 def test_branches_lie_in_the_order_of_the_model_under_other_numbers(tmp_path, parallel):
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     model, groups, made = branches(), [], {}
     for layer in model.layers:
         if layer.weights:  # conv2d, conv2d_1, ... were conv2d_1, conv2d_2, ... in Keras 2
@@ -37,7 +37,7 @@ def test_branches_lie_in_the_order_of_the_model_under_other_numbers(tmp_path, pa
         old = old_files.parallel_weights(tmp_path / "old.h5", flat)
     else:
         old = single_weights(tmp_path / "old.h5", groups, "2.2.4")
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     numbered = branches(), branches()
     for fresh in numbered:  # one with the numbers of a new session, one with later ones
         lockstep.load_weights(fresh, old)

@@ -222,7 +222,7 @@ def test_n_devices_equal_one(make):
     """As a batch of known size, and in `fit`, where Keras does not tell the size."""
 
     def trained(distribute):
-        keras.utils.clear_session()
+        keras.utils.clear_session(free_memory=False)
         keras.utils.set_random_seed(1)
         made = make()
         distribute(made)

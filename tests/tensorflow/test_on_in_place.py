@@ -21,7 +21,7 @@ from tests.sampling import rest
 
 
 def model(built=True):
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(5)
     made = keras.Sequential([keras.Input((4,))] if built else [])
     made.add(layers.Dense(6, activation="tanh"))
@@ -251,7 +251,7 @@ class FailsToSave(layers.Dense):
 
 @pytest.mark.parametrize("devices", [None, 2])
 def test_a_save_that_fails_leaves_the_file_before_it(devices, tmp_path):
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     layer = FailsToSave(2)
     made = keras.Sequential([keras.Input((4,)), layers.Dense(6), layer])
     if devices is not None:

@@ -70,7 +70,7 @@ class GAN(keras.Model):
 
 
 def gan():
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(3)
     return GAN()
 

@@ -200,7 +200,7 @@ ALONE = {
 
 
 def model(what, loss="mse", metrics=()):
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(4)
     made = keras.Sequential(
         [keras.Input((5,)), layers.Dense(5, activation="tanh"), Does(what, name="does")]

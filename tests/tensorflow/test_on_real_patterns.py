@@ -220,7 +220,7 @@ IN_PART = {
 
 
 def _trained(make, data, options, devices):
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(2)
     model = make()
     optimizer = options.get("optimizer", keras.optimizers.Adam)

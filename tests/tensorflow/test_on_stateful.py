@@ -35,7 +35,7 @@ RNNS = {
 
 
 def _made(name, *, masked=False):
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(2)
     shape = (STEPS, 6, 2) if name.startswith("Conv") else (STEPS, 2)
     inputs = keras.Input(batch_shape=(ROWS, *shape))
@@ -125,7 +125,7 @@ def test_a_state_that_is_no_matter_of_rows_is_not_split():
             return self.rnn(x)
 
     def make():
-        keras.utils.clear_session()
+        keras.utils.clear_session(free_memory=False)
         keras.utils.set_random_seed(2)
         inputs = keras.Input(batch_shape=(ROWS, STEPS, 2))
         made = keras.Model(inputs, layers.Dense(2)(Around(name="around")(inputs)))

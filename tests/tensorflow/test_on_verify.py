@@ -21,7 +21,7 @@ def data(rows=40):
 
 
 def with_layer(*between, optimizer="sgd"):
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
     made = keras.Sequential([keras.Input((6,)), layers.Dense(8, activation="gelu", name="first")])
     for layer in between:
@@ -154,7 +154,7 @@ class AsFitHandsThem(keras.Model):
 @pytest.mark.parametrize("devices", [None, 2])
 def test_batches_reach_a_training_step_as_fit_hands_them_over(devices):
     """It got (x, None, None), of a data set that yields x; and the model is not built yet."""
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(3)
     made = AsFitHandsThem()
     made.compile("sgd")

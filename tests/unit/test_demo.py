@@ -18,7 +18,7 @@ def test_the_demo_in_a_folder_with_files_of_the_users(tmp_path):
         (tmp_path / name).write_text("the user's")
     command = [sys.executable, "-m", "lockstep", "demo", "--epochs", "1", "--devices", "2"]
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("LOCKSTEP", "JAX_NUM"))}
-    flags = "--xla_force_host_platform_device_count=8"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [*command, "--output", "."],
         cwd=tmp_path,

@@ -102,6 +102,18 @@ def test_two_processes_train_what_one_device_trains_after_a_fault_of_one(
     assert_trained(tmp_path / "two", truth, out)
 
 
+def test_sigterm_to_one_process_saves_and_ends_all_after_the_same_step(tmp_path, truth):
+    status, out, error = launch(LOCKSTEP_RUN, tmp_path / "two", "told to leave", "1")
+    assert status == 143, out + error
+    assert "process 1 of 2 failed first" in error or "process 0 of 2 failed first" in error
+    assert "lockstep: saved epoch 2, after step 4 to" in out, out + error  # it came in step 3
+    assert "trained by process" not in out
+    status, out, error = launch(LOCKSTEP_RUN, tmp_path / "two", "told to leave", "1")
+    assert status == 0, out + error
+    assert "lockstep: goes on from" in out
+    assert_trained(tmp_path / "two", truth, out)
+
+
 DISAGREE = "torch_disagree.py"
 WHAT_DIFFERS = {
     "other_rows": "Process 1 has another first batch",

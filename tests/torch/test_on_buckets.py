@@ -16,11 +16,7 @@ class TwoAlike:
     def start_sum(self, tensors):
         self.started.append(len(tensors))
 
-        def finish():
-            for tensor in tensors:
-                tensor *= 2
-
-        return finish
+        return lambda: [2 * tensor for tensor in tensors]
 
 
 def run(bucket_bytes, monkeypatch):

@@ -7,7 +7,7 @@ import signal
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,13 +118,15 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has n
     # ------------------------------------------------------------------ called by `fit`
 
     @contextmanager
-    def opened(self, others: tuple[str, ...], *, writes: bool, alone: bool) -> Iterator[str | None]:
+    def opened(
+        self, others: tuple[str, ...], *, writes: bool, signals: tuple[int, ...]
+    ) -> Iterator[str | None]:
         """Open the folder for one `fit`, and stop every thread and signal handler afterwards.
 
         Args:
             others: The class names of the other callbacks.
             writes: Whether this process writes the checkpoints.
-            alone: Whether this is the only process. JAX reports signals to several processes.
+            signals: The signals after which the step is saved, and the call ends.
 
         Yields:
             The name of the checkpoint to resume from, or `None`.
@@ -138,13 +140,13 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has n
                 self._found = self._folder.newest(_warn)
             self._others, self._writes = others, writes
             self._run, self._within_fit, self._told_left_over = None, True, False
-            self._signals = Signals()
+            self._signals = Signals(signals)
             try:
-                with self._signals if alone else nullcontext():
+                with self._signals:
                     yield None if self._found is None else self._found.path.name
                     self._background.finish()
                     self._write_model()
-                    if self._signals.asked is not None:  # after the end of the last epoch
+                    if self._any_asked():  # after the end of the last epoch
                         self._signals.leave()
             finally:
                 self._background.finish()
@@ -221,7 +223,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has n
         if asked or (self._is_due() and not self._background.busy()):
             self._save(self._epoch, step, logs, {"monitor": None})
         if asked:  # a signal that came after the question is answered after the next step
-            self._leave_if_asked(saved=True)
+            self._leave(saved=True)
 
     def failed(self, error: Exception) -> None:
         """Save the last step and leave if a signal has ended the source of the batches."""
@@ -234,7 +236,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has n
             f"{type(error).__name__} came after a signal to leave: {str(error)[:200]}\n"
             + ("The last step is saved." if saved else "The checkpoint before is as it was.")
         )
-        self._leave_if_asked(saved)
+        self._leave(saved)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Save if a save is due, after the other callbacks have seen this epoch."""
@@ -250,7 +252,8 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has n
         if due:
             finite = math.isfinite(float(logs.get("loss", 0.0)))
             self._save(epoch + 1, 0, {}, {"monitor": monitored, "finite": finite})
-        self._leave_if_asked(saved=due)
+        if asked:
+            self._leave(saved=True)
 
     # ----------------------------------------------------------------------- saving
 
@@ -324,23 +327,28 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has n
         return bool(value < before if monitored["mode"] == "min" else value > before)
 
     def _is_asked(self) -> bool:
-        """Whether this process, or any of several processes, has received a signal."""
-        if self._fit.processes.is_told_to_leave():
+        """Whether a signal ends this call after this step, in this and every other process."""
+        told = self._fit.processes.is_told_to_leave(self._signals.asked is not None)
+        if told and self._signals.asked is None:  # another process has received it
             self._signals.asked = signal.SIGTERM
-        return self._signals.asked is not None
+        return told
 
-    def _leave_if_asked(self, saved: bool) -> None:
-        if self._signals.asked is not None:
-            self._background.finish()
-            saved = not self._say_failure() and saved and self._writes
-            if saved and (self.params or {}).get("verbose"):
-                print(
-                    f"\nlockstep: saved {position_in_words(self._epoch, self._step)} to "
-                    f"{self._folder.path}; run the same command to go on",
-                    flush=True,
-                )
-            self._fit.processes.wait_for_all()
-            self._signals.leave()
+    def _any_asked(self) -> bool:
+        """Whether any process has recorded a signal after the last step."""
+        mine = self._signals.asked is not None
+        return mine if self._run is None else self._fit.processes.any_asked(mine)
+
+    def _leave(self, saved: bool) -> None:
+        self._background.finish()
+        saved = not self._say_failure() and saved and self._writes
+        if saved and (self.params or {}).get("verbose"):
+            print(
+                f"\nlockstep: saved {position_in_words(self._epoch, self._step)} to "
+                f"{self._folder.path}; run the same command to go on",
+                flush=True,
+            )
+        self._fit.processes.wait_for_all()
+        self._signals.leave()
 
     def _say_failure(self) -> bool:
         """Warn if the last save failed, and return whether it did."""

@@ -68,10 +68,25 @@ class Processes(Protocol):
         """
         ...
 
-    def is_told_to_leave(self) -> bool:
-        """Whether one of several processes received SIGTERM, and all are at the agreed step.
+    def recorded_signals(self) -> tuple[int, ...]:
+        """The signals that a checkpoint records in this process."""
+        ...
 
-        Every process calls this once after each step. A single process always gets `False`.
+    def is_told_to_leave(self, asked: bool) -> bool:
+        """Whether a process received a signal to leave, and all are at the agreed step.
+
+        Every process calls this once after each step. A single process gets `asked`.
+
+        Args:
+            asked: Whether this process has recorded a signal.
+        """
+        ...
+
+    def any_asked(self, asked: bool) -> bool:
+        """Whether any process has recorded a signal. Every process calls this after the last step.
+
+        Args:
+            asked: Whether this process has recorded one.
         """
         ...
 

@@ -34,7 +34,7 @@ def fit_scope(given: Any, processes: Processes, *, own_loop: bool = False) -> It
     others = tuple(type(each).__name__ for each in callbacks if each is not checkpoint)
     with ExitStack() as stack:
         several, first = processes.several(), processes.is_first()
-        scope = checkpoint.opened(others, writes=first, alone=not several)
+        scope = checkpoint.opened(others, writes=first, signals=processes.recorded_signals())
         found = stack.enter_context(scope)
         if several:
             processes.check_same_run(found)

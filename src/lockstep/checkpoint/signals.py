@@ -11,6 +11,9 @@ from typing import Any
 class Signals:
     """Record the first SIGTERM or SIGINT in this context; a second SIGINT interrupts.
 
+    Args:
+        numbers: The signals that are recorded.
+
     Signals that the process ignores stay ignored. In other threads than the main thread, Python
     has no signals, and nothing changes. A forked process, such as a worker that makes batches,
     gets the earlier handlers back at its first signal.
@@ -19,15 +22,16 @@ class Signals:
         asked: The number of the recorded signal, or `None`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT)) -> None:
         self.asked: int | None = None
+        self._numbers = numbers
         self._before: dict[int, Any] = {}
         self._process = 0
 
     def __enter__(self) -> "Signals":
         self._process = os.getpid()
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in self._numbers:
                 before = signal.getsignal(number)
                 if before not in (signal.SIG_IGN, None):
                     self._before[number] = before

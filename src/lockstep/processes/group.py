@@ -57,8 +57,18 @@ class Group(Protocol):
         """Return this process's copy as a NumPy array."""
         ...
 
-    def is_told_to_leave(self, steps: int) -> bool:
-        """Return whether a process got SIGTERM, and all agreed to stop at this number of steps."""
+    @property
+    def records_sigterm(self) -> bool:
+        """Whether the framework records SIGTERM, so that Python gets none."""
+        ...
+
+    def is_told_to_leave(self, steps: int, asked: bool) -> bool:
+        """Return whether a process got SIGTERM, and all agreed to stop at this number of steps.
+
+        Args:
+            steps: How often every process has called this. All meet between two calls.
+            asked: Whether this process has recorded the signal. Not used if the framework does.
+        """
         ...
 
 

@@ -1,6 +1,7 @@
 """What several processes have in common: variables, random numbers, the run that they resume."""
 
 import random
+import signal
 from typing import Any
 
 import keras
@@ -95,15 +96,34 @@ def check_same_run(found: str | None) -> None:
         )
 
 
-def is_told_to_leave() -> bool:
-    """Return whether a process got SIGTERM, and all processes agreed to stop at this step.
+def recorded_signals() -> tuple[int, ...]:
+    """Return the signals that a checkpoint records: SIGINT in a single process alone."""
+    if not several():
+        return signal.SIGTERM, signal.SIGINT
+    return () if current().records_sigterm else (signal.SIGTERM,)
+
+
+def is_told_to_leave(asked: bool) -> bool:
+    """Return whether a process got a signal, and all processes agreed to stop at this step.
 
     Every process calls this function after the same steps.
+
+    Args:
+        asked: Whether this process has recorded a signal.
     """
     if not several():
-        return False
+        return asked
     CALLS.steps += 1
-    return current().is_told_to_leave(CALLS.steps)
+    return current().is_told_to_leave(CALLS.steps, asked)
+
+
+def any_asked(asked: bool) -> bool:
+    """Return whether any process has recorded a signal. Every process calls this function.
+
+    Args:
+        asked: Whether this process has recorded one.
+    """
+    return bool(once([asked])[1][0]) if several() else asked
 
 
 def wait_for_all() -> None:

@@ -90,7 +90,9 @@ class JaxGroup:
             jax.device_put(value)  # raises JAX's error; unmasked, all would count
         return np.asarray(value)
 
-    def is_told_to_leave(self, steps: int) -> bool:
+    records_sigterm = True
+
+    def is_told_to_leave(self, steps: int, asked: bool) -> bool:
         """Return whether a process got SIGTERM, and all agreed to stop at this number of steps.
 
         JAX handles the signal from `jax.distributed.initialize` on.

@@ -24,11 +24,14 @@ def summed_gradients(group: Group, parameters: Sequence[Any]) -> Iterator[None]:
     buckets = buckets_of(trained)
     place = {id(tensor): number for number, bucket in enumerate(buckets) for tensor in bucket}
     missing = [len(bucket) for bucket in buckets]
-    running: list[Callable[[], None]] = []
+    running: list[tuple[list[Any], Callable[[], list[Any]]]] = []
 
     def start(bucket: list[Any]) -> None:
-        gradients = [tensor.grad for tensor in bucket if tensor.grad is not None]
-        running.extend(map(group.start_sum, buckets_of(gradients)))
+        reached = [tensor for tensor in bucket if tensor.grad is not None]
+        running.extend(
+            (part, group.start_sum([tensor.grad for tensor in part]))
+            for part in buckets_of(reached)
+        )
 
     started = 0
 
@@ -39,7 +42,9 @@ def summed_gradients(group: Group, parameters: Sequence[Any]) -> Iterator[None]:
             start(buckets[started])
             started += 1
 
-    hooks = [tensor.register_post_accumulate_grad_hook(arrived) for tensor in trained]
+    # A single bucket is full when the pass ends.
+    hooked = trained if len(buckets) > 1 else []
+    hooks = [tensor.register_post_accumulate_grad_hook(arrived) for tensor in hooked]
     try:
         yield
     finally:
@@ -47,5 +52,6 @@ def summed_gradients(group: Group, parameters: Sequence[Any]) -> Iterator[None]:
             hook.remove()
     for bucket in buckets[started:]:
         start(bucket)
-    for finish in running:
-        finish()
+    for reached, finish in running:
+        for tensor, total in zip(reached, finish(), strict=True):
+            tensor.grad = total

@@ -77,23 +77,28 @@ class Group:
         if self._aborted:
             raise PeerLost("the group was aborted")
 
-    def sum_in_place(self, tensors: Sequence[Any]) -> None:
-        """Replace each tensor by its sum over all ranks, which is the same on every rank."""
-        for finish in [self.start_sum(bucket) for bucket in buckets_of(tensors)]:
-            finish()
+    def sum(self, tensor: Any) -> Any:
+        """Return the sum of a tensor over all ranks, which is the same on every rank."""
+        copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+        return self.start_sum([copy])()[0]
 
-    def start_sum(self, tensors: Sequence[Any]) -> Callable[[], None]:
-        """Begin to sum tensors of one type; what is returned waits, and puts the sums in place."""
-        first = tensors[0]
-        alone = len(tensors) == 1 and first.is_contiguous() and first.device == self._device
+    def start_sum(self, tensors: Sequence[Any]) -> Callable[[], list[Any]]:
+        """Begin to sum tensors of one type over all ranks.
+
+        Returns:
+            A function that waits for the sums and returns them. A single tensor is overwritten.
+        """
         parts = [tensor.detach().reshape(-1).to(self._device) for tensor in tensors]
-        flat = parts[0] if alone else torch.cat(parts)
+        flat = parts[0] if len(parts) == 1 else torch.cat(parts)
         work = self._waited(lambda: self._backend.allreduce([flat]))
 
-        def finish() -> None:
+        def finish() -> list[Any]:
             self._waited(work.wait)
-            if not alone:
-                _copy_out(flat, tensors)
+            sums = flat.split([tensor.numel() for tensor in tensors])
+            return [
+                total.view(tensor.shape).to(tensor.device)
+                for total, tensor in zip(sums, tensors, strict=True)
+            ]
 
         return finish
 
@@ -125,13 +130,17 @@ class Group:
             counts: The number of rows of each rank.
         """
         most = max(counts)
-        padded = rows.new_zeros((most, *rows.shape[1:]))
-        padded[: len(rows)] = rows
-        sent = _bytes(padded).to(self._device)
-        received = [torch.empty_like(sent) for _ in counts]
-        self._waited(lambda: self._backend.allgather([received], [sent]).wait())
-        parts = [part.view(rows.dtype).view(padded.shape) for part in received]
-        whole = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        own = rows
+        if len(rows) < most:
+            own = rows.new_zeros((most, *rows.shape[1:]))
+            own[: len(rows)] = rows
+        sent = _bytes(own).to(self._device)
+        received = sent.new_empty(len(counts) * len(sent))
+        self._waited(lambda: self._backend._allgather_base(received, sent).wait())
+        whole = received.view(rows.dtype).view(len(counts) * most, *rows.shape[1:])
+        if min(counts) < most:
+            parts = zip(whole.split(most), counts, strict=True)
+            whole = torch.cat([part[:count] for part, count in parts])
         return whole.to(rows.device)
 
 
@@ -173,13 +182,6 @@ def buckets_of(tensors: Sequence[Any]) -> list[list[Any]]:
 
 def _bytes(tensor: Any) -> Any:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _copy_out(flat: Any, tensors: Sequence[Any]) -> None:
-    with torch.no_grad():
-        parts = flat.split([tensor.numel() for tensor in tensors])
-        for tensor, part in zip(tensors, parts, strict=True):
-            tensor.copy_(part.view(tensor.shape))
 
 
 def _copy_out_bytes(flat: Any, tensors: Sequence[Any]) -> None:

@@ -104,25 +104,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: Any) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Any] = []
-        self._numbers: dict[int, int] = {}
         self._storages: dict[int, int] = {}
 
-    def persistent_id(self, item: Any) -> Any:
-        if not isinstance(item, torch.Tensor):
-            return None
-        number = self._numbers.get(id(item))
-        if number is None:
-            number = self._numbers[id(item)] = len(self.tensors)
-            self.tensors.append(item)
-            place = item.untyped_storage().data_ptr()
-            if place and self._storages.setdefault(place, number) != number:
-                raise ValueError("two of its tensors share their memory.")
-        parameter = isinstance(item, torch.nn.Parameter)
-        # "cuda" is the current device of each process.
-        device = item.device.type
-        return number, tuple(item.shape), item.dtype, device, item.requires_grad, parameter
-
     def reducer_override(self, item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return tensor_of, self._described(item)
         if isinstance(item, KerasSaveable):
             return object.__new__, (type(item),), _state(item)
         fill = _FILL.get(type(item))
@@ -137,20 +123,41 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return _function, made, dict(vars(item)) or None
         return super().reducer_override(item)
 
+    def _described(self, item: Any) -> tuple[Any, ...]:
+        number = len(self.tensors)
+        self.tensors.append(item)
+        place = item.untyped_storage().data_ptr()
+        if place and self._storages.setdefault(place, number) != number:
+            raise ValueError("two of its tensors share their memory.")
+        parameter = isinstance(item, torch.nn.Parameter)
+        # "cuda" is the current device of each process.
+        device = item.device.type
+        return number, tuple(item.shape), item.dtype, device, item.requires_grad, parameter
+
+
+def tensor_of(*described: Any) -> Any:
+    """Stand in the bytes for the method of an unpickler that makes a tensor of a number."""
+    raise pickle.UnpicklingError("a model is read by `load` alone")
+
 
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: Any) -> None:
         super().__init__(file)
         self.tensors: dict[int, Any] = {}
 
-    def persistent_load(self, pid: Any) -> Any:
-        number, shape, dtype, device, requires_grad, parameter = pid
-        if number not in self.tensors:
-            tensor = torch.zeros(shape, dtype=dtype, device=device)
-            if parameter:
-                tensor = torch.nn.Parameter(tensor, requires_grad=requires_grad)
-            self.tensors[number] = tensor
-        return self.tensors[number]
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (__name__, tensor_of.__name__):
+            return self._tensor
+        return super().find_class(module, name)
+
+    def _tensor(
+        self, number: int, shape: Any, dtype: Any, device: str, requires_grad: bool, parameter: bool
+    ) -> Any:
+        tensor = torch.zeros(shape, dtype=dtype, device=device)
+        if parameter:
+            tensor = torch.nn.Parameter(tensor, requires_grad=requires_grad)
+        self.tensors[number] = tensor
+        return tensor
 
 
 def _state(item: Any) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import torch
 from lockstep.engines.torch.forward_state import ForwardState
 from lockstep.engines.torch.group import PeerLost
 from lockstep.engines.torch.layers import Plan
-from lockstep.engines.torch.model_pickle import dump
 from lockstep.engines.torch.pool import Lease, Pool
 from lockstep.engines.torch.replica import Replica, random_state
 from lockstep.engines.torch.settings import checksum, current_settings
@@ -90,7 +89,7 @@ class PoolRunner(StepRunner):
         return pool
 
     def _compare_all(self, pool: Pool) -> None:
-        data, tensors = dump(self._model)
+        data, tensors = self._dumped()
         settings = current_settings()
         same = len(tensors) == len(self._tensors) and all(map(_is, tensors, self._tensors))
         sent = (data, settings, self.draws_together)

@@ -194,24 +194,18 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]
         own = slice(start, start + ctx.counts[ctx.group.rank])
         if ctx.for_loss:
             return gradient[own] * ctx.group.size, None, None, None
-        gradient = gradient.contiguous().clone()
-        ctx.group.sum_in_place([gradient])
-        return gradient[own], None, None, None
+        return ctx.group.sum(gradient)[own], None, None, None
 
 
 class _Sum(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, value: Any, group: Group) -> Any:
         ctx.group = group
-        total = value.clone()
-        group.sum_in_place([total])
-        return total
+        return group.sum(value)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        gradient = gradient.contiguous().clone()
-        ctx.group.sum_in_place([gradient])
-        return gradient, None
+        return ctx.group.sum(gradient), None
 
 
 def seed_of_replica(seed: Any, rank: int) -> Any:

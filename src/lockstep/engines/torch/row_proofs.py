@@ -1,6 +1,7 @@
 """Which parts of a model are not known to work row by row, found once for each form of inputs."""
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -27,11 +28,14 @@ class RowProofs:
         self._of_model = b""
         self._found: dict[str, ReasonsByNumber] = {}
 
-    def reasons(self, x: Any, *, unchecked: bool) -> ReasonsByNumber:
+    def reasons(
+        self, x: Any, dumped: Callable[[], tuple[bytes, Any]], *, unchecked: bool
+    ) -> ReasonsByNumber:
         """Return why candidates are refused for inputs of this form.
 
         Args:
             x: The inputs of a batch.
+            dumped: Returns what `model_pickle.dump` returns for the model.
             unchecked: Whether the model may have changed since the last call.
         """
         form = str(keras.tree.map_structure(_form, x))
@@ -43,7 +47,7 @@ class RowProofs:
                 self._of_model, self._found = b"", {}
             return self._found.setdefault(form, {})
         try:
-            data, _ = dump(self._model)
+            data, _ = dumped()
         except UnsupportedModel:
             return dict.fromkeys(range(count), "it cannot be pickled")
         digest = hashlib.sha256(data).digest()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lockstep.engines.torch.layers import Plan
+from lockstep.engines.torch.model_pickle import dump
 from lockstep.engines.torch.replica import RandomStreams
 from lockstep.engines.torch.row_proofs import ReasonsByNumber, RowProofs
 from lockstep.engines.torch.unsplit import unsplit_model
@@ -39,6 +40,7 @@ class StepRunner:
         self._reasons: ReasonsByNumber = {}
         self._unsplit: str | None = None
         self._draws = 0
+        self._of_step: tuple[bytes, list[Any]] | None = None
 
     @contextmanager
     def epoch(self, *, changes: bool) -> Iterator[None]:
@@ -55,7 +57,8 @@ class StepRunner:
 
     def unsplit(self, x: Any) -> str | None:
         """Return why one device has to run batches like this one alone, `None` if not."""
-        reasons = self._proofs.reasons(x, unchecked=self.unchecked)
+        self._of_step = None
+        reasons = self._proofs.reasons(x, self._dumped, unchecked=self.unchecked)
         if self.unchecked or reasons is not self._reasons:
             self._reasons = reasons
             self._unsplit = unsplit_model(self._model, reasons)
@@ -83,6 +86,12 @@ class StepRunner:
     def waited(self) -> float:
         """The seconds that this process has waited in collectives."""
         raise NotImplementedError
+
+    def _dumped(self) -> tuple[bytes, list[Any]]:
+        """Return the model as bytes, and its tensors: made once in a step at most."""
+        if self._of_step is None:
+            self._of_step = dump(self._model)
+        return self._of_step
 
     def _proven(self, plan: Plan) -> list[int]:
         """Return the numbers of the candidates of a plan that work row by row."""

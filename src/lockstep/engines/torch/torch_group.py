@@ -118,9 +118,19 @@ class TorchGroup:
         """Return a tensor as a NumPy array."""
         return np.asarray(keras.ops.convert_to_numpy(value) if torch.is_tensor(value) else value)
 
-    def is_told_to_leave(self, steps: int) -> bool:
-        """Return false: a signal ends the process, and the last checkpoint stays."""
-        return False
+    records_sigterm = False
+
+    def is_told_to_leave(self, steps: int, asked: bool) -> bool:
+        """Return whether a process got SIGTERM, and all agreed to stop at this number of steps.
+
+        No process passes its next step before a process with the signal has written that all
+        leave after it.
+        """
+        key = "lockstep/leave/{}"
+        if asked:
+            self.put(key.format(steps + 1), "")
+            self.get(key.format(steps + 1))  # the store has it once it answers
+        return self.get(key.format(steps)) is not None
 
     def _text(self, key: str) -> str:
         return bytes(self._store.get(key)).decode()

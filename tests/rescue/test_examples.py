@@ -9,7 +9,7 @@ import pytest
 import lockstep
 
 ROOT = Path(__file__).parents[2]
-RESCUE = ("api", "detect", "keras2", "match", "old_settings", "weight_tree")
+RESCUE = ("api", "detect", "match", "old_layers", "read", "weight_tree")
 
 
 @pytest.mark.parametrize("name", ["errors", *(f"rescue.{name}" for name in RESCUE)])

@@ -388,7 +388,11 @@ def _doubts(old: OldFile, matched: Matched) -> Iterator[str]:
             yield from _differences(config, layer, pair.leaf.name)
         else:
             yield from _changed_defaults(old, layer, pair.leaf.name)
-    cells = {id(one.cell) for one in every if _is_gated(one) and hasattr(one, "cell")}
+    cells = {
+        id(one.cell)
+        for one in every
+        if hasattr(one, "recurrent_activation") and hasattr(one, "cell")
+    }
     for layer in every:
         used = [getattr(layer, key, None) for key in ("activation", "recurrent_activation")]
         if keras.activations.hard_sigmoid in used and id(layer) not in cells:
@@ -419,7 +423,7 @@ def _changed_defaults(old: OldFile, layer: Any, name: str) -> Iterator[str]:
 
 def _differences(config: dict[str, Any], layer: Any, name: str) -> Iterator[str]:
     """Yield notes on differences between the file's config and the model."""
-    if _is_gated(layer):
+    if hasattr(layer, "recurrent_activation"):
         config = {"recurrent_activation": "hard_sigmoid", "reset_after": False, **config}
     for key in ("activation", "recurrent_activation", "reset_after", "epsilon"):
         mine, theirs = getattr(layer, key, None), config.get(key)
@@ -430,10 +434,6 @@ def _differences(config: dict[str, Any], layer: Any, name: str) -> Iterator[str]
             mine, theirs = own, "silu" if theirs == "swish" else theirs
         if None not in (mine, theirs) and mine != theirs:
             yield f"{name} has {key}={mine}, and the file's config says {theirs}."
-
-
-def _is_gated(layer: Any) -> bool:
-    return hasattr(layer, "recurrent_activation")
 
 
 def _entries(config: Any) -> Iterator[tuple[str, tuple[str, dict[str, Any]]]]:

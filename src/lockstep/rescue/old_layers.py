@@ -65,30 +65,27 @@ class Context:
 # ---------------------------------------------------------------- layers
 
 RENAMED = {
-    "CuDNNLSTM": "LSTM",
-    "CuDNNGRU": "GRU",
+    **dict.fromkeys(("CuDNNLSTM", "LSTMV1", "LSTMV2"), "LSTM"),
+    **dict.fromkeys(("CuDNNGRU", "GRUV1", "GRUV2"), "GRU"),
+    **dict.fromkeys(
+        ("BatchNormalizationV1", "BatchNormalizationV2", "SyncBatchNormalization"),
+        "BatchNormalization",
+    ),
+    **{f"Convolution{dims}D": f"Conv{dims}D" for dims in (1, 2, 3)},
     "ThresholdedReLU": "ReLU",
-    "BatchNormalizationV1": "BatchNormalization",
-    "BatchNormalizationV2": "BatchNormalization",
-    "SyncBatchNormalization": "BatchNormalization",
-    "Convolution1D": "Conv1D",
-    "Convolution2D": "Conv2D",
-    "Convolution3D": "Conv3D",
-    "LSTMV1": "LSTM",
-    "LSTMV2": "LSTM",
-    "GRUV1": "GRU",
-    "GRUV2": "GRU",
 }
 
 _GONE = {
-    "LocallyConnected1D": "locally connected layers were removed in Keras 3",
-    "LocallyConnected2D": "locally connected layers were removed in Keras 3",
-    "TensorFlowOpLayer": "it is a raw TensorFlow operation, not a layer",
-    "TFOpLambda": "it is a raw TensorFlow operation, not a layer",
-    "SlicingOpLambda": "it is a raw TensorFlow operation, not a layer",
+    **dict.fromkeys(
+        ("LocallyConnected1D", "LocallyConnected2D"),
+        "locally connected layers were removed in Keras 3",
+    ),
+    **dict.fromkeys(
+        ("TensorFlowOpLayer", "TFOpLambda", "SlicingOpLambda"),
+        "it is a raw TensorFlow operation, not a layer",
+    ),
+    **dict.fromkeys(("MaxoutDense", "Highway"), "it went with Keras 1"),
     "Merge": "Keras 1's Merge carries code",
-    "MaxoutDense": "it went with Keras 1",
-    "Highway": "it went with Keras 1",
 }
 
 _NO_EFFECT = frozenset(

@@ -198,6 +198,7 @@ def _functional(entry: dict[str, Any], context: Context) -> Part:
     parts: dict[str, Part] = {}
     outputs: dict[tuple[str, int], list[Any]] = {}
     waiting: list[tuple[str, int, Any]] = []
+    used = _used(config)
     for one in config["layers"]:
         name = entry_name(one)
         if one["class_name"] == "InputLayer":
@@ -205,7 +206,7 @@ def _functional(entry: dict[str, Any], context: Context) -> Part:
             continue
         parts[name] = _part(one, context)
         # Node 0 of a nested model is its own graph; some versions number its calls from 1.
-        start = 1 if parts[name].is_model and (name, 0) not in _used(config) else 0
+        start = 1 if parts[name].is_model and (name, 0) not in used else 0
         waiting += [(name, node, call) for node, call in enumerate(one["inbound_nodes"], start)]
     while waiting:
         stuck = []

@@ -273,17 +273,14 @@ def _metrics(value: Any, names: tuple[list[str], list[str]], context: Context) -
     listed = listed if isinstance(listed, (list, tuple)) else [listed]
     nested = [list(one) if isinstance(one, (list, tuple)) else [one] for one in listed]
     if count == 1:
-        return _known([one for some in nested for one in some], context) or None
-    if not isinstance(value, dict) and not any(isinstance(o, (list, tuple)) for o in listed):
+        nested = [[one for some in nested for one in some]]
+    elif not isinstance(value, dict) and not any(isinstance(o, (list, tuple)) for o in listed):
         nested = [list(listed)] * count  # Keras 2 applies all of them to each output
-    found = [_known(some, context) for some in nested]
-    return found if any(found) else None
-
-
-def _known(listed: Sequence[Any], context: Context) -> list[Any]:
-    """Return the metrics of a list that can be carried."""
-    made = [_metric(one, context) for one in listed]
-    return [one for one in made if one is not None]
+    made = [[_metric(one, context) for one in some] for some in nested]
+    found = [[one for one in some if one is not None] for some in made]
+    if not any(found):
+        return None
+    return found[0] if count == 1 else found
 
 
 def _metric(value: Any, context: Context) -> Any:

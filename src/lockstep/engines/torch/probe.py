@@ -17,7 +17,11 @@ from lockstep.engines.torch.replica import random_state, set_random_state
 from lockstep.engines.torch.steps import recorded
 from lockstep.engines.torch.unsplit import own_step
 from lockstep.engines.watched_layers import not_built, part_of
+from lockstep.errors import UnsupportedBackend
 from lockstep.keras_compat import pythonify_logs, torch_iterator
+from lockstep.processes import process_group
+from lockstep.processes.call_scope import CALLS
+from lockstep.processes.group import current
 from lockstep.state import variables_of
 
 
@@ -47,6 +51,11 @@ class TorchProbe:
 
     def feed(self, data: Data, batch_size: int | None, most: int) -> tuple[float, int]:
         """Draw the batches of one epoch as `fit` does, without training."""
+        if process_group.several():
+            raise UnsupportedBackend(
+                "bench was asked for in one of several processes on 'torch', and it measures a "
+                "single one there.\nStart it without a launcher."
+            )
         x, y, sample_weight = data
         batches = torch_iterator()(
             x=x, y=y, sample_weight=sample_weight, batch_size=batch_size, shuffle=True
@@ -75,10 +84,17 @@ class TorchProbe:
 
     @contextmanager
     def alike(self) -> Iterator[None]:
-        """Put the state of PyTorch's random numbers back at the end."""
+        """Give several processes the values and random numbers of the first one.
+
+        At the end, the state of PyTorch's random numbers is put back.
+        """
         before = random_state()
         try:
-            yield
+            with process_group.values_of_first(self._model):
+                if process_group.several():
+                    with CALLS.call("verify"):
+                        current().share_random_state()
+                yield
         finally:
             set_random_state(before)
 
@@ -99,9 +115,10 @@ class TorchProbe:
         """Train one step on a batch in the structure of `fit`, and return the logs."""
         # keras/src/backend/torch/trainer.py, TorchTrainer.train_on_batch
         model = self._model
-        model.make_train_function()
-        model.reset_metrics()
-        logs = pythonify_logs(model.train_function([_tensors(batch)]))
+        with CALLS.call("verify") if process_group.several() else nullcontext():
+            model.make_train_function()
+            model.reset_metrics()
+            logs = pythonify_logs(model.train_function([_tensors(batch)]))
         return {name: np.asarray(value) for name, value in logs.items()}
 
     def look(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:

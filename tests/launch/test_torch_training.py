@@ -171,6 +171,14 @@ def test_models_and_data_of_many_kinds(tmp_path):
         np.testing.assert_allclose(first[name], alone[name], rtol=0, atol=BOUND, err_msg=name)
 
 
+def test_every_process_verifies_the_model_of_the_first():
+    """Dropout draws as on one device. A layer that is wrongly declared row by row is found."""
+    first, second = in_two_processes("torch_verify.py")
+    assert first == second
+    assert first[0] == "equal 2 None"
+    assert first[1] == "different 2 sequential_1/centred"
+
+
 def test_processes_that_differ_are_told_in_words_and_can_go_on():
     met = [dict(line.split(": ", 1) for line in lines) for lines in in_two_processes(DISAGREE)]
     for case, words in WHAT_DIFFERS.items():

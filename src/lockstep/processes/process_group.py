@@ -2,6 +2,8 @@
 
 import random
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -11,8 +13,10 @@ from lockstep.checkpoint.fit_scope import callbacks_in
 from lockstep.counted import counted
 from lockstep.errors import ProcessesDisagree, UnsupportedModel
 from lockstep.processes.call_scope import CALLS
+from lockstep.processes.constants import constants_of
 from lockstep.processes.coordination import digest, once
 from lockstep.processes.group import current
+from lockstep.state import variables_of
 
 
 def several() -> bool:
@@ -75,6 +79,24 @@ def _check_alike(values: list[np.ndarray]) -> None:
             "they would not train one model. Give every process the same layers, metrics and "
             "optimizer."
         )
+
+
+@contextmanager
+def values_of_first(model: Any) -> Iterator[None]:
+    """Give several processes the values of the first one's variables in this context.
+
+    Afterwards, constants have their values again; the caller puts back those of variables.
+    """
+    constants = constants_of(model)
+    before = [constant.value for constant in constants]
+    if several():
+        with CALLS.call("verify"):
+            share_variables([*variables_of(model), *constants])
+    try:
+        yield
+    finally:
+        for constant, value in zip(constants, before, strict=True):
+            constant.assign(value)
 
 
 def check_same_run(found: str | None) -> None:

@@ -129,11 +129,6 @@ class TorchEngine:
 
     def probe(self, model: Any) -> TorchProbe:
         """Return a probe for the steps of `model`, attached or not."""
-        if joined() is not None:
-            raise UnsupportedBackend(
-                "verify or bench was asked for in one of several processes on 'torch', and they "
-                "run in a single one there.\nStart the script without a launcher."
-            )
         return TorchProbe(model)
 
 

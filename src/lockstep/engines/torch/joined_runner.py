@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from lockstep.engines.holders import holders_of
@@ -120,12 +120,13 @@ class JoinedRunner(StepRunner):
     def step(self, kind: str, data: Any, rows: int) -> Any:
         """Run one step in every process, and return the logs or predictions in each."""
         if self.unchecked:
-            self._plan = Plan(self._model, self._proven(Plan(self._model)))
+            proven = self._proven(Plan(self._model))
+            self._plan = Plan(self._model, proven, draws_together=self.draws_together)
             self._state = ForwardState(self._model)
         self._state.keep()
         self._trained |= kind == "train"
         try:
-            with self._streams.apart(self._draw_base(kind), self._group.rank):
+            with self._random_numbers(kind):
                 ranks = self._group.ranks
                 replica = Replica(ranks, rows, self._streams, self._device, returns=True)
                 result = run_step(kind, self._model, self._plan, replica, data)
@@ -139,6 +140,11 @@ class JoinedRunner(StepRunner):
             raise
         self.unchecked = self._changes
         return result
+
+    def _random_numbers(self, kind: str) -> AbstractContextManager[None]:
+        if self.draws_together:
+            return self._streams.of_one_device()
+        return self._streams.apart(self._draw_base(kind), self._group.rank)
 
     @property
     def waited(self) -> float:

@@ -16,7 +16,11 @@ from lockstep.engines.torch import step_timing
 from lockstep.engines.torch.replica import random_state, set_random_state
 from lockstep.engines.torch.steps import recorded
 from lockstep.engines.torch.unsplit import own_step
+from lockstep.errors import UnsupportedBackend
 from lockstep.keras_compat import torch_iterator
+from lockstep.processes import process_group
+from lockstep.processes.call_scope import CALLS
+from lockstep.processes.group import current
 from lockstep.state import variables_of
 
 
@@ -46,6 +50,11 @@ class TorchProbe:
 
     def feed(self, data: Data, batch_size: int | None, most: int) -> tuple[float, int]:
         """Draw the batches of one epoch as `fit` does, without training."""
+        if process_group.several():
+            raise UnsupportedBackend(
+                "bench was asked for in one of several processes on 'torch', and it measures a "
+                "single one there.\nStart it without a launcher."
+            )
         x, y, sample_weight = data
         batches = torch_iterator()(
             x=x, y=y, sample_weight=sample_weight, batch_size=batch_size, shuffle=True
@@ -74,10 +83,17 @@ class TorchProbe:
 
     @contextmanager
     def alike(self) -> Iterator[None]:
-        """Put the state of PyTorch's random numbers back at the end."""
+        """Give several processes the values and random numbers of the first one.
+
+        At the end, the state of PyTorch's random numbers is put back.
+        """
         before = random_state()
         try:
-            yield
+            with process_group.values_of_first(self._model):
+                if process_group.several():
+                    with CALLS.call("verify"):
+                        current().share_random_state()
+                yield
         finally:
             set_random_state(before)
 
@@ -92,7 +108,8 @@ class TorchProbe:
 
     def train(self, batch: Any) -> dict[str, Any]:
         """Train one step on a batch in the structure of `fit`, and return the logs."""
-        return trained_once(self._model, batch)
+        with CALLS.call("verify") if process_group.several() else nullcontext():
+            return trained_once(self._model, batch)
 
     def look(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the layer outputs for `batch`, in order, and the gradient of each variable.

@@ -59,6 +59,16 @@ class RandomStreams:
         set_random_state(state)
         self._common = random_state()
 
+    @contextmanager
+    def of_one_device(self) -> Iterator[None]:
+        """Draw from PyTorch's state inside the context, which is the same in every process.
+
+        It goes on from there, as on one device.
+        """
+        self.share(random_state())
+        yield
+        self.take_over()
+
     def take_over(self) -> None:
         """Draw from now on where code that every replica runs alike has stopped."""
         set_random_state(self._common)

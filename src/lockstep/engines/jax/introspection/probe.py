@@ -21,8 +21,6 @@ from lockstep.engines.probe_helpers import build_symbolically, draw, part_of, wa
 from lockstep.keras_compat import trainer_class
 from lockstep.processes import process_group
 from lockstep.processes.call_scope import CALLS
-from lockstep.processes.constants import constants_of
-from lockstep.state import variables_of
 from lockstep.training.session import TRAIN
 
 
@@ -60,19 +58,9 @@ class JaxProbe:
         precise: AbstractContextManager[object] = jax.default_matmul_precision("highest")
         return precise
 
-    @contextmanager
-    def alike(self) -> Iterator[None]:
+    def alike(self) -> AbstractContextManager[None]:
         """Give several processes the values of the first one in this context."""
-        constants = constants_of(self._model)
-        before = [constant.value for constant in constants]
-        if process_group.several():
-            with CALLS.call("verify"):
-                process_group.share_variables([*variables_of(self._model), *constants])
-        try:
-            yield
-        finally:
-            for constant, value in zip(constants, before, strict=True):
-                constant.assign(value)
+        return process_group.values_of_first(self._model)
 
     def fresh(self) -> None:
         """Trace the model again at its next step."""

@@ -61,7 +61,7 @@ class JaxProbe:
         return precise
 
     @contextmanager
-    def alike(self) -> Iterator[None]:
+    def synchronized(self) -> Iterator[None]:
         """Give several processes the values of the first one in this context."""
         constants = constants_of(self._model)
         before = [constant.value for constant in constants]
@@ -74,7 +74,7 @@ class JaxProbe:
             for constant, value in zip(constants, before, strict=True):
                 constant.assign(value)
 
-    def fresh(self) -> None:
+    def restart(self) -> None:
         """Trace the model again at its next step."""
         self._model.make_train_function(force=True)
 
@@ -89,7 +89,7 @@ class JaxProbe:
             logs = OnBatch(self._model).train(batch)
         return {name: np.asarray(value) for name, value in logs.items()}
 
-    def look(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def inspect(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the output of each layer for `batch`, in order, and the gradient of each variable.
 
         The model does not change. The layers are those of the model and of nested models. A model
@@ -98,7 +98,7 @@ class JaxProbe:
         model = self._model
         attributes = vars(model)
         before = attributes.get("train_step")
-        attributes["train_step"] = self._looking_step
+        attributes["train_step"] = self._inspected_step
         try:
             model.make_train_function(force=True)
             seen = self.train(batch)
@@ -114,7 +114,7 @@ class JaxProbe:
         """Return no notes: the compiler splits one program."""
         return []
 
-    def _looking_step(self, state: State, data: Any) -> tuple[dict[str, Any], State]:
+    def _inspected_step(self, state: State, data: Any) -> tuple[dict[str, Any], State]:
         # keras/src/backend/jax/trainer.py, JAXTrainer.train_step
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)

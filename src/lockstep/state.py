@@ -120,9 +120,9 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.max(np.where(same, 0.0, np.abs(a - b)), initial=0.0))
 
 
-def unique(variables: list[Any]) -> list[Any]:
-    """Return the variables without repetitions, in their order."""
-    return list({id(variable): variable for variable in variables}.values())
+def unique(items: list[Any]) -> list[Any]:
+    """Return variables or layers without repetitions, in their order."""
+    return list({id(item): item for item in items}.values())
 
 
 def _groups(model: Any) -> dict[str, list[Any]]:

@@ -191,7 +191,7 @@ class Probe(Protocol):
         """Compute matrix products in the full precision of their type inside the context."""
         ...
 
-    def alike(self) -> AbstractContextManager[object]:
+    def synchronized(self) -> AbstractContextManager[object]:
         """Copy the values of the first process to all processes.
 
         The end of the context restores all other shared state, but the caller has to restore
@@ -199,7 +199,7 @@ class Probe(Protocol):
         """
         ...
 
-    def fresh(self) -> None:
+    def restart(self) -> None:
         """Trace the model again at its next step, like a new process."""
         ...
 
@@ -221,7 +221,7 @@ class Probe(Protocol):
         """
         ...
 
-    def look(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def inspect(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the layer outputs for `batch`, in order, and the gradient of each variable.
 
         The model does not change.

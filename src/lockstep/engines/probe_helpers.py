@@ -9,6 +9,7 @@ import numpy as np
 
 from lockstep.errors import UnusableData
 from lockstep.keras_compat import pythonify_logs
+from lockstep.state import unique
 
 
 def watched_layers(model: Any) -> list[Any]:
@@ -16,7 +17,7 @@ def watched_layers(model: Any) -> list[Any]:
     found: list[Any] = []
     for layer in model.layers:
         found += watched_layers(layer) if isinstance(layer, keras.Model) else [layer]
-    return list({id(layer): layer for layer in found}.values())
+    return unique(found)
 
 
 def part_of(seen: dict[str, Any], prefix: str) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def compare(
     with (
         tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder,
         _untouched(engine, model, batches[0]),
-        engine.probe(model).alike(),
+        engine.probe(model).synchronized(),
     ):
         comparison = _Comparison(engine, model, batches, Path(folder))
         comparison.run(names)
@@ -140,7 +140,7 @@ class _Comparison:
     ) -> Iterator[tuple[int, Values]]:
         """Train from the start; the values after each step."""
         restore(self.model, start or self._start)
-        self._probe.fresh()
+        self._probe.restart()
         with progress_line(run, len(batches)) as advance:
             for step, batch in enumerate(batches, 1):
                 yield step, {**self._probe.train(batch), **snapshot(self.model)}
@@ -328,14 +328,14 @@ class _Comparison:
         batch = self.batches[self.first_step - 1]
         start = self._start if self.first_step == 1 else self._first_run(self.first_step - 1)
 
-        def look(devices: tuple[str, ...] | None) -> tuple[Values, Values]:
+        def inspect(devices: tuple[str, ...] | None) -> tuple[Values, Values]:
             self._place(devices)
             restore(self.model, start)
-            return self._probe.look(batch)
+            return self._probe.inspect(batch)
 
         self.first_layer, what = _first_apart(
-            look(self._alone),
-            look(self._alone if unsteady else names),
+            inspect(self._alone),
+            inspect(self._alone if unsteady else names),
             within=10 * self._bound if self._bits == DOUBLE else max(1e-4, 2.0 ** (4 - self._bits)),
         )
         if unsteady:

@@ -23,6 +23,7 @@ from lockstep.engines.tensorflow.replicas import ReplicaGroup
 from lockstep.engines.tensorflow.stateful import by_rows
 from lockstep.engines.tensorflow.tensor_metadata import remade
 from lockstep.keras_compat import get_keras_mask, set_keras_mask
+from lockstep.state import unique
 
 
 class Plan:
@@ -91,15 +92,15 @@ class Plan:
             if hasattr(layer, "compute_mask"):
                 mask = _on_global_batch(layer, layer.compute_mask, team)
                 changes.append((layer, "compute_mask", mask))
-        for rnn in _each(self.stateful):
+        for rnn in unique(self.stateful):
             changes += by_rows(rnn, team)
-        changes += [(layer, "_moments", moments_over(layer, team)) for layer in _each(self.norms)]
-        for layer in _each([*self.every, *_own_layers(self.whole)]):
-            regularizer = layer.activity_regularizer
+        changes += [(layer, "_moments", moments_over(layer, team)) for layer in unique(self.norms)]
+        for layer in unique([*self.every, *self.whole]):
+            regularizer = getattr(layer, "activity_regularizer", None)  # operations have none
             if regularizer is not None:
                 hook = _of_global_outputs(layer, regularizer, team)
                 changes.append((layer, "activity_regularizer", hook))
-        for layer in _each(self.every):
+        for layer in unique(self.every):
             if isinstance(layer, keras.layers.Embedding) and layer not in self.whole:
                 changes.append((layer, "call", _looking_up(layer, layer.call, team)))
             # keras/src/layers/layer.py, Layer._initialize_tracker
@@ -109,19 +110,11 @@ class Plan:
             yield
 
 
-def _each(items: list[Any]) -> list[Any]:
-    return list({id(item): item for item in items}.values())
-
-
-def _own_layers(parts: list[Any]) -> list[Any]:
-    return [part for part in parts if isinstance(part, keras.layers.Layer)]
-
-
 def _on_global_batch(
     layer: Any, call: Callable[..., Any], team: ReplicaGroup
 ) -> Callable[..., Any]:
     """Wrap `call`: gather the rows of its inputs, return this replica's rows of its outputs."""
-    told = f"what goes into and out of {layer.name!r} ({type(layer).__name__})"
+    what = f"what goes into and out of {layer.name!r} ({type(layer).__name__})"
 
     def gathered_call(*args: Any, **kwargs: Any) -> Any:
         replica = team.current()
@@ -131,10 +124,10 @@ def _on_global_batch(
         def whole(value: Any) -> Any:
             if not _has_rows(value):
                 return value
-            gathered = replica.gather(value, told)
+            gathered = replica.gather(value, what)
             mask = get_keras_mask(value)
             if mask is not None:
-                set_keras_mask(gathered, replica.gather(mask, told))
+                set_keras_mask(gathered, replica.gather(mask, what))
             return gathered
 
         def own(value: Any) -> Any:
@@ -198,13 +191,13 @@ def _unaligned(layer: Any) -> str:
 
 def _of_global_outputs(layer: Any, regularizer: Any, team: ReplicaGroup) -> Callable[[Any], Any]:
     """Wrap an activity regularizer to see the outputs of all replicas."""
-    told = f"what comes out of {layer.name!r}"
+    what = f"what comes out of {layer.name!r}"
 
     def regularize(output: Any) -> Any:
         replica = team.current()
         if replica is None or output.shape.rank == 0:
             return regularizer(output)
-        whole = replica.gather_alike(output, told)
+        whole = replica.gather_alike(output, what)
         with replica.globally(f"the regularizer of {layer.name!r}", whole):
             loss = regularizer(whole)
         # keras/src/layers/layer.py, Layer.__call__ divides by the rows of `output`.

@@ -21,7 +21,8 @@ from lockstep.engines.tensorflow.programs import ScratchGraph
 from lockstep.engines.tensorflow.replica_consistency import tensors_in
 from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup
 from lockstep.engines.tensorflow.tensor_metadata import remade, signature
-from lockstep.keras_compat import LossFunctionWrapper, base_trainer_class, module_in_keras
+from lockstep.keras_compat import LossFunctionWrapper, module_in_keras
+from lockstep.training.overrides import is_keras
 
 
 class LossSharding:
@@ -42,11 +43,11 @@ class LossSharding:
         self._own: dict[int, tuple[Any, Any]] = {}
         self._reasons: dict[tuple[Any, ...], str | None] = {}
 
-    def gather(self, replica: Replica, output: Any, told: str) -> Any:
+    def gather(self, replica: Replica, output: Any, what: str) -> Any:
         """All-gather an output of the model, with its Keras mask and logits."""
 
         def gathered(part: Any) -> Any:
-            whole = replica.gather_alike(part, told)
+            whole = replica.gather_alike(part, what)
             if whole.shape.rank:  # a function sees the same static shape as on one device
                 whole.set_shape([self._rows, *whole.shape[1:]])
             return whole
@@ -121,11 +122,11 @@ class LossSharding:
         own: Any,
     ) -> Any:
         name, rows = owner.name, replica.shards.rows
-        told = f"the targets of {name!r}"
+        what = f"the targets of {name!r}"
         check = tf.debugging.assert_equal(
             tf.shape(y_true)[:1],
             tf.reshape(rows, (1,)),
-            f"lockstep: {told} have another number of rows than the inputs. "
+            f"lockstep: {what} have another number of rows than the inputs. "
             "lockstep.release(model) trains it on one device.",
         )
         # Keras's own functions ignore the static number of rows; a user's function may not.
@@ -210,7 +211,7 @@ be told apart again.
 def _losses_of(model: Any) -> list[Any]:
     # keras/src/trainers/compile_utils.py, CompileLoss, and keras/src/losses/loss.py, Loss.__call__
     compiled = model._compile_loss
-    if compiled is None or not compiled.built or not _is_keras_own(model, "compute_loss"):
+    if compiled is None or not compiled.built or not is_keras(model, "compute_loss"):
         return []
     losses = [entry.loss for entry in compiled._flat_losses]
     return [each for each in losses if type(each).__call__ is keras.losses.Loss.__call__]
@@ -219,13 +220,7 @@ def _losses_of(model: Any) -> list[Any]:
 def _metrics_of(model: Any) -> list[Any]:
     # keras/src/metrics/reduction_metrics.py, MeanMetricWrapper.update_state
     compiled = model._compile_metrics
-    if compiled is None or not compiled.built or not _is_keras_own(model, "compute_metrics"):
+    if compiled is None or not compiled.built or not is_keras(model, "compute_metrics"):
         return []
     plain = keras.metrics.MeanMetricWrapper.update_state
     return [each for each in compiled.metrics if getattr(type(each), "update_state", None) is plain]
-
-
-def _is_keras_own(model: Any, name: str) -> bool:
-    # keras/src/trainers/trainer.py: a user's override may use its arguments in any way.
-    plain = getattr(base_trainer_class(), name)
-    return getattr(getattr(model, name), "__func__", None) is plain

@@ -30,8 +30,8 @@ def moments_over(layer: Any, team: ReplicaGroup) -> Callable[[Any, Any], tuple[A
 
 def _moments(layer: Any, replica: Replica, inputs: Any, mask: Any) -> tuple[Any, Any]:
     axes = layer._reduction_axes
-    told = f"what goes into {layer.name!r}"
-    inputs = replica.true_rows(inputs, told)
+    what = f"what goes into {layer.name!r}"
+    inputs = replica.true_rows(inputs, what)
 
     def total(value: Any) -> Any:
         return replica.sum(tf.reduce_sum(value, axes, keepdims=True))
@@ -45,7 +45,7 @@ def _moments(layer: Any, replica: Replica, inputs: Any, mask: Any) -> tuple[Any,
         )
     else:
         shape = tf.shape(inputs)
-        kept = tf.broadcast_to(replica.true_rows(mask, told)[..., None], shape)
+        kept = tf.broadcast_to(replica.true_rows(mask, what)[..., None], shape)
         kept = tf.cast(kept, "bool")
         weights = tf.cast(kept, inputs.dtype)
         count = tf.add_n(replica.exchange(tf.reduce_sum(weights, axes, keepdims=True)))

@@ -145,12 +145,12 @@ class OwnStep:
     def _split(
         self, replica: Replica, layer: Any, call: Call, args: Any, kwargs: Any, leaves: list[Any]
     ) -> Any:
-        told = f"what goes into and out of {layer.name!r} ({type(layer).__name__})"
+        what = f"what goes into and out of {layer.name!r} ({type(layer).__name__})"
         before = {id(loss) for inner in layer._flatten_layers() for loss in inner._losses}
         outer = replica.shards
         with replica.apart() as part:
             rows = tf.shape(leaves[0])[0]
-            same = [tf.debugging.assert_equal(tf.shape(x)[0], rows, told) for x in leaves[1:]]
+            same = [tf.debugging.assert_equal(tf.shape(x)[0], rows, what) for x in leaves[1:]]
             with tf.control_dependencies(same):
                 rows = tf.identity(rows)
             replica.shards = Shards(rows, self._team.size)
@@ -162,7 +162,7 @@ class OwnStep:
                 own = call(*args, **kwargs)
                 outputs = keras.tree.map_structure(
                     lambda x: (
-                        remade(x, lambda part: replica.gather_alike(part, told))
+                        remade(x, lambda part: replica.gather_alike(part, what))
                         if isinstance(x, tf.Tensor) and x.shape.rank
                         else x
                     ),

@@ -82,11 +82,11 @@ class TensorFlowProbe:
             config.enable_tensor_float_32_execution(before[0])
             model.jit_compile = before[1]
 
-    def alike(self) -> AbstractContextManager[None]:
+    def synchronized(self) -> AbstractContextManager[None]:
         """Do nothing: there is only one process."""
         return nullcontext()
 
-    def fresh(self) -> None:
+    def restart(self) -> None:
         """Trace the model again at its next step."""
         self._together()
         self._model.make_train_function(force=True)
@@ -108,7 +108,7 @@ class TensorFlowProbe:
         self._together()
         return trained_once(self._model, batch)
 
-    def look(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def inspect(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the layer outputs for `batch`, in order, and the gradient of each variable.
 
         The model does not change. Layers inside nested models are included. A model with
@@ -120,11 +120,11 @@ class TensorFlowProbe:
         steps = self._together()
         try:
             try:
-                seen = tf.function(self._looking_step, autograph=False)(data)
+                seen = tf.function(self._inspected_step, autograph=False)(data)
             except ReplicasDiffer as found:
                 assert steps is not None
                 steps.give_up("train", str(found))
-                seen = tf.function(self._looking_step, autograph=False)(data)
+                seen = tf.function(self._inspected_step, autograph=False)(data)
         finally:
             for variable, value in zip(variables, before, strict=True):
                 variable.assign(value)
@@ -158,13 +158,13 @@ class TensorFlowProbe:
             steps.draws_together = True
         return steps
 
-    def _looking_step(self, data: Any) -> dict[str, Any]:
+    def _inspected_step(self, data: Any) -> dict[str, Any]:
         steps = self._steps()
         if steps is None:
             seen, gradients = self._alone(data)
         else:
             watch = partial(_recorded, self._model)
-            seen, gradients = steps.look(data, watch, self._alone)
+            seen, gradients = steps.inspect(data, watch, self._alone)
         found = {f"activation/{name}": value for name, value in seen.items()}
         for variable, gradient in zip(self._model.trainable_variables, gradients, strict=False):
             if gradient is not None:

@@ -75,11 +75,6 @@ class Replica:
         self._round = 0
         self._checked = 0
 
-    @property
-    def alone(self) -> bool:
-        """Whether there is no other replica."""
-        return self._team.size == 1
-
     @contextmanager
     def globally(
         self, what: str, given: Any, *, last: bool = False, shares: bool = False
@@ -159,12 +154,12 @@ class Replica:
 
         return tf.custom_gradient(own)(whole)
 
-    def gather(self, value: Any, told: str) -> Any:
+    def gather(self, value: Any, what: str) -> Any:
         """All-gather the rows of all replicas for code that may differ between replicas.
 
         The gradient is the sum over replicas of the gradients of this replica's rows.
         """
-        true = self.true_rows(value, told)
+        true = self.true_rows(value, what)
         if not _has_gradient(value):
             return tf.concat(self.exchange(true), axis=0)
 
@@ -181,13 +176,13 @@ class Replica:
 
         return tf.custom_gradient(gathered)(true)
 
-    def gather_alike(self, value: Any, told: str) -> Any:
+    def gather_alike(self, value: Any, what: str) -> Any:
         """All-gather the rows of all replicas for code that is identical on every replica.
 
         Every replica computes the same share of the gradient. So the gradient of this
         replica's rows is its share times the number of replicas, without communication.
         """
-        true = self.true_rows(value, told)
+        true = self.true_rows(value, what)
         parts = list(self.exchange(true))
         if _has_gradient(value):
             parts[self.index] = _times(true, self._team.size)
@@ -204,7 +199,7 @@ class Replica:
     def sum_gradients(self, gradients: list[Any]) -> list[Any]:
         """Return the gradients of the weights, summed over replicas by `tf.distribute`."""
         present = [gradient for gradient in gradients if gradient is not None]
-        if self.alone or not present:
+        if not present:
             return gradients
 
         def reduce(strategy: Any, *values: Any) -> Any:
@@ -222,12 +217,12 @@ class Replica:
         self._meet(lambda strategy: None, [])
         return tuple(board)
 
-    def true_rows(self, value: Any, told: str) -> Any:
+    def true_rows(self, value: Any, what: str) -> Any:
         """Return the rows of this replica's shard, without the extra row of an empty shard.
 
         Args:
             value: A tensor of the rows that this replica runs.
-            told: The name of the tensor, for errors.
+            what: The name of the tensor, for errors.
         """
         size = self.shards.sizes[self.index]
         with tf.control_dependencies(
@@ -235,7 +230,7 @@ class Replica:
                 tf.debugging.assert_equal(
                     tf.shape(value)[0],
                     size,
-                    f"lockstep: {told} was expected to have the rows of the batch as its first "
+                    f"lockstep: {what} was expected to have the rows of the batch as its first "
                     "dim, and has another number. lockstep.release(model) trains it on one device.",
                 )
             ]

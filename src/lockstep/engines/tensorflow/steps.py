@@ -100,7 +100,7 @@ class Steps:
         """Return the predictions for a global batch."""
         return self._step("predict_step", data, self._predict)
 
-    def look(self, data: Any, watch: Any, alone: Any) -> Any:
+    def inspect(self, data: Any, watch: Any, alone: Any) -> Any:
         """Return the values that `watch` records in a training step, and the gradients.
 
         The step does not apply the gradients.
@@ -111,11 +111,11 @@ class Steps:
                 context manager that yields a function, which returns the recorded values.
             alone: The step to run if the first device runs every batch alone.
         """
-        return self._step("train_step", data, partial(self._look, watch=watch), alone)
+        return self._step("train_step", data, partial(self._inspect, watch=watch), alone)
 
     def _step(self, name: str, data: Any, split: Any, whole: Any = None) -> Any:
         model = self._model
-        looks = whole is not None
+        inspects = whole is not None
         whole = whole or getattr(model, name)
         if self._strategy.num_replicas_in_sync == 1:
             return self._whole(whole, data)
@@ -124,7 +124,7 @@ class Steps:
             plan, reasons = self._plan(data, training=name == "train_step")
             reason = unsplit_reason(model, plan, reasons, data)
         ready = is_ready(model, name)
-        if reason is not None and not (looks or name in self._not_alike or model.run_eagerly):
+        if reason is not None and not (inspects or name in self._not_alike or model.run_eagerly):
             if name == "predict_step":
                 makes_variables = False
             else:  # the first batch makes them, and TensorFlow traces it twice
@@ -239,13 +239,13 @@ class Steps:
         def step(replica: Replica) -> Any:
             outputs = self._forward(rows_of[replica.index], training=False)
             return keras.tree.map_structure(
-                lambda value: replica.true_rows(value, self._told_output()), outputs
+                lambda value: replica.true_rows(value, self._output_name()), outputs
             )
 
         parts = team.run(step, shards)
         return keras.tree.map_structure(lambda *shards: tf.concat(shards, axis=0), *parts)
 
-    def _look(self, team: ReplicaGroup, values: LossSharding, data: Any, *, watch: Any) -> Any:
+    def _inspect(self, team: ReplicaGroup, values: LossSharding, data: Any, *, watch: Any) -> Any:
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         shards, rows_of = _split(x, team.size)
@@ -275,9 +275,9 @@ class Steps:
 
     def _outputs(self, replica: Replica, values: LossSharding, x: Any, *, training: bool) -> Any:
         """Return the model's outputs for the global batch, with their masks."""
-        told = self._told_output()
+        what = self._output_name()
         outputs = self._forward(x, training=training)
-        return keras.tree.map_structure(lambda own: values.gather(replica, own, told), outputs)
+        return keras.tree.map_structure(lambda own: values.gather(replica, own, what), outputs)
 
     def _loss(
         self, replica: Replica, x: Any, y: Any, y_pred: Any, sample_weight: Any, *, training: bool
@@ -295,7 +295,7 @@ class Steps:
             raise ReplicasDiffer("its loss looks up rows of a weight")
         return loss
 
-    def _told_output(self) -> str:
+    def _output_name(self) -> str:
         return f"what {self._model.name!r} gives"
 
     # ------------------------------------------------------------------------ checks

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from lockstep.engines.rowwise import Reasons
 from lockstep.engines.tensorflow.layers import Plan
-from lockstep.keras_compat import trainer_class
+from lockstep.training.overrides import is_keras
 
 
 def unsplit_reason(model: Any, plan: Plan, reasons: Reasons, data: Any) -> str | None:
@@ -27,7 +27,7 @@ def own_step(model: Any, step: str) -> str | None:
     """Return why the operations of a step are unknown, `None` for Keras's own step."""
     if model.run_eagerly:
         return "has run_eagerly=True"
-    if getattr(type(model), step) is not getattr(trainer_class(), step) or step in vars(model):
+    if not is_keras(model, step):
         return f"has a {step} of its own"
     return None
 

@@ -20,6 +20,7 @@ from lockstep.engines.rowwise import (
 from lockstep.engines.torch.moments import moments_over
 from lockstep.engines.torch.replica import Replica, seed_of_replica
 from lockstep.keras_compat import get_keras_mask, set_keras_mask
+from lockstep.state import unique
 
 
 class Plan:
@@ -89,12 +90,11 @@ class Plan:
                 mask = _on_global_batch(layer, layer.compute_mask, replica)
                 changes.append((layer, "compute_mask", mask))
         changes += [(layer, "_moments", moments_over(layer, replica)) for layer in self.norms]
-        layers = {id(layer): layer for layer in [*self.every, *self.whole]}.values()
-        for layer in layers:
+        for layer in unique([*self.every, *self.whole]):
             if getattr(layer, "activity_regularizer", None) is not None:
                 hook = _of_global_outputs(layer, layer.activity_regularizer, replica)
                 changes.append((layer, "activity_regularizer", hook))
-        for layer in {id(layer): layer for layer in self.every}.values():
+        for layer in unique(self.every):
             # keras/src/layers/layer.py, Layer._initialize_tracker
             for seeds in layer._seed_generators:
                 changes.append((seeds, "next", _of_this_replica(seeds.next, replica)))

@@ -82,7 +82,7 @@ class TorchProbe:
             model.jit_compile = before[1]
 
     @contextmanager
-    def alike(self) -> Iterator[None]:
+    def synchronized(self) -> Iterator[None]:
         """Give several processes the values and random numbers of the first one.
 
         At the end, the state of PyTorch's random numbers is put back.
@@ -97,7 +97,7 @@ class TorchProbe:
         finally:
             set_random_state(before)
 
-    def fresh(self) -> None:
+    def restart(self) -> None:
         """Make the step anew, and draw the random numbers of the first step again."""
         self._draw_again()
         self._model.make_train_function(force=True)
@@ -111,7 +111,7 @@ class TorchProbe:
         with CALLS.call("verify") if process_group.several() else nullcontext():
             return trained_once(self._model, batch)
 
-    def look(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def inspect(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the layer outputs for `batch`, in order, and the gradient of each variable.
 
         The model does not change. Layers inside nested models are included. A model with its

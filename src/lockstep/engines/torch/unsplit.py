@@ -7,15 +7,13 @@ import keras
 from lockstep.engines.rowwise import is_container
 from lockstep.engines.torch.layers import Plan, unknown_rows
 from lockstep.engines.torch.row_proofs import ReasonsByNumber
-from lockstep.keras_compat import trainer_class
+from lockstep.training.overrides import is_keras
 
 
 def own_step(model: Any, kind: str) -> str | None:
     """Return why the operations of a step are unknown, `None` for Keras's own step."""
     name = f"{kind}_step"
-    if getattr(type(model), name) is not getattr(trainer_class(), name) or name in vars(model):
-        return f"has a {name} of its own"
-    return None
+    return None if is_keras(model, name) else f"has a {name} of its own"
 
 
 def unsplit_model(model: Any, reasons: ReasonsByNumber) -> str | None:

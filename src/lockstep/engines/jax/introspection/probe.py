@@ -58,11 +58,11 @@ class JaxProbe:
         precise: AbstractContextManager[object] = jax.default_matmul_precision("highest")
         return precise
 
-    def alike(self) -> AbstractContextManager[None]:
+    def synchronized(self) -> AbstractContextManager[None]:
         """Give several processes the values of the first one in this context."""
         return process_group.values_of_first(self._model)
 
-    def fresh(self) -> None:
+    def restart(self) -> None:
         """Trace the model again at its next step."""
         self._model.make_train_function(force=True)
 
@@ -77,7 +77,7 @@ class JaxProbe:
             logs = OnBatch(self._model).train(batch)
         return {name: np.asarray(value) for name, value in logs.items()}
 
-    def look(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def inspect(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the output of each layer for `batch`, in order, and the gradient of each variable.
 
         The model does not change. The layers are those of the model and of nested models. A model
@@ -86,7 +86,7 @@ class JaxProbe:
         model = self._model
         attributes = vars(model)
         before = attributes.get("train_step")
-        attributes["train_step"] = self._looking_step
+        attributes["train_step"] = self._inspected_step
         try:
             model.make_train_function(force=True)
             seen = self.train(batch)
@@ -102,7 +102,7 @@ class JaxProbe:
         """Return no notes: the compiler splits one program."""
         return []
 
-    def _looking_step(self, state: State, data: Any) -> tuple[dict[str, Any], State]:
+    def _inspected_step(self, state: State, data: Any) -> tuple[dict[str, Any], State]:
         # keras/src/backend/jax/trainer.py, JAXTrainer.train_step
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)

@@ -16,6 +16,14 @@ from functools import lru_cache, partial
 DEVICES = {"jax": 8, "tensorflow": 4, "torch": 4}
 
 
+OF_UNKNOWN_LENGTH = {
+    *("tf.data, unknown cardinality", "Grain MapDataset", "Grain IterDataset", "Grain DataLoader"),
+    *("generator that ends", "generator of changing batch sizes"),
+}
+"""Keras 3.15.1 without XLA counts a step too many at the end of these data, on one TensorFlow
+device. A model with branches counts as one device with XLA, which is the default on GPUs."""
+
+
 class Worker:
     """A warm process with Keras on this backend."""
 
@@ -65,7 +73,8 @@ def _differences(family, name, devices, options):
 
     by_layer = options.pop("by_layer", False)
     draws = by_layer or _backend() == "jax"  # the random numbers of one device
-    case, one = case_of(family, name, draws), _on_one_device(family, name, draws)
+    xla = by_layer and _backend() == "tensorflow" and name in OF_UNKNOWN_LENGTH
+    case, one = case_of(family, name, draws), _on_one_device(family, name, draws, xla)
     machine = nullcontext()
     if _backend() == "torch" and by_layer:
         from tests.torch.simulated_gpus import simulated_gpus
@@ -106,15 +115,19 @@ def _keep_processes_warm(devices):
 
 
 @lru_cache(maxsize=2)
-def _on_one_device(family, name, draws):
+def _on_one_device(family, name, draws, xla):
     """What one device leaves, by Keras alone."""
     import numpy as np
 
     from tests.conformance.cases.case import play
 
-    one = play(case_of(family, name, draws))
+    one = play(case_of(family, name, draws), _with_xla if xla else None)
     assert all(np.all(np.isfinite(value.astype("float64"))) for value in one.values())
     return one
+
+
+def _with_xla(model):
+    model.jit_compile = True
 
 
 def case_of(family, name, draws):

@@ -54,8 +54,17 @@ AS_ON_JAX = {
         test_parts_of_a_batch_need_layers_that_work_row_by_row
     """,
 }
+WITH_WHOLE = [
+    "test_callbacks_read_and_write_weights",
+    "test_layers_that_go_back_and_forth_are_exact_and_warned_of",
+    "test_a_plan_cuts_a_chain_where_both_pieces_cost_the_same",
+]
+"""Those that run with `--whole` alone."""
+
 for module, names in AS_ON_JAX.items():
-    globals().update({name: getattr(module, name) for name in names.split()})
+    for name in names.split():
+        function = getattr(module, name)
+        globals()[name] = pytest.mark.whole(function) if name in WITH_WHOLE else function
 
 
 def ran(call):
@@ -188,11 +197,14 @@ def test_a_training_step_of_the_users_own():
         return own
 
     places = {"dense_[012]": 0, "dense_[345]": 1}
-    placed = lockstep.place(build(), places)
+    placed, one = lockstep.place(build(), places), build()
     nodes = ran(lambda: placed.fit(*rows(8), batch_size=8, verbose=0))
-    # The first layer has no gradient of its input.
-    assert products_of(nodes) == {"cpu:0": 3 * 3 - 1, "cpu:1": 3 * 3}
-    assert_equal_runs(train(build(), *rows()), train(lockstep.place(build(), places), *rows()))
+    # The first layer has no gradient of its input. The step makes the slots of the optimizer, so
+    # TensorFlow traces it twice.
+    assert products_of(nodes) == {"cpu:0": 2 * (3 * 3 - 1), "cpu:1": 2 * 3 * 3}
+    one.fit(*rows(8), batch_size=8, verbose=0)
+    for mine, theirs in zip(placed.get_weights(), one.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")

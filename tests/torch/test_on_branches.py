@@ -11,14 +11,16 @@ from keras import layers
 
 import lockstep
 from lockstep.engines.torch.branches import branch_steps
-from lockstep.errors import LayoutConflict, UnsupportedBackend, UnsupportedModel
-from tests.branches.test_branches import (  # the tests run here too, on rehearsed devices
+from lockstep.errors import CheckpointWarning, LayoutConflict, UnsupportedBackend, UnsupportedModel
+from tests.branches.test_branches import (
+    DEVICES,
     chain,
     config_in,
     data,
     rows,
     train,
     two_branches,
+    two_branches_apart,
 )
 from tests.torch.double import BOUND
 from tests.torch.simulated_gpus import simulated_gpus
@@ -273,6 +275,68 @@ def test_every_slot_is_made_on_its_device(gpus, monkeypatch):
     homes = {path.split("_momentum")[0][-8:]: home for path, home in made.items() if "_mom" in path}
     assert homes["1_kernel"] == homes["5_kernel"] == "gpu:1"
     assert homes["0_kernel"] == homes["4_kernel"] == "gpu:0"
+
+
+def test_a_plan_and_what_is_made_of_placed_layers(gpus, capsys):
+    model = lockstep.place(two_branches_apart(), "auto", devices=2)
+    x, y = data()
+    model.fit(x, y, verbose=0)
+    homes = {v.path.split("/")[0]: device_of(v) for v in model.trainable_variables}
+    assert {homes["left"], homes["right"]} == {"gpu:0", "gpu:1"}
+    assert "on gpu:0, gpu:1" in capsys.readouterr().out
+    features = keras.Model(model.inputs, model.get_layer("right").output)
+    gpus.operations.clear()
+    features.predict(x, verbose=0)
+    assert {name for name, there in gpus.operations.items() if "mm" in there} == {
+        homes["right"].replace("gpu", "lazy")
+    }
+    grown = lockstep.place(chain(4), {"dense_0": 1, "dense_1": 1, "dense_[23]": 2})
+    grown.add(layers.Dense(3, name="new"))
+    grown.compile("adam", "mse")
+    grown.fit(rows()[0], np.zeros((22, 3)), verbose=0)
+
+
+def test_every_method_that_takes_one_batch(gpus):
+    x, y = data()
+    results = []
+    for devices in (("gpu:0",) * 3, GPUS):
+        model = two_branches(devices)
+        keras.utils.set_random_seed(7)  # dropout without a seed draws from PyTorch's state
+        results.append(
+            [
+                *(model.train_on_batch(x, y) for _ in range(3)),
+                model.test_on_batch(x, y),
+                model.predict_on_batch(x),
+            ]
+        )
+    keras.tree.map_structure(
+        lambda one, many: np.testing.assert_allclose(many, one, rtol=0, atol=BOUND), *results
+    )
+
+
+class Killed(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if self.model.optimizer.iterations == 9:
+            raise RuntimeError("killed")
+
+
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
+    x, y = data()
+    options = {"batch_size": 5, "epochs": 3, "verbose": 0, "shuffle": False}
+
+    def fit(folder, *callbacks):
+        model = two_branches(DEVICES)
+        saving = lockstep.Checkpoint(tmp_path / folder, steps=1)
+        model.fit(x, y, callbacks=[saving, *callbacks], **options)
+        return model
+
+    whole = fit("whole")
+    with pytest.raises(RuntimeError, match="killed"):
+        fit("run", Killed())
+    with pytest.warns(CheckpointWarning, match="Killed is gone"):
+        resumed = fit("run")
+    for mine, other in zip(resumed.get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, other)
 
 
 def test_what_is_refused():

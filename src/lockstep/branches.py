@@ -91,8 +91,8 @@ def place(
         devices: The devices for `"auto"`, as in `lockstep.distribute`; `None` for all.
         parts: The number of parts into which the rows of each batch are split, one after the other.
             The layers of a chain on several devices then work at the same time, each on another
-            part. The default is 1. For `"auto"` and a chain it is four for each device. PyTorch takes
-            1 alone.
+            part. The default is 1. For `"auto"` and a chain it is four for each device. On
+            PyTorch it can be 1 alone so far.
 
     Returns:
         The same `model`.

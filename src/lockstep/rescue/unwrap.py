@@ -150,8 +150,7 @@ def _in_config(model: dict[str, Any] | None) -> Template | None:
     accounted = {*inputs, *slices, entry_name(inner), *(entry_name(entry) for entry in merges)}
     if accounted != set(layers) or len(slices) != devices * len(inputs):
         return None
-    numbered = _are_numbered([layers[name] for name in slices], devices)
-    if not (numbered or _same_inputs(inner, [layers[str(name)] for name in origins[0]])):
+    if not _are_numbered([layers[name] for name in slices], devices):
         return None
     return Template(
         name=entry_name(inner),
@@ -187,7 +186,10 @@ def _origin(entry: dict[str, Any], layers: dict[str, Any], slices: set[str]) -> 
 
 
 def _are_numbered(slices: list[dict[str, Any]], devices: int) -> bool:
-    """Return whether the settings or the names of the slices number the devices."""
+    """Return whether the settings or the names of the slices number the devices.
+
+    Other layers, such as one that flips its input, may stand in the place of slices.
+    """
     parts: list[int] = []
     for entry in slices:
         settings = dict(entry["config"])
@@ -201,15 +203,3 @@ def _are_numbered(slices: list[dict[str, Any]], devices: int) -> bool:
         return True
     marks = [re.search(r"Dev(\d+)$", entry_name(entry)) for entry in slices]
     return all(marks) and {int(mark[1]) for mark in marks if mark} == set(range(devices))
-
-
-def _same_inputs(inner: dict[str, Any], outer: list[dict[str, Any]]) -> bool:
-    """Return whether the inner and the outer model have inputs of equal shapes."""
-    config = inner["config"]
-    layers = config if isinstance(config, list) else config["layers"]
-    taken = layers[:1]
-    if isinstance(config, dict) and "input_layers" in config:
-        named = {entry_name(entry): entry for entry in layers}
-        taken = [named[ref[0]] for ref in references(config["input_layers"])]
-    inner_shapes, shapes = ([shape_of(one["config"]) for one in some] for some in (taken, outer))
-    return None not in inner_shapes and inner_shapes == shapes

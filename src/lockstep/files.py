@@ -3,21 +3,28 @@
 import contextlib
 import errno
 import os
+import secrets
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 CHUNK = 8 * 2**20
 """Bytes handed to the operating system at once."""
 
+_PREFIX, _RANDOM = ".saving-", 8
+"""The start of a temporary name, and the number of random characters that follow."""
+_IN_USE = 3600.0
+"""Seconds since the last write to a temporary file in which a process may still need it."""
+
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path in the same folder; its file replaces `path` when the body succeeds.
 
-    At every moment `path` has its old content or the new one. When this returns, the disk has
-    the new one. If the body raises, the temporary file is removed. One that a kill has left is
-    removed by the next replacement: its name depends on `path` alone. It has the suffix of
-    `path`, by which Keras chooses a format.
+    At every moment `path` has its old content or the new one, also if several processes replace
+    it at once. When this returns, the disk has the new one. If the body raises, the temporary
+    file is removed. One that a kill has left is removed by a replacement an hour later. Its name
+    ends with that of `path`: Keras chooses a format by the suffix.
 
     Args:
         path: The file to replace or create. Its folder must exist.
@@ -29,8 +36,8 @@ def replacing(path: Path) -> Iterator[Path]:
         >>> with replacing(Path("results.json")) as temporary:
         ...     temporary.write_text("{}")
     """
-    temporary = temporary_name(path)
-    temporary.unlink(missing_ok=True)
+    _remove_left_over(path)
+    temporary = path.with_name(f"{_PREFIX}{secrets.token_hex(_RANDOM // 2)}-{path.name}")
     try:
         yield temporary
         sync_file(temporary)
@@ -42,9 +49,16 @@ def replacing(path: Path) -> Iterator[Path]:
     sync_folder(path.parent)
 
 
-def temporary_name(path: Path) -> Path:
-    """The name under which `replacing` writes a file."""
-    return path.with_name(f".saving-{path.name}")
+def is_temporary(name: str, path: Path) -> bool:
+    """Return whether a file of this name is one under which `replacing` writes `path`."""
+    return name.startswith(_PREFIX) and name[len(_PREFIX) + _RANDOM :] == f"-{path.name}"
+
+
+def _remove_left_over(path: Path) -> None:
+    with contextlib.suppress(OSError):  # another process may remove it too
+        for file in path.parent.iterdir():
+            if is_temporary(file.name, path) and time.time() - file.stat().st_mtime > _IN_USE:
+                file.unlink()
 
 
 def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:

@@ -1,10 +1,11 @@
 """A file is replaced whole or not at all."""
 
 import os
+import time
 
 import pytest
 
-from lockstep.files import replacing, temporary_name, write_file
+from lockstep.files import is_temporary, replacing, write_file
 from tests.checkpoints.cutting import Cut, Cutting, cut_at
 
 
@@ -37,7 +38,7 @@ def test_a_cut_at_any_change_leaves_the_old_content_or_the_new(before, tmp_path,
         assert found == (b"second" if "replace" in calls[:at] else before), calls[at]
         replace(path, b"third")
         assert path.read_bytes() == b"third"
-        assert not temporary_name(path).exists()
+        assert not any(is_temporary(name, path) for name in os.listdir(tmp_path))
 
 
 def test_what_fails_leaves_nothing_behind(tmp_path):
@@ -57,11 +58,28 @@ def test_what_fails_leaves_nothing_behind(tmp_path):
     assert os.listdir(tmp_path) == [path.name]
 
 
-def test_what_a_kill_has_left_is_replaced(tmp_path):
+def test_what_a_kill_has_left_is_removed_once_nobody_can_write_it(tmp_path):
     path = tmp_path / "page.html"
-    temporary_name(path).write_bytes(b"longer than the new content")
-    replace(path, b"second")
-    assert path.read_bytes() == b"second"
+    with replacing(path) as old, replacing(path) as new:
+        old.write_bytes(b"left")
+        new.write_bytes(b"being written")
+        two_hours_ago = time.time() - 7200
+        os.utime(old, (two_hours_ago, two_hours_ago))
+        replace(path, b"third")
+        assert sorted(os.listdir(tmp_path)) == [new.name, path.name]
+        assert path.read_bytes() == b"third"
+        old.touch()
+
+
+def test_two_replacements_at_once_do_not_mix(tmp_path):
+    path = tmp_path / "single.keras"
+    with replacing(path) as first:
+        first.write_bytes(b"first ")
+        replace(path, b"second")
+        assert path.read_bytes() == b"second"
+        with first.open("ab") as file:
+            file.write(b"half")
+    assert path.read_bytes() == b"first half"
     assert os.listdir(tmp_path) == [path.name]
 
 

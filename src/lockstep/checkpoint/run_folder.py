@@ -34,7 +34,7 @@ from lockstep.checkpoint.manifest import (
 )
 from lockstep.counted import counted
 from lockstep.errors import DamagedCheckpoint, NotARun
-from lockstep.files import remove_folder, replacing, sync_folder, temporary_name
+from lockstep.files import is_temporary, remove_folder, replacing, sync_folder
 
 _MARK = "lockstep.json"
 _FORMAT = "lockstep run"
@@ -104,7 +104,7 @@ class RunFolder:
                     "Name a folder that is new or empty."
                 ) from None
             others = sorted(os.listdir(self.path)) if self.path.is_dir() else []
-            others = [name for name in others if name != temporary_name(mark).name]
+            others = [name for name in others if not is_temporary(name, mark)]
             if mark.name in others:  # another process of this run has just made it
                 return self.check()
             if others:

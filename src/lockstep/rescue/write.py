@@ -374,10 +374,10 @@ def replacing(output: str, source: str, size: int) -> Iterator[str]:
             "An old file is never overwritten by its rescue: give another path with -o."
         )
     if not os.access(path.parent, os.W_OK | os.X_OK) or not path.parent.is_dir():
-        why = "it is not yours to write" if path.parent.is_dir() else "there is no such folder"
+        why = "no permission, or a read-only disk" if path.parent.is_dir() else "no such folder"
         raise UnsuitableOutput(
             f"The folder {path.parent} cannot be written: {why}.\n"
-            "Give a path in a folder that is there and yours with -o."
+            "Give a path in another folder with -o."
         )
     free = shutil.disk_usage(path.parent).free  # HDF5 may abort the process on a full disk
     if free < size:

@@ -90,7 +90,11 @@ def test_two_processes_of_torchrun_train_what_one_device_trains(tmp_path, truth)
     ("fault", "at", "words"),
     [
         ("killed", 1, "process 1 of 2 failed first: ended by SIGKILL"),
-        *rest(("raises", 0, "process 0 of 2 failed first: OSError: the disk is full")),
+        *rest(
+            ("raises", 0, "process 0 of 2 failed first: OSError: the disk is full"),
+            # It does not wait for the other one, which waits for it within a step.
+            ("told to leave, then raises", 1, "process 1 of 2 failed first: exit status 143"),
+        ),
     ],
 )
 def test_two_processes_train_what_one_device_trains_after_a_fault_of_one(

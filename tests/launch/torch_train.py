@@ -63,8 +63,10 @@ class Fault(keras.callbacks.Callback):
             raise OSError("the disk is full")
         if self.fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.fault == "told to leave":
+        if self.fault.startswith("told to leave"):
             os.kill(os.getpid(), signal.SIGTERM)
+        if self.fault == "told to leave, then raises":
+            raise OSError("the disk is full")
         if self.fault == "assigns":
             self.model.layers[0].kernel.assign(self.model.layers[0].kernel + 1.0)
 

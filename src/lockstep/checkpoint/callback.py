@@ -229,14 +229,14 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has n
         """Save the last step and leave if a signal has ended the source of the batches."""
         if self._signals.asked is None or self._run is None:
             return
-        saved = self._step > 0 and self._run.is_between_steps(error)
+        saved = self._writes and self._step > 0 and self._run.is_between_steps(error)
         if saved:
             self._save(self._epoch, self._step, self._logs, {"monitor": None})
         _warn(
             f"{type(error).__name__} came after a signal to leave: {str(error)[:200]}\n"
             + ("The last step is saved." if saved else "The checkpoint before is as it was.")
         )
-        self._leave(saved)
+        self._leave(saved, together=False)  # the other processes wait within a step
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Save if a save is due, after the other callbacks have seen this epoch."""
@@ -338,7 +338,13 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has n
         mine = self._signals.asked is not None
         return mine if self._run is None else self._fit.processes.any_asked(mine)
 
-    def _leave(self, saved: bool) -> None:
+    def _leave(self, saved: bool, *, together: bool = True) -> None:
+        """End as the signal would have.
+
+        Args:
+            saved: Whether the last step was saved.
+            together: Whether every process leaves after this step.
+        """
         self._background.finish()
         saved = not self._say_failure() and saved and self._writes
         if saved and (self.params or {}).get("verbose"):
@@ -347,7 +353,8 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has n
                 f"{self._folder.path}; run the same command to go on",
                 flush=True,
             )
-        self._fit.processes.wait_for_all()
+        if together:
+            self._fit.processes.wait_for_all()
         self._signals.leave()
 
     def _say_failure(self) -> bool:

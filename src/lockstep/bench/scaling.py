@@ -42,8 +42,7 @@ PROFILED = (
 )
 
 NOT_PROFILED = (
-    "Compute and communication were not measured here, so that a limit of the speed may be "
-    "either of them."
+    "Compute and communication were not measured here. Either of them may limit the speed."
 )
 
 

@@ -85,7 +85,7 @@ def _check_alike(values: list[np.ndarray]) -> None:
 def values_of_first(model: Any) -> Iterator[None]:
     """Give several processes the values of the first one's variables in this context.
 
-    Afterwards, constants have their values again; the caller puts back those of variables.
+    At the end, constants get their own values back. The caller restores the variables.
     """
     constants = constants_of(model)
     before = [constant.value for constant in constants]

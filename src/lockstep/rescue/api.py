@@ -220,7 +220,7 @@ def _rescue(
     if matched is None:
         notes.append("arrays alone, under their old names: no architecture was given")
     else:
-        notes += check.doubts(old, matched) if matched.part is None else []
+        notes += check.unrecorded_settings(old, matched) if matched.part is None else []
         if matched.name is None:
             notes.append("the file is of a single model: there was nothing to unwrap")
     return _report(
@@ -303,7 +303,7 @@ def _load_old(model: Any, old: OldFile) -> Rescued:
             variables[index].assign(value)
         raise
     _renew(model)
-    return _loaded(model, old, rows, check.doubts(old, matched), matched)
+    return _loaded(model, old, rows, check.unrecorded_settings(old, matched), matched)
 
 
 def _load_keras3(model: Any, found: Inspection) -> Rescued:

@@ -362,7 +362,7 @@ _EARLY = ("LSTM", "GRU")
 """Layers with hard_sigmoid gates in early Keras; ConvLSTM has them in all of Keras 2."""
 
 
-def doubts(old: OldFile, matched: Matched) -> list[str]:
+def unrecorded_settings(old: OldFile, matched: Matched) -> list[str]:
     """Return notes on settings that weights do not record, for a model that the user built.
 
     The old config decides if the file has one. Otherwise the default of the old library is
@@ -370,10 +370,10 @@ def doubts(old: OldFile, matched: Matched) -> list[str]:
     """
     if (old.version or "").startswith("3."):
         return []
-    return list(dict.fromkeys(map(printable, _doubts(old, matched))))
+    return list(dict.fromkeys(map(printable, _unrecorded(old, matched))))
 
 
-def _doubts(old: OldFile, matched: Matched) -> Iterator[str]:
+def _unrecorded(old: OldFile, matched: Matched) -> Iterator[str]:
     entries = dict(_entries(matched.config))
     every = weight_tree.every_layer(matched.model)
     # Inner layers come after outer layers, so the innermost owner of a weight remains.

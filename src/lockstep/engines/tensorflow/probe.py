@@ -49,7 +49,7 @@ class TensorFlowProbe:
         found.seconds = counter.compiling - before
 
     def tracing(self) -> AbstractContextManager[Trace]:
-        """Return no trace: on a CPU, computation and communication are operations alike."""
+        """Return no trace: on a CPU, both kinds of work are operations of the same threads."""
         return nullcontext(Trace())
 
     def clock(self, most: int) -> TensorFlowClock:
@@ -88,7 +88,7 @@ class TensorFlowProbe:
 
     def restart(self) -> None:
         """Trace the model again at its next step."""
-        self._together()
+        self._draw_together()
         self._model.make_train_function(force=True)
 
     def build(self, batch: Any) -> None:
@@ -105,7 +105,7 @@ class TensorFlowProbe:
 
     def train(self, batch: Any) -> dict[str, Any]:
         """Train one step on a batch in the structure of `fit`, and return the logs."""
-        self._together()
+        self._draw_together()
         return trained_once(self._model, batch)
 
     def inspect(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -117,7 +117,7 @@ class TensorFlowProbe:
         variables = mirrored_variables(self._model)
         before = [keras.ops.convert_to_numpy(variable) for variable in variables]
         data = tensors(batch)
-        steps = self._together()
+        steps = self._draw_together()
         try:
             try:
                 seen = tf.function(self._inspected_step, autograph=False)(data)
@@ -152,7 +152,7 @@ class TensorFlowProbe:
         attachment = attachments.attachment_of(self._model)
         return None if attachment is None else attachment.steps
 
-    def _together(self) -> Steps | None:
+    def _draw_together(self) -> Steps | None:
         steps = self._steps()
         if steps is not None:
             steps.draws_together = True

@@ -273,14 +273,14 @@ class Attachment:
 
         return run
 
-    def look(self, batch: Any) -> Any:
+    def inspect(self, batch: Any) -> Any:
         """Return layer outputs and gradients of a step, `None` if this process runs it alone."""
         if not self._splits:
             return None
         reason, data, rows = self._split("train", batch)
         if reason is not None:
             return None
-        return self._runner.step("look", data, rows)
+        return self._runner.step("inspect", data, rows)
 
     def waited(self) -> float:
         """Return the seconds that this process has waited in collectives."""

@@ -42,7 +42,7 @@ def summed_gradients(group: Group, parameters: Sequence[Any]) -> Iterator[None]:
             start(buckets[started])
             started += 1
 
-    # A single bucket is full when the pass ends.
+    # A single bucket is full at the end of the pass, and needs no hooks.
     hooked = trained if len(buckets) > 1 else []
     hooks = [tensor.register_post_accumulate_grad_hook(arrived) for tensor in hooked]
     try:

@@ -136,8 +136,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def tensor_of(*described: Any) -> Any:
-    """Stand in the bytes for the method of an unpickler that makes a tensor of a number."""
-    raise pickle.UnpicklingError("a model is read by `load` alone")
+    """Name a tensor in the bytes of a model: `_Unpickler` calls a method of its own instead."""
+    raise pickle.UnpicklingError("the bytes of a model are read by `load` alone")
 
 
 class _Unpickler(pickle.Unpickler):

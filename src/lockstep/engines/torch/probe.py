@@ -123,7 +123,7 @@ class TorchProbe:
         attachment = attachments.attachment_of(self._model)
         data = tensors(batch)
         try:
-            seen = None if attachment is None else attachment.look(data)
+            seen = None if attachment is None else attachment.inspect(data)
             if seen is None:
                 seen = self._alone(data)
         finally:

@@ -40,7 +40,7 @@ class StepRunner:
         self._reasons: ReasonsByNumber = {}
         self._unsplit: str | None = None
         self._draws = 0
-        self._of_step: tuple[bytes, list[Any]] | None = None
+        self._bytes_of_step: tuple[bytes, list[Any]] | None = None
 
     @contextmanager
     def epoch(self, *, changes: bool) -> Iterator[None]:
@@ -57,7 +57,7 @@ class StepRunner:
 
     def unsplit(self, x: Any) -> str | None:
         """Return why one device has to run batches like this one alone, `None` if not."""
-        self._of_step = None
+        self._bytes_of_step = None
         reasons = self._proofs.reasons(x, self._dumped, unchecked=self.unchecked)
         if self.unchecked or reasons is not self._reasons:
             self._reasons = reasons
@@ -88,10 +88,10 @@ class StepRunner:
         raise NotImplementedError
 
     def _dumped(self) -> tuple[bytes, list[Any]]:
-        """Return the model as bytes, and its tensors: made once in a step at most."""
-        if self._of_step is None:
-            self._of_step = dump(self._model)
-        return self._of_step
+        """Return the model as bytes, and its tensors: made at most once in a step."""
+        if self._bytes_of_step is None:
+            self._bytes_of_step = dump(self._model)
+        return self._bytes_of_step
 
     def _proven(self, plan: Plan) -> list[int]:
         """Return the numbers of the candidates of a plan that work row by row."""

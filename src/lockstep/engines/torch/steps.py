@@ -25,20 +25,20 @@ def run_step(kind: str, model: Any, plan: Plan, replica: Replica, data: Any) -> 
     """Run one step on a global batch.
 
     Args:
-        kind: `"train"`, `"test"` or `"predict"`; or `"look"`, which trains without an update.
+        kind: `"train"`, `"test"` or `"predict"`; or `"inspect"`, which trains without an update.
         model: The model, with the same variables on every replica.
         plan: The plan for the model.
         replica: This replica of the batch.
         data: Inputs, targets and sample weights of the whole batch.
 
     Returns:
-        The logs or predictions on rank 0 or where asked for, else `None`. A look gives the
-        outputs of the layers and the gradients.
+        The logs or predictions on rank 0 or where asked for, else `None`. `"inspect"`
+        gives the outputs of the layers and the gradients.
     """
     if kind == "train":
         return _train(model, plan, replica, data)
-    if kind == "look":
-        return _look(model, plan, replica, data)
+    if kind == "inspect":
+        return _inspect(model, plan, replica, data)
     with torch.no_grad():
         if kind == "test":
             return _test(model, plan, replica, data)
@@ -66,7 +66,7 @@ def _train(model: Any, plan: Plan, replica: Replica, data: Any) -> Any:
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
 
-def _look(model: Any, plan: Plan, replica: Replica, data: Any) -> Any:
+def _inspect(model: Any, plan: Plan, replica: Replica, data: Any) -> Any:
     def whole(output: Any) -> Any:
         return replica.gather(output.detach(), "A layer's output") if output.ndim else output
 

@@ -129,7 +129,7 @@ class TorchGroup:
         key = "lockstep/leave/{}"
         if asked:
             self.put(key.format(steps + 1), "")
-            self.get(key.format(steps + 1))  # the store has it once it answers
+            self.get(key.format(steps + 1))  # an answer shows that the store has the key
         return self.get(key.format(steps)) is not None
 
     def _text(self, key: str) -> str:

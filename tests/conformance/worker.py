@@ -162,6 +162,7 @@ def main():
         except Exception:
             answer = {"error": traceback.format_exc()}
         print(json.dumps(answer), file=answers, flush=True)
+    os._exit(0)  # to free all memory first takes up to a minute
 
 
 IGNORED = [

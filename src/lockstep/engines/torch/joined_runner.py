@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from lockstep.engines.holders import holders_of
 from lockstep.engines.torch.forward_state import ForwardState
 from lockstep.engines.torch.group import PeerLost
 from lockstep.engines.torch.layers import Plan
@@ -33,7 +32,7 @@ class JoinedRunner(StepRunner):
     def __init__(self, model: Any, group: TorchGroup) -> None:
         super().__init__(model, group.device)
         self._group = group
-        self._holder = _Holder()
+        self._shared: dict[int, Any] = {}  # the variables that all processes have, by their `id`
         self.assigned = VariableDrift(model, self._held)
         self._in_epoch = self._trained = False
         self._agreed_plan: list[Any] | None = None
@@ -45,11 +44,10 @@ class JoinedRunner(StepRunner):
             first: Whether no step function exists yet. Then all processes compare what they have.
         """
         variables = variables_of(self._model)
-        new = [v for v in variables if self._holder not in holders_of(v)]
+        new = [v for v in variables if id(v) not in self._shared]
         if new or first:
             share_variables([*new, *(constants_of(self._model) if new else [])])
-        for variable in variables:
-            holders_of(variable).add(self._holder)
+        self._shared = {id(variable): variable for variable in variables}
 
     @contextmanager
     def epoch(self, *, changes: bool) -> Iterator[None]:
@@ -152,7 +150,7 @@ class JoinedRunner(StepRunner):
         return self._group.ranks.waited
 
     def _held(self) -> list[Any]:
-        return [v for v in variables_of(self._model) if self._holder in holders_of(v)]
+        return [v for v in variables_of(self._model) if id(v) in self._shared]
 
     def _know(self) -> None:
         self.assigned.left([variable.value for variable in variables_of(self._model)])
@@ -168,7 +166,3 @@ class JoinedRunner(StepRunner):
                 "process, the time, or operations in any order. Go back to a file of the epoch "
                 "before."
             )
-
-
-class _Holder:
-    """Marks the variables that every process has been given."""

@@ -163,10 +163,16 @@ class Scaled(keras.layers.Layer):
         return x * self.scale
 
 
-def test_a_layer_that_assigns_to_its_weight_on_another_device():
+def normalized():
+    """Both the wrapper and the layer in it have the kernel, which the wrapper assigns to."""
+    return keras.layers.SpectralNormalization(keras.layers.Dense(4, activation="tanh"))
+
+
+@pytest.mark.parametrize("layer", [Scaled, normalized], ids=["own", "wrapped"])
+def test_a_layer_that_assigns_to_its_weight_on_another_device(layer):
     def build():
         keras.utils.set_random_seed(4)
-        a, b, shared = keras.Input((4,)), keras.Input((4,)), Scaled()
+        a, b, shared = keras.Input((4,)), keras.Input((4,)), layer()
         with lockstep.on("cpu:0"):
             left = shared(a)
         with lockstep.on("cpu:1"):

@@ -19,6 +19,7 @@ from lockstep.engines.tensorflow.programs import ScratchGraph
 from lockstep.engines.tensorflow.steps import Steps
 from lockstep.errors import UnsupportedModel
 from lockstep.layout import Layout
+from lockstep.state import unique
 
 
 class BranchSteps(Steps):
@@ -136,7 +137,8 @@ class BranchSteps(Steps):
     def _traced_scope(self, device: str, operation: Any) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(device_scope(device))
-            for variable in self._from_elsewhere(device, operation):
+            # A wrapper may have the weight of the layer in it as an attribute too.
+            for variable in unique([*self._from_elsewhere(device, operation)]):
                 stack.enter_context(_copied(variable, self.home(variable)))
             yield
 

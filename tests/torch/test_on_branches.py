@@ -332,6 +332,16 @@ def test_a_plan_and_what_is_made_of_placed_layers(gpus, capsys):
     grown.fit(rows()[0], np.zeros((22, 3)), verbose=0)
 
 
+def test_a_model_around_one_that_is_placed(gpus):
+    model = lockstep.place(chain(2), {"dense_0": 2, "dense_1": 1})
+    around = keras.Sequential([model, layers.Dense(3, name="new")])
+    around.compile("adam", "mse")
+    lockstep.place(around, {"new": 0})
+    around.fit(rows()[0], np.zeros((22, 3)), verbose=0)
+    homes = [device_of(layer.kernel) for layer in (*model.layers, around.get_layer("new"))]
+    assert homes == ["gpu:2", "gpu:1", "gpu:0"]
+
+
 def test_every_method_that_takes_one_batch(gpus):
     x, y = data()
     results = []

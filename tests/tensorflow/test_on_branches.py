@@ -168,8 +168,18 @@ def normalized():
     return keras.layers.SpectralNormalization(keras.layers.Dense(4, activation="tanh"))
 
 
-@pytest.mark.parametrize("layer", [Scaled, normalized], ids=["own", "wrapped"])
-def test_a_layer_that_assigns_to_its_weight_on_another_device(layer):
+class Recomputed(keras.layers.Layer):
+    """TensorFlow computes its gradient by the variables that it finds in the call."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(4, 8), name="kernel")
+
+    def call(self, x):
+        return tf.recompute_grad(lambda x: tf.tanh(tf.matmul(x, self.kernel)))(x)
+
+
+@pytest.mark.parametrize("layer", [Scaled, normalized, Recomputed])
+def test_a_layer_that_does_more_than_read_its_weight_on_another_device(layer):
     def build():
         keras.utils.set_random_seed(4)
         a, b, shared = keras.Input((4,)), keras.Input((4,)), layer()

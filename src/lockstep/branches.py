@@ -86,7 +86,8 @@ def place(
     Args:
         model: A `keras.Model`, of any kind.
         layers: The devices by layer name. A name may be a path (`"encoder/dense"`), and may have
-            `*` for any characters. Other layers follow their inputs. `None`: as `lockstep.on` says.
+            `*` for any characters. Other layers are where another model has placed them, or follow
+            their inputs. `None`: as `lockstep.on` says.
             `"auto"`: a plan that balances the estimated time of the devices. It is printed.
         devices: The devices for `"auto"`, as in `lockstep.distribute`; `None` for all.
         parts: The number of parts into which the rows of each batch are split, one after the other.
@@ -119,7 +120,7 @@ def place(
         names = parse_devices(devices, here)
         chosen, planned = plan(model, _at_least_two([each for each in here if each.name in names]))
     else:
-        chosen, planned = _choose(model, layers or {}), 1
+        chosen, planned = _known(model) | _choose(model, layers or {}), 1
     if not chosen and not marked(model):
         raise UnsupportedModel(
             f"No layer of {_name(model)} was given a device.\n"
@@ -194,7 +195,7 @@ def _place_new(model: Any) -> None:
 
 
 def _known(model: Any) -> dict[str, str]:
-    """Return the devices of layers that are on one by another model, by their path."""
+    """Return the devices of layers that another model has placed, by their path."""
     from lockstep.engines.holders import holders_of
     from lockstep.layout import layers_by_path
 
@@ -202,7 +203,7 @@ def _known(model: Any) -> dict[str, str]:
     for path, layer in layers_by_path(model).items():
         for variable in layer.weights:
             for holder in holders_of(variable):
-                if getattr(holder, "layout", None) is not None:
+                if holder.model is not model and getattr(holder, "layout", None) is not None:
                     found[path] = holder.layout.home(layer)
     return found
 

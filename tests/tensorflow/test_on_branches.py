@@ -163,10 +163,26 @@ class Scaled(keras.layers.Layer):
         return x * self.scale
 
 
-def test_a_layer_that_assigns_to_its_weight_on_another_device():
+def normalized():
+    """Both the wrapper and the layer in it have the kernel, which the wrapper assigns to."""
+    return keras.layers.SpectralNormalization(keras.layers.Dense(4, activation="tanh"))
+
+
+class Recomputed(keras.layers.Layer):
+    """TensorFlow computes its gradient by the variables that it finds in the call."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(4, 8), name="kernel")
+
+    def call(self, x):
+        return tf.recompute_grad(lambda x: tf.tanh(tf.matmul(x, self.kernel)))(x)
+
+
+@pytest.mark.parametrize("layer", [Scaled, normalized, Recomputed])
+def test_a_layer_that_does_more_than_read_its_weight_on_another_device(layer):
     def build():
         keras.utils.set_random_seed(4)
-        a, b, shared = keras.Input((4,)), keras.Input((4,)), Scaled()
+        a, b, shared = keras.Input((4,)), keras.Input((4,)), layer()
         with lockstep.on("cpu:0"):
             left = shared(a)
         with lockstep.on("cpu:1"):
@@ -177,6 +193,35 @@ def test_a_layer_that_assigns_to_its_weight_on_another_device():
 
     x, y = rows()
     assert_equal_runs(train(lockstep.release(build()), [x, x], y), train(build(), [x, x], y))
+
+
+@pytest.mark.parametrize(
+    "lay_out",
+    [
+        lambda model: lockstep.place(model, {"dense_0": 0, "dense_1": 1}),
+        lambda model: lockstep.distribute(model, 2),
+    ],
+    ids=["place", "distribute"],
+)
+def test_a_model_with_the_same_layers_traces_its_steps_again(lay_out):
+    """A program keeps the `tf.Variable` with which it was traced."""
+
+    def run(*changes):
+        model, (x, y) = chain(2), rows(16)
+        other = keras.Sequential([model, keras.layers.Rescaling(2.0)])
+        other.compile("sgd", "mse")
+        found = []
+        for change in changes:
+            change(model)
+            model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+            found += [other.predict(x, verbose=0), other.evaluate(x, y, verbose=0)]
+            other.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+            found += model.get_weights()
+        return found
+
+    one, many = run(id, id, id), run(id, lay_out, lockstep.release)
+    for mine, theirs in zip(many, one, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
 
 
 class OwnStep(keras.Model):

@@ -201,6 +201,42 @@ def test_a_subclassed_model_with_its_own_step_and_two_optimizers():
         assert_equal_runs(one, many)
 
 
+def test_other_optimizers_go_with_the_model():
+    def run(*changes):
+        keras.utils.clear_session(free_memory=False)
+        model, found = residual(), []
+        for change in changes:
+            change(model)
+            found.append(train(model, *rows()))
+        return found
+
+    one = run(id, id, id)
+    with simulated_gpus():
+        many = run(id, lambda model: lockstep.place(model, RESIDUAL), lockstep.release)
+        for mine, theirs in zip(many, one, strict=True):
+            assert_equal_runs(theirs, mine)
+
+
+def test_towers_whose_layers_have_the_same_names():
+    def build(places=(nullcontext, nullcontext)):
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(5)
+        inputs, encoded = keras.Input((4,)), []
+        for place in places:
+            one = keras.Input((4,))
+            with place():
+                tower = keras.Model(one, layers.Dense(4, name="tower")(one))
+            encoded.append(tower(inputs))
+        model = keras.Model(inputs, layers.Dense(8)(layers.concatenate(encoded)))
+        model.compile("adam", "mse")
+        return model
+
+    one = train(build(), *rows())
+    with simulated_gpus():
+        places = [lambda: lockstep.on("gpu:1"), lambda: lockstep.on("gpu:2")]
+        assert_equal_runs(one, train(build(places), *rows()))
+
+
 def test_nested_models_and_a_shared_one_with_statistics():
     def build(devices=None):
         keras.utils.clear_session(free_memory=False)
@@ -294,6 +330,16 @@ def test_a_plan_and_what_is_made_of_placed_layers(gpus, capsys):
     grown.add(layers.Dense(3, name="new"))
     grown.compile("adam", "mse")
     grown.fit(rows()[0], np.zeros((22, 3)), verbose=0)
+
+
+def test_a_model_around_one_that_is_placed(gpus):
+    model = lockstep.place(chain(2), {"dense_0": 2, "dense_1": 1})
+    around = keras.Sequential([model, layers.Dense(3, name="new")])
+    around.compile("adam", "mse")
+    lockstep.place(around, {"new": 0})
+    around.fit(rows()[0], np.zeros((22, 3)), verbose=0)
+    homes = [device_of(layer.kernel) for layer in (*model.layers, around.get_layer("new"))]
+    assert homes == ["gpu:2", "gpu:1", "gpu:0"]
 
 
 def test_every_method_that_takes_one_batch(gpus):

@@ -103,5 +103,5 @@ def _refusal(model: Any, layer: Any, why: str) -> UnsupportedModel:
     return UnsupportedModel(
         f"{model.name!r} was to run on parts of each batch, and {layer.name!r} "
         f"({type(layer).__name__}) {why}.\n"
-        "The numbers would not be those of one device. Leave out parts=, or this layer."
+        "The numbers would not be those of one device. Give parts=1, or leave out this layer."
     )

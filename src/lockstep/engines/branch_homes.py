@@ -1,5 +1,6 @@
 """The device of each variable of a model with layers on several devices."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -8,7 +9,7 @@ import keras
 
 from lockstep.engines.patched import patched
 from lockstep.layout import Layout
-from lockstep.state import rnn_states
+from lockstep.state import rnn_states, unique
 
 
 def output_device(model: Any, layout: Layout) -> str:
@@ -30,16 +31,22 @@ def variable_homes(model: Any, layout: Layout) -> dict[int, str]:
     for layer in reversed(model._flatten_layers()):
         for variable in [*layer.variables, *rnn_states(layer)]:
             homes.setdefault(id(variable), layout.home(layer))
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None:
+    for optimizer in optimizers_of(model):
         homes |= _slot_homes(optimizer, model.trainable_variables, homes)
     return homes
+
+
+def optimizers_of(model: Any) -> list[Any]:
+    """Return the optimizer of a model, and others that are its attributes, as a GAN has them."""
+    kind = keras.optimizers.Optimizer
+    return unique([value for value in vars(model).values() if isinstance(value, kind)])
 
 
 def _slot_homes(optimizer: Any, trained: Sequence[Any], homes: dict[int, str]) -> dict[int, str]:
     """Return the device of each optimizer slot, by its `id`.
 
-    Keras names a slot after its variable, with `_` for `/`.
+    Keras names a slot after its variable, with `_` for `/`. Variables may have the same name. Then
+    slots of the same name are in the order of the variables.
     """
     # keras/src/optimizers/base_optimizer.py, BaseOptimizer.add_variable_from_reference
     names = sorted(
@@ -47,11 +54,18 @@ def _slot_homes(optimizer: Any, trained: Sequence[Any], homes: dict[int, str]) -
         key=lambda pair: -len(pair[0]),
     )
     found = {}
+    earlier: Counter[str] = Counter()
     for slot in optimizer.variables:
-        for name, variable in names:
-            if slot.name.startswith(name) and slot.shape == variable.shape:
-                found[id(slot)] = homes[id(variable)]
-                break
+        fitting = [
+            (name, variable)
+            for name, variable in names
+            if slot.name.startswith(name) and slot.shape == variable.shape
+        ]
+        named_alike = [variable for name, variable in fitting if name == fitting[0][0]]
+        if named_alike:
+            variable = named_alike[earlier[slot.name] % len(named_alike)]
+            found[id(slot)] = homes[id(variable)]
+            earlier[slot.name] += 1
     return found
 
 

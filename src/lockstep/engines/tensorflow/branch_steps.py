@@ -19,6 +19,7 @@ from lockstep.engines.tensorflow.programs import ScratchGraph
 from lockstep.engines.tensorflow.steps import Steps
 from lockstep.errors import UnsupportedModel
 from lockstep.layout import Layout
+from lockstep.state import unique
 
 
 class BranchSteps(Steps):
@@ -136,16 +137,25 @@ class BranchSteps(Steps):
     def _traced_scope(self, device: str, operation: Any) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(device_scope(device))
-            for variable in self._from_elsewhere(device, operation):
+            # A wrapper may have a weight of the layer in it as an attribute too.
+            for variable in unique([*self._from_elsewhere(device, operation)]):
                 stack.enter_context(_copied(variable, self.home(variable)))
             yield
 
     def _from_elsewhere(self, device: str, operation: Any) -> Iterator[Any]:
-        """Yield the weights that a call on this device needs, and that are on another one."""
-        fixed = self.layout.fixed
-        for layer in operation._flatten_layers() if hasattr(operation, "_flatten_layers") else ():
+        """Yield the weights of loops that a call on this device needs from another one.
+
+        A weight outside of a loop is read from its device as it is. So `tf.custom_gradient` and
+        `tf.recompute_grad` find the variable.
+        """
+
+        def follows(layer: Any) -> bool:
             nodes = [layer, *layer._inbound_nodes]  # keras/src/ops/operation.py
-            if layer is operation or not any(id(each) in fixed for each in nodes):
+            return layer is operation or not any(id(each) in self.layout.fixed for each in nodes)
+
+        inside = operation._flatten_layers() if hasattr(operation, "_flatten_layers") else ()
+        for loop in (each for each in inside if isinstance(each, keras.layers.RNN)):
+            for layer in filter(follows, loop._flatten_layers() if follows(loop) else ()):
                 for variable in layer._trainable_variables:  # keras/src/layers/layer.py
                     if self.home(variable) != device:
                         yield variable
@@ -180,7 +190,6 @@ def _copied(variable: Any, home: str) -> AbstractContextManager[None]:
     A loop would read the variable from its device again in each pass. The gradient of the copy goes
     to the device of the variable.
     """
-    own = variable._value  # keras/src/backend/tensorflow/core.py, Variable
 
     def copy_and_gradient(value: Any) -> tuple[Any, Callable[[Any], Any]]:
         def gradient(upstream: Any) -> Any:
@@ -189,14 +198,6 @@ def _copied(variable: Any, home: str) -> AbstractContextManager[None]:
 
         return tf.identity(value), gradient
 
-    def copy() -> Any:
-        return tf.custom_gradient(copy_and_gradient)(tf.convert_to_tensor(own))
-
-    assign_own = variable._direct_assign
-
-    def assign(value: Any) -> None:
-        variable._value = own
-        assign_own(value)
-        variable._value = copy()
-
-    return patched([(variable, "_value", copy()), (variable, "_direct_assign", assign)])
+    # keras/src/backend/tensorflow/core.py, Variable
+    copy = tf.custom_gradient(copy_and_gradient)(tf.convert_to_tensor(variable._value))
+    return patched([(variable, "_value", copy)])

@@ -8,6 +8,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib
 
 from lockstep.engines.holders import holders_of
+from lockstep.engines.outdated_programs import trace_others_again
 from lockstep.keras_compat import GLOBAL_SEED_GENERATOR, global_state
 from lockstep.state import metric_variables, unique, variables_of
 
@@ -35,6 +36,7 @@ class MirroredVariables:
     def take_in(self, variables: Iterable[Any]) -> None:
         """Hold these Keras variables, and mirror those that are still plain."""
         held = {id(variable) for variable in self._held()}
+        moved = []
         for variable in variables:
             # keras/src/backend/tensorflow/core.py, Variable._initialize
             if id(variable) in held or variable._value is None:
@@ -45,18 +47,23 @@ class MirroredVariables:
                 continue
             if not is_mirrored(variable._value):
                 variable._value = self._mirror(variable._value)
-                self.version += 1
+                moved.append(variable)
             self._mirrored.append((variable, variable._value))
+        self.version += len(moved)
+        trace_others_again(self._holder.model, moved)
 
     def let_go(self) -> None:
         """Release all variables, and make those without another holder plain."""
+        moved = []
         for variable in self._held():
             holders = holders_of(variable)
             holders.discard(self._holder)
-            if not holders:
+            if not holders and is_mirrored(variable._value):
                 make_plain(variable)
+                moved.append(variable)
         self._mirrored.clear()
         self._plain.clear()
+        trace_others_again(self._holder.model, moved)
 
     def put_on(self, replica: int) -> None:
         """Set every Keras variable to its copy on this replica."""
@@ -152,9 +159,7 @@ def devices_of(variable: Any) -> tuple[str, ...]:
 
 
 def make_plain(variable: Any) -> None:
-    """Set a Keras variable to its first copy, a plain variable."""
-    if not is_mirrored(variable._value):
-        return
+    """Set a Keras variable that is mirrored to its first copy, a plain variable."""
     plain = variable._value.values[0]
     # tensorflow/python/distribute/values.py, DistributedVariable.__init__
     for holder in (plain, plain.handle):

@@ -6,6 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from lockstep.engines.holders import holders_of
+from lockstep.engines.outdated_programs import trace_others_again
 from lockstep.engines.tensorflow import devices as tensorflow_devices
 from lockstep.engines.tensorflow.mirrored_variables import devices_of
 
@@ -29,23 +30,29 @@ class PlacedVariables:
     def take_in(self, variables: Iterable[Any]) -> None:
         """Hold these Keras variables, and move those that are on another device."""
         held = {id(variable) for variable in self._held}
+        moved = []
         for variable in variables:
             # keras/src/backend/tensorflow/core.py, Variable._initialize
             if id(variable) in held or variable._value is None:
                 continue
             holders_of(variable).add(self._holder)
             self._held.append(variable)
-            self.version += move(variable, self._home(variable))
+            if move(variable, self._home(variable)):
+                moved.append(variable)
+        self.version += len(moved)
+        trace_others_again(self._holder.model, moved)
 
     def let_go(self) -> None:
         """Release all variables, and move those without another holder to the default device."""
         default = tensorflow_devices.list_devices()[0].name
+        moved = []
         for variable in self._held:
             holders = holders_of(variable)
             holders.discard(self._holder)
-            if not holders:
-                move(variable, default)
+            if not holders and move(variable, default):
+                moved.append(variable)
         self._held.clear()
+        trace_others_again(self._holder.model, moved)
 
 
 def move(variable: Any, device: str) -> bool:

@@ -223,7 +223,7 @@ class Attachment:
         self._lease.end()
         if self._branches is not None:
             self._branches.stop()
-            variables = variables_of(self.model)
+            variables = self._branches.variables()
             for variable in variables:
                 holders_of(variable).discard(self)
             to_default_device([variable for variable in variables if not holders_of(variable)])
@@ -349,7 +349,7 @@ class Attachment:
         assert self._branches is not None
         self._branches.adopt()
         self._branches.move()
-        for variable in variables_of(self.model):
+        for variable in self._branches.variables():
             holders_of(variable).add(self)
 
     def _check_holders(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import torch
 
-from lockstep.engines.branch_homes import output_device, variable_homes
+from lockstep.engines.branch_homes import optimizers_of, output_device, variable_homes
 from lockstep.engines.call_scopes import CallScopes
 from lockstep.engines.torch.branches.local_calls import LocalCalls, tensors_on
 from lockstep.engines.torch.branches.local_updates import updates_at_home
@@ -64,14 +64,19 @@ class BranchSteps(StepRunner):
         for layer in self._model._flatten_layers():  # inner layers after those around them
             for buffer in layer.buffers():  # of PyTorch modules in a TorchModuleWrapper
                 _move(buffer, torch_device_of(self.layout.home(layer)))
-        for variable in variables_of(self._model):
+        for variable in self.variables():
             if variable._value is not None:
                 _move(variable._value, torch_device_of(self.home(variable)))
+
+    def variables(self) -> list[Any]:
+        """Return every variable of the model and of its optimizers."""
+        slots = [slot for each in optimizers_of(self._model) for slot in each.variables]
+        return unique([*variables_of(self._model), *slots])
 
     @contextmanager
     def on_devices(self) -> Iterator[None]:
         """Run a step of Keras, or build the model, inside the context."""
-        with _scope(self._main, None), mixed_devices(), updates_at_home(_optimizers(self._model)):
+        with _scope(self._main, None), mixed_devices(), updates_at_home(optimizers_of(self._model)):
             yield
 
     def calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,12 +99,6 @@ def to_default_device(variables: list[Any]) -> None:
     for variable in variables:
         if variable._value is not None:
             _move(variable._value, device)
-
-
-def _optimizers(model: Any) -> list[Any]:
-    """Return the optimizer of a model, and others that are its attributes, as a GAN has them."""
-    kind = keras.optimizers.Optimizer
-    return unique([value for value in vars(model).values() if isinstance(value, kind)])
 
 
 def _scope(device: str, _: Any) -> AbstractContextManager[Any]:

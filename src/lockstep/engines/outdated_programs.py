@@ -1,0 +1,35 @@
+"""Steps of other models that were traced before a variable moved.
+
+A program of TensorFlow keeps the `tf.Variable` that a Keras variable had when it was traced. If a
+layer belongs to two models, and one of them is laid out on devices, the steps of the other one
+would go on with the old value.
+"""
+
+import gc
+from typing import Any
+
+import keras
+
+from lockstep.engines.attachments import remake_functions
+from lockstep.training.overrides import MAKERS
+
+
+def trace_others_again(model: Any, moved: list[Any]) -> None:
+    """Let every other model that has one of these variables trace its steps anew.
+
+    Args:
+        model: The model whose layout moved them.
+        moved: Keras variables.
+    """
+    found = {id(variable) for variable in moved}
+    # A variable does not know the models that have it.
+    for other in gc.get_objects() if moved else ():
+        if other is model or not issubclass(type(other), keras.Model) or not _has_steps(other):
+            continue
+        if any(id(variable) in found for variable in other.variables):
+            remake_functions(other)
+
+
+def _has_steps(model: Any) -> bool:
+    names = [maker.removeprefix("make_") for maker in MAKERS]
+    return any(vars(model).get(name) is not None for name in names)

@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.keras_compat import layers_in
+
 GROUPS = ("trainable", "non_trainable", "optimizer", "metrics")
 """The groups of variables in the state of a training step, in their order."""
 
@@ -74,7 +76,7 @@ def stateful_layers(model: Any) -> list[Any]:
     # keras/src/layers/layer.py, Layer._flatten_layers
     return [
         layer
-        for layer in model._flatten_layers()
+        for layer in layers_in(model)
         if isinstance(layer, keras.layers.RNN) and layer.stateful and layer.states is not None
     ]
 

@@ -12,7 +12,7 @@ identically. The update itself needs no further communication.
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import keras
@@ -42,7 +42,14 @@ from lockstep.engines.tensorflow.step_timing import StepCounter
 from lockstep.engines.tensorflow.steps import Steps
 from lockstep.engines.tensorflow.unsplit import own_step
 from lockstep.errors import LayoutConflict, UnsupportedBackend
-from lockstep.keras_compat import takes_batch_before_trace
+from lockstep.keras_compat import (
+    function_of_iterator,
+    has_strategy,
+    stored_value,
+    takes_batch_before_trace,
+    taking_optionals,
+    without_xla,
+)
 from lockstep.launch.environment import Place
 from lockstep.layout import Layout, both_layouts
 from lockstep.training.build import build
@@ -175,7 +182,7 @@ class Attachment:
         """Raise if this model cannot be attached to these devices."""
         check_makers(self.model)
         self.steps.adopt()
-        if tf.distribute.has_strategy() or self.model._distribute_strategy is not None:
+        if tf.distribute.has_strategy() or has_strategy(self.model):
             raise LayoutConflict(
                 f"{self.model.name!r} was made in the scope of a tf.distribute strategy, and "
                 "lockstep lays out the variables itself.\n"
@@ -264,18 +271,16 @@ class Attachment:
         if not self.model.run_eagerly:
             xla = self._alone and self.model.jit_compile
             step = tf.function(step, reduce_retracing=True, jit_compile=xla or None)
-        function: Callable[[Any], Any] = self.model._autoconvert_optionals(step)
-        return function
+        return taking_optionals(self.model, step)
 
     def _function(self, name: str, step: Callable[[Any], Any]) -> Callable[[Iterator[Any]], Any]:
-        # keras/src/backend/tensorflow/trainer.py, TensorFlowTrainer._make_function, makes
-        # the loop over `steps_per_execution` steps.
         function: Callable[[Iterator[Any]], Any]
-        with nullcontext() if self._alone else _without_xla(self.model):
+        # XLA compiles for one device only.
+        with nullcontext() if self._alone else without_xla(self.model):
             if name == "train" and self.counter is not None:
                 function = self.counter.function(self.model, step)
             else:
-                function = self.model._make_function(step)
+                function = function_of_iterator(self.model, step)
         return function
 
     def _ready(self, name: str, step: Callable[[Any], Any]) -> Callable[[Iterator[Any]], Any]:
@@ -349,7 +354,7 @@ class Attachment:
         self._copies.take_in(variables)
 
     def _check_layout(self, variable: Any) -> None:
-        if variable._value is None:
+        if stored_value(variable) is None:
             return
         others = [held for held in holders_of(variable) if held.model is not self.model]
         if others and others[0].homes(variable) != self.homes(variable):
@@ -360,7 +365,7 @@ class Attachment:
                 "A variable has one layout. Distribute both to the same devices, or call\n"
                 "lockstep.release on the other one first."
             )
-        if is_mirrored(variable._value) and not holders_of(variable):
+        if is_mirrored(stored_value(variable)) and not holders_of(variable):
             raise LayoutConflict(
                 f"Variable {variable.path!r} of {self.model.name!r} is laid out by another tool on "
                 f"{names_in_words(devices_of(variable))}, and lockstep wants to lay it out.\n"
@@ -387,14 +392,3 @@ def _next_batch(iterator: Any) -> Any:
     if not batch.has_value():
         raise StopIteration
     return batch.get_value()
-
-
-@contextmanager
-def _without_xla(model: Any) -> Iterator[None]:
-    """Turn XLA off for `model` inside the context: XLA compiles for one device only."""
-    before = model._jit_compile
-    model._jit_compile = False
-    try:
-        yield
-    finally:
-        model._jit_compile = before

@@ -12,8 +12,6 @@ from lockstep.engines.rowwise import (
     drawing_layers,
     is_batch_norm,
     is_container,
-    layers_in,
-    parts_of,
     stateful_rnns,
     works_by_rows,
 )
@@ -22,7 +20,16 @@ from lockstep.engines.tensorflow.replica_consistency import tensors_in
 from lockstep.engines.tensorflow.replicas import ReplicaGroup
 from lockstep.engines.tensorflow.stateful import by_rows
 from lockstep.engines.tensorflow.tensor_metadata import remade
-from lockstep.keras_compat import get_keras_mask, set_keras_mask
+from lockstep.keras_compat import (
+    MOMENTS,
+    added_losses,
+    change_added_losses,
+    get_keras_mask,
+    layers_in,
+    operations_of,
+    seed_generators,
+    set_keras_mask,
+)
 from lockstep.state import unique
 
 
@@ -63,7 +70,7 @@ class Plan:
         self._seen.add(id(part))
         if is_container(part):
             self.every.append(part)
-            for inner in parts_of(part):
+            for inner in operations_of(part):
                 self._sort(inner)
         elif is_batch_norm(part):
             self.norms.append(part)
@@ -94,7 +101,7 @@ class Plan:
                 changes.append((layer, "compute_mask", mask))
         for rnn in unique(self.stateful):
             changes += by_rows(rnn, team)
-        changes += [(layer, "_moments", moments_over(layer, team)) for layer in unique(self.norms)]
+        changes += [(layer, MOMENTS, moments_over(layer, team)) for layer in unique(self.norms)]
         for layer in unique([*self.every, *self.whole]):
             regularizer = getattr(layer, "activity_regularizer", None)  # operations have none
             if regularizer is not None:
@@ -103,8 +110,7 @@ class Plan:
         for layer in unique(self.every):
             if isinstance(layer, keras.layers.Embedding) and layer not in self.whole:
                 changes.append((layer, "call", _looking_up(layer, layer.call, team)))
-            # keras/src/layers/layer.py, Layer._initialize_tracker
-            for seeds in layer._seed_generators:
+            for seeds in seed_generators(layer):
                 changes.append((seeds, "next", _of_this_replica(seeds.next, team)))
         with patched(changes):
             yield
@@ -144,14 +150,15 @@ def _on_global_batch(
                 )
 
         args, kwargs = keras.tree.map_structure(whole, (args, kwargs))
-        before = {id(loss) for inner in layers_in(layer) for loss in inner._losses}
+        before = {id(loss) for inner in layers_in(layer) for loss in added_losses(inner)}
         with replica.globally(f"{layer.name!r} ({type(layer).__name__})", (args, kwargs)):
             outputs = call(*args, **kwargs)
-        for inner in layers_in(layer):  # keras/src/layers/layer.py, Layer.add_loss
-            inner._losses[:] = [
+        for inner in layers_in(layer):
+            losses = [
                 loss if id(loss) in before else replica.own_of_alike(tf.reduce_sum(loss))
-                for loss in inner._losses
+                for loss in added_losses(inner)
             ]
+            change_added_losses(inner, losses)
         return keras.tree.map_structure(own, outputs)
 
     return gathered_call

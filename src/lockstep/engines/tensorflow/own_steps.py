@@ -29,7 +29,14 @@ from lockstep.engines.tensorflow.replica_consistency import (
 )
 from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup, Shards
 from lockstep.engines.tensorflow.tensor_metadata import remade, signature
-from lockstep.keras_compat import is_built
+from lockstep.keras_compat import (
+    added_losses,
+    compiled_loss,
+    compiled_metrics,
+    is_built,
+    layers_in,
+    seed_generators,
+)
 
 Call = Callable[..., Any]
 
@@ -77,7 +84,7 @@ class OwnStep:
                 raise ReplicasDiffer(f"{self._name} looks up rows of a weight")
             return outputs
 
-        layers = list(self._model._flatten_layers())
+        layers = layers_in(self._model)
         self._calls = {id(layer): (layer, layer.call) for layer in layers}
         splitting = [(layer, "call", self._splitting(layer)) for layer in layers]
         try:
@@ -117,7 +124,7 @@ class OwnStep:
 
         On the whole batch it draws what one device draws.
         """
-        draws = any(inner._seed_generators for inner in layer._flatten_layers())
+        draws = any(seed_generators(inner) for inner in layers_in(layer))
         return draws and (self._draws_together or not layer.weights)
 
     def _why_whole(self, layer: Any, args: Any, kwargs: Any) -> str | None:
@@ -146,7 +153,7 @@ class OwnStep:
         self, replica: Replica, layer: Any, call: Call, args: Any, kwargs: Any, leaves: list[Any]
     ) -> Any:
         what = f"what goes into and out of {layer.name!r} ({type(layer).__name__})"
-        before = {id(loss) for inner in layer._flatten_layers() for loss in inner._losses}
+        before = {id(loss) for inner in layers_in(layer) for loss in added_losses(inner)}
         outer = replica.shards
         with replica.apart() as part:
             rows = tf.shape(leaves[0])[0]
@@ -170,7 +177,7 @@ class OwnStep:
                 )
             finally:
                 replica.shards = outer
-        losses = [loss for inner in layer._flatten_layers() for loss in inner._losses]
+        losses = [loss for inner in layers_in(layer) for loss in added_losses(inner)]
         part.given += tensors_in((outputs, [loss for loss in losses if id(loss) not in before]))
         return outputs
 
@@ -271,7 +278,7 @@ def is_ready(model: Any, name: str) -> bool:
     if name == "train_step":
         parts += [v for v in vars(model).values() if isinstance(v, keras.optimizers.Optimizer)]
     if name != "predict_step":
-        parts += [model._compile_metrics, model._compile_loss]
+        parts += [compiled_metrics(model), compiled_loss(model)]
     return is_built(model) and all(part is None or part.built for part in parts)
 
 

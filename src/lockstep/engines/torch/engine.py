@@ -39,7 +39,7 @@ from lockstep.errors import (
     UnsupportedBackend,
     UnsupportedModel,
 )
-from lockstep.keras_compat import wrapped_by_keras
+from lockstep.keras_compat import BUILD, wrapped_by_keras
 from lockstep.launch.environment import Place
 from lockstep.launch.status import STATUS_OF_PROCESS
 from lockstep.layout import Layout, both_layouts
@@ -212,7 +212,7 @@ class Attachment:
             self.hooks = together(self.model, self.hooks, self._runner.assigned)
         if self._branches is not None:
             self.hooks["call"] = self._branches.calling(self.model.call)
-            self.hooks[_BUILD] = self._build
+            self.hooks[BUILD] = self._build
         self.replaced = attachments.put_on(self.model, self.hooks)
         attachments.remake_functions(self.model)
 
@@ -341,7 +341,7 @@ class Attachment:
         """Build what a step needs, with every variable on its device."""
         assert self._branches is not None
         with self._branches.on_devices():
-            built = getattr(type(self.model), _BUILD)(self.model, *args, **kwargs)
+            built = getattr(type(self.model), BUILD)(self.model, *args, **kwargs)
         self._move_to_homes()
         return built
 
@@ -374,8 +374,6 @@ class Attachment:
                 stacklevel=2,
             )
 
-
-_BUILD = "_symbolic_build"  # keras/src/trainers/trainer.py, Trainer
 
 _DECLARE = "If each row depends on its own row alone, declare it: lockstep.rowwise. "
 

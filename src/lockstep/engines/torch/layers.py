@@ -13,13 +13,19 @@ from lockstep.engines.rowwise import (
     drawing_layers,
     is_batch_norm,
     is_container,
-    layers_in,
-    parts_of,
     works_by_rows,
 )
 from lockstep.engines.torch.moments import moments_over
 from lockstep.engines.torch.replica import Replica, seed_of_replica
-from lockstep.keras_compat import get_keras_mask, set_keras_mask
+from lockstep.keras_compat import (
+    MOMENTS,
+    calls_of,
+    get_keras_mask,
+    layers_in,
+    operations_of,
+    seed_generators,
+    set_keras_mask,
+)
 from lockstep.state import unique
 
 
@@ -58,7 +64,7 @@ class Plan:
         self._seen.add(id(part))
         if is_container(part):
             self.every.append(part)
-            for inner in parts_of(part):
+            for inner in operations_of(part):
                 self._sort(inner)
         elif is_batch_norm(part):
             self.norms.append(part)
@@ -89,14 +95,13 @@ class Plan:
             if hasattr(layer, "compute_mask"):
                 mask = _on_global_batch(layer, layer.compute_mask, replica)
                 changes.append((layer, "compute_mask", mask))
-        changes += [(layer, "_moments", moments_over(layer, replica)) for layer in self.norms]
+        changes += [(layer, MOMENTS, moments_over(layer, replica)) for layer in self.norms]
         for layer in unique([*self.every, *self.whole]):
             if getattr(layer, "activity_regularizer", None) is not None:
                 hook = _of_global_outputs(layer, layer.activity_regularizer, replica)
                 changes.append((layer, "activity_regularizer", hook))
         for layer in unique(self.every):
-            # keras/src/layers/layer.py, Layer._initialize_tracker
-            for seeds in layer._seed_generators:
+            for seeds in seed_generators(layer):
                 changes.append((seeds, "next", _of_this_replica(seeds.next, replica)))
         with patched(changes):
             yield
@@ -116,7 +121,7 @@ def unknown_rows(model: Any, whole: Collection[int]) -> str | None:
     if len(inputs) != 1:
         return f"has inputs of several first dims {sorted(map(str, inputs))}"
     for part in _parts_in(model):
-        for node in part._inbound_nodes:
+        for node in calls_of(part):
             if id(part) in whole and arrays_in(node):
                 return f"gives a constant array to {part.name!r}"
             for tensor in (*node.input_tensors, *node.output_tensors):
@@ -129,7 +134,7 @@ def unknown_rows(model: Any, whole: Collection[int]) -> str | None:
 
 def _parts_in(container: Any) -> list[Any]:
     found = []
-    for part in parts_of(container):
+    for part in operations_of(container):
         found.append(part)
         if is_container(part):
             found += _parts_in(part)

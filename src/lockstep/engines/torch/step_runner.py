@@ -107,7 +107,7 @@ class StepRunner:
         number = self._draws
         if kind == "train" and self._model.optimizer is not None:
             # keras/src/optimizers/base_optimizer.py: it counts steps, accumulated ones too
-            number = int(self._model.optimizer._iterations.value)
+            number = int(self._model.optimizer.iterations.value)
         base = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
         base.update(f"{kind} {number}".encode())
         return base.digest()

@@ -4,8 +4,6 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.keras_compat import layers_in
-
 GROUPS = ("trainable", "non_trainable", "optimizer", "metrics")
 """The groups of variables in the state of a training step, in their order."""
 
@@ -73,7 +71,8 @@ def stateful_layers(model: Any) -> list[Any]:
     """Return the RNN layers of `model` that keep their state and are built."""
     import keras
 
-    # keras/src/layers/layer.py, Layer._flatten_layers
+    from lockstep.keras_compat import layers_in
+
     return [
         layer
         for layer in layers_in(model)

@@ -18,7 +18,14 @@ from lockstep.engines.tensorflow.op_devices import OpDevices, device_scope
 from lockstep.engines.tensorflow.programs import ScratchGraph
 from lockstep.engines.tensorflow.steps import Steps
 from lockstep.errors import UnsupportedModel
-from lockstep.keras_compat import ASSIGN, calls_of, layers_in, own_trainable_variables, stored_value
+from lockstep.keras_compat import (
+    ASSIGN,
+    calls_of,
+    layers_in,
+    own_trainable_variables,
+    stored_value,
+    values_replaced,
+)
 from lockstep.layout import Layout
 from lockstep.state import unique
 
@@ -200,4 +207,4 @@ def _copied(variable: Any, home: str) -> AbstractContextManager[None]:
 
     # keras/src/backend/tensorflow/core.py, Variable
     copy = tf.custom_gradient(copy_and_gradient)(tf.convert_to_tensor(stored_value(variable)))
-    return patched([(variable, "_value", copy)])
+    return values_replaced([variable], [copy])

@@ -1,8 +1,8 @@
 """The state of a model outside its variables, while a loop runs.
 
-Between two steps of Keras's JAX loops the variables are empty, and `JAX_STATE` of the model has their
-values. A training step donates these arrays: only the outputs of its program then have the weights.
-The loop therefore stores the returned state before an exception can be raised.
+Between two steps of Keras's JAX loops the variables are empty, and an attribute of the model has
+their values. A training step donates these arrays: only the outputs of its program then have the
+weights. The loop therefore stores the returned state before an exception can be raised.
 """
 
 from collections.abc import Callable, Iterator

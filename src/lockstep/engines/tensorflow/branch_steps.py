@@ -191,7 +191,7 @@ def _note(changed: list[Any], variable: Any, value: Any) -> None:
     changed.append(variable)
 
 
-def _copied(variable: Any, home: str) -> AbstractContextManager[None]:
+def _copied(variable: Any, home: str) -> AbstractContextManager[Any]:
     """Give a variable the value of a copy on the device of the scope, inside the context.
 
     A loop would read the variable from its device again in each pass. The gradient of the copy goes

@@ -11,12 +11,11 @@ import keras
 from jax.sharding import Sharding
 
 from lockstep.announce import branches_line, fit_line
-from lockstep.devices import names_in_words
 from lockstep.engines import attachments
 from lockstep.engines.atomic_save import atomic_saves
 from lockstep.engines.call_guard import LOOPS, STEPPING, CallGuard
 from lockstep.engines.engine import InputOptions
-from lockstep.engines.holders import holders_of
+from lockstep.engines.holders import check_shared, holders_of
 from lockstep.engines.jax import devices as jax_devices
 from lockstep.engines.jax import states as jax_states
 from lockstep.engines.jax.checks import (
@@ -41,7 +40,6 @@ from lockstep.engines.jax.variable_sync import (
     write_state,
 )
 from lockstep.engines.loop_methods import announced_fit, loop_methods
-from lockstep.errors import LayoutConflict
 from lockstep.keras_compat import (
     JAX_STATE,
     JAX_STATE_SYNCED,
@@ -145,7 +143,7 @@ class Attachment:
         for variable in variables_of(self.model):
             if layout_of(variable) is not None or not holders_of(variable):
                 check_layout(self.model, variable)
-            self._check_holders(variable)
+            check_shared(self, variable)
 
     def take_over(self) -> None:
         """Move the variables to the mesh, and replace the step functions."""
@@ -188,18 +186,6 @@ class Attachment:
     def home(self, variable: Any) -> Sharding:
         """Return the layout of a variable of the model."""
         return self._steps.home(variable)
-
-    def _check_holders(self, variable: Any) -> None:
-        for other in holders_of(variable):
-            there = other.home(variable)
-            if other.model is not self.model and there != self.home(variable):
-                raise LayoutConflict(
-                    f"{self.model.name!r} was asked onto {names_in_words(self.devices)}, and its "
-                    f"variable {variable.path!r} is shared with {other.model.name!r} on "
-                    f"{names_in_words(other.devices)}.\n"
-                    "A variable has one layout. Distribute both to the same devices, or call\n"
-                    "lockstep.release on the other one first."
-                )
 
     # ------------------------------------------------------------- replaced methods
 

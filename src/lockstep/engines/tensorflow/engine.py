@@ -22,10 +22,11 @@ from lockstep.announce import Given, branches_line, fit_line
 from lockstep.devices import Device, names_in_words
 from lockstep.engines import attachments
 from lockstep.engines.atomic_save import atomic_saves
-from lockstep.engines.call_guard import STEPPING, CallGuard
+from lockstep.engines.base_engine import BaseEngine
+from lockstep.engines.call_guard import CallGuard
 from lockstep.engines.engine import DEFAULT_INPUT, InputOptions
-from lockstep.engines.holders import holders_of
-from lockstep.engines.loop_methods import announced_fit, loop_methods
+from lockstep.engines.holders import check_shared, holders_of
+from lockstep.engines.loop_methods import stepping_methods
 from lockstep.engines.tensorflow import devices as tensorflow_devices
 from lockstep.engines.tensorflow.branch_steps import BranchSteps
 from lockstep.engines.tensorflow.mirrored_variables import (
@@ -57,7 +58,7 @@ from lockstep.training.loop import Loop
 from lockstep.training.overrides import check_makers
 
 
-class TensorFlowEngine:
+class TensorFlowEngine(BaseEngine):
     """Runs Keras models on TensorFlow devices; see `Engine` for the contract."""
 
     name = "tensorflow"
@@ -85,24 +86,10 @@ class TensorFlowEngine:
         """Make `model` run on `devices`, in place; on failure leave it unchanged."""
         if self.layout(model) is not None:
             raise both_layouts(model, "distribute")
-        if options.data_on_devices:
-            raise UnsupportedBackend(
-                "data_on_devices=True was asked for on 'tensorflow', and data stay on the devices "
-                "on 'jax' so far.\nLeave it out, or set KERAS_BACKEND=jax before Keras is imported."
-            )
-        if options.prefetch:
-            raise UnsupportedBackend(
-                f"prefetch={options.prefetch} was asked for on 'tensorflow', and lockstep draws "
-                "batches ahead on 'jax' so far.\nLeave it out: a tf.data.Dataset has .prefetch()."
-            )
+        self.check_no_options(options, "a tf.data.Dataset has .prefetch().")
         if self.attached(model) != devices:
             with attachments.alone(model, "distribute"):
                 attachments.attach(Attachment(model, devices), Attachment.again)
-
-    def detach(self, model: Any) -> None:
-        """Make `model` run on one device again; do nothing if it is not attached."""
-        with attachments.alone(model, "release"):
-            attachments.detach(model)
 
     def place(self, model: Any, layout: Layout) -> None:
         """Make the layers of `model` run on their devices. After a failure it is unchanged."""
@@ -110,19 +97,6 @@ class TensorFlowEngine:
             raise both_layouts(model, "place")
         with attachments.alone(model, "place"):
             attachments.attach(Attachment(model, layout.devices, layout), Attachment.again)
-
-    def layout(self, model: Any) -> Layout | None:
-        """Return the devices of the layers of `model`, `None` if it has none."""
-        attachment = attachments.attachment_of(model)
-        return None if attachment is None else attachment.layout
-
-    def attached(self, model: Any) -> tuple[str, ...] | None:
-        """Return the devices of `model`, or `None` if it is not attached."""
-        return attachments.attached(model)
-
-    def input_options(self, model: Any) -> InputOptions:
-        """Return the defaults: this engine has no input options."""
-        return DEFAULT_INPUT
 
     def probe(self, model: Any) -> TensorFlowProbe:
         """Return a probe for the steps of `model`, attached or not."""
@@ -173,7 +147,7 @@ class Attachment:
         """Return an attachment like this one."""
         return Attachment(self.model, self.devices, self.layout)
 
-    def homes(self, variable: Any) -> tuple[str, ...]:
+    def home(self, variable: Any) -> tuple[str, ...]:
         """Return the devices that have a variable of the model."""
         home = self.steps.home(variable)
         return self.devices if home is None else (home,)
@@ -319,10 +293,7 @@ class Attachment:
 
     def _stepping(self) -> dict[str, Any]:
         """Return the methods that run steps, guarded: a trace swaps the values of variables."""
-        methods = {name: getattr(self.model, name) for name in STEPPING}
-        methods |= loop_methods(self.loop, ("fit", "evaluate"))
-        methods["fit"] = announced_fit(methods["fit"], self.loop, self._fit_line)
-        return {name: self.turns.guarded(name, method) for name, method in methods.items()}
+        return stepping_methods(self.loop, self.turns, self._fit_line, ("fit", "evaluate"))
 
     def _fit_line(self, given: Given, compiles: bool) -> str:
         if self.layout is None:
@@ -356,15 +327,7 @@ class Attachment:
     def _check_layout(self, variable: Any) -> None:
         if stored_value(variable) is None:
             return
-        others = [held for held in holders_of(variable) if held.model is not self.model]
-        if others and others[0].homes(variable) != self.homes(variable):
-            raise LayoutConflict(
-                f"{self.model.name!r} was asked onto {names_in_words(self.devices)}, and its "
-                f"variable {variable.path!r} is shared with {others[0].model.name!r} on "
-                f"{names_in_words(others[0].devices)}.\n"
-                "A variable has one layout. Distribute both to the same devices, or call\n"
-                "lockstep.release on the other one first."
-            )
+        check_shared(self, variable)
         if is_mirrored(stored_value(variable)) and not holders_of(variable):
             raise LayoutConflict(
                 f"Variable {variable.path!r} of {self.model.name!r} is laid out by another tool on "

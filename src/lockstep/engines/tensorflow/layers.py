@@ -1,19 +1,16 @@
 """The plan by which each layer of a split model runs while a step is traced."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from lockstep.engines.layer_plan import LayerPlan
 from lockstep.engines.patched import patched
 from lockstep.engines.rowwise import (
-    drawing_layers,
     is_batch_norm,
-    is_container,
-    stateful_rnns,
-    works_by_rows,
 )
 from lockstep.engines.tensorflow.moments import moments_over
 from lockstep.engines.tensorflow.replica_consistency import tensors_in
@@ -26,35 +23,16 @@ from lockstep.keras_compat import (
     change_added_losses,
     get_keras_mask,
     layers_in,
-    operations_of,
     seed_generators,
     set_keras_mask,
 )
 from lockstep.state import unique
 
 
-class Plan:
-    """Sorts the layers of a model: those that run by rows, and those on the global batch.
+class Plan(LayerPlan):
+    """Runs each layer of a model as its `LayerPlan` says."""
 
-    Attributes:
-        whole: Layers and operations that run on the global batch.
-        norms: Batch norms. They use the moments of the global batch.
-        stateful: Stateful RNNs. Each replica runs its own rows of their state.
-        every: Every layer that is not inside one of `whole`.
-    """
-
-    def __init__(
-        self, model: Any, proven: Collection[Any] = (), *, draws_together: bool = False
-    ) -> None:
-        self.whole: list[Any] = []
-        self.norms: list[Any] = []
-        self.stateful: list[Any] = []
-        self.every: list[Any] = []
-        self._proven = {id(part) for part in proven}
-        self._seen: set[int] = set()
-        self._draws_together = draws_together
-        if model is not None:
-            self._sort(model)
+    splits_states = True
 
     @classmethod
     def of_all(cls, layers: list[Any]) -> "Plan":
@@ -63,32 +41,6 @@ class Plan:
         plan.every = list(layers)
         plan.norms = [layer for layer in layers if is_batch_norm(layer)]
         return plan
-
-    def _sort(self, part: Any) -> None:
-        if id(part) in self._seen:
-            return
-        self._seen.add(id(part))
-        if is_container(part):
-            self.every.append(part)
-            for inner in operations_of(part):
-                self._sort(inner)
-        elif is_batch_norm(part):
-            self.norms.append(part)
-            self.every.append(part)
-        elif self._draws_together and drawing_layers(part) == [part]:
-            self.whole.append(part)
-        elif works_by_rows(part):
-            self.every += layers_in(part)
-        elif stateful_rnns(part):
-            self.stateful += stateful_rnns(part)
-            self.every += layers_in(part)
-        elif id(part) in self._proven:
-            inside = layers_in(part)
-            self.norms += [layer for layer in inside if is_batch_norm(layer)]
-            self.every += inside
-            self.whole += drawing_layers(part) if self._draws_together else []
-        else:
-            self.whole.append(part)
 
     @contextmanager
     def in_force(self, team: ReplicaGroup) -> Iterator[None]:

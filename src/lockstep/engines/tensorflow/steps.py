@@ -166,7 +166,7 @@ class Steps:
 
     def _plan(self, data: Any, *, training: bool) -> tuple[Plan, Reasons]:
         """Return the plan of the step being traced, and why some layers are not split."""
-        parts = Plan(self._model).whole
+        parts = Plan(self._model).candidates
         reasons: Reasons = {}
         if parts:
             x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
@@ -178,7 +178,7 @@ class Steps:
                     )
             finally:
                 self._copies.take_off()
-        proven = [part for part in parts if id(part) not in reasons]
+        proven = [number for number, part in enumerate(parts) if id(part) not in reasons]
         return Plan(self._model, proven, draws_together=self.draws_together), reasons
 
     def _whole(self, step: Any, data: Any) -> Any:

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 from lockstep.announce import Given, branches_line, fit_line
-from lockstep.devices import Device, names_in_words
+from lockstep.devices import Device
 from lockstep.engines import attachments
 from lockstep.engines.atomic_save import atomic_saves
-from lockstep.engines.call_guard import STEPPING, CallGuard
+from lockstep.engines.base_engine import BaseEngine
+from lockstep.engines.call_guard import CallGuard
 from lockstep.engines.engine import DEFAULT_INPUT, InputOptions
-from lockstep.engines.holders import holders_of
-from lockstep.engines.loop_methods import announced_fit, loop_methods
+from lockstep.engines.holders import check_shared, holders_of
+from lockstep.engines.loop_methods import stepping_methods
 from lockstep.engines.torch import devices as torch_devices
 from lockstep.engines.torch import joining
 from lockstep.engines.torch.branches.branch_steps import BranchSteps, to_default_device
@@ -52,7 +53,7 @@ from lockstep.training.loop import Loop
 from lockstep.training.overrides import MAKERS, check_makers
 
 
-class TorchEngine:
+class TorchEngine(BaseEngine):
     """Runs Keras models on PyTorch devices; see `Engine` for the contract."""
 
     name = "torch"
@@ -76,25 +77,11 @@ class TorchEngine:
         """Make `model` run on `devices`, in place; on failure leave it unchanged."""
         if self.layout(model) is not None:
             raise both_layouts(model, "distribute")
-        if options.data_on_devices:
-            raise UnsupportedBackend(
-                "data_on_devices=True was asked for on 'torch', and data stay on the devices on "
-                "'jax' so far.\nLeave it out, or set KERAS_BACKEND=jax before Keras is imported."
-            )
-        if options.prefetch:
-            raise UnsupportedBackend(
-                f"prefetch={options.prefetch} was asked for on 'torch', and lockstep draws batches "
-                "ahead on 'jax' so far.\nLeave it out: a DataLoader has num_workers."
-            )
+        self.check_no_options(options, "a DataLoader has num_workers.")
         if self.attached(model) != devices:
             call = nullcontext() if joined() is None else CALLS.call("distribute")
             with call, attachments.alone(model, "distribute"):
                 attachments.attach(Attachment(model, devices), Attachment.again)
-
-    def detach(self, model: Any) -> None:
-        """Make `model` run on one device again; do nothing if it is not attached."""
-        with attachments.alone(model, "release"):
-            attachments.detach(model)
 
     def place(self, model: Any, layout: Layout) -> None:
         """Make the layers of `model` run on their devices. After a failure it is unchanged."""
@@ -113,19 +100,6 @@ class TorchEngine:
             raise both_layouts(model, "place")
         with attachments.alone(model, "place"):
             attachments.attach(Attachment(model, layout.devices, layout), Attachment.again)
-
-    def layout(self, model: Any) -> Layout | None:
-        """Return the devices of the layers of `model`, `None` if it has none."""
-        attachment = attachments.attachment_of(model)
-        return None if attachment is None else attachment.layout
-
-    def attached(self, model: Any) -> tuple[str, ...] | None:
-        """Return the devices of `model`, or `None` if it is not attached."""
-        return attachments.attached(model)
-
-    def input_options(self, model: Any) -> InputOptions:
-        """Return the defaults: this engine has no input options."""
-        return DEFAULT_INPUT
 
     def probe(self, model: Any) -> TorchProbe:
         """Return a probe for the steps of `model`, attached or not."""
@@ -184,7 +158,8 @@ class Attachment:
         check_makers(self.model)
         if self._branches is not None:
             self._branches.adopt()
-        self._check_holders()
+        for variable in variables_of(self.model):
+            check_shared(self, variable)
         if self._branches is not None:
             _check_not_compiled(self.model)
         elif self._group is not None:
@@ -322,10 +297,7 @@ class Attachment:
 
     def _stepping(self) -> dict[str, Any]:
         """Return the methods that run steps, guarded."""
-        methods = {name: getattr(self.model, name) for name in STEPPING}
-        methods |= loop_methods(self.loop)
-        methods["fit"] = announced_fit(methods["fit"], self.loop, self._fit_line)
-        return {name: self.turns.guarded(name, method) for name, method in methods.items()}
+        return stepping_methods(self.loop, self.turns, self._fit_line)
 
     def _fit_line(self, given: Given, compiles: bool) -> str:
         if self.layout is None:
@@ -351,18 +323,6 @@ class Attachment:
         self._branches.move()
         for variable in self._branches.variables():
             holders_of(variable).add(self)
-
-    def _check_holders(self) -> None:
-        for variable in variables_of(self.model):
-            for other in holders_of(variable):
-                if other.model is not self.model and other.home(variable) != self.home(variable):
-                    raise LayoutConflict(
-                        f"{self.model.name!r} was asked onto {names_in_words(self.devices)}, and "
-                        f"its variable {variable.path!r} is shared with {other.model.name!r} on "
-                        f"{names_in_words(other.devices)}.\n"
-                        "A variable has one layout. Place its layer on the same device in both, or "
-                        "call\nlockstep.release on the other one first."
-                    )
 
     def _warn(self, what: str, remedy: str = "") -> None:
         if what not in self._warned and process_group.is_first():

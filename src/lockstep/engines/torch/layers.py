@@ -7,13 +7,11 @@ from typing import Any
 import keras
 import torch
 
+from lockstep.engines.layer_plan import LayerPlan
 from lockstep.engines.patched import patched
 from lockstep.engines.rowwise import (
     arrays_in,
-    drawing_layers,
-    is_batch_norm,
     is_container,
-    works_by_rows,
 )
 from lockstep.engines.torch.moments import moments_over
 from lockstep.engines.torch.replica import Replica, seed_of_replica
@@ -21,7 +19,6 @@ from lockstep.keras_compat import (
     MOMENTS,
     calls_of,
     get_keras_mask,
-    layers_in,
     operations_of,
     seed_generators,
     set_keras_mask,
@@ -29,62 +26,8 @@ from lockstep.keras_compat import (
 from lockstep.state import unique
 
 
-class Plan:
-    """Sorts the layers of a model: those that run by rows, and those on the global batch.
-
-    Args:
-        model: The model.
-        proven: The numbers of those `candidates` that work row by row.
-        draws_together: Whether layers that draw random numbers run on the global batch, so that
-            the numbers are those of one device.
-
-    Attributes:
-        candidates: Layers and operations that are not Keras's own known ones, or the model
-            itself, in the order of the model. The same model has the same order anywhere.
-        whole: Layers and operations that run on the global batch.
-        norms: Batch norms. They use the moments of the global batch.
-        every: Every layer that is not inside one of `whole`.
-    """
-
-    def __init__(
-        self, model: Any, proven: Collection[int] = (), *, draws_together: bool = False
-    ) -> None:
-        self.draws_together = draws_together
-        self.candidates: list[Any] = []
-        self.whole: list[Any] = []
-        self.norms: list[Any] = []
-        self.every: list[Any] = []
-        self._proven = proven
-        self._seen: set[int] = set()
-        self._sort(model)
-
-    def _sort(self, part: Any) -> None:
-        if id(part) in self._seen:
-            return
-        self._seen.add(id(part))
-        if is_container(part):
-            self.every.append(part)
-            for inner in operations_of(part):
-                self._sort(inner)
-        elif is_batch_norm(part):
-            self.norms.append(part)
-            self.every.append(part)
-        elif works_by_rows(part):
-            self._split(part)
-        else:
-            self.candidates.append(part)
-            if len(self.candidates) - 1 in self._proven:
-                self._split(part)
-            else:
-                self.whole.append(part)
-
-    def _split(self, part: Any) -> None:
-        drawing = drawing_layers(part) if self.draws_together else []
-        apart = {id(layer) for whole in drawing for layer in layers_in(whole)}
-        inside = [layer for layer in layers_in(part) if id(layer) not in apart]
-        self.norms += [layer for layer in inside if is_batch_norm(layer)]
-        self.every += inside
-        self.whole += drawing
+class Plan(LayerPlan):
+    """Runs each layer of a model as its `LayerPlan` says."""
 
     @contextmanager
     def in_force(self, replica: Replica) -> Iterator[None]:

@@ -282,6 +282,43 @@ def test_a_model_of_many_layers_is_sent():
     assert_equal(values(one), values(many))
 
 
+class Noise(layers.Layer):
+    """Noise of Keras's own seed generator; in `across`, from code that looks across the batch."""
+
+    def __init__(self, across=False):
+        super().__init__()
+        self.across = across
+
+    def call(self, x):
+        if self.across:
+            x = x - keras.ops.mean(x, axis=0)
+        return x * 0 + keras.random.normal(keras.ops.shape(x))
+
+
+def test_noise_without_a_seed_differs_by_row_whichever_device_runs_it():
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((5,)), Noise()])
+    lockstep.distribute(model, devices=3)
+    noise = model.predict(np.zeros((9, 5)), batch_size=9, verbose=0)
+    assert len(np.unique(noise)) == noise.size
+
+
+@pytest.mark.filterwarnings("ignore:.*whole batch:lockstep.errors.UnsplitBatchWarning")
+def test_noise_on_the_whole_batch_is_the_same_on_every_device():
+    """Each device takes its rows of it, and they are the rows that one device draws."""
+
+    def build():
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input((5,)), layers.Dense(5), Noise(across=True)])
+        model.compile("sgd", "mse")
+        return model
+
+    one = build().predict(np.zeros((9, 5)), batch_size=9, verbose=0)
+    model = build()
+    lockstep.distribute(model, devices=3)
+    np.testing.assert_array_equal(model.predict(np.zeros((9, 5)), batch_size=9, verbose=0), one)
+
+
 @pytest.mark.parametrize("seed", [None, 3])
 def test_dropout_differs_by_replica_and_is_reproducible(seed):
     outputs = []

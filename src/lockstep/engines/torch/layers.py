@@ -16,9 +16,11 @@ from lockstep.engines.rowwise import (
 from lockstep.engines.torch.moments import moments_over
 from lockstep.engines.torch.replica import Replica, seed_of_replica
 from lockstep.keras_compat import (
+    GLOBAL_SEED_GENERATOR,
     MOMENTS,
     calls_of,
     get_keras_mask,
+    global_state,
     operations_of,
     seed_generators,
     set_keras_mask,
@@ -43,9 +45,10 @@ class Plan(LayerPlan):
             if getattr(layer, "activity_regularizer", None) is not None:
                 hook = _of_global_outputs(layer, layer.activity_regularizer, replica)
                 changes.append((layer, "activity_regularizer", hook))
-        for layer in unique(self.every):
-            for seeds in seed_generators(layer):
-                changes.append((seeds, "next", _of_this_replica(seeds.next, replica)))
+        generators = [seeds for layer in unique(self.every) for seeds in seed_generators(layer)]
+        without_seed = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+        for seeds in unique([*generators, *filter(None, [without_seed])]):
+            changes.append((seeds, "next", _of_this_replica(seeds.next, replica)))
         with patched(changes):
             yield
 
@@ -105,7 +108,7 @@ def _on_global_batch(layer: Any, call: Callable[..., Any], replica: Replica) -> 
 
     def gathered_call(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = keras.tree.map_structure(whole, (args, kwargs))
-        with replica.common_draws():
+        with replica.streams.common():
             outputs = call(*args, **kwargs)
         return keras.tree.map_structure(own, outputs)
 
@@ -127,9 +130,13 @@ def _of_global_outputs(layer: Any, regularizer: Any, replica: Replica) -> Callab
 
 
 def _of_this_replica(draw: Callable[..., Any], replica: Replica) -> Callable[..., Any]:
-    """Wrap `draw` to return a different seed on every replica, on the first one its own."""
+    """Wrap `draw` to return a different seed on every replica, on the first one its own.
+
+    Layers on the global batch may draw from Keras's seed generator too. They get the same seed.
+    """
 
     def draw_here(*args: Any, **kwargs: Any) -> Any:
-        return seed_of_replica(draw(*args, **kwargs), replica.rank)
+        seed = draw(*args, **kwargs)
+        return seed if replica.streams.are_common else seed_of_replica(seed, replica.rank)
 
     return draw_here

@@ -25,9 +25,13 @@ class RandomStreams:
     """The state of PyTorch's random numbers for code that every replica runs alike.
 
     Outside of `common` each replica draws from PyTorch's own state, which differs.
+
+    Attributes:
+        are_common: Whether the code that runs now is inside `common`.
     """
 
     def __init__(self) -> None:
+        self.are_common = False
         self._common: Any = None
 
     def seed(self, base: bytes, rank: int) -> None:
@@ -76,11 +80,13 @@ class RandomStreams:
     @contextmanager
     def common(self) -> Iterator[None]:
         """Draw the same numbers on every replica inside the context."""
-        own = random_state()
+        own, before = random_state(), self.are_common
         set_random_state(self._common)
+        self.are_common = True
         try:
             yield
         finally:
+            self.are_common = before
             self._common = random_state()
             set_random_state(own)
 
@@ -96,6 +102,7 @@ class Replica:
         rows: The number of rows of the batch.
         device: The PyTorch device of this replica.
         returns: Whether this replica returns logs and predictions. Rank 0 always does.
+        streams: The random numbers of this replica.
     """
 
     def __init__(
@@ -114,7 +121,7 @@ class Replica:
         self.rows = rows
         self.device = device
         self.returns = returns or group.rank == 0
-        self.common_draws = streams.common
+        self.streams = streams
 
     @property
     def rank(self) -> int:

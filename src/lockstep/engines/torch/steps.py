@@ -86,7 +86,7 @@ def _inspect(model: Any, plan: Plan, replica: Replica, data: Any) -> Any:
 def _global_loss(model: Any, replica: Replica, data: Any, y_pred: Any) -> Any:
     """Return the loss of the global batch, the same on every replica."""
     model.zero_grad()
-    with replica.common_draws():
+    with replica.streams.common():
         return _loss(model, data, y_pred, training=True)
 
 

@@ -136,11 +136,17 @@ class _Worker:
     def _seeds(self, python: Any, numpy: Any, keras_seed: Any) -> None:
         import numpy as np
 
-        from lockstep.keras_compat import global_seed_generator
+        from lockstep.keras_compat import (
+            GLOBAL_SEED_GENERATOR,
+            global_seed_generator,
+            global_state,
+        )
 
         random.setstate(python)
         np.random.set_state(numpy)
-        if keras_seed is not None:
+        if keras_seed is None:  # a step that needs one makes it, from Python's random numbers
+            global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, None)
+        else:
             global_seed_generator().state.assign(keras_seed)
 
     def _step(self, key: int, kind: str, training: bool, rows: int, batch: Any, base: Any) -> None:

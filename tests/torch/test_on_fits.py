@@ -10,7 +10,6 @@ from keras import layers
 
 import lockstep
 from lockstep.engines.torch.model_pickle import dump, load
-from lockstep.errors import UnsplitBatchWarning
 from tests.torch.agreement import assert_equal, both, values
 
 QUIET = {"verbose": 0, "shuffle": False}
@@ -244,25 +243,6 @@ def test_what_is_saved_is_a_plain_file(tmp_path):
     assert loaded.get_config() == plain.get_config()
     one.load_weights(tmp_path / "many.weights.h5")
     assert_equal(one.fit(x, y, **QUIET).history, loaded.fit(x, y, **QUIET).history)
-
-
-def test_a_step_of_the_users_own_runs_on_the_first_device_and_says_so():
-    class Own(keras.Sequential):
-        def train_step(self, data):
-            return super().train_step(data)
-
-    def build():
-        model = Own([keras.Input((4,)), layers.Dense(2)])
-        model.compile("sgd", "mse")
-        return model
-
-    one, many = both(build)
-    x, y = regression()
-    with pytest.warns(UnsplitBatchWarning, match="has a train_step of its own, so the first"):
-        history = many.fit(x, y, **QUIET).history
-    assert_equal(history, one.fit(x, y, **QUIET).history)
-    assert_equal(many.predict(x, verbose=0), one.predict(x, verbose=0))  # which is split
-    assert_equal(one, many)
 
 
 def test_a_model_of_many_layers_is_sent():

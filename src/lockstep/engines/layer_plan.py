@@ -1,7 +1,7 @@
 """Sorts the layers of a model by how a split step runs them."""
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Self
 
 from lockstep.engines.rowwise import (
     drawing_layers,
@@ -47,6 +47,14 @@ class LayerPlan:
         self._seen: set[int] = set()
         if model is not None:
             self._sort(model)
+
+    @classmethod
+    def of_all(cls, layers: list[Any]) -> Self:
+        """Return a plan in which every layer may run by rows."""
+        plan = cls(None)
+        plan.every = list(layers)
+        plan.norms = [layer for layer in layers if is_batch_norm(layer)]
+        return plan
 
     def _sort(self, part: Any) -> None:
         if id(part) in self._seen:

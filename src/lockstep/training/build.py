@@ -65,6 +65,19 @@ def is_ready(model: Any, step: str) -> bool:
     return all(part is None or part.built for part in parts)
 
 
+def is_ready_for_own_step(model: Any, step: str) -> bool:
+    """Return whether everything that a step of the user's own may use is built.
+
+    It may use each optimizer among the attributes of the model.
+    """
+    parts: list[Any] = []
+    if step == "train":
+        parts += [v for v in vars(model).values() if isinstance(v, keras.optimizers.Optimizer)]
+    if step != "predict":
+        parts += [compiled_metrics(model), compiled_loss(model)]
+    return is_built(model) and all(part is None or part.built for part in parts)
+
+
 def _symbol(leaf: Any) -> Any:
     if leaf is None or not hasattr(leaf, "dtype"):
         return leaf

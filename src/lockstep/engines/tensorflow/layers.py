@@ -9,9 +9,6 @@ import tensorflow as tf
 
 from lockstep.engines.layer_plan import LayerPlan
 from lockstep.engines.patched import patched
-from lockstep.engines.rowwise import (
-    is_batch_norm,
-)
 from lockstep.engines.tensorflow.moments import moments_over
 from lockstep.engines.tensorflow.replica_consistency import tensors_in
 from lockstep.engines.tensorflow.replicas import ReplicaGroup
@@ -33,14 +30,6 @@ class Plan(LayerPlan):
     """Runs each layer of a model as its `LayerPlan` says."""
 
     splits_states = True
-
-    @classmethod
-    def of_all(cls, layers: list[Any]) -> "Plan":
-        """Return a plan in which every layer may run by rows."""
-        plan = cls(None)
-        plan.every = list(layers)
-        plan.norms = [layer for layer in layers if is_batch_norm(layer)]
-        return plan
 
     @contextmanager
     def in_force(self, team: ReplicaGroup) -> Iterator[None]:

@@ -31,9 +31,6 @@ from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup, Shards
 from lockstep.engines.tensorflow.tensor_metadata import remade, signature
 from lockstep.keras_compat import (
     added_losses,
-    compiled_loss,
-    compiled_metrics,
-    is_built,
     layers_in,
     seed_generators,
 )
@@ -270,16 +267,6 @@ def _position(replica: Replica) -> int:
     replica.part.pause()
     replica.part.resume()
     return len(replica.part.done)
-
-
-def is_ready(model: Any, name: str) -> bool:
-    """Return whether everything that a step of a model may use has its variables."""
-    parts: list[Any] = []
-    if name == "train_step":
-        parts += [v for v in vars(model).values() if isinstance(v, keras.optimizers.Optimizer)]
-    if name != "predict_step":
-        parts += [compiled_metrics(model), compiled_loss(model)]
-    return is_built(model) and all(part is None or part.built for part in parts)
 
 
 def _with_hidden_rows(leaf: Any) -> Any:

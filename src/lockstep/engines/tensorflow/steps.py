@@ -19,7 +19,7 @@ from lockstep.engines.rowwise import Reasons, refused
 from lockstep.engines.tensorflow.layers import Plan
 from lockstep.engines.tensorflow.loss_sharding import LossSharding
 from lockstep.engines.tensorflow.mirrored_variables import MirroredVariables
-from lockstep.engines.tensorflow.own_steps import OwnStep, is_ready
+from lockstep.engines.tensorflow.own_steps import OwnStep
 from lockstep.engines.tensorflow.programs import ScratchGraph
 from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer, looks_up_weights
 from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup, Shards
@@ -27,6 +27,7 @@ from lockstep.engines.tensorflow.unsplit import own_step, unsplit_reason
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.keras_compat import added_losses, layers_in, loss_of, loss_tracker, takes_training
 from lockstep.layout import Layout
+from lockstep.training.build import is_ready_for_own_step
 
 
 class Steps:
@@ -124,7 +125,7 @@ class Steps:
         if reason is None:
             plan, reasons = self._plan(data, training=name == "train_step")
             reason = unsplit_reason(model, plan, reasons, data)
-        ready = is_ready(model, name)
+        ready = is_ready_for_own_step(model, name.removesuffix("_step"))
         if reason is not None and not (inspects or name in self._not_alike or model.run_eagerly):
             if name == "predict_step":
                 makes_variables = False

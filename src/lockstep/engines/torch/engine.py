@@ -48,7 +48,7 @@ from lockstep.processes import process_group
 from lockstep.processes.call_scope import CALLS
 from lockstep.processes.first_process_io import together
 from lockstep.state import variables_of
-from lockstep.training.build import is_ready
+from lockstep.training.build import is_ready, is_ready_for_own_step
 from lockstep.training.loop import Loop
 from lockstep.training.overrides import MAKERS, check_makers
 
@@ -137,6 +137,8 @@ class Attachment:
         self.session = TorchSession(model, devices, self._runner)
         self.loop = Loop(self.session)
         self._warned: set[str] = set()
+        self._begun: set[str] = set()
+        self._unshared: set[str] = set()
         # The end of the model ends its part in the pool; a lease knows no model.
         weakref.finalize(model, self._lease.end)
 
@@ -275,7 +277,7 @@ class Attachment:
         return reason or self._runner.unsplit(data[0]), data, rows
 
     def _step(self, kind: str, plain: Callable[[Any], Any], batch: Any) -> Any:
-        if self._runner.unchecked and not is_ready(self.model, kind):
+        if self._must_build(kind):
             if not isinstance(self._runner, JoinedRunner):
                 return plain([batch])  # which builds the model
             with torch.no_grad():  # each process builds it, and then takes the first one's values
@@ -285,15 +287,48 @@ class Attachment:
         if isinstance(self._runner, JoinedRunner):
             self._runner.agree_on_plan(reason)
         if reason is not None:
-            self._warn(f"{self.model.name!r} {reason}, so the first device runs every batch alone")
-            return plain([batch])
+            return self._step_on_whole_batch(kind, plain, batch, reason)
         result = self._runner.step(kind, data, rows)
-        whole = self._runner.whole_layers
-        if whole:
-            names = ", ".join(f"{name!r} ({reason})" for name, reason in whole.items())
+        self._warn_of_whole(self._runner.whole_layers)
+        return result
+
+    def _must_build(self, kind: str) -> bool:
+        """Return whether one device has to run the next step, as it makes variables."""
+        if own_step(self.model, kind) is None:
+            return self._runner.unchecked and not is_ready(self.model, kind)
+        # A GAN, say, has no `call` and is never built: the first batch builds its parts.
+        first = kind not in self._begun
+        self._begun.add(kind)
+        return first and not is_ready_for_own_step(self.model, kind)
+
+    def _step_on_whole_batch(
+        self, kind: str, plain: Callable[[Any], Any], batch: Any, reason: str
+    ) -> Any:
+        """Run a step that looks at the whole batch: on every device, or else on the first one."""
+        runner = self._runner
+        if kind not in self._unshared:
+            unshared = runner.unshared(batch)
+            if unshared is None:
+                result = runner.step_on_whole_batch(kind, batch)
+                if runner.whole_batch.shared:
+                    self._warn_of_whole(runner.whole_batch.whole)
+                    return result
+                unshared = "and calls no layer that works row by row"
+                self._unshared.add(kind)
+                self._warn_of_alone(reason, unshared)
+                return result  # all devices have computed the same
+            self._warn_of_alone(reason, unshared)
+        return plain([batch])
+
+    def _warn_of_alone(self, reason: str, unshared: str) -> None:
+        what = f"{self.model.name!r} {reason} {unshared}"
+        self._warn(f"{what},\nso the first device runs every batch alone")
+
+    def _warn_of_whole(self, layers: dict[str, str]) -> None:
+        if layers:
+            names = ", ".join(f"{name!r} ({reason})" for name, reason in layers.items())
             what = f"every device runs {names} of {self.model.name!r} on the whole batch"
             self._warn(what, _DECLARE)
-        return result
 
     def _stepping(self) -> dict[str, Any]:
         """Return the methods that run steps, guarded."""

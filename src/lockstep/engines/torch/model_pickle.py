@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from copy import copy
 from functools import cache
-from types import CellType, CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import cloudpickle
@@ -89,6 +89,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, item: Any) -> Any:
         if isinstance(item, torch.Tensor):
             return tensor_of, self._described(item)
+        # With code that uses `torch` and `ops`, cloudpickle takes `torch.ops` along, and fails: its
+        # class is no plain module.
+        if isinstance(item, ModuleType) and type(item) is not ModuleType:
+            return importlib.import_module, (item.__name__,)
         if isinstance(item, KerasSaveable):
             return object.__new__, (type(item),), _state(item)
         fill = _FILL.get(type(item))

@@ -78,6 +78,21 @@ class RandomStreams:
         set_random_state(self._common)
 
     @contextmanager
+    def separate(self, rank: int, number: int) -> Iterator[None]:
+        """Draw other numbers on every replica inside the context, and go on from before after it.
+
+        Args:
+            rank: The number of the replica.
+            number: The number of the context in its step.
+        """
+        before = random_state()
+        _seed(_number(before[0].numpy().tobytes(), rank, number))
+        try:
+            yield
+        finally:
+            set_random_state(before)
+
+    @contextmanager
     def common(self) -> Iterator[None]:
         """Draw the same numbers on every replica inside the context."""
         own, before = random_state(), self.are_common
@@ -98,6 +113,7 @@ class Replica:
     some layers take no empty batch.
 
     Attributes:
+        group: The ranks.
         counts: The number of rows of each replica.
         rows: The number of rows of the batch.
         device: The PyTorch device of this replica.
@@ -115,7 +131,7 @@ class Replica:
         returns: bool = False,
     ) -> None:
         shards = shard_rows(rows, group.size)
-        self._group = group
+        self.group = group
         self._own = shards[group.rank]
         self.counts = tuple(len(shard) for shard in shards)
         self.rows = rows
@@ -126,12 +142,12 @@ class Replica:
     @property
     def rank(self) -> int:
         """The number of this replica."""
-        return self._group.rank
+        return self.group.rank
 
     @property
     def size(self) -> int:
         """The number of replicas."""
-        return self._group.size
+        return self.group.size
 
     def take(self, whole: Any) -> Any:
         """Return the rows of this replica."""
@@ -177,23 +193,23 @@ class Replica:
                 Then no gradient has to be exchanged.
         """
         rows = self.true_rows(own, name)
-        whole = _Gather.apply(rows, self._group, self.counts, for_loss)
+        whole = _Gather.apply(rows, self.group, self.counts, for_loss)
         mask = get_keras_mask(own)
         if mask is not None:
-            set_keras_mask(whole, self._group.gather(self.true_rows(mask, name), self.counts))
+            set_keras_mask(whole, self.group.gather(self.true_rows(mask, name), self.counts))
         return whole
 
     def sum(self, value: Any) -> Any:
         """Return the sum over the replicas; gradients flow back to each of them."""
-        return _Sum.apply(value, self._group)
+        return _Sum.apply(value, self.group)
 
     def summed_gradients(self, tensors: Sequence[Any]) -> AbstractContextManager[None]:
         """Sum the gradients of a backward pass in the context over the replicas."""
-        return summed_gradients(self._group, tensors)
+        return summed_gradients(self.group, tensors)
 
     def check(self) -> None:
         """Return when the other replicas have sent what this one asked for; see `Group`."""
-        self._group.check()
+        self.group.check()
 
 
 class _Gather(torch.autograd.Function):  # type: ignore[misc]
@@ -222,7 +238,7 @@ class _Sum(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        return ctx.group.sum(gradient), None
+        return _Sum.apply(gradient, ctx.group), None
 
 
 def seed_of_replica(seed: Any, rank: int) -> Any:

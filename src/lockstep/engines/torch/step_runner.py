@@ -12,6 +12,7 @@ from lockstep.engines.torch.model_pickle import dump
 from lockstep.engines.torch.replica import RandomStreams
 from lockstep.engines.torch.row_proofs import ReasonsByNumber, RowProofs
 from lockstep.engines.torch.unsplit import unsplit_model
+from lockstep.engines.torch.whole_batch_steps import WholeBatchSteps
 
 
 class StepRunner:
@@ -25,6 +26,7 @@ class StepRunner:
         unchecked: Whether the next step compares everything. Within `epoch`, only the first one
             does, unless code of the user may change the model.
         draws_together: Whether every device draws the random numbers of the global batch.
+        whole_batch: The steps that run on the whole batch, in this process.
     """
 
     _plan: Plan
@@ -40,6 +42,7 @@ class StepRunner:
         self._reasons: ReasonsByNumber = {}
         self._unsplit: str | None = None
         self._draws = 0
+        self.whole_batch = WholeBatchSteps(model)
         self._bytes_of_step: tuple[bytes, list[Any]] | None = None
 
     @contextmanager
@@ -73,6 +76,22 @@ class StepRunner:
             kind: `"train"`, `"test"` or `"predict"`.
             data: Inputs, targets and sample weights: tensors, or `None`.
             rows: The number of rows of the batch.
+        """
+        raise NotImplementedError
+
+    def unshared(self, batch: Any) -> str | None:
+        """Return why `step_on_whole_batch` cannot run this batch, `None` if it can."""
+        return "and several processes do not share that"
+
+    def step_on_whole_batch(self, kind: str, batch: Any) -> Any:
+        """Run one step on the whole batch on every device, and share the calls of its layers.
+
+        Args:
+            kind: `"train"`, `"test"` or `"predict"`.
+            batch: Tensors or `None`, in the structure that the step takes.
+
+        Raises:
+            UnsupportedModel: If another device has computed other logs.
         """
         raise NotImplementedError
 

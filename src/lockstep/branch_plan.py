@@ -10,7 +10,7 @@ import numpy as np
 
 from lockstep.devices import Device
 from lockstep.errors import UnsupportedModel
-from lockstep.keras_compat import functional_of, nodes_of
+from lockstep.keras_compat import calls_of, functional_of, layers_in, nodes_of
 from lockstep.layout import Layout, layers_by_path
 
 COPIES = 4
@@ -69,7 +69,7 @@ def placed_layers(model: Any, layout: Layout) -> list[PlacedLayer]:
             continue
         if any(path.startswith(f"{line.layer}/") for line in lines):
             continue  # a part of a layer, such as the cell of an LSTM
-        outputs = [node.outputs for node in layer._inbound_nodes]  # keras/src/ops/node.py
+        outputs = [node.outputs for node in calls_of(layer)]
         lines.append(
             PlacedLayer(
                 layer=path,
@@ -84,7 +84,7 @@ def placed_layers(model: Any, layout: Layout) -> list[PlacedLayer]:
 
 def transfers(model: Any, layout: Layout) -> list[Transfer]:
     """Return what goes from one device to another in the functional graphs of a model."""
-    return [each for layer in model._flatten_layers() for each in _transfers(layer, layout)]
+    return [each for layer in layers_in(model) for each in _transfers(layer, layout)]
 
 
 def cycle(found: Sequence[Transfer]) -> tuple[Transfer, Transfer] | None:
@@ -110,7 +110,7 @@ def _transfers(layer: Any, layout: Layout) -> Iterator[Transfer]:
 
 
 def _devices(layer: Any, layout: Layout) -> list[str]:
-    calls = [layout.calls.get(id(node)) for node in layer._inbound_nodes]
+    calls = [layout.calls.get(id(node)) for node in calls_of(layer)]
     return list(dict.fromkeys([layout.home(layer), *(each for each in calls if each)]))
 
 
@@ -189,7 +189,7 @@ def cost(operation: Any) -> float:
     inner = functional_of(operation)
     if inner is not None:
         return sum(cost(node.operation) for node in nodes_of(inner))
-    node = operation._inbound_nodes[-1]
+    node = calls_of(operation)[-1]
     given, made = list(node.input_tensors), list(node.outputs)
     elements = float(sum(_elements(tensor.shape) or 1 for tensor in made))
     name = type(operation).__name__

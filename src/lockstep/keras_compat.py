@@ -16,6 +16,7 @@ import functools
 import importlib
 import inspect
 import re
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -65,6 +66,13 @@ def _name_in(error: ImportError) -> str:
     return f"{error.name}.{name[1]}" if name else str(error.name)
 
 
+def _base_of_model(module: str) -> Any:
+    for base in keras.Model.__mro__:
+        if base.__module__ == module:
+            return base
+    raise _missing(f"base class of keras.Model in {module}")
+
+
 check_version(keras.__version__)
 
 try:
@@ -72,6 +80,7 @@ try:
     from keras.src.backend.common.masking import get_keras_mask as get_keras_mask
     from keras.src.backend.common.masking import set_keras_mask as set_keras_mask
     from keras.src.backend.common.stateless_scope import in_stateless_scope as in_stateless_scope
+    from keras.src.backend.common.variables import Variable as _Variable
     from keras.src.backend.config import is_nnx_enabled as is_nnx_enabled
     from keras.src.layers import layer as _layer_module
     from keras.src.losses.losses import LossFunctionWrapper as LossFunctionWrapper
@@ -124,9 +133,18 @@ except ImportError as error:
 _ATTRIBUTES = {
     ArrayDataAdapter: ("_get_iterator",),
     EpochIterator: ("_enumerate_iterator", "_get_iterator", "catch_stop_iteration", "reset"),
-    keras.Model: ("_assert_compile_called", "_clear_losses", "_flatten_layers", "_symbolic_build"),
     Functional: ("_run_through_graph",),
+    LossFunctionWrapper: ("call",),
+    PyDatasetAdapter: ("_standardize_batch",),
+    keras.Model: (
+        *("_assert_compile_called", "_clear_losses", "_compute_loss", "_flatten_layers"),
+        *("_flatten_metrics_in_order", "_get_metrics_result_or_logs", "_get_own_metrics"),
+        *("_should_eval", "_symbolic_build"),
+    ),
     keras.Operation: ("symbolic_call",),
+    keras.Variable: ("_direct_assign",),
+    keras.callbacks.EarlyStopping: ("_set_monitor_op",),
+    keras.layers.BatchNormalization: ("_moments",),
     keras.layers.Layer: ("symbolic_call",),
     keras.optimizers.Optimizer: (
         *("_apply_weight_decay", "_backend_increment_gradient_accumulators"),
@@ -142,10 +160,44 @@ _ATTRIBUTES = {
 """What lockstep calls or overrides: an override of a name that Keras no longer calls
 would change nothing, and say nothing."""
 
+_SET_BY_CODE = {
+    ArrayDataAdapter: ("_batch_size", "_inputs", "_num_samples", "_shuffle"),
+    EpochIterator: ("_current_iterator", "_epoch_iterator", "_num_batches", "_steps_seen"),
+    GeneratorDataAdapter: ("_first_batches",),
+    TorchDataLoaderAdapter: ("_dataloader",),
+    _base_of_model("keras.src.trainers.trainer"): (
+        "_compile_loss",
+        "_compile_metrics",
+        "_jit_compile",
+        "_loss_tracker",
+    ),
+    _Variable: ("_layout", "_value"),
+    keras.Operation: ("_inbound_nodes",),
+    keras.callbacks.ProgbarLogger: ("_called_in_fit",),
+    keras.layers.BatchNormalization: ("_reduction_axes",),
+    keras.layers.Layer: (
+        *("_call_has_training_arg", "_layers", "_loss_ids", "_losses", "_metrics"),
+        *("_seed_generators", "_tracker", "_trainable_variables"),
+    ),
+    keras.utils.Progbar: ("_last_update", "_seen_so_far"),
+}
+"""What lockstep reads or writes on an instance, by the class whose code names it."""
+
+
+def _names_in(owner: type) -> set[str]:
+    """The names of attributes in the code of the methods of a class."""
+    members = (getattr(member, "fget", None) or member for member in vars(owner).values())
+    functions = [inspect.unwrap(member) for member in members if callable(member)]
+    return {name for f in functions if inspect.isfunction(f) for name in f.__code__.co_names}
+
+
 for _owner, _names in _ATTRIBUTES.items():
     for _name in _names:
         if not hasattr(_owner, _name):
             raise _missing(f"{_owner.__name__}.{_name}")
+for _owner, _names in _SET_BY_CODE.items():
+    for _name in sorted(set(_names) - _names_in(_owner)):
+        raise _missing(f"{_owner.__name__}.{_name}")
 
 
 # ---------------------------------------------------------------- classes and their parts
@@ -173,13 +225,6 @@ def base_trainer_class() -> Any:
 def trainer_module() -> str:
     """The module of the backend's trainer, by name."""
     return f"keras.src.backend.{keras.backend.backend()}.trainer"
-
-
-def _base_of_model(module: str) -> Any:
-    for base in keras.Model.__mro__:
-        if base.__module__ == module:
-            return base
-    raise _missing(f"base class of keras.Model in {module}")
 
 
 def module_in_keras(thing: Any) -> str:
@@ -248,12 +293,224 @@ def takes_batch_before_trace(model: Any) -> bool:
     return _numbers(keras.__version__) >= (3, 16) and model.steps_per_execution == 1
 
 
+def build_from_batch(model: Any, batch: Any) -> None:
+    """Build a model, its metrics and its optimizer from the shapes of a batch.
+
+    keras/src/trainers/trainer.py, Trainer._symbolic_build
+    """
+    model._symbolic_build(data_batch=batch)
+
+
+BUILD = "_symbolic_build"
+"""The name of the method behind `build_from_batch`."""
+
+
+def check_compiled(model: Any, method: str) -> None:
+    """Raise Keras's error if `method` is called before `compile`.
+
+    keras/src/trainers/trainer.py, Trainer._assert_compile_called
+    """
+    model._assert_compile_called(method)
+
+
+def compiled_loss(model: Any) -> Any:
+    """What `compile` has made of the losses, `None` without one.
+
+    keras/src/trainers/trainer.py, Trainer.compile; keras/src/trainers/compile_utils.py, CompileLoss
+    """
+    return model._compile_loss
+
+
+def compiled_metrics(model: Any) -> Any:
+    """What `compile` has made of the metrics, `None` without one.
+
+    keras/src/trainers/trainer.py, Trainer.compile
+    """
+    return model._compile_metrics
+
+
+def single_losses(compiled: Any) -> list[Any]:
+    """The loss of each output, in what `compiled_loss` returns.
+
+    keras/src/trainers/compile_utils.py, CompileLoss._flat_losses
+    """
+    return [entry.loss for entry in compiled._flat_losses]
+
+
+def loss_tracker(model: Any) -> Any:
+    """The metric with the mean of the loss, to which Keras's steps add each batch.
+
+    keras/src/trainers/trainer.py, Trainer._loss_tracker
+    """
+    return model._loss_tracker
+
+
+def tracked_metrics(model: Any) -> list[Any]:
+    """The metrics that Keras tracks for a model, those that its `metrics` may omit included.
+
+    keras/src/trainers/trainer.py, Trainer._get_own_metrics; keras/src/layers/layer.py,
+    Layer._metrics: the metrics among the attributes of a layer
+    """
+    inner = [metric for layer in layers_in(model)[1:] for metric in layer._metrics]
+    return [*model._get_own_metrics(), *inner]
+
+
+def loss_of(model: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any, *, training: bool) -> Any:
+    """The loss of a batch, from the model's own `compute_loss`.
+
+    keras/src/trainers/trainer.py, Trainer._compute_loss
+    """
+    return model._compute_loss(
+        x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training
+    )
+
+
+def metric_results(model: Any, logs: dict[str, Any]) -> dict[str, Any]:
+    """The logs of an epoch: the metrics, or what a step of the user's returned.
+
+    keras/src/trainers/trainer.py, Trainer._get_metrics_result_or_logs
+    """
+    results: dict[str, Any] = model._get_metrics_result_or_logs(logs)
+    return results
+
+
+def values_in_order(model: Any, logs: dict[str, Any]) -> Any:
+    """The values of logs as `evaluate` returns them without `return_dict`.
+
+    keras/src/trainers/trainer.py, Trainer._flatten_metrics_in_order
+    """
+    return model._flatten_metrics_in_order(logs)
+
+
+def validates_after(model: Any, epoch: int, validation_freq: Any) -> bool:
+    """Whether `fit` evaluates the model after an epoch.
+
+    keras/src/trainers/trainer.py, Trainer._should_eval
+    """
+    return bool(model._should_eval(epoch, validation_freq))
+
+
+def first_epoch_of(model: Any, initial_epoch: int) -> int:
+    """The first epoch of `fit`, which `BackupAndRestore` may have moved on.
+
+    keras/src/backend/*/trainer.py, `_initial_epoch`
+    """
+    return int(model._initial_epoch or initial_epoch)
+
+
+WITHIN_FIT = "_use_cached_eval_dataset"
+"""The argument of `evaluate` with which `fit` asks for the batches it has kept.
+
+keras/src/backend/*/trainer.py
+"""
+
+
+def kept_validation(model: Any) -> Any:
+    """The batches for `evaluate` that `fit` keeps for all its epochs, `None` if there are none.
+
+    keras/src/backend/*/trainer.py, `_eval_epoch_iterator`
+    """
+    return getattr(model, "_eval_epoch_iterator", None)
+
+
+def keep_validation(model: Any, batches: Any) -> None:
+    """Keep the batches for `evaluate`, as `fit` does."""
+    model._eval_epoch_iterator = batches
+
+
+def forget_validation(model: Any) -> None:
+    """Drop the batches for `evaluate` at the end of `fit`."""
+    vars(model).pop("_eval_epoch_iterator", None)
+
+
+ATTRIBUTES_OF_RUNS: dict[str, Any] = {
+    "train_function": None,
+    "test_function": None,
+    "predict_function": None,
+    "stop_training": False,
+    "stop_evaluating": False,
+    "stop_predicting": False,
+    "history": None,
+    "training": True,
+    "_called": True,  # a proof of rows calls a copy, and a functional model may not be called yet
+    "_eval_epoch_iterator": None,
+    "_initial_epoch": None,
+    "_compile_metrics": None,  # rank 0 alone computes metrics
+    "_compile_config": None,
+    "_compiled_trainable_state": {},
+    "_losses": [],
+    "_loss_ids": set(),
+}
+"""Attributes of models and layers that change in a run, and what a copy in a worker has for them.
+
+keras/src/trainers/trainer.py, keras/src/backend/*/trainer.py, keras/src/layers/layer.py
+"""
+
+
 def tensorflow_iterator() -> Any:
     """The iterator of `fit` and `evaluate` on TensorFlow, which yields iterators of `tf.data`.
 
     keras/src/backend/tensorflow/trainer.py, TFEpochIterator
     """
     return importlib.import_module(trainer_module()).TFEpochIterator
+
+
+def has_strategy(model: Any) -> bool:
+    """Whether a TensorFlow model was made in the scope of a `tf.distribute` strategy.
+
+    keras/src/backend/tensorflow/trainer.py, TensorFlowTrainer.__init__
+    """
+    return model._distribute_strategy is not None
+
+
+def function_of_iterator(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """TensorFlow's function that runs `step` on `steps_per_execution` batches of an iterator.
+
+    keras/src/backend/tensorflow/trainer.py, TensorFlowTrainer._make_function
+    """
+    function: Callable[[Any], Any] = model._make_function(step)
+    return function
+
+
+def taking_optionals(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A step on TensorFlow that also takes a list of `tf.data` optionals.
+
+    keras/src/backend/tensorflow/trainer.py, TensorFlowTrainer._autoconvert_optionals
+    """
+    function: Callable[[Any], Any] = model._autoconvert_optionals(step)
+    return function
+
+
+TAKING_OPTIONALS = "_autoconvert_optionals"
+"""The name of the method behind `taking_optionals`. `_make_function` passes each step through it,
+on the host and outside of XLA."""
+
+
+@contextmanager
+def without_xla(model: Any) -> Iterator[None]:
+    """Turn XLA off for a model inside the context.
+
+    keras/src/trainers/trainer.py, Trainer.jit_compile, whose setter checks more than it sets
+    """
+    before = model._jit_compile
+    model._jit_compile = False
+    try:
+        yield
+    finally:
+        model._jit_compile = before
+
+
+def logits_of(tensor: Any) -> Any:
+    """The logits that a TensorFlow tensor of probabilities was computed from, `None` without any.
+
+    keras/src/backend/tensorflow/nn.py, _get_logits
+    """
+    return getattr(tensor, "_keras_logits", None)
+
+
+def set_logits(tensor: Any, logits: Any) -> None:
+    """Let Keras find the logits of a tensor."""
+    tensor._keras_logits = logits
 
 
 def torch_iterator() -> Any:
@@ -365,7 +622,43 @@ def is_built(model: Any) -> bool:
 
     keras/src/layers/layer.py, Layer._flatten_layers
     """
-    return all(layer.built for layer in model._flatten_layers())
+    return all(layer.built for layer in layers_in(model))
+
+
+# ---------------------------------------------------------------- the state of a loop on JAX
+
+JAX_STATE = "_jax_state"
+"""The attribute of a model with the values of its variables between two steps."""
+JAX_STATE_SYNCED = "_jax_state_synced"
+"""The attribute that says whether the variables have these values."""
+TAKE_JAX_STATE = "_get_jax_state"
+"""The name of the method behind `take_jax_state`.
+
+keras/src/backend/jax/trainer.py, JAXTrainer: a loop takes the values out of the variables and
+empties these. `jax_state_sync`, which a callback's `self.model` calls, writes them back.
+"""
+
+
+def take_jax_state(owner: Any, *model: Any, **groups: bool) -> tuple[Any, ...]:
+    """The values of groups of variables.
+
+    keras/src/backend/jax/trainer.py, JAXTrainer._get_jax_state
+
+    Args:
+        owner: The model, or the trainer class, whose method is called.
+        model: The model, if `owner` is a class.
+        groups: The groups of variables, such as `trainable_variables=True`.
+    """
+    state: tuple[Any, ...] = owner._get_jax_state(*model, **groups)
+    return state
+
+
+def empty_variables(model: Any, **groups: bool) -> None:
+    """Take the values out of groups of variables, so that a step may donate them.
+
+    keras/src/backend/jax/trainer.py, JAXTrainer._purge_model_variables
+    """
+    model._purge_model_variables(**groups)
 
 
 # ---------------------------------------------------------------- double precision
@@ -428,7 +721,306 @@ def _attention(
     return ops.einsum("bnts,bsnh->btnh", ops.softmax(logits, axis=-1), value)
 
 
+# ---------------------------------------------------------------- what a layer has
+
+
+def layers_in(part: Any) -> list[Any]:
+    """A layer and the layers inside it, each once; none for an operation that is not a layer.
+
+    keras/src/layers/layer.py, Layer._flatten_layers
+    """
+    return list(part._flatten_layers()) if isinstance(part, keras.layers.Layer) else []
+
+
+def layers_of(layer: Any) -> list[Any]:
+    """The layers among the attributes of a layer.
+
+    keras/src/layers/layer.py, Layer._layers
+    """
+    return list(layer._layers)
+
+
+def seed_generators(layer: Any) -> list[Any]:
+    """The list of the seed generators among the attributes of a layer; a change to it counts.
+
+    keras/src/layers/layer.py, Layer._seed_generators, which `Layer.variables` reads
+    """
+    found: list[Any] = layer._seed_generators
+    return found
+
+
+def own_trainable_variables(owner: Any) -> list[Any]:
+    """The variables that a layer made with `trainable=True`, or that an optimizer updates.
+
+    keras/src/layers/layer.py, Layer._trainable_variables; keras/src/optimizers/base_optimizer.py
+    """
+    return list(owner._trainable_variables)
+
+
+def takes_training(layer: Any) -> bool:
+    """Whether the `call` of a layer has the argument `training`.
+
+    keras/src/layers/layer.py, Layer._call_has_training_arg
+    """
+    return bool(layer._call_has_training_arg)
+
+
+def is_rematerialized(layer: Any) -> bool:
+    """Whether the layer was made in a `RematScope`, and is computed again in the backward pass.
+
+    keras/src/ops/operation.py, Operation._remat_mode
+    """
+    return layer._remat_mode is not None
+
+
+def reduction_axes(norm: Any) -> Any:
+    """The axes over which a batch norm takes its mean.
+
+    keras/src/layers/normalization/batch_normalization.py, BatchNormalization.build
+    """
+    return norm._reduction_axes
+
+
+MOMENTS = "_moments"
+"""The method of `BatchNormalization` that takes mean and variance of a batch."""
+
+
+def added_losses(layer: Any) -> list[Any]:
+    """The losses that a layer has added in its last call.
+
+    keras/src/layers/layer.py, Layer.add_loss
+    """
+    return list(layer._losses)
+
+
+def change_added_losses(layer: Any, losses: list[Any]) -> None:
+    """Replace the losses that a layer has added in its last call."""
+    layer._losses[:] = losses
+
+
+def clear_losses(layer: Any) -> None:
+    """Drop the losses that a layer and those inside it have added.
+
+    keras/src/layers/layer.py, Layer._clear_losses
+    """
+    layer._clear_losses()
+
+
+def losses_with_ids(layer: Any) -> tuple[list[Any], set[int]]:
+    """The losses that a layer has added, and the ids by which it drops them at its next call.
+
+    keras/src/layers/layer.py, Layer.add_loss and Layer._clear_losses
+    """
+    return list(layer._losses), set(layer._loss_ids)
+
+
+def put_losses_with_ids(layer: Any, losses: list[Any], ids: set[int]) -> None:
+    """Undo what a layer has added since `losses_with_ids`."""
+    layer._losses[:] = losses
+    layer._loss_ids.clear()
+    layer._loss_ids.update(ids)
+
+
+def forget_loss_ids(layer: Any) -> None:
+    """Let a layer drop no loss of another layer that has an id of an earlier trace."""
+    layer._loss_ids.clear()
+
+
+def renew_tracker(layer: Any) -> None:
+    """Let a copy of a layer find the items of its lists, which have other identities.
+
+    keras/src/utils/tracking.py, Tracker.stored_ids
+    """
+    tracker = layer._tracker
+    tracker.stored_ids = {
+        name: {id(item) for item in items} for name, (_, items) in tracker.config.items()
+    }
+
+
+# ---------------------------------------------------------------- what a variable has
+
+
+def stored_value(variable: Any) -> Any:
+    """The tensor of a variable, `None` before it has one.
+
+    keras/src/backend/common/variables.py, Variable._value: `value` checks scopes and casts.
+    """
+    return variable._value
+
+
+def store_value(variable: Any, value: Any) -> None:
+    """Replace the tensor of a variable without converting it."""
+    variable._value = value
+
+
+def stores_as_it_is(variable: Any, shape: tuple[int, ...], dtype: str) -> bool:
+    """Whether `assign` on JAX would store an array of this shape and type as it is.
+
+    keras/src/backend/common/variables.py, Variable.assign; keras/src/backend/jax/core.py,
+    JaxVariable._direct_assign
+    """
+    plain = type(variable) is keras.Variable and variable._layout is None
+    return plain and shape == variable._shape and dtype == variable._dtype
+
+
+def layout_of(variable: Any) -> Any:
+    """The layout that a `keras.distribution` gave to a variable on JAX, `None` without one.
+
+    keras/src/backend/jax/core.py, JaxVariable._initialize_layout
+    """
+    return variable._layout
+
+
+ASSIGN = "_direct_assign"
+"""The method of a variable that stores a new value. keras/src/backend/*/core.py"""
+
+
+# ---------------------------------------------------------------- what an optimizer does
+
+ADD_SLOT = "add_variable_from_reference"
+CLIP, DECAY = "_clip_gradients", "_apply_weight_decay"
+ACCUMULATE = "_backend_increment_gradient_accumulators"
+UPDATE_ALL, UPDATE_ONE = "_backend_update_step", "update_step"
+"""Methods in keras/src/optimizers/base_optimizer.py, BaseOptimizer."""
+
+
+def updates_all_at_once(optimizer: Any) -> bool:
+    """Whether an optimizer on PyTorch updates all variables by one operation over lists.
+
+    keras/src/backend/torch/optimizers/torch_parallel_optimizer.py
+    """
+    return hasattr(optimizer, "_parallel_update_step")
+
+
+def decays(optimizer: Any, variable: Any) -> bool:
+    """Whether an optimizer applies its weight decay to a variable.
+
+    keras/src/optimizers/base_optimizer.py, BaseOptimizer._use_weight_decay
+    """
+    return bool(optimizer._use_weight_decay(variable))
+
+
+# ---------------------------------------------------------------- what a callback does
+
+STATE_OF_CALLBACKS: dict[str, tuple[str, ...]] = {
+    "EarlyStopping": ("wait", "stopped_epoch", "best", "best_weights", "best_epoch"),
+    "ReduceLROnPlateau": ("wait", "best", "cooldown_counter"),
+    "ModelCheckpoint": (
+        "best",
+        "_current_epoch",
+        "_batches_seen_since_last_saving",
+        "_last_batch_seen",
+    ),
+    # Whether the weights and their averages are swapped, as they are between two epochs.
+    "SwapEMAWeights": ("_ema_weights_in_model",),
+    "TensorBoard": ("_global_train_batch", "_global_test_batch", "_previous_epoch_iterations"),
+    "CSVLogger": ("keys",),
+    "History": ("history", "epoch"),
+}
+"""The attributes that Keras's callbacks change during a run. keras/src/callbacks/*.py"""
+
+
+def set_monitor_op(callback: Any) -> None:
+    """Let a callback find out whether less or more of what it monitors is better.
+
+    keras/src/callbacks/monitor_callback.py, MonitorCallback._set_monitor_op
+
+    Raises:
+        ValueError: If the mode is `"auto"` and no metric says it.
+    """
+    callback._set_monitor_op()
+
+
+def is_bar_of_evaluation(bar: Any) -> bool:
+    """Whether this `ProgbarLogger` shows an evaluation, and none within `fit`.
+
+    keras/src/callbacks/progbar_logger.py, ProgbarLogger._called_in_fit
+    """
+    return not bar._called_in_fit
+
+
+def counted_without_drawing(bar: Any, batch: int) -> bool:
+    """Count a batch for a `ProgbarLogger` that would not draw now.
+
+    keras/src/callbacks/progbar_logger.py, ProgbarLogger._update_progbar, and
+    keras/src/utils/progbar.py, Progbar.update: the first call starts its clock.
+
+    Returns:
+        Whether the batch was counted. Where it was not, the bar has to be called.
+    """
+    picture = bar.progbar
+    if bar.verbose != 1 or picture is None or not picture._seen_so_far:
+        return False
+    if time.time() - picture._last_update >= picture.interval:
+        return False
+    bar.seen = picture._seen_so_far = batch + 1
+    return True
+
+
+# ---------------------------------------------------------------- what a loss or a metric has
+
+
+def options_of(wrapper: Any) -> dict[str, Any]:
+    """The keyword arguments with which a loss or a metric calls its function.
+
+    keras/src/metrics/reduction_metrics.py, MeanMetricWrapper; keras/src/losses/losses.py
+    """
+    found: dict[str, Any] = getattr(wrapper, "_fn_kwargs", {})
+    return found
+
+
+METRIC_FUNCTION = "_fn"
+"""The attribute of a `MeanMetricWrapper` with its function."""
+
+
 # ---------------------------------------------------------------- what an adapter does
+
+
+def inputs_of(adapter: Any) -> Any:
+    """The arrays of an `ArrayDataAdapter`.
+
+    keras/src/trainers/data_adapters/array_data_adapter.py, ArrayDataAdapter.__init__
+    """
+    return adapter._inputs
+
+
+def number_of_rows(adapter: Any) -> Any:
+    """The rows of an `ArrayDataAdapter`; `None` for other data."""
+    return getattr(adapter, "_num_samples", None)
+
+
+def batch_size_of(adapter: Any) -> int:
+    """The rows of a batch of an `ArrayDataAdapter`."""
+    return int(adapter._batch_size)
+
+
+def shuffle_of(adapter: Any) -> Any:
+    """How an `ArrayDataAdapter` shuffles: `True`, `False` or `"batch"`."""
+    return adapter._shuffle
+
+
+def loader_of(adapter: Any) -> Any:
+    """The `DataLoader` of a `TorchDataLoaderAdapter`.
+
+    keras/src/trainers/data_adapters/torch_data_loader_adapter.py
+    """
+    return adapter._dataloader
+
+
+def number_looked_at(adapter: Any) -> int:
+    """The batches that a `GeneratorDataAdapter` has drawn to learn their shapes.
+
+    keras/src/trainers/data_adapters/generator_data_adapter.py
+    """
+    return len(adapter._first_batches)
+
+
+def standardized(adapter: Any, batch: Any) -> Any:
+    """A batch of a `PyDataset` in the structure of `fit`, with its class weights.
+
+    keras/src/trainers/data_adapters/py_dataset_adapter.py, PyDatasetAdapter._standardize_batch
+    """
+    return adapter._standardize_batch(batch)
 
 
 def worker_pools() -> list[Any]:
@@ -512,6 +1104,37 @@ def values_replaced(variables: list[Any], values: list[Any]) -> Iterator[list[tu
 # ---------------------------------------------------------------- the graph of a functional model
 
 
+RUN_GRAPH = "_run_through_graph"
+"""The method that runs a functional graph. keras/src/ops/function.py, Function"""
+
+
+def operations_of(container: Any) -> list[Any]:
+    """The layers and other operations that a container calls.
+
+    keras/src/ops/function.py, Function._operations
+    """
+    functional = getattr(container, "_functional", None) or container
+    operations = getattr(functional, "_operations", None)
+    return list(container.layers if operations is None else operations)
+
+
+def calls_of(operation: Any) -> list[Any]:
+    """The nodes of all symbolic calls of an operation.
+
+    keras/src/ops/operation.py, Operation._inbound_nodes; keras/src/ops/node.py, Node
+    """
+    return list(operation._inbound_nodes)
+
+
+def node_of(tensor: Any) -> Any:
+    """The node of the call that made a symbolic tensor, `None` for other tensors.
+
+    keras/src/ops/node.py, KerasHistory
+    """
+    history = getattr(tensor, "_keras_history", None)
+    return None if history is None else history.operation._inbound_nodes[history.node_index]
+
+
 def functional_of(layer: Any) -> Any:
     """The functional graph that a model runs, `None` where it has none.
 
@@ -539,14 +1162,6 @@ def sublayers_of(layer: Any) -> list[Any]:
     inner = layer._flatten_layers(recursive=False, include_self=False)
     own = getattr(layer, "_functional", None)
     return [each for each in inner if each is not own]
-
-
-def added_losses(layer: Any) -> list[Any]:
-    """The losses that a layer has added in its last call.
-
-    keras/src/layers/layer.py, Layer.add_loss
-    """
-    return list(layer._losses)
 
 
 def run_graph(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.errors import LayoutConflict
-from lockstep.keras_compat import functional_of, nodes_of, sublayers_of
+from lockstep.keras_compat import functional_of, layers_in, nodes_of, sublayers_of
 
 _DEVICE = "_lockstep_device"
 """The attribute of a node of a functional graph that holds its device."""
@@ -46,7 +46,7 @@ def mark_node(node: Any, device: str) -> None:
 def marked(model: Any) -> list[str]:
     """Return the devices that `lockstep.on` has given to calls in a model, in order."""
     found: dict[str, None] = {}
-    for layer in model._flatten_layers():
+    for layer in layers_in(model):
         function = functional_of(layer)
         for node in nodes_of(function) if function is not None else []:
             device = vars(node).get(_DEVICE)
@@ -154,7 +154,7 @@ class _Walk:
         self.calls[id(node)] = device
         if fixed or chosen is not None or (parents and parents[0] in self.fixed):
             self.fixed.add(id(node))
-        if hasattr(operation, "_flatten_layers") and id(operation) not in self.layers:
+        if layers_in(operation) and id(operation) not in self.layers:
             self.visit(operation, device, fixed=False)
 
 

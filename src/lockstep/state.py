@@ -71,10 +71,11 @@ def stateful_layers(model: Any) -> list[Any]:
     """Return the RNN layers of `model` that keep their state and are built."""
     import keras
 
-    # keras/src/layers/layer.py, Layer._flatten_layers
+    from lockstep.keras_compat import layers_in
+
     return [
         layer
-        for layer in model._flatten_layers()
+        for layer in layers_in(model)
         if isinstance(layer, keras.layers.RNN) and layer.stateful and layer.states is not None
     ]
 

@@ -21,9 +21,9 @@ FILES_OF = {"rescue/detect.py": {"torch"}}
 """Who may import a framework to read a file that only it can read."""
 
 LAYERS = [
-    {"counted", "declarations", "errors", "files", "json_numbers", "report"},
+    {"counted", "declarations", "errors", "files", "json_numbers", "keras_compat", "report"},
     {"devices", "package_versions", "shards", "state"},
-    {"keras_compat", "launch", "ray"},
+    {"launch", "ray"},
     {"announce", "layout"},
     {"checkpoint", "processes", "training", "engines"},
     {"batches", "targets", "trains_at_import"},
@@ -185,9 +185,59 @@ def test_an_engine_has_only_what_needs_its_framework(engine):
     assert not uses.keys() - needs
 
 
+NOT_OF_KERAS = {
+    # os and sys; multiprocessing/pool.py
+    *("_exit", "_getframe", "_cache", "_pool", "_set"),
+    # PyTorch: process groups, storages, autograd
+    *("_Options", "_devices", "_timeout", "_allgather_base", "_cdata", "_schema", "_version"),
+    *("_backward_hooks", "_post_accumulate_grad_hooks", "_foreach"),
+    # TensorFlow: tf.distribute, tf.Graph, variables, tf.data
+    *("_InReplicaThreadMode", "_get_default_replica_mode", "_push_per_thread_mode"),
+    *("_pop_per_thread_mode", "_get_replica", "_replica_id", "_update", "_unique_id"),
+    *("_distributed_container", "_handle_data", "_get_function", "_gradient_op_type", "_seed2"),
+    # parts of names, and names in files
+    *("_W", "_activation", "_batch_", "_batch_begin", "_batch_end", "_compile_", "_test_"),
+    *("_train_", "_layer_checkpoint_dependencies"),
+}
+"""Private names outside of Keras, or no names at all."""
+
+
 def test_private_parts_of_keras_are_named_in_one_file():
-    named = [path.name for path in FILES if "keras.src" in path.read_text()]
-    assert named == ["keras_compat.py"]
+    """Attributes of other objects and strings; a subclass names what it overrides itself."""
+    assert [path.name for path in FILES if "keras.src" in path.read_text()] == ["keras_compat.py"]
+    trees = {path: ast.parse(path.read_text()) for path in FILES}
+    compat = trees.pop(SOURCE / "keras_compat.py")
+    of_keras = set(_private_names(compat))
+    assert {"_flatten_layers", "_compile_loss", "_jax_state"} <= of_keras, "names are seen"
+    known = NOT_OF_KERAS | {name for tree in trees.values() for name in _defined(tree)}
+    for path, tree in trees.items():
+        found = {name for name in _private_names(tree) if not name.startswith("_lockstep_")}
+        assert found <= known, path
+        assert found & of_keras <= {"_inputs"}, path  # those of a data set of tf.data
+    assert not NOT_OF_KERAS & of_keras
+
+
+def _private_names(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value)
+            name = "" if owner in ("self", "cls", "super()") else node.attr
+        else:
+            name = node.value if isinstance(node, ast.Constant) else ""
+        if isinstance(name, str) and re.fullmatch(r"_[a-zA-Z]\w*", name):
+            yield name
+
+
+def _defined(tree):
+    """The private names that lockstep's own code gives to something."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr if ast.unparse(node.value) == "self" else ""
+        elif isinstance(node, ast.AnnAssign | ast.Assign):
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
 
 
 def test_the_private_parts_of_keras_need_no_framework_but_that_of_the_backend():

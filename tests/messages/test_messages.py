@@ -179,7 +179,7 @@ def test_variables_shared_with_a_model_elsewhere():
     assert text_of(lockstep.distribute, second, 4) == (
         "'second' was asked onto cpu:0 to cpu:3, and its variable 'first/shared/kernel' is "
         "shared with 'first' on cpu:0, cpu:1.\n"
-        "A variable has one layout. Distribute both to the same devices, or call\n"
+        "A variable has one layout. Give both models the same devices, or call\n"
         "lockstep.release on the other one first."
     )
 

@@ -10,7 +10,6 @@ from keras import layers
 
 import lockstep
 from lockstep.engines.torch.model_pickle import dump, load
-from lockstep.errors import UnsplitBatchWarning
 from tests.torch.agreement import assert_equal, both, values
 
 QUIET = {"verbose": 0, "shuffle": False}
@@ -246,25 +245,6 @@ def test_what_is_saved_is_a_plain_file(tmp_path):
     assert_equal(one.fit(x, y, **QUIET).history, loaded.fit(x, y, **QUIET).history)
 
 
-def test_a_step_of_the_users_own_runs_on_the_first_device_and_says_so():
-    class Own(keras.Sequential):
-        def train_step(self, data):
-            return super().train_step(data)
-
-    def build():
-        model = Own([keras.Input((4,)), layers.Dense(2)])
-        model.compile("sgd", "mse")
-        return model
-
-    one, many = both(build)
-    x, y = regression()
-    with pytest.warns(UnsplitBatchWarning, match="has a train_step of its own, so the first"):
-        history = many.fit(x, y, **QUIET).history
-    assert_equal(history, one.fit(x, y, **QUIET).history)
-    assert_equal(many.predict(x, verbose=0), one.predict(x, verbose=0))  # which is split
-    assert_equal(one, many)
-
-
 def test_a_model_of_many_layers_is_sent():
     """Pickling goes from layer to layer, and Python's stack would not do."""
 
@@ -280,6 +260,43 @@ def test_a_model_of_many_layers_is_sent():
     x, y = regression(6)
     assert_equal(one.fit(x, y[:, :1], **QUIET).history, many.fit(x, y[:, :1], **QUIET).history)
     assert_equal(values(one), values(many))
+
+
+class Noise(layers.Layer):
+    """Noise of Keras's own seed generator; in `across`, from code that looks across the batch."""
+
+    def __init__(self, across=False):
+        super().__init__()
+        self.across = across
+
+    def call(self, x):
+        if self.across:
+            x = x - keras.ops.mean(x, axis=0)
+        return x * 0 + keras.random.normal(keras.ops.shape(x))
+
+
+def test_noise_without_a_seed_differs_by_row_whichever_device_runs_it():
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((5,)), Noise()])
+    lockstep.distribute(model, devices=3)
+    noise = model.predict(np.zeros((9, 5)), batch_size=9, verbose=0)
+    assert len(np.unique(noise)) == noise.size
+
+
+@pytest.mark.filterwarnings("ignore:.*whole batch:lockstep.errors.UnsplitBatchWarning")
+def test_noise_on_the_whole_batch_is_the_same_on_every_device():
+    """Each device takes its rows of it, and they are the rows that one device draws."""
+
+    def build():
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input((5,)), layers.Dense(5), Noise(across=True)])
+        model.compile("sgd", "mse")
+        return model
+
+    one = build().predict(np.zeros((9, 5)), batch_size=9, verbose=0)
+    model = build()
+    lockstep.distribute(model, devices=3)
+    np.testing.assert_array_equal(model.predict(np.zeros((9, 5)), batch_size=9, verbose=0), one)
 
 
 @pytest.mark.parametrize("seed", [None, 3])

@@ -1,5 +1,7 @@
 """Which layers and models of the user's own are split on PyTorch; all are exact."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -218,8 +220,9 @@ def test_a_model_with_a_call_of_its_own_is_split(devices):
     assert_same_fit(towers, *sequences(), devices=devices)
 
 
-def test_a_model_that_looks_across_rows_runs_on_the_first_device():
-    with pytest.warns(UnsplitBatchWarning, match=r"is not known to work row by row: Mean"):
+def test_a_model_that_looks_across_rows_has_its_layers_shared():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnsplitBatchWarning)
         assert_same_fit(lambda: towers(across=True), *sequences())
 
 
@@ -228,8 +231,7 @@ def test_a_changed_attribute_is_followed_again():
     for made in (one, many):
         fit(made, *sequences())
         made.across = True
-    with pytest.warns(UnsplitBatchWarning, match="is not known to work row by row"):
-        fit(many, *sequences())
+    fit(many, *sequences())
     fit(one, *sequences())
     assert_equal(many, one)
     lockstep.release(many)

@@ -7,23 +7,8 @@ from typing import Any
 import keras
 
 from lockstep.errors import CheckpointError
+from lockstep.keras_compat import STATE_OF_CALLBACKS, set_monitor_op
 
-# The attributes that Keras's callbacks change during a run: keras/src/callbacks/*.py
-_CHANGED: dict[str, tuple[str, ...]] = {
-    "EarlyStopping": ("wait", "stopped_epoch", "best", "best_weights", "best_epoch"),
-    "ReduceLROnPlateau": ("wait", "best", "cooldown_counter"),
-    "ModelCheckpoint": (
-        "best",
-        "_current_epoch",
-        "_batches_seen_since_last_saving",
-        "_last_batch_seen",
-    ),
-    # Whether the weights and their averages are swapped, as they are between two epochs.
-    "SwapEMAWeights": ("_ema_weights_in_model",),
-    "TensorBoard": ("_global_train_batch", "_global_test_batch", "_previous_epoch_iterations"),
-    "CSVLogger": ("keys",),
-    "History": ("history", "epoch"),
-}
 _WITHOUT_STATE = (
     "LambdaCallback",
     "LearningRateScheduler",
@@ -104,7 +89,7 @@ def _put(callback: Any, written: dict[str, Any]) -> list[str]:
 
 
 def _which(callback: Any) -> dict[str, str]:
-    if not isinstance(callback, tuple(_classes(_CHANGED))):
+    if not isinstance(callback, tuple(_classes(STATE_OF_CALLBACKS))):
         return {}
     named = {name: getattr(callback, name, None) for name in _NAMED_BY}
     return {name: value for name, value in named.items() if isinstance(value, str)}
@@ -128,11 +113,10 @@ def less_is_better(model: Any, monitor: str, mode: str) -> bool:
     """
     if mode != "auto":
         return mode == "min"
-    # keras/src/callbacks/monitor_callback.py, MonitorCallback._set_monitor_op
     asked = keras.callbacks.EarlyStopping(monitor)
     asked.set_model(model)
     try:
-        asked._set_monitor_op()
+        set_monitor_op(asked)
     except ValueError:
         raise CheckpointError(
             f'lockstep.Checkpoint(monitor={monitor!r}) was given with mode="auto", and none of the '
@@ -166,8 +150,12 @@ def _keeps_own(callback: Any) -> bool:
 
 def _keras_state(callback: Any) -> Any:
     """Return the attributes that the callback's Keras class changes; `None` for other classes."""
-    names = [name for base in type(callback).__mro__ for name in _CHANGED.get(base.__name__, ())]
-    if not names or not isinstance(callback, tuple(_classes(_CHANGED))):
+    names = [
+        name
+        for base in type(callback).__mro__
+        for name in STATE_OF_CALLBACKS.get(base.__name__, ())
+    ]
+    if not names or not isinstance(callback, tuple(_classes(STATE_OF_CALLBACKS))):
         return None
     return {name: _copied(getattr(callback, name)) for name in names if hasattr(callback, name)}
 
@@ -179,7 +167,7 @@ def _put_keras_state(callback: Any, state: dict[str, Any] | None) -> None:
     # batch needs it as soon as there is a best value.
     if state and state.get("best") is not None and callback.monitor_op is None:
         with suppress(ValueError):  # mode="auto" without a direction; Keras raises it later
-            callback._set_monitor_op()
+            set_monitor_op(callback)
 
 
 def _copied(value: Any) -> Any:

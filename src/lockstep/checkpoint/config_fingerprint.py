@@ -9,6 +9,8 @@ from typing import Any
 
 import keras
 
+from lockstep.keras_compat import layers_in
+
 UNKNOWN = (NotImplementedError, TypeError, ValueError, OSError)
 """Errors for a model without a configuration, or a lambda without source lines."""
 
@@ -86,7 +88,7 @@ def _with_drawn_seeds(model: Any) -> set[str]:
     # seed that it draws from is a variable.
     return {
         layer.name
-        for layer in model._flatten_layers()  # keras/src/layers/layer.py
+        for layer in layers_in(model)
         if isinstance(layer, keras.layers.RandomCrop)
         and layer.generator.get_config()["seed"] is None
     }

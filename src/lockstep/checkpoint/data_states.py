@@ -15,8 +15,13 @@ from lockstep.keras_compat import (
     DataAdapter,
     PyDatasetAdapter,
     TorchDataLoaderAdapter,
+    batch_size_of,
     epoch_of,
+    inputs_of,
+    loader_of,
+    number_of_rows,
     set_epoch,
+    shuffle_of,
 )
 
 # The adapters and their attributes: keras/src/trainers/data_adapters/*.py
@@ -43,11 +48,11 @@ def fingerprint(batches: Any) -> Any:
         "steps_per_epoch": batches.steps_per_epoch,
     }
     if isinstance(adapter, ArrayDataAdapter):
-        parts = [part for part in keras.tree.flatten(adapter._inputs) if part is not None]
+        parts = [part for part in keras.tree.flatten(inputs_of(adapter)) if part is not None]
         known |= {
-            "rows": adapter._num_samples,
-            "batch size": adapter._batch_size,
-            "shuffle": adapter._shuffle,
+            "rows": number_of_rows(adapter),
+            "batch size": batch_size_of(adapter),
+            "shuffle": shuffle_of(adapter),
             "shapes": [list(part.shape[1:]) for part in parts],
             "types": [str(_type_of(part)) for part in parts],
             "content": [_check_of_rows(part) for part in parts],
@@ -121,7 +126,7 @@ def check_data(adapter: Any, steps_per_epoch: int | None) -> None:
     Raises:
         CheckpointError: If the position cannot be restored; the message names the change to make.
     """
-    if isinstance(adapter, TorchDataLoaderAdapter) and adapter._dataloader.persistent_workers:
+    if isinstance(adapter, TorchDataLoaderAdapter) and loader_of(adapter).persistent_workers:
         raise CheckpointError(
             "The DataLoader has persistent_workers=True: the random numbers of a worker continue "
             "from one epoch\nto the next, and no checkpoint sees them. Say "
@@ -168,7 +173,7 @@ def _sources(adapter: Any) -> dict[str, Any]:
         return {"data": adapter.py_dataset} if _has_state(adapter.py_dataset) else {}
     if not isinstance(adapter, TorchDataLoaderAdapter):
         return {}
-    loader = adapter._dataloader
+    loader = loader_of(adapter)
     found = {
         "loader": loader,
         "sampler": getattr(loader, "sampler", None),

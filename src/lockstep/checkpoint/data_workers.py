@@ -4,7 +4,7 @@ import threading
 import weakref
 from typing import Any
 
-from lockstep.keras_compat import PyDatasetAdapter, TorchDataLoaderAdapter, worker_pools
+from lockstep.keras_compat import PyDatasetAdapter, TorchDataLoaderAdapter, loader_of, worker_pools
 
 # The attributes of the adapters: keras/src/trainers/data_adapters/*.py
 
@@ -12,7 +12,7 @@ from lockstep.keras_compat import PyDatasetAdapter, TorchDataLoaderAdapter, work
 def drawn_elsewhere(adapter: Any) -> bool:
     """Return whether a batch that fails has changed no state of this process, random or not."""
     if isinstance(adapter, TorchDataLoaderAdapter):
-        return bool(adapter._dataloader.num_workers > 0)
+        return bool(loader_of(adapter).num_workers > 0)
     return _in_pool(adapter)
 
 

@@ -14,7 +14,7 @@ from lockstep.checkpoint.config_fingerprint import compiled_of, config_of
 from lockstep.checkpoint.data_states import fingerprint, put_states
 from lockstep.checkpoint.data_workers import drawn_elsewhere
 from lockstep.errors import CheckpointWarning
-from lockstep.keras_compat import is_default
+from lockstep.keras_compat import is_default, layers_in
 from lockstep.state import named_variables
 
 
@@ -266,7 +266,7 @@ def _renew(model: Any) -> None:
     """
     # keras/src/layers/preprocessing/normalization.py, Normalization.finalize_state
     renewed = False
-    for layer in model._flatten_layers():
+    for layer in layers_in(model):
         known = isinstance(layer, keras.layers.Normalization) and layer.built
         if known and layer.input_mean is None:
             before = [np.asarray(value) for value in (layer.mean, layer.variance)]

@@ -10,9 +10,16 @@ from typing import Any
 
 import keras
 
-from lockstep.engines.rowwise import Scratch, parts_of, refused
+from lockstep.engines.rowwise import Scratch, refused
 from lockstep.errors import UnsupportedModel
-from lockstep.keras_compat import added_losses, functional_of, get_keras_mask, set_keras_mask
+from lockstep.keras_compat import (
+    added_losses,
+    functional_of,
+    get_keras_mask,
+    layers_in,
+    operations_of,
+    set_keras_mask,
+)
 
 
 def call_in_parts(
@@ -70,12 +77,12 @@ def check_rows_apart(
     """
     with_loss = [
         layer
-        for layer in model._flatten_layers()
+        for layer in layers_in(model)
         if added_losses(layer) or getattr(layer, "activity_regularizer", None) is not None
     ]
     if with_loss:
         raise _refusal(model, with_loss[0], "adds a loss over all rows")
-    candidates = [model] if functional_of(model) is None else parts_of(model)
+    candidates = [model] if functional_of(model) is None else operations_of(model)
     candidates = [each for each in candidates if not isinstance(each, keras.layers.InputLayer)]
     reasons = refused(model, candidates, inputs, training=training, scratch=scratch)
     for each in candidates:
@@ -91,7 +98,7 @@ def check_unchanged(model: Any, changed: list[Any]) -> None:
         model: The model.
         changed: The changed variables: statistics, counters or random seeds.
     """
-    for layer in reversed(model._flatten_layers()):
+    for layer in reversed(layers_in(model)):
         for variable in layer.variables:
             if any(variable is each for each in changed):
                 raise _refusal(model, layer, "has statistics or random numbers over all rows")

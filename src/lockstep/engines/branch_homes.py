@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from lockstep.engines.patched import patched
+from lockstep.keras_compat import ADD_SLOT, layers_in, node_of
 from lockstep.layout import Layout
 from lockstep.state import rnn_states, unique
 
@@ -15,9 +16,8 @@ from lockstep.state import rnn_states, unique
 def output_device(model: Any, layout: Layout) -> str:
     """Return the device of the first output, which also has metrics and counters."""
     outputs = getattr(model, "outputs", None)
-    history = getattr(outputs[0], "_keras_history", None) if outputs else None
-    if history is not None:
-        node = history.operation._inbound_nodes[history.node_index]
+    node = node_of(outputs[0]) if outputs else None
+    if node is not None:
         return layout.calls.get(id(node), layout.devices[0])
     return layout.devices[0]
 
@@ -28,7 +28,7 @@ def variable_homes(model: Any, layout: Layout) -> dict[int, str]:
     A variable is on the device of its layer, and an optimizer slot on the device of its variable.
     """
     homes: dict[int, str] = {}
-    for layer in reversed(model._flatten_layers()):
+    for layer in reversed(layers_in(model)):
         for variable in [*layer.variables, *rnn_states(layer)]:
             homes.setdefault(id(variable), layout.home(layer))
     for optimizer in optimizers_of(model):
@@ -86,5 +86,5 @@ def slots_made_at_home(optimizer: Any, home: Callable[[Any], str]) -> Iterator[N
         with keras.device(home(reference_variable)):
             return make(reference_variable, *args, **kwargs)
 
-    with patched([(owner, "add_variable_from_reference", make_at_home)]):
+    with patched([(owner, ADD_SLOT, make_at_home)]):
         yield

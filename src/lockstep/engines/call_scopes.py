@@ -5,10 +5,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from lockstep.keras_compat import functional_of, run_graph, sublayers_of
+from lockstep.keras_compat import RUN_GRAPH, functional_of, run_graph, sublayers_of
 from lockstep.layout import Layout
-
-_RUN_GRAPH = "_run_through_graph"  # keras/src/ops/function.py, Function
 
 Scope = Callable[[str, Any], AbstractContextManager[Any]]
 """Makes the context of one call of an operation, such as a layer, on the device with this name."""
@@ -50,7 +48,7 @@ class CallScopes:
         seen.add(id(layer))
         has_graph = functional_of(layer) is layer
         if has_graph:
-            self._replace(layer, _RUN_GRAPH, functools.partial(_run, layer, self._around))
+            self._replace(layer, RUN_GRAPH, functools.partial(_run, layer, self._around))
         for inner in sublayers_of(layer):
             # The graph of a Sequential model is made anew by `add` and `pop`.
             if not has_graph and id(inner) in self._layout.fixed:

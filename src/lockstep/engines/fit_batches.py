@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 # keras/src/trainers/epoch_iterator.py, EpochIterator: where `fit` gets its batches from
-from lockstep.keras_compat import get_data_adapter
+from lockstep.keras_compat import get_data_adapter, standardized
 
 
 def fit_batches(
@@ -31,7 +31,7 @@ def fit_batches(
     if isinstance(x, keras.utils.PyDataset):
         # keras/src/trainers/data_adapters/py_dataset_adapter.py, PyDatasetAdapter: its
         # iterator starts workers, and its end of epoch may change the data set.
-        batches = map(adapter._standardize_batch, map(x.__getitem__, _numbers(x)))
+        batches = (standardized(adapter, x[number]) for number in _numbers(x))
     else:
         batches = adapter.get_numpy_iterator()
     # The copy is needed because a data set may write the next batch into the same array.

@@ -3,6 +3,9 @@
 import weakref
 from typing import Any
 
+from lockstep.devices import names_in_words
+from lockstep.errors import LayoutConflict
+
 _HOLDERS = "_lockstep_holders"
 
 
@@ -23,3 +26,22 @@ def holders_of(variable: Any) -> Holders:
     if holders is None:
         holders = attributes[_HOLDERS] = Holders()
     return holders
+
+
+def check_shared(attachment: Any, variable: Any) -> None:
+    """Raise if another model has laid out a variable in another way.
+
+    Args:
+        attachment: The attachment of the model that is to have the variable.
+        variable: A Keras variable of the model.
+    """
+    model, home = attachment.model, attachment.home(variable)
+    for other in holders_of(variable):
+        if other.model is not model and other.home(variable) != home:
+            raise LayoutConflict(
+                f"{model.name!r} was asked onto {names_in_words(attachment.devices)}, and its "
+                f"variable {variable.path!r} is shared with {other.model.name!r} on "
+                f"{names_in_words(other.devices)}.\n"
+                "A variable has one layout. Give both models the same devices, or call\n"
+                "lockstep.release on the other one first."
+            )

@@ -6,7 +6,7 @@ from typing import Any
 
 from lockstep.announce import Given, arguments_of, wants_words
 from lockstep.checkpoint.fit_scope import fit_scope
-from lockstep.engines.call_guard import LOOPS
+from lockstep.engines.call_guard import LOOPS, STEPPING, CallGuard
 from lockstep.processes import process_group
 from lockstep.training.inner_fit import lead_to_loop
 from lockstep.training.input import check_times
@@ -24,6 +24,26 @@ def loop_methods(loop: Loop, names: Collection[str] = LOOPS) -> dict[str, Callab
     if "fit" not in methods and knows_arguments(Loop.fit, "fit"):
         lead_to_loop()
     return methods
+
+
+def stepping_methods(
+    loop: Loop,
+    turns: CallGuard,
+    line: Callable[[Given, bool], str],
+    names: Collection[str] = LOOPS,
+) -> dict[str, Callable[..., Any]]:
+    """Return the methods of a model that run steps, guarded, by name.
+
+    Args:
+        loop: The loop of the model.
+        turns: Lets one of the methods run at a time.
+        line: Returns the line that `fit` prints; see `announced_fit`.
+        names: The methods that the loop may replace.
+    """
+    methods = {name: getattr(loop.model, name) for name in STEPPING}
+    methods |= loop_methods(loop, names)
+    methods["fit"] = announced_fit(methods["fit"], loop, line)
+    return {name: turns.guarded(name, method) for name, method in methods.items()}
 
 
 def announced_fit(

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from lockstep.errors import UnusableData
-from lockstep.keras_compat import pythonify_logs
+from lockstep.keras_compat import build_from_batch, pythonify_logs
 from lockstep.state import unique
 
 
@@ -72,8 +72,7 @@ def build_symbolically(model: Any, batch: Any) -> None:
         UnusableData: If Keras cannot build the model from the batch.
     """
     try:
-        # keras/src/trainers/trainer.py, Trainer._symbolic_build
-        model._symbolic_build(data_batch=batch)
+        build_from_batch(model, batch)
     except RuntimeError as error:
         raise not_built(model, error) from error
 

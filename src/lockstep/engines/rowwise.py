@@ -27,13 +27,21 @@ from lockstep.engines.patched import patched
 from lockstep.keras_compat import (
     GLOBAL_SEED_GENERATOR,
     Functional,
+    calls_of,
+    clear_losses,
     compute_output_spec,
     get_keras_mask,
     global_seed_generator,
     global_state,
+    layers_in,
+    layers_of,
     module_in_keras,
+    operations_of,
+    reduction_axes,
+    seed_generators,
     set_keras_mask,
     symbolic_calls,
+    takes_training,
 )
 
 Reasons = dict[int, str]
@@ -86,20 +94,12 @@ def is_container(layer: Any) -> bool:
     )
 
 
-def parts_of(container: Any) -> list[Any]:
-    """Return the layers and other operations that a container calls."""
-    functional = getattr(container, "_functional", None) or container
-    # keras/src/ops/function.py, Function._operations
-    operations = getattr(functional, "_operations", None)
-    return list(container.layers if operations is None else operations)
-
-
 def is_batch_norm(layer: Any) -> bool:
     """Return whether a layer is Keras's own batch norm over the rows."""
     return (
         type(layer) is keras.layers.BatchNormalization
         and layer.built
-        and 0 in layer._reduction_axes
+        and 0 in reduction_axes(layer)
     )
 
 
@@ -110,8 +110,7 @@ def works_by_rows(layer: Any) -> bool:
     """
     if not isinstance(layer, keras.layers.Layer) or not _is_known(layer):
         return False
-    # keras/src/ops/operation.py, Operation._inbound_nodes; keras/src/ops/node.py
-    nodes = layer._inbound_nodes
+    nodes = calls_of(layer)
     arrays = [array for node in nodes for array in arrays_in(node)]
     if not all(_is_for_all_rows(layer, tuple(array.shape)) for array in arrays):
         return False
@@ -134,18 +133,13 @@ def stateful_rnns(layer: Any) -> list[Any]:
         return stateful if works_by_rows(layer) else []
 
 
-def layers_in(part: Any) -> list[Any]:
-    """Return a layer and the layers inside it; none for an operation that is not a layer."""
-    return list(part._flatten_layers()) if isinstance(part, keras.layers.Layer) else []
-
-
 def drawing_layers(part: Any) -> list[Any]:
     """Return the layers inside `part` that draw random numbers and can run on a global batch."""
     if not isinstance(part, keras.layers.Layer):
         return []
-    if part._seed_generators or works_by_rows(part) or stateful_rnns(part):
-        return [part] if any(layer._seed_generators for layer in layers_in(part)) else []
-    return [layer for inner in part._layers for layer in drawing_layers(inner)]
+    if seed_generators(part) or works_by_rows(part) or stateful_rnns(part):
+        return [part] if any(seed_generators(layer) for layer in layers_in(part)) else []
+    return [layer for inner in layers_of(part) for layer in drawing_layers(inner)]
 
 
 def _is_known(layer: Any) -> bool:
@@ -154,7 +148,7 @@ def _is_known(layer: Any) -> bool:
         return False
     if not _is_called_as_its_class(layer) or not _has_plain_options(layer):
         return False
-    return all(_fits_inside(part) for part in layer._layers)
+    return all(_fits_inside(part) for part in layers_of(layer))
 
 
 def _is_for_all_rows(layer: Any, shape: tuple[int | None, ...]) -> bool:
@@ -178,7 +172,7 @@ def arrays_in(node: Any) -> list[Any]:
 def _fits_inside(part: Any) -> bool:
     # A part of a wrapper or cell may run inside a loop, where replicas cannot synchronize.
     if is_container(part):
-        inside = all(_fits_inside(inner) for inner in parts_of(part))
+        inside = all(_fits_inside(inner) for inner in operations_of(part))
     else:
         inside = works_by_rows(part)
     return inside and getattr(part, "activity_regularizer", None) is None
@@ -691,7 +685,7 @@ def refused(
     def run(stand_in: int) -> _Follower:
         follower = _Follower(parts, scratch())
         x = keras.tree.map_structure(partial(_symbol, stand_in=stand_in), inputs)
-        options = {"training": training} if model._call_has_training_arg else {}
+        options = {"training": training} if takes_training(model) else {}
         with follower.following():
             model(x, **options)
         return follower
@@ -705,7 +699,7 @@ def refused(
     except Exception as error:  # any error means that it is not known
         return {id(part): _in_words(error) for part in parts}
     finally:
-        model._clear_losses()
+        clear_losses(model)
     for part in parts:
         found = one.reasons.get(id(part)) or other.reasons.get(id(part))
         if found is None and id(part) not in one.programs:
@@ -747,7 +741,7 @@ def call_refused(
     try:
         return _judged(run, (args, kwargs), None)
     finally:
-        layer._clear_losses()
+        clear_losses(layer)
 
 
 def function_refused(
@@ -804,8 +798,8 @@ def _meets_in_a_loop(part: Any) -> bool:
         return False
     wrappers = (keras.layers.RNN, keras.layers.Wrapper, keras.layers.StackedRNNCells)
     return any(
-        isinstance(layer, wrappers) and any(is_batch_norm(i) for i in layer._flatten_layers())
-        for layer in part._flatten_layers()
+        isinstance(layer, wrappers) and any(is_batch_norm(i) for i in layers_in(layer))
+        for layer in layers_in(part)
     )
 
 
@@ -960,9 +954,9 @@ class _Follower:
         self.note(id(layer), [], args, kwargs)
         operands = _operands((*args, *kwargs.values()))
         each = {operand.each for operand in operands} - {None}
-        inner = layer._flatten_layers()
+        inner = layers_in(layer)
         together = any(is_batch_norm(i) or i.activity_regularizer is not None for i in inner)
-        draws = any(i._seed_generators for i in layer._flatten_layers())
+        draws = any(seed_generators(i) for i in layers_in(layer))
         if not each and not together and not draws:
             return self._rows_like(self._spec(layer, args, kwargs), None)
         for operand in operands:

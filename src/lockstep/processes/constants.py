@@ -4,6 +4,8 @@ from typing import Any
 
 import keras
 
+from lockstep.keras_compat import layers_in
+
 
 class Constant:
     """One constant, with the part of a variable's interface that sharing needs."""
@@ -27,7 +29,7 @@ def constants_of(model: Any) -> list[Constant]:
     # `variance` are copies of the variables, made when the layer is built, adapted or loaded.
     return [
         Constant(layer, name)
-        for layer in model._flatten_layers()
+        for layer in layers_in(model)
         if isinstance(layer, keras.layers.Normalization) and layer.built
         for name in ("mean", "variance")
     ]

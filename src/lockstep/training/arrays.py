@@ -12,8 +12,12 @@ import numpy as np
 from lockstep.keras_compat import (
     ArrayDataAdapter,
     NumpySliceable,
+    batch_size_of,
     convert_to_sliceable,
+    inputs_of,
+    number_of_rows,
     row_indices,
+    shuffle_of,
 )
 
 Rows = np.ndarray | slice
@@ -64,10 +68,9 @@ def host_array(leaf: Any) -> np.ndarray:
 
 def plain_arrays(adapter: Any) -> Arrays | None:
     """Return the data set of an adapter if it consists of NumPy arrays only, else `None`."""
-    # keras/src/trainers/data_adapters/array_data_adapter.py, ArrayDataAdapter.__init__
     if type(adapter) is not ArrayDataAdapter:
         return None
-    parts = convert_to_sliceable(adapter._inputs, target_backend="jax")
+    parts = convert_to_sliceable(inputs_of(adapter), target_backend="jax")
     sliceable = keras.tree.flatten(parts)
     if not sliceable or any(type(part) is not NumpySliceable for part in sliceable):
         return None
@@ -94,7 +97,9 @@ def row_numbers(adapter: Any, skip: int) -> Iterator[Rows]:
 
     Keras's adapter draws the order, including that of the skipped batches.
     """
-    rows, size = adapter._num_samples, adapter._batch_size
-    if not adapter._shuffle:  # one after the other, with less Python in each than Keras's iterator
+    rows, size = number_of_rows(adapter), batch_size_of(adapter)
+    if not shuffle_of(
+        adapter
+    ):  # one after the other, with less Python in each than Keras's iterator
         return (slice(n, min(n + size, rows)) for n in range(skip * size, rows, size))
     return islice(row_indices(adapter), skip, None)

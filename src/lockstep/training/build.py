@@ -5,7 +5,13 @@ from typing import Any
 import keras
 
 from lockstep.errors import UnsupportedModel
-from lockstep.keras_compat import compute_output_spec, is_built
+from lockstep.keras_compat import (
+    build_from_batch,
+    compiled_loss,
+    compiled_metrics,
+    compute_output_spec,
+    is_built,
+)
 
 
 def build(model: Any, step: str, batch: Any) -> None:
@@ -33,8 +39,7 @@ def build(model: Any, step: str, batch: Any) -> None:
         attributes, optimizer = vars(model), model.optimizer
         attributes["optimizer"] = None  # the optimizer is built below, only to train
         try:
-            # keras/src/trainers/trainer.py, Trainer._symbolic_build
-            model._symbolic_build(data_batch=batch)
+            build_from_batch(model, batch)
         finally:
             attributes["optimizer"] = optimizer
     except RuntimeError as error:
@@ -55,9 +60,22 @@ def is_ready(model: Any, step: str) -> bool:
         return False
     if step == "predict":
         return True
-    parts = [model._compile_metrics, model._compile_loss]
+    parts = [compiled_metrics(model), compiled_loss(model)]
     parts += [model.optimizer] if step == "train" else []
     return all(part is None or part.built for part in parts)
+
+
+def is_ready_for_own_step(model: Any, step: str) -> bool:
+    """Return whether everything that a step of the user's own may use is built.
+
+    It may use each optimizer among the attributes of the model.
+    """
+    parts: list[Any] = []
+    if step == "train":
+        parts += [v for v in vars(model).values() if isinstance(v, keras.optimizers.Optimizer)]
+    if step != "predict":
+        parts += [compiled_metrics(model), compiled_loss(model)]
+    return is_built(model) and all(part is None or part.built for part in parts)
 
 
 def _symbol(leaf: Any) -> Any:

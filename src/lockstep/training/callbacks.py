@@ -1,12 +1,16 @@
 """Keras's list of callbacks, without a device wait at every batch."""
 
-import time
 from typing import Any
 
 import keras
 
 from lockstep.checkpoint.callback import Checkpoint
-from lockstep.keras_compat import is_default, pythonify_logs
+from lockstep.keras_compat import (
+    counted_without_drawing,
+    is_bar_of_evaluation,
+    is_default,
+    pythonify_logs,
+)
 from lockstep.training.logs import lazy_logs
 
 
@@ -198,7 +202,7 @@ _BATCH_HOOKS = [f"on_{kind}_batch_{end}" for kind in _KINDS for end in ("begin",
 def _has(callback: Any, hook: str) -> bool:
     """Return whether a callback overrides a batch hook of Keras, which is empty by default."""
     bar = type(callback) is keras.callbacks.ProgbarLogger
-    if bar and "_test_" in hook and callback._called_in_fit:  # it ignores these batches
+    if bar and "_test_" in hook and not is_bar_of_evaluation(callback):  # it ignores these batches
         return False
     names = [hook]
     if "_train_" in hook:  # keras/src/callbacks/callback.py: on_train_batch_* calls it
@@ -214,12 +218,4 @@ def _draws(callback: Any, batch: int) -> bool:
     """
     if type(callback) is not keras.callbacks.ProgbarLogger:
         return True
-    # keras/src/callbacks/progbar_logger.py, ProgbarLogger._update_progbar, and
-    # keras/src/utils/progbar.py, Progbar.update: the first call starts its clock.
-    bar = callback.progbar
-    if callback.verbose != 1 or bar is None or not bar._seen_so_far:
-        return True
-    if time.time() - bar._last_update >= bar.interval:
-        return True
-    callback.seen = bar._seen_so_far = batch + 1
-    return False
+    return not counted_without_drawing(callback, batch)

@@ -11,7 +11,13 @@ import keras
 import numpy as np
 
 from lockstep.errors import UnsupportedModel
-from lockstep.keras_compat import ArrayDataAdapter, EpochIterator, GeneratorDataAdapter
+from lockstep.keras_compat import (
+    ArrayDataAdapter,
+    EpochIterator,
+    GeneratorDataAdapter,
+    number_looked_at,
+    number_of_rows,
+)
 from lockstep.training import prefetch_queue
 from lockstep.training.arrays import plain_arrays, row_numbers
 
@@ -133,8 +139,7 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
             except Exception as error:
                 self.broke_off = error
                 raise
-        # keras/src/trainers/data_adapters/array_data_adapter.py, ArrayDataAdapter.__init__
-        rows = getattr(self.data_adapter, "_num_samples", None)
+        rows = number_of_rows(self.data_adapter)
         drawn: list[Any] = self._seen.agreed(pull, (self.num_batches, rows), assigned)
         return drawn
 
@@ -173,7 +178,7 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         batches = _fresh(islice(batches, self.skip, None) if self.skip else batches)
         adapter = self.data_adapter
         if policy.prefetch and isinstance(adapter, GeneratorDataAdapter) and not self._generator:
-            self._generator = prefetch_queue.OneGenerator(len(adapter._first_batches))
+            self._generator = prefetch_queue.OneGenerator(number_looked_at(adapter))
         if self._generator is not None:
             return self._made(self._generator.next_pass(batches))
         return self._made(prefetch_queue.of(batches)) if policy.prefetch else batches

@@ -9,7 +9,7 @@ import numpy as np
 
 from lockstep.engines.engine import InputOptions
 from lockstep.errors import DataOnHostWarning
-from lockstep.keras_compat import ArrayDataAdapter
+from lockstep.keras_compat import ArrayDataAdapter, shuffle_of
 from lockstep.training.arrays import Arrays, plain_arrays
 from lockstep.training.callbacks import may_write_between_steps, run_user_code
 from lockstep.training.input import HostIterator
@@ -121,7 +121,7 @@ def _why_in_turn(batches: HostIterator) -> str | None:
     """Return why prefetched batches would differ, or `None` if they would not."""
     adapter = batches.data_adapter
     # keras/src/trainers/data_adapters/array_data_adapter.py, ArrayDataAdapter._get_iterator
-    if isinstance(adapter, ArrayDataAdapter) and adapter._shuffle == "batch":
+    if isinstance(adapter, ArrayDataAdapter) and shuffle_of(adapter) == "batch":
         return "shuffle='batch' draws random numbers for each batch"
     # The order of other arrays is drawn before the first batch.
     if batches.recorded and plain_arrays(adapter) is None:

@@ -17,18 +17,24 @@ from lockstep.checkpoint.fit_run import FitRun
 from lockstep.checkpoint.fit_scope import checkpoint_among
 from lockstep.errors import UnusableData
 from lockstep.keras_compat import (
+    WITHIN_FIT,
+    check_compiled,
     filter_traceback,
+    first_epoch_of,
+    forget_validation,
+    keep_validation,
+    kept_validation,
+    metric_results,
     pythonify_logs,
     train_validation_split,
     trainer_class,
+    validates_after,
+    values_in_order,
 )
 from lockstep.launch.status import STATUS_OF_PROCESS
 from lockstep.training.callbacks import Callbacks, see_every_batch
 from lockstep.training.overrides import is_chained, is_keras, knows_arguments
 from lockstep.training.session import NO_BATCH, PREDICT, TEST, TRAIN, Begin, End, Session
-
-# Keras's trainer uses every private name below itself, in keras/src/trainers/trainer.py or
-# keras/src/backend/*/trainer.py.
 
 
 class Loop:
@@ -81,7 +87,7 @@ class Loop:
     ) -> Any:
         """Run Keras's `fit`."""
         model, session = self.model, self._session
-        model._assert_compile_called("fit")
+        check_compiled(model, "fit")
         most_epochs = keras.config.max_epochs()
         if most_epochs and most_epochs < epochs:
             warnings.warn(f"Limiting epochs to {most_epochs}", stacklevel=4)
@@ -95,7 +101,7 @@ class Loop:
             parts = keras.utils.unpack_x_y_sample_weight(validation_data)
             held_out = dict(zip(("x", "y", "sample_weight"), parts, strict=True))
             held_out["batch_size"] = validation_batch_size or batch_size
-        model._eval_epoch_iterator = None
+        forget_validation(model)
         checkpoint = checkpoint_among(callbacks)
         batches = session.batches(
             TRAIN,
@@ -117,15 +123,15 @@ class Loop:
         train_logs: dict[str, Any] | None = None
         epoch_logs: dict[str, Any] = {}
         callbacks.on_train_begin()
-        first_epoch = model._initial_epoch or initial_epoch
+        first_epoch = first_epoch_of(model, initial_epoch)
         if checkpoint is not None:
             if held_out is not None:
-                model._eval_epoch_iterator = self._held_out(held_out, validation_steps, True)
+                keep_validation(model, self._held_out(held_out, validation_steps, True))
             run = FitRun(
                 model,
                 session.devices,
                 batches,
-                model._eval_epoch_iterator,
+                kept_validation(model),
                 [each for each in callbacks.callbacks if each is not checkpoint],
                 epochs,
                 session.fit_state(),
@@ -151,7 +157,7 @@ class Loop:
                 elif train_logs is None:
                     raise _no_batch(f"fit, in epoch {epoch + 1},")
                 epoch_logs = dict(train_logs)  # no batch: those of the last epoch
-                if held_out is not None and model._should_eval(epoch, validation_freq):
+                if held_out is not None and validates_after(model, epoch, validation_freq):
                     epoch_logs.update(self._validate(held_out, validation_steps, callbacks))
                 callbacks.on_epoch_end(epoch, epoch_logs)
                 if model.stop_training:
@@ -171,14 +177,14 @@ class Loop:
     ) -> dict[str, Any]:
         model = self.model
         # An overridden `evaluate` may pass the iterator on to Keras's.
-        if getattr(model, "_eval_epoch_iterator", None) is None:
-            model._eval_epoch_iterator = self._held_out(held_out, steps)
+        if kept_validation(model) is None:
+            keep_validation(model, self._held_out(held_out, steps))
         logs = model.evaluate(
             **held_out,
             steps=steps,
             callbacks=callbacks,
             return_dict=True,
-            _use_cached_eval_dataset=True,
+            **{WITHIN_FIT: True},
         )
         return {f"val_{name}": value for name, value in logs.items()}
 
@@ -197,8 +203,7 @@ class Loop:
         self._session.sync()
         if isinstance(model.optimizer, keras.optimizers.Optimizer) and finalizes:
             model.optimizer.finalize_variable_values(model.trainable_weights)
-        if getattr(model, "_eval_epoch_iterator", None) is not None:
-            del model._eval_epoch_iterator
+        forget_validation(model)
         self._session.clear()
 
     # ------------------------------------------------------------------- evaluate
@@ -218,16 +223,16 @@ class Loop:
     ) -> Any:
         """Run Keras's `evaluate`."""
         model, session = self.model, self._session
-        model._assert_compile_called("evaluate")
-        within_fit = kwargs.pop("_use_cached_eval_dataset", False)
+        check_compiled(model, "evaluate")
+        within_fit = kwargs.pop(WITHIN_FIT, False)
         if kwargs:
             raise ValueError(f"Arguments not recognized: {kwargs}")
-        if within_fit and not isinstance(model._eval_epoch_iterator, session.iterator_type):
+        if within_fit and not isinstance(kept_validation(model), session.iterator_type):
             # Keras's fit made the iterator: fit is overridden, or began before `distribute`.
             given = (x, y, batch_size, verbose, sample_weight, steps, callbacks, return_dict)
-            return trainer_class().evaluate(model, *given, _use_cached_eval_dataset=True)
+            return trainer_class().evaluate(model, *given, **{WITHIN_FIT: True})
         batches = (
-            model._eval_epoch_iterator
+            kept_validation(model)
             if within_fit
             else session.batches(
                 TEST,
@@ -258,7 +263,7 @@ class Loop:
         logs = pythonify_logs(self._results(logs))
         callbacks.on_test_end(logs)
         session.clear()
-        return logs if return_dict else model._flatten_metrics_in_order(logs)
+        return logs if return_dict else values_in_order(model, logs)
 
     # -------------------------------------------------------------------- predict
 
@@ -310,8 +315,7 @@ class Loop:
     def _results(self, logs: dict[str, Any]) -> dict[str, Any]:
         """Return the logs of an epoch. Metrics compute them operation by operation."""
         self._session.sync_metrics()
-        results: dict[str, Any] = self.model._get_metrics_result_or_logs(logs)
-        return results
+        return metric_results(self.model, logs)
 
     def _callbacks(
         self, callbacks: Any, verbose: Any, epochs: int, batches: Any, **kwargs: Any

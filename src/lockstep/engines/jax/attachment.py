@@ -11,12 +11,11 @@ import keras
 from jax.sharding import Sharding
 
 from lockstep.announce import branches_line, fit_line
-from lockstep.devices import names_in_words
 from lockstep.engines import attachments
 from lockstep.engines.atomic_save import atomic_saves
 from lockstep.engines.call_guard import LOOPS, STEPPING, CallGuard
 from lockstep.engines.engine import InputOptions
-from lockstep.engines.holders import holders_of
+from lockstep.engines.holders import check_shared, holders_of
 from lockstep.engines.jax import devices as jax_devices
 from lockstep.engines.jax import states as jax_states
 from lockstep.engines.jax.checks import (
@@ -41,8 +40,16 @@ from lockstep.engines.jax.variable_sync import (
     write_state,
 )
 from lockstep.engines.loop_methods import announced_fit, loop_methods
-from lockstep.errors import LayoutConflict
-from lockstep.keras_compat import in_stateless_scope, state_sync_name
+from lockstep.keras_compat import (
+    JAX_STATE,
+    JAX_STATE_SYNCED,
+    TAKE_JAX_STATE,
+    forget_loss_ids,
+    in_stateless_scope,
+    layers_in,
+    layout_of,
+    state_sync_name,
+)
 from lockstep.layout import Layout
 from lockstep.processes import constants, process_group
 from lockstep.processes.first_process_io import together
@@ -99,7 +106,7 @@ class Attachment:
             **self._loops(),
             **atomic_saves(model),
             "call": self._calling(model.call),
-            "_get_jax_state": functools.partial(take_out, model),
+            TAKE_JAX_STATE: functools.partial(take_out, model),
             "stateless_call": _keeping_losses(model.stateless_call, model),
         }
         if is_keras(model, state_sync_name()):
@@ -111,7 +118,7 @@ class Attachment:
         sync_name = state_sync_name()
         sync = hooks.get(sync_name, getattr(model, sync_name))
         hooks[sync_name] = _synced_here(model, sync, self._assigned)
-        hooks["_get_jax_state"] = _noting(hooks["_get_jax_state"], self._assigned)
+        hooks[TAKE_JAX_STATE] = _noting(hooks[TAKE_JAX_STATE], self._assigned)
         return together(model, hooks, self._assigned)
 
     @property
@@ -134,9 +141,9 @@ class Attachment:
         before = attachments.attachment_of(self.model)
         check_instance(self.model, {} if before is None else before._hooks)
         for variable in variables_of(self.model):
-            if variable._layout is not None or not holders_of(variable):
+            if layout_of(variable) is not None or not holders_of(variable):
                 check_layout(self.model, variable)
-            self._check_holders(variable)
+            check_shared(self, variable)
 
     def take_over(self) -> None:
         """Move the variables to the mesh, and replace the step functions."""
@@ -179,18 +186,6 @@ class Attachment:
     def home(self, variable: Any) -> Sharding:
         """Return the layout of a variable of the model."""
         return self._steps.home(variable)
-
-    def _check_holders(self, variable: Any) -> None:
-        for other in holders_of(variable):
-            there = other.home(variable)
-            if other.model is not self.model and there != self.home(variable):
-                raise LayoutConflict(
-                    f"{self.model.name!r} was asked onto {names_in_words(self.devices)}, and its "
-                    f"variable {variable.path!r} is shared with {other.model.name!r} on "
-                    f"{names_in_words(other.devices)}.\n"
-                    "A variable has one layout. Distribute both to the same devices, or call\n"
-                    "lockstep.release on the other one first."
-                )
 
     # ------------------------------------------------------------- replaced methods
 
@@ -240,7 +235,7 @@ class Attachment:
         def method_with_values_back(*args: Any, **kwargs: Any) -> Any:
             def body() -> Any:
                 sync_to_variables(model)  # the state of a loop that calls this method
-                vars(model)["_jax_state"] = None  # an earlier call may have left a state
+                vars(model)[JAX_STATE] = None  # an earlier call may have left a state
                 return method(*args, **kwargs)
 
             return with_values_back(model, body, model.jax_state_sync)
@@ -339,8 +334,8 @@ def _synced_here(
     model: Any, sync: Callable[[], None], assigned: VariableDrift
 ) -> Callable[[], None]:
     def jax_state_sync() -> None:
-        state = getattr(model, "_jax_state", None)
-        if not state or model._jax_state_synced:
+        state = getattr(model, JAX_STATE, None)
+        if not state or getattr(model, JAX_STATE_SYNCED):
             return
         groups = {name: state.get(name, None) for name in GROUPS}
         here = {
@@ -348,7 +343,7 @@ def _synced_here(
             for name, group in groups.items()
             if group is not None
         }
-        vars(model)["_jax_state"] = here
+        vars(model)[JAX_STATE] = here
         sync()
         assigned.left([value for group in here.values() for value in group])
 
@@ -373,9 +368,8 @@ def forget_losses(model: Any) -> None:
     of 63 models with `add_loss` and an activity regularizer, evaluated with five batch sizes each,
     18 gave a wrong loss.
     """
-    # keras/src/layers/layer.py, Layer._clear_losses and Layer.add_loss (Keras 3.15.1)
-    for layer in model._flatten_layers():
-        layer._loss_ids.clear()
+    for layer in layers_in(model):
+        forget_loss_ids(layer)
 
 
 def _keeping_losses(stateless_call: Callable[..., Any], model: Any) -> Callable[..., Any]:

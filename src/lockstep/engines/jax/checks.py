@@ -6,7 +6,7 @@ import keras
 
 from lockstep.engines.jax.steps.step import StepFunction
 from lockstep.errors import LayoutConflict, UnsupportedBackend, UnsupportedModel
-from lockstep.keras_compat import is_nnx_enabled, trainer_module
+from lockstep.keras_compat import is_nnx_enabled, layers_in, layout_of, trainer_module
 from lockstep.training.overrides import MAKERS, own_maker
 
 
@@ -61,7 +61,7 @@ def is_foreign(function: Any) -> bool:
 def check_layout(model: Any, variable: Any) -> None:
     """Raise if a variable already has a layout."""
     # keras/src/backend/jax/core.py, JaxVariable._initialize_layout
-    layout = variable._layout
+    layout = layout_of(variable)
     if layout is None and variable.value.sharding.is_fully_replicated:
         return
     raise LayoutConflict(
@@ -74,7 +74,7 @@ def check_layout(model: Any, variable: Any) -> None:
 def no_program(model: Any) -> UnsupportedModel:
     """Return the error for a step that cannot be one program, as several processes need."""
     # keras/src/trainers/trainer.py, model_supports_jit: jit_compile="auto" uses it.
-    layers = [layer for layer in model._flatten_layers() if not layer.supports_jit]
+    layers = [layer for layer in layers_in(model) if not layer.supports_jit]
     if layers and not model.run_eagerly:
         names = ", ".join(f"{layer.name} ({type(layer).__name__})" for layer in layers)
         return UnsupportedModel(

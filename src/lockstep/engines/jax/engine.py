@@ -5,6 +5,7 @@ from typing import Any
 
 from lockstep.devices import Device
 from lockstep.engines import attachments
+from lockstep.engines.base_engine import BaseEngine
 from lockstep.engines.engine import DEFAULT_INPUT, InputOptions
 from lockstep.engines.jax import cache, jax_group, joining
 from lockstep.engines.jax import devices as jax_devices
@@ -19,7 +20,7 @@ from lockstep.processes import process_group
 from lockstep.processes.call_scope import CALLS
 
 
-class JaxEngine:
+class JaxEngine(BaseEngine):
     """Run Keras models on JAX devices; see `Engine` for the contract."""
 
     name = "jax"
@@ -73,20 +74,6 @@ class JaxEngine:
             attachments.attach(
                 Attachment(model, layout.devices, DEFAULT_INPUT, steps), Attachment.again
             )
-
-    def layout(self, model: Any) -> Layout | None:
-        """Return the devices of the layers of `model`, `None` if it has none."""
-        attachment = attachments.attachment_of(model)
-        return None if attachment is None else attachment.layout
-
-    def detach(self, model: Any) -> None:
-        """Make `model` run on one device again; do nothing if it already does."""
-        with attachments.alone(model, "release"):
-            attachments.detach(model)
-
-    def attached(self, model: Any) -> tuple[str, ...] | None:
-        """Return the devices of `model`, `None` if it is not attached."""
-        return attachments.attached(model)
 
     def input_options(self, model: Any) -> InputOptions:
         """Return the input options of an attached model."""

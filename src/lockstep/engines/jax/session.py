@@ -19,7 +19,7 @@ from lockstep.engines.jax.steps.live_state import GROUPS_OF
 from lockstep.engines.jax.steps.step import StepFunction
 from lockstep.engines.jax.steps.steps import Steps
 from lockstep.engines.jax.variable_sync import group_of, to_default_device
-from lockstep.keras_compat import build_on_first_batch, is_built
+from lockstep.keras_compat import JAX_STATE, JAX_STATE_SYNCED, build_on_first_batch, is_built
 from lockstep.processes import process_group
 from lockstep.processes.agreement import DataCheck
 from lockstep.state import named_variables
@@ -28,9 +28,6 @@ from lockstep.training.callbacks import has_checkpoint, is_timed, see_every_batc
 from lockstep.training.input import HostIterator
 from lockstep.training.input_policy import InputPlanner
 from lockstep.training.session import PREDICT, Begin, Each, End, Kind, Session, recorded_type
-
-# keras/src/backend/jax/trainer.py, JAXTrainer: within an epoch the state is in `_jax_state`, and
-# `jax_state_sync` writes it into the variables.
 
 
 class JaxSession(Session):
@@ -107,7 +104,7 @@ class JaxSession(Session):
 
     def clear(self) -> None:
         """Forget the state of the last epoch; the variables hold it."""
-        self.model._jax_state = None
+        vars(self.model)[JAX_STATE] = None
 
     def fetched(self, outputs: Any) -> Any:
         """Fetch the stacked predictions of several steps."""
@@ -211,11 +208,11 @@ class JaxFitState:
         self._model.jax_state_sync()
 
     def _values(self) -> list[Any]:
-        # Within an epoch the state is in `_jax_state`, unless a callback has synced it.
+        # Within an epoch the state is outside the variables, unless a callback has synced it.
         attributes = vars(self._model)
-        state = attributes.get("_jax_state")
+        state = attributes.get(JAX_STATE)
         variables = named_variables(self._model).values()
-        if not state or attributes.get("_jax_state_synced", True):
+        if not state or attributes.get(JAX_STATE_SYNCED, True):
             return [variable.value for variable in variables]
         groups = ((group_of(self._model, name), state.get(name)) for name in GROUPS_OF["train"])
         held = {id(v): value for group in groups for v, value in zip(*group, strict=True)}

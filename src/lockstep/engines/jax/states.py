@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from lockstep.engines.jax.variable_sync import sync_to_variables
+from lockstep.keras_compat import seed_generators
 from lockstep.state import stateful_layers
 
 
@@ -29,9 +30,8 @@ def carry_states(model: Any) -> list[Any]:
     """Make every step of `model` carry its RNN states, and return these states."""
     every: list[Any] = []
     for layer in stateful_layers(model):
-        # keras/src/layers/layer.py, Layer.variables reads `_seed_generators`. The tracked list's
-        # own append accepts only seed generators.
-        seeds = layer._seed_generators
+        # The tracked list's own append accepts only seed generators.
+        seeds = seed_generators(layer)
         carried = [seed.state for seed in seeds if isinstance(seed, CarriedState)]
         for state in keras.tree.flatten(layer.states):
             if not any(state is other for other in carried):
@@ -46,8 +46,8 @@ def carry_states(model: Any) -> list[Any]:
 def drop_states(model: Any) -> None:
     """Undo `carry_states`."""
     for layer in stateful_layers(model):
-        layer._seed_generators[:] = [
-            seed for seed in layer._seed_generators if not isinstance(seed, CarriedState)
+        seed_generators(layer)[:] = [
+            seed for seed in seed_generators(layer) if not isinstance(seed, CarriedState)
         ]
         vars(layer).pop("reset_state", None)
 

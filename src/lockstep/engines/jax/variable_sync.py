@@ -5,15 +5,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import keras
 import numpy as np
 
-from lockstep.keras_compat import in_stateless_scope, state_sync_name, trainer_class
+from lockstep.keras_compat import (
+    JAX_STATE,
+    JAX_STATE_SYNCED,
+    in_stateless_scope,
+    state_sync_name,
+    store_value,
+    stored_value,
+    stores_as_it_is,
+    trainer_class,
+)
 from lockstep.state import variables_of
-
-# keras/src/backend/jax/trainer.py: `_get_jax_state` takes the state out of the variables, and
-# `_purge_model_variables` empties them. `_jax_state` holds the state until `jax_state_sync` puts it
-# back and sets `_jax_state_synced`.
 
 
 def unshare_arrays(variables: list[Any]) -> None:
@@ -22,8 +26,7 @@ def unshare_arrays(variables: list[Any]) -> None:
     Two variables may share an array, for example an optimizer's average and its variable. A step
     would donate that array for both.
     """
-    # keras/src/backend/common/variables.py, Variable: `value` checks scopes and is slower.
-    arrays = {id(variable._value) for variable in variables}
+    arrays = {id(stored_value(variable)) for variable in variables}
     if len(arrays) == len(variables):
         return
     values: set[int] = set()
@@ -53,14 +56,14 @@ def write_state(model: Any) -> None:
         getattr(trainer_class(), state_sync_name())(model)
         return
     attributes = vars(model)
-    state = attributes.get("_jax_state")
-    if not state or model._jax_state_synced:
+    state = attributes.get(JAX_STATE)
+    if not state or getattr(model, JAX_STATE_SYNCED):
         return
     for name in GROUPS:
         if values := state.get(name, None):
             for variable, value in zip(group_of(model, name), values, strict=False):
                 _set(variable, value)  # stops at the shorter list, as in Keras
-    attributes["_jax_state_synced"] = True
+    attributes[JAX_STATE_SYNCED] = True
 
 
 GROUPS = (
@@ -82,12 +85,9 @@ def group_of(model: Any, group: str) -> list[Any]:
 
 
 def _set(variable: Any, value: Any) -> None:
-    # keras/src/backend/common/variables.py, Variable.assign, and keras/src/backend/jax/core.py,
-    # JaxVariable._direct_assign: the part that remains without a conversion.
-    plain = type(variable) is keras.Variable and variable._layout is None
-    fits = plain and isinstance(value, jax.Array) and value.shape == variable._shape
-    if fits and _name_of(value.dtype) == variable._dtype:
-        variable._value = value
+    is_array = isinstance(value, jax.Array)
+    if is_array and stores_as_it_is(variable, value.shape, _name_of(value.dtype)):
+        store_value(variable, value)
     else:
         variable.assign(value)
 
@@ -103,12 +103,12 @@ def sync_to_variables(model: Any) -> None:
     Variables that have values keep them. A refused Keras call leaves the state of an earlier call,
     and `jax_state_sync` alone would write it over newer weights.
     """
-    if not getattr(model, "_jax_state", None) or model._jax_state_synced:
+    if not getattr(model, JAX_STATE, None) or getattr(model, JAX_STATE_SYNCED):
         return
     variables = variables_of(model)
     inside = [(variable, variable.value) for variable in variables if not _is_outside(variable)]
     if len(inside) == len(variables):  # nothing runs
-        model._jax_state = None
+        vars(model)[JAX_STATE] = None
         return
     model.jax_state_sync()
     for variable, value in inside:
@@ -117,5 +117,5 @@ def sync_to_variables(model: Any) -> None:
 
 def _is_outside(variable: Any) -> bool:
     # keras/src/backend/common/variables.py, Variable. A donated array is deleted.
-    value = variable._value
+    value = stored_value(variable)
     return value is None or value.is_deleted()

@@ -18,6 +18,14 @@ from lockstep.engines.tensorflow.op_devices import OpDevices, device_scope
 from lockstep.engines.tensorflow.programs import ScratchGraph
 from lockstep.engines.tensorflow.steps import Steps
 from lockstep.errors import UnsupportedModel
+from lockstep.keras_compat import (
+    ASSIGN,
+    calls_of,
+    layers_in,
+    own_trainable_variables,
+    stored_value,
+    values_replaced,
+)
 from lockstep.layout import Layout
 from lockstep.state import unique
 
@@ -115,7 +123,7 @@ class BranchSteps(Steps):
             self._scopes.put_on()
         changed: list[Any] = []
         variables = [*model.variables, *shared_seeds()]
-        notes = [(each, "_direct_assign", partial(_note, changed, each)) for each in variables]
+        notes = [(each, ASSIGN, partial(_note, changed, each)) for each in variables]
         call = model.call
 
         @functools.wraps(call)
@@ -150,13 +158,12 @@ class BranchSteps(Steps):
         """
 
         def follows(layer: Any) -> bool:
-            nodes = [layer, *layer._inbound_nodes]  # keras/src/ops/operation.py
+            nodes = [layer, *calls_of(layer)]
             return layer is operation or not any(id(each) in self.layout.fixed for each in nodes)
 
-        inside = operation._flatten_layers() if hasattr(operation, "_flatten_layers") else ()
-        for loop in (each for each in inside if isinstance(each, keras.layers.RNN)):
-            for layer in filter(follows, loop._flatten_layers() if follows(loop) else ()):
-                for variable in layer._trainable_variables:  # keras/src/layers/layer.py
+        for loop in (each for each in layers_in(operation) if isinstance(each, keras.layers.RNN)):
+            for layer in filter(follows, layers_in(loop) if follows(loop) else ()):
+                for variable in own_trainable_variables(layer):
                     if self.home(variable) != device:
                         yield variable
 
@@ -184,7 +191,7 @@ def _note(changed: list[Any], variable: Any, value: Any) -> None:
     changed.append(variable)
 
 
-def _copied(variable: Any, home: str) -> AbstractContextManager[None]:
+def _copied(variable: Any, home: str) -> AbstractContextManager[Any]:
     """Give a variable the value of a copy on the device of the scope, inside the context.
 
     A loop would read the variable from its device again in each pass. The gradient of the copy goes
@@ -199,5 +206,5 @@ def _copied(variable: Any, home: str) -> AbstractContextManager[None]:
         return tf.identity(value), gradient
 
     # keras/src/backend/tensorflow/core.py, Variable
-    copy = tf.custom_gradient(copy_and_gradient)(tf.convert_to_tensor(variable._value))
-    return patched([(variable, "_value", copy)])
+    copy = tf.custom_gradient(copy_and_gradient)(tf.convert_to_tensor(stored_value(variable)))
+    return values_replaced([variable], [copy])

@@ -12,7 +12,7 @@ identically. The update itself needs no further communication.
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import keras
@@ -22,10 +22,11 @@ from lockstep.announce import Given, branches_line, fit_line
 from lockstep.devices import Device, names_in_words
 from lockstep.engines import attachments
 from lockstep.engines.atomic_save import atomic_saves
-from lockstep.engines.call_guard import STEPPING, CallGuard
+from lockstep.engines.base_engine import BaseEngine
+from lockstep.engines.call_guard import CallGuard
 from lockstep.engines.engine import DEFAULT_INPUT, InputOptions
-from lockstep.engines.holders import holders_of
-from lockstep.engines.loop_methods import announced_fit, loop_methods
+from lockstep.engines.holders import check_shared, holders_of
+from lockstep.engines.loop_methods import stepping_methods
 from lockstep.engines.tensorflow import devices as tensorflow_devices
 from lockstep.engines.tensorflow.branch_steps import BranchSteps
 from lockstep.engines.tensorflow.mirrored_variables import (
@@ -42,7 +43,14 @@ from lockstep.engines.tensorflow.step_timing import StepCounter
 from lockstep.engines.tensorflow.steps import Steps
 from lockstep.engines.tensorflow.unsplit import own_step
 from lockstep.errors import LayoutConflict, UnsupportedBackend
-from lockstep.keras_compat import takes_batch_before_trace
+from lockstep.keras_compat import (
+    function_of_iterator,
+    has_strategy,
+    stored_value,
+    takes_batch_before_trace,
+    taking_optionals,
+    without_xla,
+)
 from lockstep.launch.environment import Place
 from lockstep.layout import Layout, both_layouts
 from lockstep.training.build import build
@@ -50,7 +58,7 @@ from lockstep.training.loop import Loop
 from lockstep.training.overrides import check_makers
 
 
-class TensorFlowEngine:
+class TensorFlowEngine(BaseEngine):
     """Runs Keras models on TensorFlow devices; see `Engine` for the contract."""
 
     name = "tensorflow"
@@ -78,24 +86,10 @@ class TensorFlowEngine:
         """Make `model` run on `devices`, in place; on failure leave it unchanged."""
         if self.layout(model) is not None:
             raise both_layouts(model, "distribute")
-        if options.data_on_devices:
-            raise UnsupportedBackend(
-                "data_on_devices=True was asked for on 'tensorflow', and data stay on the devices "
-                "on 'jax' so far.\nLeave it out, or set KERAS_BACKEND=jax before Keras is imported."
-            )
-        if options.prefetch:
-            raise UnsupportedBackend(
-                f"prefetch={options.prefetch} was asked for on 'tensorflow', and lockstep draws "
-                "batches ahead on 'jax' so far.\nLeave it out: a tf.data.Dataset has .prefetch()."
-            )
+        self.check_no_options(options, "a tf.data.Dataset has .prefetch().")
         if self.attached(model) != devices:
             with attachments.alone(model, "distribute"):
                 attachments.attach(Attachment(model, devices), Attachment.again)
-
-    def detach(self, model: Any) -> None:
-        """Make `model` run on one device again; do nothing if it is not attached."""
-        with attachments.alone(model, "release"):
-            attachments.detach(model)
 
     def place(self, model: Any, layout: Layout) -> None:
         """Make the layers of `model` run on their devices. After a failure it is unchanged."""
@@ -103,19 +97,6 @@ class TensorFlowEngine:
             raise both_layouts(model, "place")
         with attachments.alone(model, "place"):
             attachments.attach(Attachment(model, layout.devices, layout), Attachment.again)
-
-    def layout(self, model: Any) -> Layout | None:
-        """Return the devices of the layers of `model`, `None` if it has none."""
-        attachment = attachments.attachment_of(model)
-        return None if attachment is None else attachment.layout
-
-    def attached(self, model: Any) -> tuple[str, ...] | None:
-        """Return the devices of `model`, or `None` if it is not attached."""
-        return attachments.attached(model)
-
-    def input_options(self, model: Any) -> InputOptions:
-        """Return the defaults: this engine has no input options."""
-        return DEFAULT_INPUT
 
     def probe(self, model: Any) -> TensorFlowProbe:
         """Return a probe for the steps of `model`, attached or not."""
@@ -166,7 +147,7 @@ class Attachment:
         """Return an attachment like this one."""
         return Attachment(self.model, self.devices, self.layout)
 
-    def homes(self, variable: Any) -> tuple[str, ...]:
+    def home(self, variable: Any) -> tuple[str, ...]:
         """Return the devices that have a variable of the model."""
         home = self.steps.home(variable)
         return self.devices if home is None else (home,)
@@ -175,7 +156,7 @@ class Attachment:
         """Raise if this model cannot be attached to these devices."""
         check_makers(self.model)
         self.steps.adopt()
-        if tf.distribute.has_strategy() or self.model._distribute_strategy is not None:
+        if tf.distribute.has_strategy() or has_strategy(self.model):
             raise LayoutConflict(
                 f"{self.model.name!r} was made in the scope of a tf.distribute strategy, and "
                 "lockstep lays out the variables itself.\n"
@@ -264,18 +245,16 @@ class Attachment:
         if not self.model.run_eagerly:
             xla = self._alone and self.model.jit_compile
             step = tf.function(step, reduce_retracing=True, jit_compile=xla or None)
-        function: Callable[[Any], Any] = self.model._autoconvert_optionals(step)
-        return function
+        return taking_optionals(self.model, step)
 
     def _function(self, name: str, step: Callable[[Any], Any]) -> Callable[[Iterator[Any]], Any]:
-        # keras/src/backend/tensorflow/trainer.py, TensorFlowTrainer._make_function, makes
-        # the loop over `steps_per_execution` steps.
         function: Callable[[Iterator[Any]], Any]
-        with nullcontext() if self._alone else _without_xla(self.model):
+        # XLA compiles for one device only.
+        with nullcontext() if self._alone else without_xla(self.model):
             if name == "train" and self.counter is not None:
                 function = self.counter.function(self.model, step)
             else:
-                function = self.model._make_function(step)
+                function = function_of_iterator(self.model, step)
         return function
 
     def _ready(self, name: str, step: Callable[[Any], Any]) -> Callable[[Iterator[Any]], Any]:
@@ -314,10 +293,7 @@ class Attachment:
 
     def _stepping(self) -> dict[str, Any]:
         """Return the methods that run steps, guarded: a trace swaps the values of variables."""
-        methods = {name: getattr(self.model, name) for name in STEPPING}
-        methods |= loop_methods(self.loop, ("fit", "evaluate"))
-        methods["fit"] = announced_fit(methods["fit"], self.loop, self._fit_line)
-        return {name: self.turns.guarded(name, method) for name, method in methods.items()}
+        return stepping_methods(self.loop, self.turns, self._fit_line, ("fit", "evaluate"))
 
     def _fit_line(self, given: Given, compiles: bool) -> str:
         if self.layout is None:
@@ -349,18 +325,10 @@ class Attachment:
         self._copies.take_in(variables)
 
     def _check_layout(self, variable: Any) -> None:
-        if variable._value is None:
+        if stored_value(variable) is None:
             return
-        others = [held for held in holders_of(variable) if held.model is not self.model]
-        if others and others[0].homes(variable) != self.homes(variable):
-            raise LayoutConflict(
-                f"{self.model.name!r} was asked onto {names_in_words(self.devices)}, and its "
-                f"variable {variable.path!r} is shared with {others[0].model.name!r} on "
-                f"{names_in_words(others[0].devices)}.\n"
-                "A variable has one layout. Distribute both to the same devices, or call\n"
-                "lockstep.release on the other one first."
-            )
-        if is_mirrored(variable._value) and not holders_of(variable):
+        check_shared(self, variable)
+        if is_mirrored(stored_value(variable)) and not holders_of(variable):
             raise LayoutConflict(
                 f"Variable {variable.path!r} of {self.model.name!r} is laid out by another tool on "
                 f"{names_in_words(devices_of(variable))}, and lockstep wants to lay it out.\n"
@@ -387,14 +355,3 @@ def _next_batch(iterator: Any) -> Any:
     if not batch.has_value():
         raise StopIteration
     return batch.get_value()
-
-
-@contextmanager
-def _without_xla(model: Any) -> Iterator[None]:
-    """Turn XLA off for `model` inside the context: XLA compiles for one device only."""
-    before = model._jit_compile
-    model._jit_compile = False
-    try:
-        yield
-    finally:
-        model._jit_compile = before

@@ -1,87 +1,35 @@
 """The plan by which each layer of a split model runs while a step is traced."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from lockstep.engines.layer_plan import LayerPlan
 from lockstep.engines.patched import patched
-from lockstep.engines.rowwise import (
-    drawing_layers,
-    is_batch_norm,
-    is_container,
-    layers_in,
-    parts_of,
-    stateful_rnns,
-    works_by_rows,
-)
 from lockstep.engines.tensorflow.moments import moments_over
 from lockstep.engines.tensorflow.replica_consistency import tensors_in
 from lockstep.engines.tensorflow.replicas import ReplicaGroup
 from lockstep.engines.tensorflow.stateful import by_rows
 from lockstep.engines.tensorflow.tensor_metadata import remade
-from lockstep.keras_compat import get_keras_mask, set_keras_mask
+from lockstep.keras_compat import (
+    MOMENTS,
+    added_losses,
+    change_added_losses,
+    get_keras_mask,
+    layers_in,
+    seed_generators,
+    set_keras_mask,
+)
 from lockstep.state import unique
 
 
-class Plan:
-    """Sorts the layers of a model: those that run by rows, and those on the global batch.
+class Plan(LayerPlan):
+    """Runs each layer of a model as its `LayerPlan` says."""
 
-    Attributes:
-        whole: Layers and operations that run on the global batch.
-        norms: Batch norms. They use the moments of the global batch.
-        stateful: Stateful RNNs. Each replica runs its own rows of their state.
-        every: Every layer that is not inside one of `whole`.
-    """
-
-    def __init__(
-        self, model: Any, proven: Collection[Any] = (), *, draws_together: bool = False
-    ) -> None:
-        self.whole: list[Any] = []
-        self.norms: list[Any] = []
-        self.stateful: list[Any] = []
-        self.every: list[Any] = []
-        self._proven = {id(part) for part in proven}
-        self._seen: set[int] = set()
-        self._draws_together = draws_together
-        if model is not None:
-            self._sort(model)
-
-    @classmethod
-    def of_all(cls, layers: list[Any]) -> "Plan":
-        """Return a plan in which every layer may run by rows."""
-        plan = cls(None)
-        plan.every = list(layers)
-        plan.norms = [layer for layer in layers if is_batch_norm(layer)]
-        return plan
-
-    def _sort(self, part: Any) -> None:
-        if id(part) in self._seen:
-            return
-        self._seen.add(id(part))
-        if is_container(part):
-            self.every.append(part)
-            for inner in parts_of(part):
-                self._sort(inner)
-        elif is_batch_norm(part):
-            self.norms.append(part)
-            self.every.append(part)
-        elif self._draws_together and drawing_layers(part) == [part]:
-            self.whole.append(part)
-        elif works_by_rows(part):
-            self.every += layers_in(part)
-        elif stateful_rnns(part):
-            self.stateful += stateful_rnns(part)
-            self.every += layers_in(part)
-        elif id(part) in self._proven:
-            inside = layers_in(part)
-            self.norms += [layer for layer in inside if is_batch_norm(layer)]
-            self.every += inside
-            self.whole += drawing_layers(part) if self._draws_together else []
-        else:
-            self.whole.append(part)
+    splits_states = True
 
     @contextmanager
     def in_force(self, team: ReplicaGroup) -> Iterator[None]:
@@ -94,7 +42,7 @@ class Plan:
                 changes.append((layer, "compute_mask", mask))
         for rnn in unique(self.stateful):
             changes += by_rows(rnn, team)
-        changes += [(layer, "_moments", moments_over(layer, team)) for layer in unique(self.norms)]
+        changes += [(layer, MOMENTS, moments_over(layer, team)) for layer in unique(self.norms)]
         for layer in unique([*self.every, *self.whole]):
             regularizer = getattr(layer, "activity_regularizer", None)  # operations have none
             if regularizer is not None:
@@ -103,8 +51,7 @@ class Plan:
         for layer in unique(self.every):
             if isinstance(layer, keras.layers.Embedding) and layer not in self.whole:
                 changes.append((layer, "call", _looking_up(layer, layer.call, team)))
-            # keras/src/layers/layer.py, Layer._initialize_tracker
-            for seeds in layer._seed_generators:
+            for seeds in seed_generators(layer):
                 changes.append((seeds, "next", _of_this_replica(seeds.next, team)))
         with patched(changes):
             yield
@@ -144,14 +91,15 @@ def _on_global_batch(
                 )
 
         args, kwargs = keras.tree.map_structure(whole, (args, kwargs))
-        before = {id(loss) for inner in layers_in(layer) for loss in inner._losses}
+        before = {id(loss) for inner in layers_in(layer) for loss in added_losses(inner)}
         with replica.globally(f"{layer.name!r} ({type(layer).__name__})", (args, kwargs)):
             outputs = call(*args, **kwargs)
-        for inner in layers_in(layer):  # keras/src/layers/layer.py, Layer.add_loss
-            inner._losses[:] = [
+        for inner in layers_in(layer):
+            losses = [
                 loss if id(loss) in before else replica.own_of_alike(tf.reduce_sum(loss))
-                for loss in inner._losses
+                for loss in added_losses(inner)
             ]
+            change_added_losses(inner, losses)
         return keras.tree.map_structure(own, outputs)
 
     return gathered_call

@@ -21,7 +21,15 @@ from lockstep.engines.tensorflow.programs import ScratchGraph
 from lockstep.engines.tensorflow.replica_consistency import tensors_in
 from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup
 from lockstep.engines.tensorflow.tensor_metadata import remade, signature
-from lockstep.keras_compat import LossFunctionWrapper, module_in_keras
+from lockstep.keras_compat import (
+    METRIC_FUNCTION,
+    LossFunctionWrapper,
+    compiled_loss,
+    compiled_metrics,
+    module_in_keras,
+    options_of,
+    single_losses,
+)
 from lockstep.training.overrides import is_keras
 
 
@@ -60,7 +68,7 @@ class LossSharding:
     def in_force(self) -> Iterator[None]:
         """Shard losses and metrics inside the context, where this is exact."""
         losses = [(loss, "call") for loss in _losses_of(self._model)]
-        metrics = [(metric, "_fn") for metric in _metrics_of(self._model)]
+        metrics = [(metric, METRIC_FUNCTION) for metric in _metrics_of(self._model)]
         changes = {
             (id(owner), name): (owner, name, self._taking_rows(owner, getattr(owner, name)))
             for owner, name in [*losses, *metrics]
@@ -191,7 +199,7 @@ def _is_of_keras(function: Any) -> bool:
 
 
 def _is_along_classes(owner: Any) -> bool:
-    axis = getattr(owner, "_fn_kwargs", {}).get("axis", -1)
+    axis = options_of(owner).get("axis", -1)
     return isinstance(axis, int) and (axis == -1 or axis > 0)
 
 
@@ -210,16 +218,16 @@ be told apart again.
 
 def _losses_of(model: Any) -> list[Any]:
     # keras/src/trainers/compile_utils.py, CompileLoss, and keras/src/losses/loss.py, Loss.__call__
-    compiled = model._compile_loss
+    compiled = compiled_loss(model)
     if compiled is None or not compiled.built or not is_keras(model, "compute_loss"):
         return []
-    losses = [entry.loss for entry in compiled._flat_losses]
+    losses = single_losses(compiled)
     return [each for each in losses if type(each).__call__ is keras.losses.Loss.__call__]
 
 
 def _metrics_of(model: Any) -> list[Any]:
     # keras/src/metrics/reduction_metrics.py, MeanMetricWrapper.update_state
-    compiled = model._compile_metrics
+    compiled = compiled_metrics(model)
     if compiled is None or not compiled.built or not is_keras(model, "compute_metrics"):
         return []
     plain = keras.metrics.MeanMetricWrapper.update_state

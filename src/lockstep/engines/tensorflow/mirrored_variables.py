@@ -9,7 +9,13 @@ from tensorflow.python.distribute import distribute_lib
 
 from lockstep.engines.holders import holders_of
 from lockstep.engines.outdated_programs import trace_others_again
-from lockstep.keras_compat import GLOBAL_SEED_GENERATOR, global_state
+from lockstep.keras_compat import (
+    GLOBAL_SEED_GENERATOR,
+    global_state,
+    store_value,
+    stored_value,
+    tracked_metrics,
+)
 from lockstep.state import metric_variables, unique, variables_of
 
 
@@ -39,16 +45,17 @@ class MirroredVariables:
         moved = []
         for variable in variables:
             # keras/src/backend/tensorflow/core.py, Variable._initialize
-            if id(variable) in held or variable._value is None:
+            value = stored_value(variable)
+            if id(variable) in held or value is None:
                 continue
             holders_of(variable).add(self._holder)
-            if devices_of(variable) == self._holder.devices and not is_mirrored(variable._value):
+            if devices_of(variable) == self._holder.devices and not is_mirrored(value):
                 self._plain.append(variable)
                 continue
-            if not is_mirrored(variable._value):
-                variable._value = self._mirror(variable._value)
+            if not is_mirrored(value):
+                store_value(variable, self._mirror(value))
                 moved.append(variable)
-            self._mirrored.append((variable, variable._value))
+            self._mirrored.append((variable, stored_value(variable)))
         self.version += len(moved)
         trace_others_again(self._holder.model, moved)
 
@@ -58,7 +65,7 @@ class MirroredVariables:
         for variable in self._held():
             holders = holders_of(variable)
             holders.discard(self._holder)
-            if not holders and is_mirrored(variable._value):
+            if not holders and is_mirrored(stored_value(variable)):
                 make_plain(variable)
                 moved.append(variable)
         self._mirrored.clear()
@@ -68,12 +75,12 @@ class MirroredVariables:
     def put_on(self, replica: int) -> None:
         """Set every Keras variable to its copy on this replica."""
         for variable, mirrored in self._mirrored:
-            variable._value = mirrored.values[replica]
+            store_value(variable, mirrored.values[replica])
 
     def take_off(self) -> None:
         """Set every Keras variable to its mirrored variable again."""
         for variable, mirrored in self._mirrored:
-            variable._value = mirrored
+            store_value(variable, mirrored)
 
     def spread(self) -> None:
         """Copy the values of the first device to the others."""
@@ -154,18 +161,19 @@ def is_mirrored(value: Any) -> bool:
 
 def devices_of(variable: Any) -> tuple[str, ...]:
     """Return the devices that hold a Keras variable."""
-    values = variable._value.values if is_mirrored(variable._value) else (variable._value,)
+    value = stored_value(variable)
+    values = value.values if is_mirrored(value) else (value,)
     return tuple(short_name(value.device) for value in values)
 
 
 def make_plain(variable: Any) -> None:
     """Set a Keras variable that is mirrored to its first copy, a plain variable."""
-    plain = variable._value.values[0]
+    plain = stored_value(variable).values[0]
     # tensorflow/python/distribute/values.py, DistributedVariable.__init__
     for holder in (plain, plain.handle):
         if hasattr(holder, "_distributed_container"):
             del holder._distributed_container
-    variable._value = plain
+    store_value(variable, plain)
 
 
 def short_name(device: str) -> str:
@@ -193,13 +201,8 @@ def _tracked_metric_variables(model: Any) -> list[Any]:
     A user's `metrics` property may omit metrics that a step updates. For example, Keras's
     default training step always updates its own loss tracker.
     """
-    # keras/src/trainers/trainer.py, Trainer._get_own_metrics; keras/src/layers/layer.py,
-    # Layer._metrics: the metrics among the attributes of a layer.
-    metrics = [*model._get_own_metrics()]
-    for layer in model._flatten_layers(include_self=False):
-        metrics += layer._metrics
-    found = metric_variables(model)
-    return found + [variable for metric in metrics for variable in metric.variables]
+    tracked = [variable for metric in tracked_metrics(model) for variable in metric.variables]
+    return metric_variables(model) + tracked
 
 
 def shared_seeds() -> list[Any]:

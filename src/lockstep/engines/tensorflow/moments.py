@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup
+from lockstep.keras_compat import MOMENTS, reduction_axes
 
 
 def moments_over(layer: Any, team: ReplicaGroup) -> Callable[[Any, Any], tuple[Any, Any]]:
@@ -16,7 +17,7 @@ def moments_over(layer: Any, team: ReplicaGroup) -> Callable[[Any, Any], tuple[A
     The mean of squares minus the squared mean would lose all digits for inputs far from
     zero.
     """
-    plain = layer._moments  # keras/src/layers/normalization/batch_normalization.py
+    plain = getattr(layer, MOMENTS)
 
     def moments(inputs: Any, mask: Any) -> tuple[Any, Any]:
         replica = team.current()
@@ -29,7 +30,7 @@ def moments_over(layer: Any, team: ReplicaGroup) -> Callable[[Any, Any], tuple[A
 
 
 def _moments(layer: Any, replica: Replica, inputs: Any, mask: Any) -> tuple[Any, Any]:
-    axes = layer._reduction_axes
+    axes = reduction_axes(layer)
     what = f"what goes into {layer.name!r}"
     inputs = replica.true_rows(inputs, what)
 

@@ -29,7 +29,11 @@ from lockstep.engines.tensorflow.replica_consistency import (
 )
 from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup, Shards
 from lockstep.engines.tensorflow.tensor_metadata import remade, signature
-from lockstep.keras_compat import is_built
+from lockstep.keras_compat import (
+    added_losses,
+    layers_in,
+    seed_generators,
+)
 
 Call = Callable[..., Any]
 
@@ -77,7 +81,7 @@ class OwnStep:
                 raise ReplicasDiffer(f"{self._name} looks up rows of a weight")
             return outputs
 
-        layers = list(self._model._flatten_layers())
+        layers = layers_in(self._model)
         self._calls = {id(layer): (layer, layer.call) for layer in layers}
         splitting = [(layer, "call", self._splitting(layer)) for layer in layers]
         try:
@@ -117,7 +121,7 @@ class OwnStep:
 
         On the whole batch it draws what one device draws.
         """
-        draws = any(inner._seed_generators for inner in layer._flatten_layers())
+        draws = any(seed_generators(inner) for inner in layers_in(layer))
         return draws and (self._draws_together or not layer.weights)
 
     def _why_whole(self, layer: Any, args: Any, kwargs: Any) -> str | None:
@@ -146,7 +150,7 @@ class OwnStep:
         self, replica: Replica, layer: Any, call: Call, args: Any, kwargs: Any, leaves: list[Any]
     ) -> Any:
         what = f"what goes into and out of {layer.name!r} ({type(layer).__name__})"
-        before = {id(loss) for inner in layer._flatten_layers() for loss in inner._losses}
+        before = {id(loss) for inner in layers_in(layer) for loss in added_losses(inner)}
         outer = replica.shards
         with replica.apart() as part:
             rows = tf.shape(leaves[0])[0]
@@ -170,7 +174,7 @@ class OwnStep:
                 )
             finally:
                 replica.shards = outer
-        losses = [loss for inner in layer._flatten_layers() for loss in inner._losses]
+        losses = [loss for inner in layers_in(layer) for loss in added_losses(inner)]
         part.given += tensors_in((outputs, [loss for loss in losses if id(loss) not in before]))
         return outputs
 
@@ -263,16 +267,6 @@ def _position(replica: Replica) -> int:
     replica.part.pause()
     replica.part.resume()
     return len(replica.part.done)
-
-
-def is_ready(model: Any, name: str) -> bool:
-    """Return whether everything that a step of a model may use has its variables."""
-    parts: list[Any] = []
-    if name == "train_step":
-        parts += [v for v in vars(model).values() if isinstance(v, keras.optimizers.Optimizer)]
-    if name != "predict_step":
-        parts += [model._compile_metrics, model._compile_loss]
-    return is_built(model) and all(part is None or part.built for part in parts)
 
 
 def _with_hidden_rows(leaf: Any) -> Any:

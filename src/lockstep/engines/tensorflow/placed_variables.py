@@ -9,6 +9,7 @@ from lockstep.engines.holders import holders_of
 from lockstep.engines.outdated_programs import trace_others_again
 from lockstep.engines.tensorflow import devices as tensorflow_devices
 from lockstep.engines.tensorflow.mirrored_variables import devices_of
+from lockstep.keras_compat import store_value, stored_value
 
 
 class PlacedVariables:
@@ -33,7 +34,7 @@ class PlacedVariables:
         moved = []
         for variable in variables:
             # keras/src/backend/tensorflow/core.py, Variable._initialize
-            if id(variable) in held or variable._value is None:
+            if id(variable) in held or stored_value(variable) is None:
                 continue
             holders_of(variable).add(self._holder)
             self._held.append(variable)
@@ -59,7 +60,7 @@ def move(variable: Any, device: str) -> bool:
     """Put a Keras variable on one device, and return whether it was on another one."""
     if devices_of(variable) == (device,):
         return False
-    plain = variable._value
+    plain = stored_value(variable)
     with tf.init_scope(), tf.device(device):
         moved = tf.Variable(
             tf.convert_to_tensor(plain),
@@ -73,5 +74,5 @@ def move(variable: Any, device: str) -> bool:
     # A built optimizer finds its variables by this name:
     # keras/src/backend/tensorflow/optimizer.py, TFOptimizer._var_key
     moved._unique_id = plain._unique_id
-    variable._value = moved
+    store_value(variable, moved)
     return True

@@ -26,7 +26,7 @@ from lockstep.engines.tensorflow.step_timing import StepCounter, TensorFlowClock
 from lockstep.engines.tensorflow.steps import Steps
 from lockstep.engines.tensorflow.unsplit import own_step
 from lockstep.errors import UnsupportedModel
-from lockstep.keras_compat import tensorflow_iterator
+from lockstep.keras_compat import loss_of, takes_training, tensorflow_iterator
 from lockstep.training.build import build, is_ready
 
 
@@ -181,15 +181,12 @@ class TensorFlowProbe:
                     self._forward(x)
                 return seen(), []
             y_pred = self._forward(x)
-            # keras/src/trainers/trainer.py, Trainer._compute_loss
-            loss = model._compute_loss(
-                x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
-            )
+            loss = loss_of(model, x, y, y_pred, sample_weight, training=True)
         return seen(), tape.gradient(loss, model.trainable_weights)
 
     def _forward(self, x: Any) -> Any:
         model = self._model
-        return model(x, training=True) if model._call_has_training_arg else model(x)
+        return model(x, training=True) if takes_training(model) else model(x)
 
 
 @contextmanager

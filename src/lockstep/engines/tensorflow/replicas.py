@@ -16,7 +16,7 @@ from tensorflow.python.distribute import distribute_lib
 
 from lockstep.engines.tensorflow.mirrored_variables import MirroredVariables
 from lockstep.engines.tensorflow.replica_consistency import GlobalSection, Program, tensors_in
-from lockstep.keras_compat import global_state
+from lockstep.keras_compat import global_state, losses_with_ids, put_losses_with_ids
 
 
 class Shards:
@@ -312,7 +312,7 @@ class ReplicaGroup:
                 results[index] = step(replica)
             self.leave(index)
 
-        before = [(list(layer._losses), set(layer._loss_ids)) for layer in self._layers]
+        before = [losses_with_ids(layer) for layer in self._layers]
         try:
             self._strategy.run(tf.autograph.experimental.do_not_convert(on_replica))
         finally:
@@ -347,16 +347,11 @@ class ReplicaGroup:
 
     def leave(self, replica: int) -> None:
         """Store the state of this replica; another one may run from here on."""
-        # keras/src/layers/layer.py, Layer.add_loss and Layer._clear_losses
-        self._losses[replica] = [
-            (list(layer._losses), set(layer._loss_ids)) for layer in self._layers
-        ]
+        self._losses[replica] = [losses_with_ids(layer) for layer in self._layers]
 
     def _set_losses(self, losses: list[tuple[Any, Any]]) -> None:
         for layer, (values, ids) in zip(self._layers, losses, strict=True):
-            layer._losses[:] = values
-            layer._loss_ids.clear()
-            layer._loss_ids.update(ids)
+            put_losses_with_ids(layer, values, ids)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from lockstep.checkpoint.fit_run import Snapshot
 from lockstep.errors import UnsupportedModel
-from lockstep.keras_compat import EpochIterator, TFDatasetAdapter, tensorflow_iterator
+from lockstep.keras_compat import EpochIterator, TFDatasetAdapter, layers_in, tensorflow_iterator
 from lockstep.state import named_variables
 from lockstep.training.input import HostIterator
 from lockstep.training.session import TRAIN, Kind, Session, recorded_type
@@ -105,7 +105,7 @@ class TensorFlowFitState:
 def _check_state(model: Any) -> None:
     """Raise if a step may change what a checkpoint does not save."""
     others = []
-    for layer in model._flatten_layers():
+    for layer in layers_in(model):
         for name, value in vars(layer).items():
             optimizer = isinstance(value, keras.optimizers.Optimizer) and name != "optimizer"
             if optimizer or isinstance(value, tf.Variable):

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from lockstep.engines.patched import patched
+from lockstep.keras_compat import TAKING_OPTIONALS, function_of_iterator
 from lockstep.training.step_clock import StepClock
 
 
@@ -35,9 +36,7 @@ class StepCounter:
             self._traced = not tf.executing_eagerly()
             return step(batch)
 
-        # keras/src/backend/tensorflow/trainer.py, TensorFlowTrainer._make_function: Keras passes
-        # every batch through this, on the host and outside of XLA.
-        convert = model._autoconvert_optionals
+        convert = getattr(model, TAKING_OPTIONALS)
 
         def converting(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
             converted = convert(step)
@@ -48,8 +47,8 @@ class StepCounter:
 
             return counted
 
-        with patched([(model, "_autoconvert_optionals", converting)]):
-            return model._make_function(traced_step)
+        with patched([(model, TAKING_OPTIONALS, converting)]):
+            return function_of_iterator(model, traced_step)
 
     def _count(self, batch: Any) -> None:
         with tf.device("CPU:0"):

@@ -19,13 +19,15 @@ from lockstep.engines.rowwise import Reasons, refused
 from lockstep.engines.tensorflow.layers import Plan
 from lockstep.engines.tensorflow.loss_sharding import LossSharding
 from lockstep.engines.tensorflow.mirrored_variables import MirroredVariables
-from lockstep.engines.tensorflow.own_steps import OwnStep, is_ready
+from lockstep.engines.tensorflow.own_steps import OwnStep
 from lockstep.engines.tensorflow.programs import ScratchGraph
 from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer, looks_up_weights
 from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup, Shards
 from lockstep.engines.tensorflow.unsplit import own_step, unsplit_reason
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
+from lockstep.keras_compat import added_losses, layers_in, loss_of, loss_tracker, takes_training
 from lockstep.layout import Layout
+from lockstep.training.build import is_ready_for_own_step
 
 
 class Steps:
@@ -123,7 +125,7 @@ class Steps:
         if reason is None:
             plan, reasons = self._plan(data, training=name == "train_step")
             reason = unsplit_reason(model, plan, reasons, data)
-        ready = is_ready(model, name)
+        ready = is_ready_for_own_step(model, name.removesuffix("_step"))
         if reason is not None and not (inspects or name in self._not_alike or model.run_eagerly):
             if name == "predict_step":
                 makes_variables = False
@@ -136,7 +138,7 @@ class Steps:
         if reason is not None:
             self._say(f"{model.name!r} {reason}, so the first device runs every batch alone")
             return self._whole(whole, data)
-        team = ReplicaGroup(self._strategy, self._copies, model._flatten_layers())
+        team = ReplicaGroup(self._strategy, self._copies, layers_in(model))
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         values = LossSharding(model, team, x, y)
         with plan.in_force(team), values.in_force():
@@ -151,7 +153,7 @@ class Steps:
     def _own(self, name: str, step: Any, data: Any) -> Any:
         """Run a step of the user's own, or of a model that looks across the batch."""
         model = self._model
-        team = ReplicaGroup(self._strategy, self._copies, model._flatten_layers())
+        team = ReplicaGroup(self._strategy, self._copies, layers_in(model))
         own = OwnStep(model, team, f"its {name}", draws_together=self.draws_together)
         outputs = own.run(step, data)
         try:
@@ -165,7 +167,7 @@ class Steps:
 
     def _plan(self, data: Any, *, training: bool) -> tuple[Plan, Reasons]:
         """Return the plan of the step being traced, and why some layers are not split."""
-        parts = Plan(self._model).whole
+        parts = Plan(self._model).candidates
         reasons: Reasons = {}
         if parts:
             x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
@@ -177,7 +179,7 @@ class Steps:
                     )
             finally:
                 self._copies.take_off()
-        proven = [part for part in parts if id(part) not in reasons]
+        proven = [number for number, part in enumerate(parts) if id(part) not in reasons]
         return Plan(self._model, proven, draws_together=self.draws_together), reasons
 
     def _whole(self, step: Any, data: Any) -> Any:
@@ -269,7 +271,7 @@ class Steps:
             return team.run(step, shards)[0]
 
     def _forward(self, x: Any, *, training: bool) -> Any:
-        if self._model._call_has_training_arg:
+        if takes_training(self._model):
             return self._model(x, training=training)
         return self._model(x)
 
@@ -283,14 +285,11 @@ class Steps:
         self, replica: Replica, x: Any, y: Any, y_pred: Any, sample_weight: Any, *, training: bool
     ) -> Any:
         model = self._model
-        losses = [loss for layer in model._flatten_layers() for loss in layer._losses]
+        losses = [loss for layer in layers_in(model) for loss in added_losses(layer)]
         given = (y_pred, losses, replica.shards.rows)
         with replica.globally("its loss", given, shares=True) as part:
-            # keras/src/trainers/trainer.py, Trainer._compute_loss
-            loss = model._compute_loss(
-                x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training
-            )
-            model._loss_tracker.update_state(loss, sample_weight=replica.shards.rows)
+            loss = loss_of(model, x, y, y_pred, sample_weight, training=training)
+            loss_tracker(model).update_state(loss, sample_weight=replica.shards.rows)
         if training and looks_up_weights(part.done):  # each replica would add its own entries
             raise ReplicasDiffer("its loss looks up rows of a weight")
         return loss

@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lockstep.keras_compat import get_keras_mask, set_keras_mask
+from lockstep.keras_compat import get_keras_mask, logits_of, set_keras_mask, set_logits
 
 _PROBABILITIES = ("Softmax", "Sigmoid")
 
@@ -20,8 +20,7 @@ def remade(value: Any, make: Callable[[Any], Any]) -> Any:
         value: A tensor of a graph.
         make: Transforms one tensor. It is called for the tensor, its mask and its logits.
     """
-    # keras/src/backend/tensorflow/nn.py, _get_logits
-    logits = getattr(value, "_keras_logits", None)
+    logits = logits_of(value)
     kind = _operation(value)
     if kind in _PROBABILITIES:
         before = make(value.op.inputs[0])
@@ -29,11 +28,11 @@ def remade(value: Any, make: Callable[[Any], Any]) -> Any:
             tf.raw_ops.Softmax(logits=before) if kind == "Softmax" else tf.raw_ops.Sigmoid(x=before)
         )
         if logits is not None:
-            new._keras_logits = before if logits is value.op.inputs[0] else make(logits)
+            set_logits(new, before if logits is value.op.inputs[0] else make(logits))
     else:
         new = make(value)
         if logits is not None:
-            new._keras_logits = make(logits)
+            set_logits(new, make(logits))
     mask = get_keras_mask(value)
     if mask is not None:
         set_keras_mask(new, make(mask))
@@ -43,14 +42,14 @@ def remade(value: Any, make: Callable[[Any], Any]) -> Any:
 def signature(value: Any) -> tuple[Any, ...]:
     """Return a tensor's operation, and the dtypes and shapes of it, its mask and its logits."""
     mask = get_keras_mask(value)
-    parts = (value, mask, getattr(value, "_keras_logits", None))
+    parts = (value, mask, logits_of(value))
     known = [None if part is None else (part.dtype, str(part.shape[1:])) for part in parts]
     return (_operation(value), *known)
 
 
 def beside(value: Any) -> list[Any]:
     """Return the mask and the logits of a tensor, as far as it has them."""
-    found = [get_keras_mask(value), getattr(value, "_keras_logits", None)]
+    found = [get_keras_mask(value), logits_of(value)]
     if _operation(value) in _PROBABILITIES:
         found.append(value.op.inputs[0])
     return [tensor for tensor in found if tensor is not None]

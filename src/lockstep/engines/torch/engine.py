@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 from lockstep.announce import Given, branches_line, fit_line
-from lockstep.devices import Device, names_in_words
+from lockstep.devices import Device
 from lockstep.engines import attachments
 from lockstep.engines.atomic_save import atomic_saves
-from lockstep.engines.call_guard import STEPPING, CallGuard
+from lockstep.engines.base_engine import BaseEngine
+from lockstep.engines.call_guard import CallGuard
 from lockstep.engines.engine import DEFAULT_INPUT, InputOptions
-from lockstep.engines.holders import holders_of
-from lockstep.engines.loop_methods import announced_fit, loop_methods
+from lockstep.engines.holders import check_shared, holders_of
+from lockstep.engines.loop_methods import stepping_methods
 from lockstep.engines.torch import devices as torch_devices
 from lockstep.engines.torch import joining
 from lockstep.engines.torch.branches.branch_steps import BranchSteps, to_default_device
@@ -39,7 +40,7 @@ from lockstep.errors import (
     UnsupportedBackend,
     UnsupportedModel,
 )
-from lockstep.keras_compat import wrapped_by_keras
+from lockstep.keras_compat import BUILD, wrapped_by_keras
 from lockstep.launch.environment import Place
 from lockstep.launch.status import STATUS_OF_PROCESS
 from lockstep.layout import Layout, both_layouts
@@ -47,12 +48,12 @@ from lockstep.processes import process_group
 from lockstep.processes.call_scope import CALLS
 from lockstep.processes.first_process_io import together
 from lockstep.state import variables_of
-from lockstep.training.build import is_ready
+from lockstep.training.build import is_ready, is_ready_for_own_step
 from lockstep.training.loop import Loop
 from lockstep.training.overrides import MAKERS, check_makers
 
 
-class TorchEngine:
+class TorchEngine(BaseEngine):
     """Runs Keras models on PyTorch devices; see `Engine` for the contract."""
 
     name = "torch"
@@ -76,25 +77,11 @@ class TorchEngine:
         """Make `model` run on `devices`, in place; on failure leave it unchanged."""
         if self.layout(model) is not None:
             raise both_layouts(model, "distribute")
-        if options.data_on_devices:
-            raise UnsupportedBackend(
-                "data_on_devices=True was asked for on 'torch', and data stay on the devices on "
-                "'jax' so far.\nLeave it out, or set KERAS_BACKEND=jax before Keras is imported."
-            )
-        if options.prefetch:
-            raise UnsupportedBackend(
-                f"prefetch={options.prefetch} was asked for on 'torch', and lockstep draws batches "
-                "ahead on 'jax' so far.\nLeave it out: a DataLoader has num_workers."
-            )
+        self.check_no_options(options, "a DataLoader has num_workers.")
         if self.attached(model) != devices:
             call = nullcontext() if joined() is None else CALLS.call("distribute")
             with call, attachments.alone(model, "distribute"):
                 attachments.attach(Attachment(model, devices), Attachment.again)
-
-    def detach(self, model: Any) -> None:
-        """Make `model` run on one device again; do nothing if it is not attached."""
-        with attachments.alone(model, "release"):
-            attachments.detach(model)
 
     def place(self, model: Any, layout: Layout) -> None:
         """Make the layers of `model` run on their devices. After a failure it is unchanged."""
@@ -113,19 +100,6 @@ class TorchEngine:
             raise both_layouts(model, "place")
         with attachments.alone(model, "place"):
             attachments.attach(Attachment(model, layout.devices, layout), Attachment.again)
-
-    def layout(self, model: Any) -> Layout | None:
-        """Return the devices of the layers of `model`, `None` if it has none."""
-        attachment = attachments.attachment_of(model)
-        return None if attachment is None else attachment.layout
-
-    def attached(self, model: Any) -> tuple[str, ...] | None:
-        """Return the devices of `model`, or `None` if it is not attached."""
-        return attachments.attached(model)
-
-    def input_options(self, model: Any) -> InputOptions:
-        """Return the defaults: this engine has no input options."""
-        return DEFAULT_INPUT
 
     def probe(self, model: Any) -> TorchProbe:
         """Return a probe for the steps of `model`, attached or not."""
@@ -163,6 +137,8 @@ class Attachment:
         self.session = TorchSession(model, devices, self._runner)
         self.loop = Loop(self.session)
         self._warned: set[str] = set()
+        self._begun: set[str] = set()
+        self._unshared: set[str] = set()
         # The end of the model ends its part in the pool; a lease knows no model.
         weakref.finalize(model, self._lease.end)
 
@@ -184,7 +160,8 @@ class Attachment:
         check_makers(self.model)
         if self._branches is not None:
             self._branches.adopt()
-        self._check_holders()
+        for variable in variables_of(self.model):
+            check_shared(self, variable)
         if self._branches is not None:
             _check_not_compiled(self.model)
         elif self._group is not None:
@@ -212,7 +189,7 @@ class Attachment:
             self.hooks = together(self.model, self.hooks, self._runner.assigned)
         if self._branches is not None:
             self.hooks["call"] = self._branches.calling(self.model.call)
-            self.hooks[_BUILD] = self._build
+            self.hooks[BUILD] = self._build
         self.replaced = attachments.put_on(self.model, self.hooks)
         attachments.remake_functions(self.model)
 
@@ -300,7 +277,7 @@ class Attachment:
         return reason or self._runner.unsplit(data[0]), data, rows
 
     def _step(self, kind: str, plain: Callable[[Any], Any], batch: Any) -> Any:
-        if self._runner.unchecked and not is_ready(self.model, kind):
+        if self._must_build(kind):
             if not isinstance(self._runner, JoinedRunner):
                 return plain([batch])  # which builds the model
             with torch.no_grad():  # each process builds it, and then takes the first one's values
@@ -310,22 +287,52 @@ class Attachment:
         if isinstance(self._runner, JoinedRunner):
             self._runner.agree_on_plan(reason)
         if reason is not None:
-            self._warn(f"{self.model.name!r} {reason}, so the first device runs every batch alone")
-            return plain([batch])
+            return self._step_on_whole_batch(kind, plain, batch, reason)
         result = self._runner.step(kind, data, rows)
-        whole = self._runner.whole_layers
-        if whole:
-            names = ", ".join(f"{name!r} ({reason})" for name, reason in whole.items())
+        self._warn_of_whole(self._runner.whole_layers)
+        return result
+
+    def _must_build(self, kind: str) -> bool:
+        """Return whether one device has to run the next step, as it makes variables."""
+        if own_step(self.model, kind) is None:
+            return self._runner.unchecked and not is_ready(self.model, kind)
+        # A GAN, say, has no `call` and is never built: the first batch builds its parts.
+        first = kind not in self._begun
+        self._begun.add(kind)
+        return first and not is_ready_for_own_step(self.model, kind)
+
+    def _step_on_whole_batch(
+        self, kind: str, plain: Callable[[Any], Any], batch: Any, reason: str
+    ) -> Any:
+        """Run a step that looks at the whole batch: on every device, or else on the first one."""
+        runner = self._runner
+        if kind not in self._unshared:
+            unshared = runner.unshared(batch)
+            if unshared is None:
+                result = runner.step_on_whole_batch(kind, batch)
+                if runner.whole_batch.shared:
+                    self._warn_of_whole(runner.whole_batch.whole)
+                    return result
+                unshared = "and calls no layer that works row by row"
+                self._unshared.add(kind)
+                self._warn_of_alone(reason, unshared)
+                return result  # all devices have computed the same
+            self._warn_of_alone(reason, unshared)
+        return plain([batch])
+
+    def _warn_of_alone(self, reason: str, unshared: str) -> None:
+        what = f"{self.model.name!r} {reason} {unshared}"
+        self._warn(f"{what},\nso the first device runs every batch alone")
+
+    def _warn_of_whole(self, layers: dict[str, str]) -> None:
+        if layers:
+            names = ", ".join(f"{name!r} ({reason})" for name, reason in layers.items())
             what = f"every device runs {names} of {self.model.name!r} on the whole batch"
             self._warn(what, _DECLARE)
-        return result
 
     def _stepping(self) -> dict[str, Any]:
         """Return the methods that run steps, guarded."""
-        methods = {name: getattr(self.model, name) for name in STEPPING}
-        methods |= loop_methods(self.loop)
-        methods["fit"] = announced_fit(methods["fit"], self.loop, self._fit_line)
-        return {name: self.turns.guarded(name, method) for name, method in methods.items()}
+        return stepping_methods(self.loop, self.turns, self._fit_line)
 
     def _fit_line(self, given: Given, compiles: bool) -> str:
         if self.layout is None:
@@ -341,7 +348,7 @@ class Attachment:
         """Build what a step needs, with every variable on its device."""
         assert self._branches is not None
         with self._branches.on_devices():
-            built = getattr(type(self.model), _BUILD)(self.model, *args, **kwargs)
+            built = getattr(type(self.model), BUILD)(self.model, *args, **kwargs)
         self._move_to_homes()
         return built
 
@@ -351,18 +358,6 @@ class Attachment:
         self._branches.move()
         for variable in self._branches.variables():
             holders_of(variable).add(self)
-
-    def _check_holders(self) -> None:
-        for variable in variables_of(self.model):
-            for other in holders_of(variable):
-                if other.model is not self.model and other.home(variable) != self.home(variable):
-                    raise LayoutConflict(
-                        f"{self.model.name!r} was asked onto {names_in_words(self.devices)}, and "
-                        f"its variable {variable.path!r} is shared with {other.model.name!r} on "
-                        f"{names_in_words(other.devices)}.\n"
-                        "A variable has one layout. Place its layer on the same device in both, or "
-                        "call\nlockstep.release on the other one first."
-                    )
 
     def _warn(self, what: str, remedy: str = "") -> None:
         if what not in self._warned and process_group.is_first():
@@ -374,8 +369,6 @@ class Attachment:
                 stacklevel=2,
             )
 
-
-_BUILD = "_symbolic_build"  # keras/src/trainers/trainer.py, Trainer
 
 _DECLARE = "If each row depends on its own row alone, declare it: lockstep.rowwise. "
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from lockstep.keras_compat import layers_in, own_trainable_variables
 from lockstep.state import rnn_states
 
 
@@ -35,7 +36,7 @@ class ForwardState:
 
 
 def _tensors_of(model: Any) -> list[Any]:
-    layers = model._flatten_layers()
-    weights = {id(variable) for layer in layers for variable in layer._trainable_variables}
+    layers = layers_in(model)
+    weights = {id(variable) for layer in layers for variable in own_trainable_variables(layer)}
     variables = [v for v in model.non_trainable_variables if id(v) not in weights]
     return [variable.value for variable in [*variables, *rnn_states(model)]]

@@ -7,78 +7,29 @@ from typing import Any
 import keras
 import torch
 
+from lockstep.engines.layer_plan import LayerPlan
 from lockstep.engines.patched import patched
 from lockstep.engines.rowwise import (
     arrays_in,
-    drawing_layers,
-    is_batch_norm,
     is_container,
-    layers_in,
-    parts_of,
-    works_by_rows,
 )
 from lockstep.engines.torch.moments import moments_over
 from lockstep.engines.torch.replica import Replica, seed_of_replica
-from lockstep.keras_compat import get_keras_mask, set_keras_mask
+from lockstep.keras_compat import (
+    GLOBAL_SEED_GENERATOR,
+    MOMENTS,
+    calls_of,
+    get_keras_mask,
+    global_state,
+    operations_of,
+    seed_generators,
+    set_keras_mask,
+)
 from lockstep.state import unique
 
 
-class Plan:
-    """Sorts the layers of a model: those that run by rows, and those on the global batch.
-
-    Args:
-        model: The model.
-        proven: The numbers of those `candidates` that work row by row.
-        draws_together: Whether layers that draw random numbers run on the global batch, so that
-            the numbers are those of one device.
-
-    Attributes:
-        candidates: Layers and operations that are not Keras's own known ones, or the model
-            itself, in the order of the model. The same model has the same order anywhere.
-        whole: Layers and operations that run on the global batch.
-        norms: Batch norms. They use the moments of the global batch.
-        every: Every layer that is not inside one of `whole`.
-    """
-
-    def __init__(
-        self, model: Any, proven: Collection[int] = (), *, draws_together: bool = False
-    ) -> None:
-        self.draws_together = draws_together
-        self.candidates: list[Any] = []
-        self.whole: list[Any] = []
-        self.norms: list[Any] = []
-        self.every: list[Any] = []
-        self._proven = proven
-        self._seen: set[int] = set()
-        self._sort(model)
-
-    def _sort(self, part: Any) -> None:
-        if id(part) in self._seen:
-            return
-        self._seen.add(id(part))
-        if is_container(part):
-            self.every.append(part)
-            for inner in parts_of(part):
-                self._sort(inner)
-        elif is_batch_norm(part):
-            self.norms.append(part)
-            self.every.append(part)
-        elif works_by_rows(part):
-            self._split(part)
-        else:
-            self.candidates.append(part)
-            if len(self.candidates) - 1 in self._proven:
-                self._split(part)
-            else:
-                self.whole.append(part)
-
-    def _split(self, part: Any) -> None:
-        drawing = drawing_layers(part) if self.draws_together else []
-        apart = {id(layer) for whole in drawing for layer in layers_in(whole)}
-        inside = [layer for layer in layers_in(part) if id(layer) not in apart]
-        self.norms += [layer for layer in inside if is_batch_norm(layer)]
-        self.every += inside
-        self.whole += drawing
+class Plan(LayerPlan):
+    """Runs each layer of a model as its `LayerPlan` says."""
 
     @contextmanager
     def in_force(self, replica: Replica) -> Iterator[None]:
@@ -89,15 +40,15 @@ class Plan:
             if hasattr(layer, "compute_mask"):
                 mask = _on_global_batch(layer, layer.compute_mask, replica)
                 changes.append((layer, "compute_mask", mask))
-        changes += [(layer, "_moments", moments_over(layer, replica)) for layer in self.norms]
+        changes += [(layer, MOMENTS, moments_over(layer, replica)) for layer in self.norms]
         for layer in unique([*self.every, *self.whole]):
             if getattr(layer, "activity_regularizer", None) is not None:
                 hook = _of_global_outputs(layer, layer.activity_regularizer, replica)
                 changes.append((layer, "activity_regularizer", hook))
-        for layer in unique(self.every):
-            # keras/src/layers/layer.py, Layer._initialize_tracker
-            for seeds in layer._seed_generators:
-                changes.append((seeds, "next", _of_this_replica(seeds.next, replica)))
+        generators = [seeds for layer in unique(self.every) for seeds in seed_generators(layer)]
+        without_seed = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+        for seeds in unique([*generators, *filter(None, [without_seed])]):
+            changes.append((seeds, "next", _of_this_replica(seeds.next, replica)))
         with patched(changes):
             yield
 
@@ -116,7 +67,7 @@ def unknown_rows(model: Any, whole: Collection[int]) -> str | None:
     if len(inputs) != 1:
         return f"has inputs of several first dims {sorted(map(str, inputs))}"
     for part in _parts_in(model):
-        for node in part._inbound_nodes:
+        for node in calls_of(part):
             if id(part) in whole and arrays_in(node):
                 return f"gives a constant array to {part.name!r}"
             for tensor in (*node.input_tensors, *node.output_tensors):
@@ -129,7 +80,7 @@ def unknown_rows(model: Any, whole: Collection[int]) -> str | None:
 
 def _parts_in(container: Any) -> list[Any]:
     found = []
-    for part in parts_of(container):
+    for part in operations_of(container):
         found.append(part)
         if is_container(part):
             found += _parts_in(part)
@@ -157,7 +108,7 @@ def _on_global_batch(layer: Any, call: Callable[..., Any], replica: Replica) -> 
 
     def gathered_call(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = keras.tree.map_structure(whole, (args, kwargs))
-        with replica.common_draws():
+        with replica.streams.common():
             outputs = call(*args, **kwargs)
         return keras.tree.map_structure(own, outputs)
 
@@ -179,9 +130,13 @@ def _of_global_outputs(layer: Any, regularizer: Any, replica: Replica) -> Callab
 
 
 def _of_this_replica(draw: Callable[..., Any], replica: Replica) -> Callable[..., Any]:
-    """Wrap `draw` to return a different seed on every replica, on the first one its own."""
+    """Wrap `draw` to return a different seed on every replica, on the first one its own.
+
+    Layers on the global batch may draw from Keras's seed generator too. They get the same seed.
+    """
 
     def draw_here(*args: Any, **kwargs: Any) -> Any:
-        return seed_of_replica(draw(*args, **kwargs), replica.rank)
+        seed = draw(*args, **kwargs)
+        return seed if replica.streams.are_common else seed_of_replica(seed, replica.rank)
 
     return draw_here

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from copy import copy
 from functools import cache
-from types import CellType, CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import cloudpickle
@@ -24,32 +24,16 @@ import torch
 from lockstep.engines.attachments import ATTACHMENT, attachment_of
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
+    ATTRIBUTES_OF_RUNS,
     KerasSaveable,
+    layers_in,
     module_in_keras,
+    own_trainable_variables,
+    renew_tracker,
     tracked_collections,
 )
 
 Result = TypeVar("Result")
-
-_OF_RUNS: dict[str, Any] = {
-    "train_function": None,
-    "test_function": None,
-    "predict_function": None,
-    "stop_training": False,
-    "stop_evaluating": False,
-    "stop_predicting": False,
-    "history": None,
-    "training": True,
-    "_called": True,  # a proof of rows calls a copy, and a functional model may not be called yet
-    "_eval_epoch_iterator": None,
-    "_initial_epoch": None,
-    "_compile_metrics": None,  # rank 0 alone computes metrics
-    "_compile_config": None,
-    "_compiled_trainable_state": {},
-    "_losses": [],
-    "_loss_ids": set(),
-}
-"""Attributes of Keras models that change in a run, and what a worker has for them."""
 
 _DEEP = 100_000
 _DEEP_STACK = 512 * 2**20
@@ -84,12 +68,8 @@ def load(data: bytes) -> tuple[Any, list[Any]]:
     """Return the model, and new tensors for the numbers in the bytes, not yet filled."""
     unpickler = _Unpickler(io.BytesIO(data))
     model = unpickler.load()
-    for layer in model._flatten_layers():
-        # keras/src/utils/tracking.py, Tracker: the identities of what the lists hold
-        tracker = layer._tracker
-        tracker.stored_ids = {
-            name: {id(item) for item in items} for name, (_, items) in tracker.config.items()
-        }
+    for layer in layers_in(model):
+        renew_tracker(layer)
     return model, [unpickler.tensors[number] for number in range(len(unpickler.tensors))]
 
 
@@ -109,6 +89,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, item: Any) -> Any:
         if isinstance(item, torch.Tensor):
             return tensor_of, self._described(item)
+        # With code that uses `torch` and `ops`, cloudpickle takes `torch.ops` along, and fails: its
+        # class is no plain module.
+        if isinstance(item, ModuleType) and type(item) is not ModuleType:
+            return importlib.import_module, (item.__name__,)
         if isinstance(item, KerasSaveable):
             return object.__new__, (type(item),), _state(item)
         fill = _FILL.get(type(item))
@@ -170,11 +154,13 @@ def _state(item: Any) -> dict[str, Any]:
             state.pop(name, None)
         state.update(attachment.replaced)
     if isinstance(item, keras.optimizers.Optimizer):
-        known = {id(variable): variable for variable in item._trainable_variables}
+        known = {id(variable): variable for variable in own_trainable_variables(item)}
         state.update((name, _keyed(value, known)) for name, value in state.items())
     if isinstance(item, keras.layers.Layer):
         # Copies: in one pickle, the same list would be one list of all layers.
-        state.update((name, copy(value)) for name, value in _OF_RUNS.items() if name in state)
+        state.update(
+            (name, copy(value)) for name, value in ATTRIBUTES_OF_RUNS.items() if name in state
+        )
     return state
 
 

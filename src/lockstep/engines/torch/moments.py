@@ -8,6 +8,7 @@ import keras
 import torch
 
 from lockstep.engines.torch.replica import Replica
+from lockstep.keras_compat import reduction_axes
 
 
 def moments_over(layer: Any, replica: Replica) -> Callable[[Any, Any], tuple[Any, Any]]:
@@ -17,8 +18,7 @@ def moments_over(layer: Any, replica: Replica) -> Callable[[Any, Any], tuple[Any
     The mean of squares minus the squared mean would lose all digits for inputs far from
     zero.
     """
-    # keras/src/layers/normalization/batch_normalization.py, BatchNormalization._moments
-    axes = layer._reduction_axes
+    axes = reduction_axes(layer)
     name = f"The input of layer {layer.name!r}"
 
     def moments(inputs: Any, mask: Any) -> tuple[Any, Any]:

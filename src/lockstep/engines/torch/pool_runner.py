@@ -10,12 +10,20 @@ import torch
 from lockstep.engines.torch.forward_state import ForwardState
 from lockstep.engines.torch.group import PeerLost
 from lockstep.engines.torch.layers import Plan
+from lockstep.engines.torch.placement import copies_on
 from lockstep.engines.torch.pool import Lease, Pool
 from lockstep.engines.torch.replica import Replica, random_state
 from lockstep.engines.torch.settings import checksum, current_settings
 from lockstep.engines.torch.step_runner import StepRunner
 from lockstep.engines.torch.steps import run_step
-from lockstep.keras_compat import GLOBAL_SEED_GENERATOR, global_state
+from lockstep.engines.torch.whole_batch_steps import WholeBatchSteps, numbers_in
+from lockstep.errors import UnsupportedModel, WorkerDied
+from lockstep.keras_compat import (
+    GLOBAL_SEED_GENERATOR,
+    global_state,
+    is_rematerialized,
+    layers_in,
+)
 
 
 class PoolRunner(StepRunner):
@@ -39,16 +47,13 @@ class PoolRunner(StepRunner):
         self._sent: Any = None
         self._tensors: list[Any] = []
         self._versions: list[Any] = []
+        self._gradients: list[Any] = []
 
     def step(self, kind: str, data: Any, rows: int) -> Any:
         """Run one step on all devices, and return the logs or predictions."""
         pool = self._running_pool()
         with pool.in_use():
-            if self.unchecked or self._structure_changed():
-                self._compare_all(pool)
-                self.unchecked = self._changes
-            else:
-                self._send_values(pool, self._assigned())
+            self._make_equal(pool)
             self._send_plan(pool)
             description = pool.memory.write(data)
             base: Any
@@ -73,6 +78,69 @@ class PoolRunner(StepRunner):
             self._versions = [tensor._version for tensor in self._tensors]
         return result
 
+    def unshared(self, batch: Any) -> str | None:
+        """Return why the devices cannot share a step on the whole batch, `None` if they can."""
+        self._bytes_of_step = None
+        leaves = keras.tree.flatten(batch)
+        if not all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves):
+            return "and is given other data than tensors"
+        if self.unchecked:
+            try:
+                self._dumped()
+            except UnsupportedModel as error:
+                return "and " + str(error).splitlines()[0].partition("' ")[2].rstrip(".")
+        # Layers that are computed again in the backward pass would not use shared weights.
+        remade = [each.name for each in layers_in(self._model) if is_rematerialized(each)]
+        return f"and has {remade[0]!r} made in a RematScope" if remade else None
+
+    def step_on_whole_batch(self, kind: str, batch: Any) -> Any:
+        """Run one step on the whole batch on every device; see `StepRunner`."""
+        pool = self._running_pool()
+        try:
+            with pool.in_use():
+                self._make_equal(pool)
+                self._send_gradients(pool)
+                self._send_seeds(pool)
+                description = pool.memory.write(batch)
+                mode, random_numbers = self._model.training, random_state()
+                key = self._lease.key
+                pool.send("whole_step", key, kind, mode, description, random_numbers)
+                self._state.keep()
+                try:
+                    result = self.whole_batch.run(
+                        kind,
+                        copies_on(self._device, batch),
+                        pool.group,
+                        self._streams,
+                        self._device,
+                        draws_together=self.draws_together,
+                    )
+                    pool.group.check()
+                except PeerLost:
+                    self._state.put_back()
+                    raise
+                self._check_logs(numbers_in(result, self._model), pool.receive())
+                self._versions = [tensor._version for tensor in self._tensors]
+                self._gradients = list(map(_version_of_gradient, self._tensors))
+        except WorkerDied as error:
+            error.add_note(
+                f"The {kind}_step of {self._model.name!r} may have updated some variables before."
+            )
+            raise
+        return result
+
+    def _check_logs(self, mine: dict[str, float], every: list[dict[str, float]]) -> None:
+        for rank, theirs in enumerate(every, 1):
+            for name in mine.keys() & theirs.keys():
+                if not np.isclose(mine[name], theirs[name], rtol=_ALIKE, equal_nan=True):
+                    raise UnsupportedModel(
+                        f"The first device computed {name}={mine[name]:g} in a step of "
+                        f"{self._model.name!r}, and replica {rank} {theirs[name]:g}: the step "
+                        "uses\nsomething that the model does not hold, such as a global variable "
+                        "or the time.\nMake it an attribute of the model, or call "
+                        "lockstep.release(model)."
+                    )
+
     @property
     def waited(self) -> float:
         """The seconds that this process has waited in collectives."""
@@ -88,6 +156,13 @@ class PoolRunner(StepRunner):
             self.unchecked = True
         return pool
 
+    def _make_equal(self, pool: Pool) -> None:
+        if self.unchecked or self._structure_changed():
+            self._compare_all(pool)
+            self.unchecked = self._changes
+        else:
+            self._send_values(pool, self._assigned())
+
     def _compare_all(self, pool: Pool) -> None:
         data, tensors = self._dumped()
         settings = current_settings()
@@ -101,12 +176,29 @@ class PoolRunner(StepRunner):
             pool.send("model", self._lease.key, data, settings, self.draws_together)
             self._plan = Plan(self._model, draws_together=self.draws_together)
             self._proven_there = []
+            self._gradients = []
             self._tensors = tensors
             self._structure = _structure(tensors)
             self._state = ForwardState(self._model)
+            self.whole_batch = WholeBatchSteps(self._model)
             differ = list(range(len(tensors)))
             self._sent = sent
         self._send_values(pool, differ)
+        self._send_seeds(pool)
+
+    def _send_gradients(self, pool: Pool) -> None:
+        """Send the gradients that a step may add to: a user's own may accumulate them."""
+        versions = list(map(_version_of_gradient, self._tensors))
+        before = self._gradients or [None] * len(versions)
+        changed = [
+            n for n, pair in enumerate(zip(versions, before, strict=True)) if pair[0] != pair[1]
+        ]
+        if changed:
+            there = [number for number in changed if versions[number] is not None]
+            pool.send("gradients", self._lease.key, changed, there)
+            pool.group.broadcast_in_place([self._tensors[number].grad for number in there])
+
+    def _send_seeds(self, pool: Pool) -> None:
         seeds = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
         keras_seed = None if seeds is None else keras.ops.convert_to_numpy(seeds.state)
         pool.send("seeds", random.getstate(), np.random.get_state(), keras_seed)
@@ -135,8 +227,17 @@ class PoolRunner(StepRunner):
             pool.group.broadcast_in_place([self._tensors[number] for number in numbers])
 
 
+_ALIKE = 1e-3
+"""The relative distance of logs beyond rounding, which GPUs may do in any order."""
+
+
 def _is(a: Any, b: Any) -> bool:
     return a is b
+
+
+def _version_of_gradient(tensor: Any) -> Any:
+    gradient = tensor.grad if tensor.is_leaf else None
+    return None if gradient is None else (id(gradient), gradient._version)
 
 
 def _structure(tensors: list[Any]) -> list[bool]:

@@ -17,7 +17,7 @@ from lockstep.engines.torch.replica import random_state, set_random_state
 from lockstep.engines.torch.steps import recorded
 from lockstep.engines.torch.unsplit import own_step
 from lockstep.errors import UnsupportedBackend
-from lockstep.keras_compat import torch_iterator
+from lockstep.keras_compat import loss_of, takes_training, torch_iterator
 from lockstep.processes import process_group
 from lockstep.processes.call_scope import CALLS
 from lockstep.processes.group import current
@@ -145,7 +145,7 @@ class TorchProbe:
     def _alone(self, data: Any) -> dict[str, Any]:
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        options = {"training": True} if model._call_has_training_arg else {}
+        options = {"training": True} if takes_training(model) else {}
         with recorded(model, lambda output: output) as seen:
             if own_step(model, "train") is not None:
                 # Such a model may call its layers in any way, and leave `call` undefined.
@@ -154,10 +154,7 @@ class TorchProbe:
                 return seen
             y_pred = model(x, **options)
             model.zero_grad()
-            # keras/src/trainers/trainer.py, Trainer._compute_loss
-            model._compute_loss(
-                x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
-            ).backward()
+            loss_of(model, x, y, y_pred, sample_weight, training=True).backward()
         for variable in model.trainable_variables:
             if variable.value.grad is not None:
                 seen[f"gradient/{variable.path}"] = variable.value.grad

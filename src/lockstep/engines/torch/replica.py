@@ -25,9 +25,13 @@ class RandomStreams:
     """The state of PyTorch's random numbers for code that every replica runs alike.
 
     Outside of `common` each replica draws from PyTorch's own state, which differs.
+
+    Attributes:
+        are_common: Whether the code that runs now is inside `common`.
     """
 
     def __init__(self) -> None:
+        self.are_common = False
         self._common: Any = None
 
     def seed(self, base: bytes, rank: int) -> None:
@@ -74,13 +78,30 @@ class RandomStreams:
         set_random_state(self._common)
 
     @contextmanager
-    def common(self) -> Iterator[None]:
-        """Draw the same numbers on every replica inside the context."""
-        own = random_state()
-        set_random_state(self._common)
+    def separate(self, rank: int, number: int) -> Iterator[None]:
+        """Draw other numbers on every replica inside the context, and go on from before after it.
+
+        Args:
+            rank: The number of the replica.
+            number: The number of the context in its step.
+        """
+        before = random_state()
+        _seed(_number(before[0].numpy().tobytes(), rank, number))
         try:
             yield
         finally:
+            set_random_state(before)
+
+    @contextmanager
+    def common(self) -> Iterator[None]:
+        """Draw the same numbers on every replica inside the context."""
+        own, before = random_state(), self.are_common
+        set_random_state(self._common)
+        self.are_common = True
+        try:
+            yield
+        finally:
+            self.are_common = before
             self._common = random_state()
             set_random_state(own)
 
@@ -92,10 +113,12 @@ class Replica:
     some layers take no empty batch.
 
     Attributes:
+        group: The ranks.
         counts: The number of rows of each replica.
         rows: The number of rows of the batch.
         device: The PyTorch device of this replica.
         returns: Whether this replica returns logs and predictions. Rank 0 always does.
+        streams: The random numbers of this replica.
     """
 
     def __init__(
@@ -108,23 +131,23 @@ class Replica:
         returns: bool = False,
     ) -> None:
         shards = shard_rows(rows, group.size)
-        self._group = group
+        self.group = group
         self._own = shards[group.rank]
         self.counts = tuple(len(shard) for shard in shards)
         self.rows = rows
         self.device = device
         self.returns = returns or group.rank == 0
-        self.common_draws = streams.common
+        self.streams = streams
 
     @property
     def rank(self) -> int:
         """The number of this replica."""
-        return self._group.rank
+        return self.group.rank
 
     @property
     def size(self) -> int:
         """The number of replicas."""
-        return self._group.size
+        return self.group.size
 
     def take(self, whole: Any) -> Any:
         """Return the rows of this replica."""
@@ -170,23 +193,23 @@ class Replica:
                 Then no gradient has to be exchanged.
         """
         rows = self.true_rows(own, name)
-        whole = _Gather.apply(rows, self._group, self.counts, for_loss)
+        whole = _Gather.apply(rows, self.group, self.counts, for_loss)
         mask = get_keras_mask(own)
         if mask is not None:
-            set_keras_mask(whole, self._group.gather(self.true_rows(mask, name), self.counts))
+            set_keras_mask(whole, self.group.gather(self.true_rows(mask, name), self.counts))
         return whole
 
     def sum(self, value: Any) -> Any:
         """Return the sum over the replicas; gradients flow back to each of them."""
-        return _Sum.apply(value, self._group)
+        return _Sum.apply(value, self.group)
 
     def summed_gradients(self, tensors: Sequence[Any]) -> AbstractContextManager[None]:
         """Sum the gradients of a backward pass in the context over the replicas."""
-        return summed_gradients(self._group, tensors)
+        return summed_gradients(self.group, tensors)
 
     def check(self) -> None:
         """Return when the other replicas have sent what this one asked for; see `Group`."""
-        self._group.check()
+        self.group.check()
 
 
 class _Gather(torch.autograd.Function):  # type: ignore[misc]
@@ -215,7 +238,7 @@ class _Sum(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        return ctx.group.sum(gradient), None
+        return _Sum.apply(gradient, ctx.group), None
 
 
 def seed_of_replica(seed: Any, rank: int) -> Any:

@@ -15,6 +15,7 @@ from lockstep.keras_compat import (
     EpochIterator,
     build_on_first_batch,
     is_built,
+    layers_in,
     torch_iterator,
 )
 from lockstep.launch.status import phase
@@ -163,7 +164,7 @@ def _check_state(model: Any) -> None:
     saved = {id(variable.value) for variable in variables_of(model)}
     tensors = (*model.named_parameters(), *model.named_buffers())
     others = [f"{name} of {model.name!r}" for name, tensor in tensors if id(tensor) not in saved]
-    for layer in model._flatten_layers():
+    for layer in layers_in(model):
         others += [
             f"{name} of {layer.name!r}"
             for name, value in vars(layer).items()

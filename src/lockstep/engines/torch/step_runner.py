@@ -12,6 +12,7 @@ from lockstep.engines.torch.model_pickle import dump
 from lockstep.engines.torch.replica import RandomStreams
 from lockstep.engines.torch.row_proofs import ReasonsByNumber, RowProofs
 from lockstep.engines.torch.unsplit import unsplit_model
+from lockstep.engines.torch.whole_batch_steps import WholeBatchSteps
 
 
 class StepRunner:
@@ -25,6 +26,7 @@ class StepRunner:
         unchecked: Whether the next step compares everything. Within `epoch`, only the first one
             does, unless code of the user may change the model.
         draws_together: Whether every device draws the random numbers of the global batch.
+        whole_batch: The steps that run on the whole batch, in this process.
     """
 
     _plan: Plan
@@ -40,6 +42,7 @@ class StepRunner:
         self._reasons: ReasonsByNumber = {}
         self._unsplit: str | None = None
         self._draws = 0
+        self.whole_batch = WholeBatchSteps(model)
         self._bytes_of_step: tuple[bytes, list[Any]] | None = None
 
     @contextmanager
@@ -76,6 +79,22 @@ class StepRunner:
         """
         raise NotImplementedError
 
+    def unshared(self, batch: Any) -> str | None:
+        """Return why `step_on_whole_batch` cannot run this batch, `None` if it can."""
+        return "and several processes do not share that"
+
+    def step_on_whole_batch(self, kind: str, batch: Any) -> Any:
+        """Run one step on the whole batch on every device, and share the calls of its layers.
+
+        Args:
+            kind: `"train"`, `"test"` or `"predict"`.
+            batch: Tensors or `None`, in the structure that the step takes.
+
+        Raises:
+            UnsupportedModel: If another device has computed other logs.
+        """
+        raise NotImplementedError
+
     @property
     def whole_layers(self) -> dict[str, str]:
         """Why every device runs some layers on the whole batch, by name, in the last step."""
@@ -107,7 +126,7 @@ class StepRunner:
         number = self._draws
         if kind == "train" and self._model.optimizer is not None:
             # keras/src/optimizers/base_optimizer.py: it counts steps, accumulated ones too
-            number = int(self._model.optimizer._iterations.value)
+            number = int(self._model.optimizer.iterations.value)
         base = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
         base.update(f"{kind} {number}".encode())
         return base.digest()

@@ -19,6 +19,7 @@ from lockstep.engines.torch.layers import Plan
 from lockstep.engines.torch.placement import copies_on
 from lockstep.engines.torch.replica import Replica
 from lockstep.engines.torch.stateful import copied_states
+from lockstep.keras_compat import loss_of, loss_tracker, takes_training
 
 
 def run_step(kind: str, model: Any, plan: Plan, replica: Replica, data: Any) -> Any:
@@ -62,7 +63,7 @@ def _train(model: Any, plan: Plan, replica: Replica, data: Any) -> Any:
         return None
     if not weights:
         warnings.warn("The model does not have any trainable weights.", stacklevel=2)
-    model._loss_tracker.update_state(loss, sample_weight=replica.rows)
+    loss_tracker(model).update_state(loss, sample_weight=replica.rows)
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
 
@@ -85,7 +86,7 @@ def _inspect(model: Any, plan: Plan, replica: Replica, data: Any) -> Any:
 def _global_loss(model: Any, replica: Replica, data: Any, y_pred: Any) -> Any:
     """Return the loss of the global batch, the same on every replica."""
     model.zero_grad()
-    with replica.common_draws():
+    with replica.streams.common():
         return _loss(model, data, y_pred, training=True)
 
 
@@ -127,7 +128,7 @@ def _test(model: Any, plan: Plan, replica: Replica, data: Any) -> Any:
     if not replica.returns:
         return None
     loss = _loss(model, data, y_pred, training=False)
-    model._loss_tracker.update_state(loss, sample_weight=replica.rows)
+    loss_tracker(model).update_state(loss, sample_weight=replica.rows)
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
 
@@ -139,7 +140,7 @@ def _outputs(model: Any, plan: Plan, replica: Replica, x: Any, *, training: bool
         x,
     )
     with plan.in_force(replica), copied_states(model):
-        options = {"training": training} if model._call_has_training_arg else {}
+        options = {"training": training} if takes_training(model) else {}
         outputs = model(own, **options)
     name = f"An output of {model.name!r}"
     return keras.tree.map_structure(
@@ -153,7 +154,4 @@ def _has_rows(leaf: Any) -> bool:
 
 def _loss(model: Any, data: Any, y_pred: Any, *, training: bool) -> Any:
     x, y, sample_weight = data
-    # keras/src/trainers/trainer.py, Trainer._compute_loss
-    return model._compute_loss(
-        x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training
-    )
+    return loss_of(model, x, y, y_pred, sample_weight, training=training)

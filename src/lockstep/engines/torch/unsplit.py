@@ -7,6 +7,7 @@ import keras
 from lockstep.engines.rowwise import is_container
 from lockstep.engines.torch.layers import Plan, unknown_rows
 from lockstep.engines.torch.row_proofs import ReasonsByNumber
+from lockstep.keras_compat import is_rematerialized, layers_in
 from lockstep.training.overrides import is_keras
 
 
@@ -26,9 +27,8 @@ def unsplit_model(model: Any, reasons: ReasonsByNumber) -> str | None:
     whole = {id(Plan(model).candidates[number]): reason for number, reason in reasons.items()}
     if id(model) in whole:
         return f"({type(model).__name__}) is not known to work row by row: {whole[id(model)]}"
-    for layer in model._flatten_layers():
-        # keras/src/ops/operation.py, Operation._remat_mode
-        if layer._remat_mode is not None:
+    for layer in layers_in(model):
+        if is_rematerialized(layer):
             return f"computes layer {layer.name!r} again in the backward pass (RematScope)"
     for variable in model.trainable_variables:
         tensor = variable.value

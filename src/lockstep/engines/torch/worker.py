@@ -88,6 +88,7 @@ class _Worker:
         self._rank_0 = rank_0
         self._memory = BatchMemory(memory)
         self._models: dict[int, Any] = {}
+        self._whole_batch: dict[int, Any] = {}
         self._streams = RandomStreams()
         rank_0.send_bytes(pickle.dumps(("ready", None, "")))
         port = pickle.loads(rank_0.recv_bytes())
@@ -103,9 +104,11 @@ class _Worker:
         from lockstep.engines.torch.layers import Plan
         from lockstep.engines.torch.model_pickle import load
         from lockstep.engines.torch.settings import apply_settings
+        from lockstep.engines.torch.whole_batch_steps import WholeBatchSteps
 
         apply_settings(settings)
         model, tensors = load(data)
+        self._whole_batch[key] = WholeBatchSteps(model)
         self._models[key] = (model, Plan(model, draws_together=draws_together), tensors)
 
     def _plan(self, key: int, proven: list[int]) -> None:
@@ -117,6 +120,7 @@ class _Worker:
 
     def _forget(self, key: int) -> None:
         self._models.pop(key, None)
+        self._whole_batch.pop(key, None)
 
     def _compare(self, key: int, sums: list[int]) -> None:
         from lockstep.engines.torch.settings import checksum
@@ -133,14 +137,28 @@ class _Worker:
         _, _, tensors = self._models[key]
         self._group.broadcast_in_place([tensors[number] for number in numbers])
 
+    def _gradients(self, key: int, changed: list[int], there: list[int]) -> None:
+        import torch
+
+        _, _, tensors = self._models[key]
+        for number in changed:
+            tensors[number].grad = torch.empty_like(tensors[number]) if number in there else None
+        self._group.broadcast_in_place([tensors[number].grad for number in there])
+
     def _seeds(self, python: Any, numpy: Any, keras_seed: Any) -> None:
         import numpy as np
 
-        from lockstep.keras_compat import global_seed_generator
+        from lockstep.keras_compat import (
+            GLOBAL_SEED_GENERATOR,
+            global_seed_generator,
+            global_state,
+        )
 
         random.setstate(python)
         np.random.set_state(numpy)
-        if keras_seed is not None:
+        if keras_seed is None:  # a step that needs one makes it, from Python's random numbers
+            global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, None)
+        else:
             global_seed_generator().state.assign(keras_seed)
 
     def _step(self, key: int, kind: str, training: bool, rows: int, batch: Any, base: Any) -> None:
@@ -156,6 +174,26 @@ class _Worker:
             model.train(training)
         replica = Replica(self._group, rows, self._streams, self._device)
         run_step(kind, model, plan, replica, self._own_copy(model, batch))
+
+    def _whole_step(self, key: int, kind: str, training: bool, batch: Any, state: Any) -> None:
+        from lockstep.engines.torch.placement import copies_on
+        from lockstep.engines.torch.replica import set_random_state
+        from lockstep.engines.torch.whole_batch_steps import numbers_in
+
+        model, plan, _ = self._models[key]
+        if model.training != training:
+            model.train(training)
+        data = copies_on(self._device, self._memory.read(batch))
+        set_random_state(state)
+        logs = self._whole_batch[key].run(
+            kind,
+            data,
+            self._group,
+            self._streams,
+            self._device,
+            draws_together=plan.draws_together,
+        )
+        self._rank_0.send_bytes(pickle.dumps(("logs", numbers_in(logs, model), "")))
 
     def _own_copy(self, model: Any, batch: Any) -> Any:
         """Return the tensors of a batch, copied where Keras may write into them.

@@ -26,13 +26,11 @@ from lockstep.engines.jax.steps.step import Step, StepFunction
 from lockstep.engines.jax.steps.steps import Steps
 from lockstep.engines.jax.variable_sync import group_of
 from lockstep.errors import SerialBranchesWarning, UnsupportedModel
-from lockstep.keras_compat import in_stateless_scope, is_built, values_replaced
+from lockstep.keras_compat import BUILD, in_stateless_scope, is_built, values_replaced
 from lockstep.launch.status import STATUS_OF_PROCESS
 from lockstep.layout import Layout
 from lockstep.state import variables_of
 from lockstep.training.arrays import host_array
-
-_BUILD = "_symbolic_build"  # keras/src/trainers/trainer.py, Trainer
 
 
 class BranchSteps(Steps):
@@ -58,12 +56,12 @@ class BranchSteps(Steps):
     def start(self) -> None:
         """Run the calls of layers in the scopes of their devices."""
         self._scopes.put_on()
-        vars(self._model)[_BUILD] = self._build
+        vars(self._model)[BUILD] = self._build
 
     def stop(self) -> None:
         """Undo `start`."""
         self._scopes.take_off()
-        vars(self._model).pop(_BUILD, None)
+        vars(self._model).pop(BUILD, None)
 
     def adopt(self) -> None:
         """Decide where variables are that were created since the last call."""
@@ -148,7 +146,7 @@ class BranchSteps(Steps):
             self.adopt()
             with slots_made_at_home(optimizer, self._home):
                 optimizer.build(model.trainable_variables)
-        return getattr(type(model), _BUILD)(model, *args, **kwargs)
+        return getattr(type(model), BUILD)(model, *args, **kwargs)
 
     def _layouts(self, state: State, split: frozenset[int] = frozenset()) -> list[list[Any]]:
         names = GROUPS_BY_NUMBER[len(state)]

@@ -11,17 +11,20 @@ import numpy as np
 from lockstep.engines.jax.steps.live_state import GROUPS_OF, LiveState, with_values_back
 from lockstep.engines.jax.steps.step import StepFunction
 from lockstep.keras_compat import (
+    JAX_STATE,
+    JAX_STATE_SYNCED,
+    build_from_batch,
+    check_compiled,
     class_weight_to_sample_weights,
     is_built,
     pythonify_logs,
+    take_jax_state,
     trainer_class,
+    values_in_order,
 )
 from lockstep.training.arrays import host_array
 from lockstep.training.overrides import is_keras, knows_arguments
 from lockstep.training.session import PREDICT, TEST, TRAIN, Kind
-
-# Keras's trainer uses every private name below itself, in keras/src/trainers/trainer.py or
-# keras/src/backend/jax/trainer.py (`_jax_state`).
 
 
 class OnBatch:
@@ -53,20 +56,20 @@ class OnBatch:
     ) -> Any:
         """Run Keras's `train_on_batch`."""
         model = self.model
-        model._assert_compile_called("train_on_batch")
+        check_compiled(model, "train_on_batch")
         if class_weight is not None:
             if sample_weight is not None:  # Keras raises its own error
                 keras_own = trainer_class().train_on_batch
                 return keras_own(model, x, y, sample_weight, class_weight)
             sample_weight = class_weight_to_sample_weights(y, class_weight)
         logs = self.train((x, y, sample_weight))
-        return logs if return_dict else model._flatten_metrics_in_order(logs)
+        return logs if return_dict else values_in_order(model, logs)
 
     def train(self, batch: Any) -> dict[str, Any]:
         """Run one training step on a batch in the structure of `fit`, and return the logs."""
         model = self.model
         batch = _as_jax_has_it(batch)
-        model._symbolic_build(data_batch=batch)
+        build_from_batch(model, batch)
         model.make_train_function()
         model.reset_metrics()
         logs: dict[str, Any] = pythonify_logs(self._step(TRAIN, batch))
@@ -77,9 +80,9 @@ class OnBatch:
     ) -> Any:
         """Run Keras's `test_on_batch`."""
         model = self.model
-        model._assert_compile_called("test_on_batch")
+        check_compiled(model, "test_on_batch")
         batch = _as_jax_has_it((x, y, sample_weight))
-        model._symbolic_build(data_batch=batch)
+        build_from_batch(model, batch)
         model.make_test_function()
         model.reset_metrics()
         return self._logs(self._step(TEST, batch), return_dict)
@@ -98,7 +101,7 @@ class OnBatch:
         model, attributes = self.model, vars(self.model)
         step, batches = getattr(model, kind.function), iter((batch,))
         groups = GROUPS_OF[kind.name]
-        state = model._get_jax_state(**dict.fromkeys(groups, True))
+        state = take_jax_state(model, **dict.fromkeys(groups, True))
         live = LiveState(model, groups, state)
 
         def body() -> Any:
@@ -108,10 +111,10 @@ class OnBatch:
             return live.run(step, batches)  # user code wraps a step function
 
         def back() -> None:
-            if attributes.get("_jax_state") is live:
+            if attributes.get(JAX_STATE) is live:
                 if any(map(_differ, state, live.state)):
                     model.jax_state_sync()
-                attributes["_jax_state"], attributes["_jax_state_synced"] = None, True
+                attributes[JAX_STATE], attributes[JAX_STATE_SYNCED] = None, True
 
         outputs = with_values_back(model, body, back)
         # A device may read the rows in place, and the caller may write into them after this.
@@ -120,7 +123,7 @@ class OnBatch:
 
     def _logs(self, logs: Any, return_dict: bool) -> Any:
         logs = pythonify_logs(logs)
-        return logs if return_dict else self.model._flatten_metrics_in_order(logs)
+        return logs if return_dict else values_in_order(self.model, logs)
 
 
 _NO_NUMBERS = "OSUMm"  # objects, strings and times

@@ -11,6 +11,7 @@ import jax
 from lockstep.engines.jax.steps.live_state import GROUPS_OF, LiveState, with_values_back
 from lockstep.engines.jax.steps.read_only_step import ReadOnlyStep
 from lockstep.engines.jax.steps.step import StepFunction
+from lockstep.keras_compat import JAX_STATE_SYNCED, empty_variables, take_jax_state
 from lockstep.launch.status import phase
 from lockstep.training.input import HostIterator
 from lockstep.training.session import NO_BATCH, Begin, Each, End, Kind
@@ -30,7 +31,7 @@ def run_epoch(
     """
     live = LiveState(model, GROUPS_OF[kind.name])
     # Bypass Keras's attribute tracking, which visits every array at every step.
-    vars(model)["_jax_state_synced"] = True
+    vars(model)[JAX_STATE_SYNCED] = True
     body = partial(_run_epoch, model, kind, live, batches, begin, end, each)
     with phase(kind.phase, compiles=True):
         return with_values_back(model, body, model.jax_state_sync)
@@ -67,7 +68,7 @@ def _run_epoch(
                         if each is not None:
                             each(outputs)
                 else:  # user code wraps a step function
-                    if attributes["_jax_state_synced"]:
+                    if attributes[JAX_STATE_SYNCED]:
                         _take_out(model, live)
                     outputs, taken, over = live.run(step, iterator), 1, False
                     if each is not None:
@@ -129,7 +130,7 @@ def _each(
             source.broke_off = error
             raise
         # User code that draws batches may have synced the state into the variables.
-        if attributes["_jax_state_synced"]:
+        if attributes[JAX_STATE_SYNCED]:
             _take_out(model, live, step)
         placed = batch if as_they_are else step.place(batch)
         if check_program is not None:
@@ -160,14 +161,14 @@ def _execute(
     Returns:
         The outputs of the execution, and the number of steps that ran.
     """
-    if step.assigned is not None and vars(model)["_jax_state_synced"]:
+    if step.assigned is not None and vars(model)[JAX_STATE_SYNCED]:
         step.assigned.note()
 
     def pull(most: int) -> list[Any]:
         return source.agreed(partial(step.pull, iterator, source.at_most(most)), step.assigned)
 
     def take_out(_: bool) -> None:
-        if vars(model)["_jax_state_synced"]:  # synced by a callback, or the first step
+        if vars(model)[JAX_STATE_SYNCED]:  # synced by a callback, or the first step
             _take_out(model, live, step)
 
     return step.execute(live, pull, times, take_out)
@@ -176,8 +177,8 @@ def _execute(
 def _take_out(model: Any, live: LiveState, step: StepFunction | None = None) -> None:
     """Move the current state out of the variables into `live`."""
     groups = dict.fromkeys(live.names, True)
-    read: tuple[Any, ...] = model._get_jax_state(**groups)
+    read: tuple[Any, ...] = take_jax_state(model, **groups)
     live.read(read if step is None else step.settle(read))
     # Store the state before the variables are emptied: an exception would lose it otherwise.
     live.stand()
-    model._purge_model_variables(**groups)
+    empty_variables(model, **groups)

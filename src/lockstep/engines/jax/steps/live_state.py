@@ -1,8 +1,8 @@
 """The state of a model outside its variables, while a loop runs.
 
-Between two steps of Keras's JAX loops the variables are empty, and `model._jax_state` holds their
-values. A training step donates these arrays: only the outputs of its program then have the weights.
-The loop therefore stores the returned state before an exception can be raised.
+Between two steps of Keras's JAX loops the variables are empty, and an attribute of the model has
+their values. A training step donates these arrays: only the outputs of its program then have the
+weights. The loop therefore stores the returned state before an exception can be raised.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,12 +15,14 @@ import jax
 from lockstep.engines.held_signals import HeldSignals, handle_held, held
 from lockstep.engines.jax.steps.read_only_step import whole
 from lockstep.engines.jax.variable_sync import GROUPS
-from lockstep.keras_compat import trainer_class
+from lockstep.keras_compat import (
+    JAX_STATE,
+    JAX_STATE_SYNCED,
+    empty_variables,
+    take_jax_state,
+    trainer_class,
+)
 from lockstep.launch.status import STATUS_OF_PROCESS
-
-# keras/src/backend/jax/trainer.py, JAXTrainer: between steps the state is in `_jax_state`.
-# `jax_state_sync`, which a callback's `self.model` calls, writes it into the variables and sets
-# `_jax_state_synced`. `_get_jax_state` and `_purge_model_variables` take it out.
 
 State = tuple[Any, ...]
 Program = Callable[[State, Any], tuple[Any, State]]
@@ -94,8 +96,8 @@ class LiveState:
 
     def stand(self) -> None:
         """Become the state that `jax_state_sync` writes into the variables."""
-        self._attributes["_jax_state"] = self
-        self._attributes["_jax_state_synced"] = False
+        self._attributes[JAX_STATE] = self
+        self._attributes[JAX_STATE_SYNCED] = False
 
     def wait(self) -> None:
         """Wait for the last program."""
@@ -108,7 +110,7 @@ class LiveState:
 
 def is_whole(model: Any) -> bool:
     """Return whether every value of the model is in its variables or in its state."""
-    state = vars(model).get("_jax_state")
+    state = vars(model).get(JAX_STATE)
     if vars(model).get(_BUSY):
         return False
     return not isinstance(state, LiveState) or state.is_whole()
@@ -143,24 +145,24 @@ def with_values_back(model: Any, body: Callable[[], Result], back: Callable[[], 
 
 
 def take_out(model: Any, purge_model_variables: bool = False, **groups: bool) -> State:
-    """Run Keras's `_get_jax_state`, and store the state in `_jax_state` if variables are emptied.
+    """Take the state out as Keras does, and store it in the model if variables are emptied.
 
     Keras keeps the state in a local variable of `fit`, where an interrupt loses it.
     """
-    state: State = trainer_class()._get_jax_state(model, **groups)
+    state: State = take_jax_state(trainer_class(), model, **groups)
     if purge_model_variables:
         LiveState(model, tuple(name for name in GROUPS if groups.get(name)), state).stand()
-        model._purge_model_variables(**groups)
+        empty_variables(model, **groups)
     return state
 
 
 def state_of_keras(model: Any, state: State) -> LiveState:
     """Return the holder of a state that a Keras loop passes to a step function."""
-    standing = vars(model).get("_jax_state")
+    standing = vars(model).get(JAX_STATE)
     if isinstance(standing, LiveState) and standing.state is state:
         return standing
     live = LiveState(model, GROUPS_BY_NUMBER[len(state)], state)
-    if not model._jax_state_synced:  # else a custom loop, whose variables keep values
+    if not getattr(model, JAX_STATE_SYNCED):  # else a custom loop, whose variables keep values
         live.stand()
     return live
 

@@ -43,7 +43,7 @@ class StepFunction:
         assigned: The values that this process has assigned to variables; `None` in one process.
         one_at_a_time: Whether each step finishes before the next one is called.
         takes_arrays: Whether `place` returns a batch unchanged if `Arrays.native` is true of it.
-        model: The model. Its `_jax_state` holds the state for Keras's loops.
+        model: The model. Its state between two steps is where Keras's loops have it.
     """
 
     place: Callable[[Any], Any]

@@ -15,7 +15,7 @@ from lockstep.engines.torch.branches.local_updates import updates_at_home
 from lockstep.engines.torch.branches.mixed_devices import mixed_devices
 from lockstep.engines.torch.placement import computes, torch_device_of
 from lockstep.engines.torch.step_runner import StepRunner
-from lockstep.keras_compat import torch_default_device
+from lockstep.keras_compat import layers_in, stored_value, torch_default_device
 from lockstep.layout import Layout
 from lockstep.state import unique, variables_of
 
@@ -61,12 +61,12 @@ class BranchSteps(StepRunner):
 
     def move(self) -> None:
         """Move every variable to its device, in place."""
-        for layer in self._model._flatten_layers():  # inner layers after those around them
+        for layer in layers_in(self._model):  # inner layers after those around them
             for buffer in layer.buffers():  # of PyTorch modules in a TorchModuleWrapper
                 _move(buffer, torch_device_of(self.layout.home(layer)))
         for variable in self.variables():
-            if variable._value is not None:
-                _move(variable._value, torch_device_of(self.home(variable)))
+            if stored_value(variable) is not None:
+                _move(stored_value(variable), torch_device_of(self.home(variable)))
 
     def variables(self) -> list[Any]:
         """Return every variable of the model and of its optimizers."""
@@ -97,8 +97,8 @@ def to_default_device(variables: list[Any]) -> None:
     """Move variables to the device on which Keras makes its tensors, in place."""
     device = torch.empty(0, device=torch_default_device()).device
     for variable in variables:
-        if variable._value is not None:
-            _move(variable._value, device)
+        if stored_value(variable) is not None:
+            _move(stored_value(variable), device)
 
 
 def _scope(device: str, _: Any) -> AbstractContextManager[Any]:

@@ -17,8 +17,10 @@ from lockstep.engines.torch.placement import computes, current_device
 from lockstep.keras_compat import (
     functional_of,
     get_keras_mask,
+    layers_in,
     nodes_of,
     set_keras_mask,
+    stored_value,
     sublayers_of,
     values_replaced,
 )
@@ -50,13 +52,14 @@ def copies_in_use(variables: list[Any], device: torch.device) -> Iterator[list[t
         A list. After the context it has the tensor of each variable that was assigned to, and the
         copy with its new value.
     """
-    away = [v for v in variables if v._value is not None and v._value.device != device]
-    homes = [variable._value for variable in away]
+    every = [(variable, stored_value(variable)) for variable in variables]
+    away = [pair for pair in every if pair[1] is not None and pair[1].device != device]
+    homes = [value for _, value in away]
     copies = [home.to(device) for home in homes]
     versions = [copy._version for copy in copies]
     changed: list[tuple[Any, Any]] = []
     try:
-        with values_replaced(away, copies):
+        with values_replaced([variable for variable, _ in away], copies):
             yield changed
     finally:
         for home, copy, version in zip(homes, copies, versions, strict=True):
@@ -148,7 +151,7 @@ class LocalCalls:
         """Return whether something inside has a device of its own."""
         if not isinstance(operation, keras.layers.Layer):
             return False
-        inside: list[Any] = operation._flatten_layers(include_self=False)
+        inside = layers_in(operation)[1:]
         for layer in [operation, *inside]:
             function = functional_of(layer)
             inside += [] if function is None else nodes_of(function)

@@ -18,12 +18,16 @@ from lockstep.engines.torch.branches.local_calls import (
     write_back,
 )
 from lockstep.engines.torch.placement import current_device
-
-ADD_SLOT = "add_variable_from_reference"
-CLIP, DECAY = "_clip_gradients", "_apply_weight_decay"
-ACCUMULATE = "_backend_increment_gradient_accumulators"
-UPDATE_ALL, UPDATE_ONE = "_backend_update_step", "update_step"
-"""Methods in keras/src/optimizers/base_optimizer.py, BaseOptimizer."""
+from lockstep.keras_compat import (
+    ACCUMULATE,
+    ADD_SLOT,
+    CLIP,
+    DECAY,
+    UPDATE_ALL,
+    UPDATE_ONE,
+    decays,
+    updates_all_at_once,
+)
 
 Method = Callable[..., Any]
 
@@ -47,9 +51,8 @@ def _changes(owner: Any) -> list[tuple[Any, str, Method]]:
         DECAY: _decaying(owner),
         ACCUMULATE: _accumulating(owner),
     }
-    # keras/src/backend/torch/optimizers/torch_parallel_optimizer.py: one update of all variables.
-    # Others update one variable after another, and may keep what they learn from each.
-    if hasattr(owner, "_parallel_update_step"):
+    # Other optimizers update one variable after another, and may keep what they learn from each.
+    if updates_all_at_once(owner):
         changes[UPDATE_ALL] = _updating_all(owner)
     else:
         changes[UPDATE_ONE] = _updating_one(owner)
@@ -87,7 +90,7 @@ def _slots_at_home(make: Method) -> Method:
 
 
 def _clipping(owner: Any) -> Method:
-    clip = owner._clip_gradients
+    clip = getattr(owner, CLIP)
 
     def clip_at_home(grads: list[Any]) -> list[Any]:
         if owner.global_clipnorm:
@@ -99,7 +102,7 @@ def _clipping(owner: Any) -> Method:
                     clipped[number] = grad
         return clipped
 
-    is_keras = type(owner)._clip_gradients is keras.optimizers.Optimizer._clip_gradients
+    is_keras = getattr(type(owner), CLIP) is getattr(keras.optimizers.Optimizer, CLIP)
     return clip_at_home if is_keras else clip
 
 
@@ -119,12 +122,12 @@ def _clipped_by_global_norm(grads: list[Any], most: float) -> list[Any]:
 
 
 def _decaying(owner: Any) -> Method:
-    decay = owner._apply_weight_decay
+    decay = getattr(owner, DECAY)
 
     def decay_at_home(variables: list[Any]) -> None:
         if owner.weight_decay is None:
             return
-        decayed = [variable for variable in variables if owner._use_weight_decay(variable)]
+        decayed = [variable for variable in variables if decays(owner, variable)]
         if not decayed:
             decay(variables)
         for device, numbers in _groups(_values(decayed)).items():
@@ -135,7 +138,7 @@ def _decaying(owner: Any) -> Method:
 
 
 def _accumulating(owner: Any) -> Method:
-    accumulate = owner._backend_increment_gradient_accumulators
+    accumulate = getattr(owner, ACCUMULATE)
 
     def accumulate_at_home(grads: list[Any], acc_grads: list[Any]) -> None:
         for device, numbers in _groups(_values(acc_grads)).items():
@@ -147,7 +150,7 @@ def _accumulating(owner: Any) -> Method:
 
 
 def _updating_all(owner: Any) -> Method:
-    update = owner._backend_update_step
+    update = getattr(owner, UPDATE_ALL)
 
     def update_at_home(grads: list[Any], trainable_variables: list[Any], rate: Any) -> None:
         every: list[tuple[Any, Any]] = []

@@ -1,0 +1,91 @@
+"""Sorts the layers of a model by how a split step runs them."""
+
+from collections.abc import Collection
+from typing import Any, Self
+
+from lockstep.engines.rowwise import (
+    drawing_layers,
+    is_batch_norm,
+    is_container,
+    stateful_rnns,
+    works_by_rows,
+)
+from lockstep.keras_compat import layers_in, operations_of
+
+
+class LayerPlan:
+    """The layers of a model that run by rows, and those that run on the global batch.
+
+    Args:
+        model: The model; `None` for a plan without layers, which the caller fills.
+        proven: The numbers of those `candidates` that work row by row.
+        draws_together: Whether layers that draw random numbers run on the global batch, so that
+            the numbers are those of one device.
+
+    Attributes:
+        candidates: Layers and operations that are not Keras's own known ones, or the model
+            itself, in the order of the model. The same model has the same order anywhere.
+        whole: Layers and operations that run on the global batch.
+        norms: Batch norms. They use the moments of the global batch.
+        stateful: Stateful RNNs that run by rows, where an engine splits their state.
+        every: Every layer that is not inside one of `whole`.
+    """
+
+    splits_states = False
+    """Whether each replica runs its own rows of the state of a stateful RNN."""
+
+    def __init__(
+        self, model: Any, proven: Collection[int] = (), *, draws_together: bool = False
+    ) -> None:
+        self.draws_together = draws_together
+        self.candidates: list[Any] = []
+        self.whole: list[Any] = []
+        self.norms: list[Any] = []
+        self.stateful: list[Any] = []
+        self.every: list[Any] = []
+        self._proven = proven
+        self._seen: set[int] = set()
+        if model is not None:
+            self._sort(model)
+
+    @classmethod
+    def of_all(cls, layers: list[Any]) -> Self:
+        """Return a plan in which every layer may run by rows."""
+        plan = cls(None)
+        plan.every = list(layers)
+        plan.norms = [layer for layer in layers if is_batch_norm(layer)]
+        return plan
+
+    def _sort(self, part: Any) -> None:
+        if id(part) in self._seen:
+            return
+        self._seen.add(id(part))
+        rnns = stateful_rnns(part) if self.splits_states else []
+        if is_container(part):
+            self.every.append(part)
+            for inner in operations_of(part):
+                self._sort(inner)
+        elif is_batch_norm(part):
+            self.norms.append(part)
+            self.every.append(part)
+        elif works_by_rows(part):
+            self._split(part)
+        elif rnns and self.draws_together and drawing_layers(part):
+            self.whole.append(part)
+        elif rnns:
+            self.stateful += rnns
+            self.every += layers_in(part)
+        else:
+            self.candidates.append(part)
+            if len(self.candidates) - 1 in self._proven:
+                self._split(part)
+            else:
+                self.whole.append(part)
+
+    def _split(self, part: Any) -> None:
+        drawing = drawing_layers(part) if self.draws_together else []
+        apart = {id(layer) for whole in drawing for layer in layers_in(whole)}
+        inside = [layer for layer in layers_in(part) if id(layer) not in apart]
+        self.norms += [layer for layer in inside if is_batch_norm(layer)]
+        self.every += inside
+        self.whole += drawing

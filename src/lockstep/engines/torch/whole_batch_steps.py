@@ -1,0 +1,354 @@
+"""Steps with code that may do anything with the batch, on several replicas.
+
+Every replica runs the code of the step on the global batch. Each call of a layer with weights that
+works row by row is shared: a replica runs the layer on its rows, and the outputs are all-gathered.
+So the code sees what it sees on one device, and the layers, which are nearly all of the work, are
+split.
+
+A tensor is replicated outside of a shared call, and each replica has its own rows inside. The
+operations at this border are each other's derivatives: taking rows and joining them, using a weight
+and summing its gradients. So gradients of gradients are right too.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+import keras
+import torch
+
+from lockstep.engines.patched import patched
+from lockstep.engines.rowwise import call_refused
+from lockstep.engines.torch.group import Group
+from lockstep.engines.torch.layers import Plan
+from lockstep.engines.torch.model_pickle import dump, load
+from lockstep.engines.torch.replica import RandomStreams, Replica
+from lockstep.engines.torch.scratch import Scratch
+from lockstep.engines.torch.stateful import copied_states
+from lockstep.keras_compat import (
+    get_keras_mask,
+    layers_in,
+    module_in_keras,
+    seed_generators,
+    set_keras_mask,
+    stored_value,
+    values_replaced,
+)
+from lockstep.state import unique
+
+Call = Callable[..., Any]
+
+_PLAIN = (bool, int, float, str, tuple, type(None))
+
+
+class WholeBatchSteps:
+    """Runs the steps of one model on the global batch, in one of its processes.
+
+    Every process decides alike which calls are shared: it has the same code and the same shapes.
+
+    Attributes:
+        shared: The number of calls that were shared in the last step.
+        whole: Why a layer ran on the whole batch in the last step, by its name.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.shared = 0
+        self.whole: dict[str, str] = {}
+        self._model = model
+        self._known: dict[Any, str | None] = {}
+        self._inside = False
+        self._calls: list[tuple[Any, Any]] = []
+        self._variables: list[Any] = []
+
+    def run(
+        self,
+        kind: str,
+        data: Any,
+        group: Group,
+        streams: RandomStreams,
+        device: torch.device,
+        *,
+        draws_together: bool,
+    ) -> Any:
+        """Run one step, and return what it returns: the same on every replica.
+
+        Args:
+            kind: `"train"`, `"test"` or `"predict"`.
+            data: The global batch, as the step takes it.
+            group: The ranks.
+            streams: The random numbers of this replica.
+            device: The device of this replica.
+            draws_together: Whether every layer draws the random numbers of the global batch.
+        """
+        self.shared, self.whole = 0, {}
+        layers = layers_in(self._model)
+
+        def sharing(layer: Any) -> Call:
+            call = layer.call
+
+            def shared_call(*args: Any, **kwargs: Any) -> Any:
+                if self._inside or not layer.weights or (draws_together and _draws(layer)):
+                    return call(*args, **kwargs)
+                reason = self._why_whole(layer, args, kwargs)
+                if reason is not None:
+                    return self._run_whole(layer, call, args, kwargs, reason)
+                self.shared += 1
+                rows = next(len(leaf) for leaf in _with_rows((args, kwargs)))
+                return self._share(
+                    _CallReplica(group, rows, streams, device), layer, call, args, kwargs
+                )
+
+            return shared_call
+
+        self._calls = [(layer, vars(layer).get("call")) for layer in layers]
+        self._variables = unique([v for layer in layers for v in layer.variables])
+        step = getattr(self._model, f"{kind}_step")
+        sharing_calls = patched([(layer, "call", sharing(layer)) for layer in layers])
+        # keras/src/backend/torch/trainer.py: one_step_on_data
+        gradients = nullcontext() if kind == "train" else torch.no_grad()
+        with sharing_calls, copied_states(self._model), gradients:
+            return step(data)
+
+    def _run_whole(self, layer: Any, call: Call, args: Any, kwargs: Any, reason: str) -> Any:
+        before = self.shared
+        outputs = call(*args, **kwargs)
+        if self.shared == before:  # no layer inside it was shared
+            for name in self.whole.keys() & {inner.name for inner in layers_in(layer)}:
+                del self.whole[name]
+            self.whole[layer.name] = reason
+        return outputs
+
+    # ------------------------------------------------------------------ which calls are shared
+
+    def _why_whole(self, layer: Any, args: Any, kwargs: Any) -> str | None:
+        """Return why a call is not shared, `None` if it is."""
+        leaves = keras.tree.flatten((args, kwargs))
+        rows = {len(leaf) for leaf in _with_rows(leaves)}
+        if len(rows) != 1 or 0 in rows:
+            return f"its inputs have {sorted(rows)} rows"
+        key = (id(layer), layer.training, str(list(map(_form, leaves))), _plain_attributes(layer))
+        if key not in self._known:
+            with self._plain_calls():
+                self._known[key] = _refused(layer, args, kwargs)
+        return self._known[key]
+
+    @contextmanager
+    def _plain_calls(self) -> Iterator[None]:
+        """Let layers have no method of a step inside the context."""
+        methods = [(layer, vars(layer)["call"], before) for layer, before in self._calls]
+        for layer, _, before in methods:
+            del vars(layer)["call"]
+            if before is not None:
+                vars(layer)["call"] = before
+        try:
+            yield
+        finally:
+            for layer, method, _ in methods:
+                vars(layer)["call"] = method
+
+    # ------------------------------------------------------------------ a call that is shared
+
+    def _share(
+        self, replica: "_CallReplica", layer: Any, call: Call, args: Any, kwargs: Any
+    ) -> Any:
+        plan = Plan.of_all(layers_in(layer))
+        # All weights of the model, as a layer may use those of another one.
+        tensors = [(variable, stored_value(variable)) for variable in self._variables]
+        trained = [pair for pair in tensors if pair[1] is not None and pair[1].requires_grad]
+        used = [_Used.apply(tensor, replica.group) for _, tensor in trained]
+        self._inside = True
+        try:
+            with (
+                plan.in_force(replica),
+                values_replaced([variable for variable, _ in trained], used),
+                replica.streams.separate(replica.rank, self.shared),
+            ):
+                args, kwargs = keras.tree.map_structure(replica.own_part, (args, kwargs))
+                own = call(*args, **kwargs)
+        finally:
+            self._inside = False
+        name = f"An output of layer {layer.name!r} ({type(layer).__name__})"
+        return keras.tree.map_structure(lambda leaf: replica.joined(leaf, name), own)
+
+
+class _CallReplica(Replica):
+    """The rows of one replica in one shared call."""
+
+    def own_part(self, leaf: Any) -> Any:
+        """Return what this replica gets of an argument."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if not leaf.ndim:
+            return _Used.apply(leaf, self.group)
+        own = _Rows.apply(leaf, self.group, self.counts)
+        if not len(own):  # it runs one row for its form; see `Replica`
+            own = torch.cat([own, leaf[:1].detach()])
+        mask = get_keras_mask(leaf)
+        if mask is not None:
+            set_keras_mask(own, self.take(mask))
+        return own
+
+    def joined(self, own: Any, name: str) -> Any:
+        """Return the output of all replicas, given that of this one."""
+        if not isinstance(own, torch.Tensor):
+            return own
+        return self.gather(own, name) if own.ndim else _SameOnAll.apply(own, self.group)
+
+    def gather(self, own: Any, name: str, *, for_loss: bool = False) -> Any:
+        """Return the rows of all replicas, and their mask: a replicated tensor."""
+        whole = _Joined.apply(self.true_rows(own, name), self.group, self.counts)
+        mask = get_keras_mask(own)
+        if mask is not None:
+            set_keras_mask(whole, self.group.gather(self.true_rows(mask, name), self.counts))
+        return whole
+
+
+# ---------------------------------------------------------------- the border of a shared call
+
+
+class _Rows(torch.autograd.Function):  # type: ignore[misc]
+    """The rows of this replica of a replicated tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Any, group: Group, counts: tuple[int, ...]) -> Any:
+        ctx.group, ctx.counts = group, counts
+        start = sum(counts[: group.rank])
+        return whole[start : start + counts[group.rank]].clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return _Joined.apply(gradient, ctx.group, ctx.counts), None, None
+
+
+class _Joined(torch.autograd.Function):  # type: ignore[misc]
+    """The replicated tensor of the rows of all replicas."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Any, group: Group, counts: tuple[int, ...]) -> Any:
+        ctx.group, ctx.counts = group, counts
+        whole = group.gather(own, counts)
+        if not (whole.is_floating_point() or whole.is_complex()):
+            ctx.mark_non_differentiable(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return _Rows.apply(gradient, ctx.group, ctx.counts), None, None
+
+
+class _Used(torch.autograd.Function):  # type: ignore[misc]
+    """A replicated tensor, as every replica uses it for its rows."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Any, group: Group) -> Any:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return _Summed.apply(gradient, ctx.group), None
+
+
+class _Summed(torch.autograd.Function):  # type: ignore[misc]
+    """The replicated sum of one tensor of each replica."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Any, group: Group) -> Any:
+        ctx.group = group
+        return group.sum(own)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return _Used.apply(gradient, ctx.group), None
+
+
+class _SameOnAll(torch.autograd.Function):  # type: ignore[misc]
+    """A number that every replica has computed alike, without its rows: a replicated one."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Any, group: Group) -> Any:
+        ctx.group = group
+        return own.view_as(own)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient / ctx.group.size, None
+
+
+# ---------------------------------------------------------------- helpers
+
+
+def _with_rows(nest: Any) -> list[Any]:
+    leaves = keras.tree.flatten(nest)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim]
+
+
+def _draws(layer: Any) -> bool:
+    return any(seed_generators(inner) for inner in layers_in(layer))
+
+
+def _form(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return repr(leaf)
+    mask = get_keras_mask(leaf)
+    return leaf.ndim, tuple(leaf.shape[1:]), leaf.dtype, None if mask is None else mask.ndim
+
+
+def _plain_attributes(layer: Any) -> str:
+    """Return the numbers and texts among the attributes of layers of a user's own."""
+    return repr(
+        [
+            [(name, value) for name, value in vars(inner).items() if isinstance(value, _PLAIN)]
+            for inner in layers_in(layer)
+            if not module_in_keras(type(inner))
+        ]
+    )
+
+
+def _refused(layer: Any, args: Any, kwargs: Any) -> str | None:
+    """Return why a call is not known to work row by row, `None` if it does."""
+    if any(map(_has_torch_weights, layer.modules())):
+        return "a module of PyTorch has weights in it"
+    if any(isinstance(inner, keras.layers.SpectralNormalization) for inner in layers_in(layer)):
+        return "it assigns to its weights"
+    try:
+        copy, _ = load(dump(layer)[0])
+        before, _ = dump(copy)
+        args, kwargs = keras.tree.map_structure(_symbol, (args, kwargs))
+        reason = call_refused(copy, args, kwargs, scratch=Scratch)
+        if reason is None and dump(copy)[0] != before:
+            reason = "a call changes its attributes"
+    except Exception as error:  # any error means that it is not known
+        reason = str(error).strip().splitlines()[0][:160] or type(error).__name__
+    return reason
+
+
+def _has_torch_weights(module: Any) -> bool:
+    known = keras.layers.Layer, torch.nn.ParameterList, torch.nn.ParameterDict
+    return (
+        not isinstance(module, known) and next(module.parameters(recurse=False), None) is not None
+    )
+
+
+def _symbol(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    shape = (None, *leaf.shape[1:]) if leaf.ndim else ()
+    symbol = keras.KerasTensor(shape, keras.backend.standardize_dtype(leaf.dtype))
+    mask = get_keras_mask(leaf)
+    if mask is not None:
+        set_keras_mask(symbol, _symbol(mask))
+    return symbol
+
+
+def numbers_in(logs: Any, model: Any) -> dict[str, float]:
+    """Return the numbers among the logs of a step, by name: without any, the sum of the weights."""
+    found: dict[str, float] = {}
+    for name, value in logs.items() if isinstance(logs, dict) else ():
+        number = value.detach() if isinstance(value, torch.Tensor) else value
+        with suppress(TypeError, ValueError, RuntimeError):
+            found[str(name)] = float(number)
+    if isinstance(logs, dict) and not found:
+        sums = [weight.value.detach().double().sum() for weight in model.trainable_weights]
+        found["the sum of weights"] = float(sum(sums))
+    return found

@@ -1,0 +1,503 @@
+"""Steps of a user's own, and models that look across the batch: all devices share their layers."""
+
+import os
+import signal
+
+import keras
+import numpy as np
+import pytest
+import torch
+from keras import layers, ops
+
+import lockstep
+from lockstep.errors import UnsplitBatchWarning, UnsupportedModel, WorkerDied
+from tests.torch.agreement import assert_equal, both
+
+QUIET = {"verbose": 0, "shuffle": False}
+SHARED = pytest.mark.filterwarnings("error::lockstep.errors.UnsplitBatchWarning")
+
+
+def numbers(*shape, seed=5):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def gradients(loss, variables):
+    """Let PyTorch compute them, as users do."""
+    for variable in variables:
+        variable.value.grad = None
+    loss.backward()
+    return [variable.value.grad for variable in variables]
+
+
+class Gan(keras.Model):
+    """WGAN-GP, with a penalty on a gradient, two optimizers and several steps of the critic."""
+
+    def __init__(self):
+        super().__init__()
+        self.critic = keras.Sequential(
+            [
+                keras.Input((4,)),
+                layers.Dense(8),
+                layers.LeakyReLU(),
+                layers.LayerNormalization(),
+                layers.Dense(1),
+            ],
+            name="critic",
+        )
+        self.generator = keras.Sequential(
+            [keras.Input((3,)), layers.Dense(8), layers.BatchNormalization(), layers.Dense(4)],
+            name="generator",
+        )
+        self.seeds = keras.random.SeedGenerator(7)
+        self.built = True
+        self.critic_loss = keras.metrics.Mean(name="critic")
+        self.generator_loss = keras.metrics.Mean(name="generator")
+
+    def compile(self, **kwargs):
+        super().compile(**kwargs)
+        self.of_critic = keras.optimizers.Adam(1e-2, beta_1=0.5)
+        self.of_generator = keras.optimizers.RMSprop(1e-2)
+
+    @property
+    def metrics(self):
+        return [self.critic_loss, self.generator_loss]
+
+    def penalty(self, real, fake):
+        mix = keras.random.uniform((len(real), 1), seed=self.seeds)
+        between = (real + mix * (fake - real)).detach().requires_grad_()
+        (slopes,) = torch.autograd.grad(
+            self.critic(between, training=True).sum(), between, create_graph=True
+        )
+        return ((slopes.pow(2).sum(1) + 1e-12).sqrt() - 1).pow(2).mean()
+
+    def train_step(self, real):
+        for _ in range(2):
+            noise = keras.random.normal((len(real), 3), seed=self.seeds)
+            fake = self.generator(noise, training=True)
+            every = self.critic(ops.concatenate([fake, real]), training=True)
+            loss = every[: len(real)].mean() - every[len(real) :].mean()
+            loss = loss + 10 * self.penalty(real, fake)
+            weights = self.critic.trainable_variables
+            grads = gradients(loss, weights)
+            with torch.no_grad():
+                self.of_critic.apply(grads, weights)
+            self.critic_loss.update_state(loss)
+        noise = keras.random.normal((len(real), 3), seed=self.seeds)
+        loss = -self.critic(self.generator(noise, training=True), training=True).mean()
+        weights = self.generator.trainable_variables
+        grads = gradients(loss, weights)
+        with torch.no_grad():
+            self.of_generator.apply(grads, weights)
+        self.generator_loss.update_state(loss)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+class Vae(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.encoder = keras.Sequential([keras.Input((4,)), layers.Dense(6, "tanh")])
+        self.mean, self.log_var = layers.Dense(2), layers.Dense(2)
+        self.decoder = keras.Sequential([keras.Input((2,)), layers.Dense(4)])
+        self.seeds = keras.random.SeedGenerator(1)
+        self.mean.build((None, 6))
+        self.log_var.build((None, 6))
+
+    def call(self, x):
+        return self.decoder(self.mean(self.encoder(x)))
+
+    def parts(self, x):
+        inner = self.encoder(x)
+        mean, log_var = self.mean(inner), self.log_var(inner)
+        z = mean + ops.exp(log_var / 2) * keras.random.normal(ops.shape(mean), seed=self.seeds)
+        kl = -0.5 * ops.mean(1 + log_var - ops.square(mean) - ops.exp(log_var))
+        return ops.mean(ops.square(x - self.decoder(z))), kl
+
+    def train_step(self, x):
+        rebuilt, kl = self.parts(x)
+        self.zero_grad()
+        loss = rebuilt + kl
+        loss.backward()
+        weights = self.trainable_weights
+        with torch.no_grad():
+            self.optimizer.apply([weight.value.grad for weight in weights], weights)
+        return {"rebuilt": rebuilt, "kl": kl}
+
+    def test_step(self, x):
+        rebuilt, kl = self.parts(x)
+        return {"rebuilt": rebuilt, "kl": kl}
+
+
+class Contrast(keras.Model):
+    """Like MoCo: every row is compared with all others, with a queue, and an averaged twin."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.twin = (
+            keras.Sequential([keras.Input((4,)), layers.Dense(6), layers.UnitNormalization()])
+            for _ in range(2)
+        )
+        self.twin.trainable = False
+        self.built = True
+        self.queue = self.add_weight((12, 6), initializer="random_normal", trainable=False)
+
+    def train_step(self, x):
+        keys = self.twin(x).detach()
+        queries = self.encoder(x, training=True)
+        scores = ops.matmul(queries, ops.transpose(ops.concatenate([keys, self.queue]))) / 0.1
+        loss = ops.mean(
+            ops.sparse_categorical_crossentropy(
+                ops.arange(len(x)), ops.softmax(scores), from_logits=False
+            )
+        )
+        weights = self.encoder.trainable_variables
+        grads = gradients(loss, weights)
+        with torch.no_grad():
+            self.optimizer.apply(grads, weights)
+            pairs = zip(self.encoder.weights, self.twin.weights, strict=True)
+            for weight, average in pairs:
+                average.assign(0.9 * average + 0.1 * weight)
+            self.queue.assign(ops.concatenate([keys, self.queue])[:12])
+        return {"loss": loss}
+
+
+def trained(build, *, batch_size=7, epochs=2, rows=19, evaluates=False, x=None):
+    found = []
+    for model in both(build):
+        model.compile(optimizer=keras.optimizers.SGD(0.05, momentum=0.9))
+        x = numbers(rows, 4) if x is None else x
+        keras.utils.set_random_seed(3)
+        history = model.fit(x, batch_size=batch_size, epochs=epochs, **QUIET).history
+        scores = model.evaluate(x, batch_size=batch_size, verbose=0) if evaluates else {}
+        found.append((history, scores, [ops.convert_to_numpy(v) for v in model.variables]))
+    return found
+
+
+@SHARED
+@pytest.mark.parametrize("batch_size", [7, 2])
+def test_a_gan_with_a_penalty_on_gradients(batch_size):
+    one, many = trained(Gan, batch_size=batch_size, rows=3 * batch_size - 1)
+    assert_equal(one, many)
+
+
+@SHARED
+def test_a_vae_whose_evaluation_has_a_step_of_its_own_too():
+    one, many = trained(Vae, evaluates=True)
+    assert_equal(one, many)
+
+
+@SHARED
+def test_every_row_against_all_others_with_a_queue_and_an_averaged_twin():
+    one, many = trained(Contrast)
+    assert_equal(one, many)
+
+
+def simple_step(self, x):
+    """A step as users write it, for a model with a `loss_of`."""
+    loss = self.loss_of(x)
+    weights = self.trainable_weights
+    grads = gradients(loss, weights)
+    with torch.no_grad():
+        self.optimizer.apply(grads, weights)
+    return {"loss": loss}
+
+
+class Own(keras.Model):
+    """A model whose step takes the loss that a test defines."""
+
+    def __init__(self, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self.built = True
+
+    train_step = simple_step
+
+
+def dense(units=5, inputs=4, **options):
+    return keras.Sequential([keras.Input((inputs,)), layers.Dense(units, **options)])
+
+
+class Regularized(Own):
+    """Losses of weights, of outputs inside a shared call, and of the outputs of one."""
+
+    def __init__(self):
+        inside = layers.Dense(5, kernel_regularizer="l2", activity_regularizer="l1")
+        last = layers.Dense(5, activity_regularizer="l2")
+        inner = keras.Sequential([keras.Input((4,)), inside, layers.BatchNormalization()])
+        last.build((None, 5))
+        super().__init__(inner=inner, last=last)
+
+    def loss_of(self, x):
+        return ops.mean(ops.square(self.last(self.inner(x, training=True)))) + sum(self.losses)
+
+
+class Masked(Own):
+    """A mask that layers hand on, through calls that are shared one by one."""
+
+    def __init__(self):
+        embedding, rnn = layers.Embedding(9, 4, mask_zero=True), layers.LSTM(3)
+        embedding.build((None, 6))
+        rnn.build((None, 6, 4))
+        super().__init__(embedding=embedding, rnn=rnn)
+
+    def loss_of(self, x):
+        outputs = self.rnn(self.embedding(x))
+        return ops.mean(ops.square(outputs - ops.mean(outputs, axis=0)))
+
+
+class Frozen(Own):
+    """Parts are frozen within the step, and one layer uses the weight of another one."""
+
+    def __init__(self):
+        first, other = dense(4), Tied()
+        super().__init__(first=first, other=other)
+        other.weight_of = [first.layers[0]]
+        other.build((None, 4))
+
+    def loss_of(self, x):
+        self.first.trainable = False
+        frozen = ops.mean(ops.square(self.other(self.first(x)) - 1))
+        self.first.trainable = True
+        return frozen + ops.mean(ops.square(self.first(x)) * self.other.scale_of(x))
+
+
+class Tied(layers.Layer):
+    def build(self, shape):
+        self.scale = self.add_weight((), initializer="ones")
+
+    def call(self, x):
+        return ops.matmul(x, self.weight_of[0].kernel) * self.scale
+
+    def scale_of(self, x):
+        return self.scale
+
+
+class Numbered(Own):
+    """NumPy's random numbers and an attribute that counts, in the code of the step."""
+
+    def __init__(self):
+        super().__init__(inner=dense(), counter=0)
+
+    def loss_of(self, x):
+        self.counter += 1
+        chosen = ops.convert_to_tensor(np.random.permutation(len(x)))
+        outputs = self.inner(ops.take(x, chosen, axis=0)[: len(x) // 2 + 1])
+        return ops.mean(ops.square(outputs)) * (1 + self.counter)
+
+
+class Twice(Own):
+    """The same layer several times, in no_grad too, and on other numbers of rows."""
+
+    def __init__(self):
+        super().__init__(inner=dense())
+
+    def loss_of(self, x):
+        with torch.no_grad():
+            target = self.inner(x[:1])
+        outputs = self.inner(ops.concatenate([x, ops.flip(x, axis=0), x]))
+        return ops.mean(ops.square(outputs - target)) + ops.mean(self.inner(x))
+
+
+class Spectral(Own):
+    def __init__(self):
+        norm = layers.SpectralNormalization(layers.Dense(5))
+        norm.build((None, 4))
+        super().__init__(norm=norm, inner=dense())
+
+    def loss_of(self, x):
+        return ops.mean(ops.square(self.norm(x, training=True) - self.inner(x)))
+
+
+class Accumulated(Own):
+    """Gradients are added up over two steps, from one epoch to the next."""
+
+    def __init__(self):
+        super().__init__(inner=dense(), counter=0)
+
+    def train_step(self, x):
+        loss = ops.mean(ops.square(self.inner(x)))
+        loss.backward()
+        self.counter += 1
+        if self.counter % 2 == 0:
+            weights = self.trainable_weights
+            with torch.no_grad():
+                self.optimizer.apply([weight.value.grad / 2 for weight in weights], weights)
+            self.zero_grad()
+        return {}
+
+
+class Guide(keras.Model):
+    """The step of Keras's guide, with metrics, sample weights and losses of `compile`."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = dense(1, activation="sigmoid")
+
+    def call(self, x):
+        return self.inner(x)
+
+    def train_step(self, data):
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        self.zero_grad()
+        y_pred = self(x, training=True)
+        loss = self.compute_loss(y=y, y_pred=y_pred, sample_weight=sample_weight)
+        loss.backward()
+        weights = self.trainable_weights
+        with torch.no_grad():
+            self.optimizer.apply([weight.value.grad for weight in weights], weights)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, y_pred, sample_weight=sample_weight)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+@SHARED
+@pytest.mark.parametrize("build", [Regularized, Frozen, Numbered, Twice, Accumulated])
+def test_what_steps_do(build):
+    one, many = trained(build)
+    assert_equal(one, many)
+
+
+@SHARED
+def test_a_mask_goes_from_one_shared_call_to_the_next():
+    tokens = np.random.default_rng(3).integers(0, 9, size=(19, 6))
+    one, many = trained(Masked, x=tokens)
+    assert_equal(one, many)
+
+
+@pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")
+def test_a_layer_that_assigns_to_its_weights_runs_whole():
+    one, many = trained(Spectral)
+    assert_equal(one, many)
+
+
+class Across(keras.Model):
+    """Keras's own step, of a model that looks across the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = layers.Dense(6, "tanh"), layers.Dense(2)
+
+    def call(self, x):
+        x = self.first(x)
+        return self.last(x - ops.mean(x, axis=0))
+
+
+@SHARED
+def test_keras_s_own_step_of_a_model_that_looks_across_the_batch():
+    found = []
+    x, y = numbers(19, 4), numbers(19, 2, seed=8)
+    for model in both(Across):
+        model.compile("adam", "mse", metrics=["mae"])
+        history = model.fit(x, y, batch_size=7, epochs=2, validation_split=0.2, **QUIET).history
+        scores = model.evaluate(x, y, batch_size=7, verbose=0)
+        found.append((history, scores, model.predict(x, batch_size=7, verbose=0)))
+    assert_equal(*found)
+
+
+@SHARED
+def test_the_step_of_keras_s_guide_with_metrics_and_sample_weights():
+    found = []
+    x, y = numbers(19, 4), np.arange(19) % 2
+    for model in both(Guide):
+        model.compile("adam", "binary_crossentropy", metrics=["accuracy", "auc"])
+        history = model.fit(
+            x, y, sample_weight=np.arange(19) / 9, batch_size=7, epochs=3, **QUIET
+        ).history
+        found.append((history, [ops.convert_to_numpy(v) for v in model.variables]))
+    assert_equal(*found)
+
+
+class NoLayer(Own):
+    def __init__(self):
+        super().__init__(factor=None)
+        self.factor = self.add_weight((4,), initializer="ones")
+
+    def loss_of(self, x):
+        return ops.mean(ops.square(x * self.factor - 2))
+
+
+def test_a_step_without_a_layer_that_can_be_shared_is_the_first_device_s():
+    with pytest.warns(UnsplitBatchWarning, match="own and calls no layer that works row by row"):
+        one, many = trained(NoLayer)
+    assert_equal(one, many)
+
+
+class Locked(Own):
+    """A model that cannot be sent to other processes."""
+
+    def __init__(self):
+        super().__init__(inner=dense())
+        self.data = (number for number in range(3))
+
+    def loss_of(self, x):
+        return ops.mean(ops.square(self.inner(x)))
+
+
+def test_a_model_that_cannot_be_sent_is_trained_by_the_first_device():
+    with pytest.warns(UnsplitBatchWarning, match="own and cannot be sent to the processes"):
+        one, many = trained(Locked)
+    assert_equal(one, many)
+
+
+class ByProcess(Own):
+    def __init__(self):
+        super().__init__(inner=dense())
+
+    def loss_of(self, x):
+        return ops.mean(ops.square(self.inner(x))) * os.getpid()
+
+
+def test_code_that_depends_on_the_process_is_refused():
+    _, model = both(ByProcess)
+    model.compile(optimizer="sgd")
+    with pytest.raises(UnsupportedModel, match="uses\nsomething that the model does not hold"):
+        model.fit(numbers(14, 4), batch_size=7, **QUIET)
+
+
+@SHARED
+def test_a_step_in_a_script_may_use_torch_and_keras_ops():
+    """cloudpickle sends the code of a script with the modules that it may use: `torch.ops` too."""
+    script = {"Own": Own, "dense": dense, "torch": torch, "ops": ops, "__name__": "__main__"}
+    exec(
+        "class Script(Own):\n"
+        "    def loss_of(self, x):\n"
+        "        return ops.mean(torch.square(self.inner(x)))\n",
+        script,
+    )
+    one, many = trained(lambda: script["Script"](inner=dense()))
+    assert_equal(one, many)
+
+
+class Killed(Own):
+    def __init__(self):
+        super().__init__(inner=dense(), first=os.getpid(), counter=0)
+
+    def loss_of(self, x):
+        self.counter += 1
+        if self.counter == 3 and os.getpid() != self.first:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return ops.mean(ops.square(self.inner(x)))
+
+
+def test_the_end_of_a_worker_says_that_the_step_may_have_updated_some_variables():
+    _, model = both(Killed)
+    model.compile(optimizer="sgd")
+    with pytest.raises(WorkerDied) as found:
+        model.fit(numbers(42, 4), batch_size=7, **QUIET)
+    assert "may have updated some variables" in found.value.__notes__[-1]
+
+
+def test_release_trains_it_on_one_device_again():
+    one, many = both(Vae)
+    x = numbers(14, 4)
+    for model in (one, many):
+        model.compile("adam")
+        model.fit(x, batch_size=7, **QUIET)
+    lockstep.release(many)
+    assert_equal(
+        one.fit(x, batch_size=7, **QUIET).history, many.fit(x, batch_size=7, **QUIET).history
+    )
+    assert_equal(one, many)

@@ -17,6 +17,7 @@ from lockstep.engines.rowwise import (
     stateful_rnns,
     works_by_rows,
 )
+from lockstep.engines.tensorflow.lookup_gradients import own_rows
 from lockstep.engines.tensorflow.moments import moments_over
 from lockstep.engines.tensorflow.replica_consistency import tensors_in
 from lockstep.engines.tensorflow.replicas import ReplicaGroup
@@ -213,9 +214,12 @@ def _of_this_replica(draw: Callable[..., Any], team: ReplicaGroup) -> Callable[.
     def draw_here(*args: Any, **kwargs: Any) -> Any:
         seed = draw(*args, **kwargs)
         replica = team.current()
-        if replica is None or replica.index == 0:
+        if replica is None:
             return seed
-        folded = tf.random.experimental.stateless_fold_in(tf.cast(seed, "int32"), replica.index)
-        return tf.cast(folded, seed.dtype)
+        with own_rows():
+            if replica.index == 0:
+                return tf.identity(seed)
+            folded = tf.random.experimental.stateless_fold_in(tf.cast(seed, "int32"), replica.index)
+            return tf.cast(folded, seed.dtype)
 
     return draw_here

@@ -81,6 +81,8 @@ def _parts(indices: Any) -> list[Any]:
         return _parts(op.inputs[0])
     if op.type == "ConcatV2":
         return [part for each in op.inputs[:-1] for part in _parts(each)]
+    while op.type in ("Cast", "Identity", "Reshape"):
+        op = op.inputs[0].op
     if calls_of(op):
         raise ReplicasDiffer("it looks up rows of a weight inside a function of TensorFlow")
     return [indices]

@@ -19,7 +19,7 @@ from lockstep.engines.rowwise import (
 )
 from lockstep.engines.tensorflow.lookup_gradients import own_rows
 from lockstep.engines.tensorflow.moments import moments_over
-from lockstep.engines.tensorflow.replica_consistency import tensors_in
+from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer, tensors_in
 from lockstep.engines.tensorflow.replicas import ReplicaGroup
 from lockstep.engines.tensorflow.stateful import by_rows
 from lockstep.engines.tensorflow.tensor_metadata import remade
@@ -136,6 +136,8 @@ def _on_global_batch(
                 return value
             if value.shape.rank == 0:
                 return replica.own_of_alike(value)
+            if value.shape[0] is not None and None in value.shape[1:]:  # a stack of batches
+                raise ReplicasDiffer(f"the first dim of what {layer.name!r} gives is not the batch")
             check = tf.debugging.assert_equal(
                 tf.shape(value)[:1], tf.reshape(replica.shards.rows, (1,)), _unaligned(layer)
             )

@@ -55,11 +55,7 @@ def joined(lookups: list[Any]) -> Any:
 
 
 def is_by_rows(lookup: Any) -> bool:
-    """Return whether the indices of a lookup came with the rows of this replica.
-
-    Raises:
-        ReplicasDiffer: If the operations of the lookup are inside a function.
-    """
+    """Return whether the indices of a lookup came with the rows of this replica."""
     left, seen = [lookup.indices], set()
     while left:
         tensor = left.pop()

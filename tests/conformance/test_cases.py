@@ -35,6 +35,7 @@ SAMPLE = {
         "flipped batch": 3,
         "reshape with the batch size in it": 2,
         "gradient accumulation over 3 steps": 4,
+        "Adam on words and positions": 3,
         "mixed_float16, loss scaled": 2,
         "run_eagerly=True": 2,
     },

@@ -175,6 +175,14 @@ def _class_token():
     return keras.Model(steps, layers.Dense(2)(hidden[:, 0]))
 
 
+def _stack_of_instances():
+    """Attention over the instances of each row, which are stacked before the batch."""
+    instances = [keras.Input((WIDTH,)) for _ in range(3)]
+    stacked = ops.tanh(ops.stack([layers.Dense(4)(each) for each in instances]))
+    shares = ops.softmax(layers.Dense(1)(stacked), axis=0)
+    return keras.Model(instances, layers.Dense(2)(shares[0] * stacked[0] + shares[1] * stacked[2]))
+
+
 def _numbers(*shape):
     return np.random.default_rng(3).normal(size=shape)
 
@@ -209,6 +217,12 @@ IN_PART = {
         (_numbers(20, WIDTH), _numbers(20, 2)),
         {"loss": "mse"},
         r"every device runs 'centered\w*' \(Mean\)",
+    ),
+    "a stack of instances": (
+        _stack_of_instances,
+        ([_numbers(20, WIDTH), 2 * _numbers(20, WIDTH), _numbers(20, WIDTH) ** 2], _numbers(20, 2)),
+        {"loss": "mse"},
+        "the first dim of what 'stack' gives is not the batch, so the first device",
     ),
     "a gradient of a gradient": (
         Penalty,

@@ -299,6 +299,30 @@ def test_noise_on_the_whole_batch_is_the_same_on_every_device():
     np.testing.assert_array_equal(model.predict(np.zeros((9, 5)), batch_size=9, verbose=0), one)
 
 
+def test_layers_that_prepare_images_are_sent():
+    """They hold a module of Keras, and adapted numbers in two shapes of one memory."""
+    rng = np.random.default_rng(5)
+    x, y = rng.normal(size=(8, 4, 4, 3)), rng.normal(size=(8, 1))
+
+    def prepared():
+        adapted = layers.Normalization()
+        adapted.adapt(x)
+        model = keras.Sequential(
+            [keras.Input((4, 4, 3)), adapted, layers.Rescaling(0.5), layers.CenterCrop(2, 2)]
+        )
+        model.add(layers.Flatten())
+        model.add(layers.Dense(1))
+        model.compile("sgd", "mse")
+        return model
+
+    one, many = both(prepared)
+    assert_equal(one.fit(x, y, **QUIET).history, many.fit(x, y, **QUIET).history)
+    assert_equal(values(one), values(many))
+    copy, _ = load(dump(many)[0])
+    adapted = copy.layers[0]
+    assert adapted.mean.data_ptr() == adapted.adapt_mean.value.data_ptr()
+
+
 @pytest.mark.parametrize("seed", [None, 3])
 def test_dropout_differs_by_replica_and_is_reproducible(seed):
     outputs = []

@@ -1,10 +1,10 @@
 """Optimizers, their features, precisions, and ways to run a step."""
 
 import keras
-from keras import layers, optimizers
+from keras import layers, ops, optimizers
 from keras.optimizers import schedules
 
-from tests.conformance.cases.case import Case, fitted_with, on_arrays
+from tests.conformance.cases.case import Case, features, fitted_with, on_arrays, rows_of
 
 
 def _network(policy=None):
@@ -48,6 +48,29 @@ EPSILON = {"mixed_bfloat16": 2.0**-7, "mixed_float16": 2.0**-10}
 rounds its share of a gradient to that type, and one device the whole."""
 
 
+class _Words(layers.Layer):
+    """Words with their positions: TensorFlow's gradients of both tables are sparse."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.words, self.positions = layers.Embedding(9, 4), layers.Embedding(6, 4)
+
+    def build(self, shape):
+        self.words.build(shape)
+        self.positions.build(shape)
+
+    def call(self, x):
+        return ops.tanh(self.words(x) + self.positions(ops.arange(ops.shape(x)[1])))
+
+
+def _positions(sizes):
+    model = keras.Sequential(
+        [keras.Input((6,), dtype="int32"), _Words(), layers.Flatten(), layers.Dense(2)]
+    )
+    model.compile(optimizers.Adam(0.01), "mse")
+    return model
+
+
 def _frozen_and_back(model, training, held_out, sizes):
     """A layer is frozen for the second fit, and learns again in the third."""
     outcome = {}
@@ -75,6 +98,9 @@ OPTIMIZERS = {
     "global_clipnorm": Case(_with(_sgd(global_clipnorm=0.1))),
     "weight decay": Case(_with(_sgd(weight_decay=0.01))),
     "Adam": _adaptive(optimizers.Adam, learning_rate=0.01),
+    "Adam on words and positions": Case(
+        _positions, rows_of(lambda rows, rng: rng.integers(0, 9, (rows, 6)), features(2))
+    ),
     "Adam, amsgrad": _adaptive(optimizers.Adam, learning_rate=0.01, amsgrad=True),
     "AdamW": _adaptive(optimizers.AdamW, learning_rate=0.01),
     "Adamax": _adaptive(optimizers.Adamax, learning_rate=0.01),

@@ -9,8 +9,9 @@ import tensorflow as tf
 
 from lockstep.engines.layer_plan import LayerPlan
 from lockstep.engines.patched import patched
+from lockstep.engines.tensorflow.lookup_gradients import own_rows
 from lockstep.engines.tensorflow.moments import moments_over
-from lockstep.engines.tensorflow.replica_consistency import tensors_in
+from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer, tensors_in
 from lockstep.engines.tensorflow.replicas import ReplicaGroup
 from lockstep.engines.tensorflow.stateful import by_rows
 from lockstep.engines.tensorflow.tensor_metadata import remade
@@ -82,6 +83,8 @@ def _on_global_batch(
                 return value
             if value.shape.rank == 0:
                 return replica.own_of_alike(value)
+            if value.shape[0] is not None and None in value.shape[1:]:  # a stack of batches
+                raise ReplicasDiffer(f"the first dim of what {layer.name!r} gives is not the batch")
             check = tf.debugging.assert_equal(
                 tf.shape(value)[:1], tf.reshape(replica.shards.rows, (1,)), _unaligned(layer)
             )
@@ -161,9 +164,12 @@ def _of_this_replica(draw: Callable[..., Any], team: ReplicaGroup) -> Callable[.
     def draw_here(*args: Any, **kwargs: Any) -> Any:
         seed = draw(*args, **kwargs)
         replica = team.current()
-        if replica is None or replica.index == 0:
+        if replica is None:
             return seed
-        folded = tf.random.experimental.stateless_fold_in(tf.cast(seed, "int32"), replica.index)
-        return tf.cast(folded, seed.dtype)
+        with own_rows():
+            if replica.index == 0:
+                return tf.identity(seed)
+            folded = tf.random.experimental.stateless_fold_in(tf.cast(seed, "int32"), replica.index)
+            return tf.cast(folded, seed.dtype)
 
     return draw_here

@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib
 
+from lockstep.engines.tensorflow.lookup_gradients import is_by_rows, joined, lookups_in, own_rows
 from lockstep.engines.tensorflow.mirrored_variables import MirroredVariables
 from lockstep.engines.tensorflow.replica_consistency import GlobalSection, Program, tensors_in
 from lockstep.keras_compat import global_state, losses_with_ids, put_losses_with_ids
@@ -33,15 +34,16 @@ class Shards:
     """
 
     def __init__(self, rows: Any, replicas: int) -> None:
-        size = -(-rows // replicas)
-        bounds = [tf.minimum(rows, replica * size) for replica in range(replicas + 1)]
         self.rows = rows
-        self.counts = [bounds[i + 1] - bounds[i] for i in range(replicas)]
-        self.sizes = [tf.minimum(tf.maximum(count, 1), rows) for count in self.counts]
-        self.starts = [
-            tf.minimum(start, rows - ran)
-            for start, ran in zip(bounds[:-1], self.sizes, strict=True)
-        ]
+        with own_rows():
+            size = -(-rows // replicas)
+            bounds = [tf.minimum(rows, replica * size) for replica in range(replicas + 1)]
+            self.counts = [bounds[i + 1] - bounds[i] for i in range(replicas)]
+            self.sizes = [tf.minimum(tf.maximum(count, 1), rows) for count in self.counts]
+            self.starts = [
+                tf.minimum(start, rows - ran)
+                for start, ran in zip(bounds[:-1], self.sizes, strict=True)
+            ]
 
     def size_of(self, rows: int | None, replica: int) -> int | None:
         """Return how many of `rows` a replica runs, or `None` if `rows` is `None`."""
@@ -53,8 +55,9 @@ class Shards:
 
     def of(self, value: Any, replica: int) -> Any:
         """Return the rows of a tensor of the global batch that a replica runs."""
-        start = self.starts[replica]
-        return value[start : start + self.sizes[replica]]
+        with own_rows():
+            start = self.starts[replica]
+            return value[start : start + self.sizes[replica]]
 
 
 class Replica:
@@ -197,8 +200,13 @@ class Replica:
         return tf.custom_gradient(summed)(value)
 
     def sum_gradients(self, gradients: list[Any]) -> list[Any]:
-        """Return the gradients of the weights, summed over replicas by `tf.distribute`."""
-        present = [gradient for gradient in gradients if gradient is not None]
+        """Return the gradients of the weights, summed over replicas by `tf.distribute`.
+
+        Raises:
+            ReplicasDiffer: If the entries of a sparse gradient cannot be told apart.
+        """
+        lookups = [[] if gradient is None else lookups_in(gradient) for gradient in gradients]
+        present = [_to_sum(lookup) for each in lookups for lookup in each]
         if not present:
             return gradients
 
@@ -207,7 +215,8 @@ class Replica:
             return strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs)
 
         reduced = iter(self._meet(reduce, present))
-        return [None if gradient is None else next(reduced) for gradient in gradients]
+        summed = [[_summed(lookup, next(reduced)) for lookup in each] for each in lookups]
+        return [joined(each) if each else None for each in summed]
 
     def exchange(self, value: Any) -> tuple[Any, ...]:
         """Return the `value` of every replica, in the order of replicas."""
@@ -372,6 +381,20 @@ def _mode(context: Any) -> Iterator[None]:
         yield
     finally:
         distribute_lib._pop_per_thread_mode()
+
+
+def _to_sum(lookup: Any) -> Any:
+    """Return what replicas have to sum up of a gradient: the entries as such, or their values."""
+    if isinstance(lookup, tf.IndexedSlices) and not is_by_rows(lookup):
+        return lookup.values
+    return lookup
+
+
+def _summed(lookup: Any, found: Any) -> Any:
+    """Return the gradient whose `_to_sum` is `found` over all replicas."""
+    if isinstance(lookup, tf.IndexedSlices) and not isinstance(found, tf.IndexedSlices):
+        return tf.IndexedSlices(found, lookup.indices, lookup.dense_shape)
+    return found
 
 
 def _times(value: Any, factor: int) -> Any:

@@ -25,6 +25,7 @@ from lockstep.engines.attachments import ATTACHMENT, attachment_of
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
     ATTRIBUTES_OF_RUNS,
+    DynamicBackend,
     KerasSaveable,
     layers_in,
     module_in_keras,
@@ -95,6 +96,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return importlib.import_module, (item.__name__,)
         if isinstance(item, KerasSaveable):
             return object.__new__, (type(item),), _state(item)
+        if isinstance(item, DynamicBackend):  # without its state, any attribute recurses
+            return DynamicBackend, (item.name,)
         fill = _FILL.get(type(item))
         if fill is not None:
             content: Any = dict(item) if isinstance(item, dict) else list(item)
@@ -111,12 +114,23 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         number = len(self.tensors)
         self.tensors.append(item)
         place = item.untyped_storage().data_ptr()
-        if place and self._storages.setdefault(place, number) != number:
+        first = self._storages.setdefault(place, number) if place else number
+        if first != number and not _is_reshaped(item, self.tensors[first]):
             raise ValueError("two of its tensors share their memory.")
         parameter = isinstance(item, torch.nn.Parameter)
         # "cuda" is the current device of each process.
         device = item.device.type
-        return number, tuple(item.shape), item.dtype, device, item.requires_grad, parameter
+        return number, first, tuple(item.shape), item.dtype, device, item.requires_grad, parameter
+
+
+def _is_reshaped(tensor: Any, other: Any) -> bool:
+    """Return whether two tensors of one memory have the same numbers, in another shape.
+
+    An adapted `Normalization` has its mean as a variable, and in the shape of its inputs.
+    """
+    same = tensor.dtype == other.dtype and tensor.data_ptr() == other.data_ptr()
+    both = tensor.is_contiguous() and other.is_contiguous()
+    return bool(same and both and tensor.numel() == other.numel())
 
 
 def tensor_of(*described: Any) -> Any:
@@ -135,9 +149,19 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
     def _tensor(
-        self, number: int, shape: Any, dtype: Any, device: str, requires_grad: bool, parameter: bool
+        self,
+        number: int,
+        first: int,
+        shape: Any,
+        dtype: Any,
+        device: str,
+        requires_grad: bool,
+        parameter: bool,
     ) -> Any:
-        tensor = torch.zeros(shape, dtype=dtype, device=device)
+        if first == number:
+            tensor = torch.zeros(shape, dtype=dtype, device=device)
+        else:  # in the memory of the first one
+            tensor = self.tensors[first].detach().view(shape)
         if parameter:
             tensor = torch.nn.Parameter(tensor, requires_grad=requires_grad)
         self.tensors[number] = tensor

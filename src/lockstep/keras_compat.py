@@ -368,6 +368,14 @@ def is_built(model: Any) -> bool:
     return all(layer.built for layer in model._flatten_layers())
 
 
+def stored(variable: Any) -> Any:
+    """What a variable holds: an array on JAX, a variable on TensorFlow, a parameter on PyTorch.
+
+    keras/src/backend/common/variables.py
+    """
+    return variable._value
+
+
 # ---------------------------------------------------------------- double precision
 
 _LOWERED = "float64"
@@ -393,6 +401,14 @@ def compute_in_float64() -> None:
 def computes_in_float64() -> bool:
     """Whether `compute_in_float64` was called, or this backend needs no call."""
     return bool(_table_of_types()[_LOWERED] == "float64")
+
+
+def layers_not_in_float64(model: Any) -> list[Any]:
+    """The layers of a model, itself included, that compute in another type.
+
+    keras/src/layers/layer.py, Layer._flatten_layers
+    """
+    return [layer for layer in model._flatten_layers() if layer.compute_dtype != "float64"]
 
 
 def _table_of_types() -> Any:

@@ -88,8 +88,9 @@ class ModelPickler(cloudpickle.Pickler):  # type: ignore[misc]
                 state.pop(name, None)
             state.update(attachment.replaced)
         if isinstance(item, keras.optimizers.Optimizer):
-            known = {id(variable): variable for variable in item._trainable_variables}
-            state.update((name, _keyed(value, known)) for name, value in state.items())
+            key = type(item)._var_key
+            known = {key(item, variable): variable for variable in item._trainable_variables}
+            state.update((name, _keyed(value, known, key)) for name, value in state.items())
         if isinstance(item, keras.layers.Layer):
             # Copies: in one pickle, the same list would be one list of all layers.
             state.update((name, copy(value)) for name, value in _OF_RUNS.items() if name in state)
@@ -161,31 +162,31 @@ def _function(module: str, code: bytes, defaults: Any, contents: tuple[Any, ...]
     return FunctionType(made, of_module, made.co_name, defaults, cells)
 
 
-class _ById:
+class _ByVariable:
     """A dict or set of an optimizer, whose keys are the identities of variables.
 
     keras/src/optimizers/base_optimizer.py, BaseOptimizer._var_key
     """
 
-    def __init__(self, kind: type, items: list[tuple[Any, Any]]) -> None:
-        self._kind = kind
-        self._items = items
+    def __init__(self, kind: type, key: Any, items: list[tuple[Any, Any]]) -> None:
+        self._made = kind, key, items
 
     def __reduce__(self) -> Any:
-        return _by_id, (self._kind, self._items)
+        return _by_variable, self._made
 
 
-def _by_id(kind: type, items: list[tuple[Any, Any]]) -> Any:
-    found = {id(variable): value for variable, value in items}
+def _by_variable(kind: type, key: Any, items: list[tuple[Any, Any]]) -> Any:
+    found = {key(None, variable): value for variable, value in items}
     return found if kind is dict else set(found)
 
 
-def _keyed(value: Any, known: dict[int, Any]) -> Any:
+def _keyed(value: Any, known: dict[Any, Any], key: Any) -> Any:
     """Return a dict or set by the identities of known variables in a form that travels."""
     if not isinstance(value, dict | set) or not value or not known.keys() >= set(value):
         return value
-    pairs = value.items() if isinstance(value, dict) else ((key, None) for key in value)
-    return _ById(dict if isinstance(value, dict) else set, [(known[k], v) for k, v in pairs])
+    pairs = value.items() if isinstance(value, dict) else ((each, None) for each in value)
+    kind = dict if isinstance(value, dict) else set
+    return _ByVariable(kind, key, [(known[k], v) for k, v in pairs])
 
 
 def _fill_list(item: Any, state: Any) -> None:

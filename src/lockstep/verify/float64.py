@@ -24,13 +24,13 @@ from lockstep.batches import Batch
 from lockstep.engines import current_engine
 from lockstep.engines.engine import Engine
 from lockstep.engines.model_pickle import ModelPickler, dumped, reason_of, trackers_mended
-from lockstep.keras_compat import KerasSaveable, compute_in_float64
+from lockstep.keras_compat import KerasSaveable, compute_in_float64, stored
 from lockstep.state import to_host
 from lockstep.verify.verification import Verification
 
 
 def compare_in_float64(
-    engine: Engine, model: Any, batches: list[Batch], names: tuple[str, ...], rows: tuple[int, int]
+    engine: Engine, model: Any, batches: list[Batch], names: tuple[str, ...]
 ) -> Verification | str:
     """Do what `compare` does with a copy of the model that computes in float64.
 
@@ -39,7 +39,6 @@ def compare_in_float64(
         model: A compiled model that is built, has its values of the start, and is not attached.
         batches: The batches to train on, one for each step.
         names: The devices to compare with one.
-        rows: The smallest and largest number of rows of a batch.
 
     Returns:
         The result, or why there is none.
@@ -48,7 +47,7 @@ def compare_in_float64(
     settings = keras.config.image_data_format(), keras.config.epsilon()
     try:
         with _own_code_by_value():
-            packed = dumped((settings, model, batches, names, rows), _Pickler).file.getvalue()
+            packed = dumped((settings, model, batches, names), _Pickler).file.getvalue()
     except Exception as error:
         return f"it cannot be sent to another process ({reason_of(error)})"
     with tempfile.TemporaryDirectory(prefix="lockstep-float64-") as folder:
@@ -85,11 +84,13 @@ class _Pickler(ModelPickler):
     def reducer_override(self, item: Any) -> Any:
         if isinstance(item, keras.DTypePolicy):
             return keras.DTypePolicy, ("float64",)
-        if keras.ops.is_tensor(item):
-            # Keras trains what has one of these attributes: a variable, a parameter.
+        if keras.ops.is_tensor(item) and not isinstance(item, keras.Variable):
+            # TensorFlow has variables of several types.
+            kept = isinstance(item, type(stored(keras.Variable(0.0)))) or hasattr(item, "assign")
             trained = getattr(item, "trainable", getattr(item, "requires_grad", False))
-            kept = isinstance(item, type(keras.Variable(0.0).value))
             return (_variable if kept else _tensor), (_widened(to_host(item)), trained)
+        if type(item).__name__ == "_DefaultDistributionStrategy":  # of optimizers on TensorFlow
+            return sys.modules[type(item).__module__].get_strategy, ()
         return super().reducer_override(item)
 
     def state(self, item: Any) -> dict[str, Any]:
@@ -102,7 +103,7 @@ class _Pickler(ModelPickler):
 
 def _variable(value: np.ndarray, trained: bool) -> Any:
     """Return what a Keras variable of this value holds: on PyTorch, for example, a parameter."""
-    return keras.Variable(value, trainable=trained, dtype=str(value.dtype)).value
+    return stored(keras.Variable(value, trainable=trained, dtype=str(value.dtype)))
 
 
 def _tensor(value: np.ndarray, _: bool) -> Any:
@@ -146,10 +147,10 @@ def main(given: Path, found: Path) -> None:
 
     result: Verification | str
     try:
-        settings, model, batches, names, rows = pickle.loads(given.read_bytes())
+        settings, model, batches, names = pickle.loads(given.read_bytes())
         keras.config.set_image_data_format(settings[0])
         keras.config.set_epsilon(settings[1])
-        result = compare(current_engine(), trackers_mended(model), batches, names, rows)
+        result = compare(current_engine(), trackers_mended(model), batches, names)
     except Exception as error:
         result = f"{type(error).__name__}: {reason_of(error)}"
     found.write_bytes(pickle.dumps(result))

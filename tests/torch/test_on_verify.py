@@ -1,6 +1,7 @@
 """`verify` on PyTorch passes what is right, and names what is wrong."""
 
 import os
+import sys
 
 import keras
 import numpy as np
@@ -60,8 +61,23 @@ def test_the_model_is_untouched(devices):
     assert ("fit" in vars(made)) == bool(devices)
 
 
+class WorkerReader(layers.Layer):
+    """Multiplies with another number in the process of a worker."""
+
+    def call(self, x):
+        return x * (1.01 if "lockstep.engines.torch.worker" in sys.modules else 1.0)
+
+
+@pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")
+def test_a_layer_that_reads_the_devices_is_named():
+    found = lockstep.verify(with_layer(WorkerReader(name="culprit")), data(), devices=3, steps=3)
+    assert (found.verdict, found.first_step) == ("different", 1)
+    assert found.first_layer.endswith("culprit")
+    assert "something else on several devices" in found.cause
+
+
 class ProcessReader(layers.Layer):
-    """Multiplies with a number that depends on the process."""
+    """Multiplies with another number in every process but this one."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -72,13 +88,21 @@ class ProcessReader(layers.Layer):
 
 
 @pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")
-def test_a_layer_that_reads_the_devices_is_named():
-    made = with_layer(ProcessReader(name="culprit"))
-    found = lockstep.verify(made, data(), devices=3, steps=3)
-    assert not found.equal
-    assert found.first_step == 1
-    assert found.first_layer.endswith("culprit")
-    assert "something else on several devices" in found.cause
+def test_a_fault_that_another_process_does_not_have_is_not_called_rounding():
+    found = lockstep.verify(with_layer(ProcessReader(name="culprit")), data(), devices=3, steps=3)
+    assert (found.verdict, found.rounding) == ("cannot tell", None)
+    assert "culprit' are more than a tenth apart, which is no rounding" in found.cause
+
+
+def test_what_float64_shows_to_be_rounding_is_said_to_be_rounding():
+    """Batch norm takes the mean away again; Adam makes steps of what rounding leaves of a bias."""
+    zero = layers.Dense(8, name="zero")
+    made = with_layer(zero, layers.BatchNormalization(), optimizer="adam")
+    found = lockstep.verify(made, data(), devices=3, batch_size=10)
+    assert found.equal, found.cause
+    beyond = {d.name: d.largest for d in found.differences if d.first_step is not None}
+    assert any(name.endswith("zero/bias") for name in beyond)
+    assert found.rounding == max(beyond.values()) > 1e-5
 
 
 class PythonCounter(layers.Layer):
@@ -136,6 +160,44 @@ def test_batches_reach_a_training_step_as_fit_hands_them_over():
     found = lockstep.verify(made, data()[0], devices=3, steps=3, batch_size=7)
     assert found.equal, found.cause
     assert any("has a train_step of its own" in note for note in found.notes)
+
+
+class TwoOptimizers(keras.Model):
+    """Two optimizers that `compile` is not given, and that build themselves at their first step."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = [layers.Dense(4), layers.Dense(4)]
+        for part in self.parts:
+            part.build((None, 6))
+        self.built = True
+        self.first = keras.optimizers.Adam(0.01)
+        self.second = keras.optimizers.Adagrad(0.1, initial_accumulator_value=0.5)
+
+    def train_step(self, x):
+        self.zero_grad()
+        loss = sum(ops.mean((part(x) - 1.0) ** 2) for part in self.parts)
+        loss.backward()
+        with torch.no_grad():
+            for part, optimizer in zip(self.parts, (self.first, self.second), strict=True):
+                weights = part.trainable_weights
+                optimizer.apply([weight.value.grad for weight in weights], weights)
+        return {"loss": loss}
+
+
+@pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")
+def test_optimizers_that_build_themselves_in_the_first_step():
+    """Their slots were no variables at the start, and could not be put back: a KeyError."""
+    keras.utils.set_random_seed(3)
+    made = TwoOptimizers()
+    made.compile()
+    found = lockstep.verify(made, data()[0], devices=3, steps=3, batch_size=7)
+    assert found.equal, found.cause
+    assert {"first", "second"} <= {d.name.split("/")[0] for d in found.differences}
+    fresh = keras.optimizers.Adagrad(0.1, initial_accumulator_value=0.5)
+    fresh.build(made.parts[1].trainable_variables)
+    for mine, theirs in zip(made.second.variables, fresh.variables, strict=True):
+        np.testing.assert_array_equal(*map(ops.convert_to_numpy, (mine, theirs)))
 
 
 def test_a_loss_that_is_not_finite_is_not_called_equal():

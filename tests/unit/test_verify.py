@@ -103,6 +103,7 @@ def test_large_values_have_large_rounding():
 def test_a_model_that_no_other_process_can_have():
     lock = threading.Lock()
     made = with_a_gradient_of_zero(layers.Lambda(lambda x: x if lock else None))
+    made.optimizer.build(made.trainable_variables)
     before = snapshot(made)
     found = lockstep.verify(made, data(), devices=4, batch_size=10)
     assert (found.verdict, found.first_step, found.rounding) == ("cannot tell", None, None)
@@ -165,6 +166,23 @@ def test_a_layer_that_reads_the_devices_is_named(monkeypatch, factor):
     assert found.first_step == 1
     assert found.first_layer.endswith("culprit")
     assert "something else on several devices" in found.cause
+
+
+class OfThisProcess(DeviceReader):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.home = os.getpid()
+
+    def call(self, x):
+        return super().call(x) if os.getpid() == self.home else x
+
+
+def test_a_fault_that_another_process_does_not_have_is_not_called_rounding(monkeypatch):
+    made = with_layer(OfThisProcess(name="culprit"))
+    monkeypatch.setattr(DeviceReader, "model", made)
+    found = lockstep.verify(made, data(), devices=4, steps=3)
+    assert (found.verdict, found.rounding) == ("cannot tell", None)
+    assert "culprit' are more than a tenth apart, which is no rounding" in found.cause
 
 
 def test_a_loss_by_the_place_of_rows():
@@ -747,9 +765,10 @@ def test_in_float64_attention_pooling_and_adam_are_equal_to_1e_10(backend, tmp_p
     assert max(d["bound"] for d in found["differences"]) < 1e-8  # of the largest values
 
 
-def test_the_command_lets_float64_decide(tmp_path):
+@pytest.mark.parametrize("backend", ["jax", *rest("tensorflow", "torch")])
+def test_the_command_lets_float64_decide(backend, tmp_path):
     """The gradient of the key's bias is zero: in float32, Adam makes steps of its rounding."""
-    code, found = command(tmp_path, "attention")
+    code, found = command(tmp_path, "attention", backend=backend)
     assert (code, found["verdict"]) == (0, "equal"), found
     assert found["rounding"] > 1e-5
 

@@ -101,6 +101,7 @@ def restore(model: Any, values: Values) -> None:
     for _, optimizer in _optimizers(model):
         if any(names[id(slot)] not in values for slot in optimizer.variables):
             fresh = type(optimizer).from_config(optimizer.get_config())
+            # keras/src/optimizers/base_optimizer.py, BaseOptimizer.build
             fresh.build(optimizer._trainable_variables)
             for slot, first in zip(optimizer.variables, fresh.variables, strict=True):
                 if names[id(slot)] not in values:

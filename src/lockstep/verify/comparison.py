@@ -122,7 +122,7 @@ class _Comparison:
         self.first_step = self.first_layer = None
         found = self._in_float64()
         if isinstance(found, str):
-            self.cause = f"{said}. Float64 would tell whether that is rounding; {found}. {_NEXT}"
+            self.cause = f"{said}. Whether that is rounding is not known: {found}. {_NEXT}"
         elif found.cause is not None:
             self.differences = found.differences
             self.first_step, self.first_layer = found.first_step, found.first_layer
@@ -139,7 +139,7 @@ class _Comparison:
 
     def _in_float64(self) -> Verification | str:
         if process_group.several():
-            return "it runs where no launcher has started several processes"
+            return "float64 runs where no launcher has started several processes"
         self._place(None)
         restore(self.model, self._start)
         return compare_in_float64(self.engine, self.model, self.batches, self.names)

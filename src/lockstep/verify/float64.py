@@ -49,7 +49,7 @@ def compare_in_float64(
         with _own_code_by_value():
             packed = dumped((settings, model, batches, names), _Pickler).file.getvalue()
     except Exception as error:
-        return f"it cannot be sent to another process ({reason_of(error)})"
+        return f"for float64 it cannot be sent to another process ({reason_of(error)})"
     with tempfile.TemporaryDirectory(prefix="lockstep-float64-") as folder:
         given, found = Path(folder) / "given", Path(folder) / "found"
         given.write_bytes(packed)
@@ -62,7 +62,7 @@ def compare_in_float64(
             check=False,
         )
         if not found.exists():
-            return f"its process ended with status {done.returncode}"
+            return f"the process of float64 ended with status {done.returncode}"
         result: Verification | str = pickle.loads(found.read_bytes())
         return result
 
@@ -135,9 +135,8 @@ def _is_own(module: ModuleType) -> bool:
     if not isinstance(file, str) or sys.modules.get(module.__name__) is not module:
         return False
     ours = sysconfig.get_path("stdlib"), str(Path(lockstep.__file__).parent)
-    return not file.startswith(ours) and not {"site-packages", "dist-packages"} & {
-        *Path(file).parts
-    }
+    installed = {"site-packages", "dist-packages"}.intersection(Path(file).parts)
+    return not installed and not file.startswith(ours)
 
 
 def main(given: Path, found: Path) -> None:
@@ -152,7 +151,7 @@ def main(given: Path, found: Path) -> None:
         keras.config.set_epsilon(settings[1])
         result = compare(current_engine(), trackers_mended(model), batches, names)
     except Exception as error:
-        result = f"{type(error).__name__}: {reason_of(error)}"
+        result = f"the process of float64 ended with {type(error).__name__}: {reason_of(error)}"
     found.write_bytes(pickle.dumps(result))
 
 

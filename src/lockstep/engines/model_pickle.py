@@ -118,7 +118,7 @@ def dumped(item: Any, pickler: Callable[[io.BytesIO], Pickler]) -> Pickler:
 
 def reason_of(error: Exception) -> str:
     """Return the first line of an error, for a message."""
-    return str(error).strip().splitlines()[0][:160] if str(error) else repr(error)
+    return str(error).strip().splitlines()[0][:160].rstrip(".") if str(error) else repr(error)
 
 
 def trackers_mended(model: Any) -> Any:

@@ -1,7 +1,7 @@
 """The first batches of any data, and data as arguments of `fit`."""
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, cycle, islice
 from typing import Any
 
@@ -78,16 +78,6 @@ def no_batch(data: Any) -> UnusableData:
     )
 
 
-def turned_round(batch: Batch) -> Batch:
-    """Return the batch with its rows in reverse order."""
-    return _by_rows(batch, lambda rows: rows[::-1].copy())
-
-
-def rolled(batch: Batch, rows: int) -> Batch:
-    """Return the batch with a number of its last rows moved to the front."""
-    return _by_rows(batch, lambda leaf: np.roll(leaf, rows, axis=0))
-
-
 def rows_of(batch: Batch) -> int:
     """Return the rows of a batch: those of its first array that has rows, or 0."""
     import keras
@@ -95,14 +85,6 @@ def rows_of(batch: Batch) -> int:
     leaves = (leaf for leaf in keras.tree.flatten(batch) if leaf is not None and leaf.ndim)
     first = next(leaves, None)
     return 0 if first is None else int(first.shape[0])
-
-
-def _by_rows(batch: Batch, change: Callable[[np.ndarray], np.ndarray]) -> Batch:
-    import keras
-
-    return keras.tree.map_structure(
-        lambda leaf: leaf if leaf is None or leaf.ndim == 0 else change(leaf), batch
-    )
 
 
 def _is_arrays(data: Any) -> bool:

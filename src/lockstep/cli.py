@@ -31,7 +31,7 @@ Exit status:
   0  equal: every step was compared, and all agree
   1  different
   2  could not run: wrong arguments, one device, or an error in your code
-  3  cannot tell: the loss is not finite, or rounding is as large as the loss
+  3  cannot tell: the loss is not finite, or float64 could not be tried
 """
 """The exit status of `lockstep verify`. The first character prevents click from wrapping."""
 

@@ -150,7 +150,7 @@ _ATTRIBUTES = {
     keras.optimizers.Optimizer: (
         *("_apply_weight_decay", "_backend_increment_gradient_accumulators"),
         *("_backend_update_step", "_clip_gradients", "_use_weight_decay"),
-        *("add_variable_from_reference", "update_step"),
+        *("_var_key", "add_variable_from_reference", "update_step"),
     ),
     keras.random.SeedGenerator: ("next",),
     _layer_module: ("Node",),
@@ -330,6 +330,10 @@ def compiled_metrics(model: Any) -> Any:
     return model._compile_metrics
 
 
+COMPILED_METRICS = "_compile_metrics"
+"""The attribute of a model that `compiled_metrics` returns."""
+
+
 def single_losses(compiled: Any) -> list[Any]:
     """The loss of each output, in what `compiled_loss` returns.
 
@@ -436,7 +440,6 @@ ATTRIBUTES_OF_RUNS: dict[str, Any] = {
     "_called": True,  # a proof of rows calls a copy, and a functional model may not be called yet
     "_eval_epoch_iterator": None,
     "_initial_epoch": None,
-    "_compile_metrics": None,  # rank 0 alone computes metrics
     "_compile_config": None,
     "_compiled_trainable_state": {},
     "_losses": [],
@@ -689,6 +692,11 @@ def computes_in_float64() -> bool:
     return bool(_table_of_types()[_LOWERED] == "float64")
 
 
+def layers_not_in_float64(model: Any) -> list[Any]:
+    """The layers of a model, itself included, that compute in another type."""
+    return [layer for layer in layers_in(model) if layer.compute_dtype != "float64"]
+
+
 def _table_of_types() -> Any:
     from keras.src.backend.common import dtypes
 
@@ -844,6 +852,8 @@ def renew_tracker(layer: Any) -> None:
 def stored_value(variable: Any) -> Any:
     """The tensor of a variable, `None` before it has one.
 
+    It is an array on JAX, a variable on TensorFlow, and a parameter on PyTorch.
+
     keras/src/backend/common/variables.py, Variable._value: `value` checks scopes and casts.
     """
     return variable._value
@@ -872,6 +882,12 @@ def layout_of(variable: Any) -> Any:
     return variable._layout
 
 
+DTYPES = ("dtype", "_dtype")
+"""The attributes of variables and symbolic tensors with their type, as text.
+
+keras/src/backend/common/variables.py, keras/src/backend/common/keras_tensor.py
+"""
+
 ASSIGN = "_direct_assign"
 """The method of a variable that stores a new value. keras/src/backend/*/core.py"""
 
@@ -883,6 +899,14 @@ CLIP, DECAY = "_clip_gradients", "_apply_weight_decay"
 ACCUMULATE = "_backend_increment_gradient_accumulators"
 UPDATE_ALL, UPDATE_ONE = "_backend_update_step", "update_step"
 """Methods in keras/src/optimizers/base_optimizer.py, BaseOptimizer."""
+
+
+def variable_key(kind: type, variable: Any) -> Any:
+    """The key of a variable in the dicts of an optimizer of this class.
+
+    keras/src/optimizers/base_optimizer.py, BaseOptimizer._var_key
+    """
+    return kind._var_key(None, variable)  # type: ignore[attr-defined]
 
 
 def updates_all_at_once(optimizer: Any) -> bool:

@@ -90,9 +90,25 @@ def snapshot(model: Any) -> Values:
 
 
 def restore(model: Any, values: Values) -> None:
-    """Assign what `snapshot` returned."""
-    for name, variable in _without_metrics(model).items():
-        variable.assign(values[name])
+    """Assign what `snapshot` returned.
+
+    The slots of an optimizer that was built since then get the values that building gives them.
+    """
+    from lockstep.keras_compat import own_trainable_variables
+
+    named = _without_metrics(model)
+    names = {id(variable): name for name, variable in named.items()}
+    for name, variable in named.items():
+        if name in values:
+            variable.assign(values[name])
+    for _, optimizer in _optimizers(model):
+        if any(names[id(slot)] not in values for slot in optimizer.variables):
+            fresh = type(optimizer).from_config(optimizer.get_config())
+            # keras/src/optimizers/base_optimizer.py, BaseOptimizer.build
+            fresh.build(own_trainable_variables(optimizer))
+            for slot, first in zip(optimizer.variables, fresh.variables, strict=True):
+                if names[id(slot)] not in values:
+                    slot.assign(to_host(first.value))
 
 
 def to_host(value: Any) -> np.ndarray:

@@ -102,11 +102,11 @@ def float64_model_and_data(target: str) -> tuple[Any, Any]:
         TargetNotFound: If it returns anything else.
         UnusableData: If a layer of the model computes in another type.
     """
-    from lockstep.keras_compat import compute_in_float64, layers_in
+    from lockstep.keras_compat import compute_in_float64, layers_not_in_float64
 
     compute_in_float64()
     model, data = model_and_data(target)
-    others = [each for each in layers_in(model) if each.compute_dtype != "float64"]
+    others = layers_not_in_float64(model)
     if others:
         raise UnusableData(
             f"float64 was asked for, and {others[0].name!r} of {target} computes in "

@@ -194,7 +194,14 @@ NOT_OF_KERAS = {
     # TensorFlow: tf.distribute, tf.Graph, variables, tf.data
     *("_InReplicaThreadMode", "_get_default_replica_mode", "_push_per_thread_mode"),
     *("_pop_per_thread_mode", "_get_replica", "_replica_id", "_update", "_unique_id"),
-    *("_distributed_container", "_handle_data", "_get_function", "_gradient_op_type", "_seed2"),
+    *(
+        "_DefaultDistributionStrategy",
+        "_distributed_container",
+        "_handle_data",
+        "_get_function",
+        "_gradient_op_type",
+        "_seed2",
+    ),
     # parts of names, and names in files
     *("_W", "_activation", "_batch_", "_batch_begin", "_batch_end", "_compile_", "_test_"),
     *("_train_", "_layer_checkpoint_dependencies"),

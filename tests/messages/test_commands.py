@@ -127,7 +127,6 @@ def test_verify_shows_each_run_on_a_terminal(tmp_path):
     assert list(dict.fromkeys(ends)) == [
         "one device",
         "one device again",
-        "one device, to measure rounding",
         "2 devices",
     ]
 

@@ -107,9 +107,7 @@ def test_a_report_has_pythons_own_numbers(reports, name):
 
 def test_names_are_no_html():
     """A layer may have any name, and a notebook runs what it is shown."""
-    found = Verification(
-        "jax", ("cpu:0", "cpu:1"), 2, (3, 3), "order", (Difference("<script>", 0.0, 1e-5),)
-    )
+    found = Verification("jax", ("cpu:0", "cpu:1"), 2, (3, 3), (Difference("<script>", 0.0, 1e-5),))
     assert "<script>" not in found._repr_html_()
     assert "&lt;script&gt;" in found._repr_html_()
 

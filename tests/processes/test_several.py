@@ -381,8 +381,13 @@ unseeded = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
 unseeded.layers[0].kernel.assign(np.full((4, 2), 1.0 + rank))
 unseeded.compile("sgd", "mse")
 verified = lockstep.verify(unseeded, (x, y), steps=2, batch_size=7)
+zero = [keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dense(2)]
+rounding = keras.Sequential([keras.Input((4,)), *zero])  # the gradient of the first bias
+rounding.compile(keras.optimizers.Adam(0.05), "mse")
+unknown = lockstep.verify(rounding, (x, y), batch_size=7)
 report(made, history, logs=logs, predicted=np.asarray(one).tolist(), direct=direct.tolist(),
        errors=errors, wide=np.asarray(wide(x[:3])).tolist(), verified=verified.equal,
+       unknown=[unknown.verdict, unknown.cause],
        left=np.unique(unseeded.layers[0].kernel).tolist())
 """
 
@@ -406,6 +411,8 @@ def test_a_model_built_later_and_every_other_call(tmp_path):
     assert second.pop("left") == [2.0]
     assert first == second
     assert first["verified"]
+    assert first["unknown"][0] == "cannot tell"
+    assert "float64 runs where no launcher has started several" in first["unknown"][1]
     assert "Epoch 2/2" in said[0]
     assert "Epoch" not in said[1]
     assert "lockstep:" not in said[1]

@@ -106,6 +106,28 @@ def test_a_layer_that_reads_the_devices_is_named(monkeypatch):
     assert "something else on several devices" in found.cause
 
 
+def test_what_float64_shows_to_be_rounding_is_said_to_be_rounding():
+    """Batch norm takes the mean away again; Adam makes steps of what rounding leaves of a bias."""
+    zero = layers.Dense(8, name="zero")
+    made = with_layer(zero, layers.BatchNormalization(), optimizer="adam")
+    found = lockstep.verify(made, data(), devices=3, batch_size=10)
+    assert found.equal, found.cause
+    beyond = {d.name: d.largest for d in found.differences if d.first_step is not None}
+    assert any(name.endswith("zero/bias") for name in beyond)
+    assert found.rounding == max(beyond.values()) > 1e-5
+
+
+def test_a_model_that_no_other_process_can_have():
+    """A lookup table is no attribute that can be pickled."""
+    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([1], [2]), 0)
+    held = layers.Lambda(lambda x: x + 0.0 * tf.cast(table.size(), x.dtype))
+    zero = layers.Dense(8, name="zero")
+    made = with_layer(zero, layers.BatchNormalization(), held, optimizer="adam")
+    found = lockstep.verify(made, data(), devices=3, batch_size=10)
+    assert (found.verdict, found.first_step, found.rounding) == ("cannot tell", None, None)
+    assert "for float64 it cannot be sent to another process (" in found.cause
+
+
 class PythonCounter(layers.Layer):
     """Counts its traces in Python."""
 

@@ -138,6 +138,44 @@ def test_batches_reach_a_training_step_as_fit_hands_them_over():
     assert not found.notes  # all devices share it
 
 
+class TwoOptimizers(keras.Model):
+    """Two optimizers that `compile` is not given, and that build themselves at their first step."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = [layers.Dense(4), layers.Dense(4)]
+        for part in self.parts:
+            part.build((None, 6))
+        self.built = True
+        self.first = keras.optimizers.Adam(0.01)
+        self.second = keras.optimizers.Adagrad(0.1, initial_accumulator_value=0.5)
+
+    def train_step(self, x):
+        self.zero_grad()
+        loss = sum(ops.mean((part(x) - 1.0) ** 2) for part in self.parts)
+        loss.backward()
+        with torch.no_grad():
+            for part, optimizer in zip(self.parts, (self.first, self.second), strict=True):
+                weights = part.trainable_weights
+                optimizer.apply([weight.value.grad for weight in weights], weights)
+        return {"loss": loss}
+
+
+@pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")
+def test_optimizers_that_build_themselves_in_the_first_step():
+    """Their slots were no variables at the start, and could not be put back: a KeyError."""
+    keras.utils.set_random_seed(3)
+    made = TwoOptimizers()
+    made.compile()
+    found = lockstep.verify(made, data()[0], devices=3, steps=3, batch_size=7)
+    assert found.equal, found.cause
+    assert {"first", "second"} <= {d.name.split("/")[0] for d in found.differences}
+    fresh = keras.optimizers.Adagrad(0.1, initial_accumulator_value=0.5)
+    fresh.build(made.parts[1].trainable_variables)
+    for mine, theirs in zip(made.second.variables, fresh.variables, strict=True):
+        np.testing.assert_array_equal(*map(ops.convert_to_numpy, (mine, theirs)))
+
+
 def test_a_loss_that_is_not_finite_is_not_called_equal():
     x, y = data(70)
     x[33] = np.nan

@@ -6,11 +6,10 @@ import os
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
+import threading
 
 import jax
 import keras
-import ml_dtypes
 import numpy as np
 import pytest
 import scipy.sparse
@@ -25,8 +24,6 @@ from lockstep.engines import current_engine
 from lockstep.engines.engine import InputOptions
 from lockstep.errors import DeviceError, TargetNotFound, UnsupportedBackend, UnusableData
 from lockstep.targets import model_and_data
-from lockstep.verify import comparison
-from lockstep.verify.rounding import moved_by_last_bit, significand_bits
 from lockstep.verify.verification import Difference, Verification
 from tests.conformance.common import devices_of, distances, snapshot
 from tests.processes.common import warm_end
@@ -61,50 +58,59 @@ def test_a_right_model_is_equal_in_everything():
     assert all(difference.largest <= 1e-5 for difference in found.differences)
 
 
-def test_what_rounding_explains_is_said_to_be_rounding():
-    # The bias has gradient zero: batch norm takes the mean away again.
-    made = with_layer(layers.Dense(8, name="zero"), layers.BatchNormalization(), optimizer="adam")
-    found = lockstep.verify(made, data(), devices=4, batch_size=10)
-    assert found.equal
-    by_rounding = {d.name for d in found.differences if d.by_rounding}
-    assert any(name.endswith("zero/bias") for name in by_rounding)
-    assert "loss" not in by_rounding
-    assert found.control.startswith("the rows of each batch turned round")
+def with_a_gradient_of_zero(*between):
+    """Batch norm takes the mean away again; Adam makes steps of what rounding leaves of a bias."""
+    zero = layers.Dense(8, name="zero")
+    return with_layer(zero, layers.BatchNormalization(), *between, optimizer="adam")
 
 
-def test_one_lucky_control_is_not_the_last_word(monkeypatch):
-    """Where it moves nothing, two others are measured before a difference is called one."""
-    monkeypatch.setattr(comparison, "turned_round", lambda batch: batch)
-    made = with_layer(layers.Dense(8, name="zero"), layers.BatchNormalization(), optimizer="adam")
-    found = lockstep.verify(made, data(), devices=4, batch_size=10)
-    assert found.equal
-    assert found.control == "the rows of each batch turned round, and in two other orders"
+def test_what_float64_shows_to_be_rounding_is_said_to_be_rounding():
+    found = lockstep.verify(with_a_gradient_of_zero(), data(), devices=4, batch_size=10)
+    assert found.equal, found.cause
+    beyond = {d.name: d.largest for d in found.differences if d.first_step is not None}
+    assert any(name.endswith("zero/bias") for name in beyond)
+    assert "loss" not in beyond
+    assert found.rounding == max(beyond.values()) > 1e-5
+    assert "4 devices give what one device gives: in float64 to 1e-10." in str(found)
+    assert f"up to {found.rounding:.1e} apart, which is rounding." in str(found)
 
 
-@pytest.mark.parametrize("half", ["mixed_bfloat16", "mixed_float16"])
-def test_half_precision_is_held_to_its_own_rounding_with_dropout_too(half):
+def test_half_precision_is_compared_in_float64_with_dropout_too():
     before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(half)
+    keras.config.set_dtype_policy("mixed_bfloat16")
     try:
         made = with_layer(layers.Dropout(0.2), layers.Dense(8, activation="gelu"))
     finally:
         keras.config.set_dtype_policy(before)
     found = lockstep.verify(made, data(), devices=4, steps=4, batch_size=9)
     assert found.equal, found.cause
-    assert "that layers compute in" in found.control
-    kernels = [d for d in found.differences if d.name.endswith("kernel")]
-    assert all(d.bound < 0.05 for d in kernels)  # a wrong gradient is further off than that
+    assert found.rounding > 1e-5
+    assert made.layers[0].dtype_policy.name == "mixed_bfloat16"
 
 
-def test_the_last_bit_is_that_of_the_type_a_layer_computes_in():
-    values = np.array([1.0, 3.0, -0.1, 0.0], "float32")
-    for bits, type_ in ((8, ml_dtypes.bfloat16), (11, np.float16), (24, np.float32)):
-        moved = moved_by_last_bit(values, np.random.default_rng(0), bits)
-        apart = np.abs(moved - values)[:3] / np.spacing(np.abs(values[:3]).astype(type_)).astype(
-            "float32"
-        )
-        np.testing.assert_allclose(apart, 1, rtol=1e-6 if bits < 24 else 0)
-    assert moved_by_last_bit(values, np.random.default_rng(0))[3] != 0
+def test_large_values_have_large_rounding():
+    """It is relative: sums of values of a million cannot be 1e-5 apart in float32."""
+    x, y = data()
+    made = with_layer()
+    made.compile("sgd", lambda y, guess: keras.ops.mean(y) + 0 * keras.ops.mean(guess))
+    found = lockstep.verify(made, (x, y + 1e6), devices=4, steps=3)
+    assert found.equal, found.cause
+    assert found.rounding is None
+    (loss,) = [d for d in found.differences if d.name == "loss"]
+    assert loss.bound == pytest.approx(10, rel=0.01)
+
+
+def test_a_model_that_no_other_process_can_have():
+    lock = threading.Lock()
+    made = with_a_gradient_of_zero(layers.Lambda(lambda x: x if lock else None))
+    made.optimizer.build(made.trainable_variables)
+    before = snapshot(made)
+    found = lockstep.verify(made, data(), devices=4, batch_size=10)
+    assert (found.verdict, found.first_step, found.rounding) == ("cannot tell", None, None)
+    assert "it cannot be sent to another process (cannot pickle '_thread.lock'" in found.cause
+    assert found.cause.endswith("--float64 builds the model in float64, and tells.")
+    assert "give what one device gives" not in str(found)
+    assert set(distances(before, snapshot(made)).values()) == {0.0}
 
 
 # -------------------------------------------------------------------- broken on purpose
@@ -140,16 +146,19 @@ def test_a_layer_with_state_in_python_is_named(broken):
 
 
 class DeviceReader(layers.Layer):
-    """Multiplies with how many devices the model was on when it was traced."""
+    """Multiplies with another number if the model is on several devices when it is traced."""
 
-    model = None
+    model, factor = None, 1.5
 
     def call(self, x):
         attached = self.model is not None and any("lockstep" in name for name in vars(self.model))
-        return x * (1.5 if attached else 1.0)
+        return x * (self.factor if attached else 1.0)
 
 
-def test_a_layer_that_reads_the_devices_is_named(monkeypatch):
+@pytest.mark.parametrize("factor", [1.5, 1.001])
+def test_a_layer_that_reads_the_devices_is_named(monkeypatch, factor):
+    """What the class holds goes to the process that compares in float64, too."""
+    monkeypatch.setattr(DeviceReader, "factor", factor)
     made = with_layer(DeviceReader(name="culprit"))
     monkeypatch.setattr(DeviceReader, "model", made)
     found = lockstep.verify(made, data(), devices=4, steps=3)
@@ -159,40 +168,41 @@ def test_a_layer_that_reads_the_devices_is_named(monkeypatch):
     assert "something else on several devices" in found.cause
 
 
-def late(y, guess):
-    """Later rows count more, as where a batch is a stretch of time."""
-    rows = keras.ops.arange(keras.ops.shape(guess)[0], dtype="float32")
-    return keras.ops.mean(rows[:, None] * (y - guess) ** 2)
+class OfThisProcess(DeviceReader):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.home = os.getpid()
+
+    def call(self, x):
+        return super().call(x) if os.getpid() == self.home else x
 
 
-def both_ends(y, guess):
-    """As `late`, and the same for a batch that is turned round."""
-    rows = keras.ops.arange(keras.ops.shape(guess)[0], dtype="float32")
-    middle = (keras.ops.max(rows)) / 2
-    return keras.ops.mean(keras.ops.abs(rows - middle)[:, None] * (y - guess) ** 2)
-
-
-@pytest.mark.parametrize("loss", [late, both_ends])
-def test_a_loss_by_the_place_of_rows_is_not_taken_for_rounding(monkeypatch, loss):
-    """Other orders of the rows gave another loss, and ten times that passed for rounding."""
-    made = with_layer(DeviceReader(name="culprit"))
-    made.compile("sgd", loss)
-    found = lockstep.verify(made, data(), devices=4, steps=3)
-    assert found.equal, found.cause
+def test_a_fault_that_another_process_does_not_have_is_not_called_rounding(monkeypatch):
+    made = with_layer(OfThisProcess(name="culprit"))
     monkeypatch.setattr(DeviceReader, "model", made)
     found = lockstep.verify(made, data(), devices=4, steps=3)
-    assert found.first_step == 1
-    assert found.first_layer.endswith("culprit")
-    assert found.control.startswith("each weight moved by its last bit")
+    assert (found.verdict, found.rounding) == ("cannot tell", None)
+    assert "culprit' are more than a tenth apart, which is no rounding" in found.cause
+
+
+def test_a_loss_by_the_place_of_rows():
+    """Later rows count more, as where a batch is a stretch of time."""
+
+    def late(y, guess):
+        rows = keras.ops.arange(keras.ops.shape(guess)[0], dtype="float32")
+        return keras.ops.mean(rows[:, None] * (y - guess) ** 2)
+
+    made = with_layer()
+    made.compile("sgd", late)
+    found = lockstep.verify(made, data(), devices=4, steps=3)
+    assert found.equal, found.cause
 
 
 def test_where_rounding_explodes_nothing_is_called_equal(capsys):
-    """Any number passes ten times a control that is as far off as the loss is large."""
+    """In float64 as well: a difference grows by the square of 3e4 in each step."""
     made = with_layer(layers.Lambda(lambda x: keras.ops.sin(3e4 * x)))
     found = lockstep.verify(made, data(), devices=4, steps=5)
     assert not found.equal
-    if found.first_step is None:
-        assert "a wrong number could pass for rounding" in found.cause
     found.show(Console())
     assert "give what one device gives" not in capsys.readouterr().out
 
@@ -276,7 +286,6 @@ def test_names_are_printed_as_they_are():
         ("cpu:0",),
         2,
         (3, 3),
-        "two orders",
         (Difference("enc[red]oder/kernel", 1.0, 1e-5, 1),),
         notes=("A note on a[bold].",),
         first_step=1,
@@ -545,7 +554,7 @@ def test_the_report_as_json_knows_no_infinity():
         raise AssertionError(constant)
 
     parted = Difference("loss", float("inf"), float("nan"), 1)
-    found = Verification("jax", ("cpu:0",), 2, (3, 3), "two orders", (parted,))
+    found = Verification("jax", ("cpu:0",), 2, (3, 3), (parted,))
     (read,) = json.loads(found.as_json(), parse_constant=refuse)["differences"]
     assert read == {"name": "loss", "largest": "inf", "bound": "nan", "first_step": 1}
 
@@ -749,12 +758,19 @@ def command(tmp_path, function, *arguments, backend="jax"):
 
 @pytest.mark.parametrize("backend", ["jax", *rest("tensorflow", "torch")])
 def test_in_float64_attention_pooling_and_adam_are_equal_to_1e_10(backend, tmp_path):
-    """In float32 the key's bias, whose gradient is zero, needs a control run."""
     code, found = command(tmp_path, "attention", "--float64", backend=backend)
     assert code == 0, found
-    assert found["control"] == "nothing, because float64 needs no control"
+    assert found["rounding"] is None
     assert max(d["largest"] for d in found["differences"]) < 1e-10
     assert max(d["bound"] for d in found["differences"]) < 1e-8  # of the largest values
+
+
+@pytest.mark.parametrize("backend", ["torch", *rest("jax", "tensorflow")])
+def test_the_command_lets_float64_decide(backend, tmp_path):
+    """The gradient of the key's bias is zero: in float32, Adam makes steps of its rounding."""
+    code, found = command(tmp_path, "attention", backend=backend)
+    assert (code, found["verdict"]) == (0, "equal"), found
+    assert found["rounding"] > 1e-5
 
 
 def test_in_float64_what_float32_would_take_for_rounding_is_a_difference(tmp_path):
@@ -768,11 +784,6 @@ def test_a_layer_of_another_type_cannot_be_compared_in_float64(tmp_path):
     code, said = command(tmp_path, "half", "--float64")
     assert code == 2
     assert "'low' of train.py:half computes in float16" in said
-
-
-def test_float64_counts_as_float32_where_keras_computes_in_it():
-    """On JAX a dtype of float64 alone changes no array, and 1e-10 would be no bound for it."""
-    assert significand_bits(SimpleNamespace(compute_dtype="float64", layers=[])) == 24
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -14,10 +14,13 @@ if TYPE_CHECKING:
 LINES = 12
 """Quantities that the table names; the rest is one line."""
 BOUND = 1e-5
-"""The difference that rounding in float32 explains, over some tens of steps."""
+"""The usual difference by rounding in float32, over some tens of steps, for values of magnitude 1.
+
+Larger values have larger rounding.
+"""
 
 DOUBLE_BOUND = 1e-10
-"""The same in float64, for values of magnitude 1. Larger values have larger rounding."""
+"""The difference that rounding in float64 explains, for values of magnitude 1."""
 
 Verdict = Literal["equal", "different", "cannot tell"]
 
@@ -29,8 +32,8 @@ class Difference:
     Attributes:
         name: The path of a variable, or the name of a loss or metric.
         largest: The largest absolute difference over all steps.
-        bound: What rounding explains: 1e-5, or ten times what it did on one device. For a model
-            in float64, 1e-10 times the largest value where that is above 1.
+        bound: What rounding explains: 1e-5, and 1e-10 for a model in float64; times the largest
+            value where that is above 1.
         first_step: The first step beyond the bound, from 1; `None` for never.
     """
 
@@ -38,18 +41,6 @@ class Difference:
     largest: float
     bound: float
     first_step: int | None = None
-
-    @property
-    def by_rounding(self) -> bool:
-        """Whether it is beyond 1e-5, and within what rounding does on one device."""
-        return self.first_step is None and self.largest > BOUND
-
-    @property
-    def remark(self) -> str:
-        """Where it is beyond 1e-5: from which step on, or that rounding explains it."""
-        if self.first_step is not None:
-            return f"from step {self.first_step}"
-        return "rounding, as on one device" if self.by_rounding else ""
 
 
 @dataclass(frozen=True)
@@ -61,13 +52,14 @@ class Verification(Report):
         devices: The names of the devices that were compared with one.
         steps: Training steps that were compared.
         rows: Rows of the batches, smallest and largest.
-        control: How rounding was measured on one device.
         differences: Every loss, metric, weight and optimizer slot, largest first.
         notes: Further remarks, a sentence each.
         first_step: The first step at which the runs differ, from 1; `None` where they agree
             or where the comparison cannot tell.
         first_layer: The layer that differs first in that step, where one could be named.
         cause: Why the runs differ, or why the comparison cannot tell; `None` for equal runs.
+        rounding: The largest difference, where it is beyond its bound and the comparison in
+            float64 has shown that it is rounding; else `None`.
         not_finite_from: The first step after which, on one device, the loss or a weight is not
             finite; it and later steps are not compared. `None` for never.
     """
@@ -76,12 +68,12 @@ class Verification(Report):
     devices: tuple[str, ...]
     steps: int
     rows: tuple[int, int]
-    control: str
     differences: tuple[Difference, ...]
     notes: tuple[str, ...] = ()
     first_step: int | None = None
     first_layer: str | None = None
     cause: str | None = None
+    rounding: float | None = None
     not_finite_from: int | None = None
 
     @property
@@ -110,19 +102,15 @@ class Verification(Report):
         from rich.markup import escape
         from rich.table import Table
 
-        console.print(
-            f"{self.backend}: {self._compared()}; "
-            f"rounding measured on one device with {self.control}.",
-            highlight=False,
-        )
+        console.print(f"{self.backend}: {self._compared()}.", highlight=False)
         table = Table("", "largest difference", "bound", "")
         for difference in self.differences[:LINES]:
             table.add_row(
                 escape(difference.name),
                 f"{difference.largest:.1e}",
                 f"{difference.bound:.1e}",
-                difference.remark,
-                style="red" if difference.first_step is not None else "",
+                self._remark(difference),
+                style="" if self.equal or difference.first_step is None else "red",
             )
         if len(self.differences) > LINES:
             rest = self.differences[LINES:]
@@ -143,9 +131,20 @@ class Verification(Report):
         steps = counted(self.steps, "step")
         return f"{steps} of {rows}, on one device and on {len(self.devices)}"
 
+    def _remark(self, difference: Difference) -> str:
+        if difference.first_step is None:
+            return ""
+        return "rounding" if self.equal else f"from step {difference.first_step}"
+
     def _words(self) -> str:
+        equal = f"{len(self.devices)} devices give what one device gives"
+        if self.rounding is not None:
+            equal += (
+                f": in float64 to 1e-10. In their own precision they are up to {self.rounding:.1e} "
+                "apart, which is rounding"
+            )
         return {
-            "equal": f"{len(self.devices)} devices give what one device gives.",
+            "equal": f"{equal}.",
             "different": f"They differ from step {self.first_step} on.",
             "cannot tell": "The comparison cannot tell whether they give the same.",
         }[self.verdict]

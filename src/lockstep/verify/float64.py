@@ -1,0 +1,160 @@
+"""The comparison in float64, which tells rounding from a fault, in a process of its own.
+
+Keras and JAX cache types, so the process of the user cannot compute in float64 for a while.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+import keras
+import numpy as np
+
+import lockstep
+from lockstep.batches import Batch
+from lockstep.engines import current_engine
+from lockstep.engines.engine import Engine
+from lockstep.engines.model_pickle import ModelPickler, dumped, reason_of, trackers_mended
+from lockstep.keras_compat import DTYPES, KerasSaveable, compute_in_float64, stored_value
+from lockstep.state import to_host
+from lockstep.verify.verification import Verification
+
+
+def compare_in_float64(
+    engine: Engine, model: Any, batches: list[Batch], names: tuple[str, ...]
+) -> Verification | str:
+    """Do what `compare` does with a copy of the model that computes in float64.
+
+    Args:
+        engine: The engine of the model's backend.
+        model: A compiled model that is built, has its values of the start, and is not attached.
+        batches: The batches to train on, one for each step.
+        names: The devices to compare with one.
+
+    Returns:
+        The result, or why there is none.
+    """
+    batches = keras.tree.map_structure(_widened, batches)
+    settings = keras.config.image_data_format(), keras.config.epsilon()
+    try:
+        with _own_code_by_value():
+            packed = dumped((settings, model, batches, names), _Pickler).file.getvalue()
+    except Exception as error:
+        return f"for float64 it cannot be sent to another process ({reason_of(error)})"
+    with tempfile.TemporaryDirectory(prefix="lockstep-float64-") as folder:
+        given, found = Path(folder) / "given", Path(folder) / "found"
+        given.write_bytes(packed)
+        done = subprocess.run(
+            [sys.executable, "-m", __name__, str(given), str(found)],
+            env=_environment(engine),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=None if sys.stderr.isatty() else subprocess.DEVNULL,  # the progress lines
+            check=False,
+        )
+        if not found.exists():
+            return f"the process of float64 ended with status {done.returncode}"
+        result: Verification | str = pickle.loads(found.read_bytes())
+        return result
+
+
+def _environment(engine: Engine) -> dict[str, str]:
+    """Return the environment of a process with the same backend, devices and import path."""
+    devices = engine.devices()
+    rehearsal = {"LOCKSTEP_REHEARSE": str(len(devices))} if devices[0].kind == "cpu" else {}
+    # On GPUs, JAX would take memory that this process holds.
+    own = {"KERAS_BACKEND": engine.name, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    return {**os.environ, **own, **rehearsal, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+class _Pickler(ModelPickler):
+    """Pickles a model as one that computes in float64."""
+
+    by_attributes = (KerasSaveable, keras.Variable, keras.KerasTensor)
+
+    def reducer_override(self, item: Any) -> Any:
+        if isinstance(item, keras.DTypePolicy):
+            return keras.DTypePolicy, ("float64",)
+        if keras.ops.is_tensor(item) and not isinstance(item, keras.Variable):
+            # TensorFlow has variables of several types.
+            variable = type(stored_value(keras.Variable(0.0)))
+            kept = isinstance(item, variable) or hasattr(item, "assign")
+            trained = getattr(item, "trainable", getattr(item, "requires_grad", False))
+            return (_variable if kept else _tensor), (_widened(to_host(item)), trained)
+        if type(item).__name__ == "_DefaultDistributionStrategy":  # of optimizers on TensorFlow
+            return sys.modules[type(item).__module__].get_strategy, ()
+        return super().reducer_override(item)
+
+    def state(self, item: Any) -> dict[str, Any]:
+        state = super().state(item)
+        for name in DTYPES:
+            if str(state.get(name)) in ("float16", "bfloat16", "float32"):
+                state[name] = "float64"
+        return state
+
+
+def _variable(value: np.ndarray, trained: bool) -> Any:
+    """Return what a Keras variable of this value holds: on PyTorch, for example, a parameter."""
+    return stored_value(keras.Variable(value, trainable=trained, dtype=str(value.dtype)))
+
+
+def _tensor(value: np.ndarray, _: bool) -> Any:
+    return keras.ops.convert_to_tensor(value)
+
+
+def _widened(value: Any) -> Any:
+    return value.astype("float64") if getattr(value, "dtype", np.dtype("O")).kind == "f" else value
+
+
+@contextmanager
+def _own_code_by_value() -> Iterator[None]:
+    """Pickle classes and functions of the user's files with the state that they have now."""
+    before = cloudpickle.list_registry_pickle_by_value()
+    own = (sys.modules[name] for name in sys.modules.keys() - before)
+    modules = {module.__name__: module for module in own if _is_own(module)}.values()
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _is_own(module: ModuleType) -> bool:
+    """Return whether a module is in a file that is neither installed nor of Python or lockstep."""
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str) or sys.modules.get(module.__name__) is not module:
+        return False
+    ours = sysconfig.get_path("stdlib"), str(Path(lockstep.__file__).parent)
+    installed = {"site-packages", "dist-packages"}.intersection(Path(file).parts)
+    return not installed and not file.startswith(ours)
+
+
+def main(given: Path, found: Path) -> None:
+    """Compare what `compare_in_float64` has written, and write the result or the reason."""
+    compute_in_float64()
+    from lockstep.verify.comparison import compare
+
+    result: Verification | str
+    try:
+        settings, model, batches, names = pickle.loads(given.read_bytes())
+        keras.config.set_image_data_format(settings[0])
+        keras.config.set_epsilon(settings[1])
+        result = compare(current_engine(), trackers_mended(model), batches, names)
+    except Exception as error:
+        result = f"the process of float64 ended with {type(error).__name__}: {reason_of(error)}"
+    found.write_bytes(pickle.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

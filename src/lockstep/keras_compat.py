@@ -115,6 +115,7 @@ try:
     )
     from keras.src.trainers.epoch_iterator import EpochIterator as EpochIterator
     from keras.src.utils import io_utils as io_utils
+    from keras.src.utils.backend_utils import DynamicBackend as DynamicBackend
     from keras.src.utils.python_utils import is_default as is_default
     from keras.src.utils.python_utils import pythonify_logs as pythonify_logs
     from keras.src.utils.traceback_utils import filter_traceback as filter_traceback

@@ -196,6 +196,13 @@ def test_rows_are_shuffled_as_on_one_device():
     assert_equal(one, many)
 
 
+def test_a_layer_of_augmentation_is_sent():
+    """It holds an object that could not be made again: a RecursionError."""
+    made = keras.Sequential([keras.Input((4, 4, 1)), keras.layers.RandomFlip()])
+    copy, _ = load(dump(made)[0])
+    assert copy.layers[0].backend.name == "torch"
+
+
 def test_the_same_model_gives_the_same_bytes_and_a_changed_one_others():
     """The bytes are compared where code of the user's own runs between steps."""
     _, many = both(network)

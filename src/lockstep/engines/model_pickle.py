@@ -22,6 +22,7 @@ import keras
 
 from lockstep.engines.attachments import ATTACHMENT, attachment_of
 from lockstep.keras_compat import (
+    DynamicBackend,
     KerasSaveable,
     module_in_keras,
     tracked_collections,
@@ -66,6 +67,8 @@ class ModelPickler(cloudpickle.Pickler):  # type: ignore[misc]
         """Return how one object is pickled."""
         if isinstance(item, self.by_attributes):
             return object.__new__, (type(item),), self.state(item)
+        if isinstance(item, DynamicBackend):  # of augmentation; bare, its __getattr__ never ends
+            return DynamicBackend, (item.name,)
         fill = _FILL.get(type(item))
         if fill is not None:
             content: Any = dict(item) if isinstance(item, dict) else list(item)

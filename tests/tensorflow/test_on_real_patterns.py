@@ -125,6 +125,12 @@ class OwnStep(keras.Model):
         return {"loss": self.tracker.result()}
 
 
+class CompiledStep(OwnStep):
+    """Its step is a function of TensorFlow, and makes the slots of the optimizer."""
+
+    train_step = tf.function(OwnStep.train_step)
+
+
 class TwoOptimizers(OwnStep):
     """Each network has an optimizer and a tape of its own."""
 
@@ -223,6 +229,12 @@ IN_PART = {
         ([_numbers(20, WIDTH), 2 * _numbers(20, WIDTH), _numbers(20, WIDTH) ** 2], _numbers(20, 2)),
         {"loss": "mse"},
         "the first dim of what 'stack' gives is not the batch, so the first device",
+    ),
+    "a step as a function": (
+        CompiledStep,
+        (_numbers(20, WIDTH),),
+        {},
+        "calls no layer that is known to work row by row, so the first device",
     ),
     "a gradient of a gradient": (
         Penalty,

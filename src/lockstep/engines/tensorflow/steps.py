@@ -119,6 +119,9 @@ class Steps:
         whole = whole or getattr(model, name)
         if self._strategy.num_replicas_in_sync == 1:
             return self._whole(whole, data)
+        if isinstance(whole, tf.types.experimental.PolymorphicFunction):
+            # Its programs keep the variables of before, such as slots that are mirrored by now.
+            whole = tf.function(whole.python_function)
         reason = self._not_alike.get(name) or own_step(model, name)
         if reason is None:
             plan, reasons = self._plan(data, training=name == "train_step")

@@ -190,6 +190,7 @@ class Steps:
             outputs = step(data)
         finally:
             self._copies.take_off()
+        self._check_outdated()
         self._copies.spread()
         return outputs
 
@@ -302,6 +303,17 @@ class Steps:
         return f"what {self._model.name!r} gives"
 
     # ------------------------------------------------------------------------ checks
+
+    def _check_outdated(self) -> None:
+        graph = tf.compat.v1.get_default_graph()
+        outdated = [] if tf.executing_eagerly() else self._copies.outdated(graph)
+        if outdated:
+            raise UnsupportedModel(
+                f"A tf.function that {self._model.name!r} calls keeps {len(outdated)} variables, such "
+                f"as {outdated[0]!r}, from before every device had a copy.\n"
+                "Remove tf.function, or build the optimizer before the call:\n"
+                "model.optimizer.build(model.trainable_variables)."
+            )
 
     def _check_strangers(self) -> None:
         graph = tf.compat.v1.get_default_graph()

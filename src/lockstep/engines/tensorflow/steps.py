@@ -309,8 +309,8 @@ class Steps:
         outdated = [] if tf.executing_eagerly() else self._copies.outdated(graph)
         if outdated:
             raise UnsupportedModel(
-                f"A tf.function that {self._model.name!r} calls keeps {len(outdated)} variables, such "
-                f"as {outdated[0]!r}, from before every device had a copy.\n"
+                f"A tf.function that {self._model.name!r} calls keeps {len(outdated)} variables, "
+                f"such as {outdated[0]!r}, from before every device had a copy.\n"
                 "Remove tf.function, or build the optimizer before the call:\n"
                 "model.optimizer.build(model.trainable_variables)."
             )

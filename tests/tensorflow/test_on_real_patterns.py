@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 import lockstep
-from lockstep.errors import UnsplitBatchWarning
+from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 
 WORDS, STEPS, WIDTH = 11, 5, 4
 
@@ -125,6 +125,12 @@ class OwnStep(keras.Model):
         return {"loss": self.tracker.result()}
 
 
+class CompiledStep(OwnStep):
+    """Its step is a function of TensorFlow, and makes the slots of the optimizer."""
+
+    train_step = tf.function(OwnStep.train_step)
+
+
 class TwoOptimizers(OwnStep):
     """Each network has an optimizer and a tape of its own."""
 
@@ -224,6 +230,12 @@ IN_PART = {
         {"loss": "mse"},
         "the first dim of what 'stack' gives is not the batch, so the first device",
     ),
+    "a step as a function": (
+        CompiledStep,
+        (_numbers(20, WIDTH),),
+        {},
+        "calls no layer that is known to work row by row, so the first device",
+    ),
     "a gradient of a gradient": (
         Penalty,
         (_numbers(20, WIDTH),),
@@ -263,3 +275,21 @@ def test_what_is_not_split_is_said_and_exact(name):
     with pytest.warns(UnsplitBatchWarning, match=said):
         many = _trained(*case, 3)
     _assert_equal(many, _trained(*case, 1))
+
+
+class _CompiledHelper(OwnStep):
+    @tf.function
+    def update(self, x):
+        return super().train_step(x)
+
+    def train_step(self, x):
+        return self.update(x)
+
+
+def test_a_function_that_keeps_the_slots_of_before_is_refused():
+    """Its updates would not reach the state that is saved."""
+    with (
+        pytest.warns(UnsplitBatchWarning),
+        pytest.raises(UnsupportedModel, match="from before every device had a copy"),
+    ):
+        _trained(_CompiledHelper, (_numbers(20, WIDTH),), {}, 3)

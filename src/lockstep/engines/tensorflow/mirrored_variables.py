@@ -1,5 +1,6 @@
 """Keras variables with a copy on every device."""
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -38,6 +39,7 @@ class MirroredVariables:
         self.version = 0
         self._mirrored: list[tuple[Any, Any]] = []
         self._plain: list[Any] = []
+        self._replaced: list[weakref.ref[Any]] = []
 
     def take_in(self, variables: Iterable[Any]) -> None:
         """Hold these Keras variables, and mirror those that are still plain."""
@@ -53,6 +55,7 @@ class MirroredVariables:
                 self._plain.append(variable)
                 continue
             if not is_mirrored(value):
+                self._replaced.append(weakref.ref(value))
                 store_value(variable, self._mirror(value))
                 moved.append(variable)
             self._mirrored.append((variable, stored_value(variable)))
@@ -109,6 +112,12 @@ class MirroredVariables:
             if outside.dtype == tf.resource and data is not None and data.is_set:
                 found.add(id(outside))
         return sorted(names.get(handle, "one without a name") for handle in found - own)
+
+    def outdated(self, graph: Any) -> list[str]:
+        """Return the names of variables that a traced step uses and that were mirrored since."""
+        captured = {id(outside) for outside, _ in graph.captures}
+        alive = [plain for ref in self._replaced if (plain := ref()) is not None]
+        return sorted(plain.name for plain in alive if id(plain.handle) in captured)
 
     def _held(self) -> list[Any]:
         return [*(variable for variable, _ in self._mirrored), *self._plain]

@@ -121,6 +121,9 @@ class Steps:
         whole = whole or getattr(model, name)
         if self._strategy.num_replicas_in_sync == 1:
             return self._whole(whole, data)
+        if isinstance(whole, tf.types.experimental.PolymorphicFunction):
+            # Its programs keep the variables of before, such as slots that are mirrored by now.
+            whole = tf.function(whole.python_function)
         reason = self._not_alike.get(name) or own_step(model, name)
         if reason is None:
             plan, reasons = self._plan(data, training=name == "train_step")
@@ -189,6 +192,7 @@ class Steps:
             outputs = step(data)
         finally:
             self._copies.take_off()
+        self._check_outdated()
         self._copies.spread()
         return outputs
 
@@ -298,6 +302,17 @@ class Steps:
         return f"what {self._model.name!r} gives"
 
     # ------------------------------------------------------------------------ checks
+
+    def _check_outdated(self) -> None:
+        graph = tf.compat.v1.get_default_graph()
+        outdated = [] if tf.executing_eagerly() else self._copies.outdated(graph)
+        if outdated:
+            raise UnsupportedModel(
+                f"A tf.function that {self._model.name!r} calls keeps {len(outdated)} variables, "
+                f"such as {outdated[0]!r}, from before every device had a copy.\n"
+                "Remove tf.function, or build the optimizer before the call:\n"
+                "model.optimizer.build(model.trainable_variables)."
+            )
 
     def _check_strangers(self) -> None:
         graph = tf.compat.v1.get_default_graph()

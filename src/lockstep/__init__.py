@@ -7,7 +7,6 @@ from lockstep import errors as errors
 from lockstep.branches import on as on
 from lockstep.branches import place as place
 from lockstep.branches import placement as placement
-from lockstep.declarations import rowwise as rowwise
 from lockstep.distribute import devices as devices
 from lockstep.distribute import distribute as distribute
 from lockstep.distribute import multi_gpu_model as multi_gpu_model
@@ -20,6 +19,7 @@ from lockstep.rehearsal import rehearse_from_environment as _rehearse_from_envir
 from lockstep.rescue.api import inspect as inspect
 from lockstep.rescue.api import load_weights as load_weights
 from lockstep.rescue.api import rescue as rescue
+from lockstep.rowwise_declaration import rowwise as rowwise
 from lockstep.verify import verify as verify
 
 if _typing.TYPE_CHECKING:

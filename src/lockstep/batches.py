@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.counted import counted
 from lockstep.errors import UnusableData
+from lockstep.plurals import counted
 
 Batch = Any
 """The argument of a training step: an array or a nest of arrays, in the structure of `fit`."""

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.counted import counted
 from lockstep.errors import DeviceError, DeviceNotFound, DuplicateDevice
+from lockstep.plurals import counted
 
 _NAME = re.compile(r"^/?(?:device:)?(?P<platform>[a-z]+):(?P<number>\d+)$")
 REHEARSE = "LOCKSTEP_REHEARSE"

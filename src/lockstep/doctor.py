@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.counted import counted
 from lockstep.devices import REHEARSE, names_in_words
 from lockstep.package_versions import package_version
+from lockstep.plurals import counted
 
 PACKAGES = {
     "jax": ("jax", "jaxlib"),

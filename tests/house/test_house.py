@@ -21,10 +21,11 @@ FILES_OF = {"rescue/detect.py": {"torch"}}
 """Who may import a framework to read a file that only it can read."""
 
 LAYERS = [
-    {"counted", "declarations", "errors", "files", "json_numbers", "keras_compat", "report"},
+    {"errors", "files", "json_numbers", "keras_compat", "plurals", "report"},
+    {"rowwise_declaration"},
     {"devices", "package_versions", "shards", "state"},
     {"launch", "ray"},
-    {"announce", "layout"},
+    {"fit_lines", "layout"},
     {"checkpoint", "processes", "training", "engines"},
     {"batches", "targets", "trains_at_import"},
     {

@@ -64,7 +64,7 @@ def a_fit_of_its_own():
     return results(model, *history.values())
 
 
-class OwnStep(keras.Sequential):
+class CustomStep(keras.Sequential):
     def train_step(self, data):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         self.zero_grad()
@@ -77,7 +77,7 @@ class OwnStep(keras.Sequential):
 
 
 def a_step_of_its_own():
-    model = made(keras.Input((4,)), layers.Dense(3), layers.Dense(2), cls=OwnStep)
+    model = made(keras.Input((4,)), layers.Dense(3), layers.Dense(2), cls=CustomStep)
     x, y = data()
     return results(model, model.fit(x, y, batch_size=7, epochs=2, **QUIET).history["loss"])
 

@@ -69,14 +69,14 @@ class Own(keras.Sequential):
         return super().fit(*args, **kwargs)
 
 
-class OwnStep(keras.Sequential):
+class CustomStep(keras.Sequential):
     def train_step(self, data):
         return {"half": super().train_step(data)["loss"] / 2}
 
 
 @pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")  # run_eagerly
 @pytest.mark.parametrize("options", [{}, {"run_eagerly": True}, {"jit_compile": True}])
-@pytest.mark.parametrize("kind", [Own, OwnStep])
+@pytest.mark.parametrize("kind", [Own, CustomStep])
 def test_rows_of_code_of_the_models_own(kind, options):
     made = lockstep.distribute(model(kind, **options), 2)
     clock = clocked(made, arrays(6 * 8), batch_size=8)

@@ -224,7 +224,7 @@ def test_a_model_with_the_same_layers_traces_its_steps_again(lay_out):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
 
 
-class OwnStep(keras.Model):
+class CustomStep(keras.Model):
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
@@ -237,7 +237,7 @@ class OwnStep(keras.Model):
 def test_a_training_step_of_the_users_own():
     def build():
         model = chain()
-        own = OwnStep(model.inputs, model.outputs)
+        own = CustomStep(model.inputs, model.outputs)
         own.compile("adam", "mse")
         return own
 

@@ -118,7 +118,7 @@ def test_one_batch_of_any_size(rows):
     assert_same(predicted, alone.predict_on_batch(x))
 
 
-class OwnStep(keras.Model):
+class CustomStep(keras.Model):
     """A model with a training step in TensorFlow's form."""
 
     def __init__(self):
@@ -140,7 +140,7 @@ class OwnStep(keras.Model):
 def test_a_train_step_of_its_own_is_exact():
     def make():
         keras.utils.set_random_seed(1)
-        made = OwnStep()
+        made = CustomStep()
         made.compile(keras.optimizers.Adam(0.01))
         made(np.zeros((1, 4), "float32"))
         return made

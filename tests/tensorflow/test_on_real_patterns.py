@@ -83,7 +83,7 @@ class TwoTowers(keras.Model):
         return ops.mean(each)
 
 
-class OwnStep(keras.Model):
+class CustomStep(keras.Model):
     """A step in the form of `GradientTape`, around two networks and code across the batch."""
 
     def __init__(self):
@@ -125,13 +125,13 @@ class OwnStep(keras.Model):
         return {"loss": self.tracker.result()}
 
 
-class CompiledStep(OwnStep):
+class CompiledStep(CustomStep):
     """Its step is a function of TensorFlow, and makes the slots of the optimizer."""
 
-    train_step = tf.function(OwnStep.train_step)
+    train_step = tf.function(CustomStep.train_step)
 
 
-class TwoOptimizers(OwnStep):
+class TwoOptimizers(CustomStep):
     """Each network has an optimizer and a tape of its own."""
 
     def compile(self, **kwargs):
@@ -147,7 +147,7 @@ class TwoOptimizers(OwnStep):
         return logs
 
 
-class Penalty(OwnStep):
+class Penalty(CustomStep):
     """The gradient of a gradient."""
 
     def train_step(self, x):
@@ -214,7 +214,7 @@ SPLIT = {
         (_words(20), _words(20)),
         {"optimizer": keras.optimizers.Adagrad},
     ),
-    "a step with a tape": (OwnStep, (_numbers(20, WIDTH),), {}),
+    "a step with a tape": (CustomStep, (_numbers(20, WIDTH),), {}),
     "two optimizers": (TwoOptimizers, (_numbers(20, WIDTH),), {}),
 }
 IN_PART = {
@@ -277,7 +277,7 @@ def test_what_is_not_split_is_said_and_exact(name):
     _assert_equal(many, _trained(*case, 1))
 
 
-class _CompiledHelper(OwnStep):
+class _CompiledHelper(CustomStep):
     @tf.function
     def update(self, x):
         return super().train_step(x)

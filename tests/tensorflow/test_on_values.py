@@ -198,8 +198,8 @@ def test_outputs_are_gathered_where_somebody_uses_them(loss, metric, gathers, mo
         noted.set_shape(whole.shape)
         return tf.custom_gradient(lambda w: (noted, lambda gradient: gradient))(whole)
 
-    plain = Replica.gather_alike
-    monkeypatch.setattr(Replica, "gather_alike", watched)
+    plain = Replica.gather_replicated
+    monkeypatch.setattr(Replica, "gather_replicated", watched)
     made = lockstep.distribute(_steps_model(loss, metric), devices=2)
     made.evaluate(*_words(), batch_size=ROWS, verbose=0)
     assert bool(asked) == bool(gathers)

@@ -12,7 +12,7 @@ else:
     import tensorflow as tf
 
 
-class OwnStep(keras.Model):
+class CustomStep(keras.Model):
     """A `train_step` in the form of each backend, around `losses_of(data)`.
 
     Subclasses name their metrics in `trackers`, in the order of what `losses_of` returns;
@@ -74,7 +74,7 @@ def _tracked(trackers, losses, variables):
     return logs, after + list(variables[start:])
 
 
-class VAE(OwnStep):
+class VAE(CustomStep):
     def __init__(self, latent=2):
         super().__init__("loss", "reconstruction", "divergence")
         image = keras.Input((8, 8, 1))
@@ -108,7 +108,7 @@ def vae(distribute):
     return history, model.decoder.predict(images[:3, 0, :2, 0], verbose=0)
 
 
-class SimCLR(OwnStep):
+class SimCLR(CustomStep):
     """Two augmented views of an image are told from the views of the other images of the batch."""
 
     def __init__(self):

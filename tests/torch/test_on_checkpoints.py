@@ -136,14 +136,14 @@ class OwnFit(keras.Sequential):
         return super().fit(*args, **kwargs)
 
 
-class OwnStep(keras.Sequential):
+class CustomStep(keras.Sequential):
     """Trains as Keras does; lockstep cannot know, so the first device runs every batch."""
 
     def train_step(self, data):
         return super().train_step(data)
 
 
-@pytest.mark.parametrize("cls", [OwnFit, OwnStep])
+@pytest.mark.parametrize("cls", [OwnFit, CustomStep])
 def test_a_fit_and_a_step_of_the_class(cls, tmp_path):
     def make():
         made = cls([keras.Input((4,)), layers.Dense(3, activation="tanh"), layers.Dense(2)])
@@ -167,7 +167,7 @@ class Counted(layers.Layer):
 
 @pytest.mark.parametrize("made_in_it", [keras.optimizers.Adam, Counted])
 def test_what_a_step_may_change_and_no_checkpoint_saves_is_refused(made_in_it, tmp_path):
-    made = OwnStep([keras.Input((4,)), layers.Dense(2)], name="gan")
+    made = CustomStep([keras.Input((4,)), layers.Dense(2)], name="gan")
     made.compile("sgd", "mse")
     made.other = made_in_it()
     lockstep.distribute(made, 2)

@@ -108,7 +108,7 @@ def test_a_layer_that_is_not_split_is_a_note():
     assert any("every device runs 'across' (Mean)" in note for note in found.notes)
 
 
-class OwnStep(keras.Model):
+class CustomStep(keras.Model):
     """A model that is not built, with a step that takes the batches of `fit` alone."""
 
     def __init__(self):
@@ -131,7 +131,7 @@ class OwnStep(keras.Model):
 
 def test_batches_reach_a_training_step_as_fit_hands_them_over():
     keras.utils.set_random_seed(3)
-    made = OwnStep()
+    made = CustomStep()
     made.compile("sgd")
     found = lockstep.verify(made, data()[0], devices=3, steps=3, batch_size=7)
     assert found.equal, found.cause

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from lockstep import errors
 from lockstep.bench.scaling import Measurement, Scaling
-from lockstep.counted import counted
 from lockstep.errors import BenchFailed
 from lockstep.package_versions import package_version
+from lockstep.plurals import counted
 
 
 def run_bench(

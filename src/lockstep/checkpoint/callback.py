@@ -29,13 +29,13 @@ from lockstep.checkpoint.run_folder import Found, RunFolder
 from lockstep.checkpoint.run_report import position_in_words
 from lockstep.checkpoint.signals import Signals
 from lockstep.checkpoint.unseeded_shuffle import unseeded_shuffle
-from lockstep.counted import counted
 from lockstep.errors import (
     CheckpointError,
     CheckpointWarning,
     UnsupportedBackend,
     UnsupportedModel,
 )
+from lockstep.plurals import counted
 
 MODEL = "model.keras"
 
@@ -328,7 +328,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has n
 
     def _is_asked(self) -> bool:
         """Whether a signal ends this call after this step, in this and every other process."""
-        told = self._fit.processes.is_told_to_leave(self._signals.asked is not None)
+        told = self._fit.processes.agreed_to_stop(self._signals.asked is not None)
         if told and self._signals.asked is None:  # another process has received it
             self._signals.asked = signal.SIGTERM
         return told

@@ -18,7 +18,6 @@ from lockstep.checkpoint.data_states import (
     put_states,
     states_of,
 )
-from lockstep.counted import counted
 from lockstep.errors import CheckpointError, CheckpointMismatch, CheckpointWarning
 from lockstep.keras_compat import (
     ArrayDataAdapter,
@@ -29,6 +28,7 @@ from lockstep.keras_compat import (
     TFDatasetAdapter,
     TorchDataLoaderAdapter,
 )
+from lockstep.plurals import counted
 
 # The adapters and their attributes: keras/src/trainers/data_adapters/*.py
 

@@ -72,7 +72,7 @@ class Processes(Protocol):
         """The signals that a checkpoint records in this process."""
         ...
 
-    def is_told_to_leave(self, asked: bool) -> bool:
+    def agreed_to_stop(self, asked: bool) -> bool:
         """Whether a process received a signal to leave, and all are at the agreed step.
 
         Every process calls this once after each step. A single process gets `asked`.

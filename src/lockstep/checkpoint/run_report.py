@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from lockstep.checkpoint.manifest import FILE, read_manifest
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.run_folder import RunFolder
-from lockstep.counted import counted
 from lockstep.errors import CheckpointError, DamagedCheckpoint
+from lockstep.plurals import counted
 from lockstep.report import Report
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
-from lockstep.announce import Given, arguments_of, wants_words
 from lockstep.checkpoint.fit_scope import fit_scope
 from lockstep.engines.call_guard import LOOPS, STEPPING, CallGuard
+from lockstep.fit_lines import Given, arguments_of, wants_words
 from lockstep.processes import process_group
 from lockstep.training.inner_fit import lead_to_loop
 from lockstep.training.input import check_times

@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from lockstep.counted import counted
 from lockstep.errors import ProcessesDisagree
+from lockstep.plurals import counted
 
 Environment = Mapping[str, str]
 

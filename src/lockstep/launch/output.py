@@ -56,6 +56,6 @@ class Output:
             click.echo(self._prefix + text, file=self._stream)
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line of the launcher itself, to stderr."""
     click.secho(f"lockstep run: {text}", file=sys.stderr, bold=True)

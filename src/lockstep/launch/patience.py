@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep.launch.output import say
+from lockstep.launch.output import print_line
 from lockstep.launch.rank import Failure, Rank
 from lockstep.launch.status import DUMP_STACKS, Status
 
@@ -81,8 +81,10 @@ class Watch:
         for rank in running:
             status, since = self._seen[rank.number]
             words = "; it was stopped by a signal" if stopped[rank.number] else ""
-            say(f"process {rank.number} stands in {status}, since {now - since:.0f} s{words}")
-        say("the Python stacks of the processes:")
+            print_line(
+                f"process {rank.number} stands in {status}, since {now - since:.0f} s{words}"
+            )
+        print_line("the Python stacks of the processes:")
         for rank in running:
             # Another signal would end a process that never imported lockstep.
             if not stopped[rank.number] and rank.reports:

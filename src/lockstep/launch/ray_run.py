@@ -15,7 +15,7 @@ from typing import Any
 from lockstep.devices import REHEARSE
 from lockstep.errors import LaunchError
 from lockstep.launch.environment import without_launchers
-from lockstep.launch.output import Output, say
+from lockstep.launch.output import Output, print_line
 from lockstep.launch.patience import Patience
 from lockstep.launch.rank import Rank
 from lockstep.launch.ray_cluster import alive_nodes, first_line
@@ -100,7 +100,7 @@ def run_on_ray(
                 if refused or time.monotonic() > until:
                     raise error if isinstance(error, LaunchError) else error.in_words() from None
                 if not told:
-                    say(f"waiting for nodes: {str(error).splitlines()[0]}")
+                    print_line(f"waiting for nodes: {str(error).splitlines()[0]}")
                     told = True
             _wait(1.0, stops)
 
@@ -291,7 +291,7 @@ class RayGroup(Group):
                     f"{work.name} was to run on the node {place.host}, which has no {path}.\n"
                     "Use a folder that all nodes share, or have Ray copy one: --working-dir FOLDER."
                 )
-        say(f"Ray, {share}: {', '.join(hosts)}")
+        print_line(f"Ray, {share}: {', '.join(hosts)}")
         ask(
             [
                 actor.start.remote(

@@ -9,7 +9,7 @@ import click
 from lockstep.errors import LaunchError
 from lockstep.launch.clusters import Job, slurm_script, submit, train_job
 from lockstep.launch.environment import find_place
-from lockstep.launch.output import say
+from lockstep.launch.output import print_line
 from lockstep.launch.patience import Patience
 from lockstep.launch.ray_nodes import Nodes
 from lockstep.launch.shares import devices_of_each
@@ -154,7 +154,7 @@ def run_command(
 
     devices = devices_of_each(processes, devices_per_process, os.environ)
     if devices_per_process and "CUDA_VISIBLE_DEVICES" not in devices[0]:
-        say(f"rehearsal on {devices_per_process} virtual CPU devices in each process")
+        print_line(f"rehearsal on {devices_per_process} virtual CPU devices in each process")
     sys.exit(run_here([sys.executable, str(script), *arguments], devices, restarts, limits))
 
 

@@ -3,7 +3,6 @@
 import socket
 from collections.abc import Mapping
 
-from lockstep.counted import counted
 from lockstep.devices import REHEARSE
 from lockstep.errors import LaunchError
 from lockstep.launch.environment import (
@@ -14,6 +13,7 @@ from lockstep.launch.environment import (
     PROCESSES,
 )
 from lockstep.launch.gpus import visible_gpus
+from lockstep.plurals import counted
 
 
 def devices_of_each(

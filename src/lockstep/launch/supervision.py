@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from lockstep.launch.output import say
+from lockstep.launch.output import print_line
 from lockstep.launch.patience import Patience, Watch
 from lockstep.launch.rank import Failure, Rank, cause_of
 
@@ -96,7 +96,7 @@ def run_with_restarts(
         if attempt == restarts:
             return Outcome(cause.exit_status, group, cause)
         attempt += 1
-        say(f"restart {attempt} of {restarts}")
+        print_line(f"restart {attempt} of {restarts}")
 
 
 @contextmanager
@@ -154,15 +154,15 @@ def _wait(
             asked_at = now
             for rank in group.ranks:
                 rank.send(signal.SIGTERM)
-            say("asked the script to save and stop; Ctrl-C again ends it at once")
+            print_line("asked the script to save and stop; Ctrl-C again ends it at once")
         if first_failed and now > first_failed + OTHERS_END_WITHIN:
             return
         if asked_at and now > asked_at + STOP_WITHIN:
-            say(f"still running {STOP_WITHIN:.0f} s after the signal: ended")
+            print_line(f"still running {STOP_WITHIN:.0f} s after the signal: ended")
             return
         if asked_at and not still_running and now > asked_at + _STILL_RUNNING:
             still_running = True
-            say("still running; a script without lockstep.Checkpoint may not stop by itself")
+            print_line("still running; a script without lockstep.Checkpoint may not stop by itself")
         if watch is not None and not failures and not asked_at and watch.look():
             while time.monotonic() < now + _STACKS_WITHIN:
                 group.pass_on(_POLL)
@@ -175,10 +175,10 @@ def _wait(
 
 def _tell(cause: Failure, group: Group) -> None:
     many = f" of {len(group.ranks)} failed first" if len(group.ranks) > 1 else " failed"
-    say(f"process {cause.rank}{many}: {cause}")
+    print_line(f"process {cause.rank}{many}: {cause}")
     lines = group.ranks[cause.rank].last_lines()
     if cause.rank and lines:  # those of process 0 have just been printed plain
-        say("its last lines:")
+        print_line("its last lines:")
         for line in lines:
             sys.stderr.write(f"    {line}\n")
         sys.stderr.flush()
@@ -188,7 +188,7 @@ def _note_script_without_distribute(group: Group, script: str) -> None:
     """Print a note if several processes have trained alone."""
     alone = not any(rank.status().distributed for rank in group.ranks)
     if alone and len(group.ranks) > 1:
-        say(
+        print_line(
             f"note: {Path(script).name} never called lockstep.distribute, so {len(group.ranks)} "
             "processes did the same work, each alone"
         )

@@ -8,8 +8,8 @@ import keras
 import numpy as np
 
 from lockstep.checkpoint.fit_scope import checkpoint_among
-from lockstep.counted import counted
 from lockstep.errors import ProcessesDisagree
+from lockstep.plurals import counted
 from lockstep.processes.coordination import Exchange, Word, digest, once
 from lockstep.processes.group import current
 from lockstep.processes.variable_drift import VariableDrift, sample
@@ -72,16 +72,16 @@ class DataCheck:
         try:
             found = pull()
         except StopIteration:
-            self._say(_ENDED, "")
+            self._exchange_word(_ENDED, "")
             raise
         if self._first:
             self._first = False
             # Earlier batches do not count. After an error one process may have a built model, while
             # another process draws a batch to build its model.
-            greatest = self._say(_BEGINS, _first_rows(found[0], rows), len(found))
+            greatest = self._exchange_word(_BEGINS, _first_rows(found[0], rows), len(found))
             self.every_pull |= bool(greatest[4])
         elif self.every_pull:  # with other shapes they would run other programs
-            self._say(_GOES_ON, _shapes(found))
+            self._exchange_word(_GOES_ON, _shapes(found))
         return found
 
     def check(self) -> None:
@@ -90,7 +90,7 @@ class DataCheck:
         Raises:
             ProcessesDisagree: If another process has taken other batches.
         """
-        self._say(_COMPARES, self._hash.hexdigest())
+        self._exchange_word(_COMPARES, self._hash.hexdigest())
         self._taken, self._hash = 0, _new_hash()
         self.close()
 
@@ -98,11 +98,11 @@ class DataCheck:
         """Release the exchange: no comparison follows for some time."""
         self._exchange.close()
 
-    def _say(self, does: int, batches: str, taken: int | None = None) -> Word:
+    def _exchange_word(self, does: int, batches: str, taken: int | None = None) -> Word:
         assigned = "" if self._assigned is None else self._assigned.digest
         taken = self._taken if taken is None else taken
         word = [does, taken, batches, assigned, self.watched, current().rank]
-        least, greatest = self._exchange.say(word)
+        least, greatest = self._exchange.send(word)
         _compare(least, greatest)
         return greatest
 

@@ -48,7 +48,7 @@ class Calls:
             yield True
         except BaseException as error:
             by = error.left_by if isinstance(error, ProcessesDisagree) else None
-            self._say(_LEFT, current().rank if by is None else by)
+            self._record_end(_LEFT, current().rank if by is None else by)
             raise
         finally:
             self._within = False
@@ -90,7 +90,7 @@ class Calls:
         """Report that this process sends no more words within this call."""
         self.move()
         self._ended = True
-        self._say(_ENDED, current().rank)
+        self._record_end(_ENDED, current().rank)
 
     def left(self, process: int) -> ProcessesDisagree | None:
         """Return the error to raise if `process` will not reach the point of this wait."""
@@ -116,7 +116,7 @@ class Calls:
         found.left_by = by  # passed on to processes that wait for this one
         return found
 
-    def _say(self, how: str, by: int) -> None:
+    def _record_end(self, how: str, by: int) -> None:
         # If the service is gone, no process can read it.
         with suppress(RuntimeError):
             said = json.dumps([self._number, how, by])

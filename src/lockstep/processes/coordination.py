@@ -43,7 +43,7 @@ class Exchange:
         self._block = 0
         self._count = 0
 
-    def say(self, word: Word) -> tuple[Word, Word]:
+    def send(self, word: Word) -> tuple[Word, Word]:
         """Send a word, and return the least and the greatest word of all processes.
 
         Raises:
@@ -88,7 +88,7 @@ class Exchange:
 def once(word: Word) -> tuple[Word, Word]:
     """Exchange one word."""
     exchange = Exchange()
-    heard = exchange.say(word)
+    heard = exchange.send(word)
     exchange.close()
     return heard
 
@@ -101,12 +101,12 @@ def digest(parts: Iterable[bytes | memoryview]) -> str:
     return found.hexdigest()
 
 
-def tell(name: str) -> None:
+def report_done(name: str) -> None:
     """Report that something is done."""
     _write(name, [])
 
 
-def wait_for_first(name: str, passed: str) -> None:
+def wait_for_first_process(name: str, passed: str) -> None:
     """Wait until the first process reports that it is done, or that it has moved on.
 
     Raises:
@@ -119,7 +119,7 @@ def _write(key: str, words: list[Word]) -> None:
     current().put(key, json.dumps(words))
 
 
-def why_lost() -> ProcessesDisagree:
+def lost_connection_error() -> ProcessesDisagree:
     """Return the error of a process whose connection to another one has broken in a step."""
     me, start = current().rank, time.monotonic()
     others = [process for process in range(current().size) if process != me]
@@ -147,7 +147,7 @@ def _read(key: str, process: int, instead: str | None = None) -> list[Word]:
         instead: A second key at which it may write instead.
     """
     places = [key] if instead is None else [key, instead]
-    said = _said_within_a_second(places)
+    said = _read_within_a_second(places)
     if said is None:
         said = _waited_for(places, process)
     words: list[Word] = json.loads(said)
@@ -172,7 +172,7 @@ def _waited_for(places: list[str], process: int) -> str:
                 file=sys.stderr,
                 flush=True,
             )
-        said = _said_within_a_second(places)
+        said = _read_within_a_second(places)
         if said is not None:
             return said
 
@@ -205,7 +205,7 @@ def _no_answer(process: int, seconds: float) -> ProcessesDisagree:
     )
 
 
-def _said_within_a_second(places: list[str]) -> str | None:
+def _read_within_a_second(places: list[str]) -> str | None:
     turn = _SECOND if len(places) == 1 else _TURN
     for _ in range(_SECOND // (turn * len(places))):
         for place in places:

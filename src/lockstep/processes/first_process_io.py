@@ -8,11 +8,11 @@ from typing import Any
 
 import keras
 
-from lockstep.announce import names_by_place
+from lockstep.fit_lines import names_by_place
 from lockstep.keras_compat import io_utils
 from lockstep.processes.agreement import check_course
 from lockstep.processes.call_scope import CALLS
-from lockstep.processes.coordination import tell, wait_for_first
+from lockstep.processes.coordination import report_done, wait_for_first_process
 from lockstep.processes.group import current
 from lockstep.processes.process_group import (
     check_orbax,
@@ -23,16 +23,16 @@ from lockstep.processes.process_group import (
 from lockstep.processes.variable_drift import VariableDrift
 
 
-def together(
+def methods_of_all_processes(
     model: Any, hooks: dict[str, Callable[..., Any]], assigned: VariableDrift
 ) -> dict[str, Callable[..., Any]]:
     """Return the methods of a model that several processes train: `hooks`, and more.
 
     Only the first process prints and writes files. `fit` returns when all processes have finished.
     """
-    methods = {name: hooks.get(name, getattr(model, name)) for name in (*_LOUD, *_ON_BATCH)}
+    methods = {name: hooks.get(name, getattr(model, name)) for name in (*_PRINTING, *_ON_BATCH)}
     places = {name: names_by_place(getattr(model, name)) for name in methods}
-    for name in _LOUD:
+    for name in _PRINTING:
         if not is_first():
             methods[name] = _quiet(methods[name], places[name])
         if getattr(type(model), name) is not getattr(keras.Model, name):
@@ -41,11 +41,11 @@ def together(
     for name in _WRITING:
         if hasattr(model, name):
             save = hooks.get(name, getattr(model, name))
-            methods[name] = _told(save) if is_first() else _written_by_first
+            methods[name] = _reporting_its_end(save) if is_first() else _written_by_first
     return {**hooks, **methods}
 
 
-_LOUD = ("fit", "evaluate", "predict")
+_PRINTING = ("fit", "evaluate", "predict")
 _ON_BATCH = ("train_on_batch", "test_on_batch", "predict_on_batch")
 _WRITING = ("save", "save_weights", "export")
 
@@ -62,7 +62,7 @@ def _of_all(
                 current().local(value)  # raises for an array that no process has whole
             if name == "fit":
                 check_course(_by_name(places, args, kwargs))
-            if outermost and name in _LOUD:
+            if outermost and name in _PRINTING:
                 assigned.share()
             if name == "fit":
                 share_random_numbers()
@@ -156,26 +156,26 @@ def _by_name(places: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return {**dict(zip(places, args, strict=False)), **kwargs}
 
 
-def _told(save: Callable[..., Any]) -> Callable[..., Any]:
+def _reporting_its_end(save: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a saving method so that it reports its end to the other processes of the call."""
 
     @functools.wraps(save)
-    def save_and_tell(*args: Any, **kwargs: Any) -> Any:
+    def save_and_report(*args: Any, **kwargs: Any) -> Any:
         name = CALLS.new_file(_path_of(*args, **kwargs))
         try:
             return save(*args, **kwargs)
         finally:
             if name is not None:
-                tell(name)
+                report_done(name)
 
-    return save_and_tell
+    return save_and_report
 
 
 def _written_by_first(*args: Any, **kwargs: Any) -> None:
     """Replace a saving method in every process but the first: wait until the file is written."""
     name = CALLS.new_file(_path_of(*args, **kwargs))
     if name is not None:
-        wait_for_first(name, CALLS.passed())
+        wait_for_first_process(name, CALLS.passed())
 
 
 def _path_of(filepath: Any = None, *_: Any, **__: Any) -> Any:

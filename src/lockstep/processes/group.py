@@ -62,7 +62,7 @@ class Group(Protocol):
         """Whether the framework records SIGTERM, so that Python gets none."""
         ...
 
-    def is_told_to_leave(self, steps: int, asked: bool) -> bool:
+    def agreed_to_stop(self, steps: int, asked: bool) -> bool:
         """Return whether a process got SIGTERM, and all agreed to stop at this number of steps.
 
         Args:

@@ -10,8 +10,8 @@ import keras
 import numpy as np
 
 from lockstep.checkpoint.fit_scope import callbacks_in
-from lockstep.counted import counted
 from lockstep.errors import ProcessesDisagree, UnsupportedModel
+from lockstep.plurals import counted
 from lockstep.processes.call_scope import CALLS
 from lockstep.processes.constants import constants_of
 from lockstep.processes.coordination import digest, once
@@ -125,7 +125,7 @@ def recorded_signals() -> tuple[int, ...]:
     return () if current().records_sigterm else (signal.SIGTERM,)
 
 
-def is_told_to_leave(asked: bool) -> bool:
+def agreed_to_stop(asked: bool) -> bool:
     """Return whether a process got a signal, and all processes agreed to stop at this step.
 
     Every process calls this function after the same steps.
@@ -136,7 +136,7 @@ def is_told_to_leave(asked: bool) -> bool:
     if not several():
         return asked
     CALLS.steps += 1
-    return current().is_told_to_leave(CALLS.steps, asked)
+    return current().agreed_to_stop(CALLS.steps, asked)
 
 
 def any_asked(asked: bool) -> bool:

@@ -16,7 +16,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep.counted import counted
 from lockstep.errors import (
     OutputMismatch,
     UnreadableFile,
@@ -26,6 +25,7 @@ from lockstep.errors import (
     printable,
 )
 from lockstep.keras_compat import serialized_objects_kept
+from lockstep.plurals import counted
 from lockstep.rescue import unwrap, weight_tree
 from lockstep.rescue.match import Matched
 from lockstep.rescue.old_layers import REBUILD, RENAMED, Context

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.counted import counted
 from lockstep.errors import (
     AmbiguousWeights,
     NeedsCode,
@@ -22,6 +21,7 @@ from lockstep.errors import (
     UntranslatableModel,
     WeightsDoNotFit,
 )
+from lockstep.plurals import counted
 from lockstep.rescue import rebuild, unwrap, weight_tree
 from lockstep.rescue.old_layers import Context
 from lockstep.rescue.read import Group, OldFile, Stored

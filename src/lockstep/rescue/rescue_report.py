@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lockstep.counted import counted
 from lockstep.errors import printable
+from lockstep.plurals import counted
 from lockstep.report import Report
 
 if TYPE_CHECKING:

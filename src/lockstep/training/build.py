@@ -65,7 +65,7 @@ def is_ready(model: Any, step: str) -> bool:
     return all(part is None or part.built for part in parts)
 
 
-def is_ready_for_own_step(model: Any, step: str) -> bool:
+def is_ready_for_custom_step(model: Any, step: str) -> bool:
     """Return whether everything that a step of the user's own may use is built.
 
     It may use each optimizer among the attributes of the model.

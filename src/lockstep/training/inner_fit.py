@@ -10,9 +10,9 @@ import functools
 from types import CellType
 from typing import Any
 
-from lockstep.announce import arguments_of
 from lockstep.checkpoint.fit_scope import checkpoint_among, fit_scope
 from lockstep.engines import attachments
+from lockstep.fit_lines import arguments_of
 from lockstep.keras_compat import trainer_class
 from lockstep.processes import process_group
 

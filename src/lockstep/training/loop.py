@@ -12,10 +12,10 @@ from typing import Any
 
 import keras
 
-from lockstep.announce import LONG, first_step_line
 from lockstep.checkpoint.fit_run import FitRun
 from lockstep.checkpoint.fit_scope import checkpoint_among
 from lockstep.errors import UnusableData
+from lockstep.fit_lines import LONG, first_step_line
 from lockstep.keras_compat import (
     WITHIN_FIT,
     check_compiled,
@@ -147,7 +147,7 @@ class Loop:
                 session.plan_epoch(batches, callbacks, TRAIN, in_place=False)
                 begin, end = callbacks.on_train_batch_begin, callbacks.on_train_batch_end
                 if self.compiles():
-                    begin, end = _telling(begin, end) if verbose != 0 else (begin, end)
+                    begin, end = _reporting_first_step(begin, end) if verbose != 0 else (begin, end)
                     self._ran = model.train_function
                 logs = session.run_epoch(TRAIN, batches, begin, end)
                 if checkpoint is not None:
@@ -341,20 +341,20 @@ def _no_batch(call: str) -> UnusableData:
     )
 
 
-def _telling(begin: Begin, end: End) -> tuple[Begin, End]:
+def _reporting_first_step(begin: Begin, end: End) -> tuple[Begin, End]:
     """Wrap the hooks so that they print the duration of a slow first step."""
     times: list[float] = []
 
-    def telling_begin(step: int) -> None:
+    def begin_timed(step: int) -> None:
         begin(step)
         if not times:
             times.append(time.monotonic())
 
-    def telling_end(step: int, logs: Any) -> None:
+    def end_timed(step: int, logs: Any) -> None:
         if len(times) == 1:
             times.append(time.monotonic() - times[0])
             if times[1] >= LONG:
                 print(first_step_line(times[1]), flush=True)
         end(step, logs)
 
-    return telling_begin, telling_end
+    return begin_timed, end_timed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from lockstep.counted import counted
+from lockstep.plurals import counted
 from lockstep.report import Report
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ import jax
 import keras
 from jax.sharding import Sharding
 
-from lockstep.announce import branches_line, fit_line
 from lockstep.engines import attachments
 from lockstep.engines.atomic_save import atomic_saves
 from lockstep.engines.call_guard import LOOPS, STEPPING, CallGuard
@@ -40,6 +39,7 @@ from lockstep.engines.jax.variable_sync import (
     write_state,
 )
 from lockstep.engines.loop_methods import announced_fit, loop_methods
+from lockstep.fit_lines import branches_line, fit_line
 from lockstep.keras_compat import (
     JAX_STATE,
     JAX_STATE_SYNCED,
@@ -52,7 +52,7 @@ from lockstep.keras_compat import (
 )
 from lockstep.layout import Layout
 from lockstep.processes import constants, process_group
-from lockstep.processes.first_process_io import together
+from lockstep.processes.first_process_io import methods_of_all_processes
 from lockstep.processes.variable_drift import VariableDrift
 from lockstep.state import rnn_states, variables_of
 from lockstep.training.input import check_times
@@ -119,7 +119,7 @@ class Attachment:
         sync = hooks.get(sync_name, getattr(model, sync_name))
         hooks[sync_name] = _synced_here(model, sync, self._assigned)
         hooks[TAKE_JAX_STATE] = _noting(hooks[TAKE_JAX_STATE], self._assigned)
-        return together(model, hooks, self._assigned)
+        return methods_of_all_processes(model, hooks, self._assigned)
 
     @property
     def layout(self) -> Layout | None:

@@ -5,7 +5,7 @@ import os
 import jax
 
 from lockstep.devices import Device, check_visible, rehearsed_devices
-from lockstep.engines.too_late import too_late
+from lockstep.engines.rehearsal_error import rehearsal_too_late
 from lockstep.engines.xla_threads import give_threads
 
 
@@ -23,7 +23,7 @@ def list_devices() -> tuple[Device, ...]:
     check_visible(here, os.environ)
     asked = rehearsed_devices(os.environ)
     if asked and (here[0].platform != "cpu" or jax.local_device_count() != asked):
-        raise too_late("JAX", asked, here, by_environment=True)
+        raise rehearsal_too_late("JAX", asked, here, by_environment=True)
     return here
 
 
@@ -47,7 +47,7 @@ def make_virtual(count: int) -> None:
     except RuntimeError:  # JAX has started; its devices are fixed
         here = tuple(_describe(device) for device in jax.devices())
         if here[0].platform != "cpu" or len(here) != count:
-            raise too_late("JAX", count, here) from None
+            raise rehearsal_too_late("JAX", count, here) from None
 
 
 def _describe(device: jax.Device) -> Device:

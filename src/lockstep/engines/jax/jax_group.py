@@ -16,8 +16,8 @@ from jax._src import distributed
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
-from lockstep.counted import counted
 from lockstep.errors import LockstepWarning, ProcessesDisagree
+from lockstep.plurals import counted
 from lockstep.processes.coordination import once, patience
 from lockstep.processes.group import use
 
@@ -92,7 +92,7 @@ class JaxGroup:
 
     records_sigterm = True
 
-    def is_told_to_leave(self, steps: int, asked: bool) -> bool:
+    def agreed_to_stop(self, steps: int, asked: bool) -> bool:
         """Return whether a process got SIGTERM, and all agreed to stop at this number of steps.
 
         JAX handles the signal from `jax.distributed.initialize` on.

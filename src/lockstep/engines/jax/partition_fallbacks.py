@@ -9,8 +9,8 @@ import jax
 from jax.extend.core.primitives import select_and_scatter_add_p
 from jax.sharding import NamedSharding
 
-from lockstep.counted import counted
 from lockstep.engines.patched import patched
+from lockstep.plurals import counted
 
 
 def merging_layers(jaxpr: Any, program: str, rows: Collection[int]) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from lockstep.devices import Device, check_visible, rehearsed_devices
-from lockstep.engines.too_late import too_late
+from lockstep.engines.rehearsal_error import rehearsal_too_late
 
 
 def list_devices() -> tuple[Device, ...]:
@@ -43,7 +43,9 @@ def make_virtual(count: int, *, by_environment: bool = False) -> None:
     except RuntimeError:  # TensorFlow has started, and its devices are fixed
         here = tuple(_describe(device) for kind in ("GPU", "CPU") for device in _logical(kind))
         if here[0].platform != "cpu" or len(here) != count:
-            raise too_late("TensorFlow", count, here, by_environment=by_environment) from None
+            raise rehearsal_too_late(
+                "TensorFlow", count, here, by_environment=by_environment
+            ) from None
 
 
 def _logical(kind: str) -> list[Any]:

@@ -18,7 +18,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lockstep.announce import Given, branches_line, fit_line
 from lockstep.devices import Device, names_in_words
 from lockstep.engines import attachments
 from lockstep.engines.atomic_save import atomic_saves
@@ -39,10 +38,11 @@ from lockstep.engines.tensorflow.placed_variables import PlacedVariables
 from lockstep.engines.tensorflow.probe import TensorFlowProbe
 from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer
 from lockstep.engines.tensorflow.session import TensorFlowSession
+from lockstep.engines.tensorflow.split_checks import why_custom
 from lockstep.engines.tensorflow.step_timing import StepCounter
 from lockstep.engines.tensorflow.steps import Steps
-from lockstep.engines.tensorflow.unsplit import own_step
 from lockstep.errors import LayoutConflict, UnsupportedBackend
+from lockstep.fit_lines import Given, branches_line, fit_line
 from lockstep.keras_compat import (
     function_of_iterator,
     has_strategy,
@@ -276,7 +276,7 @@ class Attachment:
                 batches = [_next_batch(iterator)]
             if version is None:
                 self._prepare(name, spec)
-            elif own_step(self.model, f"{name}_step") and (
+            elif why_custom(self.model, f"{name}_step") and (
                 version != self._copies.version or self.steps.is_to_be_traced_again(name)
             ):
                 self._take_in()  # the step may have created variables
@@ -305,7 +305,7 @@ class Attachment:
     # ------------------------------------------------------------------------ inside
 
     def _prepare(self, name: str, batch: Any) -> None:
-        if own_step(self.model, f"{name}_step") is None:
+        if why_custom(self.model, f"{name}_step") is None:
             self._build(name, batch)
         else:
             self._take_in()

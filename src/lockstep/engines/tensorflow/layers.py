@@ -82,7 +82,7 @@ def _on_global_batch(
             if not tf.is_tensor(value):
                 return value
             if value.shape.rank == 0:
-                return replica.own_of_alike(value)
+                return replica.rows_of_replicated(value)
             if value.shape[0] is not None and None in value.shape[1:]:  # a stack of batches
                 raise ReplicasDiffer(f"the first dim of what {layer.name!r} gives is not the batch")
             check = tf.debugging.assert_equal(
@@ -90,7 +90,8 @@ def _on_global_batch(
             )
             with tf.control_dependencies([check]):
                 return remade(
-                    value, lambda part: part if part.shape[0] == 1 else replica.own_of_alike(part)
+                    value,
+                    lambda part: part if part.shape[0] == 1 else replica.rows_of_replicated(part),
                 )
 
         args, kwargs = keras.tree.map_structure(whole, (args, kwargs))
@@ -99,7 +100,7 @@ def _on_global_batch(
             outputs = call(*args, **kwargs)
         for inner in layers_in(layer):
             losses = [
-                loss if id(loss) in before else replica.own_of_alike(tf.reduce_sum(loss))
+                loss if id(loss) in before else replica.rows_of_replicated(tf.reduce_sum(loss))
                 for loss in added_losses(inner)
             ]
             change_added_losses(inner, losses)
@@ -118,7 +119,7 @@ def _looking_up(layer: Any, call: Callable[..., Any], team: ReplicaGroup) -> Cal
         inputs = tf.identity(tf.convert_to_tensor(inputs))  # the section checks where it is from
         if not inputs.dtype.is_integer:
             return call(inputs, *args, **kwargs)
-        with replica.apart() as part, replica.alike(f"{layer.name!r}"):
+        with replica.apart() as part, replica.same_operations(f"{layer.name!r}"):
             found = replica.looked_up(call(inputs, *args, **kwargs))
         part.given += tensors_in(found)
         return found
@@ -148,7 +149,7 @@ def _of_global_outputs(layer: Any, regularizer: Any, team: ReplicaGroup) -> Call
         replica = team.current()
         if replica is None or output.shape.rank == 0:
             return regularizer(output)
-        whole = replica.gather_alike(output, what)
+        whole = replica.gather_replicated(output, what)
         with replica.globally(f"the regularizer of {layer.name!r}", whole):
             loss = regularizer(whole)
         # keras/src/layers/layer.py, Layer.__call__ divides by the rows of `output`.

@@ -55,7 +55,7 @@ class LossSharding:
         """All-gather an output of the model, with its Keras mask and logits."""
 
         def gathered(part: Any) -> Any:
-            whole = replica.gather_alike(part, what)
+            whole = replica.gather_replicated(part, what)
             if whole.shape.rank:  # a function sees the same static shape as on one device
                 whole.set_shape([self._rows, *whole.shape[1:]])
             return whole
@@ -83,7 +83,7 @@ class LossSharding:
                 return function(*given, **options)
             y_true, y_pred = given
             with replica.apart() as part:
-                own = self._own_part_of(y_pred)
+                own = self._rows_in_part(y_pred)
                 reason = self._why_gathered(owner, function, options, y_true, own)
                 self.choices[owner.name] = self.choices.get(owner.name) or reason
                 if reason is None:
@@ -147,14 +147,14 @@ class LossSharding:
             return part
 
         with tf.control_dependencies([check]):
-            y_true = replica.own(y_true)
+            y_true = replica.rows_of(y_true)
         if size is not None:
             y_true, own = with_size(y_true), remade(own, with_size)
-        with replica.alike(f"{name!r}"):
+        with replica.same_operations(f"{name!r}"):
             found = function(y_true, own, **options)
-        return remade(found, lambda part: replica.gather_alike(part, f"what {name!r} gives"))
+        return remade(found, lambda part: replica.gather_replicated(part, f"what {name!r} gives"))
 
-    def _own_part_of(self, given: Any) -> Any:
+    def _rows_in_part(self, given: Any) -> Any:
         """Return this replica's rows of a gathered output with the same casts, else `None`."""
         whole = _before_casts(given)
         if id(whole) not in self._own:

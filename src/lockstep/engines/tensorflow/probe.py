@@ -22,9 +22,9 @@ from lockstep.engines.probe_helpers import (
 )
 from lockstep.engines.tensorflow.mirrored_variables import mirrored_variables
 from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer
+from lockstep.engines.tensorflow.split_checks import why_custom
 from lockstep.engines.tensorflow.step_timing import StepCounter, TensorFlowClock
 from lockstep.engines.tensorflow.steps import Steps
-from lockstep.engines.tensorflow.unsplit import own_step
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import loss_of, takes_training, tensorflow_iterator
 from lockstep.training.build import build, is_ready
@@ -94,7 +94,7 @@ class TensorFlowProbe:
     def build(self, batch: Any) -> None:
         """Build what is not built yet, as `fit` does in the trace of its first step."""
         model = self._model
-        if own_step(model, "train_step") is None or model.run_eagerly:
+        if why_custom(model, "train_step") is None or model.run_eagerly:
             try:
                 build(model, "train", batch)
             except UnsupportedModel as error:
@@ -175,7 +175,7 @@ class TensorFlowProbe:
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         with _recorded(model, lambda output: output) as seen, tf.GradientTape() as tape:
-            if own_step(model, "train_step") is not None:
+            if why_custom(model, "train_step") is not None:
                 # Such a model may call its layers in any way, and leave `call` undefined.
                 with suppress(Exception):
                     self._forward(x)

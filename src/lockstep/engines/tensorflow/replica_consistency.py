@@ -13,7 +13,7 @@ from lockstep.engines.tensorflow.programs import (
     has_own_gradient,
     program_of,
 )
-from lockstep.engines.tensorflow.tensor_metadata import beside
+from lockstep.engines.tensorflow.tensor_metadata import mask_and_logits
 
 
 class ReplicasDiffer(Exception):
@@ -146,4 +146,4 @@ def tensors_in(tree: Any) -> list[Any]:
     """Return the tensors of a structure, with their Keras masks and logits."""
     leaves = [leaf for leaf in keras.tree.flatten(tree) if tf.is_tensor(leaf)]
     parts = tf.nest.flatten(leaves, expand_composites=True)  # a sparse gradient has parts
-    return [*parts, *(tensor for leaf in leaves for tensor in beside(leaf))]
+    return [*parts, *(tensor for leaf in leaves for tensor in mask_and_logits(leaf))]

@@ -115,7 +115,7 @@ class Replica:
             part.resume()
 
     @contextmanager
-    def alike(self, what: str) -> Iterator[None]:
+    def same_operations(self, what: str) -> Iterator[None]:
         """Run code on this replica's own rows, with the same operations on every replica.
 
         Args:
@@ -129,11 +129,11 @@ class Replica:
         self._team.program.compare(self._checked, what, part.end())
         self._checked += 1
 
-    def own(self, whole: Any) -> Any:
+    def rows_of(self, whole: Any) -> Any:
         """Return the rows of a tensor of the global batch that this replica runs."""
         return self.shards.of(whole, self.index)
 
-    def own_of_alike(self, whole: Any) -> Any:
+    def rows_of_replicated(self, whole: Any) -> Any:
         """Return the rows of a replicated tensor that this replica runs; a scalar unchanged.
 
         The first replica receives the whole gradient, the others zeros. So a table lookup has
@@ -142,7 +142,7 @@ class Replica:
         """
         is_one = whole.shape.rank == 0
         if not _has_gradient(whole):
-            return whole if is_one else self.own(whole)
+            return whole if is_one else self.rows_of(whole)
 
         def own(whole: Any) -> Any:
             def back(gradient: Any) -> Any:
@@ -153,7 +153,7 @@ class Replica:
                     found = tf.concat(self.exchange(true), axis=0)
                 return found if self.index == 0 else tf.zeros_like(found)
 
-            return tf.identity(whole) if is_one else self.own(whole), back
+            return tf.identity(whole) if is_one else self.rows_of(whole), back
 
         return tf.custom_gradient(own)(whole)
 
@@ -179,7 +179,7 @@ class Replica:
 
         return tf.custom_gradient(gathered)(true)
 
-    def gather_alike(self, value: Any, what: str) -> Any:
+    def gather_replicated(self, value: Any, what: str) -> Any:
         """All-gather the rows of all replicas for code that is identical on every replica.
 
         Every replica computes the same share of the gradient. So the gradient of this
@@ -246,14 +246,14 @@ class Replica:
         ):
             return value[: self.shards.counts[self.index]]
 
-    def own_of_shared(self, whole: Any) -> Any:
+    def rows_with_shared_gradient(self, whole: Any) -> Any:
         """Return the rows of a replicated tensor that this replica runs.
 
         Every replica receives an equal share of the whole gradient, as code does that each
         replica runs on the global batch.
         """
         if not _has_gradient(whole):
-            return self.own(whole)
+            return self.rows_of(whole)
         count = self.shards.counts[self.index]
 
         def own(whole: Any) -> Any:
@@ -261,7 +261,7 @@ class Replica:
                 true = tf.convert_to_tensor(gradient)[:count]
                 return tf.concat(self.exchange(true), axis=0) / self._team.size
 
-            return self.own(whole), back
+            return self.rows_of(whole), back
 
         return tf.custom_gradient(own)(whole)
 

@@ -6,8 +6,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lockstep.counted import counted
 from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup
+from lockstep.plurals import counted
 
 
 def by_rows(rnn: Any, team: ReplicaGroup) -> list[tuple[Any, str, Any]]:
@@ -56,7 +56,7 @@ class _ByRows:
                 f"{counted(self._state.shape[0], 'row')}, and a batch has another number.",
             )
             with tf.control_dependencies([check]):
-                state = replica.own(state)
+                state = replica.rows_of(state)
         return state if dtype is None else tf.cast(state, dtype)
 
     def assign(self, value: Any) -> None:

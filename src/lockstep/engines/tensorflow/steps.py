@@ -16,18 +16,18 @@ import keras
 import tensorflow as tf
 
 from lockstep.engines.rowwise import Reasons, refused
+from lockstep.engines.tensorflow.custom_steps import CustomStep
 from lockstep.engines.tensorflow.layers import Plan
 from lockstep.engines.tensorflow.loss_sharding import LossSharding
 from lockstep.engines.tensorflow.mirrored_variables import MirroredVariables
-from lockstep.engines.tensorflow.own_steps import OwnStep
 from lockstep.engines.tensorflow.programs import ScratchGraph
 from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer, looks_up_weights
 from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup, Shards
-from lockstep.engines.tensorflow.unsplit import own_step, unsplit_reason
+from lockstep.engines.tensorflow.split_checks import unsplit_reason, why_custom
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.keras_compat import added_losses, layers_in, loss_of, loss_tracker, takes_training
 from lockstep.layout import Layout
-from lockstep.training.build import is_ready_for_own_step
+from lockstep.training.build import is_ready_for_custom_step
 
 
 class Steps:
@@ -124,11 +124,11 @@ class Steps:
         if isinstance(whole, tf.types.experimental.PolymorphicFunction):
             # Its programs keep the variables of before, such as slots that are mirrored by now.
             whole = tf.function(whole.python_function)
-        reason = self._not_alike.get(name) or own_step(model, name)
+        reason = self._not_alike.get(name) or why_custom(model, name)
         if reason is None:
             plan, reasons = self._plan(data, training=name == "train_step")
             reason = unsplit_reason(model, plan, reasons, data)
-        ready = is_ready_for_own_step(model, name.removesuffix("_step"))
+        ready = is_ready_for_custom_step(model, name.removesuffix("_step"))
         if reason is not None and not (inspects or name in self._not_alike or model.run_eagerly):
             if name == "predict_step":
                 makes_variables = False
@@ -137,9 +137,9 @@ class Steps:
             if makes_variables:
                 return self._whole(whole, data)
             if ready or name != "predict_step":
-                return self._own(name, whole, data)
+                return self._run_custom_step(name, whole, data)
         if reason is not None:
-            self._say(f"{model.name!r} {reason}, so the first device runs every batch alone")
+            self._warn(f"{model.name!r} {reason}, so the first device runs every batch alone")
             return self._whole(whole, data)
         team = ReplicaGroup(self._strategy, self._copies, layers_in(model))
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
@@ -150,14 +150,14 @@ class Steps:
         self._check_strangers()
         if plan.whole:
             names = ", ".join(f"{p.name!r} ({reasons.get(id(p), _DRAWS)})" for p in plan.whole)
-            self._say(f"every device runs {names} of {model.name!r} on the whole batch", _LAYERS)
+            self._warn(f"every device runs {names} of {model.name!r} on the whole batch", _LAYERS)
         return outputs
 
-    def _own(self, name: str, step: Any, data: Any) -> Any:
+    def _run_custom_step(self, name: str, step: Any, data: Any) -> Any:
         """Run a step of the user's own, or of a model that looks across the batch."""
         model = self._model
         team = ReplicaGroup(self._strategy, self._copies, layers_in(model))
-        own = OwnStep(model, team, f"its {name}", draws_together=self.draws_together)
+        own = CustomStep(model, team, f"its {name}", draws_together=self.draws_together)
         outputs = own.run(step, data)
         try:
             self._check_strangers()
@@ -165,7 +165,7 @@ class Steps:
             raise ReplicasDiffer("it uses variables that no layer of it has") from error
         if own.whole:
             names = ", ".join(f"{layer!r} ({why})" for layer, why in own.whole.items())
-            self._say(f"every device runs {names} of {model.name!r} on the whole batch", _LAYERS)
+            self._warn(f"every device runs {names} of {model.name!r} on the whole batch", _LAYERS)
         return outputs
 
     def _plan(self, data: Any, *, training: bool) -> tuple[Plan, Reasons]:
@@ -324,7 +324,7 @@ class Steps:
                 "Make them by add_weight in a layer, or as a keras.Variable that is its attribute."
             )
 
-    def _say(self, what: str, remedy: str = "") -> None:
+    def _warn(self, what: str, remedy: str = "") -> None:
         if what in self._said:
             return
         self._said.add(what)

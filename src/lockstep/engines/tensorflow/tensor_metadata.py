@@ -47,7 +47,7 @@ def signature(value: Any) -> tuple[Any, ...]:
     return (_operation(value), *known)
 
 
-def beside(value: Any) -> list[Any]:
+def mask_and_logits(value: Any) -> list[Any]:
     """Return the mask and the logits of a tensor, as far as it has them."""
     found = [get_keras_mask(value), logits_of(value)]
     if _operation(value) in _PROBABILITIES:

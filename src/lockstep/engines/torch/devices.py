@@ -5,7 +5,7 @@ import os
 import torch
 
 from lockstep.devices import Device, check_visible, rehearsed_devices
-from lockstep.engines.too_late import too_late
+from lockstep.engines.rehearsal_error import rehearsal_too_late
 from lockstep.engines.torch.torch_group import TorchGroup
 from lockstep.keras_compat import torch_default_device
 
@@ -52,7 +52,7 @@ def make_virtual(count: int) -> None:
     """
     global _rehearsed
     if torch_default_device() != "cpu":
-        raise too_late("Keras", count, (*_gpus(), Device("cpu:0", "cpu")))
+        raise rehearsal_too_late("Keras", count, (*_gpus(), Device("cpu:0", "cpu")))
     _rehearsed = count
 
 

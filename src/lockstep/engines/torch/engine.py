@@ -11,7 +11,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lockstep.announce import Given, branches_line, fit_line
 from lockstep.devices import Device
 from lockstep.engines import attachments
 from lockstep.engines.atomic_save import atomic_saves
@@ -29,10 +28,10 @@ from lockstep.engines.torch.pool import Lease
 from lockstep.engines.torch.pool_runner import PoolRunner
 from lockstep.engines.torch.probe import TorchProbe
 from lockstep.engines.torch.session import TorchSession
+from lockstep.engines.torch.split_checks import rows_of, why_custom
 from lockstep.engines.torch.stateful import copied_states
 from lockstep.engines.torch.step_runner import StepRunner
 from lockstep.engines.torch.torch_group import TorchGroup, joined
-from lockstep.engines.torch.unsplit import own_step, rows_of
 from lockstep.errors import (
     LayoutConflict,
     ProcessesDisagree,
@@ -40,15 +39,16 @@ from lockstep.errors import (
     UnsupportedBackend,
     UnsupportedModel,
 )
+from lockstep.fit_lines import Given, branches_line, fit_line
 from lockstep.keras_compat import BUILD, wrapped_by_keras
 from lockstep.launch.environment import Place
 from lockstep.launch.status import STATUS_OF_PROCESS
 from lockstep.layout import Layout, both_layouts
 from lockstep.processes import process_group
 from lockstep.processes.call_scope import CALLS
-from lockstep.processes.first_process_io import together
+from lockstep.processes.first_process_io import methods_of_all_processes
 from lockstep.state import variables_of
-from lockstep.training.build import is_ready, is_ready_for_own_step
+from lockstep.training.build import is_ready, is_ready_for_custom_step
 from lockstep.training.loop import Loop
 from lockstep.training.overrides import MAKERS, check_makers
 
@@ -186,7 +186,7 @@ class Attachment:
         }
         if isinstance(self._runner, JoinedRunner):
             self._runner.adopt(first=True)
-            self.hooks = together(self.model, self.hooks, self._runner.assigned)
+            self.hooks = methods_of_all_processes(self.model, self.hooks, self._runner.assigned)
         if self._branches is not None:
             self.hooks["call"] = self._branches.calling(self.model.call)
             self.hooks[BUILD] = self._build
@@ -269,7 +269,7 @@ class Attachment:
 
     def _split(self, kind: str, batch: Any) -> tuple[str | None, Any, int]:
         """Return why a batch cannot be split, `None` if it can; the batch, and its rows."""
-        reason = own_step(self.model, kind)
+        reason = why_custom(self.model, kind)
         if reason is not None:
             return reason, None, 0
         data = _tensors(batch)
@@ -294,12 +294,12 @@ class Attachment:
 
     def _must_build(self, kind: str) -> bool:
         """Return whether one device has to run the next step, as it makes variables."""
-        if own_step(self.model, kind) is None:
+        if why_custom(self.model, kind) is None:
             return self._runner.unchecked and not is_ready(self.model, kind)
         # A GAN, say, has no `call` and is never built: the first batch builds its parts.
         first = kind not in self._begun
         self._begun.add(kind)
-        return first and not is_ready_for_own_step(self.model, kind)
+        return first and not is_ready_for_custom_step(self.model, kind)
 
     def _step_on_whole_batch(
         self, kind: str, plain: Callable[[Any], Any], batch: Any, reason: str

@@ -19,7 +19,7 @@ class ForwardState:
         self._tensors = _tensors_of(model)
         self._kept: dict[int, tuple[int, Any]] = {}
 
-    def keep(self) -> None:
+    def save(self) -> None:
         """Copy what has changed since the last copy."""
         for tensor in self._tensors:
             kept = self._kept.get(id(tensor))
@@ -27,7 +27,7 @@ class ForwardState:
                 self._kept[id(tensor)] = (tensor._version, tensor.detach().clone())
 
     def put_back(self) -> None:
-        """Put back the values of the last `keep`."""
+        """Put back the values of the last `save`."""
         with torch.no_grad():
             for tensor in self._tensors:
                 version, value = self._kept[id(tensor)]

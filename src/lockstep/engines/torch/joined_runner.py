@@ -16,7 +16,7 @@ from lockstep.engines.torch.torch_group import TorchGroup
 from lockstep.errors import ProcessesDisagree
 from lockstep.processes.agreement import DataCheck
 from lockstep.processes.constants import constants_of
-from lockstep.processes.coordination import digest, once, why_lost
+from lockstep.processes.coordination import digest, lost_connection_error, once
 from lockstep.processes.process_group import share_variables
 from lockstep.processes.variable_drift import VariableDrift
 from lockstep.state import variables_of
@@ -121,7 +121,7 @@ class JoinedRunner(StepRunner):
             proven = self._proven(Plan(self._model))
             self._plan = Plan(self._model, proven, draws_together=self.draws_together)
             self._state = ForwardState(self._model)
-        self._state.keep()
+        self._state.save()
         self._trained |= kind == "train"
         try:
             with self._random_numbers(kind):
@@ -132,7 +132,7 @@ class JoinedRunner(StepRunner):
         except PeerLost:
             self._group.leave_ranks()
             self._state.put_back()
-            raise why_lost() from None
+            raise lost_connection_error() from None
         except BaseException:
             self._group.leave_ranks()
             raise

@@ -66,7 +66,7 @@ class PoolRunner(StepRunner):
             mode = self._model.training
             pool.send("step", self._lease.key, kind, mode, rows, description, base)
             replica = Replica(pool.group, rows, self._streams, self._device)
-            self._state.keep()
+            self._state.save()
             try:
                 result = run_step(kind, self._model, self._plan, replica, data)
                 replica.check()
@@ -105,7 +105,7 @@ class PoolRunner(StepRunner):
                 mode, random_numbers = self._model.training, random_state()
                 key = self._lease.key
                 pool.send("whole_step", key, kind, mode, description, random_numbers)
-                self._state.keep()
+                self._state.save()
                 try:
                     result = self.whole_batch.run(
                         kind,

@@ -14,8 +14,8 @@ from lockstep.engines.engine import Clock, Compiling, Data, Trace
 from lockstep.engines.probe_helpers import build_symbolically, part_of, tensors, trained_once
 from lockstep.engines.torch import step_timing
 from lockstep.engines.torch.replica import random_state, set_random_state
+from lockstep.engines.torch.split_checks import why_custom
 from lockstep.engines.torch.steps import recorded
-from lockstep.engines.torch.unsplit import own_step
 from lockstep.errors import UnsupportedBackend
 from lockstep.keras_compat import loss_of, takes_training, torch_iterator
 from lockstep.processes import process_group
@@ -147,7 +147,7 @@ class TorchProbe:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         options = {"training": True} if takes_training(model) else {}
         with recorded(model, lambda output: output) as seen:
-            if own_step(model, "train") is not None:
+            if why_custom(model, "train") is not None:
                 # Such a model may call its layers in any way, and leave `call` undefined.
                 with suppress(Exception):
                     model(x, **options)

@@ -11,7 +11,7 @@ from lockstep.engines.torch.layers import Plan
 from lockstep.engines.torch.model_pickle import dump
 from lockstep.engines.torch.replica import RandomStreams
 from lockstep.engines.torch.row_proofs import ReasonsByNumber, RowProofs
-from lockstep.engines.torch.unsplit import unsplit_model
+from lockstep.engines.torch.split_checks import unsplit_model
 from lockstep.engines.torch.whole_batch_steps import WholeBatchSteps
 
 

@@ -120,7 +120,7 @@ class TorchGroup:
 
     records_sigterm = False
 
-    def is_told_to_leave(self, steps: int, asked: bool) -> bool:
+    def agreed_to_stop(self, steps: int, asked: bool) -> bool:
         """Return whether a process got SIGTERM, and all agreed to stop at this number of steps.
 
         No process passes its next step before a process with the signal has written that all

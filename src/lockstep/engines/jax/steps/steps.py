@@ -18,7 +18,6 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from lockstep.counted import counted
 from lockstep.engines.jax import flags, jax_group, program_fingerprint
 from lockstep.engines.jax.on_devices.device_dataset import IndexBatch
 from lockstep.engines.jax.on_devices.padded import (
@@ -48,6 +47,7 @@ from lockstep.engines.jax.steps.step import Step, StepFunction
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.launch.status import STATUS_OF_PROCESS
 from lockstep.layout import Layout
+from lockstep.plurals import counted
 from lockstep.processes import process_group
 from lockstep.processes.agreement import DataCheck
 from lockstep.shards import missing_rows
@@ -170,7 +170,7 @@ class Steps:
                     program_fingerprint.check_same(traced)
                 whole[known] = self._is_unsplittable(program, traced, state, batch)
                 if not whole[known]:
-                    self._say_if_unsplit(traced, shapes)
+                    self._warn_if_unsplit(traced, shapes)
             return undivided(batch) if whole[known] else batch
 
         def batches_to_pull(batch: Any, times: int) -> int:
@@ -382,7 +382,7 @@ class Steps:
             warnings.warn(why, UnsplitBatchWarning, stacklevel=3)
         return bool(why)
 
-    def _say_if_unsplit(self, traced: Any, shapes: Shapes) -> None:
+    def _warn_if_unsplit(self, traced: Any, shapes: Shapes) -> None:
         ragged = {rows for rows, *_ in shapes if missing_rows(rows, self._replicas)}
         if not ragged:
             return

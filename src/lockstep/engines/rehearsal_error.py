@@ -6,7 +6,7 @@ from lockstep.devices import Device, names_in_words
 from lockstep.errors import RehearsalTooLate
 
 
-def too_late(
+def rehearsal_too_late(
     framework: str, asked: int, here: Sequence[Device], *, by_environment: bool = False
 ) -> RehearsalTooLate:
     """Return the error, with both numbers of devices and a remedy.

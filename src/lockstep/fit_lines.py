@@ -6,9 +6,9 @@ from collections.abc import Callable
 from numbers import Integral
 from typing import Any
 
-from lockstep.counted import counted
 from lockstep.devices import names_in_words, rehearsed_devices
 from lockstep.layout import Layout
+from lockstep.plurals import counted
 from lockstep.shards import shard_rows
 
 Given = dict[str, Any]

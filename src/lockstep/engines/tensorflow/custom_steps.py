@@ -38,7 +38,7 @@ from lockstep.keras_compat import (
 Call = Callable[..., Any]
 
 
-class OwnStep:
+class CustomStep:
     """Runs one step of a model whose code may do anything with the batch.
 
     Attributes:
@@ -160,13 +160,13 @@ class OwnStep:
             replica.shards = Shards(rows, self._team.size)
             try:
                 args, kwargs = keras.tree.map_structure(
-                    lambda x: remade(x, replica.own_of_shared) if _has_rows(x) else x,
+                    lambda x: remade(x, replica.rows_with_shared_gradient) if _has_rows(x) else x,
                     (args, kwargs),
                 )
                 own = call(*args, **kwargs)
                 outputs = keras.tree.map_structure(
                     lambda x: (
-                        remade(x, lambda part: replica.gather_alike(part, what))
+                        remade(x, lambda part: replica.gather_replicated(part, what))
                         if isinstance(x, tf.Tensor) and x.shape.rank
                         else x
                     ),

@@ -11,7 +11,7 @@ from lockstep.keras_compat import is_rematerialized, layers_in
 from lockstep.training.overrides import is_keras
 
 
-def own_step(model: Any, kind: str) -> str | None:
+def why_custom(model: Any, kind: str) -> str | None:
     """Return why the operations of a step are unknown, `None` for Keras's own step."""
     name = f"{kind}_step"
     return None if is_keras(model, name) else f"has a {name} of its own"

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.announce import arguments_of, first_step_line, fit_line, wants_words
+from lockstep.fit_lines import arguments_of, first_step_line, fit_line, wants_words
 from lockstep.training import loop
 
 GPUS = ("gpu:0", "gpu:1", "gpu:2", "gpu:3")

@@ -23,7 +23,7 @@ def unsplit_reason(model: Any, plan: Plan, reasons: Reasons, data: Any) -> str |
     return None
 
 
-def own_step(model: Any, step: str) -> str | None:
+def why_custom(model: Any, step: str) -> str | None:
     """Return why the operations of a step are unknown, `None` for Keras's own step."""
     if model.run_eagerly:
         return "has run_eagerly=True"

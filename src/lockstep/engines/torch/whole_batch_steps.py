@@ -126,7 +126,7 @@ class WholeBatchSteps:
         rows = {len(leaf) for leaf in _with_rows(leaves)}
         if len(rows) != 1 or 0 in rows:
             return f"its inputs have {sorted(rows)} rows"
-        key = (id(layer), layer.training, str(list(map(_form, leaves))), _plain_attributes(layer))
+        key = (layer, layer.training, str(list(map(_form, leaves))), _plain_attributes(layer))
         if key not in self._known:
             with self._plain_calls():
                 self._known[key] = _refused(layer, args, kwargs)

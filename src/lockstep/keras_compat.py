@@ -909,6 +909,14 @@ def variable_key(kind: type, variable: Any) -> Any:
     return kind._var_key(None, variable)  # type: ignore[attr-defined]
 
 
+def counted_steps(optimizer: Any) -> int:
+    """The steps of an optimizer, those included that only accumulate gradients.
+
+    keras/src/optimizers/base_optimizer.py, BaseOptimizer._iterations: `iterations` counts updates.
+    """
+    return int(optimizer._iterations.value)
+
+
 def updates_all_at_once(optimizer: Any) -> bool:
     """Whether an optimizer on PyTorch updates all variables by one operation over lists.
 

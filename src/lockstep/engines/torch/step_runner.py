@@ -13,6 +13,7 @@ from lockstep.engines.torch.replica import RandomStreams
 from lockstep.engines.torch.row_proofs import ReasonsByNumber, RowProofs
 from lockstep.engines.torch.split_checks import unsplit_model
 from lockstep.engines.torch.whole_batch_steps import WholeBatchSteps
+from lockstep.keras_compat import counted_steps
 
 
 class StepRunner:
@@ -125,8 +126,7 @@ class StepRunner:
         self._draws += 1
         number = self._draws
         if kind == "train" and self._model.optimizer is not None:
-            # keras/src/optimizers/base_optimizer.py: it counts steps, accumulated ones too
-            number = int(self._model.optimizer.iterations.value)
+            number = counted_steps(self._model.optimizer)
         base = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
         base.update(f"{kind} {number}".encode())
         return base.digest()

@@ -470,15 +470,37 @@ class Hyper(Own):
         return loss
 
 
+class Holder:
+    """No layer, so that Keras does not see what it holds."""
+
+
+class Scaling(layers.Layer):
+    def build(self, shape):
+        self.factor = self.add_weight((4,))
+
+    def call(self, x, context=None):
+        return x * self.factor * context.tensor
+
+
+class Context(Own):
+    """A layer is given an object that holds a tensor which another layer has made."""
+
+    def __init__(self):
+        scaling = Scaling()
+        scaling.build((None, 4))
+        super().__init__(inner=dense(4), scaling=scaling)
+
+    def loss_of(self, x):
+        context = Holder()
+        context.tensor = ops.mean(self.inner(x), axis=0, keepdims=True)
+        return ops.mean(ops.square(self.scaling(x, context=context) - 1))
+
+
 @pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")
-@pytest.mark.parametrize("build", [ByArgument, ByAttribute, ByActivation, Hyper])
+@pytest.mark.parametrize("build", [ByArgument, ByAttribute, ByActivation, Hyper, Context])
 def test_the_same_layer_is_shared_in_one_call_and_not_in_another(build):
     one, many = trained(build)
     assert_equal(one, many)
-
-
-class Holder:
-    """No layer, so that Keras does not see what it holds."""
 
 
 class Borrowing(layers.Layer):

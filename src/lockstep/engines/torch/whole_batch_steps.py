@@ -40,6 +40,7 @@ from lockstep.state import unique
 
 Call = Callable[..., Any]
 
+_SENT = (torch.Tensor, keras.Variable, bool, int, float, str, type(None))
 _PLAIN = (bool, int, float, str, type(None), FunctionType)
 
 
@@ -126,6 +127,8 @@ class WholeBatchSteps:
         """Return why a call is not shared, `None` if it is."""
         leaves = keras.tree.flatten((args, kwargs))
         rows = {len(leaf) for leaf in _with_rows(leaves)}
+        if not all(isinstance(leaf, _SENT) for leaf in leaves):  # it may hold a tensor
+            return "it is given an object that is no tensor"
         if len(rows) != 1 or 0 in rows:
             return f"its inputs have {sorted(rows)} rows"
         form = str(keras.tree.map_structure(_form, (args, kwargs)))
@@ -312,6 +315,8 @@ def _draws(layer: Any) -> bool:
 
 
 def _form(leaf: Any) -> Any:
+    if isinstance(leaf, keras.Variable):
+        return leaf.path
     if not isinstance(leaf, torch.Tensor):
         return repr(leaf)
     mask = get_keras_mask(leaf)

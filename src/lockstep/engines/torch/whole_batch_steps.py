@@ -59,6 +59,7 @@ class WholeBatchSteps:
         self.whole: dict[str, str] = {}
         self._model = model
         self._known: dict[Any, str | None] = {}
+        self._functions: set[FunctionType] = set()
         self._inside = False
         self._calls: list[tuple[Any, Any]] = []
         self._variables: list[Any] = []
@@ -135,7 +136,10 @@ class WholeBatchSteps:
         attributes = tuple(_attributes(layer))
         if _NEEDS_GRADIENT in attributes:  # of this replica's rows alone, if the call were shared
             return "it holds a tensor that needs a gradient and is no variable"
-        key = (id(layer), layer.training, form, attributes)
+        # An attribute may be a list that grows: the key is a number. A function that is kept has
+        # no other's identity.
+        self._functions |= {part for part in attributes if isinstance(part, FunctionType)}
+        key = (id(layer), layer.training, form, hash(repr(attributes)))
         if key not in self._known:
             with self._plain_calls():
                 self._known[key] = _refused(layer, args, kwargs)
@@ -327,10 +331,7 @@ _NEEDS_GRADIENT = object()
 
 
 def _attributes(layer: Any) -> Iterator[Any]:
-    """Return what decides the operations of a layer, and whether it holds a tensor in a graph.
-
-    Functions are among them as themselves: one that is kept has no other's identity.
-    """
+    """Return what decides the operations of a layer, and whether it holds a tensor in a graph."""
     for inner in layers_in(layer):
         own = not module_in_keras(type(inner))
         for name, value in vars(inner).items():

@@ -353,8 +353,32 @@ class Guide(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
+class Writing(layers.Layer):
+    """On PyTorch, `*=` writes into the input, which is the output then."""
+
+    def build(self, shape):
+        self.factor = self.add_weight((4,))
+
+    def call(self, x):
+        x *= self.factor
+        return x
+
+
+class Written(Own):
+    def __init__(self):
+        writing = Writing()
+        writing.build((None, 4))
+        super().__init__(inner=dense(4), writing=writing)
+
+    def loss_of(self, x):
+        x = self.inner(x)
+        outputs = self.writing(x)
+        outputs += 1
+        return ops.mean(ops.square(x))
+
+
 @SHARED
-@pytest.mark.parametrize("build", [Regularized, Frozen, Numbered, Twice, Accumulated])
+@pytest.mark.parametrize("build", [Regularized, Frozen, Numbered, Twice, Accumulated, Written])
 def test_what_steps_do(build):
     one, many = trained(build)
     assert_equal(one, many)
@@ -370,6 +394,154 @@ def test_a_mask_goes_from_one_shared_call_to_the_next():
 @pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")
 def test_a_layer_that_assigns_to_its_weights_runs_whole():
     one, many = trained(Spectral)
+    assert_equal(one, many)
+
+
+class Centered(layers.Layer):
+    """It looks across the batch where an argument or an attribute says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.options, self.factor = {"centers": False}, None
+
+    def build(self, shape):
+        self.kernel = self.add_weight((4, 4))
+
+    def call(self, x, centers=False, turns=False):
+        y = ops.matmul(x, self.kernel)
+        if self.factor is not None:
+            y = y * self.factor
+        if centers or self.options["centers"]:
+            y = y - ops.mean(y, axis=0)
+        return -y if turns else y
+
+
+def centered():
+    layer = Centered()
+    layer.build((None, 4))
+    return layer
+
+
+class ByArgument(Own):
+    def __init__(self):
+        super().__init__(inner=centered())
+
+    def loss_of(self, x):
+        turned = self.inner(x, turns=True)
+        return ops.mean(ops.square(turned - 1)) + ops.mean(ops.abs(self.inner(x, centers=True)))
+
+
+class ByAttribute(Own):
+    def __init__(self):
+        super().__init__(inner=centered())
+
+    def loss_of(self, x):
+        self.inner.options["centers"] = False
+        loss = ops.mean(ops.square(self.inner(x) - 1))
+        self.inner.options["centers"] = True
+        return loss + ops.mean(ops.abs(self.inner(x)))
+
+
+def across(x):
+    return x - ops.mean(x, axis=0)
+
+
+class ByActivation(Own):
+    def __init__(self):
+        super().__init__(inner=dense(4))
+
+    def loss_of(self, x):
+        self.inner.layers[0].activation = keras.activations.tanh
+        loss = ops.mean(ops.square(self.inner(x) - 1))
+        self.inner.layers[0].activation = across
+        return loss + ops.mean(ops.abs(self.inner(x)))
+
+
+class Hyper(Own):
+    """A layer computes with a tensor that another one has made."""
+
+    def __init__(self):
+        super().__init__(inner=centered(), hyper=dense(4))
+
+    def loss_of(self, x):
+        self.inner.factor = ops.mean(self.hyper(x), axis=0)
+        loss = ops.mean(ops.square(self.inner(x) - 1))
+        self.inner.factor = None
+        return loss
+
+
+class Holder:
+    """No layer, so that Keras does not see what it holds."""
+
+
+class Scaling(layers.Layer):
+    def build(self, shape):
+        self.factor = self.add_weight((4,))
+
+    def call(self, x, context=None):
+        return x * self.factor * context.tensor
+
+
+class Context(Own):
+    """A layer is given an object that holds a tensor which another layer has made."""
+
+    def __init__(self):
+        scaling = Scaling()
+        scaling.build((None, 4))
+        super().__init__(inner=dense(4), scaling=scaling)
+
+    def loss_of(self, x):
+        context = Holder()
+        context.tensor = ops.mean(self.inner(x), axis=0, keepdims=True)
+        return ops.mean(ops.square(self.scaling(x, context=context) - 1))
+
+
+@pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")
+@pytest.mark.parametrize("build", [ByArgument, ByAttribute, ByActivation, Hyper, Context])
+def test_the_same_layer_is_shared_in_one_call_and_not_in_another(build):
+    one, many = trained(build)
+    assert_equal(one, many)
+
+
+class Borrowing(layers.Layer):
+    def build(self, shape):
+        self.kernel = self.add_weight((4, 4))
+        self.holder = Holder()
+
+    def call(self, x, training=None):
+        return self.holder.norm(ops.matmul(x, self.kernel), training=training)
+
+
+class Borrowed(Own):
+    def __init__(self):
+        inner, norm = Borrowing(), layers.BatchNormalization()
+        for layer in (inner, norm):
+            layer.build((None, 4))
+        inner.holder.norm = norm
+        super().__init__(inner=inner, norm=norm)
+
+    def loss_of(self, x):
+        return ops.mean(ops.square(self.inner(x, training=True) - 1) * ops.arange(4))
+
+
+@SHARED
+def test_a_layer_may_call_a_batch_norm_of_the_model():
+    one, many = trained(Borrowed)
+    assert_equal(one, many)
+
+
+class Hooked(Own):
+    def __init__(self):
+        super().__init__(inner=dense(3))
+        self.inner.layers[0].kernel.value.register_hook(lambda gradient: gradient / 10)
+
+    def loss_of(self, x):
+        return ops.mean(ops.square(self.inner(x) - 1))
+
+
+def test_a_hook_on_a_gradient_is_the_first_device_s():
+    with pytest.warns(UnsplitBatchWarning, match="the hook on the gradient of .*/kernel' stays"):
+        one, many = trained(Hooked)
     assert_equal(one, many)
 
 
@@ -410,6 +582,42 @@ def test_the_step_of_keras_s_guide_with_metrics_and_sample_weights():
     assert_equal(*found)
 
 
+class Indexed(Guide):
+    """The step takes metrics by their place, and those of a part that it trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = dense(1, activation="sigmoid")
+
+    def compile(self, **options):
+        super().compile(**options)
+        self.part.compile("sgd", "binary_crossentropy", metrics=["accuracy"])
+
+    def train_step(self, data):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        _, accuracy = self.part.train_on_batch(ops.convert_to_numpy(x), ops.convert_to_numpy(y))
+        y_pred = self(x, training=True)
+        weights = self.inner.trainable_weights
+        loss = self.compute_loss(y=y, y_pred=y_pred)
+        grads = gradients(loss, weights)
+        with torch.no_grad():
+            self.optimizer.apply(grads, weights)
+        self.metrics[0].update_state(loss)
+        self.metrics[1].update_state(y, y_pred)
+        return {"accuracy": accuracy, **{metric.name: metric.result() for metric in self.metrics}}
+
+
+@SHARED
+def test_a_step_may_read_metrics_of_compile():
+    found = []
+    x, y = numbers(19, 4), np.arange(19) % 2
+    for model in both(Indexed):
+        model.compile(optimizer="sgd", loss="binary_crossentropy", metrics=["mae"])
+        history = model.fit(x, y, batch_size=7, epochs=3, **QUIET).history
+        found.append((history, [ops.convert_to_numpy(v) for v in model.variables]))
+    assert_equal(*found)
+
+
 class NoLayer(Own):
     def __init__(self):
         super().__init__(factor=None)
@@ -444,10 +652,10 @@ def test_a_model_that_cannot_be_sent_is_trained_by_the_first_device():
 
 class ByProcess(Own):
     def __init__(self):
-        super().__init__(inner=dense())
+        super().__init__(inner=dense(), first=os.getpid())
 
     def loss_of(self, x):
-        return ops.mean(ops.square(self.inner(x))) * os.getpid()
+        return ops.mean(ops.square(self.inner(x))) * (2 if os.getpid() == self.first else 1)
 
 
 def test_code_that_depends_on_the_process_is_refused():
@@ -455,6 +663,29 @@ def test_code_that_depends_on_the_process_is_refused():
     model.compile(optimizer="sgd")
     with pytest.raises(UnsupportedModel, match="uses\nsomething that the model does not hold"):
         model.fit(numbers(14, 4), batch_size=7, **QUIET)
+
+
+class Outside(Own):
+    """The rate depends on the process, which is not seen in the logs."""
+
+    def __init__(self):
+        super().__init__(inner=dense(), first=os.getpid())
+
+    def train_step(self, x):
+        loss = ops.mean(ops.square(self.inner(x)))
+        weights = self.trainable_weights
+        rate = 0.05 if os.getpid() == self.first else 0.01
+        with torch.no_grad():
+            for weight, gradient in zip(weights, gradients(loss, weights), strict=True):
+                weight.assign(weight - rate * gradient)
+        return {"loss": loss}
+
+
+def test_weights_that_are_updated_otherwise_in_another_process_are_refused():
+    _, model = both(Outside)
+    model.compile(optimizer="sgd")
+    with pytest.raises(UnsupportedModel, match="computed the sum of the weights="):
+        model.fit(numbers(70, 4), batch_size=7, **QUIET)
 
 
 @SHARED

@@ -4,12 +4,12 @@ import io
 import pickle
 from typing import Any
 
-import keras
 import torch
 
 from lockstep.engines.model_pickle import ModelPickler, dumped, reason_of, trackers_mended
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import COMPILED_METRICS
+from lockstep.training.overrides import is_keras
 
 
 def dump(model: Any) -> tuple[bytes, list[Any]]:
@@ -44,6 +44,10 @@ class _Pickler(ModelPickler):
         self.tensors: list[Any] = []
         self._storages: dict[int, int] = {}
 
+    def dump(self, item: Any) -> None:
+        self._model = item
+        super().dump(item)
+
     def reducer_override(self, item: Any) -> Any:
         if isinstance(item, torch.Tensor):
             return tensor_of, self._described(item)
@@ -51,7 +55,7 @@ class _Pickler(ModelPickler):
 
     def state(self, item: Any) -> dict[str, Any]:
         state = super().state(item)
-        if isinstance(item, keras.layers.Layer) and COMPILED_METRICS in state:
+        if item is self._model and COMPILED_METRICS in state and _has_keras_steps(item):
             state[COMPILED_METRICS] = None  # rank 0 alone computes metrics
         return state
 
@@ -66,6 +70,11 @@ class _Pickler(ModelPickler):
         # "cuda" is the current device of each process.
         device = item.device.type
         return number, first, tuple(item.shape), item.dtype, device, item.requires_grad, parameter
+
+
+def _has_keras_steps(model: Any) -> bool:
+    """Return whether no code of the user's own may read the metrics in a step."""
+    return is_keras(model, "train_step") and is_keras(model, "test_step")
 
 
 def _is_reshaped(tensor: Any, other: Any) -> bool:

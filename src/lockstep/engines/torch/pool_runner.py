@@ -16,13 +16,19 @@ from lockstep.engines.torch.replica import Replica, random_state
 from lockstep.engines.torch.settings import checksum, current_settings
 from lockstep.engines.torch.step_runner import StepRunner
 from lockstep.engines.torch.steps import run_step
-from lockstep.engines.torch.whole_batch_steps import WholeBatchSteps, numbers_in
+from lockstep.engines.torch.whole_batch_steps import (
+    SUM_OF_WEIGHTS,
+    WholeBatchSteps,
+    numbers_in,
+    size_of_weights,
+)
 from lockstep.errors import UnsupportedModel, WorkerDied
 from lockstep.keras_compat import (
     GLOBAL_SEED_GENERATOR,
     global_state,
     is_rematerialized,
     layers_in,
+    stored_value,
 )
 
 
@@ -89,6 +95,12 @@ class PoolRunner(StepRunner):
                 self._dumped()
             except UnsupportedModel as error:
                 return "and " + str(error).splitlines()[0].partition("' ")[2].rstrip(".")
+        for variable in self._model.variables:
+            tensor = stored_value(variable)
+            if tensor is not None and (
+                tensor._backward_hooks or tensor._post_accumulate_grad_hooks
+            ):
+                return f"and the hook on the gradient of {variable.path!r} stays in one process"
         # Layers that are computed again in the backward pass would not use shared weights.
         remade = [each.name for each in layers_in(self._model) if is_rematerialized(each)]
         return f"and has {remade[0]!r} made in a RematScope" if remade else None
@@ -130,12 +142,14 @@ class PoolRunner(StepRunner):
         return result
 
     def _check_logs(self, mine: dict[str, float], every: list[dict[str, float]]) -> None:
+        sizes = {SUM_OF_WEIGHTS: size_of_weights(self._model)}
         for rank, theirs in enumerate(every, 1):
             for name in mine.keys() & theirs.keys():
-                if not np.isclose(mine[name], theirs[name], rtol=_ALIKE, equal_nan=True):
+                far = _ALIKE * sizes.get(name, abs(mine[name])) + 1e-8
+                if not np.isclose(mine[name], theirs[name], rtol=0, atol=far, equal_nan=True):
                     raise UnsupportedModel(
-                        f"The first device computed {name}={mine[name]:g} in a step of "
-                        f"{self._model.name!r}, and replica {rank} {theirs[name]:g}: the step "
+                        f"The first device computed {name}={mine[name]:.9g} in a step of "
+                        f"{self._model.name!r}, and replica {rank} {theirs[name]:.9g}: the step "
                         "uses\nsomething that the model does not hold, such as a global variable "
                         "or the time.\nMake it an attribute of the model, or call "
                         "lockstep.release(model)."

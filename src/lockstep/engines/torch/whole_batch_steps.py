@@ -10,8 +10,10 @@ operations at this border are each other's derivatives: taking rows and joining 
 and summing its gradients. So gradients of gradients are right too.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from types import FunctionType
 from typing import Any
 
 import keras
@@ -38,7 +40,8 @@ from lockstep.state import unique
 
 Call = Callable[..., Any]
 
-_PLAIN = (bool, int, float, str, tuple, type(None))
+_SENT = (torch.Tensor, keras.Variable, bool, int, float, str, type(None))
+_PLAIN = (bool, int, float, str, type(None), FunctionType)
 
 
 class WholeBatchSteps:
@@ -56,6 +59,7 @@ class WholeBatchSteps:
         self.whole: dict[str, str] = {}
         self._model = model
         self._known: dict[Any, str | None] = {}
+        self._functions: set[FunctionType] = set()
         self._inside = False
         self._calls: list[tuple[Any, Any]] = []
         self._variables: list[Any] = []
@@ -124,9 +128,18 @@ class WholeBatchSteps:
         """Return why a call is not shared, `None` if it is."""
         leaves = keras.tree.flatten((args, kwargs))
         rows = {len(leaf) for leaf in _with_rows(leaves)}
+        if not all(isinstance(leaf, _SENT) for leaf in leaves):  # it may hold a tensor
+            return "it is given an object that is no tensor"
         if len(rows) != 1 or 0 in rows:
             return f"its inputs have {sorted(rows)} rows"
-        key = (layer, layer.training, str(list(map(_form, leaves))), _plain_attributes(layer))
+        form = str(keras.tree.map_structure(_form, (args, kwargs)))
+        attributes = tuple(_attributes(layer))
+        if _NEEDS_GRADIENT in attributes:  # of this replica's rows alone, if the call were shared
+            return "it holds a tensor that needs a gradient and is no variable"
+        # An attribute may be a list that grows: the key is a number. A function that is kept has
+        # no other's identity.
+        self._functions |= {part for part in attributes if isinstance(part, FunctionType)}
+        key = (layer, layer.training, form, hash(repr(attributes)))
         if key not in self._known:
             with self._plain_calls():
                 self._known[key] = _refused(layer, args, kwargs)
@@ -151,8 +164,8 @@ class WholeBatchSteps:
     def _share(
         self, replica: "_CallReplica", layer: Any, call: Call, args: Any, kwargs: Any
     ) -> Any:
-        plan = Plan.of_all(layers_in(layer))
-        # All weights of the model, as a layer may use those of another one.
+        # All layers and weights of the model, as a layer may use those of another one.
+        plan = Plan.of_all(unique([*layers_in(layer), *(each for each, _ in self._calls)]))
         tensors = [(variable, stored_value(variable)) for variable in self._variables]
         trained = [pair for pair in tensors if pair[1] is not None and pair[1].requires_grad]
         used = [_Used.apply(tensor, replica.group) for _, tensor in trained]
@@ -167,12 +180,15 @@ class WholeBatchSteps:
                 own = call(*args, **kwargs)
         finally:
             self._inside = False
-        name = f"An output of layer {layer.name!r} ({type(layer).__name__})"
-        return keras.tree.map_structure(lambda leaf: replica.joined(leaf, name), own)
+        return replica.all_joined(own, layer)
 
 
 class _CallReplica(Replica):
     """The rows of one replica in one shared call."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._inputs: list[tuple[Any, Any, int]] = []
 
     def own_part(self, leaf: Any) -> Any:
         """Return what this replica gets of an argument."""
@@ -186,7 +202,22 @@ class _CallReplica(Replica):
         mask = get_keras_mask(leaf)
         if mask is not None:
             set_keras_mask(own, self.take(mask))
+        self._inputs.append((leaf, own, own._version))
         return own
+
+    def all_joined(self, outputs: Any, layer: Any) -> Any:
+        """Return the outputs of a layer for all rows; an input that it returns is that input."""
+        name = f"{{}} of layer {layer.name!r} ({type(layer).__name__})"
+        for whole, own, version in self._inputs:
+            if own._version != version:  # the layer has written into it: `x += 1` in `call`
+                whole.copy_(self.joined(own, name.format("An input")))
+        inputs = {id(own): whole for whole, own, _ in self._inputs}
+
+        def whole_output(leaf: Any) -> Any:
+            is_input = id(leaf) in inputs
+            return inputs[id(leaf)] if is_input else self.joined(leaf, name.format("An output"))
+
+        return keras.tree.map_structure(whole_output, outputs)
 
     def joined(self, own: Any, name: str) -> Any:
         """Return the output of all replicas, given that of this one."""
@@ -288,21 +319,42 @@ def _draws(layer: Any) -> bool:
 
 
 def _form(leaf: Any) -> Any:
+    if isinstance(leaf, keras.Variable):
+        return leaf.path
     if not isinstance(leaf, torch.Tensor):
         return repr(leaf)
     mask = get_keras_mask(leaf)
     return leaf.ndim, tuple(leaf.shape[1:]), leaf.dtype, None if mask is None else mask.ndim
 
 
-def _plain_attributes(layer: Any) -> str:
-    """Return the numbers and texts among the attributes of layers of a user's own."""
-    return repr(
-        [
-            [(name, value) for name, value in vars(inner).items() if isinstance(value, _PLAIN)]
-            for inner in layers_in(layer)
-            if not module_in_keras(type(inner))
-        ]
-    )
+_NEEDS_GRADIENT = object()
+
+
+def _attributes(layer: Any) -> Iterator[Any]:
+    """Return what decides the operations of a layer, and whether it holds a tensor in a graph."""
+    for inner in layers_in(layer):
+        own = not module_in_keras(type(inner))
+        for name, value in vars(inner).items():
+            if own or not name.startswith("_"):
+                yield name
+                yield from _parts(value)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, _PLAIN):
+        yield value
+    elif isinstance(value, dict):
+        for name, part in value.items():
+            yield str(name)
+            yield from _parts(part)
+    elif isinstance(value, list | tuple | set):
+        yield len(value)
+        for part in value:
+            yield from _parts(part)
+    elif isinstance(value, torch.Tensor):
+        yield _NEEDS_GRADIENT if value.requires_grad else tuple(value.shape)
+    else:
+        yield type(value)
 
 
 def _refused(layer: Any, args: Any, kwargs: Any) -> str | None:
@@ -342,13 +394,29 @@ def _symbol(leaf: Any) -> Any:
 
 
 def numbers_in(logs: Any, model: Any) -> dict[str, float]:
-    """Return the numbers among the logs of a step, by name: without any, the sum of the weights."""
+    """Return the numbers among the logs of a step, by name, and the sum of the weights.
+
+    The logs do not show weights that differ, as all replicas have the same outputs of each layer.
+    """
     found: dict[str, float] = {}
     for name, value in logs.items() if isinstance(logs, dict) else ():
         number = value.detach() if isinstance(value, torch.Tensor) else value
         with suppress(TypeError, ValueError, RuntimeError):
             found[str(name)] = float(number)
-    if isinstance(logs, dict) and not found:
-        sums = [weight.value.detach().double().sum() for weight in model.trainable_weights]
-        found["the sum of weights"] = float(sum(sums))
+    sums = [tensor.sum(dtype=torch.float64) for tensor in _float_weights(model)]
+    found[SUM_OF_WEIGHTS] = float(sum(sums))
     return found
+
+
+def size_of_weights(model: Any) -> float:
+    """Return the root of the sum of the squares of the weights."""
+    norms = [tensor.norm().double() ** 2 for tensor in _float_weights(model)]
+    return math.sqrt(float(sum(norms)))
+
+
+SUM_OF_WEIGHTS = "the sum of the weights"
+
+
+def _float_weights(model: Any) -> list[Any]:
+    values = [stored_value(weight) for weight in model.weights]
+    return [value.detach() for value in values if value.is_floating_point()]

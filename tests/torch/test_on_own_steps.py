@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from keras import layers, ops
+from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel, WorkerDied
@@ -528,6 +529,50 @@ class Borrowed(Own):
 def test_a_layer_may_call_a_batch_norm_of_the_model():
     one, many = trained(Borrowed)
     assert_equal(one, many)
+
+
+class Elsewhere(Own):
+    """A layer computes with the weight of a layer that Keras does not know."""
+
+    def __init__(self):
+        inner = Borrowing()
+        inner.build((None, 4))
+        inner.holder.norm = layers.LayerNormalization()
+        inner.holder.norm.build((None, 4))
+        super().__init__(inner=inner)
+
+    def loss_of(self, x):
+        return ops.mean(ops.square(self.inner(x, training=True) - 1))
+
+
+class Again(layers.Layer):
+    def build(self, shape):
+        self.kernel = self.add_weight((4, 4))
+
+    def call(self, x):
+        x = x.detach().requires_grad_()
+        return checkpoint(lambda x: ops.matmul(x, self.kernel), x, use_reentrant=True)
+
+
+class Recomputed(Own):
+    def __init__(self):
+        inner = lockstep.rowwise(Again())
+        inner.build((None, 4))
+        super().__init__(inner=inner)
+
+    def loss_of(self, x):
+        return ops.mean(ops.square(self.inner(x) - 1))
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [(Elsewhere, "is no argument and no weight of the model"), (Recomputed, "use_reentrant")],
+)
+def test_a_gradient_that_would_be_that_of_some_rows_is_refused(build, reason):
+    _, model = both(build)
+    model.compile(optimizer="sgd")
+    with pytest.raises(UnsupportedModel, match=reason):
+        model.fit(numbers(14, 4), batch_size=7, **QUIET)
 
 
 class Hooked(Own):

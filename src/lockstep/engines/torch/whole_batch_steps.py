@@ -27,6 +27,7 @@ from lockstep.engines.torch.model_pickle import dump, load
 from lockstep.engines.torch.replica import RandomStreams, Replica
 from lockstep.engines.torch.scratch import Scratch
 from lockstep.engines.torch.stateful import copied_states
+from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
     get_keras_mask,
     layers_in,
@@ -177,9 +178,17 @@ class WholeBatchSteps:
                 replica.streams.separate(replica.rank, self.shared),
             ):
                 args, kwargs = keras.tree.map_structure(replica.own_part, (args, kwargs))
+                entered = _graph_nodes((used, args, kwargs))
                 own = call(*args, **kwargs)
         finally:
             self._inside = False
+        reason = _wrong_gradient(own, entered)
+        if reason is not None:
+            raise UnsupportedModel(
+                f"Layer {layer.name!r} of {self._model.name!r} {reason}: a gradient would be that "
+                "of some rows.\nMake the tensor an argument of the call, make its layer an "
+                "attribute of the model, or call lockstep.release(model)."
+            )
         return replica.all_joined(own, layer)
 
 
@@ -307,6 +316,28 @@ class _SameOnAll(torch.autograd.Function):  # type: ignore[misc]
 
 
 # ---------------------------------------------------------------- helpers
+
+
+def _graph_nodes(nest: Any) -> list[Any]:
+    leaves = [leaf for leaf in keras.tree.flatten(nest) if isinstance(leaf, torch.Tensor)]
+    return [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None]
+
+
+def _wrong_gradient(outputs: Any, entered: list[Any]) -> str | None:
+    """Return why gradients do not go by the nodes that have entered alone, `None` if they do."""
+    nodes, seen = _graph_nodes(outputs), set(entered)
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        name = type(node).__name__
+        if name == "AccumulateGrad" and isinstance(node.variable, torch.nn.Parameter):
+            return "computes with a tensor that is no argument and no weight of the model"
+        if name == "CheckpointFunctionBackward":
+            return "uses torch.utils.checkpoint with use_reentrant=True"
+        nodes += [following for following, _ in node.next_functions if following is not None]
+    return None
 
 
 def _with_rows(nest: Any) -> list[Any]:

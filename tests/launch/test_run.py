@@ -66,7 +66,7 @@ def wait_until(condition):
 def is_running(pid):
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it may end between the two calls in there
         return False
     return state not in ("Z", "X")
 

@@ -148,7 +148,7 @@ class WholeBatchSteps:
 
     @contextmanager
     def _plain_calls(self) -> Iterator[None]:
-        """Let layers have no method of a step inside the context."""
+        """Let layers have their own `call` again inside the context."""
         methods = [(layer, vars(layer)["call"], before) for layer, before in self._calls]
         for layer, _, before in methods:
             del vars(layer)["call"]
@@ -185,8 +185,8 @@ class WholeBatchSteps:
         reason = _wrong_gradient(own, entered)
         if reason is not None:
             raise UnsupportedModel(
-                f"Layer {layer.name!r} of {self._model.name!r} {reason}: a gradient would be that "
-                "of some rows.\nMake the tensor an argument of the call, make its layer an "
+                f"Layer {layer.name!r} of {self._model.name!r} {reason}: its gradient would cover "
+                "some rows only.\nMake the tensor an argument of the call, make its layer an "
                 "attribute of the model, or call lockstep.release(model)."
             )
         return replica.all_joined(own, layer)
@@ -303,7 +303,7 @@ class _Summed(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _SameOnAll(torch.autograd.Function):  # type: ignore[misc]
-    """A number that every replica has computed alike, without its rows: a replicated one."""
+    """A scalar that does not depend on rows: every replica has computed the same."""
 
     @staticmethod
     def forward(ctx: Any, own: Any, group: Group) -> Any:
@@ -324,7 +324,12 @@ def _graph_nodes(nest: Any) -> list[Any]:
 
 
 def _wrong_gradient(outputs: Any, entered: list[Any]) -> str | None:
-    """Return why gradients do not go by the nodes that have entered alone, `None` if they do."""
+    """Return why a gradient would miss the rows of other replicas, `None` if it does not.
+
+    Args:
+        outputs: The outputs of a shared call.
+        entered: The nodes by which arguments and weights have entered the call.
+    """
     nodes, seen = _graph_nodes(outputs), set(entered)
     while nodes:
         node = nodes.pop()

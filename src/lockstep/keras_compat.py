@@ -569,6 +569,55 @@ def symbolic_calls(hooks: Any) -> Iterator[None]:
             setattr(owner, name, plain)
 
 
+_DRAWS_BY_SHAPE = ("normal", "randint", "truncated_normal", "uniform")
+
+
+@contextmanager
+def same_draws_for_all_rows() -> Iterator[None]:
+    """Let Keras draw the same random numbers for every row of a batch inside the context.
+
+    They do not depend on a seed, but seeds advance. So the rows of several devices have the
+    numbers of one device.
+
+    keras/src/backend/*/random.py, from 3.16 on ops/random.py
+    """
+    module = keras.src.backend.random
+    draw_seed = keras.src.random.seed_generator.draw_seed
+    before = {name: vars(module)[name] for name in (*_DRAWS_BY_SHAPE, "dropout")}
+
+    def by_shape(plain: Any) -> Any:
+        @functools.wraps(plain)
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            given = inspect.signature(plain).bind(*args, **kwargs).arguments
+            draw_seed(given.get("seed"))
+            shape = given["shape"]
+            shape = list(keras.ops.unstack(shape) if hasattr(shape, "dtype") else shape)
+            one = plain(**{**given, "shape": (1, *shape[1:]), "seed": _ANY_SEED})
+            return keras.ops.copy(keras.ops.broadcast_to(one, shape)) if shape else one[0]
+
+        return draw
+
+    @functools.wraps(before["dropout"])
+    def dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
+        draw_seed(seed)
+        one = keras.ops.ones_like(inputs[:1]) if len(inputs.shape) else keras.ops.ones_like(inputs)
+        if noise_shape is not None:
+            noise_shape = (1, *noise_shape[1:])
+        return inputs * before["dropout"](one, rate, noise_shape=noise_shape, seed=_ANY_SEED)
+
+    try:
+        for name in _DRAWS_BY_SHAPE:
+            setattr(module, name, by_shape(before[name]))
+        module.dropout = dropout
+        yield
+    finally:
+        for name, plain in before.items():
+            setattr(module, name, plain)
+
+
+_ANY_SEED = 1
+
+
 def wrapped_by_keras(model: Any) -> bool:
     """Whether Keras trains the model on PyTorch in a `DistributedDataParallel` of its own.
 

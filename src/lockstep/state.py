@@ -101,7 +101,7 @@ def restore(model: Any, values: Values) -> None:
     for name, variable in named.items():
         if name in values:
             variable.assign(values[name])
-    for _, optimizer in _optimizers(model):
+    for _, optimizer in optimizers_of(model):
         if any(names[id(slot)] not in values for slot in optimizer.variables):
             fresh = type(optimizer).from_config(optimizer.get_config())
             # keras/src/optimizers/base_optimizer.py, BaseOptimizer.build
@@ -157,14 +157,14 @@ def _without_metrics(model: Any) -> dict[str, Any]:
     named: dict[str, Any] = {}
     for variable in unique([*model.variables, *groups["non_trainable"]]):
         _add(named, variable.path, variable)
-    for name, optimizer in _optimizers(model):
+    for name, optimizer in optimizers_of(model):
         for variable in optimizer.variables:
             _add(named, f"{name}/{variable.path}", variable)
     return named
 
 
-def _optimizers(model: Any) -> list[tuple[str, Any]]:
-    """The optimizer of a model, and others that are its attributes, as a GAN has them."""
+def optimizers_of(model: Any) -> list[tuple[str, Any]]:
+    """Return the optimizer of a model, and others that are its attributes, as a GAN has them."""
     import keras
 
     attributes = vars(model).items()

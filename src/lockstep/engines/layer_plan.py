@@ -21,8 +21,11 @@ class LayerPlan:
         proven: The numbers of those `candidates` that work row by row.
         draws_together: Whether layers that draw random numbers run on the global batch, so that
             the numbers are those of one device.
+        distrusted: The numbers of those `parts` that gave other numbers in a first step. They run
+            on the global batch.
 
     Attributes:
+        parts: Layers and operations, but for containers, in the order of the model.
         candidates: Layers and operations that are not Keras's own known ones, or the model
             itself, in the order of the model. The same model has the same order anywhere.
         whole: Layers and operations that run on the global batch.
@@ -35,15 +38,22 @@ class LayerPlan:
     """Whether each replica runs its own rows of the state of a stateful RNN."""
 
     def __init__(
-        self, model: Any, proven: Collection[int] = (), *, draws_together: bool = False
+        self,
+        model: Any,
+        proven: Collection[int] = (),
+        *,
+        draws_together: bool = False,
+        distrusted: Collection[int] = (),
     ) -> None:
         self.draws_together = draws_together
+        self.parts: list[Any] = []
         self.candidates: list[Any] = []
         self.whole: list[Any] = []
         self.norms: list[Any] = []
         self.stateful: list[Any] = []
         self.every: list[Any] = []
         self._proven = proven
+        self._distrusted = distrusted
         self._seen: set[int] = set()
         if model is not None:
             self._sort(model)
@@ -65,6 +75,12 @@ class LayerPlan:
             self.every.append(part)
             for inner in operations_of(part):
                 self._sort(inner)
+            return
+        self.parts.append(part)
+        if len(self.parts) - 1 in self._distrusted:
+            self.whole.append(part)
+            if not (is_batch_norm(part) or works_by_rows(part) or rnns):
+                self.candidates.append(part)  # the others keep their numbers
         elif is_batch_norm(part):
             self.norms.append(part)
             self.every.append(part)

@@ -19,10 +19,23 @@ from lockstep.engines.call_guard import CallGuard
 from lockstep.engines.engine import DEFAULT_INPUT, InputOptions
 from lockstep.engines.holders import check_shared, holders_of
 from lockstep.engines.loop_methods import stepping_methods
+from lockstep.engines.replicas.first_step import (
+    Bounds,
+    Difference,
+    FirstSteps,
+    Recording,
+    Sketches,
+    bounds_for,
+    compare,
+    distrusted_part,
+    form_of,
+)
 from lockstep.engines.torch import devices as torch_devices
 from lockstep.engines.torch import joining
 from lockstep.engines.torch.branches.branch_steps import BranchSteps, to_default_device
+from lockstep.engines.torch.first_step import recorded_step, stock_step
 from lockstep.engines.torch.joined_runner import JoinedRunner
+from lockstep.engines.torch.layers import Plan
 from lockstep.engines.torch.placement import check_placement, move_model, torch_device_of
 from lockstep.engines.torch.pool import Lease
 from lockstep.engines.torch.pool_runner import PoolRunner
@@ -40,7 +53,7 @@ from lockstep.errors import (
     UnsupportedModel,
 )
 from lockstep.fit_lines import Given, branches_line, fit_line
-from lockstep.keras_compat import BUILD, wrapped_by_keras
+from lockstep.keras_compat import BUILD, layers_in, wrapped_by_keras
 from lockstep.launch.environment import Place
 from lockstep.launch.status import STATUS_OF_PROCESS
 from lockstep.layout import Layout, both_layouts
@@ -139,6 +152,7 @@ class Attachment:
         self._warned: set[str] = set()
         self._begun: set[str] = set()
         self._unshared: set[str] = set()
+        self._first_steps = FirstSteps(model)
         # The end of the model ends its part in the pool; a lease knows no model.
         weakref.finalize(model, self._lease.end)
 
@@ -223,6 +237,7 @@ class Attachment:
             # Keras checks the options, and makes the function for one device.
             getattr(type(model), f"make_{name}")(model, force=True)
             kind = name.removesuffix("_function")
+            self._first_steps.forget(kind)
             vars(model)[name] = self._function(kind, getattr(model, name))
 
         return make_function
@@ -288,6 +303,10 @@ class Attachment:
             self._runner.agree_on_plan(reason)
         if reason is not None:
             return self._step_on_whole_batch(kind, plain, batch, reason)
+        self._compare_first_step(kind, data, rows)
+        if kind in self._first_steps.alone:
+            self._warn_of_alone(self._first_steps.alone[kind])
+            return plain([batch])
         result = self._runner.step(kind, data, rows)
         self._warn_of_whole(self._runner.whole_layers)
         return result
@@ -301,6 +320,59 @@ class Attachment:
         self._begun.add(kind)
         return first and not is_ready_for_custom_step(self.model, kind)
 
+    def _compare_first_step(self, kind: str, data: Any, rows: int) -> None:
+        """Compare a step of a new form with that of one device, before any update."""
+        model, runner, size = self.model, self._runner, len(self.devices)
+        form = form_of(data), runner.times_sent
+        if not self._first_steps.is_due(kind, form, Plan(model).candidates):
+            return
+
+        def run(some: Any, count: int) -> tuple[Sketches, list[Sketches], Bounds]:
+            one = self._recorded_alone(kind, some, is_custom=False)
+            several, sketches = runner.recorded(kind, some, count)
+            return one.sketches(), sketches, bounds_for(model, one.dtypes | several.dtypes)
+
+        def distrust(found: Difference) -> Any:
+            return distrusted_part(found, model, runner.plan.parts, runner.distrusted)
+
+        self._first_steps.settle(
+            kind, lambda: runner.agreed_difference(compare(model, data, rows, size, run)), distrust
+        )
+
+    def _compare_first_custom_step(self, kind: str, batch: Any) -> None:
+        """Compare a step of the user's own of a new form with that of one device."""
+        model, runner = self.model, self._runner
+        if not self._first_steps.is_due(kind, (form_of(batch), runner.times_sent), ()):
+            return
+        leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None and leaf.ndim]
+        rows = {len(leaf) for leaf in leaves}
+
+        def run(some: Any, count: int) -> tuple[Sketches, list[Sketches], Bounds]:
+            one = self._recorded_alone(kind, some, is_custom=True)
+            several = runner.recorded_on_whole_batch(kind, some)
+            bounds = bounds_for(model, one.dtypes | several.dtypes)
+            return one.sketches(), [several.sketches()], bounds
+
+        def distrust(found: Difference) -> Any:
+            layers = layers_in(model)
+            return distrusted_part(found, model, layers, runner.whole_batch.distrusted)
+
+        if len(rows) == 1:
+            count = rows.pop()
+            self._first_steps.settle(
+                kind, lambda: compare(model, batch, count, len(self.devices), run), distrust
+            )
+
+    def _recorded_alone(self, kind: str, data: Any, *, is_custom: bool) -> Recording:
+        tensors = self._runner.tensors()
+        with copied_states(self.model):
+            return recorded_step(
+                self.model,
+                lambda: stock_step(self.model, kind, data),
+                is_custom=is_custom,
+                tensors=tensors,
+            )
+
     def _step_on_whole_batch(
         self, kind: str, plain: Callable[[Any], Any], batch: Any, reason: str
     ) -> Any:
@@ -309,6 +381,10 @@ class Attachment:
         if kind not in self._unshared:
             unshared = runner.unshared(batch)
             if unshared is None:
+                self._compare_first_custom_step(kind, batch)
+                if kind in self._first_steps.alone:
+                    self._warn_of_alone(self._first_steps.alone[kind])
+                    return plain([batch])
                 result = runner.step_on_whole_batch(kind, batch)
                 if runner.whole_batch.shared:
                     self._warn_of_whole(runner.whole_batch.whole)
@@ -320,8 +396,8 @@ class Attachment:
             self._warn_of_alone(reason, unshared)
         return plain([batch])
 
-    def _warn_of_alone(self, reason: str, unshared: str) -> None:
-        what = f"{self.model.name!r} {reason} {unshared}"
+    def _warn_of_alone(self, *reasons: str) -> None:
+        what = " ".join([repr(self.model.name), *reasons])
         self._warn(f"{what},\nso the first device runs every batch alone")
 
     def _warn_of_whole(self, layers: dict[str, str]) -> None:

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from lockstep.engines.replicas.first_step import Difference, Recording, Sketches
+from lockstep.engines.torch.first_step import recorded_step
 from lockstep.engines.torch.forward_state import ForwardState
 from lockstep.engines.torch.group import PeerLost
 from lockstep.engines.torch.layers import Plan
@@ -119,15 +121,21 @@ class JoinedRunner(StepRunner):
         """Run one step in every process, and return the logs or predictions in each."""
         if self.unchecked:
             proven = self._proven(Plan(self._model))
-            self._plan = Plan(self._model, proven, draws_together=self.draws_together)
+            self._plan = self._planned(proven)
             self._state = ForwardState(self._model)
         self._state.save()
         self._trained |= kind == "train"
+        with self._together(rows) as replica, self._random_numbers(kind):
+            result = run_step(kind, self._model, self._plan, replica, data)
+        self.unchecked = self._changes
+        return result
+
+    @contextmanager
+    def _together(self, rows: int) -> Iterator[Replica]:
+        """Exchange rows with the other processes inside the context."""
+        replica = Replica(self._group.ranks, rows, self._streams, self._device, returns=True)
         try:
-            with self._random_numbers(kind):
-                ranks = self._group.ranks
-                replica = Replica(ranks, rows, self._streams, self._device, returns=True)
-                result = run_step(kind, self._model, self._plan, replica, data)
+            yield replica
             replica.check()
         except PeerLost:
             self._group.leave_ranks()
@@ -136,8 +144,34 @@ class JoinedRunner(StepRunner):
         except BaseException:
             self._group.leave_ranks()
             raise
-        self.unchecked = self._changes
-        return result
+
+    def recorded(self, kind: str, data: Any, rows: int) -> tuple[Recording, list[Sketches]]:
+        """Run one step in every process without an update; see `StepRunner`.
+
+        Each process has the sketches of its own rows.
+        """
+        self._plan = self._planned(self._proven(Plan(self._model)))
+        self._state = ForwardState(self._model)
+        self._state.save()
+        with self._together(rows) as replica:
+            recording = recorded_step(
+                self._model, lambda: self._drawn_as_one(kind, replica, data), is_custom=False
+            )
+        self._know()
+        self.unchecked = True
+        several: list[Sketches] = [{} for _ in range(self._group.size)]
+        several[self._group.rank] = recording.sketches()
+        return recording, several
+
+    def _drawn_as_one(self, kind: str, replica: Replica, data: Any) -> Any:
+        with self._streams.of_one_device():
+            return run_step(kind, self._model, self._plan, replica, data)
+
+    def agreed_difference(self, found: Difference | None) -> Difference | None:
+        """Return the difference that some process has found, the same one in all processes."""
+        word = ["", "", 0.0] if found is None else [found.kind, found.name, found.distance]
+        _, greatest = once(word)
+        return Difference(*greatest) if greatest[0] else None
 
     def _random_numbers(self, kind: str) -> AbstractContextManager[None]:
         if self.draws_together:

@@ -1,15 +1,18 @@
 """Runs the steps of one model on a pool, from rank 0, and keeps the workers' models equal to it."""
 
 import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
 import numpy as np
 import torch
 
+from lockstep.engines.replicas.first_step import Recording, Sketches
+from lockstep.engines.torch.first_step import recorded_step
 from lockstep.engines.torch.forward_state import ForwardState
 from lockstep.engines.torch.group import PeerLost
-from lockstep.engines.torch.layers import Plan
 from lockstep.engines.torch.placement import copies_on
 from lockstep.engines.torch.pool import Lease, Pool
 from lockstep.engines.torch.replica import Replica, random_state
@@ -48,7 +51,7 @@ class PoolRunner(StepRunner):
     def __init__(self, model: Any, device: torch.device, lease: Lease) -> None:
         super().__init__(model, device)
         self._lease = lease
-        self._proven_there: list[int] = []
+        self._plan_there: tuple[list[int], list[int]] = [], []
         self._pool: Pool | None = None
         self._sent: Any = None
         self._tensors: list[Any] = []
@@ -84,6 +87,31 @@ class PoolRunner(StepRunner):
             self._versions = [tensor._version for tensor in self._tensors]
         return result
 
+    def tensors(self) -> list[Any]:
+        """Return the tensors that workers are sent, which those of closures are among."""
+        return self._dumped()[1]
+
+    def recorded(self, kind: str, data: Any, rows: int) -> tuple[Recording, list[Sketches]]:
+        """Run one step on all devices without an update; see `StepRunner`."""
+        pool = self._running_pool()
+        with pool.in_use():
+            self._make_equal(pool)
+            self._send_plan(pool)
+            description = pool.memory.write(data)
+            mode, numbers = self._model.training, random_state()
+            pool.send("recorded", self._lease.key, kind, mode, rows, description, numbers)
+            self._streams.share(numbers)
+            replica = Replica(pool.group, rows, self._streams, self._device)
+            recording = recorded_step(
+                self._model,
+                lambda: run_step(kind, self._model, self._plan, replica, data),
+                is_custom=False,
+                tensors=self.tensors(),
+            )
+            found = [recording.sketches(), *pool.receive()]
+        self.unchecked = True  # workers have moving means of that step
+        return recording, found
+
     def unshared(self, batch: Any) -> str | None:
         """Return why the devices cannot share a step on the whole batch, `None` if they can."""
         self._bytes_of_step = None
@@ -109,24 +137,10 @@ class PoolRunner(StepRunner):
         """Run one step on the whole batch on every device; see `StepRunner`."""
         pool = self._running_pool()
         try:
-            with pool.in_use():
-                self._make_equal(pool)
-                self._send_gradients(pool)
-                self._send_seeds(pool)
-                description = pool.memory.write(batch)
-                mode, random_numbers = self._model.training, random_state()
-                key = self._lease.key
-                pool.send("whole_step", key, kind, mode, description, random_numbers)
+            with self._whole_step(pool, "whole_step", kind, batch) as run:
                 self._state.save()
                 try:
-                    result = self.whole_batch.run(
-                        kind,
-                        copies_on(self._device, batch),
-                        pool.group,
-                        self._streams,
-                        self._device,
-                        draws_together=self.draws_together,
-                    )
+                    result = run()
                     pool.group.check()
                 except PeerLost:
                     self._state.put_back()
@@ -140,6 +154,48 @@ class PoolRunner(StepRunner):
             )
             raise
         return result
+
+    @contextmanager
+    def _whole_step(
+        self, pool: Pool, name: str, kind: str, batch: Any
+    ) -> Iterator[Callable[[], Any]]:
+        """Send a step on the whole batch, and yield the function that runs it here."""
+        with pool.in_use():
+            self._make_equal(pool)
+            self._send_gradients(pool)
+            self._send_seeds(pool)
+            description = pool.memory.write(batch)
+            mode, random_numbers = self._model.training, random_state()
+            distrusted = self.whole_batch.distrusted
+            key = self._lease.key
+            pool.send(name, key, kind, mode, description, random_numbers, list(distrusted))
+
+            def run() -> Any:
+                return self.whole_batch.run(
+                    kind,
+                    copies_on(self._device, batch),
+                    pool.group,
+                    self._streams,
+                    self._device,
+                    draws_together=self.draws_together,
+                )
+
+            yield run
+
+    def recorded_on_whole_batch(self, kind: str, batch: Any) -> Recording:
+        """Run one step on the whole batch on every device without an update."""
+        pool = self._running_pool()
+        with self._whole_step(pool, "recorded_whole_step", kind, batch) as run:
+            recording = recorded_step(
+                self._model,
+                run,
+                is_custom=True,
+                tensors=self.tensors(),
+                skips=lambda: self.whole_batch.is_inside,
+            )
+            pool.receive()
+        self.unchecked = True
+        return recording
 
     def _check_logs(self, mine: dict[str, float], every: list[dict[str, float]]) -> None:
         sizes = {SUM_OF_WEIGHTS: size_of_weights(self._model)}
@@ -188,13 +244,14 @@ class PoolRunner(StepRunner):
         else:
             self._sent = None
             pool.send("model", self._lease.key, data, settings, self.draws_together)
-            self._plan = Plan(self._model, draws_together=self.draws_together)
-            self._proven_there = []
+            self._plan = self._planned(())
+            self._plan_there = [], []
+            self.times_sent += 1
             self._gradients = []
             self._tensors = tensors
             self._structure = _structure(tensors)
             self._state = ForwardState(self._model)
-            self.whole_batch = WholeBatchSteps(self._model)
+            self.whole_batch = WholeBatchSteps(self._model, self.whole_batch.distrusted)
             differ = list(range(len(tensors)))
             self._sent = sent
         self._send_values(pool, differ)
@@ -218,11 +275,11 @@ class PoolRunner(StepRunner):
         pool.send("seeds", random.getstate(), np.random.get_state(), keras_seed)
 
     def _send_plan(self, pool: Pool) -> None:
-        proven = self._proven(self._plan)
-        if proven != self._proven_there:
-            pool.send("plan", self._lease.key, proven)
-            self._plan = Plan(self._model, proven, draws_together=self.draws_together)
-            self._proven_there = proven
+        plan = self._proven(self._plan), sorted(self.distrusted)
+        if plan != self._plan_there:
+            pool.send("plan", self._lease.key, *plan)
+            self._plan = self._planned(plan[0])
+            self._plan_there = plan
 
     def _structure_changed(self) -> bool:
         return _structure(self._tensors) != self._structure

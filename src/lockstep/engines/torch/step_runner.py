@@ -1,12 +1,13 @@
 """What a step on several devices needs, whoever has started their processes."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from lockstep.engines.replicas.first_step import Difference, Recording, Sketches
 from lockstep.engines.torch.layers import Plan
 from lockstep.engines.torch.model_pickle import dump
 from lockstep.engines.torch.replica import RandomStreams
@@ -24,6 +25,9 @@ class StepRunner:
         device: The PyTorch device of this process.
 
     Attributes:
+        distrusted: Why parts of the model run on the global batch although they were proven, by
+            their number in `Plan.parts`: they gave other numbers in a first step.
+        times_sent: How often the model was sent to workers.
         unchecked: Whether the next step compares everything. Within `epoch`, only the first one
             does, unless code of the user may change the model.
         draws_together: Whether every device draws the random numbers of the global batch.
@@ -39,6 +43,8 @@ class StepRunner:
         self._device = device
         self._streams = RandomStreams()
         self._changes = True
+        self.distrusted: dict[int, str] = {}
+        self.times_sent = 0
         self._proofs = RowProofs(model)
         self._reasons: ReasonsByNumber = {}
         self._unsplit: str | None = None
@@ -80,6 +86,37 @@ class StepRunner:
         """
         raise NotImplementedError
 
+    def recorded(self, kind: str, data: Any, rows: int) -> tuple[Recording, list[Sketches]]:
+        """Run one step on all devices without an update.
+
+        Args:
+            kind: `"train"`, `"test"` or `"predict"`.
+            data: Inputs, targets and sample weights of a few rows.
+            rows: Their number.
+
+        Returns:
+            What this replica has computed, and the sketches of each replica that is known here.
+        """
+        raise NotImplementedError
+
+    def tensors(self) -> list[Any]:
+        """Return tensors that the code of the model reaches, besides its variables."""
+        return []
+
+    def agreed_difference(self, found: Difference | None) -> Difference | None:
+        """Return the difference that all processes act on."""
+        return found
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the last step."""
+        return self._plan
+
+    def _planned(self, proven: Collection[int]) -> Plan:
+        return Plan(
+            self._model, proven, draws_together=self.draws_together, distrusted=self.distrusted
+        )
+
     def unshared(self, batch: Any) -> str | None:
         """Return why `step_on_whole_batch` cannot run this batch, `None` if it can."""
         return "and several processes do not share that"
@@ -96,11 +133,16 @@ class StepRunner:
         """
         raise NotImplementedError
 
+    def recorded_on_whole_batch(self, kind: str, batch: Any) -> Recording:
+        """Run one step on the whole batch on every device without an update."""
+        raise NotImplementedError
+
     @property
     def whole_layers(self) -> dict[str, str]:
         """Why every device runs some layers on the whole batch, by name, in the last step."""
-        parts = self._plan.candidates
-        return {parts[number].name: reason for number, reason in self._reasons.items()}
+        plan = self._plan
+        found = {plan.candidates[number].name: reason for number, reason in self._reasons.items()}
+        return {plan.parts[n].name: reason for n, reason in self.distrusted.items()} | found
 
     @property
     def waited(self) -> float:

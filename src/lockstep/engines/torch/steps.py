@@ -113,9 +113,16 @@ def recorded(model: Any, whole: Callable[[Any], Any]) -> Iterator[dict[str, Any]
             if isinstance(output, torch.Tensor):
                 seen[f"activation/{len(seen):05d}/{layer.path}"] = whole(output)
 
-    hooks = [layer.register_forward_hook(record) for layer in watched_layers(model)]
-    try:
+    with watching(watched_layers(model), record):
         yield seen
+
+
+@contextmanager
+def watching(layers: list[Any], record: Callable[[Any, Any, Any], None]) -> Iterator[None]:
+    """Call `record` with each of these layers, its arguments and its outputs, in this context."""
+    hooks = [layer.register_forward_hook(record) for layer in layers]
+    try:
+        yield
     finally:
         for hook in hooks:
             hook.remove()

@@ -51,17 +51,21 @@ class WholeBatchSteps:
     Every process decides alike which calls are shared: it has the same code and the same shapes.
 
     Attributes:
+        distrusted: Why layers are not shared although they were proven, by their number in
+            `layers_in`: they gave other numbers in a first step.
+        is_inside: Whether the code that runs now is in a call that is shared.
         shared: The number of calls that were shared in the last step.
         whole: Why a layer ran on the whole batch in the last step, by its name.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, distrusted: dict[int, str] | None = None) -> None:
+        self.distrusted = distrusted or {}
         self.shared = 0
         self.whole: dict[str, str] = {}
         self._model = model
         self._known: dict[Any, str | None] = {}
         self._functions: set[FunctionType] = set()
-        self._inside = False
+        self.is_inside = False
         self._calls: list[tuple[Any, Any]] = []
         self._variables: list[Any] = []
 
@@ -92,7 +96,7 @@ class WholeBatchSteps:
             call = layer.call
 
             def shared_call(*args: Any, **kwargs: Any) -> Any:
-                if self._inside or not layer.weights or (draws_together and _draws(layer)):
+                if self.is_inside or not layer.weights or (draws_together and _draws(layer)):
                     return call(*args, **kwargs)
                 reason = self._why_whole(layer, args, kwargs)
                 if reason is not None:
@@ -127,6 +131,9 @@ class WholeBatchSteps:
 
     def _why_whole(self, layer: Any, args: Any, kwargs: Any) -> str | None:
         """Return why a call is not shared, `None` if it is."""
+        for number, (each, _) in enumerate(self._calls):
+            if number in self.distrusted and layer in layers_in(each):
+                return self.distrusted[number]
         leaves = keras.tree.flatten((args, kwargs))
         rows = {len(leaf) for leaf in _with_rows(leaves)}
         if not all(isinstance(leaf, _SENT) for leaf in leaves):  # it may hold a tensor
@@ -170,7 +177,7 @@ class WholeBatchSteps:
         tensors = [(variable, stored_value(variable)) for variable in self._variables]
         trained = [pair for pair in tensors if pair[1] is not None and pair[1].requires_grad]
         used = [_Used.apply(tensor, replica.group) for _, tensor in trained]
-        self._inside = True
+        self.is_inside = True
         try:
             with (
                 plan.in_force(replica),
@@ -181,7 +188,7 @@ class WholeBatchSteps:
                 entered = _graph_nodes((used, args, kwargs))
                 own = call(*args, **kwargs)
         finally:
-            self._inside = False
+            self.is_inside = False
         reason = _wrong_gradient(own, entered)
         if reason is not None:
             raise UnsupportedModel(

@@ -111,11 +111,12 @@ class _Worker:
         self._whole_batch[key] = WholeBatchSteps(model)
         self._models[key] = (model, Plan(model, draws_together=draws_together), tensors)
 
-    def _plan(self, key: int, proven: list[int]) -> None:
+    def _plan(self, key: int, proven: list[int], distrusted: list[int]) -> None:
         from lockstep.engines.torch.layers import Plan
 
         model, plan, tensors = self._models[key]
-        plan = Plan(model, proven, draws_together=plan.draws_together)
+        together = plan.draws_together
+        plan = Plan(model, proven, draws_together=together, distrusted=distrusted)
         self._models[key] = (model, plan, tensors)
 
     def _forget(self, key: int) -> None:
@@ -175,25 +176,59 @@ class _Worker:
         replica = Replica(self._group, rows, self._streams, self._device)
         run_step(kind, model, plan, replica, self._own_copy(model, batch))
 
-    def _whole_step(self, key: int, kind: str, training: bool, batch: Any, state: Any) -> None:
+    def _recorded(
+        self, key: int, kind: str, training: bool, rows: int, batch: Any, state: Any
+    ) -> None:
+        from lockstep.engines.torch.first_step import recorded_step
+        from lockstep.engines.torch.replica import Replica
+        from lockstep.engines.torch.steps import run_step
+
+        model, plan, _ = self._models[key]
+        self._streams.share(state)
+        if model.training != training:
+            model.train(training)
+        replica = Replica(self._group, rows, self._streams, self._device)
+        data = self._own_copy(model, batch)
+        recording = recorded_step(
+            model, lambda: run_step(kind, model, plan, replica, data), is_custom=False
+        )
+        self._rank_0.send_bytes(pickle.dumps(("recorded", recording.sketches(), "")))
+
+    def _whole_step(self, *step: Any) -> None:
+        from lockstep.engines.torch.whole_batch_steps import numbers_in
+
+        model, run = self._on_whole_batch(*step)
+        self._rank_0.send_bytes(pickle.dumps(("logs", numbers_in(run(), model), "")))
+
+    def _recorded_whole_step(self, *step: Any) -> None:
+        from lockstep.engines.torch.first_step import recorded_step
+
+        model, run = self._on_whole_batch(*step)
+        recorded_step(model, run, is_custom=True)
+        self._rank_0.send_bytes(pickle.dumps(("recorded", None, "")))
+
+    def _on_whole_batch(
+        self, key: int, kind: str, training: bool, batch: Any, state: Any, distrusted: list[int]
+    ) -> Any:
+        """Return the model, and a function that runs a step on the whole batch."""
         from lockstep.engines.torch.placement import copies_on
         from lockstep.engines.torch.replica import set_random_state
-        from lockstep.engines.torch.whole_batch_steps import numbers_in
 
         model, plan, _ = self._models[key]
         if model.training != training:
             model.train(training)
         data = copies_on(self._device, self._memory.read(batch))
         set_random_state(state)
-        logs = self._whole_batch[key].run(
-            kind,
-            data,
-            self._group,
-            self._streams,
-            self._device,
-            draws_together=plan.draws_together,
-        )
-        self._rank_0.send_bytes(pickle.dumps(("logs", numbers_in(logs, model), "")))
+        steps = self._whole_batch[key]
+        steps.distrusted = dict.fromkeys(distrusted, "")
+
+        def run() -> Any:
+            together = plan.draws_together
+            return steps.run(
+                kind, data, self._group, self._streams, self._device, draws_together=together
+            )
+
+        return model, run
 
     def _own_copy(self, model: Any, batch: Any) -> Any:
         """Return the tensors of a batch, copied where Keras may write into them.

@@ -1,0 +1,1 @@
+"""What engines with a copy of the model on each device share."""

@@ -1,0 +1,522 @@
+"""Compares the first step of each form on several devices with that of one, before any update.
+
+Engines with a copy of the model on each device guess: a layer that was followed is taken to work
+row by row, and a worker is taken to run the code of the caller. So the first few rows of a batch
+are run twice: by Keras's own step on one device, and by all devices. The outputs of the layers,
+the logs, the gradients and the other updates are compared by sketches. Nothing is updated.
+"""
+
+import operator
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from lockstep.engines.patched import patched
+from lockstep.engines.probe_helpers import watched_layers
+from lockstep.engines.rowwise import is_declared, untouched_random_numbers
+from lockstep.errors import UnsupportedModel
+from lockstep.keras_compat import (
+    METRIC_FUNCTION,
+    compiled_loss,
+    compiled_metrics,
+    layers_in,
+    module_in_keras,
+    own_trainable_variables,
+    single_losses,
+)
+from lockstep.shards import shard_rows
+from lockstep.state import optimizers_of, rnn_states
+from lockstep.training.overrides import is_keras
+
+Sketches = dict[str, np.ndarray]
+"""What a step has computed, by name: for each entry of the first dim, the numbers of `sketch`."""
+
+OUTPUT, LOG, GRADIENT, STATE = "output", "log", "gradient", "state"
+
+
+def is_checked() -> bool:
+    """Return whether first steps are checked: `LOCKSTEP_CHECK=0` turns it off."""
+    return os.environ.get("LOCKSTEP_CHECK", "1") != "0"
+
+
+def is_guessed(model: Any, kind: str, followed: Iterable[Any]) -> bool:
+    """Return whether a step runs any code but Keras's own.
+
+    Args:
+        model: The model.
+        kind: `"train"`, `"test"` or `"predict"`.
+        followed: The parts of the model whose code was followed.
+    """
+    if any(isinstance(part, keras.layers.Layer) for part in followed):
+        return True
+    if not all(is_keras(model, name) for name in (f"{kind}_step", "compute_loss")):
+        return True
+    if not all(map(_is_plain_layer, layers_in(model))):
+        return True
+    return kind != "predict" and not all(map(_is_of_keras, _compiled_parts(model)))
+
+
+def _compiled_parts(model: Any) -> list[Any]:
+    loss, metrics = compiled_loss(model), compiled_metrics(model)
+    losses = [] if loss is None or not loss.built else single_losses(loss)
+    measured = [] if metrics is None or not metrics.built else list(metrics.metrics)
+    functions = [getattr(part, "fn", None) for part in losses]
+    functions += [getattr(part, METRIC_FUNCTION, None) for part in measured]
+    optimizers = [optimizer for _, optimizer in optimizers_of(model) if optimizer is not None]
+    return [*losses, *measured, *optimizers, *(each for each in functions if each is not None)]
+
+
+def _is_of_keras(part: Any) -> bool:
+    return bool(module_in_keras(part if hasattr(part, "__name__") else type(part)))
+
+
+def _is_plain_layer(layer: Any) -> bool:
+    if not module_in_keras(type(layer)) or "call" in vars(layer):
+        return False
+    options = [value for name, value in vars(layer).items() if not name.startswith("_")]
+    return all(_is_of_keras(value) for value in options if callable(value))
+
+
+# ------------------------------------------------------------------------- what is compared
+
+_MOST = 2**22
+"""Numbers of one entry that a sketch reads, at most; of more, it reads every second, and so on."""
+
+
+def sketch(value: Any) -> Any:
+    """Return four numbers for each entry of the first dim of a tensor, in float64.
+
+    These are the Euclidean norm of the entry, two weighted sums of it, and the square root of its
+    size. Two entries that differ have other sums, in all likelihood.
+
+    Args:
+        value: A tensor of the backend, of any shape; it may be symbolic.
+    """
+    value = keras.ops.stop_gradient(keras.ops.convert_to_tensor(value))
+    if "complex" in keras.backend.standardize_dtype(value.dtype):
+        value = keras.ops.abs(value)
+    entries = keras.ops.shape(value)[0] if len(value.shape) else 1
+    flat = keras.ops.cast(keras.ops.reshape(value, (entries, -1)), "float64")
+    size = keras.ops.shape(flat)[1]
+    if isinstance(size, int) and size > _MOST:
+        flat = flat[:, :: -(-size // _MOST)]
+        size = keras.ops.shape(flat)[1]
+    places = keras.ops.arange(size, dtype="float64")
+    sums = [
+        keras.ops.sqrt(keras.ops.sum(flat * flat, axis=1)),
+        keras.ops.sum(flat * keras.ops.cos(1.7 * places), axis=1),
+        keras.ops.sum(flat * keras.ops.sin(0.9 * places + 0.4), axis=1),
+        keras.ops.sum(keras.ops.ones_like(flat), axis=1) ** 0.5,
+    ]
+    return keras.ops.stack(sums, axis=1)
+
+
+def has_entries(value: Any) -> bool:
+    """Return whether a tensor has a sketch."""
+    return all(dim != 0 for dim in value.shape[1:])
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How far two runs may be apart, relative to the size of what is compared.
+
+    Attributes:
+        value: For outputs, logs and states, relative to their norm.
+        gradient: For gradients. A kink of ReLU or max pooling moves them more than rounding does.
+        of_all: For a gradient, relative to the norm of all gradients.
+    """
+
+    value: float
+    gradient: float
+    of_all: float
+
+
+_BOUNDS = {
+    "float64": Bounds(1e-9, 1e-8, 1e-9),
+    "float32": Bounds(1e-4, 1e-3, 1e-4),
+    "half": Bounds(5e-2, 2e-1, 5e-2),
+}
+
+
+def bounds_for(model: Any, dtypes: Iterable[str]) -> Bounds:
+    """Return the bounds for a step that computes in these types, besides those of the model."""
+    found = {keras.config.floatx(), *dtypes, *(layer.compute_dtype for layer in layers_in(model))}
+    floats = {name for name in found if name and "float" in name}
+    if floats <= {"float64"}:
+        return _BOUNDS["float64"]
+    return _BOUNDS["float32" if floats <= {"float32", "float64"} else "half"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing in which several devices part from one.
+
+    Attributes:
+        kind: `OUTPUT`, `LOG`, `GRADIENT` or `STATE`.
+        name: The path of the layer or variable, or the name of the log.
+        distance: The largest distance, relative to the size of what was compared.
+    """
+
+    kind: str
+    name: str
+    distance: float
+
+    def __str__(self) -> str:
+        """Return what differs, and how far."""
+        what = {OUTPUT: "the output of", LOG: "the value of", GRADIENT: "the gradient of"}
+        return (
+            f"{what.get(self.kind, 'the update of')} {self.name!r} differs by {self.distance:.1e}"
+        )
+
+
+def difference(
+    one: Sketches, several: list[Sketches], rows: int, bounds: Bounds
+) -> Difference | None:
+    """Return the first thing in which several devices part from one, `None` if they agree.
+
+    Args:
+        one: What one device has computed.
+        several: What each replica has computed, of its rows; nothing of those that are not known.
+            One of them has everything else.
+        rows: The rows of the batch.
+        bounds: How far they may be apart.
+    """
+    shards = shard_rows(rows, len(several))
+    for name in _of(OUTPUT, one):
+        for replica, shard in zip(several, shards, strict=True):
+            found = _distance_of_rows(one[name], replica.get(name), rows, shard, bounds.value)
+            if found > 1:
+                return Difference(OUTPUT, _path(name), found * bounds.value)
+    first = max(several, key=len)
+    for name in _of(LOG, one):
+        found = _distance(one[name], first.get(name), 10 * bounds.value)
+        if found > 1:
+            return Difference(LOG, _path(name), found * 10 * bounds.value)
+    names = _of(GRADIENT, one)
+    size = float(np.sqrt(sum(np.nansum(one[name][:, 0] ** 2) for name in names)))
+    for name in names:
+        found = _distance(one[name], first.get(name), bounds.gradient, bounds.of_all * size)
+        if found > 1:
+            return Difference(GRADIENT, _path(name), found * bounds.gradient)
+    for name in _of(STATE, one):
+        found = _distance(one[name], first.get(name), bounds.value)
+        if found > 1:
+            return Difference(STATE, _path(name), found * bounds.value)
+    return None
+
+
+def _of(kind: str, seen: Sketches) -> list[str]:
+    return [name for name in seen if name.startswith(f"{kind}/")]
+
+
+def _path(name: str) -> str:
+    return name.split("/", 2)[2]
+
+
+def _distance_of_rows(
+    one: np.ndarray, own: np.ndarray | None, rows: int, shard: range, bound: float
+) -> float:
+    """Return the distance of what one replica has computed, in units of the bound."""
+    if own is None:  # it is within a layer that all devices share
+        return 0.0
+    size = max(len(shard), 1)
+    if len(one) % rows == 0 and len(own) == len(one) // rows * size:
+        each = len(one) // rows
+        if not len(shard):  # it has run another row, and nobody uses it
+            return 0.0
+        return _distance(one[shard.start * each : shard.stop * each], own, bound, 0.0, one)
+    if len(one) == len(own):
+        return _distance(one, own, bound)
+    return 0.0  # it has no rows, and other layers show whether it matters
+
+
+def _distance(
+    one: np.ndarray,
+    own: np.ndarray | None,
+    bound: float,
+    more: float = 0.0,
+    whole: np.ndarray | None = None,
+) -> float:
+    """Return the largest difference in units of what is allowed; NaN equals NaN."""
+    if own is None or one.shape != own.shape:
+        return np.inf
+    norms = np.nan_to_num((one if whole is None else whole)[:, 0])
+    typical = float(np.sqrt(np.mean(norms**2))) if len(norms) else 0.0
+    size = np.maximum(np.nan_to_num(one[:, 0]), typical)
+    allowed = bound * size + more + 0.01 * bound * one[:, 3]
+    apart = np.max(np.abs(one - own)[:, :3], axis=1, initial=0.0)
+    same = np.all((one == own) | (np.isnan(one) & np.isnan(own)), axis=1)
+    units = np.where(same, 0.0, apart / np.maximum(allowed, 1e-300))
+    return float(np.max(np.where(np.isnan(units), np.inf, units), initial=0.0))
+
+
+# ------------------------------------------------------------------------- what a step computes
+
+
+class Recording:
+    """What one run of a step has computed, as sketches.
+
+    Attributes:
+        seen: The sketches, as tensors of the backend.
+        dtypes: The types of the outputs of the layers.
+    """
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {}
+        self.dtypes: set[str] = set()
+
+    def outputs(self, layer: Any, outputs: Any) -> None:
+        """Take the outputs of a layer."""
+        for leaf in keras.tree.flatten(outputs):
+            if keras.ops.is_tensor(leaf) and has_entries(leaf):
+                self.dtypes.add(keras.backend.standardize_dtype(leaf.dtype))
+                self._add(OUTPUT, layer.path, leaf)
+
+    def logs(self, logs: Any) -> None:
+        """Take the logs of a step."""
+        for name, value in logs.items() if isinstance(logs, dict) else ():
+            if value is not None:
+                self._add(LOG, name, value)
+
+    def gradients(self, optimizer: Any) -> Callable[..., None]:
+        """Return a function in the place of `apply`, which takes the gradients alone."""
+
+        def apply(grads: Any, trainable_variables: Any = None) -> None:
+            # keras/src/optimizers/base_optimizer.py, BaseOptimizer.apply
+            variables = trainable_variables or own_trainable_variables(optimizer)
+            for variable, gradient in zip(variables, grads, strict=True):
+                if gradient is not None:  # a lookup on TensorFlow gives indexed rows
+                    gradient = keras.ops.convert_to_tensor(gradient)
+                    self._add(GRADIENT, variable.path, keras.ops.reshape(gradient, (1, -1)))
+
+        return apply
+
+    def states(self, model: Any) -> None:
+        """Take the variables that a step changes besides the weights."""
+        rnns = {id(state) for state in rnn_states(model)}
+        for variable in model.non_trainable_variables:
+            if id(variable) not in rnns and "float" in variable.dtype:
+                value = keras.ops.reshape(variable.value, (1, -1))
+                if has_entries(value):
+                    self._add(STATE, variable.path, value)
+
+    def _add(self, kind: str, path: str, value: Any) -> None:
+        count = sum(name.endswith(f"/{path}") for name in self.seen if name.startswith(kind))
+        self.seen[f"{kind}/{count:03d}/{path}"] = sketch(value)
+
+    def sketches(self) -> Sketches:
+        """Return the sketches on the host."""
+        return {name: keras.ops.convert_to_numpy(value) for name, value in self.seen.items()}
+
+
+@contextmanager
+def without_updates(model: Any, recording: Recording) -> Iterator[None]:
+    """Let the optimizers of a model record their gradients inside the context, and do no more."""
+    optimizers = [each for _, each in optimizers_of(model) if each is not None]
+    with patched([(each, "apply", recording.gradients(each)) for each in optimizers]):
+        yield
+
+
+def watched(model: Any) -> list[Any]:
+    """Return the layers whose outputs are compared, the model last."""
+    return [*(watched_layers(model) if hasattr(model, "layers") else []), model]
+
+
+@contextmanager
+def unchanged_objects(model: Any) -> Iterator[None]:
+    """Put back the attributes of a model's layers, and Python's and NumPy's random numbers."""
+    before = [(layer, {k: _kept(v) for k, v in vars(layer).items()}) for layer in layers_in(model)]
+    try:
+        with untouched_random_numbers():
+            yield
+    finally:
+        for layer, attributes in before:
+            for name in vars(layer).keys() - attributes.keys():
+                del vars(layer)[name]
+            for name, kept in attributes.items():
+                vars(layer)[name] = _put_back(*kept)
+
+
+def _kept(value: Any) -> tuple[Any, Any]:
+    """Return an attribute, and the content of a collection, which code may change."""
+    for kind in (list, dict, set):
+        if isinstance(value, kind):
+            return value, kind(value)
+    return value, None
+
+
+def _put_back(value: Any, content: Any) -> Any:
+    """Give a collection its content again. Keras's own need no tracking for that."""
+    if isinstance(content, list):
+        if len(value) != len(content) or any(map(operator.is_not, value, content)):
+            list.clear(value)
+            list.extend(value, content)
+    elif isinstance(content, dict):
+        same = value.keys() == content.keys()
+        if not same or any(value[key] is not content[key] for key in content):
+            dict.clear(value)
+            dict.update(value, content)
+    elif isinstance(content, set) and set(value) != content:
+        set.clear(value)
+        set.update(value, content)
+    return value
+
+
+# ------------------------------------------------------------------------- the check
+
+
+def rows_to_check(model: Any, rows: int, replicas: int) -> list[slice]:
+    """Return which rows of a batch are run: a few, and others in case that these differ.
+
+    The shards are uneven where the batch has enough rows. A model of a fixed batch runs all rows.
+    """
+    inputs = keras.tree.flatten(getattr(model, "inputs", None) or [])
+    count = min(rows, 2 * replicas + 1)
+    if count == rows or rnn_states(model) or any(each.shape[:1] != (None,) for each in inputs):
+        return [slice(0, rows)]
+    start = min(count, rows - count)
+    return [slice(0, count), slice(start, start + count)]
+
+
+def form_of(data: Any) -> str:
+    """Return the structure, types and shapes of a batch without its rows."""
+
+    def form(leaf: Any) -> Any:
+        return None if leaf is None else (str(leaf.dtype), *leaf.shape[1:], len(leaf.shape))
+
+    return str(keras.tree.map_structure(form, data))
+
+
+def few_rows(data: Any, rows: int, part: slice) -> Any:
+    """Return some rows of every leaf of a batch; a leaf without these rows stays as it is."""
+
+    def some(leaf: Any) -> Any:
+        has_rows = leaf is not None and len(leaf.shape) and leaf.shape[0] == rows
+        return leaf[part] if has_rows else leaf
+
+    return keras.tree.map_structure(some, data)
+
+
+def compare(
+    model: Any,
+    data: Any,
+    rows: int,
+    replicas: int,
+    run: Callable[[Any, int], tuple[Sketches, list[Sketches], Bounds]],
+) -> Difference | None:
+    """Return in what several devices part from one on a batch, `None` if they agree.
+
+    A gradient that differs on some rows and not on others is that of a kink.
+
+    Args:
+        model: The model.
+        data: The batch.
+        rows: The rows of the batch.
+        replicas: The number of replicas.
+        run: Runs a batch of that many rows on one device and on all.
+    """
+    found = None
+    for part in rows_to_check(model, rows, replicas):
+        some = few_rows(data, rows, part)
+        count = len(range(*part.indices(rows)))
+        one, several, bounds = run(some, count)
+        found = difference(one, several, count, bounds)
+        if found is None or found.kind == OUTPUT:
+            return found
+    return found
+
+
+def distrusted_part(
+    found: Difference, model: Any, parts: list[Any], distrusted: dict[int, str]
+) -> str | None:
+    """Let the smallest part whose output differs run on the global batch from now on.
+
+    Args:
+        found: What differs.
+        model: The model.
+        parts: The parts of the model, those outside before those inside.
+        distrusted: Why parts run on the global batch, by their number. A part is added.
+
+    Returns:
+        Its name; `None` if there is no such part.
+
+    Raises:
+        UnsupportedModel: If its author has declared that it works row by row.
+    """
+    layers = [layer for layer in watched(model) if layer.path == found.name and layer is not model]
+    for number, part in reversed(list(enumerate(parts))):
+        if found.kind != OUTPUT or not isinstance(part, keras.layers.Layer) or part is model:
+            continue
+        inside = layers_in(part)
+        if number in distrusted or not any(layer is inner for layer in layers for inner in inside):
+            continue
+        declared = [inner for inner in inside if is_declared(inner)]
+        if declared:
+            raise UnsupportedModel(
+                f"Layer {declared[0].name!r} is declared row-wise, and on several devices {found} "
+                "from one device:\na row depends on other rows, or the processes run other code. "
+                "Remove lockstep.rowwise from it."
+            )
+        distrusted[number] = f"in the first step, {found} from one device"
+        return str(part.name)
+    return None
+
+
+class FirstSteps:
+    """Which first steps of one model were compared, and what followed from it.
+
+    Attributes:
+        alone: Why one device runs steps alone, by their kind.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.alone: dict[str, str] = {}
+        self._model = model
+        self._compared: set[Any] = set()
+
+    def forget(self, kind: str) -> None:
+        """Compare the next step of this kind again: the model may be compiled differently."""
+        self.alone.pop(kind, None)
+        self._compared = {form for form in self._compared if form[0] != kind}
+
+    def is_due(self, kind: str, form: Any, followed: Iterable[Any]) -> bool:
+        """Return whether a step has to be compared: once for each form, if code was guessed."""
+        if (kind, form) in self._compared or not is_checked():
+            return False
+        self._compared.add((kind, form))
+        return is_guessed(self._model, kind, followed)
+
+    def settle(
+        self,
+        kind: str,
+        find: Callable[[], Difference | None],
+        distrust: Callable[[Difference], str | None],
+    ) -> None:
+        """Compare a first step until all devices agree with one, or else let one run it alone.
+
+        Args:
+            kind: The kind of the step.
+            find: Compares the step.
+            distrust: Lets a part run on the global batch because of a difference, and returns its
+                name; `None` if there is no such part.
+        """
+        found = find()
+        for _ in range(_MOST_PARTS):
+            if found is None:
+                return
+            before, part = found, distrust(found)
+            if part is None:
+                break
+            found = find()
+            if found == before:
+                break
+        self.alone[kind] = f"is not the same on several devices ({found} from one device)"
+
+
+_MOST_PARTS = 8
+"""Parts that are found one after the other to give other numbers, at most."""

@@ -1,0 +1,105 @@
+"""Runs the first step of a form on PyTorch without an update; see `engines/replicas/first_step`."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from lockstep.engines.replicas.first_step import (
+    Recording,
+    unchanged_objects,
+    watched,
+    without_updates,
+)
+from lockstep.engines.torch.replica import random_state, set_random_state
+from lockstep.engines.torch.steps import watching
+from lockstep.keras_compat import (
+    GLOBAL_SEED_GENERATOR,
+    global_state,
+    same_draws_for_all_rows,
+    stored_value,
+)
+from lockstep.state import optimizers_of, unique, variables_of
+
+
+def recorded_step(
+    model: Any,
+    run: Callable[[], Any],
+    *,
+    is_custom: bool,
+    tensors: Sequence[Any] = (),
+    skips: Callable[[], bool] = lambda: False,
+) -> Recording:
+    """Run a step, and return what it has computed. The model is as before after it.
+
+    Args:
+        model: The model.
+        run: Runs the step, and returns its logs or predictions.
+        is_custom: Whether code of the user's own may assign to any variable.
+        tensors: Tensors that the code reaches besides the variables of the model.
+        skips: Returns whether the outputs of the layer that runs now are left out.
+    """
+    recording = Recording()
+
+    def record(layer: Any, arguments: Any, outputs: Any) -> None:
+        if not skips():
+            with torch.no_grad():
+                recording.outputs(layer, outputs)
+
+    with (
+        unchanged_objects(model),
+        _unchanged_tensors(model, tensors, every=is_custom),
+        same_draws_for_all_rows(),
+        without_updates(model, recording),
+    ):
+        with watching(watched(model), record):
+            logs = run()
+        with torch.no_grad():
+            recording.logs(logs)
+            recording.states(model)
+        return recording
+
+
+def stock_step(model: Any, kind: str, data: Any) -> Any:
+    """Run a step of the model's class on one device, and return its logs or predictions."""
+    # keras/src/backend/torch/trainer.py: one_step_on_data
+    with nullcontext() if kind == "train" else torch.no_grad():
+        return getattr(model, f"{kind}_step")(data)
+
+
+@contextmanager
+def _unchanged_tensors(model: Any, others: Sequence[Any], *, every: bool) -> Iterator[None]:
+    """Put back what a step without an update changes; with `every`, all tensors of the model."""
+    tensors = _tensors(model, others, every=every)
+    before = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors]
+    parameters = list(model.parameters())
+    gradients = [None if each.grad is None else each.grad.clone() for each in parameters]
+    numbers = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(numbers)
+        with torch.no_grad():
+            for tensor, version, value in before:
+                if tensor._version != version:
+                    tensor.copy_(value)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def _tensors(model: Any, others: Sequence[Any], *, every: bool) -> list[Any]:
+    slots = [v for _, each in optimizers_of(model) if each is not None for v in each.variables]
+    seeds = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    variables = [*variables_of(model), *slots, *([] if seeds is None else [seeds.state])]
+    values = [stored_value(variable) for variable in variables]
+    found = unique([*values, *others, *model.buffers(), *model.parameters()])
+    trained = [*map(stored_value, slots), *(each for each in found if _is_trained(each))]
+    fixed = set() if every else set(map(id, trained))
+    return [
+        each for each in found if each is not None and not each.is_meta and id(each) not in fixed
+    ]
+
+
+def _is_trained(tensor: Any) -> bool:
+    return tensor is not None and bool(tensor.requires_grad)

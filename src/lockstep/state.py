@@ -167,10 +167,10 @@ def optimizers_of(model: Any) -> list[tuple[str, Any]]:
     """Return the optimizer of a model, and others that are its attributes, as a GAN has them."""
     import keras
 
-    attributes = vars(model).items()
     kind = keras.optimizers.Optimizer
-    others = [(name, value) for name, value in attributes if isinstance(value, kind)]
-    found = [("optimizer", model.optimizer), *others]
+    own = getattr(model, "optimizer", None)
+    others = [(name, value) for name, value in vars(model).items() if isinstance(value, kind)]
+    found = [*others] if own is None else [("optimizer", own), *others]
     return list({id(each): (name, each) for name, each in reversed(found)}.values())[::-1]
 
 

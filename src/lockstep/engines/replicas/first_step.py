@@ -67,7 +67,7 @@ def _compiled_parts(model: Any) -> list[Any]:
     measured = [] if metrics is None or not metrics.built else list(metrics.metrics)
     functions = [getattr(part, "fn", None) for part in losses]
     functions += [getattr(part, METRIC_FUNCTION, None) for part in measured]
-    optimizers = [optimizer for _, optimizer in optimizers_of(model) if optimizer is not None]
+    optimizers = [optimizer for _, optimizer in optimizers_of(model)]
     return [*losses, *measured, *optimizers, *(each for each in functions if each is not None)]
 
 
@@ -76,9 +76,14 @@ def _is_of_keras(part: Any) -> bool:
 
 
 def _is_plain_layer(layer: Any) -> bool:
-    if not module_in_keras(type(layer)) or "call" in vars(layer):
+    if not (module_in_keras(type(layer)) and module_in_keras(type(layer).call)):
         return False
-    options = [value for name, value in vars(layer).items() if not name.startswith("_")]
+    if "call" in vars(layer) or getattr(layer, "quantization_mode", None):
+        return False
+    if isinstance(layer, keras.Model):
+        return True
+    # Keras wraps methods of the class on the instance.
+    options = [value for name, value in vars(layer).items() if not hasattr(type(layer), name)]
     return all(_is_of_keras(value) for value in options if callable(value))
 
 
@@ -283,18 +288,12 @@ class Recording:
             if value is not None:
                 self._add(LOG, name, value)
 
-    def gradients(self, optimizer: Any) -> Callable[..., None]:
-        """Return a function in the place of `apply`, which takes the gradients alone."""
-
-        def apply(grads: Any, trainable_variables: Any = None) -> None:
-            # keras/src/optimizers/base_optimizer.py, BaseOptimizer.apply
-            variables = trainable_variables or own_trainable_variables(optimizer)
-            for variable, gradient in zip(variables, grads, strict=True):
-                if gradient is not None:  # a lookup on TensorFlow gives indexed rows
-                    gradient = keras.ops.convert_to_tensor(gradient)
-                    self._add(GRADIENT, variable.path, keras.ops.reshape(gradient, (1, -1)))
-
-        return apply
+    def gradients(self, variables: Any, gradients: Any) -> None:
+        """Take the gradients of variables."""
+        for variable, gradient in zip(variables, gradients, strict=True):
+            if gradient is not None:  # a lookup on TensorFlow gives indexed rows
+                gradient = keras.ops.convert_to_tensor(gradient)
+                self._add(GRADIENT, variable.path, keras.ops.reshape(gradient, (1, -1)))
 
     def states(self, model: Any) -> None:
         """Take the variables that a step changes besides the weights."""
@@ -315,10 +314,18 @@ class Recording:
 
 
 @contextmanager
-def without_updates(model: Any, recording: Recording) -> Iterator[None]:
+def without_updates(model: Any, recording: Callable[[], Recording]) -> Iterator[None]:
     """Let the optimizers of a model record their gradients inside the context, and do no more."""
-    optimizers = [each for _, each in optimizers_of(model) if each is not None]
-    with patched([(each, "apply", recording.gradients(each)) for each in optimizers]):
+
+    def recording_apply(optimizer: Any) -> Callable[..., None]:
+        # keras/src/optimizers/base_optimizer.py, BaseOptimizer.apply
+        def apply(grads: Any, trainable_variables: Any = None) -> None:
+            variables = trainable_variables or own_trainable_variables(optimizer)
+            recording().gradients(variables, grads)
+
+        return apply
+
+    with patched([(each, "apply", recording_apply(each)) for _, each in optimizers_of(model)]):
         yield
 
 
@@ -384,10 +391,12 @@ def rows_to_check(model: Any, rows: int, replicas: int) -> list[slice]:
 
 
 def form_of(data: Any) -> str:
-    """Return the structure, types and shapes of a batch without its rows."""
+    """Return the structure, types and shapes of a batch, and whether its rows are known."""
 
     def form(leaf: Any) -> Any:
-        return None if leaf is None else (str(leaf.dtype), *leaf.shape[1:], len(leaf.shape))
+        if not hasattr(leaf, "dtype"):
+            return None
+        return str(leaf.dtype), len(leaf.shape), *leaf.shape[1:], tuple(leaf.shape[:1]) == (None,)
 
     return str(keras.tree.map_structure(form, data))
 
@@ -467,6 +476,22 @@ def distrusted_part(
     return None
 
 
+def check_declared_losses(found: Difference, model: Any) -> None:
+    """Raise if a loss or metric was declared to work row by row.
+
+    Raises:
+        UnsupportedModel: If there is one: the values of several devices differ from those of one.
+    """
+    declared = [part for part in _compiled_parts(model) if is_declared(part)]
+    if declared:
+        name = getattr(declared[0], "__name__", None) or getattr(declared[0], "name", "")
+        raise UnsupportedModel(
+            f"{name!r} of {model.name!r} is declared row-wise, and on several devices {found}\n"
+            "from one device: the value of a row depends on other rows.\n"
+            "Remove lockstep.rowwise from it."
+        )
+
+
 class FirstSteps:
     """Which first steps of one model were compared, and what followed from it.
 
@@ -515,7 +540,7 @@ class FirstSteps:
             found = find()
             if found == before:
                 break
-        self.alone[kind] = f"is not the same on several devices ({found} from one device)"
+        self.alone[kind] = f"in its first {kind} step, {found} from one device"
 
 
 _MOST_PARTS = 8

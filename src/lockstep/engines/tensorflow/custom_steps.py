@@ -8,7 +8,7 @@ one device, and the layers, which are nearly all of the work, are shared.
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import keras
@@ -46,10 +46,19 @@ class CustomStep:
     """
 
     def __init__(
-        self, model: Any, team: ReplicaGroup, name: str, *, draws_together: bool = False
+        self,
+        model: Any,
+        team: ReplicaGroup,
+        name: str,
+        *,
+        draws_together: bool,
+        distrusted: dict[int, str],
+        watching: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """`name` is that of the step, for errors."""
+        """`name` is that of the step, for errors. `Steps` has the other arguments."""
         self.whole: dict[str, str] = {}
+        self._distrusted = distrusted
+        self._watching = watching
         self._model = model
         self._team = team
         self._name = name
@@ -85,7 +94,12 @@ class CustomStep:
         self._calls = {id(layer): (layer, layer.call) for layer in layers}
         splitting = [(layer, "call", self._splitting(layer)) for layer in layers]
         try:
-            with Plan.of_all(layers).in_force(self._team), patched(splitting), self._summing():
+            with (
+                Plan.of_all(layers).in_force(self._team),
+                patched(splitting),
+                self._summing(),
+                self._watching(),
+            ):
                 outputs = self._team.run(on_replica, Shards(tf.shape(rows[0])[0], self._team.size))
         except ReplicasDiffer:
             raise
@@ -126,6 +140,9 @@ class CustomStep:
 
     def _why_whole(self, layer: Any, args: Any, kwargs: Any) -> str | None:
         """Return why a call is not split, `None` if it is."""
+        for number, (each, _) in enumerate(self._calls.values()):
+            if number in self._distrusted and layer in layers_in(each):
+                return self._distrusted[number]
         leaves = keras.tree.flatten((args, kwargs))
         tensors = [signature(leaf) for leaf in leaves if isinstance(leaf, tf.Tensor)]
         firsts = [leaf.shape[:1] for leaf in leaves if isinstance(leaf, tf.Tensor)]

@@ -13,6 +13,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import keras
@@ -26,8 +27,22 @@ from lockstep.engines.call_guard import CallGuard
 from lockstep.engines.engine import DEFAULT_INPUT, InputOptions
 from lockstep.engines.holders import check_shared, holders_of
 from lockstep.engines.loop_methods import stepping_methods
+from lockstep.engines.replicas.first_step import (
+    GRADIENT,
+    LOG,
+    Bounds,
+    Difference,
+    FirstSteps,
+    Sketches,
+    bounds_for,
+    check_declared_losses,
+    compare,
+    distrusted_part,
+    form_of,
+)
 from lockstep.engines.tensorflow import devices as tensorflow_devices
 from lockstep.engines.tensorflow.branch_steps import BranchSteps
+from lockstep.engines.tensorflow.first_step import RecordedSteps, again, rows_in, signature_of
 from lockstep.engines.tensorflow.mirrored_variables import (
     MirroredVariables,
     devices_of,
@@ -46,6 +61,7 @@ from lockstep.fit_lines import Given, branches_line, fit_line
 from lockstep.keras_compat import (
     function_of_iterator,
     has_strategy,
+    layers_in,
     stored_value,
     takes_batch_before_trace,
     taking_optionals,
@@ -53,7 +69,7 @@ from lockstep.keras_compat import (
 )
 from lockstep.launch.environment import Place
 from lockstep.layout import Layout, both_layouts
-from lockstep.training.build import build
+from lockstep.training.build import build, is_ready_for_custom_step
 from lockstep.training.loop import Loop
 from lockstep.training.overrides import check_makers
 
@@ -133,6 +149,7 @@ class Attachment:
         self.session = TensorFlowSession(model, devices, self._build)
         self.loop = Loop(self.session)
         self.counter: StepCounter | None = None
+        self._first_steps = FirstSteps(model)
         self._alone = len(devices) == 1
         self._hooks: dict[str, Any] = {}
         self._instead_of: dict[str, Any] = {}
@@ -219,6 +236,7 @@ class Attachment:
             return model.predict_function
         self.steps.check_mode()
         self.steps.try_again("predict")
+        self._first_steps.forget("predict")
         step = self._predict_function()
         ready = False
 
@@ -227,6 +245,7 @@ class Attachment:
             if not ready:
                 self._prepare("predict", batches[0])
                 ready = True
+            self._compare_first_step("predict", self.steps.predict, None, batches, batches[0])
             try:
                 outputs = [step(batch) for batch in batches]
             except ReplicasDiffer as found:
@@ -261,6 +280,7 @@ class Attachment:
         """Return a step function that builds everything before its first trace."""
         self.steps.check_mode()
         self.steps.try_again(name)
+        self._first_steps.forget(name)
         function = self._function(name, step)
         version: int | None = None
 
@@ -282,6 +302,7 @@ class Attachment:
                 self._take_in()  # the step may have created variables
                 function = self._function(name, step)
             version = self._copies.version
+            iterator, batches = self._compare_first_step(name, step, iterator, batches, spec)
             try:
                 return function(iterator if batches is None else iter(batches))
             except ReplicasDiffer as found:  # raised by the trace, before anything runs
@@ -290,6 +311,64 @@ class Attachment:
                 return function(iterator if batches is None else iter(batches))
 
         return run
+
+    def _compare_first_step(
+        self, name: str, step: Callable[[Any], Any], iterator: Any, batches: Any, spec: Any
+    ) -> tuple[Any, Any]:
+        """Compare a step of a new form with that of one device, before any update.
+
+        Returns:
+            The iterator and the batches to run, which are those given.
+        """
+        model, steps = self.model, self.steps
+        is_custom = why_custom(model, f"{name}_step") is not None
+        may_split = steps.is_split(name) and not model.run_eagerly
+        if not may_split or (is_custom and not is_ready_for_custom_step(model, name)):
+            return iterator, batches  # one device runs it
+        if not self._first_steps.is_due(name, form_of(spec), steps.plan().candidates):
+            return iterator, batches
+        if batches is None:
+            drawn = list(itertools.islice(iterator, model.steps_per_execution))
+            if not drawn:
+                return iterator, batches
+            iterator = again(drawn, spec)
+        else:
+            drawn = batches
+        batch = drawn[0]
+        rows = rows_in(batch)
+        if rows is None:
+            return iterator, batches
+
+        def run(some: Any, few: int) -> tuple[Sketches, list[Sketches], Bounds]:
+            recorded = RecordedSteps(model, is_custom=is_custom)
+            signature = signature_of(some, spec)
+            steps.watching = recorded.watching
+            try:
+                one = recorded.run(partial(steps.on_first_device, name), some, signature, 1)
+                several = recorded.run(step, some, signature, len(self.devices))
+            finally:
+                steps.watching = nullcontext
+            return one[0], several, bounds_for(model, recorded.dtypes)
+
+        def distrust(found: Difference) -> str | None:
+            if is_custom:
+                return distrusted_part(found, model, layers_in(model), steps.distrusted_layers)
+            part = distrusted_part(found, model, steps.plan().parts, steps.distrusted)
+            if part is None and found.kind in (LOG, GRADIENT) and steps.losses_by_rows:
+                check_declared_losses(found, model)
+                steps.losses_by_rows = False
+                return "its losses"
+            return part
+
+        try:
+            self._first_steps.settle(
+                name, lambda: compare(model, batch, rows, len(self.devices), run), distrust
+            )
+        except ReplicasDiffer:
+            return iterator, batches  # the step finds it too
+        if name in self._first_steps.alone:
+            steps.give_up(name, self._first_steps.alone[name])
+        return iterator, batches
 
     def _stepping(self) -> dict[str, Any]:
         """Return the methods that run steps, guarded: a trace swaps the values of variables."""

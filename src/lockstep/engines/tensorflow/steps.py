@@ -8,6 +8,7 @@ losses, metrics, clipping or accumulation.
 """
 
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -38,6 +39,12 @@ class Steps:
         draws_together: Whether every device draws the random numbers of the global batch,
             as one device does. Otherwise each replica draws its own.
         choices: `LossSharding.choices` of the step that was traced last.
+        distrusted: Why parts of the model run on the global batch although they were proven, by
+            their number in `Plan.parts`: they gave other numbers in a first step.
+        distrusted_layers: The same for layers in steps of the user's own, by their number in
+            `layers_in`.
+        losses_by_rows: Whether a loss or metric that works row by row takes its own rows.
+        watching: Makes a context that records what the layers give, while a step is traced.
     """
 
     layout: Layout | None = None
@@ -48,6 +55,10 @@ class Steps:
         self._copies = copies
         self.draws_together = False
         self.choices: dict[str, str | None] = {}
+        self.distrusted: dict[int, str] = {}
+        self.distrusted_layers: dict[int, str] = {}
+        self.losses_by_rows = True
+        self.watching: Callable[[], AbstractContextManager[None]] = nullcontext
         self._began: dict[str, bool] = {}
         self._said: set[str] = set()
         self._not_alike: dict[str, str] = {}
@@ -89,6 +100,18 @@ class Steps:
         if again:
             self._began[f"{step}_step"] = False
         return again
+
+    def plan(self) -> Plan:
+        """Return a plan with the parts of the model in their order."""
+        return Plan(self._model)
+
+    def on_first_device(self, step: str, data: Any) -> Any:
+        """Run Keras's own step on the first device, and return its logs or predictions."""
+        return self._whole(getattr(self._model, f"{step}_step"), data)
+
+    def is_split(self, step: str) -> bool:
+        """Return whether several devices run this step, as far as is known."""
+        return self._strategy.num_replicas_in_sync > 1 and f"{step}_step" not in self._not_alike
 
     def train(self, data: Any) -> Any:
         """Train on a global batch and return the logs."""
@@ -144,7 +167,8 @@ class Steps:
         team = ReplicaGroup(self._strategy, self._copies, layers_in(model))
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         values = LossSharding(model, team, x, y)
-        with plan.in_force(team), values.in_force():
+        by_rows = values.in_force() if self.losses_by_rows else nullcontext()
+        with plan.in_force(team), by_rows, self.watching():
             outputs = split(team, values, data)
         self.choices = values.choices
         self._check_strangers()
@@ -157,7 +181,14 @@ class Steps:
         """Run a step of the user's own, or of a model that looks across the batch."""
         model = self._model
         team = ReplicaGroup(self._strategy, self._copies, layers_in(model))
-        own = CustomStep(model, team, f"its {name}", draws_together=self.draws_together)
+        own = CustomStep(
+            model,
+            team,
+            f"its {name}",
+            draws_together=self.draws_together,
+            distrusted=self.distrusted_layers,
+            watching=self.watching,
+        )
         outputs = own.run(step, data)
         try:
             self._check_strangers()
@@ -183,13 +214,21 @@ class Steps:
             finally:
                 self._copies.take_off()
         proven = [number for number, part in enumerate(parts) if id(part) not in reasons]
-        return Plan(self._model, proven, draws_together=self.draws_together), reasons
+        plan = Plan(
+            self._model,
+            proven,
+            draws_together=self.draws_together,
+            distrusted=self.distrusted,
+        )
+        found = {id(plan.parts[number]): reason for number, reason in self.distrusted.items()}
+        return plan, found | reasons
 
     def _whole(self, step: Any, data: Any) -> Any:
         """Run Keras's own step on the first device, then copy its variables to the others."""
         self._copies.put_on(0)
         try:
-            outputs = step(data)
+            with self.watching():
+                outputs = step(data)
         finally:
             self._copies.take_off()
         self._check_outdated()

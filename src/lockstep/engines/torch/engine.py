@@ -305,7 +305,7 @@ class Attachment:
             return self._step_on_whole_batch(kind, plain, batch, reason)
         self._compare_first_step(kind, data, rows)
         if kind in self._first_steps.alone:
-            self._warn_of_alone(self._first_steps.alone[kind])
+            self._warn_of_alone(_NOT_THE_SAME + self._first_steps.alone[kind])
             return plain([batch])
         result = self._runner.step(kind, data, rows)
         self._warn_of_whole(self._runner.whole_layers)
@@ -383,7 +383,7 @@ class Attachment:
             if unshared is None:
                 self._compare_first_custom_step(kind, batch)
                 if kind in self._first_steps.alone:
-                    self._warn_of_alone(self._first_steps.alone[kind])
+                    self._warn_of_alone(_NOT_THE_SAME + self._first_steps.alone[kind])
                     return plain([batch])
                 result = runner.step_on_whole_batch(kind, batch)
                 if runner.whole_batch.shared:
@@ -445,6 +445,8 @@ class Attachment:
                 stacklevel=2,
             )
 
+
+_NOT_THE_SAME = "is not the same on every device: "
 
 _DECLARE = "If each row depends on its own row alone, declare it: lockstep.rowwise. "
 

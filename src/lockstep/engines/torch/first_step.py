@@ -51,7 +51,7 @@ def recorded_step(
         unchanged_objects(model),
         _unchanged_tensors(model, tensors, every=is_custom),
         same_draws_for_all_rows(),
-        without_updates(model, recording),
+        without_updates(model, lambda: recording),
     ):
         with watching(watched(model), record):
             logs = run()
@@ -89,7 +89,7 @@ def _unchanged_tensors(model: Any, others: Sequence[Any], *, every: bool) -> Ite
 
 
 def _tensors(model: Any, others: Sequence[Any], *, every: bool) -> list[Any]:
-    slots = [v for _, each in optimizers_of(model) if each is not None for v in each.variables]
+    slots = [v for _, each in optimizers_of(model) for v in each.variables]
     seeds = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
     variables = [*variables_of(model), *slots, *([] if seeds is None else [seeds.state])]
     values = [stored_value(variable) for variable in variables]

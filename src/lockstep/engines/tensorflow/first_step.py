@@ -1,0 +1,164 @@
+"""Runs the first step of a form on TensorFlow without an update; see `engines/replicas/first_step`.
+
+One program is traced of Keras's own step on the first device, and one of the step of all devices.
+"""
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from lockstep.engines.patched import patched
+from lockstep.engines.replicas.first_step import (
+    Recording,
+    Sketches,
+    unchanged_objects,
+    watched,
+    without_updates,
+)
+from lockstep.engines.tensorflow.mirrored_variables import mirrored_variables, shared_seeds
+from lockstep.keras_compat import same_draws_for_all_rows
+from lockstep.state import optimizers_of
+
+
+class RecordedSteps:
+    """Runs steps of one model without an update, and returns what they have computed.
+
+    Attributes:
+        dtypes: The types of the outputs of the layers.
+    """
+
+    def __init__(self, model: Any, *, is_custom: bool) -> None:
+        self.dtypes: set[str] = set()
+        self._model = model
+        self._is_custom = is_custom
+        self._replicas: dict[int, Recording] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record the outputs of the layers that are called inside the context."""
+        with patched([(layer, "call", self._recorded(layer)) for layer in watched(self._model)]):
+            yield
+
+    def run(
+        self, step: Callable[[Any], Any], data: Any, signature: Any, size: int
+    ) -> list[Sketches]:
+        """Return what each replica has computed; one device is the first replica.
+
+        Args:
+            step: Runs a step, and returns its logs or predictions.
+            data: A batch.
+            signature: Its specification.
+            size: The number of replicas.
+        """
+        model = self._model
+        self._replicas = {}
+
+        def traced(data: Any) -> Any:
+            with same_draws_for_all_rows(), without_updates(model, self._here):
+                logs = step(data)
+            graph = tf.compat.v1.get_default_graph()
+            self._replicas.setdefault(0, Recording()).logs(logs)
+            return [
+                {name: value for name, value in self._seen(replica).items() if value.graph is graph}
+                for replica in range(size)
+            ]
+
+        with self._unchanged(), unchanged_objects(model), warnings.catch_warnings():
+            # A gradient of a lookup is made dense.
+            warnings.filterwarnings("ignore", "Converting sparse IndexedSlices")
+            found = tf.function(traced, autograph=False).get_concrete_function(signature)(data)
+            states = Recording()
+            states.states(model)
+            seen = [{name: value.numpy() for name, value in each.items()} for each in found]
+        for recording in self._replicas.values():
+            self.dtypes |= recording.dtypes
+        return [seen[0] | states.sketches(), *seen[1:]]
+
+    def _seen(self, replica: int) -> dict[str, Any]:
+        recording = self._replicas.get(replica)
+        return {} if recording is None else recording.seen
+
+    def _here(self) -> Recording:
+        # tensorflow/python/distribute/mirrored_run.py, _MirroredReplicaThread
+        number = getattr(threading.current_thread(), "replica_id", 0)
+        return self._replicas.setdefault(number, Recording())
+
+    def _recorded(self, layer: Any) -> Callable[..., Any]:
+        call = layer.call
+
+        def recorded_call(*args: Any, **kwargs: Any) -> Any:
+            outputs = call(*args, **kwargs)
+            self._here().outputs(layer, outputs)
+            return outputs
+
+        return recorded_call
+
+    @contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        model = self._model
+        fixed: set[int] = set()
+        if not self._is_custom:  # nothing is updated
+            slots = [v for _, each in optimizers_of(model) for v in each.variables]
+            fixed = {id(variable) for variable in [*model.trainable_variables, *slots]}
+        variables = [*mirrored_variables(model), *shared_seeds()]
+        before = [
+            (variable, tf.identity(variable.value))
+            for variable in variables
+            if id(variable) not in fixed
+        ]
+        try:
+            yield
+        finally:
+            for variable, value in before:
+                variable.assign(value)
+
+
+def rows_in(batch: Any) -> int | None:
+    """Return the rows of a batch of dense tensors, `None` if its leaves have different ones."""
+    leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+    if any(isinstance(leaf, tf.SparseTensor | tf.RaggedTensor) for leaf in leaves):
+        return None
+    rows = {int(leaf.shape[0]) for leaf in leaves if len(leaf.shape)}
+    return rows.pop() if len(rows) == 1 else None
+
+
+def signature_of(some: Any, spec: Any) -> Any:
+    """Return the specification of some rows of a batch, with the open dims of that of the batch."""
+
+    def of(leaf: Any, whole: Any) -> Any:
+        if leaf is None:
+            return None
+        known = list(whole.shape)
+        shape = [None if dim is None else size for dim, size in zip(known, leaf.shape, strict=True)]
+        return tf.TensorSpec(shape, leaf.dtype)
+
+    return keras.tree.map_structure(of, some, spec)
+
+
+def again(batches: list[Any], spec: Any) -> Any:
+    """Return an iterator over these batches whose programs are those of the iterator they are of.
+
+    Args:
+        batches: Batches that were drawn from an iterator of `tf.data`.
+        spec: The specification of its elements.
+    """
+
+    def open_dims(*batch: Any) -> Any:
+        def opened(leaf: Any, of: Any) -> Any:
+            if not isinstance(leaf, tf.Tensor):
+                return leaf
+            return tf.compat.v1.placeholder_with_default(leaf, of.shape)
+
+        (batch,) = batch if len(batch) == 1 and not isinstance(spec, tuple) else (batch,)
+        return tf.nest.map_structure(opened, batch, spec)
+
+    data = [tf.data.Dataset.from_tensors(batch).map(open_dims) for batch in batches]
+    whole = data[0]
+    for each in data[1:]:
+        whole = whole.concatenate(each)
+    return iter(whole)

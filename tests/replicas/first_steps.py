@@ -1,0 +1,254 @@
+"""Faults that the check of the first step has to find, on an engine with replicas.
+
+Each proof is forced to say that all code works row by row. The check has to see that it does not,
+before the first update: after one step, several devices have the weights of one.
+"""
+
+import warnings
+from contextlib import ExitStack
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import lockstep
+from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
+from tests.conformance.zoo import ZOO
+
+pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
+
+DEVICES = 3
+ROWS = 23
+
+
+class Does(layers.Layer):
+    """Does what it is told."""
+
+    def __init__(self, what, **kwargs):
+        super().__init__(**kwargs)
+        self.what = what
+
+    def build(self, shape):
+        self.seen = self.add_weight(shape=(5,), initializer="zeros", trainable=False, name="seen")
+        self.kernel = self.add_weight(shape=(5, 5), name="kernel")
+
+    def call(self, x, training=False):
+        return self.what(self, x, training)
+
+    def compute_output_spec(self, x, training=False):
+        return keras.KerasTensor(x.shape, x.dtype)
+
+
+def _mean(x):
+    return ops.mean(x, axis=0, keepdims=True)
+
+
+def _remembers(layer, x, training):
+    layer.seen.assign(0.5 * layer.seen + 0.5 * ops.mean(x, axis=0))
+    return x
+
+
+def _mean_of_gradients(layer, x, training):
+    """Return the input, with a gradient that mixes the rows."""
+    mixed = _mean(x * x)
+    return x + mixed - ops.stop_gradient(mixed)
+
+
+def _noise(layer, x, training):
+    noise = keras.random.normal(ops.shape(x), seed=layer.seeds)
+    return x + noise - _mean(noise * x)
+
+
+LAYERS = {
+    "mean of the batch": lambda layer, x, training: x - _mean(x),
+    "maximum of the batch": lambda layer, x, training: x / (1 + ops.max(ops.abs(x), axis=0)),
+    "softmax over the rows": lambda layer, x, training: ops.softmax(x, axis=0),
+    "running sum": lambda layer, x, training: ops.cumsum(x, axis=0) / 9,
+    "rows in reverse": lambda layer, x, training: x + ops.flip(x, axis=0),
+    "rows rolled": lambda layer, x, training: ops.roll(x, 1, axis=0) + x,
+    "sorted columns": lambda layer, x, training: ops.sort(x, axis=0),
+    "similarity of rows": lambda layer, x, training: (
+        ops.matmul(ops.softmax(ops.matmul(x, ops.transpose(x)), axis=-1), x)
+    ),
+    "the first row": lambda layer, x, training: x + x[:1],
+    "the last row": lambda layer, x, training: x * x[-1:],
+    "number of rows": lambda layer, x, training: x * 7 / ops.cast(ops.shape(x)[0], x.dtype),
+    "deviation": lambda layer, x, training: x / (1 + ops.std(x, axis=0)),
+    "mean in training": lambda layer, x, training: x - _mean(x) if training else x,
+    "mean in prediction": lambda layer, x, training: x if training else x - _mean(x),
+    "mean of one column": lambda layer, x, training: (
+        ops.concatenate([x[:, :4], x[:, 4:] - _mean(x[:, 4:])], axis=1)
+    ),
+    "mean times a weight": lambda layer, x, training: (
+        x + 0.01 * ops.matmul(_mean(x), layer.kernel)
+    ),
+    "gradient of the mean": _mean_of_gradients,
+    "an average that is kept": _remembers,
+    "noise of all rows": _noise,
+}
+"""What a layer does with its rows that depends on other rows."""
+
+
+def contrast(y_true, y_pred):
+    """Return a value for each row that depends on all rows."""
+    return ops.mean(ops.square(y_true - y_pred + _mean(y_pred)), axis=-1)
+
+
+def model_of(what=None, loss="mse", metrics=None, kind=keras.Model):
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((6,))
+    hidden = layers.Dense(5, activation="tanh")(inputs)
+    if what is not None:
+        layer = Does(what, name="faulty")
+        layer.seeds = keras.random.SeedGenerator(4)
+        hidden = layer(hidden)
+    made = kind(inputs, layers.Dense(2)(hidden))
+    made.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=metrics)
+    return made
+
+
+def data():
+    numbers = np.random.default_rng(1)
+    return numbers.normal(size=(ROWS, 6)), numbers.normal(size=(ROWS, 2))
+
+
+def everything_proven():
+    """Force the proofs to take any code for one that works row by row."""
+    stack = ExitStack()
+    for place, verdict in PLACES_OF_PROOFS[keras.backend.backend()].items():
+        stack.enter_context(mock.patch(f"lockstep.engines.{place}", lambda *a, v=verdict, **k: v))
+    return stack
+
+
+PLACES_OF_PROOFS = {
+    "torch": {
+        "torch.row_proofs.refused": {},
+        "torch.whole_batch_steps._refused": None,
+    },
+    "tensorflow": {
+        "tensorflow.steps.refused": {},
+        "tensorflow.custom_steps.call_refused": None,
+        "tensorflow.loss_sharding.function_refused": None,
+    },
+}
+
+
+def two_steps(made, x, y):
+    logs = [made.train_on_batch(x[:17], y[:17], return_dict=True)]
+    logs.append(made.train_on_batch(x[17:], y[17:], return_dict=True))
+    return logs, made.predict(x, batch_size=9, verbose=0), made.get_weights()
+
+
+def assert_found(build, name, found=UnsplitBatchWarning):
+    """Several devices give what one gives, and a warning has this name in it."""
+    x, y = data()
+    expected = two_steps(build(), x, y)
+    with everything_proven(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mine = two_steps(lockstep.distribute(build(), DEVICES), x, y)
+    said = [str(each.message) for each in caught if issubclass(each.category, found)]
+    assert any(name in each and " differs by " in each for each in said), said
+    for a, b in zip(keras.tree.flatten(mine), keras.tree.flatten(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("fault", LAYERS)
+def test_a_layer_that_is_wrongly_proven_is_found_before_the_first_update(fault):
+    # A layer whose outputs are right is not named, but a gradient.
+    name = "the gradient of" if fault == "gradient of the mean" else "faulty"
+    assert_found(lambda: model_of(LAYERS[fault]), name)
+
+
+class Own(keras.Model):
+    """A model with steps of its own."""
+
+    def test_step(self, data):
+        x, y = data
+        loss = self.compute_loss(x, y, self(x, training=False))
+        return {"loss": loss}
+
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+def test_a_layer_in_a_step_of_the_users_own_is_found():
+    assert_found(lambda: model_of(LAYERS["mean of the batch"], kind=Own), "faulty")
+
+
+def test_a_declaration_that_is_wrong_is_an_error():
+    x, y = data()
+    made = model_of(LAYERS["mean of the batch"])
+    lockstep.rowwise(made.get_layer("faulty"))
+    before = made.get_weights()
+    lockstep.distribute(made, DEVICES)
+    with pytest.raises(UnsupportedModel, match="'faulty' is declared row-wise, and on several"):
+        made.train_on_batch(x, y)
+    for a, b in zip(made.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_without_the_check_the_same_fault_is_not_found(monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_CHECK", "0")
+    x, y = data()
+    expected = two_steps(model_of(LAYERS["mean of the batch"]), x, y)
+    with everything_proven():
+        mine = two_steps(lockstep.distribute(model_of(LAYERS["mean of the batch"]), DEVICES), x, y)
+    assert np.max(np.abs(mine[1] - expected[1])) > 1e-3
+
+
+def test_a_checked_step_leaves_no_trace():
+    """Attributes, counters and random numbers are those of steps that were not checked."""
+
+    def counted(layer, x, training):
+        layer.calls.append(len(layer.calls))
+        return x * 2
+
+    def run(devices):
+        made = model_of(counted)
+        made.get_layer("faulty").calls = []
+        if devices:
+            lockstep.distribute(made, devices)
+        np.random.seed(8)
+        x, y = data()
+        with warnings.catch_warnings(action="ignore", category=UnsplitBatchWarning):
+            made.train_on_batch(x, y)
+        return made, list(made.get_layer("faulty").calls), np.random.uniform()
+
+    one, several = run(0), run(DEVICES)
+    assert several[2] == one[2]
+    if keras.backend.backend() == "torch":  # on TensorFlow, traces call the layer
+        assert several[1] == one[1]
+    assert int(several[0].optimizer.iterations.numpy()) == 1
+
+
+def test_a_model_of_keras_alone_is_not_compared():
+    with mock.patch("lockstep.engines.replicas.first_step.rows_to_check") as compared:
+        made = lockstep.distribute(model_of(), DEVICES)
+        two_steps(made, *data())
+    assert not compared.called
+
+
+@pytest.mark.parametrize("policy", ["float32", "float64", "mixed_bfloat16"])
+@pytest.mark.parametrize("name", ZOO)
+def test_no_model_of_the_zoo_alarms(name, policy):
+    case = ZOO[name]
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        keras.utils.set_random_seed(2)
+        made = case.build(case.dropout)
+        made.compile(keras.optimizers.SGD(0.01), case.loss, metrics=case.metrics)
+        x, y = case.data(24, np.random.default_rng(5))
+        lockstep.distribute(made, DEVICES)
+        with (
+            mock.patch("lockstep.engines.replicas.first_step.is_guessed", return_value=True),
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            made.fit(x, y, batch_size=12, verbose=0)
+            made.predict(x, verbose=0)
+    finally:
+        keras.config.set_dtype_policy(before)
+    assert not [each for each in caught if " differs by " in str(each.message)], caught

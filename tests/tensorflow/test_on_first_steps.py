@@ -1,0 +1,37 @@
+"""The check of the first step on TensorFlow, where losses and metrics may work by rows too."""
+
+import keras
+import numpy as np
+import pytest
+
+import lockstep
+from lockstep.errors import UnsupportedModel
+from tests.replicas.first_steps import *  # noqa: F403
+from tests.replicas.first_steps import DEVICES, assert_found, contrast, data, model_of
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    keras.config.set_floatx("float64")
+    yield
+    keras.config.set_floatx("float32")
+
+
+def test_a_loss_that_is_wrongly_proven_is_found():
+    assert_found(lambda: model_of(loss=contrast), "differs by", UserWarning)
+
+
+def test_a_metric_that_is_wrongly_proven_is_found():
+    assert_found(lambda: model_of(metrics=[contrast]), "differs by", UserWarning)
+
+
+def test_a_loss_that_is_declared_wrongly_is_an_error():
+    def declared(y_true, y_pred):
+        return contrast(y_true, y_pred)
+
+    made = lockstep.distribute(model_of(loss=lockstep.rowwise(declared)), DEVICES)
+    before = made.get_weights()
+    with pytest.raises(UnsupportedModel, match="'declared' of 'functional.*' is declared row-wise"):
+        made.train_on_batch(*data())
+    for a, b in zip(made.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(a, b)

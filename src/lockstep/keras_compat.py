@@ -85,6 +85,7 @@ try:
     from keras.src.layers import layer as _layer_module
     from keras.src.losses.losses import LossFunctionWrapper as LossFunctionWrapper
     from keras.src.models.functional import Functional as Functional
+    from keras.src.models.model import inject_functional_model_class as _inject_functional
     from keras.src.ops.node import Node as _Node
     from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR as GLOBAL_SEED_GENERATOR
     from keras.src.random.seed_generator import global_seed_generator as global_seed_generator
@@ -619,6 +620,17 @@ def tracked_collections() -> tuple[type, ...]:
 
     names = ("TrackedList", "TrackedDict", "TrackedOrderedDict", "TrackedSet")
     return tuple(getattr(tracking, name) for name in names)
+
+
+def as_functional(owner: type) -> type:
+    """A class of the user's whose instances are functional models, as Keras makes it.
+
+    keras/src/models/model.py, Model.__new__: the first functional instance puts `Functional` into
+    the bases of its class. A process that imports the class anew has made none.
+    """
+    if not issubclass(owner, Functional):
+        _inject_functional(owner)
+    return owner
 
 
 def is_built(model: Any) -> bool:

@@ -24,7 +24,9 @@ from lockstep.engines.attachments import ATTACHMENT, attachment_of
 from lockstep.keras_compat import (
     ATTRIBUTES_OF_RUNS,
     DynamicBackend,
+    Functional,
     KerasSaveable,
+    as_functional,
     layers_in,
     module_in_keras,
     own_trainable_variables,
@@ -57,6 +59,8 @@ class ModelPickler(cloudpickle.Pickler):  # type: ignore[misc]
             return importlib.import_module, (item.__name__,)
         if isinstance(item, DynamicBackend):  # without its state, any attribute recurses
             return DynamicBackend, (item.name,)
+        if isinstance(item, Functional):
+            return _new_functional, (type(item),), self.state(item)
         if isinstance(item, self.by_attributes):
             return object.__new__, (type(item),), self.state(item)
         fill = _FILL.get(type(item))
@@ -120,6 +124,10 @@ def trackers_mended(model: Any) -> Any:
     for layer in layers_in(model):
         renew_tracker(layer)
     return model
+
+
+def _new_functional(owner: type) -> Any:
+    return object.__new__(as_functional(owner))
 
 
 def _is_inner(function: FunctionType) -> bool:

@@ -128,6 +128,11 @@ class Pool:
         for worker in self._workers:
             worker.send(data)
 
+    def compare_exchanges(self, compared: bool) -> None:
+        """Let every rank compare what it exchanges from now on, or no longer; see `Group`."""
+        self.send("exchanges", compared)
+        self.group.compares = compared
+
     def receive(self) -> list[Any]:
         """Return the answer of each worker."""
         return [worker.receive()[1] for worker in self._workers]

@@ -1,15 +1,18 @@
 """Runs the steps of one model on a pool, from rank 0, and keeps the workers' models equal to it."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
 import numpy as np
 import torch
 
+from lockstep.engines.torch.code_state import CodeReads
 from lockstep.engines.torch.forward_state import ForwardState
 from lockstep.engines.torch.group import PeerLost
-from lockstep.engines.torch.layers import Plan
+from lockstep.engines.torch.layers import Plan, parts_of
 from lockstep.engines.torch.placement import copies_on
 from lockstep.engines.torch.pool import Lease, Pool
 from lockstep.engines.torch.replica import Replica, random_state
@@ -54,6 +57,13 @@ class PoolRunner(StepRunner):
         self._tensors: list[Any] = []
         self._versions: list[Any] = []
         self._gradients: list[Any] = []
+        self._exchanged: set[str] = set()
+        self._reads = CodeReads()
+
+    def unsplit(self, x: Any) -> str | None:
+        """Return why one device has to run batches like this one alone, `None` if not."""
+        self.unchecked = self.unchecked or self._reads.changed()
+        return super().unsplit(x)
 
     def step(self, kind: str, data: Any, rows: int) -> Any:
         """Run one step on all devices, and return the logs or predictions."""
@@ -70,15 +80,16 @@ class PoolRunner(StepRunner):
                 base = self._draw_base(kind)
                 self._streams.seed(base, 0)
             mode = self._model.training
-            pool.send("step", self._lease.key, kind, mode, rows, description, base)
             replica = Replica(pool.group, rows, self._streams, self._device)
             self._state.save()
-            try:
-                result = run_step(kind, self._model, self._plan, replica, data)
-                replica.check()
-            except PeerLost:
-                self._state.put_back()
-                raise
+            with self._exchanges_compared(pool, kind, mode, _forms(data)):
+                pool.send("step", self._lease.key, kind, mode, rows, description, base)
+                try:
+                    result = run_step(kind, self._model, self._plan, replica, data)
+                    replica.check()
+                except PeerLost:
+                    self._state.put_back()
+                    raise
             if self.draws_together:
                 self._streams.take_over()
             self._versions = [tensor._version for tensor in self._tensors]
@@ -116,21 +127,22 @@ class PoolRunner(StepRunner):
                 description = pool.memory.write(batch)
                 mode, random_numbers = self._model.training, random_state()
                 key = self._lease.key
-                pool.send("whole_step", key, kind, mode, description, random_numbers)
                 self._state.save()
-                try:
-                    result = self.whole_batch.run(
-                        kind,
-                        copies_on(self._device, batch),
-                        pool.group,
-                        self._streams,
-                        self._device,
-                        draws_together=self.draws_together,
-                    )
-                    pool.group.check()
-                except PeerLost:
-                    self._state.put_back()
-                    raise
+                with self._exchanges_compared(pool, kind, mode, _forms(batch)):
+                    pool.send("whole_step", key, kind, mode, description, random_numbers)
+                    try:
+                        result = self.whole_batch.run(
+                            kind,
+                            copies_on(self._device, batch),
+                            pool.group,
+                            self._streams,
+                            self._device,
+                            draws_together=self.draws_together,
+                        )
+                        pool.group.check()
+                    except PeerLost:
+                        self._state.put_back()
+                        raise
                 self._check_logs(numbers_in(result, self._model), pool.receive())
                 self._versions = [tensor._version for tensor in self._tensors]
                 self._gradients = list(map(_version_of_gradient, self._tensors))
@@ -171,14 +183,14 @@ class PoolRunner(StepRunner):
         return pool
 
     def _make_equal(self, pool: Pool) -> None:
-        if self.unchecked or self._structure_changed():
+        if self.unchecked or self._structure_changed() or self._reads.changed():
             self._compare_all(pool)
             self.unchecked = self._changes
         else:
             self._send_values(pool, self._assigned())
 
     def _compare_all(self, pool: Pool) -> None:
-        data, tensors = self._dumped()
+        data, tensors, self._reads = self._dumped()
         settings = current_settings()
         same = len(tensors) == len(self._tensors) and all(map(_is, tensors, self._tensors))
         sent = (data, settings, self.draws_together)
@@ -189,6 +201,8 @@ class PoolRunner(StepRunner):
             self._sent = None
             pool.send("model", self._lease.key, data, settings, self.draws_together)
             self._plan = Plan(self._model, draws_together=self.draws_together)
+            self._check_taken(pool.receive())
+            self._exchanged = set()
             self._proven_there = []
             self._gradients = []
             self._tensors = tensors
@@ -199,6 +213,29 @@ class PoolRunner(StepRunner):
             self._sent = sent
         self._send_values(pool, differ)
         self._send_seeds(pool)
+
+    def _check_taken(self, every: list[list[str]]) -> None:
+        """Raise if a worker has made another model of the bytes than this process has."""
+        mine = parts_of(self._plan)
+        for rank, theirs in enumerate(every, 1):
+            if theirs != mine:
+                here, there = (sorted(set(a) - set(b)) for a, b in ((mine, theirs), (theirs, mine)))
+                raise UnsupportedModel(
+                    f"{self._model.name!r} has {here} here and {there} on replica {rank}: the "
+                    "code that its process imports is another one.\nDo not change it after its "
+                    "import, or call lockstep.release(model)."
+                )
+
+    @contextmanager
+    def _exchanges_compared(self, pool: Pool, *form: Any) -> Iterator[None]:
+        """Let the ranks compare what they exchange in the first step of a form."""
+        if str(form) in self._exchanged:
+            yield
+            return
+        pool.compare_exchanges(True)
+        yield
+        pool.compare_exchanges(False)
+        self._exchanged.add(str(form))
 
     def _send_gradients(self, pool: Pool) -> None:
         """Send the gradients that a step may add to: a user's own may accumulate them."""
@@ -223,6 +260,7 @@ class PoolRunner(StepRunner):
             pool.send("plan", self._lease.key, proven)
             self._plan = Plan(self._model, proven, draws_together=self.draws_together)
             self._proven_there = proven
+            self._exchanged = set()
 
     def _structure_changed(self) -> bool:
         return _structure(self._tensors) != self._structure
@@ -243,6 +281,12 @@ class PoolRunner(StepRunner):
 
 _ALIKE = 1e-3
 """The relative distance of logs beyond rounding, which GPUs may do in any order."""
+
+
+def _forms(nest: Any) -> Any:
+    return keras.tree.map_structure(
+        lambda leaf: None if leaf is None else (leaf.dtype, leaf.shape[1:]), nest
+    )
 
 
 def _is(a: Any, b: Any) -> bool:

@@ -89,6 +89,7 @@ class _Worker:
         self._memory = BatchMemory(memory)
         self._models: dict[int, Any] = {}
         self._whole_batch: dict[int, Any] = {}
+        self._code: dict[int, Any] = {}
         self._streams = RandomStreams()
         rank_0.send_bytes(pickle.dumps(("ready", None, "")))
         port = pickle.loads(rank_0.recv_bytes())
@@ -101,15 +102,21 @@ class _Worker:
         getattr(self, f"_{name}")(*content)
 
     def _model(self, key: int, data: bytes, settings: Any, draws_together: bool) -> None:
-        from lockstep.engines.torch.layers import Plan
+        from lockstep.engines.torch.code_state import PatchedCode
+        from lockstep.engines.torch.layers import Plan, parts_of
         from lockstep.engines.torch.model_pickle import load
         from lockstep.engines.torch.settings import apply_settings
         from lockstep.engines.torch.whole_batch_steps import WholeBatchSteps
 
         apply_settings(settings)
-        model, tensors = load(data)
+        model, tensors = load(data, self._code.setdefault(key, PatchedCode()))
+        plan = Plan(model, draws_together=draws_together)
         self._whole_batch[key] = WholeBatchSteps(model)
-        self._models[key] = (model, Plan(model, draws_together=draws_together), tensors)
+        self._models[key] = (model, plan, tensors)
+        self._rank_0.send_bytes(pickle.dumps(("taken", parts_of(plan), "")))
+
+    def _exchanges(self, compared: bool) -> None:
+        self._group.compares = compared
 
     def _plan(self, key: int, proven: list[int]) -> None:
         from lockstep.engines.torch.layers import Plan

@@ -1,5 +1,6 @@
 """Which modules are the user's own: they are in no package that was installed."""
 
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ def is_own(module: ModuleType) -> bool:
     place = next(_places_of(module), None)
     if place is None:
         return False
-    installed = {"site-packages", "dist-packages"}.intersection(Path(place).parts)
+    installed = {"site-packages", "dist-packages"}.intersection(place.split(os.sep))
     return not installed and not place.startswith(_NOT_OWN)
 
 

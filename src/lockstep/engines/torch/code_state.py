@@ -8,7 +8,7 @@ modules names them, and the functions that the user has put into Keras, PyTorch 
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, lru_cache
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -29,6 +29,10 @@ _LARGEST = 1000
 """The number of items up to which a container is compared item by item."""
 
 _MISSING = object()
+
+
+class AsDefined:
+    """Stands for a function or class that is the one that its module has defined."""
 
 
 class CodeReads:
@@ -127,6 +131,8 @@ def state_of(
 ) -> State:
     """Return the attributes of the user's modules and their classes that code names.
 
+    A function or class that stands where it was defined is `AsDefined`.
+
     Args:
         modules: The names of modules whose code a model uses.
         code: The code of the functions that travel by value.
@@ -139,12 +145,9 @@ def state_of(
     for module in own:
         for owner, qualname in [(module, ""), *((c, c.__qualname__) for c in _classes_of(module))]:
             values = {
-                name: value
+                name: AsDefined if _is_of(owner, module, name, value) else value
                 for name, value in vars(owner).items()
-                if name in names
-                and not name.startswith("__")
-                and not _is_of(owner, module, name, value)
-                and _may_travel(value, travels)
+                if name in names and not name.startswith("__") and _may_travel(value, travels)
             }
             if values:
                 found[module.__name__, qualname] = values
@@ -153,19 +156,32 @@ def state_of(
 
 def patches() -> State:
     """Return the functions of the user that stand in Keras and PyTorch."""
-    is_users = cache(lambda name: name == _MAIN or _is_own_name(name))
-    modules = [m for n, m in sys.modules.items() if n.startswith(("keras.", "torch.nn."))]
+    owners, installed = _installed(len(sys.modules))
     found: State = {}
-    for module in modules:
-        for owner, qualname in [(module, ""), *((c, c.__qualname__) for c in _classes_of(module))]:
-            values = {
-                name: value
-                for name, value in vars(owner).items()
-                if isinstance(value, FunctionType) and is_users(value.__globals__.get("__name__"))
-            }
-            if values:
-                found[module.__name__, qualname] = values
+    for place, owner in owners:
+        for name, value in vars(owner).items():
+            if type(value) is FunctionType and id(value.__globals__) not in installed:
+                home = value.__globals__.get("__name__")
+                if home == _MAIN or _is_own_name(home):
+                    found.setdefault(place, {})[name] = value
     return found
+
+
+@lru_cache(maxsize=1)
+def _installed(number: int) -> tuple[list[tuple[Place, Any]], set[int]]:
+    """Return Keras's and PyTorch's modules and classes, and the identities of their globals.
+
+    Args:
+        number: The number of modules that are imported, with which the result changes.
+    """
+    named = [(n, m) for n, m in list(sys.modules.items()) if n.startswith(("keras.", "torch."))]
+    modules = [module for _, module in named if isinstance(module, ModuleType)]
+    owners: list[tuple[Place, Any]] = []
+    for name, module in named:
+        if name.startswith(("keras.", "torch.nn.")) and isinstance(module, ModuleType):
+            owners.append(((name, ""), module))
+            owners += [((name, each.__qualname__), each) for each in _classes_of(module)]
+    return owners, {id(vars(module)) for module in modules}
 
 
 def claims_other_home(function: FunctionType) -> bool:
@@ -238,7 +254,7 @@ _ARRAYS = (np.ndarray, np.generic, torch.Tensor, keras.Variable, KerasSaveable)
 def _may_travel(value: Any, travels: Callable[[Any], bool]) -> bool:
     if isinstance(value, ModuleType | property | staticmethod | classmethod):
         return False
-    if isinstance(value, (*_SCALARS, *_ARRAYS)):
+    if isinstance(value, (*_SCALARS, *_ARRAYS, type)):
         return True
     return travels(value)
 
@@ -246,26 +262,30 @@ def _may_travel(value: Any, travels: Callable[[Any], bool]) -> bool:
 # ------------------------------------------------------------------- what a worker does with it
 
 
-class PatchedCode:
-    """The attributes that a worker has changed for the code of one model."""
+class SetCode:
+    """The attributes of modules and classes that a worker has set, as the caller has them."""
 
     def __init__(self) -> None:
-        self._before: list[tuple[Any, str, Any]] = []
+        self._imported: dict[tuple[Place, str], Any] = {}
+        self._patched: set[tuple[Place, str]] = set()
 
     def apply(self, state: State, patched: State) -> None:
-        """Give modules and classes their attributes, and undo patches that are not sent."""
-        for owner, name, value in reversed(self._before):
-            setattr(owner, name, value)
-        self._before = []
-        for place, values in patched.items():
-            owner = owner_of(place)
-            self._before += [
-                (owner, name, vars(owner)[name]) for name in values if name in vars(owner)
-            ]
+        """Set what `state_of` and `patches` have returned in the process of the caller."""
+        names = {(place, name) for place, values in patched.items() for name in values}
+        for place, name in self._patched - names:
+            self._set(place, name, AsDefined)
+        self._patched = names
         for place, values in [*state.items(), *patched.items()]:
-            owner = owner_of(place)
             for name, value in values.items():
-                setattr(owner, name, value)
+                self._set(place, name, value)
+
+    def _set(self, place: Place, name: str, value: Any) -> None:
+        owner = owner_of(place)
+        imported = self._imported.setdefault((place, name), vars(owner).get(name, _MISSING))
+        if value is not AsDefined:
+            setattr(owner, name, value)
+        elif imported is not _MISSING:
+            setattr(owner, name, imported)
 
 
 def owner_of(place: Place) -> Any:

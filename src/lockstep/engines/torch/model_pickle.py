@@ -12,7 +12,7 @@ import torch
 from lockstep.engines.model_pickle import ModelPickler, dumped, reason_of, trackers_mended
 from lockstep.engines.torch.code_state import (
     CodeReads,
-    PatchedCode,
+    SetCode,
     claims_other_home,
     contents_of,
     owner_of,
@@ -56,14 +56,14 @@ def dump(model: Any) -> Dumped:
     return Dumped(pickler.file.getvalue(), pickler.tensors, pickler.reads)
 
 
-def load(data: bytes, code: PatchedCode) -> tuple[Any, list[Any]]:
+def load(data: bytes, code: SetCode) -> tuple[Any, list[Any]]:
     """Return the model, and new tensors for the numbers in the bytes, not yet filled.
 
     Only the process of a worker may do this: classes and functions of the user are made anew.
 
     Args:
         data: The bytes that `dump` has returned in another process.
-        code: What the process has changed for the code of this model.
+        code: The attributes of modules and classes that the process has set.
     """
     unpickler = TensorUnpickler(io.BytesIO(data))
     model = trackers_mended(unpickler.load())
@@ -140,7 +140,8 @@ class _Pickler(TensorPickler):
         state = state_of(self._modules, self._code, _travels)
         for place, values in state.items():
             owner = owner_of(place)
-            self.reads.add(owner if place[1] else vars(owner), values)
+            now = {name: vars(owner)[name] for name in values}
+            self.reads.add(owner if place[1] else vars(owner), now)
         super().dump((state, patched))
 
     def reducer_override(self, item: Any) -> Any:

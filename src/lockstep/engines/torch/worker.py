@@ -78,6 +78,7 @@ class _Worker:
         import torch.distributed as dist
 
         from lockstep.engines.torch.batch_memory import BatchMemory
+        from lockstep.engines.torch.code_state import SetCode
         from lockstep.engines.torch.group import HOST, Group
         from lockstep.engines.torch.placement import make_current, torch_device_of
         from lockstep.engines.torch.replica import RandomStreams
@@ -89,7 +90,7 @@ class _Worker:
         self._memory = BatchMemory(memory)
         self._models: dict[int, Any] = {}
         self._whole_batch: dict[int, Any] = {}
-        self._code: dict[int, Any] = {}
+        self._code = SetCode()
         self._streams = RandomStreams()
         rank_0.send_bytes(pickle.dumps(("ready", None, "")))
         port = pickle.loads(rank_0.recv_bytes())
@@ -102,14 +103,13 @@ class _Worker:
         getattr(self, f"_{name}")(*content)
 
     def _model(self, key: int, data: bytes, settings: Any, draws_together: bool) -> None:
-        from lockstep.engines.torch.code_state import PatchedCode
         from lockstep.engines.torch.layers import Plan, parts_of
         from lockstep.engines.torch.model_pickle import load
         from lockstep.engines.torch.settings import apply_settings
         from lockstep.engines.torch.whole_batch_steps import WholeBatchSteps
 
         apply_settings(settings)
-        model, tensors = load(data, self._code.setdefault(key, PatchedCode()))
+        model, tensors = load(data, self._code)
         plan = Plan(model, draws_together=draws_together)
         self._whole_batch[key] = WholeBatchSteps(model)
         self._models[key] = (model, plan, tensors)

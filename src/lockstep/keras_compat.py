@@ -83,6 +83,7 @@ try:
     from keras.src.backend.common.variables import Variable as _Variable
     from keras.src.backend.config import is_nnx_enabled as is_nnx_enabled
     from keras.src.layers import layer as _layer_module
+    from keras.src.layers.preprocessing.index_lookup import IndexLookup as IndexLookup
     from keras.src.losses.losses import LossFunctionWrapper as LossFunctionWrapper
     from keras.src.models.functional import Functional as Functional
     from keras.src.models.model import inject_functional_model_class as _inject_functional
@@ -631,6 +632,13 @@ def as_functional(owner: type) -> type:
     if not issubclass(owner, Functional):
         _inject_functional(owner)
     return owner
+
+
+LOOKUP_TABLES = ("lookup_table", "token_counts", "token_document_counts")
+"""The attributes of an `IndexLookup` that are tables of TensorFlow.
+
+keras/src/layers/preprocessing/index_lookup.py; `TextVectorization` has such a layer inside.
+"""
 
 
 def is_built(model: Any) -> bool:

@@ -1,13 +1,16 @@
 """Workers run the code and the state of the caller, and the caller's own code stays as it is."""
 
 import functools
+import threading
 
 import keras
 import numpy as np
 import pytest
+import torch
 from keras import layers, ops
 
 import lockstep
+from lockstep.errors import UnsupportedModel
 from tests.torch import script_settings
 from tests.torch.agreement import assert_equal, both, values
 
@@ -294,3 +297,103 @@ def test_a_proof_leaves_globals_as_they_are():
         found.append([COUNT[0], *values(model)])
         lockstep.release(model)
     assert_equal(*found)
+
+
+# ------------------------------------------------------------------- the state of PyTorch
+
+
+def in_autocast(model, x, y):
+    with torch.autocast("cpu", torch.bfloat16):
+        model.predict(x, verbose=0)
+        model.fit(x, y, epochs=3, **QUIET)
+        return model.predict(x, verbose=0)
+
+
+def in_one_autocast_for_each_step(model, x, y):
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            model.train_on_batch(x, y)
+    return model.predict(x, verbose=0)
+
+
+@pytest.mark.parametrize("train", [in_autocast, in_one_autocast_for_each_step])
+def test_workers_are_in_the_autocast_of_the_caller(train):
+    """The inputs have few bits, so that products in bfloat16 are exact sums of exact terms."""
+
+    def build():
+        with_policy = keras.config.dtype_policy()
+        keras.config.set_dtype_policy("float32")
+        try:
+            model = keras.Sequential([keras.Input((4,)), layers.Dense(2, use_bias=False)])
+        finally:
+            keras.config.set_dtype_policy(with_policy)
+        model.set_weights([np.array([[1.0, 1.01], [0.33, 2.0], [3.1, -1.0], [0.7, 0.5]])])
+        model.compile(keras.optimizers.SGD(2.0**-6), "mse")
+        return model
+
+    one, many = both(build)
+    x = np.eye(4, dtype="float32")[[0, 1, 2, 3, 2, 1, 0]]
+    y = np.zeros((7, 2), "float32")
+    outputs = [train(model, x, y) for model in (one, many)]
+    exact = build()
+    exact.train_on_batch(x, y)
+    np.testing.assert_allclose(*outputs, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(one.get_weights()[0], many.get_weights()[0], rtol=0, atol=1e-6)
+    lockstep.release(many)
+
+
+# ------------------------------------------------------------------- layers of other kinds
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3, dtype=torch.float64)
+        self.norm = torch.nn.BatchNorm1d(3, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.norm(torch.relu(self.linear(x)))
+
+
+def test_a_module_of_pytorch_in_a_sequence():
+    assert_trains_equally(lambda: sequential(layers.TorchModuleWrapper(Block())), epochs=2)
+
+
+def integers():
+    return layers.IntegerLookup(vocabulary=[10, 11, 12]), np.array([[10], [11], [12], [99]])
+
+
+def adapted_integers():
+    lookup = layers.IntegerLookup(output_mode="multi_hot")
+    lookup.adapt(np.array([10, 11, 12]))
+    return lookup, np.array([[10, 11], [11, 99], [12, 10], [99, 98]])
+
+
+@pytest.mark.parametrize("kind", [integers, adapted_integers])
+def test_a_lookup_layer_travels(kind):
+    def build():
+        lookup, x = kind()
+        inputs = keras.Input(x.shape[1:], dtype="int64")
+        hidden = lookup(inputs)
+        if kind is integers:
+            hidden = layers.Flatten()(layers.Embedding(5, 3)(hidden))
+        model = keras.Model(inputs, layers.Dense(1)(hidden))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    one, many = both(build)
+    x = np.tile(kind()[1], (4, 1))
+    y = np.arange(16.0)[:, None]
+    for model in (one, many):
+        model.fit(x, y, **QUIET)
+    assert_equal(one, many)
+    lockstep.release(many)
+
+
+def test_the_attribute_that_cannot_travel_is_named():
+    model = sequential(Keeps(name="keeper"))
+    model.get_layer("keeper").lock = threading.Lock()
+    lockstep.distribute(model, 3)
+    with pytest.raises(UnsupportedModel, match="lock of 'keeper': cannot pickle"):
+        model.predict(data()[0], verbose=0)
+    lockstep.release(model)

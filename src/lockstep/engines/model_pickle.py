@@ -23,8 +23,10 @@ import keras
 from lockstep.engines.attachments import ATTACHMENT, attachment_of
 from lockstep.keras_compat import (
     ATTRIBUTES_OF_RUNS,
+    LOOKUP_TABLES,
     DynamicBackend,
     Functional,
+    IndexLookup,
     KerasSaveable,
     as_functional,
     layers_in,
@@ -61,6 +63,9 @@ class ModelPickler(cloudpickle.Pickler):  # type: ignore[misc]
             return DynamicBackend, (item.name,)
         if isinstance(item, Functional):
             return _new_functional, (type(item),), self.state(item)
+        if isinstance(item, IndexLookup):
+            state = self.state(item), item.get_config(), item.get_vocabulary(False)
+            return object.__new__, (type(item),), state, None, None, _set_up_lookup
         if isinstance(item, self.by_attributes):
             return object.__new__, (type(item),), self.state(item)
         fill = _FILL.get(type(item))
@@ -88,6 +93,8 @@ class ModelPickler(cloudpickle.Pickler):  # type: ignore[misc]
             kind = type(item)
             known = {variable_key(kind, each): each for each in own_trainable_variables(item)}
             state.update((name, _keyed(value, known, kind)) for name, value in state.items())
+        if isinstance(item, IndexLookup):
+            state = {name: value for name, value in state.items() if name not in LOOKUP_TABLES}
         if isinstance(item, keras.layers.Layer):
             # Copies: in one pickle, the same list would be one list of all layers.
             of_runs = ATTRIBUTES_OF_RUNS.items()
@@ -128,6 +135,14 @@ def trackers_mended(model: Any) -> Any:
 
 def _new_functional(owner: type) -> Any:
     return object.__new__(as_functional(owner))
+
+
+def _set_up_lookup(layer: Any, given: tuple[dict[str, Any], dict[str, Any], list[Any]]) -> None:
+    """Give a layer its attributes, and the table of another one that has its vocabulary."""
+    state, config, vocabulary = given
+    made = type(layer).from_config({**config, "vocabulary": vocabulary or None})
+    tables = {name: vars(made)[name] for name in LOOKUP_TABLES if name in vars(made)}
+    vars(layer).update(state | tables)
 
 
 def _is_inner(function: FunctionType) -> bool:

@@ -73,6 +73,8 @@ def unknown_rows(model: Any, whole: Collection[int]) -> str | None:
         model: The model.
         whole: The identities of layers and operations that run on the global batch.
     """
+    if not hasattr(model, "inputs"):  # a sequence that has no graph: a step checks all outputs
+        return None
     inputs = {tuple(tensor.shape[:1]) for tensor in keras.tree.flatten(model.inputs)}
     if len(inputs) != 1:
         return f"has inputs of several first dims {sorted(map(str, inputs))}"

@@ -47,10 +47,14 @@ class Pool:
 
     Args:
         devices: The names of the devices, that of rank 0 first.
+
+    Attributes:
+        settings: The settings that the workers have, `None` before they were sent any.
     """
 
     def __init__(self, devices: tuple[str, ...]) -> None:
         self.lock = threading.RLock()
+        self.settings: Any = None
         self.closed = False
         self._called = False
         self._devices = devices

@@ -16,7 +16,7 @@ from lockstep.engines.torch.layers import Plan, parts_of
 from lockstep.engines.torch.placement import copies_on
 from lockstep.engines.torch.pool import Lease, Pool
 from lockstep.engines.torch.replica import Replica, random_state
-from lockstep.engines.torch.settings import checksum, current_settings
+from lockstep.engines.torch.settings import CastsOfAutocast, checksum, current_settings
 from lockstep.engines.torch.step_runner import StepRunner
 from lockstep.engines.torch.steps import run_step
 from lockstep.engines.torch.whole_batch_steps import (
@@ -59,6 +59,7 @@ class PoolRunner(StepRunner):
         self._gradients: list[Any] = []
         self._exchanged: set[str] = set()
         self._reads = CodeReads()
+        self._casts = CastsOfAutocast(device)
 
     def unsplit(self, x: Any) -> str | None:
         """Return why one device has to run batches like this one alone, `None` if not."""
@@ -191,15 +192,19 @@ class PoolRunner(StepRunner):
 
     def _compare_all(self, pool: Pool) -> None:
         data, tensors, self._reads = self._dumped()
-        settings = current_settings()
+        settings = {**current_settings(), "age_of_casts": self._casts.age()}
+        if settings != pool.settings:
+            pool.settings = None
+            pool.send("settings", settings)
+            pool.settings = settings
         same = len(tensors) == len(self._tensors) and all(map(_is, tensors, self._tensors))
-        sent = (data, settings, self.draws_together)
+        sent = (data, self.draws_together)
         if same and self._sent == sent:
             pool.send("compare", self._lease.key, [checksum(tensor) for tensor in tensors])
             differ = sorted({number for answer in pool.receive() for number in answer})
         else:
             self._sent = None
-            pool.send("model", self._lease.key, data, settings, self.draws_together)
+            pool.send("model", self._lease.key, data, self.draws_together)
             self._plan = Plan(self._model, draws_together=self.draws_together)
             self._check_taken(pool.receive())
             self._exchanged = set()

@@ -102,13 +102,16 @@ class _Worker:
         name, content = message
         getattr(self, f"_{name}")(*content)
 
-    def _model(self, key: int, data: bytes, settings: Any, draws_together: bool) -> None:
-        from lockstep.engines.torch.layers import Plan, parts_of
-        from lockstep.engines.torch.model_pickle import load
+    def _settings(self, settings: Any) -> None:
         from lockstep.engines.torch.settings import apply_settings
-        from lockstep.engines.torch.whole_batch_steps import WholeBatchSteps
 
         apply_settings(settings)
+
+    def _model(self, key: int, data: bytes, draws_together: bool) -> None:
+        from lockstep.engines.torch.layers import Plan, parts_of
+        from lockstep.engines.torch.model_pickle import load
+        from lockstep.engines.torch.whole_batch_steps import WholeBatchSteps
+
         model, tensors = load(data, self._code)
         plan = Plan(model, draws_together=draws_together)
         self._whole_batch[key] = WholeBatchSteps(model)

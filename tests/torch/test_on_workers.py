@@ -335,11 +335,22 @@ def test_workers_are_in_the_autocast_of_the_caller(train):
     x = np.eye(4, dtype="float32")[[0, 1, 2, 3, 2, 1, 0]]
     y = np.zeros((7, 2), "float32")
     outputs = [train(model, x, y) for model in (one, many)]
-    exact = build()
-    exact.train_on_batch(x, y)
     np.testing.assert_allclose(*outputs, rtol=0, atol=1e-6)
     np.testing.assert_allclose(one.get_weights()[0], many.get_weights()[0], rtol=0, atol=1e-6)
     lockstep.release(many)
+
+
+def test_an_autocast_that_has_casts_of_other_weights_is_refused():
+    """PyTorch computes with them until its context ends, and a worker that starts has none."""
+    model = lockstep.distribute(sequential(), 3)
+    x, y = data()
+    with torch.autocast("cpu", torch.bfloat16):
+        model.train_on_batch(x, y)
+        model.attribute = 1
+        with pytest.raises(UnsupportedModel, match=r"has changed within one torch\.autocast"):
+            model.train_on_batch(x, y)
+    model.train_on_batch(x, y)
+    lockstep.release(model)
 
 
 # ------------------------------------------------------------------- layers of other kinds

@@ -97,8 +97,11 @@ class ModelPickler(cloudpickle.Pickler):  # type: ignore[misc]
             state = {name: value for name, value in state.items() if name not in LOOKUP_TABLES}
         if isinstance(item, keras.layers.Layer):
             # Copies: in one pickle, the same list would be one list of all layers.
-            of_runs = ATTRIBUTES_OF_RUNS.items()
-            state.update((name, copy(value)) for name, value in of_runs if name in state)
+            # Models get some in their first call of `evaluate` or `predict`.
+            is_model = isinstance(item, keras.Model)
+            for name, value in ATTRIBUTES_OF_RUNS.items():
+                if name in state or (is_model and name.startswith("stop_")):
+                    state[name] = copy(value)
         return state
 
 

@@ -20,7 +20,7 @@ from lockstep.engines.torch.code_state import (
     state_of,
 )
 from lockstep.errors import UnsupportedModel
-from lockstep.keras_compat import COMPILED_METRICS, layers_in
+from lockstep.keras_compat import COMPILED_METRICS, layers_in, module_in_keras
 from lockstep.training.overrides import is_keras
 
 
@@ -77,7 +77,8 @@ def _holder(model: Any) -> str:
         if not _travels(type(layer)):
             return f"{type(layer).__name__}, the class of {layer.name!r}: "
         for name, value in TensorPickler(io.BytesIO()).state(layer).items():
-            if not _travels(value):
+            # Keras's own functions, such as `build`, hold the whole layer.
+            if not module_in_keras(value) and not _travels(value):
                 return f"{name} of {layer.name!r}: "
     return ""
 
@@ -106,6 +107,9 @@ class TensorPickler(ModelPickler):
         """Return how one object is pickled."""
         if isinstance(item, torch.Tensor):
             return tensor_of, self._described(item)
+        if isinstance(item, torch.nn.ParameterList | torch.nn.ParameterDict):
+            # A layer has one for its weights, and the mode of a step is sent with the step.
+            return object.__new__, (type(item),), {**vars(item), "training": True}
         return super().reducer_override(item)
 
     def _described(self, item: Any) -> tuple[Any, ...]:

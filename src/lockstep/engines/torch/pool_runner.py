@@ -60,6 +60,8 @@ class PoolRunner(StepRunner):
         self._exchanged: set[str] = set()
         self._reads = CodeReads()
         self._casts = CastsOfAutocast(device)
+        self._age_of_casts = 0.0
+        self._trained = False
 
     def unsplit(self, x: Any) -> str | None:
         """Return why one device has to run batches like this one alone, `None` if not."""
@@ -72,6 +74,7 @@ class PoolRunner(StepRunner):
         with pool.in_use():
             self._make_equal(pool)
             self._send_plan(pool)
+            self._trained |= kind == "train"
             description = pool.memory.write(data)
             base: Any
             if self.draws_together:
@@ -123,6 +126,7 @@ class PoolRunner(StepRunner):
         try:
             with pool.in_use():
                 self._make_equal(pool)
+                self._trained |= kind == "train"
                 self._send_gradients(pool)
                 self._send_seeds(pool)
                 description = pool.memory.write(batch)
@@ -203,6 +207,7 @@ class PoolRunner(StepRunner):
             pool.send("compare", self._lease.key, [checksum(tensor) for tensor in tensors])
             differ = sorted({number for answer in pool.receive() for number in answer})
         else:
+            self._check_casts(settings["age_of_casts"])
             self._sent = None
             pool.send("model", self._lease.key, data, self.draws_together)
             self._plan = Plan(self._model, draws_together=self.draws_together)
@@ -216,8 +221,20 @@ class PoolRunner(StepRunner):
             self.whole_batch = WholeBatchSteps(self._model)
             differ = list(range(len(tensors)))
             self._sent = sent
+        self._age_of_casts = settings["age_of_casts"]
         self._send_values(pool, differ)
         self._send_seeds(pool)
+
+    def _check_casts(self, age: float) -> None:
+        """Raise if autocast computes with weights from before an update, which no worker has."""
+        if age and age == self._age_of_casts and self._trained:
+            raise UnsupportedModel(
+                f"{self._model.name!r} has changed within one torch.autocast, which computes with "
+                "the weights\nfrom before the first update as long as it lasts. Enter it anew for "
+                "each call, or give it\ncache_enabled=False; keras.config.set_dtype_policy sets "
+                "mixed precision without it."
+            )
+        self._trained = False
 
     def _check_taken(self, every: list[list[str]]) -> None:
         """Raise if a worker has made another model of the bytes than this process has."""

@@ -1,5 +1,7 @@
 """An error of a worker, at any message of the protocol, is an error of the call in the caller."""
 
+import os
+
 import keras
 import numpy as np
 import pytest
@@ -82,6 +84,7 @@ MESSAGES = {
     "plan": proven,
     "values": plain,
     "compare": plain,
+    "settings": plain,
     "exchanges": plain,
     "gradients": accumulating,
     "seeds": own,
@@ -100,7 +103,10 @@ def run(model):
                 variable.value.grad *= 0.5
 
 
-@pytest.mark.parametrize("devices", [["cpu:0", "cpu:1"], ["cpu:0", "cpu:1", "cpu:3"]])
+@pytest.mark.parametrize(
+    "devices",
+    [["cpu:0", "cpu:1"], pytest.param(["cpu:0", "cpu:1", "cpu:3"], marks=pytest.mark.whole)],
+)
 @pytest.mark.parametrize("message", MESSAGES)
 def test_an_error_at_a_message_comes_home_and_the_next_call_works(message, devices, monkeypatch):
     one, many = both(MESSAGES[message], devices)
@@ -119,4 +125,42 @@ def test_an_error_at_a_message_comes_home_and_the_next_call_works(message, devic
     run(one)
     run(many)
     assert_equal(values(one)[: len(one.weights)], values(many)[: len(one.weights)])
+    lockstep.release(many)
+
+
+class Own(Exception):
+    """An error of the user's own."""
+
+
+class RaisesOwn(layers.Layer):
+    """Raises in the process of a worker."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.home = os.getpid()
+        self.error = error
+
+    def call(self, x):
+        if os.getpid() != self.home:
+            raise self.error("in a worker")
+        return x * 1.0
+
+
+def local_error():
+    class Local(Own):
+        pass
+
+    return Local
+
+
+@pytest.mark.parametrize("error", [Own, local_error()])
+def test_an_error_of_the_users_own_class_leaves_the_class_alone(error):
+    def build():
+        return keras.Sequential([keras.Input((4,)), layers.Dense(3), RaisesOwn(error)])
+
+    _, many = both(build)
+    before = dict(vars(error))
+    with pytest.raises(Own, match="in a worker"):
+        many.predict(np.ones((6, 4)), verbose=0)
+    assert dict(vars(error)) == before
     lockstep.release(many)

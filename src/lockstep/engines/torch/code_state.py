@@ -154,9 +154,15 @@ def state_of(
     return found
 
 
-def patches() -> State:
-    """Return the functions of the user that stand in Keras and PyTorch."""
-    owners, installed = _installed(len(sys.modules))
+def patches(modules: Iterable[str]) -> State:
+    """Return the functions of the user that stand in packages which a model uses.
+
+    Args:
+        modules: The names of modules whose code a model uses.
+    """
+    packages = {name.partition(".")[0] for name in modules if not _is_own_name(name)}
+    packages -= {"torch", "numpy", "lockstep", _MAIN}
+    owners, installed = _installed(len(sys.modules), frozenset(packages | {"keras", "torch.nn"}))
     found: State = {}
     for place, owner in owners:
         for name, value in vars(owner).items():
@@ -168,20 +174,22 @@ def patches() -> State:
 
 
 @lru_cache(maxsize=1)
-def _installed(number: int) -> tuple[list[tuple[Place, Any]], set[int]]:
-    """Return Keras's and PyTorch's modules and classes, and the identities of their globals.
+def _installed(number: int, packages: frozenset[str]) -> tuple[list[tuple[Place, Any]], set[int]]:
+    """Return the modules and classes of packages, and the identities of their globals.
 
     Args:
         number: The number of modules that are imported, with which the result changes.
+        packages: The names of the packages.
     """
-    named = [(n, m) for n, m in list(sys.modules.items()) if n.startswith(("keras.", "torch."))]
-    modules = [module for _, module in named if isinstance(module, ModuleType)]
+    starts = tuple(f"{name}." for name in packages)
     owners: list[tuple[Place, Any]] = []
-    for name, module in named:
-        if name.startswith(("keras.", "torch.nn.")) and isinstance(module, ModuleType):
+    namespaces = set()
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and f"{name}.".startswith(starts):
+            namespaces.add(id(vars(module)))
             owners.append(((name, ""), module))
             owners += [((name, each.__qualname__), each) for each in _classes_of(module)]
-    return owners, {id(vars(module)) for module in modules}
+    return owners, namespaces
 
 
 def claims_other_home(function: FunctionType) -> bool:

@@ -140,7 +140,7 @@ class _Pickler(TensorPickler):
         """Pickle a model, and after it the state of its code."""
         self._model = item
         super().dump(item)
-        patched = patches()
+        patched = patches(self._modules)
         state = state_of(self._modules, self._code, _travels)
         for place, values in state.items():
             owner = owner_of(place)

@@ -49,22 +49,16 @@ def _end_with(lifeline: int) -> None:
 
 def _report(rank_0: Any, error: BaseException) -> None:
     """Send an error to rank 0, if it is still there."""
-    import cloudpickle
-
     from lockstep.engines.torch.group import PeerLost
+    from lockstep.engines.torch.sent_error import dump_error
 
     traceback.print_exception(error)
     try:
         if isinstance(error, PeerLost):
             rank_0.send_bytes(pickle.dumps(("lost", None, "")))
             return
-        try:
-            sent = cloudpickle.dumps(error)
-            pickle.loads(sent)
-        except Exception:  # an error of the user's own may not be picklable
-            sent = None
         text = "".join(traceback.format_exception(error))
-        rank_0.send_bytes(pickle.dumps(("error", sent, text)))
+        rank_0.send_bytes(pickle.dumps(("error", dump_error(error), text)))
     except OSError:
         pass
 

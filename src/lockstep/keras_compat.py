@@ -83,8 +83,10 @@ try:
     from keras.src.backend.common.variables import Variable as _Variable
     from keras.src.backend.config import is_nnx_enabled as is_nnx_enabled
     from keras.src.layers import layer as _layer_module
+    from keras.src.layers.preprocessing.index_lookup import IndexLookup as IndexLookup
     from keras.src.losses.losses import LossFunctionWrapper as LossFunctionWrapper
     from keras.src.models.functional import Functional as Functional
+    from keras.src.models.model import inject_functional_model_class as _inject_functional
     from keras.src.ops.node import Node as _Node
     from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR as GLOBAL_SEED_GENERATOR
     from keras.src.random.seed_generator import global_seed_generator as global_seed_generator
@@ -668,6 +670,24 @@ def tracked_collections() -> tuple[type, ...]:
 
     names = ("TrackedList", "TrackedDict", "TrackedOrderedDict", "TrackedSet")
     return tuple(getattr(tracking, name) for name in names)
+
+
+def as_functional(owner: type) -> type:
+    """A class of the user's whose instances are functional models, as Keras makes it.
+
+    keras/src/models/model.py, Model.__new__: the first functional instance puts `Functional` into
+    the bases of its class. A process that imports the class anew has made none.
+    """
+    if not issubclass(owner, Functional):
+        _inject_functional(owner)
+    return owner
+
+
+LOOKUP_TABLES = ("lookup_table", "token_counts", "token_document_counts")
+"""The attributes of an `IndexLookup` that are tables of TensorFlow.
+
+keras/src/layers/preprocessing/index_lookup.py; `TextVectorization` has such a layer inside.
+"""
 
 
 def is_built(model: Any) -> bool:

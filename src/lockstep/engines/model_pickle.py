@@ -23,8 +23,12 @@ import keras
 from lockstep.engines.attachments import ATTACHMENT, attachment_of
 from lockstep.keras_compat import (
     ATTRIBUTES_OF_RUNS,
+    LOOKUP_TABLES,
     DynamicBackend,
+    Functional,
+    IndexLookup,
     KerasSaveable,
+    as_functional,
     layers_in,
     module_in_keras,
     own_trainable_variables,
@@ -57,6 +61,11 @@ class ModelPickler(cloudpickle.Pickler):  # type: ignore[misc]
             return importlib.import_module, (item.__name__,)
         if isinstance(item, DynamicBackend):  # without its state, any attribute recurses
             return DynamicBackend, (item.name,)
+        if isinstance(item, Functional):
+            return _new_functional, (type(item),), self.state(item)
+        if isinstance(item, IndexLookup):
+            state = self.state(item), item.get_config(), item.get_vocabulary(False)
+            return object.__new__, (type(item),), state, None, None, _set_up_lookup
         if isinstance(item, self.by_attributes):
             return object.__new__, (type(item),), self.state(item)
         fill = _FILL.get(type(item))
@@ -84,10 +93,15 @@ class ModelPickler(cloudpickle.Pickler):  # type: ignore[misc]
             kind = type(item)
             known = {variable_key(kind, each): each for each in own_trainable_variables(item)}
             state.update((name, _keyed(value, known, kind)) for name, value in state.items())
+        if isinstance(item, IndexLookup):
+            state = {name: value for name, value in state.items() if name not in LOOKUP_TABLES}
         if isinstance(item, keras.layers.Layer):
             # Copies: in one pickle, the same list would be one list of all layers.
-            of_runs = ATTRIBUTES_OF_RUNS.items()
-            state.update((name, copy(value)) for name, value in of_runs if name in state)
+            # Models get some in their first call of `evaluate` or `predict`.
+            is_model = isinstance(item, keras.Model)
+            for name, value in ATTRIBUTES_OF_RUNS.items():
+                if name in state or (is_model and name.startswith("stop_")):
+                    state[name] = copy(value)
         return state
 
 
@@ -120,6 +134,18 @@ def trackers_mended(model: Any) -> Any:
     for layer in layers_in(model):
         renew_tracker(layer)
     return model
+
+
+def _new_functional(owner: type) -> Any:
+    return object.__new__(as_functional(owner))
+
+
+def _set_up_lookup(layer: Any, given: tuple[dict[str, Any], dict[str, Any], list[Any]]) -> None:
+    """Give a layer its attributes, and the table of another one that has its vocabulary."""
+    state, config, vocabulary = given
+    made = type(layer).from_config({**config, "vocabulary": vocabulary or None})
+    tables = {name: vars(made)[name] for name in LOOKUP_TABLES if name in vars(made)}
+    vars(layer).update(state | tables)
 
 
 def _is_inner(function: FunctionType) -> bool:

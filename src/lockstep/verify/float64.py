@@ -7,23 +7,21 @@ import os
 import pickle
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import cloudpickle
 import keras
 import numpy as np
 
-import lockstep
 from lockstep.batches import Batch
 from lockstep.engines import current_engine
 from lockstep.engines.engine import Engine
 from lockstep.engines.model_pickle import ModelPickler, dumped, reason_of, trackers_mended
+from lockstep.engines.own_code import is_own
 from lockstep.keras_compat import DTYPES, KerasSaveable, compute_in_float64, stored_value
 from lockstep.state import to_host
 from lockstep.verify.verification import Verification
@@ -120,7 +118,7 @@ def _own_code_by_value() -> Iterator[None]:
     """Pickle classes and functions of the user's files with the state that they have now."""
     before = cloudpickle.list_registry_pickle_by_value()
     own = (sys.modules[name] for name in sys.modules.keys() - before)
-    modules = {module.__name__: module for module in own if _is_own(module)}.values()
+    modules = [each for each in own if is_own(each) and sys.modules.get(each.__name__) is each]
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:
@@ -128,16 +126,6 @@ def _own_code_by_value() -> Iterator[None]:
     finally:
         for module in modules:
             cloudpickle.unregister_pickle_by_value(module)
-
-
-def _is_own(module: ModuleType) -> bool:
-    """Return whether a module is in a file that is neither installed nor of Python or lockstep."""
-    file = getattr(module, "__file__", None)
-    if not isinstance(file, str) or sys.modules.get(module.__name__) is not module:
-        return False
-    ours = sysconfig.get_path("stdlib"), str(Path(lockstep.__file__).parent)
-    installed = {"site-packages", "dist-packages"}.intersection(Path(file).parts)
-    return not installed and not file.startswith(ours)
 
 
 def main(given: Path, found: Path) -> None:

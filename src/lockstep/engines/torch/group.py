@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.errors import UnsupportedModel
+
 HOST = "127.0.0.1"
 _BUCKET = 25 * 2**20
 """Bytes of tensors that one collective takes, at most, but for a single larger tensor."""
@@ -39,6 +41,8 @@ class Group:
 
     Attributes:
         waited: The seconds that this rank has been in collectives.
+        compares: Whether every rank says what it is about to exchange: gloo ends the process where
+            two ranks exchange tensors of other sizes.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class Group:
     ) -> None:
         connect = _nccl if device.type == "cuda" else partial(_gloo, local=local)
         self.waited = 0.0
+        self.compares = False
         self._backend = self._waited(lambda: connect(store, rank, size, most))
         self._device = device
         self._aborted = False
@@ -90,6 +95,7 @@ class Group:
         """
         parts = [tensor.detach().reshape(-1).to(self._device) for tensor in tensors]
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+        self._compare("sum", flat)
         work = self._waited(lambda: self._backend.allreduce([flat]))
 
         def finish() -> list[Any]:
@@ -109,6 +115,24 @@ class Group:
             self._waited(partial(self._broadcast, flat))
             if self.rank:
                 _copy_out_bytes(flat, bucket)
+
+    def _compare(self, what: str, tensor: Any) -> None:
+        """Raise on every rank if another one is about to exchange something else."""
+        if not self.compares:
+            return
+        names = sorted(("gather", "sum"))
+        mine = torch.tensor([names.index(what), tensor.nbytes], device=self._device)
+        every = mine.new_empty(2 * self.size)
+        self._waited(lambda: self._backend._allgather_base(every, mine).wait())
+        first, *others = [(names[kind], size) for kind, size in every.view(-1, 2).tolist()]
+        for rank, other in enumerate(others, 1):
+            if other != first:
+                raise UnsupportedModel(
+                    f"The first device is about to {first[0]} {first[1]} bytes, and replica {rank} "
+                    f"to {other[0]} {other[1]}: they do not run the same code.\nA layer or step "
+                    "may depend on the process, the time, or a state that the model does not hold."
+                    "\nMake it an attribute of the model, or call lockstep.release(model)."
+                )
 
     def _broadcast(self, flat: Any) -> None:
         self._backend.broadcast(flat, 0).wait()
@@ -136,6 +160,7 @@ class Group:
             own[: len(rows)] = rows
         sent = _bytes(own).to(self._device)
         received = sent.new_empty(len(counts) * len(sent))
+        self._compare("gather", sent)
         self._waited(lambda: self._backend._allgather_base(received, sent).wait())
         whole = received.view(rows.dtype).view(len(counts) * most, *rows.shape[1:])
         if min(counts) < most:

@@ -53,6 +53,16 @@ class Plan(LayerPlan):
             yield
 
 
+def parts_of(plan: Plan) -> list[str]:
+    """Return what a plan knows of each part of its model: the same in every process."""
+    kinds = {"candidate": plan.candidates, "whole": plan.whole, "batch norm": plan.norms}
+    return [
+        f"{type(part).__name__} {part.name!r} ({kind})"
+        for kind, parts in kinds.items()
+        for part in parts
+    ]
+
+
 def unknown_rows(model: Any, whole: Collection[int]) -> str | None:
     """Return why the rows of some tensor in a graph are unknown, `None` if all are known.
 
@@ -63,6 +73,8 @@ def unknown_rows(model: Any, whole: Collection[int]) -> str | None:
         model: The model.
         whole: The identities of layers and operations that run on the global batch.
     """
+    if not hasattr(model, "inputs"):  # a sequence that has no graph: a step checks all outputs
+        return None
     inputs = {tuple(tensor.shape[:1]) for tensor in keras.tree.flatten(model.inputs)}
     if len(inputs) != 1:
         return f"has inputs of several first dims {sorted(map(str, inputs))}"

@@ -1,21 +1,45 @@
 """A model as bytes for the workers: its objects by value, its tensors by number."""
 
+import inspect
 import io
 import pickle
-from typing import Any
+from collections.abc import Callable
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 import torch
 
 from lockstep.engines.model_pickle import ModelPickler, dumped, reason_of, trackers_mended
+from lockstep.engines.torch.code_state import (
+    CodeReads,
+    SetCode,
+    claims_other_home,
+    contents_of,
+    owner_of,
+    patches,
+    state_of,
+)
 from lockstep.errors import UnsupportedModel
-from lockstep.keras_compat import COMPILED_METRICS
+from lockstep.keras_compat import COMPILED_METRICS, layers_in, module_in_keras
 from lockstep.training.overrides import is_keras
 
 
-def dump(model: Any) -> tuple[bytes, list[Any]]:
-    """Return the bytes of a model, and the tensors that they name by their number.
+class Dumped(NamedTuple):
+    """A model as bytes.
 
-    The same model gives the same bytes, whatever the values of its tensors are.
+    Attributes:
+        data: The bytes: the same for the same model, whatever the values of its tensors are.
+        tensors: The tensors that they name by their number.
+        reads: What code of the model reads besides the model.
+    """
+
+    data: bytes
+    tensors: list[Any]
+    reads: CodeReads
+
+
+def dump(model: Any) -> Dumped:
+    """Return the bytes of a model, with what its code reads besides the model.
 
     Raises:
         UnsupportedModel: If an attribute of the model cannot be pickled.
@@ -24,52 +48,131 @@ def dump(model: Any) -> tuple[bytes, list[Any]]:
         pickler = dumped(model, _Pickler)
     except Exception as error:
         raise UnsupportedModel(
-            f"{model.name!r} cannot be sent to the processes of its devices: {reason_of(error)}\n"
+            f"{model.name!r} cannot be sent to the processes of its devices: {_holder(model)}"
+            f"{reason_of(error)}.\n"
             "Files, locks, data sets and the like are no attributes that a model of several "
             "processes can have.\nKeep them out of the model and its layers."
         ) from error
-    return pickler.file.getvalue(), pickler.tensors
+    return Dumped(pickler.file.getvalue(), pickler.tensors, pickler.reads)
 
 
-def load(data: bytes) -> tuple[Any, list[Any]]:
-    """Return the model, and new tensors for the numbers in the bytes, not yet filled."""
-    unpickler = _Unpickler(io.BytesIO(data))
+def load(data: bytes, code: SetCode) -> tuple[Any, list[Any]]:
+    """Return the model, and new tensors for the numbers in the bytes, not yet filled.
+
+    Only the process of a worker may do this: classes and functions of the user are made anew.
+
+    Args:
+        data: The bytes that `dump` has returned in another process.
+        code: The attributes of modules and classes that the process has set.
+    """
+    unpickler = TensorUnpickler(io.BytesIO(data))
     model = trackers_mended(unpickler.load())
+    code.apply(*unpickler.load())
     return model, [unpickler.tensors[number] for number in range(len(unpickler.tensors))]
 
 
-class _Pickler(ModelPickler):
+def _holder(model: Any) -> str:
+    """Return the layer and attribute that cannot be pickled, for a message."""
+    for layer in reversed(layers_in(model)):
+        if not _travels(type(layer)):
+            return f"{type(layer).__name__}, the class of {layer.name!r}: "
+        for name, value in TensorPickler(io.BytesIO()).state(layer).items():
+            # Keras's own functions, such as `build`, hold the whole layer.
+            if not module_in_keras(value) and not _travels(value):
+                return f"{name} of {layer.name!r}: "
+    return ""
+
+
+def _travels(item: Any) -> bool:
+    try:
+        dumped(item, TensorPickler)
+    except Exception:
+        return False
+    return True
+
+
+class TensorPickler(ModelPickler):
+    """Pickles tensors by number.
+
+    Attributes:
+        tensors: The tensors, in the order of their numbers.
+    """
+
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.tensors: list[Any] = []
         self._storages: dict[int, int] = {}
 
-    def dump(self, item: Any) -> None:
-        self._model = item
-        super().dump(item)
-
     def reducer_override(self, item: Any) -> Any:
+        """Return how one object is pickled."""
         if isinstance(item, torch.Tensor):
             return tensor_of, self._described(item)
+        if isinstance(item, torch.nn.ParameterList | torch.nn.ParameterDict):
+            # A layer has one for its weights, and the mode of a step is sent with the step.
+            return object.__new__, (type(item),), {**vars(item), "training": True}
         return super().reducer_override(item)
+
+    def _described(self, item: Any) -> tuple[Any, ...]:
+        parameter = isinstance(item, torch.nn.Parameter)
+        # "cuda" is the current device of each process.
+        form = tuple(item.shape), item.dtype, item.device.type, item.requires_grad, parameter
+        if item.is_meta:  # Keras learns shapes with such tensors, and a layer may keep one
+            return None, None, *form
+        number = len(self.tensors)
+        self.tensors.append(item)
+        place = item.untyped_storage().data_ptr()
+        first = self._storages.setdefault(place, number) if place else number
+        if first != number and not _is_reshaped(item, self.tensors[first]):
+            raise ValueError("two of its tensors share their memory")
+        return number, first, *form
+
+
+class _Pickler(TensorPickler):
+    """Pickles a model for a worker, and after it what its code reads besides the model."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.reads = CodeReads()
+        self._modules: set[str] = set()
+        self._code: list[CodeType] = []
+
+    def dump(self, item: Any) -> None:
+        """Pickle a model, and after it the state of its code."""
+        self._model = item
+        super().dump(item)
+        patched = patches(self._modules)
+        state = state_of(self._modules, self._code, _travels)
+        for place, values in state.items():
+            owner = owner_of(place)
+            now = {name: vars(owner)[name] for name in values}
+            self.reads.add(owner if place[1] else vars(owner), now)
+        super().dump((state, patched))
+
+    def reducer_override(self, item: Any) -> Any:
+        """Return how one object is pickled, and note what its code reads."""
+        if isinstance(item, FunctionType) and claims_other_home(item):
+            made = self._dynamic_function_reduce(item)  # cloudpickle: by value
+        else:
+            made = super().reducer_override(item)
+        by_value = isinstance(made, tuple) and len(made) == 6
+        if isinstance(item, FunctionType) and by_value:
+            self._code.append(item.__code__)
+            self.reads.add(item.__globals__, made[2][1]["__globals__"])
+            for cell in item.__closure__ or ():
+                self.reads.add(cell, contents_of(cell))
+        elif isinstance(item, type) and by_value:
+            self.reads.add(item, {n: v for n, v in made[2][0].items() if not n.startswith("__")})
+        elif isinstance(item, ModuleType):
+            self._modules.add(item.__name__)
+        elif isinstance(item, FunctionType | type):
+            self._modules.update(each.__module__ for each in (*getattr(item, "__mro__", ()), item))
+        return made
 
     def state(self, item: Any) -> dict[str, Any]:
         state = super().state(item)
         if item is self._model and COMPILED_METRICS in state and _has_keras_steps(item):
             state[COMPILED_METRICS] = None  # rank 0 alone computes metrics
         return state
-
-    def _described(self, item: Any) -> tuple[Any, ...]:
-        number = len(self.tensors)
-        self.tensors.append(item)
-        place = item.untyped_storage().data_ptr()
-        first = self._storages.setdefault(place, number) if place else number
-        if first != number and not _is_reshaped(item, self.tensors[first]):
-            raise ValueError("two of its tensors share their memory.")
-        parameter = isinstance(item, torch.nn.Parameter)
-        # "cuda" is the current device of each process.
-        device = item.device.type
-        return number, first, tuple(item.shape), item.dtype, device, item.requires_grad, parameter
 
 
 def _has_keras_steps(model: Any) -> bool:
@@ -88,30 +191,42 @@ def _is_reshaped(tensor: Any, other: Any) -> bool:
 
 
 def tensor_of(*described: Any) -> Any:
-    """Name a tensor in the bytes of a model: `_Unpickler` calls a method of its own instead."""
+    """Name a tensor in the bytes of a model: `TensorUnpickler` calls its own method instead."""
     raise pickle.UnpicklingError("the bytes of a model are read by `load` alone")
 
 
-class _Unpickler(pickle.Unpickler):
+class TensorUnpickler(pickle.Unpickler):
+    """Makes the tensors of a pickle anew.
+
+    Attributes:
+        tensors: The tensors, by their numbers.
+    """
+
     def __init__(self, file: Any) -> None:
         super().__init__(file)
         self.tensors: dict[int, Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return what a name in the bytes stands for."""
         if (module, name) == (__name__, tensor_of.__name__):
             return self._tensor
-        return super().find_class(module, name)
+        found = super().find_class(module, name)
+        if name in _CLASS_MAKERS and module.startswith("cloudpickle."):
+            return _untracked(found)
+        return found
 
     def _tensor(
         self,
-        number: int,
-        first: int,
+        number: int | None,
+        first: int | None,
         shape: Any,
         dtype: Any,
         device: str,
         requires_grad: bool,
         parameter: bool,
     ) -> Any:
+        if number is None or first is None:
+            return torch.empty(shape, dtype=dtype, device=device)
         if first == number:
             tensor = torch.zeros(shape, dtype=dtype, device=device)
         else:  # in the memory of the first one
@@ -120,3 +235,17 @@ class _Unpickler(pickle.Unpickler):
             tensor = torch.nn.Parameter(tensor, requires_grad=requires_grad)
         self.tensors[number] = tensor
         return tensor
+
+
+_CLASS_MAKERS = ("_make_skeleton_class", "_make_skeleton_enum", "_make_typevar")
+"""Functions of cloudpickle with an argument that names a class which they have made before."""
+
+
+def _untracked(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Let each model of a worker have classes of its own, whose functions read its tensors."""
+    place = list(inspect.signature(make).parameters).index("class_tracker_id")
+
+    def made(*args: Any) -> Any:
+        return make(*args[:place], None, *args[place + 1 :])
+
+    return made

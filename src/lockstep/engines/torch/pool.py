@@ -23,6 +23,7 @@ import torch.distributed as dist
 from lockstep.engines.torch.batch_memory import BatchMemory, new_file
 from lockstep.engines.torch.group import HOST, Group, PeerLost
 from lockstep.engines.torch.placement import torch_device_of
+from lockstep.engines.torch.sent_error import load_error
 from lockstep.engines.worker_watch import WorkerWatch
 from lockstep.errors import WorkerDied
 
@@ -47,10 +48,14 @@ class Pool:
 
     Args:
         devices: The names of the devices, that of rank 0 first.
+
+    Attributes:
+        settings: The settings that the workers have, `None` before they were sent any.
     """
 
     def __init__(self, devices: tuple[str, ...]) -> None:
         self.lock = threading.RLock()
+        self.settings: Any = None
         self.closed = False
         self._called = False
         self._devices = devices
@@ -128,6 +133,11 @@ class Pool:
         for worker in self._workers:
             worker.send(data)
 
+    def compare_exchanges(self, compared: bool) -> None:
+        """Let every rank compare what it exchanges from now on, or no longer; see `Group`."""
+        self.send("exchanges", compared)
+        self.group.compares = compared
+
     def receive(self) -> list[Any]:
         """Return the answer of each worker."""
         return [worker.receive()[1] for worker in self._workers]
@@ -198,12 +208,12 @@ class Pool:
 
     def _error_of(self, worker: "_Worker", sent: bytes | None, text: str) -> BaseException:
         where = f"replica {worker.rank} ({self._devices[worker.rank]})"
-        if sent is None:
+        error = None if sent is None else load_error(sent)
+        if error is None:
             return WorkerDied(
                 f"The process of {where} ended by an error that cannot be pickled:\n"
                 f"{text.strip().splitlines()[-1]}\nThe model stands as after the last step."
             )
-        error: BaseException = pickle.loads(sent)
         error.add_note(f"This error is from {where}, whose traceback is:\n{text.rstrip()}")
         return error
 

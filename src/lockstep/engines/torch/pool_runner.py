@@ -10,13 +10,15 @@ import numpy as np
 import torch
 
 from lockstep.engines.replicas.first_step import Recording, Sketches
+from lockstep.engines.torch.code_state import CodeReads
 from lockstep.engines.torch.first_step import recorded_step
 from lockstep.engines.torch.forward_state import ForwardState
 from lockstep.engines.torch.group import PeerLost
+from lockstep.engines.torch.layers import parts_of
 from lockstep.engines.torch.placement import copies_on
 from lockstep.engines.torch.pool import Lease, Pool
 from lockstep.engines.torch.replica import Replica, random_state
-from lockstep.engines.torch.settings import checksum, current_settings
+from lockstep.engines.torch.settings import CastsOfAutocast, checksum, current_settings
 from lockstep.engines.torch.step_runner import StepRunner
 from lockstep.engines.torch.steps import run_step
 from lockstep.engines.torch.whole_batch_steps import (
@@ -57,6 +59,16 @@ class PoolRunner(StepRunner):
         self._tensors: list[Any] = []
         self._versions: list[Any] = []
         self._gradients: list[Any] = []
+        self._exchanged: set[str] = set()
+        self._reads = CodeReads()
+        self._casts = CastsOfAutocast(device)
+        self._age_of_casts = 0.0
+        self._trained = False
+
+    def unsplit(self, x: Any) -> str | None:
+        """Return why one device has to run batches like this one alone, `None` if not."""
+        self.unchecked = self.unchecked or self._reads.changed()
+        return super().unsplit(x)
 
     def step(self, kind: str, data: Any, rows: int) -> Any:
         """Run one step on all devices, and return the logs or predictions."""
@@ -64,6 +76,7 @@ class PoolRunner(StepRunner):
         with pool.in_use():
             self._make_equal(pool)
             self._send_plan(pool)
+            self._trained |= kind == "train"
             description = pool.memory.write(data)
             base: Any
             if self.draws_together:
@@ -73,15 +86,16 @@ class PoolRunner(StepRunner):
                 base = self._draw_base(kind)
                 self._streams.seed(base, 0)
             mode = self._model.training
-            pool.send("step", self._lease.key, kind, mode, rows, description, base)
             replica = Replica(pool.group, rows, self._streams, self._device)
             self._state.save()
-            try:
-                result = run_step(kind, self._model, self._plan, replica, data)
-                replica.check()
-            except PeerLost:
-                self._state.put_back()
-                raise
+            with self._exchanges_compared(pool, kind, mode, _forms(data)):
+                pool.send("step", self._lease.key, kind, mode, rows, description, base)
+                try:
+                    result = run_step(kind, self._model, self._plan, replica, data)
+                    replica.check()
+                except PeerLost:
+                    self._state.put_back()
+                    raise
             if self.draws_together:
                 self._streams.take_over()
             self._versions = [tensor._version for tensor in self._tensors]
@@ -99,16 +113,17 @@ class PoolRunner(StepRunner):
             self._send_plan(pool)
             description = pool.memory.write(data)
             mode, numbers = self._model.training, random_state()
-            pool.send("recorded", self._lease.key, kind, mode, rows, description, numbers)
             self._streams.share(numbers)
             replica = Replica(pool.group, rows, self._streams, self._device)
-            recording = recorded_step(
-                self._model,
-                lambda: run_step(kind, self._model, self._plan, replica, data),
-                is_custom=False,
-                tensors=self.tensors(),
-            )
-            found = [recording.sketches(), *pool.receive()]
+            with self._exchanges_compared(pool, "recorded", kind, mode, _forms(data)):
+                pool.send("recorded", self._lease.key, kind, mode, rows, description, numbers)
+                recording = recorded_step(
+                    self._model,
+                    lambda: run_step(kind, self._model, self._plan, replica, data),
+                    is_custom=False,
+                    tensors=self.tensors(),
+                )
+                found = [recording.sketches(), *pool.receive()]
         self.unchecked = True  # workers have moving means of that step
         return recording, found
 
@@ -138,6 +153,7 @@ class PoolRunner(StepRunner):
         pool = self._running_pool()
         try:
             with self._whole_step(pool, "whole_step", kind, batch) as run:
+                self._trained |= kind == "train"
                 self._state.save()
                 try:
                     result = run()
@@ -168,7 +184,6 @@ class PoolRunner(StepRunner):
             mode, random_numbers = self._model.training, random_state()
             distrusted = self.whole_batch.distrusted
             key = self._lease.key
-            pool.send(name, key, kind, mode, description, random_numbers, list(distrusted))
 
             def run() -> Any:
                 return self.whole_batch.run(
@@ -180,7 +195,9 @@ class PoolRunner(StepRunner):
                     draws_together=self.draws_together,
                 )
 
-            yield run
+            with self._exchanges_compared(pool, name, kind, mode, _forms(batch)):
+                pool.send(name, key, kind, mode, description, random_numbers, list(distrusted))
+                yield run
 
     def recorded_on_whole_batch(self, kind: str, batch: Any) -> Recording:
         """Run one step on the whole batch on every device without an update."""
@@ -227,24 +244,31 @@ class PoolRunner(StepRunner):
         return pool
 
     def _make_equal(self, pool: Pool) -> None:
-        if self.unchecked or self._structure_changed():
+        if self.unchecked or self._structure_changed() or self._reads.changed():
             self._compare_all(pool)
             self.unchecked = self._changes
         else:
             self._send_values(pool, self._assigned())
 
     def _compare_all(self, pool: Pool) -> None:
-        data, tensors = self._dumped()
-        settings = current_settings()
+        data, tensors, self._reads = self._dumped()
+        settings = {**current_settings(), "age_of_casts": self._casts.age()}
+        if settings != pool.settings:
+            pool.settings = None
+            pool.send("settings", settings)
+            pool.settings = settings
         same = len(tensors) == len(self._tensors) and all(map(_is, tensors, self._tensors))
-        sent = (data, settings, self.draws_together)
+        sent = (data, self.draws_together)
         if same and self._sent == sent:
             pool.send("compare", self._lease.key, [checksum(tensor) for tensor in tensors])
             differ = sorted({number for answer in pool.receive() for number in answer})
         else:
+            self._check_casts(settings["age_of_casts"])
             self._sent = None
-            pool.send("model", self._lease.key, data, settings, self.draws_together)
+            pool.send("model", self._lease.key, data, self.draws_together)
             self._plan = self._planned(())
+            self._check_taken(pool.receive())
+            self._exchanged = set()
             self._plan_there = [], []
             self.times_sent += 1
             self._gradients = []
@@ -254,8 +278,43 @@ class PoolRunner(StepRunner):
             self.whole_batch = WholeBatchSteps(self._model, self.whole_batch.distrusted)
             differ = list(range(len(tensors)))
             self._sent = sent
+        self._age_of_casts = settings["age_of_casts"]
         self._send_values(pool, differ)
         self._send_seeds(pool)
+
+    def _check_casts(self, age: float) -> None:
+        """Raise if autocast computes with weights from before an update, which no worker has."""
+        if age and age == self._age_of_casts and self._trained:
+            raise UnsupportedModel(
+                f"{self._model.name!r} has changed within one torch.autocast, which computes with "
+                "the weights\nfrom before the first update as long as it lasts. Enter it anew for "
+                "each call, or give it\ncache_enabled=False; keras.config.set_dtype_policy sets "
+                "mixed precision without it."
+            )
+        self._trained = False
+
+    def _check_taken(self, every: list[list[str]]) -> None:
+        """Raise if a worker has made another model of the bytes than this process has."""
+        mine = parts_of(self._plan)
+        for rank, theirs in enumerate(every, 1):
+            if theirs != mine:
+                here, there = (sorted(set(a) - set(b)) for a, b in ((mine, theirs), (theirs, mine)))
+                raise UnsupportedModel(
+                    f"{self._model.name!r} has {here} here and {there} on replica {rank}: the "
+                    "code that its process imports is another one.\nDo not change it after its "
+                    "import, or call lockstep.release(model)."
+                )
+
+    @contextmanager
+    def _exchanges_compared(self, pool: Pool, *form: Any) -> Iterator[None]:
+        """Let the ranks compare what they exchange in the first step of a form."""
+        if str(form) in self._exchanged:
+            yield
+            return
+        pool.compare_exchanges(True)
+        yield
+        pool.compare_exchanges(False)
+        self._exchanged.add(str(form))
 
     def _send_gradients(self, pool: Pool) -> None:
         """Send the gradients that a step may add to: a user's own may accumulate them."""
@@ -280,6 +339,7 @@ class PoolRunner(StepRunner):
             pool.send("plan", self._lease.key, *plan)
             self._plan = self._planned(plan[0])
             self._plan_there = plan
+            self._exchanged = set()
 
     def _structure_changed(self) -> bool:
         return _structure(self._tensors) != self._structure
@@ -300,6 +360,12 @@ class PoolRunner(StepRunner):
 
 _ALIKE = 1e-3
 """The relative distance of logs beyond rounding, which GPUs may do in any order."""
+
+
+def _forms(nest: Any) -> Any:
+    return keras.tree.map_structure(
+        lambda leaf: None if leaf is None else (leaf.dtype, leaf.shape[1:]), nest
+    )
 
 
 def _is(a: Any, b: Any) -> bool:

@@ -8,7 +8,8 @@ import keras
 
 from lockstep.engines.rowwise import refused
 from lockstep.engines.torch.layers import Plan
-from lockstep.engines.torch.model_pickle import dump, load
+from lockstep.engines.torch.model_copy import copy_of
+from lockstep.engines.torch.model_pickle import Dumped, dump
 from lockstep.engines.torch.scratch import Scratch
 from lockstep.errors import UnsupportedModel
 
@@ -28,9 +29,7 @@ class RowProofs:
         self._of_model = b""
         self._found: dict[str, ReasonsByNumber] = {}
 
-    def reasons(
-        self, x: Any, dumped: Callable[[], tuple[bytes, Any]], *, unchecked: bool
-    ) -> ReasonsByNumber:
+    def reasons(self, x: Any, dumped: Callable[[], Dumped], *, unchecked: bool) -> ReasonsByNumber:
         """Return why candidates are refused for inputs of this form.
 
         Args:
@@ -47,25 +46,26 @@ class RowProofs:
                 self._of_model, self._found = b"", {}
             return self._found.setdefault(form, {})
         try:
-            data, _ = dumped()
+            data = dumped().data
         except UnsupportedModel:
             return dict.fromkeys(range(count), "it cannot be pickled")
         digest = hashlib.sha256(data).digest()
         if digest != self._of_model:
             self._of_model, self._found = digest, {}
         if form not in self._found:
-            self._found[form] = _reasons(load(data)[0], x)
+            self._found[form] = _reasons(copy_of(self._model), x)
         return self._found[form]
 
 
 def _reasons(model: Any, x: Any) -> ReasonsByNumber:
     parts = Plan(model).candidates
-    before, _ = dump(model)
+    before = dump(model)
     found: dict[int, str] = {}
     for training in (True, False):
         found = refused(model, parts, x, training=training, scratch=Scratch) | found
-    if dump(model)[0] != before:
+    if dump(model).data != before.data:
         found = dict.fromkeys(map(id, parts), "a call changes its attributes") | found
+    before.reads.put_back()
     return {number: found[id(part)] for number, part in enumerate(parts) if id(part) in found}
 
 

@@ -10,6 +10,8 @@ from lockstep.keras_compat import compute_in_float64, computes_in_float64
 
 Settings = dict[str, Any]
 
+_KINDS = ("cpu", "cuda")
+
 
 def current_settings() -> Settings:
     """Return the settings of Keras and PyTorch that change results."""
@@ -21,7 +23,18 @@ def current_settings() -> Settings:
         "dtype_policy": keras.config.dtype_policy().get_config(),
         "default_dtype": torch.get_default_dtype(),
         "matmul_precision": torch.get_float32_matmul_precision(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        "autocast": {
+            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in _KINDS
+        },
+        "autocast_cache": torch.is_autocast_cache_enabled(),
+        "flash_attention": keras.config.is_flash_attention_enabled(),
+        "tf32": (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
+        "cudnn": (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
     }
 
 
@@ -36,7 +49,43 @@ def apply_settings(settings: Settings) -> None:
     keras.config.set_dtype_policy(policy)
     torch.set_default_dtype(settings["default_dtype"])
     torch.set_float32_matmul_precision(settings["matmul_precision"])
-    torch.use_deterministic_algorithms(settings["deterministic"])
+    deterministic, warn_only = settings["deterministic"]
+    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+    for kind, (enabled, dtype) in settings["autocast"].items():
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(settings["autocast_cache"])
+    torch.clear_autocast_cache()
+    if settings["flash_attention"] is False:
+        keras.config.disable_flash_attention()
+    elif settings["flash_attention"]:
+        keras.config.enable_flash_attention()
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = settings["tf32"]
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = settings["cudnn"]
+
+
+class CastsOfAutocast:
+    """Tells whether autocast still has the casts of weights that it keeps until its context ends.
+
+    It computes with them even after an update, so that a worker has to drop them when it does.
+
+    Args:
+        device: The device of the weights.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._number = 0
+        self._weight = torch.nn.Parameter(torch.zeros((1, 1), dtype=torch.float32, device=device))
+
+    def age(self) -> float:
+        """Return a number that is another one as soon as autocast has dropped its casts."""
+        if not torch.is_autocast_enabled(self._weight.device.type):
+            return 0.0
+        self._number = self._number % 200 + 1  # bfloat16 has these numbers
+        with torch.no_grad():
+            self._weight.fill_(self._number)
+        with torch.enable_grad():
+            return float(torch.mm(self._weight, torch.ones_like(self._weight)).detach())
 
 
 def checksum(tensor: Any) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.engines.replicas.first_step import Difference, Recording, Sketches
 from lockstep.engines.torch.layers import Plan
-from lockstep.engines.torch.model_pickle import dump
+from lockstep.engines.torch.model_pickle import Dumped, dump
 from lockstep.engines.torch.replica import RandomStreams
 from lockstep.engines.torch.row_proofs import ReasonsByNumber, RowProofs
 from lockstep.engines.torch.split_checks import unsplit_model
@@ -50,7 +50,7 @@ class StepRunner:
         self._unsplit: str | None = None
         self._draws = 0
         self.whole_batch = WholeBatchSteps(model)
-        self._bytes_of_step: tuple[bytes, list[Any]] | None = None
+        self._bytes_of_step: Dumped | None = None
 
     @contextmanager
     def epoch(self, *, changes: bool) -> Iterator[None]:
@@ -149,8 +149,8 @@ class StepRunner:
         """The seconds that this process has waited in collectives."""
         raise NotImplementedError
 
-    def _dumped(self) -> tuple[bytes, list[Any]]:
-        """Return the model as bytes, and its tensors: made at most once in a step."""
+    def _dumped(self) -> Dumped:
+        """Return the model as bytes: made at most once in a step."""
         if self._bytes_of_step is None:
             self._bytes_of_step = dump(self._model)
         return self._bytes_of_step

@@ -23,7 +23,8 @@ from lockstep.engines.patched import patched
 from lockstep.engines.rowwise import call_refused
 from lockstep.engines.torch.group import Group
 from lockstep.engines.torch.layers import Plan
-from lockstep.engines.torch.model_pickle import dump, load
+from lockstep.engines.torch.model_copy import copy_of
+from lockstep.engines.torch.model_pickle import dump
 from lockstep.engines.torch.replica import RandomStreams, Replica
 from lockstep.engines.torch.scratch import Scratch
 from lockstep.engines.torch.stateful import copied_states
@@ -407,12 +408,13 @@ def _refused(layer: Any, args: Any, kwargs: Any) -> str | None:
     if any(isinstance(inner, keras.layers.SpectralNormalization) for inner in layers_in(layer)):
         return "it assigns to its weights"
     try:
-        copy, _ = load(dump(layer)[0])
-        before, _ = dump(copy)
+        copy = copy_of(layer)
+        before = dump(copy)
         args, kwargs = keras.tree.map_structure(_symbol, (args, kwargs))
         reason = call_refused(copy, args, kwargs, scratch=Scratch)
-        if reason is None and dump(copy)[0] != before:
+        if reason is None and dump(copy).data != before.data:
             reason = "a call changes its attributes"
+        before.reads.put_back()
     except Exception as error:  # any error means that it is not known
         reason = str(error).strip().splitlines()[0][:160] or type(error).__name__
     return reason

@@ -49,22 +49,16 @@ def _end_with(lifeline: int) -> None:
 
 def _report(rank_0: Any, error: BaseException) -> None:
     """Send an error to rank 0, if it is still there."""
-    import cloudpickle
-
     from lockstep.engines.torch.group import PeerLost
+    from lockstep.engines.torch.sent_error import dump_error
 
     traceback.print_exception(error)
     try:
         if isinstance(error, PeerLost):
             rank_0.send_bytes(pickle.dumps(("lost", None, "")))
             return
-        try:
-            sent = cloudpickle.dumps(error)
-            pickle.loads(sent)
-        except Exception:  # an error of the user's own may not be picklable
-            sent = None
         text = "".join(traceback.format_exception(error))
-        rank_0.send_bytes(pickle.dumps(("error", sent, text)))
+        rank_0.send_bytes(pickle.dumps(("error", dump_error(error), text)))
     except OSError:
         pass
 
@@ -78,6 +72,7 @@ class _Worker:
         import torch.distributed as dist
 
         from lockstep.engines.torch.batch_memory import BatchMemory
+        from lockstep.engines.torch.code_state import SetCode
         from lockstep.engines.torch.group import HOST, Group
         from lockstep.engines.torch.placement import make_current, torch_device_of
         from lockstep.engines.torch.replica import RandomStreams
@@ -89,6 +84,7 @@ class _Worker:
         self._memory = BatchMemory(memory)
         self._models: dict[int, Any] = {}
         self._whole_batch: dict[int, Any] = {}
+        self._code = SetCode()
         self._streams = RandomStreams()
         rank_0.send_bytes(pickle.dumps(("ready", None, "")))
         port = pickle.loads(rank_0.recv_bytes())
@@ -100,16 +96,24 @@ class _Worker:
         name, content = message
         getattr(self, f"_{name}")(*content)
 
-    def _model(self, key: int, data: bytes, settings: Any, draws_together: bool) -> None:
-        from lockstep.engines.torch.layers import Plan
-        from lockstep.engines.torch.model_pickle import load
+    def _settings(self, settings: Any) -> None:
         from lockstep.engines.torch.settings import apply_settings
-        from lockstep.engines.torch.whole_batch_steps import WholeBatchSteps
 
         apply_settings(settings)
-        model, tensors = load(data)
+
+    def _model(self, key: int, data: bytes, draws_together: bool) -> None:
+        from lockstep.engines.torch.layers import Plan, parts_of
+        from lockstep.engines.torch.model_pickle import load
+        from lockstep.engines.torch.whole_batch_steps import WholeBatchSteps
+
+        model, tensors = load(data, self._code)
+        plan = Plan(model, draws_together=draws_together)
         self._whole_batch[key] = WholeBatchSteps(model)
-        self._models[key] = (model, Plan(model, draws_together=draws_together), tensors)
+        self._models[key] = (model, plan, tensors)
+        self._rank_0.send_bytes(pickle.dumps(("taken", parts_of(plan), "")))
+
+    def _exchanges(self, compared: bool) -> None:
+        self._group.compares = compared
 
     def _plan(self, key: int, proven: list[int], distrusted: list[int]) -> None:
         from lockstep.engines.torch.layers import Plan

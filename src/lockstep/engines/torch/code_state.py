@@ -1,0 +1,304 @@
+"""What the code of a model reads besides the model, for the processes of its workers.
+
+Functions of the script travel with the globals that they name. A worker imports modules anew. So it
+is sent the attributes that the user's modules and their classes have here, as far as code of these
+modules names them, and the functions that the user has put into Keras, PyTorch or another package.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, lru_cache
+from types import CellType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+
+from lockstep.engines.own_code import is_own
+from lockstep.keras_compat import KerasSaveable
+
+Place = tuple[str, str]
+"""The name of a module, and of a class in it, which is empty for the module itself."""
+
+State = dict[Place, dict[str, Any]]
+
+_MAIN = "__main__"
+_LARGEST = 1000
+"""The number of items up to which a container is compared item by item."""
+
+_MISSING = object()
+
+
+class AsDefined:
+    """Stands for a function or class that is the one that its module has defined."""
+
+
+class CodeReads:
+    """The values that code of a model read from outside of it, when it was pickled."""
+
+    def __init__(self) -> None:
+        self._names: list[tuple[Any, str, Any]] = []
+        self._containers: dict[int, tuple[Any, Any]] = {}
+
+    def add(self, owner: Any, values: dict[str, Any]) -> None:
+        """Note values by name.
+
+        Args:
+            owner: Whose they are: a dict of globals, a class, or a cell.
+            values: The values.
+        """
+        for name, value in values.items():
+            self._names.append((owner, name, value))
+            self._look_into(value)
+
+    def _look_into(self, value: Any) -> None:
+        if _is_plain_object(value):
+            value = vars(value)
+        if type(value) not in (list, dict, set) or id(value) in self._containers:
+            return
+        self._containers[id(value)] = value, value.copy()
+        if len(value) <= _LARGEST:
+            for item in value.values() if isinstance(value, dict) else value:
+                self._look_into(item)
+
+    def changed(self) -> bool:
+        """Return whether a name stands for another object, or a container has other items."""
+        return any(_value(owner, name) is not value for owner, name, value in self._names) or (
+            not all(_is_alike(*pair) for pair in self._containers.values())
+        )
+
+    def put_back(self) -> None:
+        """Give names and containers the objects that they had."""
+        for owner, name, value in self._names:
+            if _value(owner, name) is not value:
+                if isinstance(owner, dict):
+                    owner[name] = value
+                else:
+                    setattr(owner, name, value)
+        for container, before in self._containers.values():
+            if not _is_alike(container, before):
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(before)
+
+
+def _value(owner: Any, name: str) -> Any:
+    if isinstance(owner, CellType):
+        return contents_of(owner).get(name, _MISSING)
+    return (owner if isinstance(owner, dict) else vars(owner)).get(name, _MISSING)
+
+
+def contents_of(cell: CellType) -> dict[str, Any]:
+    """Return what a cell of a closure holds, by the name of the attribute."""
+    try:
+        return {"cell_contents": cell.cell_contents}
+    except ValueError:  # the function that made it has not assigned to it yet
+        return {}
+
+
+def _is_alike(container: Any, before: Any) -> bool:
+    if len(container) != len(before):
+        return False
+    if len(before) > _LARGEST:
+        return True
+    if isinstance(before, set):
+        return bool(container == before)
+    if isinstance(before, dict) and list(map(id, container)) != list(map(id, before)):
+        return False
+    values = (each.values() if isinstance(each, dict) else each for each in (container, before))
+    return all(a is b for a, b in zip(*values, strict=True))
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Return whether a value has attributes alone: options, say, in a class of the user's."""
+    owner = type(value)
+    plain = owner.__module__ in (_MAIN, "argparse", "types") or _is_own_name(owner.__module__)
+    is_keras = isinstance(value, KerasSaveable | torch.nn.Module)
+    return plain and not is_keras and type(getattr(value, "__dict__", None)) is dict
+
+
+def _is_own_name(name: Any) -> bool:
+    module = sys.modules.get(name) if isinstance(name, str) else None
+    return isinstance(module, ModuleType) and is_own(module)
+
+
+# ------------------------------------------------------------------- what is sent
+
+
+def state_of(
+    modules: Iterable[str], code: Iterable[CodeType], travels: Callable[[Any], bool]
+) -> State:
+    """Return the attributes of the user's modules and their classes that code names.
+
+    A function or class that stands where it was defined is `AsDefined`.
+
+    Args:
+        modules: The names of modules whose code a model uses.
+        code: The code of the functions that travel by value.
+        travels: Whether an object can be pickled.
+    """
+    own = _own_modules(modules)
+    functions = [*code, *(f.__code__ for module in own for f in _functions_of(module))]
+    names: set[str] = set().union(*map(names_in, functions))
+    found: State = {}
+    for module in own:
+        for owner, qualname in [(module, ""), *((c, c.__qualname__) for c in _classes_of(module))]:
+            values = {
+                name: AsDefined if _is_of(owner, module, name, value) else value
+                for name, value in vars(owner).items()
+                if name in names and not name.startswith("__") and _may_travel(value, travels)
+            }
+            if values:
+                found[module.__name__, qualname] = values
+    return found
+
+
+def patches(modules: Iterable[str]) -> State:
+    """Return the functions of the user that stand in packages which a model uses.
+
+    Args:
+        modules: The names of modules whose code a model uses.
+    """
+    packages = {name.partition(".")[0] for name in modules if not _is_own_name(name)}
+    packages -= {"torch", "numpy", "lockstep", _MAIN}
+    owners, installed = _installed(len(sys.modules), frozenset(packages | {"keras", "torch.nn"}))
+    found: State = {}
+    for place, owner in owners:
+        for name, value in vars(owner).items():
+            if type(value) is FunctionType and id(value.__globals__) not in installed:
+                home = value.__globals__.get("__name__")
+                if home == _MAIN or _is_own_name(home):
+                    found.setdefault(place, {})[name] = value
+    return found
+
+
+@lru_cache(maxsize=1)
+def _installed(number: int, packages: frozenset[str]) -> tuple[list[tuple[Place, Any]], set[int]]:
+    """Return the modules and classes of packages, and the identities of their globals.
+
+    Args:
+        number: The number of modules that are imported, with which the result changes.
+        packages: The names of the packages.
+    """
+    starts = tuple(f"{name}." for name in packages)
+    owners: list[tuple[Place, Any]] = []
+    namespaces = set()
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and f"{name}.".startswith(starts):
+            namespaces.add(id(vars(module)))
+            owners.append(((name, ""), module))
+            owners += [((name, each.__qualname__), each) for each in _classes_of(module)]
+    return owners, namespaces
+
+
+def claims_other_home(function: FunctionType) -> bool:
+    """Return whether `functools.wraps` has given a function the name of the one it replaces."""
+    name = function.__globals__.get("__name__", "")
+    if name == function.__module__:
+        return False
+    return name == _MAIN or (_is_own_name(name) and not _is_own_name(function.__module__))
+
+
+@cache
+def names_in(code: CodeType) -> frozenset[str]:
+    """Return the names and the text in the code of a function and of those inside it."""
+    inner = [names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
+    text = [each for each in code.co_consts if isinstance(each, str)]
+    return frozenset(code.co_names).union(text, *inner)
+
+
+def _own_modules(names: Iterable[str]) -> list[ModuleType]:
+    """Return the user's modules among these, and those that they reach."""
+    found: dict[str, ModuleType] = {}
+    waiting = sorted(names)
+    seen = set(waiting)
+    while waiting:
+        name = waiting.pop(0)
+        if name == _MAIN or not _is_own_name(name):
+            continue
+        found[name] = module = sys.modules[name]
+        for value in list(vars(module).values()):
+            reached = value.__name__ if isinstance(value, ModuleType) else _module_of(value)
+            if reached not in seen:
+                seen.add(reached)
+                waiting.append(reached)
+    return list(found.values())
+
+
+def _module_of(value: Any) -> str:
+    owner = value if isinstance(value, type | FunctionType) else type(value)
+    name = getattr(owner, "__module__", "")
+    return name if isinstance(name, str) else ""
+
+
+def _classes_of(module: ModuleType) -> list[type]:
+    name = module.__name__
+    own = (v for v in list(vars(module).values()) if isinstance(v, type) and v.__module__ == name)
+    return [each for each in dict.fromkeys(own) if "<" not in each.__qualname__]
+
+
+def _functions_of(module: ModuleType) -> Iterator[FunctionType]:
+    for owner in (module, *_classes_of(module)):
+        for value in list(vars(owner).values()):
+            for part in (value, *(getattr(value, n, None) for n in ("__func__", "fget"))):
+                if isinstance(part, FunctionType):
+                    yield part
+
+
+def _is_of(owner: Any, module: ModuleType, name: str, value: Any) -> bool:
+    """Return whether a class or function was defined where it stands."""
+    if not isinstance(value, type | FunctionType):
+        return False
+    qualname = name if isinstance(owner, ModuleType) else f"{owner.__qualname__}.{name}"
+    at_home = value.__module__ == module.__name__ and value.__qualname__ == qualname
+    return at_home and not (isinstance(value, FunctionType) and claims_other_home(value))
+
+
+_SCALARS = (bool, int, float, complex, str, bytes, type(None))
+_ARRAYS = (np.ndarray, np.generic, torch.Tensor, keras.Variable, KerasSaveable)
+
+
+def _may_travel(value: Any, travels: Callable[[Any], bool]) -> bool:
+    if isinstance(value, ModuleType | property | staticmethod | classmethod):
+        return False
+    if isinstance(value, (*_SCALARS, *_ARRAYS, type)):
+        return True
+    return travels(value)
+
+
+# ------------------------------------------------------------------- what a worker does with it
+
+
+class SetCode:
+    """The attributes of modules and classes that a worker has set, as the caller has them."""
+
+    def __init__(self) -> None:
+        self._imported: dict[tuple[Place, str], Any] = {}
+        self._patched: set[tuple[Place, str]] = set()
+
+    def apply(self, state: State, patched: State) -> None:
+        """Set what `state_of` and `patches` have returned in the process of the caller."""
+        names = {(place, name) for place, values in patched.items() for name in values}
+        for place, name in self._patched - names:
+            self._set(place, name, AsDefined)
+        self._patched = names
+        for place, values in [*state.items(), *patched.items()]:
+            for name, value in values.items():
+                self._set(place, name, value)
+
+    def _set(self, place: Place, name: str, value: Any) -> None:
+        owner = owner_of(place)
+        imported = self._imported.setdefault((place, name), vars(owner).get(name, _MISSING))
+        if value is not AsDefined:
+            setattr(owner, name, value)
+        elif imported is not _MISSING:
+            setattr(owner, name, imported)
+
+
+def owner_of(place: Place) -> Any:
+    """Return a module or class, which is imported for it."""
+    owner: Any = importlib.import_module(place[0])
+    for name in filter(None, place[1].split(".")):
+        owner = getattr(owner, name)
+    return owner

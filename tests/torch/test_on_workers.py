@@ -1,0 +1,410 @@
+"""Workers run the code and the state of the caller, and the caller's own code stays as it is."""
+
+import functools
+import threading
+
+import keras
+import numpy as np
+import pytest
+import torch
+from keras import layers, ops
+
+import lockstep
+from lockstep.errors import UnsupportedModel
+from tests.torch import script_settings
+from tests.torch.agreement import assert_equal, both, values
+
+QUIET = {"verbose": 0, "shuffle": False, "batch_size": 7}
+
+pytestmark = pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")
+
+
+def data(width=4):
+    rng = np.random.default_rng(1)
+    return rng.normal(size=(16, width)), rng.normal(size=(16, 2))
+
+
+def sequential(*inner):
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3), *inner, layers.Dense(2)])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    return model
+
+
+def assert_trains_equally(build, **options):
+    one, many = both(build)
+    x, y = data()
+    for model in (one, many):
+        model.fit(x, y, **QUIET, **options)
+    assert_equal(one, many)
+    assert_equal(one.predict(x, verbose=0), many.predict(x, verbose=0))
+    lockstep.release(many)
+
+
+# ------------------------------------------------------------------- models and layers that travel
+
+
+@pytest.mark.parametrize("hub", [script_settings.Hub, script_settings.DeeperHub])
+def test_a_functional_model_made_by_a_class_of_a_module(hub):
+    def build():
+        model = hub(5)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    assert_trains_equally(build)
+
+
+class Keeps(layers.Layer):
+    def call(self, x):
+        self.last = x
+        self.maps = [x, ops.tanh(x)]
+        return x
+
+
+def test_a_layer_that_keeps_what_it_saw():
+    assert_trains_equally(lambda: sequential(Keeps()), epochs=2)
+
+
+# ------------------------------------------------------------------- what code reads
+
+
+def set_global(monkeypatch):
+    monkeypatch.setattr(script_settings, "ALPHA", 3.0)
+
+
+def set_in_a_dict(monkeypatch):
+    monkeypatch.setitem(script_settings.OPTIONS, "scale", 0.5)
+
+
+def set_in_an_object(monkeypatch):
+    monkeypatch.setattr(script_settings.options, "scale", 0.5)
+
+
+def set_on_a_class(monkeypatch):
+    monkeypatch.setattr(script_settings.Scale, "factor", 2.0)
+
+
+def replace_a_function(monkeypatch):
+    monkeypatch.setattr(script_settings, "activation", ops.tanh)
+
+
+def replace_a_partial(monkeypatch):
+    monkeypatch.setattr(script_settings, "scaled", functools.partial(ops.multiply, 0.5))
+
+
+def replace_a_method(monkeypatch):
+    monkeypatch.setattr(script_settings.Scale, "shifted", lambda self, x: x - 0.5)
+
+
+def replace_a_tensor(monkeypatch):
+    monkeypatch.setattr(script_settings, "TABLE", ops.convert_to_tensor([0.5, -1.0, 2.0]))
+
+
+def replace_a_function_of_keras(monkeypatch):
+    plain = layers.LeakyReLU.call
+    monkeypatch.setattr(layers.LeakyReLU, "call", lambda self, x: plain(self, x) * 0.5)
+
+
+CHANGES = [
+    *(set_global, set_in_a_dict, set_in_an_object, set_on_a_class, replace_a_function),
+    *(replace_a_partial, replace_a_method, replace_a_tensor, replace_a_function_of_keras),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_the_script_sets_in_a_module_or_class_is_what_workers_have(change, monkeypatch):
+    change(monkeypatch)
+    assert_trains_equally(lambda: sequential(script_settings.Scale(), layers.LeakyReLU()))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_the_script_sets_between_two_fits_is_sent(change, monkeypatch):
+    one, many = both(lambda: sequential(script_settings.Scale(), layers.LeakyReLU()))
+    x, y = data()
+    for model in (one, many):
+        model.fit(x, y, **QUIET)
+    change(monkeypatch)
+    for model in (one, many):
+        model.fit(x, y, **QUIET)
+    assert_equal(one, many)
+    monkeypatch.undo()
+    for model in (one, many):
+        model.fit(x, y, **QUIET)
+    assert_equal(one, many)
+    lockstep.release(many)
+
+
+def script_of_closures():
+    """A script within a function: its classes and functions travel by value."""
+    positions = ops.convert_to_tensor(np.linspace(0.0, 1.0, 3))
+    weight = keras.Variable(0.0, trainable=False)
+    table = layers.Dense(3, use_bias=False)
+    table.build((None, 3))
+    settings = {"scale": 1.0}
+    number = 1.0
+
+    class Uses(layers.Layer):
+        power = 1.0
+
+        def call(self, x):
+            y = table(x) * settings["scale"] * number + positions * self.power
+            self.add_loss(weight * ops.sum(ops.square(y)))
+            return y
+
+    def anneal(step):
+        nonlocal number
+        weight.assign(0.01 * step)
+        settings["scale"] = 1.0 + 0.1 * step
+        Uses.power = 1.0 + 0.2 * step
+        number = 1.0 - 0.1 * step
+
+    return Uses, anneal, [table.kernel, weight]
+
+
+class Anneals(keras.callbacks.Callback):
+    def __init__(self, anneal, hook):
+        super().__init__()
+        self.step = 0
+        setattr(self, hook, lambda number, logs=None: self.next_step(anneal))
+
+    def next_step(self, anneal):
+        self.step += 1
+        anneal(self.step)
+
+
+@pytest.mark.parametrize("hook", ["on_epoch_begin", "on_train_batch_begin"])
+def test_a_callback_changes_variables_and_globals_that_a_layer_reads(hook):
+    found = []
+    for devices in (1, 3):
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(11)
+        uses, anneal, others = script_of_closures()
+        model = lockstep.distribute(sequential(uses()), devices)
+        x, y = data()
+        model.fit(x, y, epochs=3, callbacks=[Anneals(anneal, hook)], **QUIET)
+        found.append([*values(model), *map(ops.convert_to_numpy, others)])
+        lockstep.release(model)
+    assert_equal(*found)
+
+
+def test_a_generator_changes_a_global_within_an_epoch():
+    found = []
+    for devices in (1, 3):
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(11)
+        uses, anneal, _ = script_of_closures()
+        model = lockstep.distribute(sequential(uses()), devices)
+
+        def batches(anneal=anneal):
+            x, y = data()
+            for step in range(4):
+                anneal(step)
+                yield x[step : step + 7], y[step : step + 7]
+
+        model.fit(batches(), steps_per_epoch=4, verbose=0, shuffle=False)
+        found.append(values(model))
+        lockstep.release(model)
+    assert_equal(*found)
+
+
+def test_two_models_whose_layers_are_of_one_class_keep_their_own_tensors():
+    """A worker makes the class for each of them, so that its functions read the right copy."""
+    found = []
+    for devices in (1, 3):
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(11)
+        uses, anneal, _ = script_of_closures()
+        first, second = (lockstep.distribute(sequential(uses()), devices) for _ in range(2))
+        x, y = data()
+        for step in range(3):
+            first.fit(x, y, **QUIET)
+            anneal(step)
+            second.train_on_batch(x, y)
+        found.append([*values(first), *values(second)])
+        lockstep.release(first)
+        lockstep.release(second)
+    assert_equal(*found)
+
+
+# ------------------------------------------------------------------- the caller's own code
+
+
+def test_the_code_of_the_caller_stays_the_same_objects():
+    seen, calls = [], []
+    table = layers.Dense(3, use_bias=False)
+    table.build((None, 3))
+
+    def helper(x):
+        return table(x)
+
+    class Uses(layers.Layer):
+        def call(self, x):
+            seen.append(1)
+            return helper(x) * script_settings.ALPHA
+
+    def loss(y, y_pred):
+        calls.append(1)
+        return ops.sum(ops.square(y - y_pred))
+
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            return super().train_step(data)
+
+    def code():
+        functions = [helper, loss, Uses.call, Own.train_step, script_settings.Scale.call]
+        cells = [cell for each in functions for cell in each.__closure__ or ()]
+        parts = [*functions, *cells, *(cell.cell_contents for cell in cells)]
+        parts += [each.__globals__ for each in functions]
+        for owner in (Uses, Own, script_settings, script_settings.Scale, layers.Dense):
+            parts += [owner, *vars(owner).values()]
+        return [*map(id, parts)], parts
+
+    before, kept = code()
+    for kind in (keras.Sequential, Own):
+        model = kind([keras.Input((4,)), layers.Dense(3), Uses(), layers.Dense(2)])
+        model.compile("sgd", loss)
+        x, y = data()
+        expected = ops.convert_to_numpy(model(x))
+        lockstep.distribute(model, 3)
+        assert_equal(model.predict(x, verbose=0), expected)
+        model.fit(x, y, **QUIET)
+        lockstep.release(model)
+        assert code()[0] == before, kept
+    seen.clear()
+    model(x)
+    assert seen == [1]
+
+
+COUNT = [0]
+
+
+class CountsInAGlobal(layers.Layer):
+    """Its scale is the number of its calls, which a proof must not raise."""
+
+    def call(self, x):
+        COUNT[0] += 1
+        return x * COUNT[0]
+
+
+def test_a_proof_leaves_globals_as_they_are():
+    found = []
+    for devices in (1, 3):
+        COUNT[0] = 0
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(11)
+        model = lockstep.distribute(sequential(CountsInAGlobal()), devices)
+        x, y = data()
+        model.fit(x, y, **QUIET)
+        found.append([COUNT[0], *values(model)])
+        lockstep.release(model)
+    assert_equal(*found)
+
+
+# ------------------------------------------------------------------- the state of PyTorch
+
+
+def in_autocast(model, x, y):
+    with torch.autocast("cpu", torch.bfloat16):
+        model.predict(x, verbose=0)
+        model.fit(x, y, epochs=3, **QUIET)
+        return model.predict(x, verbose=0)
+
+
+def in_one_autocast_for_each_step(model, x, y):
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            model.train_on_batch(x, y)
+    return model.predict(x, verbose=0)
+
+
+@pytest.mark.parametrize("train", [in_autocast, in_one_autocast_for_each_step])
+def test_workers_are_in_the_autocast_of_the_caller(train):
+    """The inputs have few bits, so that products in bfloat16 are exact sums of exact terms."""
+
+    def build():
+        with_policy = keras.config.dtype_policy()
+        keras.config.set_dtype_policy("float32")
+        try:
+            model = keras.Sequential([keras.Input((4,)), layers.Dense(2, use_bias=False)])
+        finally:
+            keras.config.set_dtype_policy(with_policy)
+        model.set_weights([np.array([[1.0, 1.01], [0.33, 2.0], [3.1, -1.0], [0.7, 0.5]])])
+        model.compile(keras.optimizers.SGD(2.0**-6), "mse")
+        return model
+
+    one, many = both(build)
+    x = np.eye(4, dtype="float32")[[0, 1, 2, 3, 2, 1, 0]]
+    y = np.zeros((7, 2), "float32")
+    outputs = [train(model, x, y) for model in (one, many)]
+    np.testing.assert_allclose(*outputs, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(one.get_weights()[0], many.get_weights()[0], rtol=0, atol=1e-6)
+    lockstep.release(many)
+
+
+def test_an_autocast_that_has_casts_of_other_weights_is_refused():
+    """PyTorch computes with them until its context ends, and a worker that starts has none."""
+    model = lockstep.distribute(sequential(), 3)
+    x, y = data()
+    with torch.autocast("cpu", torch.bfloat16):
+        model.train_on_batch(x, y)
+        model.attribute = 1
+        with pytest.raises(UnsupportedModel, match=r"has changed within one torch\.autocast"):
+            model.train_on_batch(x, y)
+    model.train_on_batch(x, y)
+    lockstep.release(model)
+
+
+# ------------------------------------------------------------------- layers of other kinds
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3, dtype=torch.float64)
+        self.norm = torch.nn.BatchNorm1d(3, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.norm(torch.relu(self.linear(x)))
+
+
+def test_a_module_of_pytorch_in_a_sequence():
+    assert_trains_equally(lambda: sequential(layers.TorchModuleWrapper(Block())), epochs=2)
+
+
+def integers():
+    return layers.IntegerLookup(vocabulary=[10, 11, 12]), np.array([[10], [11], [12], [99]])
+
+
+def adapted_integers():
+    lookup = layers.IntegerLookup(output_mode="multi_hot")
+    lookup.adapt(np.array([10, 11, 12]))
+    return lookup, np.array([[10, 11], [11, 99], [12, 10], [99, 98]])
+
+
+@pytest.mark.parametrize("kind", [integers, adapted_integers])
+def test_a_lookup_layer_travels(kind):
+    def build():
+        lookup, x = kind()
+        inputs = keras.Input(x.shape[1:], dtype="int64")
+        hidden = lookup(inputs)
+        if kind is integers:
+            hidden = layers.Flatten()(layers.Embedding(5, 3)(hidden))
+        model = keras.Model(inputs, layers.Dense(1)(hidden))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    one, many = both(build)
+    x = np.tile(kind()[1], (4, 1))
+    y = np.arange(16.0)[:, None]
+    for model in (one, many):
+        model.fit(x, y, **QUIET)
+    assert_equal(one, many)
+    lockstep.release(many)
+
+
+def test_the_attribute_that_cannot_travel_is_named():
+    model = sequential(Keeps(name="keeper"))
+    model.get_layer("keeper").lock = threading.Lock()
+    lockstep.distribute(model, 3)
+    with pytest.raises(UnsupportedModel, match="lock of 'keeper': cannot pickle"):
+        model.predict(data()[0], verbose=0)
+    lockstep.release(model)

@@ -8,9 +8,9 @@ import tensorflow as tf
 
 from lockstep.engines.tensorflow.mirrored_variables import MirroredVariables, shared_seeds
 from lockstep.engines.tensorflow.programs import (
-    REPEATABLE,
     every_operation,
     has_own_gradient,
+    is_repeatable,
     program_of,
 )
 from lockstep.engines.tensorflow.tensor_metadata import mask_and_logits
@@ -89,7 +89,7 @@ class Program:
                 raise ReplicasDiffer(f"{what} has a gradient of its own")
             if "PyFunc" in op.type:
                 raise ReplicasDiffer(f"{what} calls Python while it runs ({op.type})")
-            if op.op_def.is_stateful and op.type not in REPEATABLE:
+            if not is_repeatable(op):
                 raise ReplicasDiffer(f"{what} draws random numbers or has a state ({op.type})")
         self._check_inputs(what, operations, given)
         self.compare(number, what, operations)
@@ -107,8 +107,14 @@ class Program:
         """
         captures = tf.compat.v1.get_default_graph().captures
         places = self._copies.places()
-        variables = {id(inner): places.get(id(outer)) for outer, inner in captures}
-        done = program_of(operations, {n: place for n, place in variables.items() if place})
+        done = program_of(
+            operations,
+            {
+                id(inner): places.get(id(outer), id(outer))
+                for outer, inner in captures
+                if outer.dtype == tf.resource
+            },
+        )
         if number == len(self._done):
             self._done.append(done)
         elif self._done[number] != done:

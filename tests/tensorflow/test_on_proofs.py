@@ -1,5 +1,7 @@
 """Which layers of the user's own are split, and the others are exact."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -402,3 +404,34 @@ def test_a_batch_merged_with_another_dim_is_refused_in_words():
         pytest.raises((UnsupportedModel, tf.errors.InvalidArgumentError), match="merges"),
     ):
         made.fit(x, x, batch_size=4, verbose=0)
+
+
+def _minus_its_mean(hidden):
+    return hidden - ops.mean(hidden, axis=0, keepdims=True)
+
+
+def _twice(hidden):
+    there, back = ops.split(layers.Dense(3)(ops.concatenate([hidden, -hidden], axis=0)), 2)
+    return there * back
+
+
+@pytest.mark.parametrize("across", [_minus_its_mean, _twice])
+def test_a_first_dim_that_is_not_the_batch_runs_on_the_first_device(across):
+    """Its shape says so before a step runs."""
+
+    def make():
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((4,))
+        made = keras.Model(inputs, layers.Dense(2)(across(layers.Dense(3)(inputs))))
+        made.compile("sgd", "mse")
+        return made
+
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(8, 4)).astype("float32"), rng.normal(size=(8, 2)).astype("float32")
+    found = []
+    for made in (make(), lockstep.distribute(make(), 2)):
+        said = pytest.warns(UnsplitBatchWarning, match="is not the batch, so the first device")
+        with said if found else contextlib.nullcontext():
+            made.fit(x, y, batch_size=4, verbose=0, shuffle=False)
+        found.append([*made.get_weights(), made.predict(x, verbose=0)])
+    assert_same(*found)

@@ -36,7 +36,10 @@ from lockstep.engines.tensorflow.mirrored_variables import (
 )
 from lockstep.engines.tensorflow.placed_variables import PlacedVariables
 from lockstep.engines.tensorflow.probe import TensorFlowProbe
-from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer
+from lockstep.engines.tensorflow.replica_consistency import (
+    ReplicasDiffer,
+    assertions_in_words,
+)
 from lockstep.engines.tensorflow.session import TensorFlowSession
 from lockstep.engines.tensorflow.split_checks import why_custom
 from lockstep.engines.tensorflow.step_timing import StepCounter
@@ -228,7 +231,8 @@ class Attachment:
                 self._prepare("predict", batches[0])
                 ready = True
             try:
-                outputs = [step(batch) for batch in batches]
+                with assertions_in_words():
+                    outputs = [step(batch) for batch in batches]
             except ReplicasDiffer as found:
                 self.steps.give_up("predict", str(found))
                 step = self._predict_function()
@@ -283,7 +287,8 @@ class Attachment:
                 function = self._function(name, step)
             version = self._copies.version
             try:
-                return function(iterator if batches is None else iter(batches))
+                with assertions_in_words():
+                    return function(iterator if batches is None else iter(batches))
             except ReplicasDiffer as found:  # raised by the trace, before anything runs
                 self.steps.give_up(name, str(found))
                 function = self._function(name, step)

@@ -1,6 +1,8 @@
 """Checks that all replicas run the same operations in losses, metrics and unsplit layers."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -14,10 +16,29 @@ from lockstep.engines.tensorflow.programs import (
     program_of,
 )
 from lockstep.engines.tensorflow.tensor_metadata import mask_and_logits
+from lockstep.errors import UnsupportedModel
 
 
 class ReplicasDiffer(Exception):
     """Replicas may run different operations; the message is the reason."""
+
+
+@contextmanager
+def assertions_in_words() -> Iterator[None]:
+    """Raise what an assertion of lockstep in a running step says, without TensorFlow's words.
+
+    Raises:
+        UnsupportedModel: With the message of the assertion.
+    """
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        # The message is in a list, with its quotes and line breaks escaped.
+        found = re.search(r"\[lockstep: (.*?)\] \[", error.message)
+        if found is None:
+            raise
+        said = found[1].replace("\\'", "'").replace("\\n", "\n")
+        raise UnsupportedModel(said[0].upper() + said[1:]) from None
 
 
 class GlobalSection:

@@ -270,6 +270,26 @@ def test_a_direct_call_and_a_released_model_run_on_one_device():
     model.fit(x, y, verbose=0)
 
 
+def test_a_step_is_traced_anew_after_compile_and_on_other_devices():
+    """JAX keeps the trace of a function, and a step is the same method of the model."""
+    x, y = rows()
+    found = []
+    for places in (None, {"dense_*": "cpu:1"}):
+        model = chain(2)
+        for loss, activation in (("mse", "tanh"), ("mae", "tanh"), ("mae", "sigmoid")):
+            model.layers[0].activation = keras.activations.get(activation)
+            model.compile("sgd", loss)
+            if places:
+                lockstep.release(model)
+                lockstep.place(model, places if loss == "mse" else {"dense_1": "cpu:2"})
+            model.fit(x, y, batch_size=8, verbose=0, shuffle=False)
+            model.compile("sgd", "huber")
+            model.fit(x, y, batch_size=8, verbose=0, shuffle=False)
+        found.append(model.get_weights())
+    for one, placed in zip(*found, strict=True):
+        np.testing.assert_allclose(one, placed, rtol=0, atol=1e-6)
+
+
 def test_a_killed_run_goes_on(tmp_path):
     x, y = data()
     whole = two_branches(DEVICES)

@@ -14,7 +14,6 @@ from lockstep.errors import (
     LayoutConflict,
     UnsplitBatchWarning,
     UnsupportedBackend,
-    UnsupportedModel,
 )
 from tests.conformance.common import assert_same, data
 from tests.sampling import rest
@@ -176,21 +175,6 @@ def test_a_layer_of_its_own_is_split_if_it_works_by_rows():
     with pytest.warns(UnsplitBatchWarning, match="every device runs 'across'"):
         mine = fit(lockstep.distribute(make(LooksAcross(name="across")), 3))
     assert_same(mine, fit(make(LooksAcross())))
-
-
-def test_a_variable_of_no_layer_is_refused():
-    counter = tf.Variable(0.0)
-
-    class Counts(layers.Layer):
-        def call(self, x):
-            counter.assign_add(1.0)
-            return x
-
-    made = keras.Sequential([keras.Input((4,)), Counts(), layers.Dense(2)])
-    made.compile("sgd", "mse")
-    lockstep.distribute(made, 2)
-    with pytest.raises(UnsupportedModel, match="uses variables that no layer of it has"):
-        fit(made)
 
 
 def test_a_model_of_a_strategy_is_refused():

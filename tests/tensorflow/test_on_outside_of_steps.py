@@ -1,5 +1,7 @@
 """Whoever updates variables outside of a step updates every copy, as on one device."""
 
+import copy
+
 import keras
 import numpy as np
 import pytest
@@ -77,3 +79,49 @@ def test_every_copy_is_updated(use):
     one = _made()
     use(one)
     assert_same(_numbers(model), _numbers(one))
+
+
+OF_THE_OBJECT = """
+    __abstractmethods__ __class__ __composite_gradient__ __delattr__ __dict__ __dir__ __doc__
+    __getattribute__ __getstate__ __init__ __init_subclass__ __module__ __new__ __repr__
+    __setattr__ __sizeof__ __str__ __subclasshook__ __tf_tracing_type__ __weakref__
+"""
+"""Names that say what an object is, and not what its value is."""
+
+
+def _outcome(function):
+    try:
+        found = function()
+    except Exception as error:
+        return type(error).__name__
+    if isinstance(found, tuple):  # `__reduce__`
+        found = found[0]()
+    if hasattr(found, "__next__"):
+        found = list(found)
+    return found if found is NotImplemented else np.asarray(found).tolist()
+
+
+@pytest.mark.parametrize("value", [3.7, 3, True, [[1.0, 2.5], [-3.0, 4.0]]])
+def test_every_special_method_of_a_variable_is_that_of_one_device(value):
+    """What `float(model.optimizer.learning_rate)` calls in a callback, and all its like."""
+    model = lockstep.distribute(_made(), 2)
+    plain = tf.Variable(value)
+    model.extra = keras.Variable(value, dtype=plain.dtype.name, trainable=False)
+    _fit(model)
+    mirrored = model.extra.value
+    assert len(mirrored.values) == 2
+    names = [name for name in dir(type(plain)) if name.startswith("__") and name.endswith("__")]
+    asked = [name for name in names if name not in OF_THE_OBJECT.split()]
+    assert len(asked) > 50
+    for name in asked:
+        for given in ((), (2,)):  # an operator of one operand has a name as its second argument
+            of_plain, of_mirrored = (
+                _outcome(lambda v=v, name=name, given=given: getattr(type(v), name)(v, *given))
+                for v in (plain, mirrored)
+            )
+            np.testing.assert_equal(of_mirrored, of_plain, err_msg=name)
+            if of_plain != "TypeError":
+                break
+    for protocol in (np.asarray, np.array, np.mean, np.float64, copy.copy, copy.deepcopy):
+        found = [_outcome(lambda v=v, f=protocol: f(v)) for v in (mirrored, plain)]
+        np.testing.assert_equal(*found, err_msg=protocol.__name__)

@@ -1,5 +1,7 @@
 """Which layers of the user's own are split, and the others are exact."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -388,17 +390,55 @@ def test_predictions_of_any_number_of_rows(rows):
     assert_same(mine, model(_last_rows).predict(x, batch_size=44, verbose=0))
 
 
-def test_a_batch_merged_with_another_dim_is_refused_in_words():
+def test_rows_that_only_the_running_step_counts_are_refused_in_words():
     def make():
-        made = keras.Sequential([keras.Input((4,)), layers.Dense(4)])
-        made.add(layers.Lambda(lambda t: ops.reshape(t, (-1, 2)), name="merges"))
+        inputs = keras.Input((4,))
+        kept = layers.Lambda(lambda t: tf.boolean_mask(t, t[:, 0] > 0), name="kept")(inputs)
+        made = keras.Model(inputs, layers.Dense(2)(kept))
         made.compile("sgd", lambda y, p: ops.mean(p))
         return made
 
     made = lockstep.distribute(make(), 2)
-    x = np.ones((4, 4), "float32")
+    x = np.array([[1.0], [-1.0], [1.0], [1.0]], "float32") * np.ones((4, 4), "float32")
     with (
-        pytest.warns(UnsplitBatchWarning, match="rows merged with another dim"),
-        pytest.raises((UnsupportedModel, tf.errors.InvalidArgumentError), match="merges"),
+        pytest.warns(UnsplitBatchWarning, match="every device runs 'kept'"),
+        pytest.raises(UnsupportedModel, match=r"'kept' .* merges the batch") as refused,
     ):
         made.fit(x, x, batch_size=4, verbose=0)
+    assert str(refused.value).count("\n") < 3
+
+
+def _minus_its_mean(hidden):
+    return hidden - ops.mean(hidden, axis=0, keepdims=True)
+
+
+def _merged(hidden):
+    pairs = ops.reshape(layers.Dense(4)(hidden), (-1, 2))
+    return ops.reshape(layers.Dense(3)(pairs), (-1, 6))
+
+
+def _twice(hidden):
+    there, back = ops.split(layers.Dense(3)(ops.concatenate([hidden, -hidden], axis=0)), 2)
+    return there * back
+
+
+@pytest.mark.parametrize("across", [_minus_its_mean, _twice, _merged])
+def test_a_first_dim_that_is_not_the_batch_runs_on_the_first_device(across):
+    """Its shape says so before a step runs."""
+
+    def make():
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((4,))
+        made = keras.Model(inputs, layers.Dense(2)(across(layers.Dense(3)(inputs))))
+        made.compile("sgd", "mse")
+        return made
+
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(8, 4)).astype("float32"), rng.normal(size=(8, 2)).astype("float32")
+    found = []
+    for made in (make(), lockstep.distribute(make(), 2)):
+        said = pytest.warns(UnsplitBatchWarning, match="is not the batch, so the first device")
+        with said if found else contextlib.nullcontext():
+            made.fit(x, y, batch_size=4, verbose=0, shuffle=False)
+        found.append([*made.get_weights(), made.predict(x, verbose=0)])
+    assert_same(*found)

@@ -1,6 +1,7 @@
 """Losses and metrics take the rows of each replica where they work row by row, and are exact."""
 
 import contextlib
+import warnings
 
 import keras
 import numpy as np
@@ -102,6 +103,23 @@ def test_every_loss_of_keras(kind):
     many = _leaves(with_lockstep, x, y, weight)
     assert_same(many, _leaves(make(), x, y, weight))
     assert _gathered(with_lockstep) == {loss.name for loss in every} & ACROSS
+
+
+def test_ctc_is_computed_of_the_whole_batch_and_the_layers_are_split():
+    """TensorFlow's program of it has a legacy function, zeros from `Empty`, and a gradient."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(9, 12, 4)).astype("float32"), rng.integers(1, 6, (9, 4))
+
+    def make():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((12, 4)), layers.Conv1D(6, 3, padding="same")])
+        model.compile(keras.optimizers.SGD(0.01), losses.CTC())
+        return model
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnsplitBatchWarning)
+        many = _leaves(lockstep.distribute(make(), devices=2), x, y)
+    assert_same(many, _leaves(make(), x, y))
 
 
 def _steps_model(loss, *seen, steps=STEPS, mask=False):

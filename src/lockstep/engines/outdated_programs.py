@@ -1,8 +1,8 @@
 """Steps of other models that were traced before a variable moved.
 
 A program of TensorFlow keeps the `tf.Variable` that a Keras variable had when it was traced. If a
-layer belongs to two models, and one of them is laid out on devices, the steps of the other one
-would go on with the old value.
+layer belongs to two models, or a loss reads another model, and one of them is laid out on devices,
+the steps of the other one would go on with the old value.
 """
 
 import gc
@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from lockstep.engines.attachments import remake_functions
+from lockstep.engines.attachments import attachment_of, remake_functions
 from lockstep.training.overrides import MAKERS
 
 
@@ -26,7 +26,10 @@ def trace_others_again(model: Any, moved: list[Any]) -> None:
     for other in _all_models() if moved else ():
         if other is model or not _has_steps(other):
             continue
-        if any(id(variable) in found for variable in other.variables):
+        attachment = attachment_of(other)
+        # What the steps of a model without an attachment read beside its own is not known.
+        reads = attachment is None or attachment.steps.uses_outdated()
+        if reads or any(id(variable) in found for variable in other.variables):
             remake_functions(other)
 
 

@@ -51,7 +51,10 @@ from lockstep.engines.tensorflow.mirrored_variables import (
 )
 from lockstep.engines.tensorflow.placed_variables import PlacedVariables
 from lockstep.engines.tensorflow.probe import TensorFlowProbe
-from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer
+from lockstep.engines.tensorflow.replica_consistency import (
+    ReplicasDiffer,
+    assertions_in_words,
+)
 from lockstep.engines.tensorflow.session import TensorFlowSession
 from lockstep.engines.tensorflow.split_checks import why_custom
 from lockstep.engines.tensorflow.step_timing import StepCounter
@@ -247,7 +250,8 @@ class Attachment:
                 ready = True
             self._compare_first_step("predict", self.steps.predict, None, batches, batches[0])
             try:
-                outputs = [step(batch) for batch in batches]
+                with assertions_in_words():
+                    outputs = [step(batch) for batch in batches]
             except ReplicasDiffer as found:
                 self.steps.give_up("predict", str(found))
                 step = self._predict_function()
@@ -304,7 +308,8 @@ class Attachment:
             version = self._copies.version
             iterator, batches = self._compare_first_step(name, step, iterator, batches, spec)
             try:
-                return function(iterator if batches is None else iter(batches))
+                with assertions_in_words():
+                    return function(iterator if batches is None else iter(batches))
             except ReplicasDiffer as found:  # raised by the trace, before anything runs
                 self.steps.give_up(name, str(found))
                 function = self._function(name, step)

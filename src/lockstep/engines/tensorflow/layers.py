@@ -97,6 +97,8 @@ def _on_global_batch(
         args, kwargs = keras.tree.map_structure(whole, (args, kwargs))
         before = {id(loss) for inner in layers_in(layer) for loss in added_losses(inner)}
         with replica.globally(f"{layer.name!r} ({type(layer).__name__})", (args, kwargs)):
+            if replica.index == 0 and _loses_rows(layer, call, args, kwargs):
+                raise ReplicasDiffer(f"the first dim of what {layer.name!r} gives is not the batch")
             outputs = call(*args, **kwargs)
         for inner in layers_in(layer):
             losses = [
@@ -131,6 +133,34 @@ def _has_rows(value: Any) -> bool:
     # The number of a replica's rows is unknown while tracing. So a tensor with a known
     # first dim has no rows.
     return isinstance(value, tf.Tensor) and value.shape.rank != 0 and value.shape[0] is None
+
+
+def _loses_rows(layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Return whether the shapes say that the first dim of what a layer gives is not the batch.
+
+    An example is the mean over the batch. Shapes that nothing is known of say so when they run.
+    """
+
+    def first_dims(rows: int) -> list[Any]:
+        def symbolic(value: Any) -> Any:
+            if not _has_rows(value):
+                return value
+            return keras.KerasTensor((rows, *value.shape[1:]), value.dtype.name)
+
+        args_of, kwargs_of = keras.tree.map_structure(symbolic, (args, kwargs))
+        with patched([(layer, "call", call)]):
+            outputs = keras.tree.flatten(layer.compute_output_spec(*args_of, **kwargs_of))
+        return [output.shape[0] if output.shape else None for output in outputs]
+
+    numbers = 1009, 1013
+    try:
+        found = [first_dims(rows) for rows in numbers]
+    except Exception:  # the layer may need the values
+        return False
+    return any(
+        None not in dims and all(dim != rows for dim, rows in zip(dims, numbers, strict=True))
+        for dims in zip(*found, strict=True)
+    )
 
 
 def _unaligned(layer: Any) -> str:

@@ -1,12 +1,14 @@
 """Keras variables with a copy on every device."""
 
-import weakref
-from collections.abc import Iterable
+import gc
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.distribute import distribute_lib
+from tensorflow.python.distribute import distribute_lib, values
+from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
+from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable as ResourceVariable
 
 from lockstep.engines.holders import holders_of
 from lockstep.engines.outdated_programs import trace_others_again
@@ -18,6 +20,46 @@ from lockstep.keras_compat import (
     tracked_metrics,
 )
 from lockstep.state import metric_variables, unique, variables_of
+
+
+class MirroredVariable(values.MirroredVariable):  # type: ignore[misc]
+    """A mirrored variable that behaves like one variable outside of steps, without its strategy.
+
+    A read uses the first copy, and an update writes all copies.
+    """
+
+    # tensorflow/python/distribute/values.py, DistributedVariable._update and _get_replica;
+    # distribute_lib.py, _DefaultDistributionExtended._update_non_slot: an optimizer in a user's
+    # own loop uses TensorFlow's default strategy, which passes the variable as replica number.
+    def _update(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
+        if isinstance(distribute_lib.get_update_replica_id(), int | None):
+            return super()._update(update_fn, value, **kwargs)
+        with distribute_lib.UpdateContext(None):
+            return super()._update(update_fn, value, **kwargs)
+
+    def _get_replica(self, replica_id: Any) -> Any:
+        return super()._get_replica(replica_id if isinstance(replica_id, int) else 0)
+
+    def __copy__(self) -> "MirroredVariable":
+        return self
+
+
+def _of_first_copy(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.values[0], name)(*args, **kwargs)
+
+    return method
+
+
+# tensorflow/python/ops/resource_variable_ops.py, BaseResourceVariable. Python looks special
+# methods up on the class, so `__getattr__` of a mirrored variable does not give them.
+_READS = """
+    __array__ __bool__ __complex__ __deepcopy__ __float__ __iadd__ __idiv__ __imul__ __int__
+    __ipow__ __irealdiv__ __isub__ __itruediv__ __long__ __nonzero__ __reduce__
+    gather_nd sparse_read
+"""
+for _name in _READS.split():
+    setattr(MirroredVariable, _name, _of_first_copy(_name))
 
 
 class MirroredVariables:
@@ -39,7 +81,6 @@ class MirroredVariables:
         self.version = 0
         self._mirrored: list[tuple[Any, Any]] = []
         self._plain: list[Any] = []
-        self._replaced: list[weakref.ref[Any]] = []
 
     def take_in(self, variables: Iterable[Any]) -> None:
         """Hold these Keras variables, and mirror those that are still plain."""
@@ -55,8 +96,8 @@ class MirroredVariables:
                 self._plain.append(variable)
                 continue
             if not is_mirrored(value):
-                self._replaced.append(weakref.ref(value))
                 store_value(variable, self._mirror(value))
+                mark_outdated(value)
                 moved.append(variable)
             self._mirrored.append((variable, stored_value(variable)))
         self.version += len(moved)
@@ -101,23 +142,25 @@ class MirroredVariables:
         }
 
     def strangers(self, graph: Any) -> list[str]:
-        """Return the names of the variables that a traced step uses and that have no copies."""
+        """Return the names of the variables that a traced step may change and that have no copies.
+
+        A variable that the step only reads has one value for all replicas.
+        """
         own = {id(copy.handle) for _, mirrored in self._mirrored for copy in mirrored.values}
         own |= {id(seeds.value.handle) for seeds in shared_seeds()}  # replicas draw in turn
-        names = {id(variable.handle): variable.name for variable in graph.variables}
-        found = set()
-        for outside, _ in graph.captures:
+        changed = {
+            id(handle)
+            for op in graph.get_operations()
+            for handle in get_read_write_resource_inputs(op)[1]
+        }
+        found = []
+        for outside, inside in graph.captures:
             # Tables and iterators are resources as well, but have no handle data.
             data = getattr(outside, "_handle_data", None)
-            if outside.dtype == tf.resource and data is not None and data.is_set:
-                found.add(id(outside))
-        return sorted(names.get(handle, "one without a name") for handle in found - own)
-
-    def outdated(self, graph: Any) -> list[str]:
-        """Return the names of variables that a traced step uses and that were mirrored since."""
-        captured = {id(outside) for outside, _ in graph.captures}
-        alive = [plain for ref in self._replaced if (plain := ref()) is not None]
-        return sorted(plain.name for plain in alive if id(plain.handle) in captured)
+            is_variable = outside.dtype == tf.resource and data is not None and data.is_set
+            if is_variable and id(outside) not in own and id(inside) in changed:
+                found.append(_name_of(outside))
+        return sorted(found)
 
     def _held(self) -> list[Any]:
         return [*(variable for variable, _ in self._mirrored), *self._plain]
@@ -136,31 +179,30 @@ class MirroredVariables:
             # A built optimizer finds its variables by this name:
             # keras/src/backend/tensorflow/optimizer.py, TFOptimizer._var_key
             copy._unique_id = plain._unique_id
-        vars(mirrored).update(_outside_of_steps(mirrored))
+            copy._distribute_strategy = None  # a copy of it can be pickled, as of any variable
+        mirrored.__class__ = MirroredVariable
         return mirrored
 
 
-def _outside_of_steps(mirrored: Any) -> dict[str, Any]:
-    """Return methods of a mirrored variable that allow updates without its strategy.
+_OUTDATED = "_lockstep_outdated"
 
-    An optimizer makes such updates in a user's own training loop, and when it overwrites the
-    weights with their averages. It then uses TensorFlow's default strategy, which passes the
-    variable itself as replica number. An update writes all copies, and a read uses the first.
-    """
-    # tensorflow/python/distribute/values.py, DistributedVariable._update and _get_replica;
-    # distribute_lib.py, _DefaultDistributionExtended._update_non_slot
-    plain_update, plain_get = mirrored._update, mirrored._get_replica
 
-    def update(update_fn: Any, value: Any, **kwargs: Any) -> Any:
-        if isinstance(distribute_lib.get_update_replica_id(), int | None):
-            return plain_update(update_fn, value, **kwargs)
-        with distribute_lib.UpdateContext(None):
-            return plain_update(update_fn, value, **kwargs)
+def mark_outdated(plain: Any) -> None:
+    """Remember that a Keras variable does not hold this variable any more."""
+    setattr(plain.handle, _OUTDATED, plain.name)
 
-    def get(replica_id: Any) -> Any:
-        return plain_get(replica_id if isinstance(replica_id, int) else 0)
 
-    return {"_update": update, "_get_replica": get}
+def outdated(handles: Iterable[Any]) -> list[str]:
+    """Return the names of the variables of these handles that no Keras variable holds any more."""
+    return sorted(name for each in handles if (name := getattr(each, _OUTDATED, None)))
+
+
+def _name_of(handle: Any) -> str:
+    """Return the name of the variable behind a handle, for errors."""
+    for each in gc.get_objects():  # a handle does not know its variable
+        if issubclass(type(each), ResourceVariable) and each.handle is handle:
+            return repr(each.name.split(":")[0])
+    return "one without a name"
 
 
 def is_mirrored(value: Any) -> bool:

@@ -8,7 +8,7 @@ import tensorflow as tf
 from lockstep.engines.holders import holders_of
 from lockstep.engines.outdated_programs import trace_others_again
 from lockstep.engines.tensorflow import devices as tensorflow_devices
-from lockstep.engines.tensorflow.mirrored_variables import devices_of
+from lockstep.engines.tensorflow.mirrored_variables import devices_of, mark_outdated
 from lockstep.keras_compat import store_value, stored_value
 
 
@@ -75,4 +75,5 @@ def move(variable: Any, device: str) -> bool:
     # keras/src/backend/tensorflow/optimizer.py, TFOptimizer._var_key
     moved._unique_id = plain._unique_id
     store_value(variable, moved)
+    mark_outdated(plain)
     return True

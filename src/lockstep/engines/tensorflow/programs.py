@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework import ops
 from tensorflow.python.framework.func_graph import FuncGraph
+from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
 
 from lockstep.engines.rowwise import NotRowByRow
 
@@ -18,8 +19,16 @@ _REPEATABLE = """
     ResourceScatterNdSub ResourceScatterNdUpdate ResourceScatterSub ResourceScatterUpdate
     ResourceStridedSliceAssign StatefulPartitionedCall VarIsInitializedOp VariableShape While
 """
-REPEATABLE = frozenset(_REPEATABLE.split())
-"""Stateful operations, mostly on variables, with the same result on every replica."""
+_REPEATABLE_TYPES = frozenset(_REPEATABLE.split())
+
+
+def is_repeatable(op: Any) -> bool:
+    """Return whether an operation has the same result on every replica.
+
+    Of the stateful ones these are mostly on variables. Memory that is not set has any values.
+    """
+    repeatable = op.type in _REPEATABLE_TYPES or (op.type == "Empty" and op.get_attr("init"))
+    return repeatable or not op.op_def.is_stateful
 
 
 class ScratchGraph:
@@ -53,7 +62,7 @@ class ScratchGraph:
         captures = list(self._graph.captures)
         variables = {id(inner): id(outer) for outer, inner in captures if _is_resource(outer)}
         for op in operations:
-            if op.op_def.is_stateful and op.type not in REPEATABLE:
+            if not is_repeatable(op):
                 return None, op.type
         for outer, _ in captures:
             if not _is_resource(outer) and not hasattr(outer, "numpy"):
@@ -93,7 +102,8 @@ def program_of(operations: list[Any], variables: Mapping[int, Any] | None = None
         inside = [program_of(graph.get_operations()) for graph in calls_of(op)]
         for number, output in enumerate(op.outputs):
             known[id(output)] = (len(done), number)
-        done.append((op.type, _options(op), sources, inside))
+        kind = "" if _is_function(op) else op.type  # it has a name of its own at each trace
+        done.append((kind, _options(op), sources, inside))
     return done
 
 
@@ -118,17 +128,30 @@ def attribute(op: Any, name: str) -> Any:
 
 def function_of(op: Any, name: str) -> Any:
     """Return the graph of a function that an operation calls."""
-    return op.graph._get_function(attribute(op, name).name).graph
+    return _graph_of(op, attribute(op, name).name)
+
+
+def _is_function(op: Any) -> bool:
+    """Return whether an operation is a call of a function that it has its type from."""
+    return bool(op.graph._is_function(op.type))
+
+
+def _graph_of(op: Any, name: str) -> Any:
+    function = op.graph._get_function(name)
+    if hasattr(function, "graph"):
+        return function.graph
+    # tensorflow/python/framework/function.py, _DefinedFunction, which the CTC loss of Keras uses
+    return function_def_to_graph(function.definition)
 
 
 def calls_of(op: Any) -> list[Any]:
     """Return the graphs of all functions that an operation calls."""
-    found = []
+    found = [_graph_of(op, op.type)] if _is_function(op) else []
     for description in op.op_def.attr:
         if description.type == "func":
             found.append(function_of(op, description.name))
         elif description.type == "list(func)":
-            found += [op.graph._get_function(f.name).graph for f in op.get_attr(description.name)]
+            found += [_graph_of(op, f.name) for f in op.get_attr(description.name)]
     return found
 
 
@@ -151,7 +174,8 @@ def has_own_gradient(op: Any) -> bool:
     return not own or any(f.__module__ not in _GRADIENTS_BY_ROWS for f in own)
 
 
-_GRADIENTS_BY_ROWS = ("tensorflow.python.ops.nn_impl",)  # swish, elementwise
+_GRADIENTS_BY_ROWS = ("tensorflow.python.ops.nn_impl", "tensorflow.python.ops.ctc_ops")
+"""Modules whose gradients are those of each row: swish, CTC."""
 
 
 def every_operation(operations: Iterable[Any]) -> Iterator[Any]:

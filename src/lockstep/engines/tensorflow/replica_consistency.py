@@ -1,6 +1,8 @@
 """Checks that all replicas run the same operations in losses, metrics and unsplit layers."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -8,16 +10,35 @@ import tensorflow as tf
 
 from lockstep.engines.tensorflow.mirrored_variables import MirroredVariables, shared_seeds
 from lockstep.engines.tensorflow.programs import (
-    REPEATABLE,
     every_operation,
     has_own_gradient,
+    is_repeatable,
     program_of,
 )
 from lockstep.engines.tensorflow.tensor_metadata import mask_and_logits
+from lockstep.errors import UnsupportedModel
 
 
 class ReplicasDiffer(Exception):
     """Replicas may run different operations; the message is the reason."""
+
+
+@contextmanager
+def assertions_in_words() -> Iterator[None]:
+    """Raise what an assertion of lockstep in a running step says, without TensorFlow's words.
+
+    Raises:
+        UnsupportedModel: With the message of the assertion.
+    """
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        # The message is in a list, with its quotes and line breaks escaped.
+        found = re.search(r"\[lockstep: (.*?)\] \[", error.message)
+        if found is None:
+            raise
+        said = found[1].replace("\\'", "'").replace("\\n", "\n")
+        raise UnsupportedModel(said[0].upper() + said[1:]) from None
 
 
 class GlobalSection:
@@ -89,7 +110,7 @@ class Program:
                 raise ReplicasDiffer(f"{what} has a gradient of its own")
             if "PyFunc" in op.type:
                 raise ReplicasDiffer(f"{what} calls Python while it runs ({op.type})")
-            if op.op_def.is_stateful and op.type not in REPEATABLE:
+            if not is_repeatable(op):
                 raise ReplicasDiffer(f"{what} draws random numbers or has a state ({op.type})")
         self._check_inputs(what, operations, given)
         self.compare(number, what, operations)
@@ -107,8 +128,14 @@ class Program:
         """
         captures = tf.compat.v1.get_default_graph().captures
         places = self._copies.places()
-        variables = {id(inner): places.get(id(outer)) for outer, inner in captures}
-        done = program_of(operations, {n: place for n, place in variables.items() if place})
+        done = program_of(
+            operations,
+            {
+                id(inner): places.get(id(outer), id(outer))
+                for outer, inner in captures
+                if outer.dtype == tf.resource
+            },
+        )
         if number == len(self._done):
             self._done.append(done)
         elif self._done[number] != done:

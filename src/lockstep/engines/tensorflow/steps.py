@@ -8,6 +8,7 @@ losses, metrics, clipping or accumulation.
 """
 
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -20,7 +21,7 @@ from lockstep.engines.rowwise import Reasons, refused
 from lockstep.engines.tensorflow.custom_steps import CustomStep
 from lockstep.engines.tensorflow.layers import Plan
 from lockstep.engines.tensorflow.loss_sharding import LossSharding
-from lockstep.engines.tensorflow.mirrored_variables import MirroredVariables
+from lockstep.engines.tensorflow.mirrored_variables import MirroredVariables, outdated
 from lockstep.engines.tensorflow.programs import ScratchGraph
 from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer, looks_up_weights
 from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup, Shards
@@ -62,6 +63,7 @@ class Steps:
         self._began: dict[str, bool] = {}
         self._said: set[str] = set()
         self._not_alike: dict[str, str] = {}
+        self._handles: list[weakref.ref[Any]] = []
 
     def start(self) -> None:
         """Begin to run the layers on their devices."""
@@ -190,10 +192,7 @@ class Steps:
             watching=self.watching,
         )
         outputs = own.run(step, data)
-        try:
-            self._check_strangers()
-        except UnsupportedModel as error:  # one device may run it
-            raise ReplicasDiffer("it uses variables that no layer of it has") from error
+        self._check_strangers()
         if own.whole:
             names = ", ".join(f"{layer!r} ({why})" for layer, why in own.whole.items())
             self._warn(f"every device runs {names} of {model.name!r} on the whole batch", _LAYERS)
@@ -342,26 +341,34 @@ class Steps:
 
     # ------------------------------------------------------------------------ checks
 
+    def uses_outdated(self) -> bool:
+        """Return whether a program of this model uses a variable that was replaced since; once."""
+        alive = [ref for ref in self._handles if ref() is not None]
+        found = bool(outdated(ref() for ref in alive))
+        self._handles = [] if found else alive
+        return found
+
     def _check_outdated(self) -> None:
-        graph = tf.compat.v1.get_default_graph()
-        outdated = [] if tf.executing_eagerly() else self._copies.outdated(graph)
-        if outdated:
+        if tf.executing_eagerly():
+            return
+        captures = tf.compat.v1.get_default_graph().captures
+        handles = [outside for outside, _ in captures if outside.dtype == tf.resource]
+        self._handles += map(weakref.ref, handles)
+        if found := outdated(handles):
             raise UnsupportedModel(
-                f"A tf.function that {self._model.name!r} calls keeps {len(outdated)} variables, "
-                f"such as {outdated[0]!r}, from before every device had a copy.\n"
+                f"A tf.function that {self._model.name!r} calls keeps {len(found)} variables, "
+                f"such as {found[0]!r}, from before every device had a copy.\n"
                 "Remove tf.function, or build the optimizer before the call:\n"
                 "model.optimizer.build(model.trainable_variables)."
             )
 
     def _check_strangers(self) -> None:
-        graph = tf.compat.v1.get_default_graph()
-        strangers = [] if tf.executing_eagerly() else self._copies.strangers(graph)
-        if strangers:
-            raise UnsupportedModel(
-                f"The step of {self._model.name!r} uses variables that no layer of it has, and "
-                f"that every device would change for itself: {', '.join(strangers)}.\n"
-                "Make them by add_weight in a layer, or as a keras.Variable that is its attribute."
-            )
+        self._check_outdated()
+        if tf.executing_eagerly():
+            return
+        if changed := self._copies.strangers(tf.compat.v1.get_default_graph()):
+            names = ", ".join(changed)
+            raise ReplicasDiffer(f"it changes variables that no layer of it has: {names}")
 
     def _warn(self, what: str, remedy: str = "") -> None:
         if what in self._said:

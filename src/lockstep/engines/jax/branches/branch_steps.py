@@ -163,7 +163,9 @@ class BranchSteps(Steps):
         form = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (state, batch)
         )
-        traced = jax.jit(step).trace(*form)
+        # JAX keeps the trace of a function, and a method of the model is the same one after
+        # `compile`, and on other devices.
+        traced = jax.jit(lambda *given: step(*given)).trace(*form)
         if self.layout.parts > 1:
             self._check_parts(state, batch, traced, trains)
         outputs, after = traced.out_info

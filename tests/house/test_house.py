@@ -22,7 +22,7 @@ FILES_OF = {"rescue/detect.py": {"torch"}}
 
 LAYERS = [
     {"errors", "files", "json_numbers", "keras_compat", "plurals", "report"},
-    {"rowwise_declaration"},
+    {"rowwise_declaration", "old_script"},
     {"devices", "package_versions", "shards", "state"},
     {"launch", "ray"},
     {"fit_lines", "layout"},

@@ -10,6 +10,7 @@ from lockstep.errors import NotAModel, UnreadableFile, UnsuitableOutput, Weights
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.run_report import RunReport
+    from lockstep.old_script import ScriptInspection
     from lockstep.rescue.match import Matched
     from lockstep.rescue.old_layers import Context
     from lockstep.rescue.read import OldFile
@@ -18,19 +19,21 @@ if TYPE_CHECKING:
 Path = str | os.PathLike[str]
 
 
-def inspect(path: Path) -> Inspection | RunReport:
+def inspect(path: Path) -> Inspection | RunReport | ScriptInspection:
     """Identify a checkpoint file, or the folder of a run, and the command that makes it usable.
 
+    Of an old script it lists the lines that Keras 3 needs in another form.
     Nothing in the file is executed. No framework is imported, except PyTorch for PyTorch
     files (with `weights_only=True`).
 
     Args:
         path: A file of Keras 2, tf.keras or Keras 3 (`.h5`, `.hdf5`, `.keras`,
             `.weights.h5`), a PyTorch state dict, or safetensors; or a folder that
-            `lockstep.Checkpoint` has written, or one checkpoint in it.
+            `lockstep.Checkpoint` has written, or one checkpoint in it; or a `.py` script.
 
     Returns:
         The findings, or the list of checkpoints; `command` is the next command to run.
+        For a script, `changes` has the lines and what to write there.
 
     Raises:
         UnreadableFile: The file is of no known kind, or is damaged.
@@ -47,6 +50,10 @@ def inspect(path: Path) -> Inspection | RunReport:
     from lockstep.checkpoint.run_report import is_run, report_run
     from lockstep.rescue import detect
 
+    if os.fspath(path).endswith(".py"):
+        from lockstep.old_script import inspect_script
+
+        return inspect_script(os.fspath(path))
     if os.path.isdir(path) and is_run(Folder(path)):
         return report_run(Folder(path))
     return detect.inspect_file(os.fspath(path))

@@ -363,11 +363,8 @@ def _show_demo(result: "DemoResult") -> None:
     console.print(table)
     files = ", ".join(f"{task.name.lower()}.keras" for task in result.tasks)
     saved = f"Saved in {result.folder}: {files}, demo.png, and demo.html, a page with all of this."
-    console.print(saved, markup=False)
-    if result.holds:
-        console.print(f"{result.devices} devices gave what one device gives.")
-    else:
-        console.print("[red]The runs differ. Please report this, with the table above.[/red]")
+    console.print(saved, markup=False, soft_wrap=True)
+    console.print(result.sentence(), style="" if result.holds else "red", markup=False)
 
 
 def _is_installed(module: str) -> bool:

@@ -16,7 +16,7 @@ from lockstep import __version__
 from lockstep.devices import REHEARSE, rehearsed_devices
 from lockstep.errors import DeviceError, LockstepError, UnsupportedBackend
 from lockstep.launch.run_command import run_command
-from lockstep.report import print_report, stdout_for
+from lockstep.report import console, print_report, stdout_for, table
 from lockstep.rescue.commands import inspect_command, rescue_command
 
 if TYPE_CHECKING:
@@ -145,16 +145,13 @@ def devices() -> None:
 
     Example: LOCKSTEP_REHEARSE=4 lockstep devices
     """
-    from rich.console import Console
-    from rich.table import Table
-
     from lockstep.engines import current_engine
 
-    table = Table("device", "kind", "memory")
+    shown = table("device", "kind", "memory")
     for device in current_engine().devices():
         memory = "" if device.memory is None else f"{device.memory / 2**30:.1f} GiB"
-        table.add_row(device.name, device.kind, memory)
-    Console().print(table)
+        shown.add_row(device.name, device.kind, memory)
+    console().print(shown)
 
 
 @main.command()
@@ -353,18 +350,14 @@ main.add_command(rescue_command)
 
 
 def _show_demo(result: "DemoResult") -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("", "one device", f"{result.devices} devices", "apart")
+    shown = table("", "one device", f"{result.devices} devices", "apart")
     for row in result.table():
-        table.add_row(*row)
-    console = Console()
-    console.print(table)
+        shown.add_row(*row)
+    console().print(shown)
     files = ", ".join(f"{task.name.lower()}.keras" for task in result.tasks)
     saved = f"Saved in {result.folder}: {files}, demo.png, and demo.html, a page with all of this."
-    console.print(saved, markup=False, soft_wrap=True)
-    console.print(result.sentence(), style="" if result.holds else "red", markup=False)
+    console().print(saved, markup=False, soft_wrap=True)
+    console().print(result.sentence(), style="" if result.holds else "red", markup=False)
 
 
 def _is_installed(module: str) -> bool:

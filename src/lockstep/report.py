@@ -13,9 +13,31 @@ from lockstep.json_numbers import finite
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 WIDTH = 100
 """Characters of a line in a notebook."""
+
+_IN_A_PIPE = 10_000
+"""Characters of a line where no terminal wraps it: names and paths stay whole."""
+
+
+def console() -> Console:
+    """Return a console for a report; in a pipe or a file, nothing is cut or wrapped."""
+    from rich.console import Console
+
+    shown = Console(highlight=False)
+    return shown if shown.is_terminal else Console(highlight=False, width=_IN_A_PIPE)
+
+
+def table(*heads: str) -> Table:
+    """Return a table in which a name that is too long is wrapped, and never cut."""
+    from rich.table import Table
+
+    made = Table()
+    for head in heads:
+        made.add_column(head, overflow="fold")
+    return made
 
 
 class Report(ABC):
@@ -41,9 +63,12 @@ class Report(ABC):
         """What a notebook shows."""
         from rich.console import Console
 
-        console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False)
-        self.show(console)
-        return console.export_html(
+        # In a notebook, a console of rich shows what it prints; only the HTML is wanted.
+        shown = Console(
+            record=True, width=WIDTH, file=io.StringIO(), highlight=False, force_jupyter=False
+        )
+        self.show(shown)
+        return shown.export_html(
             inline_styles=True, code_format='<pre style="line-height: normal">{code}</pre>'
         )
 
@@ -55,9 +80,7 @@ def stdout_for(as_json: bool) -> AbstractContextManager[Any]:
 
 def print_report(report: Report, as_json: bool) -> None:
     """Print a report for a command: a table and words, or JSON."""
-    from rich.console import Console
-
     if as_json:
         print(report.as_json())
     else:
-        report.show(Console(highlight=False))
+        report.show(console())

@@ -1,14 +1,18 @@
 """Reports of verify, bench, inspect and rescue: printed, in a notebook, as JSON."""
 
+import io
 import json
 import sys
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 import lockstep
 from lockstep.bench.scaling import Measurement, Scaling
 from lockstep.cli import main
+from lockstep.report import print_report
+from lockstep.rescue.rescue_report import Rescued
 from lockstep.verify.verification import Difference, Verification
 from tests.conformance.common import data, model
 
@@ -86,6 +90,33 @@ def test_a_report_is_a_table_in_a_notebook(reports, name, cell):
     assert shown.startswith("<pre")
     assert shown.endswith("</pre>")
     assert cell in shown
+
+
+@pytest.mark.parametrize("name", ["verify", "bench", "inspect", "rescue"])
+def test_a_notebook_shows_a_report_once(reports, name, monkeypatch):
+    """In a notebook, rich shows what it prints, and Jupyter shows the HTML besides."""
+    shown = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *parts: shown.append(parts))
+    assert reports[name]._repr_html_()
+    assert shown == []
+
+
+@pytest.mark.parametrize("name", ["verify", "bench", "inspect", "rescue"])
+def test_a_narrow_terminal_cuts_nothing(reports, name):
+    console = Console(file=io.StringIO(), width=40, force_terminal=True)
+    reports[name].show(console)
+    assert "\u2026" not in console.file.getvalue()
+
+
+def test_in_a_pipe_names_and_paths_stay_whole(capsys):
+    name, path = f"model/{'block/' * 30}kernel", f"/home/{'folder/' * 30}multi.h5"
+    found = Verification("jax", ("cpu:0", "cpu:1"), 2, (3, 3), (Difference(name, 0.0, 1e-5),))
+    print_report(found, False)
+    print_report(Rescued(path, path, "", None, 2, (), (), "none", False, None, (path,)), False)
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(name in line for line in lines) == 1
+    assert sum(path in line for line in lines) == 3
 
 
 @pytest.mark.parametrize("name", ["verify", "bench", "inspect", "rescue"])

@@ -96,7 +96,7 @@ class RunReport(Report):
         from rich.table import Table
         from rich.text import Text
 
-        console.print(Text(self.path, "bold"))
+        console.print(Text(self.path, "bold"), soft_wrap=True)
         held = counted(len(self.checkpoints), "checkpoint")
         lines = [f"  holds  {held} of lockstep.Checkpoint"]
         lines += [f"  model  {self.model}"] if self.model else []

@@ -84,7 +84,7 @@ class Rescued(Report):
             lines.append(f"outputs: largest difference {self.difference:.2g}")
         lines.append(self._counts())
         for line in lines:
-            console.print(Text(printable(line)))
+            console.print(Text(printable(line)), soft_wrap=True)
 
     def _counts(self) -> str:
         equal = sum(row.equal for row in self.rows)
@@ -170,7 +170,7 @@ class Inspection(Report):
 
         inside = f", template {self.template!r}" if self.template else ""
         extras = ["optimizer state"] * self.optimizer + ["loss and metrics"] * self.compiled
-        line(self.path, "bold")
+        line(self.path, "bold", soft_wrap=True)
         line(f"  written by  {self.library}")
         line(f"  holds       {self.contents}, {counted(len(self.arrays), 'array')}")
         line(f"  model       {self._model()}{inside}")

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.plurals import counted
-from lockstep.report import Report
+from lockstep.report import Report, table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -100,12 +100,11 @@ class Verification(Report):
     def show(self, console: Console) -> None:
         """Print a table, then the verdict in words."""
         from rich.markup import escape
-        from rich.table import Table
 
         console.print(f"{self.backend}: {self._compared()}.", highlight=False)
-        table = Table("", "largest difference", "bound", "")
+        shown = table("", "largest difference", "bound", "")
         for difference in self.differences[:LINES]:
-            table.add_row(
+            shown.add_row(
                 escape(difference.name),
                 f"{difference.largest:.1e}",
                 f"{difference.bound:.1e}",
@@ -115,8 +114,8 @@ class Verification(Report):
         if len(self.differences) > LINES:
             rest = self.differences[LINES:]
             largest = max(difference.largest for difference in rest)
-            table.add_row(f"{len(rest)} more", f"at most {largest:.1e}", "", "")
-        console.print(table)
+            shown.add_row(f"{len(rest)} more", f"at most {largest:.1e}", "", "")
+        console.print(shown)
         for note in self.notes:
             console.print(escape(note), highlight=False)
         words = escape(self._words()) if self.equal else f"[red]{escape(self._words())}[/red]"

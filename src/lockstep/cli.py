@@ -16,6 +16,7 @@ from lockstep import __version__
 from lockstep.devices import REHEARSE, rehearsed_devices
 from lockstep.errors import DeviceError, LockstepError, UnsupportedBackend
 from lockstep.launch.run_command import run_command
+from lockstep.package_versions import install_command
 from lockstep.report import print_report, stdout_for
 from lockstep.rescue.commands import inspect_command, rescue_command
 
@@ -62,6 +63,13 @@ class Commands(click.Group):
         except LockstepError as error:
             click.secho(f"{type(error).__name__}: {error}", fg="red", err=True)
             sys.exit(COULD_NOT_RUN if ctx.invoked_subcommand == "verify" else 1)
+        except ModuleNotFoundError as error:
+            if error.name != os.environ["KERAS_BACKEND"]:
+                raise
+            raise _Misused(
+                f"KERAS_BACKEND={error.name} is set, and {error.name} is not installed.\n"
+                "Run lockstep doctor: it names the one thing to change."
+            ) from None
 
 
 @click.group(cls=Commands)
@@ -123,7 +131,7 @@ def demo(devices: int, epochs: int, output: Path) -> None:
     if missing:
         raise click.ClickException(
             f"The demo needs {' and '.join(missing)}, which is not installed here.\n"
-            'Install what it needs with: pip install "keras-lockstep[demo]"'
+            f"Install what it needs with: {install_command('demo')}"
         )
     from lockstep.demo import run_demo
 
@@ -291,7 +299,7 @@ def bench(
     if output is not None and not _is_installed("matplotlib"):
         raise click.ClickException(
             "The page needs matplotlib, which is not installed here.\n"
-            'Install it with: pip install "keras-lockstep[report]", or leave --output out.'
+            f"Install it with: {install_command('report')}, or leave --output out."
         )
     if output is not None and not os.access(output.parent, os.W_OK):
         what = "cannot be written to" if output.parent.is_dir() else "is not there"

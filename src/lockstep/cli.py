@@ -32,7 +32,7 @@ Exit status:
   0  equal: every step was compared, and all agree
   1  different
   2  could not run: wrong arguments, one device, or an error in your code
-  3  cannot tell: the loss is not finite, or float64 could not be tried
+  3  cannot tell: the loss is not finite, no weight moved, or float64 cannot decide
 """
 """The exit status of `lockstep verify`. The first character prevents click from wrapping."""
 

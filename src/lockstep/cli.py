@@ -17,7 +17,7 @@ from lockstep.devices import REHEARSE, rehearsed_devices
 from lockstep.errors import DeviceError, LockstepError, UnsupportedBackend
 from lockstep.launch.run_command import run_command
 from lockstep.package_versions import install_command
-from lockstep.report import print_report, stdout_for
+from lockstep.report import print_report, print_table, stdout_for
 from lockstep.rescue.commands import inspect_command, rescue_command
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def devices() -> None:
     for device in current_engine().devices():
         memory = "" if device.memory is None else f"{device.memory / 2**30:.1f} GiB"
         table.add_row(device.name, device.kind, memory)
-    Console().print(table)
+    print_table(Console(), table)
 
 
 @main.command()
@@ -368,10 +368,10 @@ def _show_demo(result: "DemoResult") -> None:
     for row in result.table():
         table.add_row(*row)
     console = Console()
-    console.print(table)
+    print_table(console, table)
     files = ", ".join(f"{task.name.lower()}.keras" for task in result.tasks)
     saved = f"Saved in {result.folder}: {files}, demo.png, and demo.html, a page with all of this."
-    console.print(saved, markup=False)
+    console.print(saved, markup=False, soft_wrap=True)
     if result.holds:
         console.print(f"{result.devices} devices gave what one device gives.")
     else:

@@ -13,6 +13,7 @@ from lockstep.json_numbers import finite
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 WIDTH = 100
 """Characters of a line in a notebook."""
@@ -41,11 +42,40 @@ class Report(ABC):
         """What a notebook shows."""
         from rich.console import Console
 
-        console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False)
+        # In a notebook, rich would display what is recorded, and the notebook the result again.
+        console = Console(
+            record=True, width=WIDTH, file=io.StringIO(), highlight=False, force_jupyter=False
+        )
         self.show(console)
         return console.export_html(
             inline_styles=True, code_format='<pre style="line-height: normal">{code}</pre>'
         )
+
+
+NARROW = 80
+"""Characters of a line below which a table that does not fit is printed as lines."""
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table; on a narrow console that cannot hold it, each row is a line.
+
+    Nothing is cut: the first column, which has the names, wraps.
+    """
+    table.columns[0].overflow = "fold"
+    needed = console.measure(table, options=console.options.update(max_width=10_000)).maximum
+    if console.width >= NARROW or needed <= console.width:
+        console.print(table)
+        return
+    if table.title:
+        console.print(table.title, soft_wrap=True, highlight=False)
+    heads = [str(column.header) for column in table.columns]
+    for name, *cells in zip(*(column.cells for column in table.columns), strict=True):
+        facts = [
+            f"{head} {cell}".strip()
+            for head, cell in zip(heads[1:], cells, strict=True)
+            if str(cell)
+        ]
+        console.print(f"{name}: {', '.join(facts)}", soft_wrap=True, highlight=False)
 
 
 def stdout_for(as_json: bool) -> AbstractContextManager[Any]:

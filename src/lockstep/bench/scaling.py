@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.plurals import counted
-from lockstep.report import Report
+from lockstep.report import Report, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -195,8 +195,8 @@ class Scaling(Report):
         more = [
             {
                 "rows_per_second": m.rows_per_second,
-                "speedup": self.speedup(m),
-                "efficiency": self.efficiency(m),
+                "speedup": None if self.rehearsed else self.speedup(m),
+                "efficiency": None if self.rehearsed else self.efficiency(m),
                 "limit": m.limit,
             }
             for m in self.measurements
@@ -222,8 +222,9 @@ class Scaling(Report):
         columns = [self.cells(measured) for measured in self.measurements]
         table = Table("devices", *(cells[0] for cells in columns))
         for head, *cells in list(zip(HEADS, *columns, strict=True))[1:]:
-            table.add_row(head, *cells)
-        console.print(table)
+            if any(cells):
+                table.add_row(head, *cells)
+        print_table(console, table)
         style = "bold red" if self.rehearsed else ""
         console.print(self.verdict, style=style, markup=False, highlight=False)
         for advice in self.advice:
@@ -238,8 +239,11 @@ class Scaling(Report):
             f"{of.rows_per_second:,.0f}",
             _milliseconds(of.step),
             " to ".join(_milliseconds(seconds) for seconds in of.spread),
-            f"{self.speedup(of):.2f}",
-            f"{self.efficiency(of):.0%}",
+            *(
+                ("", "")
+                if self.rehearsed
+                else (f"{self.speedup(of):.2f}", f"{self.efficiency(of):.0%}")
+            ),
             *("" if seconds is None else _milliseconds(seconds) for seconds in parts),
             f"{of.compile:.1f} s",
             f"{of.checkpoint:.2f} s",

@@ -31,8 +31,9 @@ def verify(
     Runs that are further apart than 1e-5 (of the largest value, where that is above 1) are
     compared again in float64, in a process of its own: rounding shrinks to 1e-10 there, and a
     fault does not. Mixed precision and casts of `keras.ops` mean float64 there; other casts to
-    float32 make the bound that of float32. If that process cannot have the model, or under a launcher, the verdict is
-    `"cannot tell"`; the command `lockstep verify --float64` builds the model in float64 instead.
+    float32 make the bound that of float32. If that process cannot have the model, or under a
+    launcher, the verdict is `"cannot tell"`; the command `lockstep verify --float64` builds the
+    model in float64 instead.
 
     Args:
         model: A compiled `keras.Model`.

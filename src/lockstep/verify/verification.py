@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.plurals import counted
-from lockstep.report import Report
+from lockstep.report import Report, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -120,7 +120,7 @@ class Verification(Report):
             rest = self.differences[LINES:]
             largest = max(difference.largest for difference in rest)
             table.add_row(f"{len(rest)} more", f"at most {largest:.1e}", "", "")
-        console.print(table)
+        print_table(console, table)
         for note in self.notes:
             console.print(escape(note), highlight=False)
         words = escape(self._words()) if self.equal else f"[red]{escape(self._words())}[/red]"

@@ -16,7 +16,8 @@ from lockstep import __version__
 from lockstep.devices import REHEARSE, rehearsed_devices
 from lockstep.errors import DeviceError, LockstepError, UnsupportedBackend
 from lockstep.launch.run_command import run_command
-from lockstep.report import console, print_report, stdout_for, table
+from lockstep.package_versions import install_command
+from lockstep.report import console, print_report, print_table, stdout_for, table
 from lockstep.rescue.commands import inspect_command, rescue_command
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ Exit status:
   0  equal: every step was compared, and all agree
   1  different
   2  could not run: wrong arguments, one device, or an error in your code
-  3  cannot tell: the loss is not finite, or float64 could not be tried
+  3  cannot tell: the loss is not finite, no weight moved, or float64 cannot decide
 """
 """The exit status of `lockstep verify`. The first character prevents click from wrapping."""
 
@@ -62,6 +63,13 @@ class Commands(click.Group):
         except LockstepError as error:
             click.secho(f"{type(error).__name__}: {error}", fg="red", err=True)
             sys.exit(COULD_NOT_RUN if ctx.invoked_subcommand == "verify" else 1)
+        except ModuleNotFoundError as error:
+            if error.name != os.environ["KERAS_BACKEND"]:
+                raise
+            raise _Misused(
+                f"KERAS_BACKEND={error.name} is set, and {error.name} is not installed.\n"
+                "Run lockstep doctor: it names the one thing to change."
+            ) from None
 
 
 @click.group(cls=Commands)
@@ -123,7 +131,7 @@ def demo(devices: int, epochs: int, output: Path) -> None:
     if missing:
         raise click.ClickException(
             f"The demo needs {' and '.join(missing)}, which is not installed here.\n"
-            'Install what it needs with: pip install "keras-lockstep[demo]"'
+            f"Install what it needs with: {install_command('demo')}"
         )
     from lockstep.demo import run_demo
 
@@ -151,7 +159,7 @@ def devices() -> None:
     for device in current_engine().devices():
         memory = "" if device.memory is None else f"{device.memory / 2**30:.1f} GiB"
         shown.add_row(device.name, device.kind, memory)
-    console().print(shown)
+    print_table(console(), shown)
 
 
 @main.command()
@@ -288,7 +296,7 @@ def bench(
     if output is not None and not _is_installed("matplotlib"):
         raise click.ClickException(
             "The page needs matplotlib, which is not installed here.\n"
-            'Install it with: pip install "keras-lockstep[report]", or leave --output out.'
+            f"Install it with: {install_command('report')}, or leave --output out."
         )
     if output is not None and not os.access(output.parent, os.W_OK):
         what = "cannot be written to" if output.parent.is_dir() else "is not there"
@@ -353,7 +361,7 @@ def _show_demo(result: "DemoResult") -> None:
     shown = table("", "one device", f"{result.devices} devices", "apart")
     for row in result.table():
         shown.add_row(*row)
-    console().print(shown)
+    print_table(console(), shown)
     files = ", ".join(f"{task.name.lower()}.keras" for task in result.tasks)
     saved = f"Saved in {result.folder}: {files}, demo.png, and demo.html, a page with all of this."
     console().print(saved, markup=False, soft_wrap=True)

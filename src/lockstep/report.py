@@ -73,6 +73,32 @@ class Report(ABC):
         )
 
 
+NARROW = 80
+"""Characters of a line below which a table that does not fit is printed as lines."""
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table; on a narrow console that cannot hold it, each row is a line.
+
+    Nothing is cut: the first column, which has the names, wraps.
+    """
+    table.columns[0].overflow = "fold"
+    needed = console.measure(table, options=console.options.update(max_width=10_000)).maximum
+    if console.width >= NARROW or needed <= console.width:
+        console.print(table)
+        return
+    if table.title:
+        console.print(table.title, soft_wrap=True, highlight=False)
+    heads = [str(column.header) for column in table.columns]
+    for name, *cells in zip(*(column.cells for column in table.columns), strict=True):
+        facts = [
+            f"{head} {cell}".strip()
+            for head, cell in zip(heads[1:], cells, strict=True)
+            if str(cell)
+        ]
+        console.print(f"{name}: {', '.join(facts)}", soft_wrap=True, highlight=False)
+
+
 def stdout_for(as_json: bool) -> AbstractContextManager[Any]:
     """Send what the user's code prints to stderr if the command prints JSON."""
     return redirect_stdout(sys.stderr) if as_json else nullcontext()

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.plurals import counted
-from lockstep.report import Report, table
+from lockstep.report import Report, print_table, table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -207,8 +207,9 @@ class Scaling(Report):
         columns = [self.cells(measured) for measured in self.measurements]
         shown = table("devices", *(cells[0] for cells in columns))
         for head, *cells in list(zip(self.heads, *columns, strict=True))[1:]:
-            shown.add_row(head, *cells)
-        console.print(shown)
+            if any(cells):
+                shown.add_row(head, *cells)
+        print_table(console, shown)
         style = "bold red" if self.rehearsed else ""
         console.print(self.verdict, style=style, markup=False, highlight=False)
         for advice in self.advice:

@@ -214,6 +214,19 @@ class Probe(Protocol):
         """
         ...
 
+    def lowered(self, batch: Any) -> str | None:
+        """Return the shortest float type to which a training step casts float64 values.
+
+        The model is not attached. The call may train one step.
+
+        Args:
+            batch: A batch in the structure that `fit` passes to a training step.
+
+        Returns:
+            The type, such as `"float32"`; `None` if the step computes in float64 alone.
+        """
+        ...
+
     def train(self, batch: Any) -> dict[str, Any]:
         """Train one step on a batch in the structure of `fit`, and return the logs.
 

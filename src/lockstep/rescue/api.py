@@ -116,6 +116,11 @@ def rescue(
     if config is not None and not isinstance(config, dict):
         config = read.parse_config(os.fspath(config))
     proof = None if check is None else os.fspath(check)
+    if proof is not None and suffix == ".safetensors":
+        raise UnsuitableOutput(
+            f"check={proof!r} was asked for, and {goal} is to hold arrays alone: there is no model "
+            "to ask.\nWrite a .keras file, or leave the check away."
+        )
 
     from lockstep.rescue import rebuild
     from lockstep.rescue.old_layers import Context
@@ -226,6 +231,10 @@ def _rescue(
     notes = context.notes
     if matched is None:
         notes.append("arrays alone, under their old names: no architecture was given")
+        if suffix == ".weights.h5":
+            notes.append(
+                f"plain load_weights cannot read it: lockstep.load_weights(model, {output!r}) does"
+            )
     else:
         notes += check.unrecorded_settings(old, matched) if matched.part is None else []
         if matched.name is None:
@@ -233,6 +242,7 @@ def _rescue(
     return _report(
         matched,
         "names: every array keeps its own",
+        unwrap.parallel_part(old),
         source=old.path,
         output=output,
         library=old.library,
@@ -244,11 +254,14 @@ def _rescue(
     )
 
 
-def _report(matched: Matched | None, rule: str, **found: Any) -> Rescued:
+def _report(
+    matched: Matched | None, rule: str, part: tuple[str, int | None] | None, **found: Any
+) -> Rescued:
     from lockstep.rescue.rescue_report import Rescued
 
     if matched is None:
-        return Rescued(template=None, devices=None, rules=(rule,), **found)
+        name, devices = part or (None, None)
+        return Rescued(template=name, devices=devices, rules=(rule,), **found)
     rules = matched.plan.rules
     return Rescued(template=matched.name, devices=matched.devices, rules=rules, **found)
 
@@ -410,6 +423,7 @@ def _loaded(
     return _report(
         matched,
         "the layout of Keras 3",
+        None,
         source=found.path,
         output=f"the live model {model.name!r}",
         library=found.library,

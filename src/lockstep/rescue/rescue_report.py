@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import printable
 from lockstep.plurals import counted
-from lockstep.report import Report
+from lockstep.report import Report, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,7 +77,7 @@ class Rescued(Report):
             equal = ("yes, converted" if row.converted else "yes") if row.equal else "NO: rounded"
             cells = (row.source, row.target, _dims(row.shape), equal)
             table.add_row(*(Text(printable(cell)) for cell in cells))
-        console.print(table)
+        print_table(console, table)
         lines = [self._model(), f"decided by {'; '.join(self.rules)}", *self._state()]
         lines += [f"note: {note}" for note in self.notes]
         if self.difference is not None:

@@ -44,6 +44,7 @@ from lockstep.keras_compat import BUILD, wrapped_by_keras
 from lockstep.launch.environment import Place
 from lockstep.launch.status import STATUS_OF_PROCESS
 from lockstep.layout import Layout, both_layouts
+from lockstep.plurals import counted
 from lockstep.processes import process_group
 from lockstep.processes.call_scope import CALLS
 from lockstep.processes.first_process_io import methods_of_all_processes
@@ -339,6 +340,9 @@ class Attachment:
             line = fit_line("torch", self.devices, given, compiles)
         else:
             line = branches_line("torch", self.layout, given)
+        if isinstance(self._runner, PoolRunner) and self._splits and not self._lease.runs():
+            workers = len(self.devices) - 1
+            line += f", starting {counted(workers, 'process')} for the other devices"
         ignored = self._splits and self.model.jit_compile
         return line + (", without torch.compile" if ignored else "")
 

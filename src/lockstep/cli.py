@@ -163,11 +163,17 @@ def devices() -> None:
 
 
 @main.command()
+@click.option(
+    "--devices",
+    "test_devices",
+    is_flag=True,
+    help="Also copy and sum test patterns between every pair of devices.",
+)
 @click.pass_obj
-def doctor(chosen_backend: str | None) -> None:
+def doctor(chosen_backend: str | None, test_devices: bool) -> None:
     """Show what a script will find here, and the one thing to change.
 
-    The exit status is 0 if a script can train here, else 1.
+    The exit status is 0 if a script can train here and no pair of devices is wrong, else 1.
 
     Example: lockstep doctor
     """
@@ -177,7 +183,18 @@ def doctor(chosen_backend: str | None) -> None:
     for label, value in found.rows():
         click.echo(f"{label:10} {value}")
     click.echo(f"\n{found.advice()}")
-    sys.exit(0 if found.works else 1)
+    sys.exit(0 if found.works and not (test_devices and _wrong_devices(found.backend)) else 1)
+
+
+def _wrong_devices(backend: str) -> bool:
+    """Print which pairs of devices of a backend are wrong; return whether there are any."""
+    os.environ["KERAS_BACKEND"] = backend
+    from lockstep.device_check import CAUSE, check
+    from lockstep.engines import current_engine
+
+    wrong, said = check(current_engine(), rehearsed=bool(rehearsed_devices(os.environ)))
+    click.echo("\n" + "\n".join([*wrong, *[CAUSE] * bool(wrong), said]))
+    return bool(wrong)
 
 
 @main.command(epilog=EXIT_STATUS)

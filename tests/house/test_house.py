@@ -40,7 +40,15 @@ LAYERS = [
         "rescue",
     },
     {"bench"},
-    {"demo", "demo_page", "demo_picture", "demo_progress", "demo_tasks", "doctor"},
+    {
+        "demo",
+        "demo_page",
+        "demo_picture",
+        "demo_progress",
+        "demo_tasks",
+        "device_check",
+        "doctor",
+    },
     {"cli", "__init__", "__main__"},
 ]
 """What may import what: only from the same line or one above."""

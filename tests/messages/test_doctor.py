@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from lockstep.device_check import wrong_pairs
 from lockstep.doctor import Findings, choose_backend
 from lockstep.package_versions import install_command
 from tests.processes.common import python, warm_python
@@ -189,4 +190,43 @@ def test_lockstep_imported_after_keras_had_started(backend, name):
         "Devices are fixed at the first operation, and lockstep reads the variable when it is "
         "imported.\n"
         "Put `import lockstep` before the first Keras operation: any layer, tensor or model."
+    )
+
+
+def exchanged(values, source, target):
+    return values.copy(), values * 2
+
+
+def test_devices_that_copy_and_sum_right():
+    assert wrong_pairs(exchanged, ["gpu:0", "gpu:1", "gpu:2"], 64) == []
+
+
+@pytest.mark.parametrize(("place", "what"), [(0, "copy"), (1, "sum")])
+def test_a_pair_of_devices_with_one_wrong_bit_is_named(place, what):
+    """Copies between GPUs behind an IOMMU returned other bytes, and training gave NaN."""
+
+    def broken(values, source, target):
+        results = exchanged(values, source, target)
+        if (source, target) == ("gpu:2", "gpu:1"):
+            results[place][17] ^= 1 << 20
+        return results
+
+    assert wrong_pairs(broken, ["gpu:0", "gpu:1", "gpu:2"], 64) == [
+        f"gpu:2 to gpu:1: 3 of 192 values of the {what} are wrong."
+    ]
+
+
+@pytest.mark.parametrize("backend", ["jax", "tensorflow", "torch"])
+def test_rehearsed_devices_test_the_test(tmp_path, backend):
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "doctor", "--devices"],
+        env={**os.environ, "KERAS_BACKEND": backend, "LOCKSTEP_REHEARSE": "3"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(
+        "\n\n3 pairs of devices tested by copies and sums, bit for bit. "
+        "A bit that was flipped from cpu:0 to cpu:1 was found.\n"
     )

@@ -102,6 +102,10 @@ class TorchEngine(BaseEngine):
         with attachments.alone(model, "place"):
             attachments.attach(Attachment(model, layout.devices, layout), Attachment.again)
 
+    def exchanged(self, values: Any, source: str, target: str) -> tuple[Any, Any]:
+        """Copy integers from one device to another, and sum what both hold."""
+        return torch_devices.exchanged(values, source, target)
+
     def probe(self, model: Any) -> TorchProbe:
         """Return a probe for the steps of `model`, attached or not."""
         return TorchProbe(model)

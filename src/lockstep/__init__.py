@@ -69,4 +69,4 @@ if not _typing.TYPE_CHECKING:  # which would take every name for one that is her
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "Checkpoint", "ray"})
+    return sorted([*__all__, "__version__", "ray"])

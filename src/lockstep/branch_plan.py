@@ -74,7 +74,7 @@ def placed_layers(model: Any, layout: Layout) -> list[PlacedLayer]:
             PlacedLayer(
                 layer=path,
                 device=", ".join(_devices(layer, layout)),
-                weight_bytes=sum(map(_bytes, layer.weights)),
+                weight_bytes=sum(map(bytes_of, layer.weights)),
                 row_bytes=_row_bytes(outputs[-1]) if outputs else None,
                 receives=tuple(each for each in found if each.target == layer.name),
             )
@@ -120,7 +120,8 @@ def _counts(layer: Any) -> bool:
     return not isinstance(layer, keras.layers.InputLayer)
 
 
-def _bytes(variable: Any) -> int:
+def bytes_of(variable: Any) -> int:
+    """Return the bytes of the value of a variable."""
     return int(math.prod(variable.shape) * _itemsize(variable.dtype))
 
 
@@ -202,7 +203,7 @@ def cost(operation: Any) -> float:
 
 
 def _weights(operation: Any) -> int:
-    return sum(map(_bytes, getattr(operation, "weights", [])))
+    return sum(map(bytes_of, getattr(operation, "weights", [])))
 
 
 def _side_by_side(nodes: list[Any], costs: list[float], count: int) -> tuple[list[int], float]:

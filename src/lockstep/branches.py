@@ -12,6 +12,8 @@ from lockstep.engines import current_engine
 from lockstep.errors import DeviceError, SerialBranchesWarning, UnsupportedModel
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from lockstep.branch_plan import Transfer
 
 Model = TypeVar("Model")
@@ -133,19 +135,19 @@ def place(
 
 
 def placement(model: Any) -> None:
-    """Print what runs where: for each layer its device, bytes, and transfers between devices.
+    """Print what runs where: the devices of a model, its layout, and its bytes on each device.
 
-    The bytes of outputs and transfers are those of one row of a batch.
+    For layers on several devices, each layer has a line with its device, its bytes, and the
+    transfers between devices. The bytes of outputs and transfers are those of one row of a batch.
 
     Args:
-        model: A `keras.Model` with layers on several devices.
+        model: A `keras.Model`, distributed or not.
 
     Returns:
         Nothing.
 
     Raises:
         NotAModel: If `model` is no Keras model.
-        UnsupportedModel: If its layers are not placed on devices.
 
     Example:
         >>> lockstep.place(model, {"dense*": "cpu:1"})
@@ -156,13 +158,13 @@ def placement(model: Any) -> None:
     from rich.table import Table
 
     from lockstep.branch_plan import placed_layers
+    from lockstep.report import print_table
 
-    layout = current_engine().layout(model)
+    engine = current_engine()
+    layout = engine.layout(model)
     if layout is None:
-        raise UnsupportedModel(
-            f"The layers of {_name(model)} are not placed on devices.\n"
-            'Call lockstep.place(model, "auto", devices=2), or name layers and devices.'
-        )
+        print_table(Console(), _data_parallel(model, engine.attached(model)))
+        return
     parts = f", each batch in {layout.parts} parts" if layout.parts > 1 else ""
     table = Table(title=f"{_name(model)} on {names_in_words(layout.devices)}{parts}")
     for column in ("layer", "device", "weights (bytes)", "outputs (bytes a row)", "receives"):
@@ -179,7 +181,36 @@ def placement(model: Any) -> None:
             _number(line.row_bytes),
             "\n".join(received),
         )
-    Console().print(table)
+    bytes_on = dict.fromkeys(layout.devices, 0)
+    for line in placed_layers(model, layout):
+        bytes_on[line.device.split(", ")[0]] += line.weight_bytes
+    for device, count in bytes_on.items():
+        table.add_row("all layers", device, _number(count))
+    print_table(Console(), table)
+
+
+def _data_parallel(model: Any, devices: tuple[str, ...] | None) -> "Table":
+    """Return the table of a model whose variables are all on each of its devices."""
+    from rich.table import Table
+
+    from lockstep.branch_plan import bytes_of
+    from lockstep.state import named_variables
+
+    several = devices is not None and len(devices) > 1
+    layout = "data parallel, every variable on every device" if several else "one device"
+    names = devices or (current_engine().devices()[0].name,)
+    weights = slots = 0
+    for name, variable in named_variables(model).items():
+        if name.startswith(("trainable/", "non_trainable/")):
+            weights += bytes_of(variable)
+        elif name.startswith("optimizer/"):
+            slots += bytes_of(variable)
+    table = Table(title=f"{_name(model)} on {names_in_words(names)}: {layout}")
+    for column in ("device", "weights (bytes)", "optimizer (bytes)"):
+        table.add_column(column, justify="right" if "bytes" in column else "left")
+    for device in names:
+        table.add_row(device, _number(weights), _number(slots))
+    return table
 
 
 def _place_new(model: Any) -> None:

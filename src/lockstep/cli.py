@@ -16,7 +16,8 @@ from lockstep import __version__
 from lockstep.devices import REHEARSE, rehearsed_devices
 from lockstep.errors import DeviceError, LockstepError, UnsupportedBackend
 from lockstep.launch.run_command import run_command
-from lockstep.report import print_report, stdout_for
+from lockstep.package_versions import install_command
+from lockstep.report import console, print_report, print_table, stdout_for, table
 from lockstep.rescue.commands import inspect_command, rescue_command
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ Exit status:
   0  equal: every step was compared, and all agree
   1  different
   2  could not run: wrong arguments, one device, or an error in your code
-  3  cannot tell: the loss is not finite, or float64 could not be tried
+  3  cannot tell: the loss is not finite, no weight moved, or float64 cannot decide
 """
 """The exit status of `lockstep verify`. The first character prevents click from wrapping."""
 
@@ -62,6 +63,13 @@ class Commands(click.Group):
         except LockstepError as error:
             click.secho(f"{type(error).__name__}: {error}", fg="red", err=True)
             sys.exit(COULD_NOT_RUN if ctx.invoked_subcommand == "verify" else 1)
+        except ModuleNotFoundError as error:
+            if error.name != os.environ["KERAS_BACKEND"]:
+                raise
+            raise _Misused(
+                f"KERAS_BACKEND={error.name} is set, and {error.name} is not installed.\n"
+                "Run lockstep doctor: it names the one thing to change."
+            ) from None
 
 
 @click.group(cls=Commands)
@@ -123,7 +131,7 @@ def demo(devices: int, epochs: int, output: Path) -> None:
     if missing:
         raise click.ClickException(
             f"The demo needs {' and '.join(missing)}, which is not installed here.\n"
-            'Install what it needs with: pip install "keras-lockstep[demo]"'
+            f"Install what it needs with: {install_command('demo')}"
         )
     from lockstep.demo import run_demo
 
@@ -145,24 +153,27 @@ def devices() -> None:
 
     Example: LOCKSTEP_REHEARSE=4 lockstep devices
     """
-    from rich.console import Console
-    from rich.table import Table
-
     from lockstep.engines import current_engine
 
-    table = Table("device", "kind", "memory")
+    shown = table("device", "kind", "memory")
     for device in current_engine().devices():
         memory = "" if device.memory is None else f"{device.memory / 2**30:.1f} GiB"
-        table.add_row(device.name, device.kind, memory)
-    Console().print(table)
+        shown.add_row(device.name, device.kind, memory)
+    print_table(console(), shown)
 
 
 @main.command()
+@click.option(
+    "--devices",
+    "test_devices",
+    is_flag=True,
+    help="Also copy and sum test patterns between every pair of devices.",
+)
 @click.pass_obj
-def doctor(chosen_backend: str | None) -> None:
+def doctor(chosen_backend: str | None, test_devices: bool) -> None:
     """Show what a script will find here, and the one thing to change.
 
-    The exit status is 0 if a script can train here, else 1.
+    The exit status is 0 if a script can train here and no pair of devices is wrong, else 1.
 
     Example: lockstep doctor
     """
@@ -172,7 +183,18 @@ def doctor(chosen_backend: str | None) -> None:
     for label, value in found.rows():
         click.echo(f"{label:10} {value}")
     click.echo(f"\n{found.advice()}")
-    sys.exit(0 if found.works else 1)
+    sys.exit(0 if found.works and not (test_devices and _wrong_devices(found.backend)) else 1)
+
+
+def _wrong_devices(backend: str) -> bool:
+    """Print which pairs of devices of a backend are wrong; return whether there are any."""
+    os.environ["KERAS_BACKEND"] = backend
+    from lockstep.device_check import CAUSE, check
+    from lockstep.engines import current_engine
+
+    wrong, said = check(current_engine(), rehearsed=bool(rehearsed_devices(os.environ)))
+    click.echo("\n" + "\n".join([*wrong, *[CAUSE] * bool(wrong), said]))
+    return bool(wrong)
 
 
 @main.command(epilog=EXIT_STATUS)
@@ -291,7 +313,7 @@ def bench(
     if output is not None and not _is_installed("matplotlib"):
         raise click.ClickException(
             "The page needs matplotlib, which is not installed here.\n"
-            'Install it with: pip install "keras-lockstep[report]", or leave --output out.'
+            f"Install it with: {install_command('report')}, or leave --output out."
         )
     if output is not None and not os.access(output.parent, os.W_OK):
         what = "cannot be written to" if output.parent.is_dir() else "is not there"
@@ -353,21 +375,14 @@ main.add_command(rescue_command)
 
 
 def _show_demo(result: "DemoResult") -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("", "one device", f"{result.devices} devices", "apart")
+    shown = table("", "one device", f"{result.devices} devices", "apart")
     for row in result.table():
-        table.add_row(*row)
-    console = Console()
-    console.print(table)
+        shown.add_row(*row)
+    print_table(console(), shown)
     files = ", ".join(f"{task.name.lower()}.keras" for task in result.tasks)
     saved = f"Saved in {result.folder}: {files}, demo.png, and demo.html, a page with all of this."
-    console.print(saved, markup=False)
-    if result.holds:
-        console.print(f"{result.devices} devices gave what one device gives.")
-    else:
-        console.print("[red]The runs differ. Please report this, with the table above.[/red]")
+    console().print(saved, markup=False, soft_wrap=True)
+    console().print(result.sentence(), style="" if result.holds else "red", markup=False)
 
 
 def _is_installed(module: str) -> bool:

@@ -6,14 +6,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.demo_page import write_page
 from lockstep.demo_picture import draw_demo
+from lockstep.demo_progress import Advance, progress
 from lockstep.demo_tasks import TRAINING_ROWS, Task, continued, tasks
 from lockstep.distribute import distribute
 from lockstep.errors import UnsupportedBackend
@@ -22,6 +21,9 @@ from lockstep.shards import shard_rows
 
 BATCH = 53
 """A prime, so that it divides over no number of devices."""
+
+BOUND = 1e-5
+"""How far apart losses and weights may be: float32, sums in another order."""
 
 _PLAIN_KERAS = """
 import json, sys
@@ -46,7 +48,7 @@ class TaskResult:
     Attributes:
         name: What the task is called.
         score: What was measured on held-out data: `"accuracy"`, or `"loss"`.
-        losses: Training loss of the last epoch: one device, several devices.
+        losses: Training loss after each step, as `fit` reports it: one device, several devices.
         scores: The score: one device, several devices.
         weight_difference: The largest absolute difference of any weight.
         same_files: Whether both files have the same configuration and variables.
@@ -55,20 +57,25 @@ class TaskResult:
 
     name: str
     score: str
-    losses: tuple[float, float]
+    losses: tuple[list[float], list[float]]
     scores: tuple[float, float]
     weight_difference: float
     same_files: bool
     plain_score: float
 
     @property
+    def apart(self) -> list[float]:
+        """How far the losses of both runs are apart, after each step."""
+        return [abs(one - many) for one, many in zip(*self.losses, strict=True)]
+
+    @property
     def holds(self) -> bool:
         """Whether several devices gave what one device gave."""
-        within = 0.0 if self.score == "accuracy" else 1e-5
+        within = 0.0 if self.score == "accuracy" else BOUND
         one, many = self.scores
         return (
-            abs(self.losses[0] - self.losses[1]) <= 1e-5
-            and self.weight_difference <= 1e-5
+            max(self.apart) <= BOUND
+            and self.weight_difference <= BOUND
             and max(abs(one - many), abs(many - self.plain_score)) <= within
             and self.same_files
         )
@@ -93,12 +100,25 @@ class DemoResult:
         """Whether several devices gave what one device gave, in every task."""
         return all(task.holds for task in self.tasks)
 
+    def sentence(self) -> str:
+        """What was found, in one sentence."""
+        if not self.holds:
+            return "The runs differ. Please report this, with the table below."
+        steps = sum(len(task.apart) for task in self.tasks)
+        losses = max(max(task.apart) for task in self.tasks)
+        weights = max(task.weight_difference for task in self.tasks)
+        return (
+            f"{self.devices} devices gave what one device gave: after each of {steps} training "
+            f"steps the losses were at most {losses:.1e} apart, and at the end the weights at most "
+            f"{weights:.1e}; the bound is {BOUND:.0e}."
+        )
+
     def table(self) -> list[tuple[str, str, str, str]]:
         """The rows of the table: what it is, one device, several devices, how far apart."""
         rows = []
         for task in self.tasks:
             for what, (one, many) in (
-                ("training loss", task.losses),
+                ("training loss", (task.losses[0][-1], task.losses[1][-1])),
                 (f"held-out {task.score}", task.scores),
             ):
                 apart = f"{abs(one - many):.1e}"
@@ -135,38 +155,37 @@ def run_demo(devices: int, epochs: int, folder: Path) -> DemoResult:
     rehearse(devices)
     both = tasks()
     print(_about_batches(devices), flush=True)
-    with _progress(2 * len(both) * epochs) as advance:
+    with progress(2 * len(both) * epochs * -(-TRAINING_ROWS // BATCH)) as advance:
         runs = [
             [_train(task, epochs, count, advance) for count in (None, devices)] for task in both
         ]
-    files = [folder / f"{task.name.lower()}.keras" for task in both]
-    for file, (_, (many, _)) in zip(files, runs, strict=True):
-        many.save(file)
-    plain = _scores_by_plain_keras(both, files)
-    result = DemoResult(
-        devices,
-        tuple(
-            _compared(task, file, one, many, score)
-            for task, file, (one, many), score in zip(both, files, runs, plain, strict=True)
-        ),
-        folder,
-    )
-    names = ("one device", f"{devices} devices")
-    losses = {
-        task.name: {name: history["loss"] for name, (_, history) in zip(names, models, strict=True)}
-        for task, models in zip(both, runs, strict=True)
-    }
-    images, labels = (part[:24] for part in both[0].held_out)
-    guesses = runs[0][1][0].predict(images, verbose=0).argmax(axis=-1)
-    draw_demo(folder / "demo.png", losses, images, labels, guesses)
-    written = continued(runs[1][1][0], "def ", 160)
-    write_page(
-        folder / "demo.html",
-        folder / "demo.png",
-        [("", *names, "apart"), *result.table()],
-        _about_batches(devices),
-        written,
-    )
+        advance("The files, by plain Keras in a process of its own", 0)
+        files = [folder / f"{task.name.lower()}.keras" for task in both]
+        for file, (_, (many, _)) in zip(files, runs, strict=True):
+            many.save(file)
+        plain = _scores_by_plain_keras(both, files)
+        result = DemoResult(
+            devices,
+            tuple(
+                _compared(task, file, one, many, score)
+                for task, file, (one, many), score in zip(both, files, runs, plain, strict=True)
+            ),
+            folder,
+        )
+        advance("The picture and the page", 0)
+        images, labels = (part[:24] for part in both[0].held_out)
+        guesses = runs[0][1][0].predict(images, verbose=0).argmax(axis=-1)
+        apart = {task.name: task.apart for task in result.tasks}
+        pictures = draw_demo(folder / "demo.png", apart, BOUND, images, labels, guesses)
+        write_page(
+            folder / "demo.html",
+            result.sentence(),
+            result.holds,
+            [("", "one device", f"{devices} devices", "apart"), *result.table()],
+            pictures,
+            _about_batches(devices),
+            continued(runs[1][1][0], "def ", 160),
+        )
     return result
 
 
@@ -181,57 +200,32 @@ def _about_batches(devices: int) -> str:
     )
 
 
-@contextmanager
-def _progress(epochs: int) -> Iterator[Callable[[str], None]]:
-    """One bar for all runs; where there is no terminal, a line for each run."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console()
-    if not console.is_terminal:
-        told: list[str] = []
-
-        def line(words: str) -> None:
-            run = words.partition(":")[0]
-            if run not in told:
-                told.append(run)
-                print(f"{run} ...", flush=True)
-
-        yield line
-        return
-    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("compiles", total=epochs)
-
-        def advance(words: str) -> None:
-            progress.update(bar, advance=1, description=words)
-
-        yield advance
-
-
 def _train(
-    task: Task, epochs: int, devices: int | None, advance: Callable[[str], None]
-) -> tuple[Any, dict[str, list[float]]]:
+    task: Task, epochs: int, devices: int | None, advance: Advance
+) -> tuple[Any, list[float]]:
     import keras
 
     run = f"{task.name} on {'one device' if devices is None else f'{devices} devices'}"
+    losses: list[float] = []
 
-    def ended(epoch: int, logs: dict[str, float]) -> None:
-        advance(f"{run}: epoch {epoch + 1} of {epochs}, loss {logs['loss']:.4f}")
+    def stepped(step: int, logs: dict[str, float]) -> None:
+        losses.append(float(logs["loss"]))
+        advance(run, 1)
 
+    advance(run, 0)
     model = task.build(lambda made: made if devices is None else distribute(made, devices))
-    history = model.fit(
+    model.fit(
         *task.training,
         batch_size=BATCH,
         epochs=epochs,
         verbose=0,
-        callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=ended)],
+        callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=stepped)],
     )
-    return model, history.history
+    return model, losses
 
 
 def _compared(task: Task, file: Path, one: Any, many: Any, plain_score: float) -> TaskResult:
-    (alone, alone_history), (spread, spread_history) = one, many
+    (alone, alone_losses), (spread, spread_losses) = one, many
     scores = [
         float(model.evaluate(*task.held_out, verbose=0, return_dict=True)[task.score])
         for model in (alone, spread)
@@ -239,7 +233,7 @@ def _compared(task: Task, file: Path, one: Any, many: Any, plain_score: float) -
     return TaskResult(
         name=task.name,
         score=task.score,
-        losses=(alone_history["loss"][-1], spread_history["loss"][-1]),
+        losses=(alone_losses, spread_losses),
         scores=(scores[0], scores[1]),
         weight_difference=_largest_difference(alone, spread),
         same_files=_contents_saved(alone) == _contents(file),
@@ -298,5 +292,5 @@ def _scores_by_plain_keras(both: tuple[Task, ...], files: list[Path]) -> list[fl
         )
     found = json.loads(done.stdout.splitlines()[-1])
     if found["devices"] != 1 or found["lockstep_imported"]:
-        raise RuntimeError(f"The check by plain Keras was none: {found}")
+        raise RuntimeError(f"The check ran with lockstep or on several devices: {found}")
     return [float(score) for score in found["scores"]]

@@ -1,49 +1,83 @@
-"""A picture of pairs of training runs, and of some digits."""
+"""The pictures of the demo: how far two runs are apart after each step, and some digits."""
 
+import io
 from pathlib import Path
 from typing import Any
 
 from lockstep.files import replacing
 
-_STYLES: list[dict[str, Any]] = [
-    {"linewidth": 5, "alpha": 0.35},
-    {"linewidth": 1.5, "marker": "o", "markersize": 3},
-]
-"""A wide line, and a thin one that lies on it."""
+_LEAST = 1e-9
+"""The lower edge of the picture. Losses that are the same lie on it."""
 
 
 def draw_demo(
     path: Path,
-    losses: dict[str, dict[str, list[float]]],
+    apart: dict[str, list[float]],
+    bound: float,
     images: Any,
     truths: Any,
     guesses: Any,
-) -> None:
-    """Write a PNG with the loss curves of some runs, and digits with their labels.
+) -> list[tuple[str, bytes]]:
+    """Write a PNG with the differences of the losses, and digits with their labels.
 
     Args:
         path: Where to write it.
-        losses: The loss after each epoch, by the name of the task, and then of the run.
+        apart: The difference of the losses after each step, by the name of the task.
+        bound: The largest difference that is rounding.
         images: Grey images, shape (count, height, width, 1).
         truths: The label of each image, shape (count,).
         guesses: The prediction for each image, shape (count,).
+
+    Returns:
+        Its two parts as PNGs of their own, each with a text for readers who do not see it.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subfigures(1, 2, squeeze=False, width_ratios=(3, 2))[0]
-    left.suptitle("The same training, twice", fontsize=11)
-    for axes, (task, runs) in zip(
-        left.subplots(1, len(losses), squeeze=False)[0], losses.items(), strict=True
+    def left(part: Any) -> None:
+        _draw_differences(part, apart, bound)
+
+    def right(part: Any) -> None:
+        _draw_digits(part, images, truths, guesses)
+
+    whole = Figure(figsize=(12, 4), layout="constrained")
+    for part, draw in zip(
+        whole.subfigures(1, 2, squeeze=False, width_ratios=(3, 2))[0], (left, right), strict=True
     ):
-        for (name, values), style in zip(runs.items(), _STYLES, strict=True):
-            axes.plot(range(1, len(values) + 1), values, label=name, **style)
-        axes.set(xlabel="epoch", ylabel="training loss", title=task)
-        axes.legend()
+        draw(part)
+    with replacing(path) as temporary:
+        temporary.write_bytes(_png(whole))
+    parts = []
+    for draw, words in (
+        (left, "The difference of the losses after each step, and the bound"),
+        (right, "Held-out digits with the predicted labels"),
+    ):
+        figure = Figure(figsize=(6, 4), layout="constrained")
+        draw(figure)
+        parts.append((words, _png(figure)))
+    return parts
+
+
+def _draw_differences(figure: Any, apart: dict[str, list[float]], bound: float) -> None:
+    axes = figure.subplots()
+    for (task, values), marker in zip(apart.items(), "o^", strict=True):
+        shown = [max(value, _LEAST) for value in values]
+        axes.plot(range(1, len(shown) + 1), shown, marker, markersize=3, label=task)
+    axes.axhline(bound, color="red", linestyle="--", label=f"bound {bound:.0e}")
+    axes.set(
+        xlabel="training step",
+        ylabel="difference of the losses",
+        yscale="log",
+        ylim=(_LEAST / 1.5, 1e-3),
+        title="One device and several: how far apart",
+    )
+    ticks = [10.0**power for power in range(-9, -2)]
+    axes.set_yticks(ticks, ["none", *(f"1e{power}" for power in range(-8, -2))])
+    axes.legend(loc="upper right", ncols=3, fontsize=9)
+
+
+def _draw_digits(figure: Any, images: Any, truths: Any, guesses: Any) -> None:
     columns = 6
-    grid = right.subplots(-(-len(images) // columns), columns)
+    grid = figure.subplots(-(-len(images) // columns), columns)
     for position, cell in enumerate(grid.flat):
         cell.set_axis_off()
         if position < len(images):
@@ -52,6 +86,13 @@ def draw_demo(
             cell.set_title(
                 f"{guesses[position]}", color="black" if right_guess else "red", fontsize=10
             )
-    right.suptitle("Held-out digits and what the model takes them for", fontsize=11)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=110)
+    figure.suptitle("Held-out digits and what the model takes them for", fontsize=11)
+
+
+def _png(figure: Any) -> bytes:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(figure)
+    written = io.BytesIO()
+    figure.savefig(written, format="png", dpi=130)
+    return written.getvalue()

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lockstep.devices import REHEARSE, names_in_words
-from lockstep.package_versions import package_version
+from lockstep.package_versions import install_command, package_version
 from lockstep.plurals import counted
+from lockstep.rehearsal import choose_backend
 
 PACKAGES = {
     "jax": ("jax", "jaxlib"),
@@ -19,8 +19,6 @@ PACKAGES = {
     "torch": ("torch",),
 }
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
-EXTRAS = {"jax": "keras-lockstep[cuda]", "tensorflow": "tensorflow[and-cuda]"}
-"""The package to install, by backend, to use NVIDIA GPUs."""
 
 _PROBE = """
 import json
@@ -84,14 +82,18 @@ class Findings:
                 f"A script that imports Keras fails: {self.backend} is not installed.\n"
                 + self._other_backend()
             )
+        if self.backend not in PACKAGES:
+            return (
+                f"Keras runs on {self.backend}, and lockstep on {', '.join(PACKAGES)}.\n"
+                "Change: export KERAS_BACKEND=jax"
+            )
         if not self.devices:
             return self.failure
         unused = self.gpus and not gpus and not self.rehearsal and self.visible not in ("", "-1")
-        if unused and self.backend in EXTRAS:
+        if unused:
             return (
                 f"{counted(self.gpus, 'NVIDIA GPU')} found, and {self.backend} does not use "
-                f"{'it' if self.gpus == 1 else 'them'}.\n"
-                f'Change: pip install "{EXTRAS[self.backend]}"'
+                f"{'it' if self.gpus == 1 else 'them'}.\n{self._for_gpus()}"
             )
         if len(self.devices) == 1 or len(gpus) == 1:
             return (
@@ -104,6 +106,19 @@ class Findings:
         if self.backend != "jax" and self.installed.get("jax"):
             return "Change: export KERAS_BACKEND=jax"
         return f"Change: pip install {self.backend}"
+
+    def _for_gpus(self) -> str:
+        if self.backend == "jax":
+            return f"Change: {install_command('cuda')}"
+        if self.backend == "tensorflow":
+            return "Change: pip install 'tensorflow[and-cuda]'"
+        version = self.installed.get("torch") or ""
+        if version.endswith("+cpu"):
+            return (
+                f"torch {version} is a CPU build.\n"
+                "Change: install a CUDA build: https://pytorch.org/get-started/locally"
+            )
+        return f'The reason: {sys.executable} -c "import torch; torch.cuda.init()"'
 
     def _cuda(self) -> str:
         if not self.gpus:
@@ -136,24 +151,6 @@ def examine(environ: Mapping[str, str]) -> Findings:
         gpus=_nvidia_gpus(),
         visible=environ.get("CUDA_VISIBLE_DEVICES"),
     )
-
-
-def choose_backend(environ: Mapping[str, str]) -> tuple[str, str]:
-    """The backend that Keras chooses in this environment, and where the choice comes from.
-
-    Keras is not imported: it would write its file of settings.
-    """
-    if environ.get("KERAS_BACKEND"):
-        return environ["KERAS_BACKEND"], "KERAS_BACKEND"
-    # keras/src/backend/config.py
-    file = Path(environ.get("KERAS_HOME") or "~/.keras").expanduser() / "keras.json"
-    try:
-        settings: Any = json.loads(file.read_text())
-    except (OSError, ValueError):
-        settings = None
-    if isinstance(settings, dict) and settings.get("backend"):
-        return str(settings["backend"]), f"{file} (Keras wrote it at its first import)"
-    return "tensorflow", "Keras's default"
 
 
 def _probe(environ: Mapping[str, str]) -> tuple[tuple[tuple[str, str], ...], str]:

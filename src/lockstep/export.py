@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,9 @@ def export_model(run: Path, output: Path, model: Any = None, best: bool = False)
     found = _found(run, best)
     made = _made(found) if model is None else model
     if model is not None:
-        check_model(str(found.path), found.state["model"], _config(model))
+        from lockstep.checkpoint.config_fingerprint import config_of  # imports Keras
+
+        check_model(str(found.path), found.state["model"], config_of(model))
     _fill(made, found)
     try:
         with replacing(output) as temporary:
@@ -106,15 +107,6 @@ def _made(found: Found) -> Any:
         f"The model of {found.path} cannot be made from the checkpoint alone: {why}.\n"
         "Say with --model FILE.PY:FUNCTION which function of yours makes it."
     )
-
-
-def _config(model: Any) -> Any:
-    import keras
-
-    try:
-        return json.loads(json.dumps(keras.saving.serialize_keras_object(model)))
-    except (NotImplementedError, TypeError, ValueError):
-        return None
 
 
 def _fill(model: Any, found: Found) -> None:

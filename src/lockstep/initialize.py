@@ -9,7 +9,7 @@ from lockstep.engines import current_engine
 from lockstep.engines.engine import Engine
 from lockstep.errors import ProcessesDisagree
 from lockstep.launch.environment import ALONE, Place, find_place
-from lockstep.rehearsal import written_backend
+from lockstep.rehearsal import choose_backend
 
 _JOINED = "LOCKSTEP_JOINED"
 """The variable with the id of the process that has joined. Its child processes do not join."""
@@ -75,10 +75,10 @@ def join_at_first_use(environ: MutableMapping[str, str]) -> None:
     joining.at_first_use(place, joined)
 
 
-def _backend(environ: Mapping[str, str]) -> str | None:
+def _backend(environ: Mapping[str, str]) -> str:
     """Return Keras's backend, without importing Keras."""
     keras = sys.modules.get("keras")
     if keras is not None and hasattr(keras, "config"):
         backend: str = keras.config.backend()
         return backend
-    return environ.get("KERAS_BACKEND") or written_backend(environ)
+    return choose_backend(environ)[0]

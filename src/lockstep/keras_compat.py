@@ -743,17 +743,41 @@ keras/src/backend/common/dtypes.py, BIT64_TO_BIT32_DTYPE, which `result_type` re
 """
 
 
-def compute_in_float64() -> None:
+def compute_in_float64(*, whatever_is_asked: bool = False) -> None:
     """Make Keras compute in float64 in this process, from now on.
 
     Keras and JAX cache types, so the process cannot go back. Models that exist keep their types.
+
+    Args:
+        whatever_is_asked: Whether the names of shorter floats mean float64 as well, in policies
+            such as mixed_bfloat16 and in `keras.ops.cast(x, "float32")`.
     """
     keras.config.set_floatx("float64")
+    if whatever_is_asked and not names_mean_float64():
+        # keras/src/backend/common/variables.py, standardize_dtype: the table has names, and types
+        # of Python. The type of an array is another key, and stays what it is.
+        short = dict.fromkeys((float, "float16", "bfloat16", "float32"), "float64")
+        _table_of_names().update(short)
+        # keras/src/dtype_policies/dtype_policy.py
+        keras.DTypePolicy._parse_name = _widened(keras.DTypePolicy._parse_name)
     _table_of_types()[_LOWERED] = "float64"
     if keras.backend.backend() == "jax":
         importlib.import_module("jax").config.update("jax_enable_x64", True)
         # jax.nn.dot_product_attention computes the logits in float32 whatever it is given.
         keras.src.backend.nn.dot_product_attention = _attention
+
+
+def _widened(parse: Callable[..., tuple[str, str]]) -> Callable[..., tuple[str, str]]:
+    @functools.wraps(parse)
+    def parsed(self: Any, name: str) -> Any:
+        return tuple("float64" if "float" in each else each for each in parse(self, name))
+
+    return parsed
+
+
+def names_mean_float64() -> bool:
+    """Whether the names of shorter floats mean float64 in this process."""
+    return bool(_table_of_names()[float] == "float64")
 
 
 def computes_in_float64() -> bool:
@@ -764,6 +788,12 @@ def computes_in_float64() -> bool:
 def layers_not_in_float64(model: Any) -> list[Any]:
     """The layers of a model, itself included, that compute in another type."""
     return [layer for layer in layers_in(model) if layer.compute_dtype != "float64"]
+
+
+def _table_of_names() -> Any:
+    from keras.src.backend.common import dtypes
+
+    return dtypes.PYTHON_DTYPES_MAP
 
 
 def _table_of_types() -> Any:

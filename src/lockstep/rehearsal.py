@@ -56,12 +56,12 @@ def rehearse_from_environment(environ: MutableMapping[str, str]) -> None:
         return
     if count is None:
         return
-    backend = environ.get("KERAS_BACKEND") or written_backend(environ)
+    backend, _ = choose_backend(environ)
     if backend == "torch":
         # keras/src/backend/torch/core.py reads it at the import of Keras
         environ["KERAS_TORCH_DEVICE"] = "cpu"
     if backend == "tensorflow":
-        # Keras writes keras.json at its first import, with TensorFlow even if it is not installed.
+        # It may be missing: Keras chooses it by default.
         with suppress(RehearsalTooLate, ImportError):
             from lockstep.engines.tensorflow import devices as tensorflow_devices
 
@@ -81,14 +81,21 @@ def rehearse_from_environment(environ: MutableMapping[str, str]) -> None:
         give_threads(environ, count)
 
 
-def written_backend(environ: Mapping[str, str]) -> str | None:
-    """Return the backend in keras.json, which applies if the environment names none."""
+def choose_backend(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return the backend that Keras chooses in this environment, and the source of the choice.
+
+    Keras is not imported: it would write its file of settings.
+    """
     import json
 
+    if environ.get("KERAS_BACKEND"):
+        return environ["KERAS_BACKEND"], "KERAS_BACKEND"
     # keras/src/backend/config.py
-    folder = Path(environ.get("KERAS_HOME") or "~/.keras").expanduser()
+    file = Path(environ.get("KERAS_HOME") or "~/.keras").expanduser() / "keras.json"
     try:
-        settings = json.loads((folder / "keras.json").read_text())
+        settings = json.loads(file.read_text())
     except (OSError, ValueError):
-        return None
-    return settings.get("backend") if isinstance(settings, dict) else None
+        settings = None
+    if isinstance(settings, dict) and settings.get("backend"):
+        return str(settings["backend"]), f"{file} (Keras wrote it at its first import)"
+    return "tensorflow", "Keras's default"

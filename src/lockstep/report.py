@@ -13,9 +13,31 @@ from lockstep.json_numbers import finite
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 WIDTH = 100
 """Characters of a line in a notebook."""
+
+_IN_A_PIPE = 10_000
+"""Characters of a line where no terminal wraps it: names and paths stay whole."""
+
+
+def console() -> Console:
+    """Return a console for a report; in a pipe or a file, nothing is cut or wrapped."""
+    from rich.console import Console
+
+    shown = Console(highlight=False)
+    return shown if shown.is_terminal else Console(highlight=False, width=_IN_A_PIPE)
+
+
+def table(*heads: str) -> Table:
+    """Return a table in which a name that is too long is wrapped, and never cut."""
+    from rich.table import Table
+
+    made = Table()
+    for head in heads:
+        made.add_column(head, overflow="fold")
+    return made
 
 
 class Report(ABC):
@@ -41,11 +63,40 @@ class Report(ABC):
         """What a notebook shows."""
         from rich.console import Console
 
-        console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False)
-        self.show(console)
-        return console.export_html(
+        # In a notebook, a console of rich shows what it prints; only the HTML is wanted.
+        shown = Console(
+            record=True, width=WIDTH, file=io.StringIO(), highlight=False, force_jupyter=False
+        )
+        self.show(shown)
+        return shown.export_html(
             inline_styles=True, code_format='<pre style="line-height: normal">{code}</pre>'
         )
+
+
+NARROW = 80
+"""Characters of a line below which a table that does not fit is printed as lines."""
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table; on a narrow console that cannot hold it, each row is a line.
+
+    Nothing is cut: the first column, which has the names, wraps.
+    """
+    table.columns[0].overflow = "fold"
+    needed = console.measure(table, options=console.options.update(max_width=10_000)).maximum
+    if console.width >= NARROW or needed <= console.width:
+        console.print(table)
+        return
+    if table.title:
+        console.print(table.title, soft_wrap=True, highlight=False)
+    heads = [str(column.header) for column in table.columns]
+    for name, *cells in zip(*(column.cells for column in table.columns), strict=True):
+        facts = [
+            f"{head} {cell}".strip()
+            for head, cell in zip(heads[1:], cells, strict=True)
+            if str(cell)
+        ]
+        console.print(f"{name}: {', '.join(facts)}", soft_wrap=True, highlight=False)
 
 
 def stdout_for(as_json: bool) -> AbstractContextManager[Any]:
@@ -55,9 +106,7 @@ def stdout_for(as_json: bool) -> AbstractContextManager[Any]:
 
 def print_report(report: Report, as_json: bool) -> None:
     """Print a report for a command: a table and words, or JSON."""
-    from rich.console import Console
-
     if as_json:
         print(report.as_json())
     else:
-        report.show(Console(highlight=False))
+        report.show(console())

@@ -104,7 +104,7 @@ def float64_model_and_data(target: str) -> tuple[Any, Any]:
     """
     from lockstep.keras_compat import compute_in_float64, layers_not_in_float64
 
-    compute_in_float64()
+    compute_in_float64(whatever_is_asked=True)
     model, data = model_and_data(target)
     others = layers_not_in_float64(model)
     if others:

@@ -37,8 +37,6 @@ def test_devices_that_are_not_here_or_are_several():
 def test_nothing_to_place():
     with pytest.raises(UnsupportedModel, match=r"No layer of 'sequential.*was given a device"):
         lockstep.place(chain())
-    with pytest.raises(UnsupportedModel, match="are not placed"):
-        lockstep.placement(chain())
     with pytest.raises(UnsupportedModel, match="parts=0"):
         lockstep.place(chain(), {"dense_1": 1}, parts=0)
     with pytest.raises(UnsupportedModel, match="has 1 calls of layers"):

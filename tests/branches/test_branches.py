@@ -388,6 +388,26 @@ def test_the_table_of_what_runs_where(capsys):
     assert any("12 from cpu:1" in line for line in lines)
 
 
+def test_every_model_has_a_placement(capsys):
+    """It raised for a model that is not placed by layers."""
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8)], name="one")
+    model.compile(keras.optimizers.SGD(momentum=0.9), "mse")
+    model.optimizer.build(model.trainable_variables)
+    lockstep.placement(model)
+    said = capsys.readouterr().out
+    assert "'one' on cpu:0: one device" in said
+    weights = (6 * 8 + 8) * 4
+    slots = weights + 4 + 4  # the number of the step, and the rate
+    assert [line.strip("│ ").split() for line in said.splitlines() if line.startswith("│")] == [
+        ["cpu:0", "│", str(weights), "│", str(slots)]
+    ]
+    lockstep.placement(lockstep.distribute(model, 2))
+    said = capsys.readouterr().out
+    assert "data parallel" in said
+    assert sum(str(weights) in line for line in said.splitlines()) == 2
+    lockstep.release(model)
+
+
 def test_layers_that_go_back_and_forth_are_exact_and_warned_of():
     with pytest.warns(SerialBranchesWarning, match="'dense_1' on cpu:1 needs 'dense_0' on cpu:0"):
         model = lockstep.place(chain(), {"dense_0": 0, "dense_1": 1, "dense_2": 0})

@@ -185,3 +185,28 @@ def test_what_cannot_be_exported_is_refused_and_nothing_written(tmp_path):
         assert (status, words in said) == (1, True), said
     assert not list(tmp_path.glob("*.keras"))
     assert not list(tmp_path.glob("*.h5"))
+
+
+def with_lambda():
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(3),
+            layers.Lambda(lambda x: 2.0 * x, output_shape=(3,)),
+            layers.Dense(1),
+        ]
+    )
+    model.compile("sgd", "mse")
+    return model
+
+
+def test_a_run_with_a_lambda_is_exported(tmp_path):
+    """`export` compared the bytes of a lambda with the hash that a checkpoint has."""
+    x = np.random.default_rng(0).normal(size=(12, 4)).astype("float32")
+    model = lockstep.distribute(with_lambda(), 2)
+    folder = tmp_path / "run"
+    model.fit(x, x[:, :1], verbose=0, callbacks=[lockstep.Checkpoint(folder)])
+    lockstep.release(model)
+    export_model(folder, tmp_path / "out.keras", model=with_lambda())
+    found = keras.models.load_model(tmp_path / "out.keras", safe_mode=False)
+    np.testing.assert_array_equal(found.predict(x, verbose=0), model.predict(x, verbose=0))

@@ -325,7 +325,8 @@ def test_a_callback_without_them_is_named(tmp_path):
         pass
 
     train(arrays, tmp_path, cut=3, callbacks=[Silent])
-    with pytest.warns(CheckpointWarning, match="Silent has no get_state and set_state, and begins"):
+    said = r"Not every callback resumes from .*: Silent has no get_state and set_state, and begins"
+    with pytest.warns(CheckpointWarning, match=said):
         train(arrays, tmp_path, callbacks=[Silent])
 
 

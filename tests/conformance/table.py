@@ -3,12 +3,14 @@
 With `--backend tensorflow` or `--backend torch` it writes docs/exactness-tensorflow.md or
 docs/exactness-torch.md. A process for each measures lockstep in float32, lockstep in float64, and
 stock Keras, whose distribution is global (it has none on PyTorch). The figures of each case are
-kept in a folder, so that a run that was stopped continues.
+kept in a folder, so that a run that was stopped continues. That takes about 100 minutes on two
+cores; `--only "batch norm"` measures the cases of that name, and keeps the rest of the page.
 """
 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -90,18 +92,13 @@ def mirrored(case, sizes):
 STOCK = {"jax": data_parallel, "tensorflow": mirrored}
 
 
-def cases(backend):
-    """The cases that are measured, by family."""
+def names(backend):
+    """The names of the cases that are measured, by family."""
     from tests.conformance.cases import FAMILIES
     from tests.conformance.test_cases import EXCLUDED
-    from tests.conformance.worker import case_of
 
     return {
-        family: {
-            name: case_of(family, name, draws=backend == "jax")
-            for name in members
-            if name not in EXCLUDED.get(backend, ())
-        }
+        family: [name for name in members if name not in EXCLUDED.get(backend, ())]
         for family, members in FAMILIES.items()
     }
 
@@ -116,90 +113,123 @@ def measures(backend):
     return {**found, "stock": measure_stock} if backend in STOCK else found
 
 
-def measure(what, folder):
+def measure(what, folder, only):
     """Measure every case that the folder does not have yet."""
     from lockstep.keras_compat import compute_in_float64
+    from tests.conformance.worker import case_of
 
     warnings.simplefilter("ignore")
     if what == "float64":
         compute_in_float64()
-    for family, members in cases(_backend()).items():
-        for name, case in members.items():
-            file = folder / what / f"{family}, {name}.json".replace("/", " ")
-            if not file.exists():
+    for family, members in names(_backend()).items():
+        for name in members:
+            file = folder / what / _file(family, name)
+            if only in name and not file.exists():
+                case = case_of(family, name, draws=_backend() == "jax")
                 row = measures(_backend())[what](case)
                 file.write_text(json.dumps(row))
                 print(what, name, row, flush=True)
 
 
-def render(folder, backend):
-    """The page."""
-    counts = COUNTS[backend]
-    page = [_HEAD.format(**_about(backend))]
-    for family, members in cases(backend).items():
-        named = " | ".join(str(count) for count in counts)
-        if not members:
-            continue
-        columns = f"| case | float64 | {named} |" + " stock | stock, even |" * (backend in STOCK)
-        page += [f"## {family}\n", columns, "|---" + "|---:" * (columns.count("|") - 2) + "|"]
+def _file(family, name):
+    return f"{family}, {name}.json".replace("/", " ")
+
+
+def columns(backend):
+    """The columns of figures."""
+    stock = ["stock", "stock, even"] if backend in STOCK else []
+    return ["float64", *map(str, COUNTS[backend]), *stock]
+
+
+def measured(folder, backend):
+    """The cells of each case that the folder has figures of, by column."""
+    found = {}
+    for family, members in names(backend).items():
         for name in members:
-            file = f"{family}, {name}.json".replace("/", " ")
-            ours, double, *stock = (
-                json.loads((folder / what / file).read_text()) for what in measures(backend)
-            )
-            cells = [_number(max(double.values()))]
-            cells += [_number(ours[str(count)]) for count in counts]
-            cells += [_number(row[sizes]) for row in stock for sizes in ("ragged", "even")]
+            row = {}
+            for what in measures(backend):
+                file = folder / what / _file(family, name)
+                figures = json.loads(file.read_text()) if file.exists() else {}
+                if what == "float64" and figures:
+                    figures = {"float64": max(figures.values())}
+                elif what == "stock" and figures:
+                    figures = {"stock": figures["ragged"], "stock, even": figures["even"]}
+                row |= {column: _number(value) for column, value in figures.items()}
+            if row:
+                found[family, name] = row
+    return found
+
+
+def read(page):
+    """The versions of Keras and the framework on a page, and its cells as `measured` has them."""
+    found, family, heads = {}, "", []
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("## "):
+            family = line.removeprefix("## ")
+        elif line.startswith("| case"):
+            heads = cells[1:]
+        elif line.startswith("| "):
+            found[family, cells[0]] = dict(zip(heads, cells[1:], strict=True))
+    versions = re.search(r"with Keras (\S+) and \w+ (\S+?)\.\s", page)
+    return versions.groups(), found
+
+
+def render(rows, backend, versions):
+    """The page of some cells, with the versions of Keras and of the framework."""
+    page = [_HEAD.format(**_about(backend, versions))]
+    heads = columns(backend)
+    for family, members in names(backend).items():
+        here = [name for name in members if (family, name) in rows]
+        if not here:
+            continue
+        page += [f"## {family}\n", f"| case | {' | '.join(heads)} |"]
+        page.append("|---" + "|---:" * len(heads) + "|")
+        for name in here:
+            cells = [rows[family, name].get(column, "") for column in heads]
             page.append(f"| {name} | {' | '.join(cells)} |")
         page.append("")
     return "\n".join(page)
 
 
 def _number(value):
-    if value is None:
-        return ""
     if isinstance(value, str):
         return f"`{value}`"
     return "0" if value == 0 else f"{value:.0e}".replace("e-0", "e-")
 
 
-def _about(backend):
+def versions_here(backend):
+    """The versions of Keras and of the framework that are installed."""
     from importlib.metadata import version
 
     import tensorflow as tf
 
+    return version("keras"), tf.__version__ if backend == "tensorflow" else version(backend)
+
+
+def _about(backend, versions):
     from tests.conformance.cases.case import BOUND, EVEN, RAGGED
 
+    option = "" if backend == "jax" else f" --backend {backend}"
+    framework = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}[backend]
+    tools = {
+        "jax": "keras.distribution.DataParallel",
+        "tensorflow": "tf.distribute.MirroredStrategy",
+    }
     own = {
-        "jax": {
-            "command": "python -m tests.conformance.table",
-            "title": "Exactness",
-            "framework": f"JAX {version('jax')}",
-            "tool": "keras.distribution.DataParallel",
-            "left_out": "",
-        },
-        "tensorflow": {
-            "command": "python -m tests.conformance.table --backend tensorflow",
-            "title": "Exactness on TensorFlow",
-            "framework": f"TensorFlow {tf.__version__}",
-            "tool": "tf.distribute.MirroredStrategy",
-            "left_out": _LEFT_OUT,
-        },
-        "torch": {
-            "command": "python -m tests.conformance.table --backend torch",
-            "title": "Exactness on PyTorch",
-            "framework": f"PyTorch {version('torch')}",
-            "left_out": _LEFT_OUT,
-        },
-    }[backend]
+        "command": f"python -m tests.conformance.table{option}",
+        "title": f"Every case on {framework}",
+        "framework": f"{framework} {versions[1]}",
+        "left_out": "" if backend == "jax" else _LEFT_OUT,
+    }
     return {
         **own,
-        "keras": version("keras"),
+        "keras": versions[0],
         "bound": f"{BOUND:.0e}",
         "last": COUNTS[backend][-1],
         "ragged": _batches(RAGGED),
         "stock": _ABOUT_STOCK.format(
-            tool=own["tool"], devices=STOCK_DEVICES[backend], even=_batches(EVEN)
+            tool=tools[backend], devices=STOCK_DEVICES[backend], even=_batches(EVEN)
         )
         if backend in STOCK
         else "\nStock Keras has no distribution on PyTorch to compare with.\n",
@@ -228,6 +258,8 @@ devices.
 - The columns 1 to {last} are numbers of devices in float32, as users run it. Several devices add
   up the same numbers in another order. Usually that gives 1e-7. Kinks of ReLU and max pooling,
   and Adam on gradients near zero, turn the same rounding into more.
+- An empty cell was not measured. `{command} --only "NAME"` measures
+  the cases of that name. `python -m pytest tests/conformance --whole` runs every case in float64.
 {left_out}{stock}"""
 
 _LEFT_OUT = """\
@@ -247,6 +279,7 @@ def main():
     parser.add_argument("--backend", choices=COUNTS, default="jax")
     parser.add_argument("--folder", type=Path, help="where what is measured is kept")
     parser.add_argument("--page", type=Path, help="the page to write")
+    parser.add_argument("--only", default="", help="a part of the names of the cases to measure")
     options = parser.parse_args()
     own = "" if options.backend == "jax" else f"-{options.backend}"
     folder = options.folder or Path(f".exactness{own}")
@@ -256,12 +289,12 @@ def main():
     import lockstep  # noqa: F401  (follows LOCKSTEP_REHEARSE before anything runs)
 
     if options.measure:
-        measure(options.measure, folder)
+        measure(options.measure, folder, options.only)
         return
     for what in measures(options.backend):
         (folder / what).mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "tests.conformance.table", "--backend", options.backend]
-    command += ["--folder", str(folder)]
+    command += ["--folder", str(folder), "--only", options.only]
     running = [
         subprocess.Popen(
             [*command, "--measure", what],
@@ -273,7 +306,13 @@ def main():
     if any(failed):
         sys.exit("A measurement failed; its traceback is above.")
     page.parent.mkdir(exist_ok=True)
-    page.write_text(render(folder, options.backend))
+    versions, rows = versions_here(options.backend), measured(folder, options.backend)
+    if options.only:
+        before, kept = read(page.read_text())
+        if before != versions:
+            sys.exit(f"{page} is of {before}, and {versions} is here: measure every case.")
+        rows = {case: kept.get(case, {}) | rows.get(case, {}) for case in kept | rows}
+    page.write_text(render(rows, options.backend, versions))
 
 
 if __name__ == "__main__":

@@ -231,8 +231,8 @@ def test_the_table_of_the_demo_in_the_readme(capsys):
     """Its numbers are those of a run; its form is that of today."""
     from lockstep.cli import _show_demo
 
-    digits = TaskResult("Digits", "accuracy", (0.04, 0.04), (0.9, 0.9), 3e-7, True, 0.9)
-    python = TaskResult("Python", "loss", (1.4, 1.4), (2.0, 2.0), 3e-7, True, 2.0)
+    digits = TaskResult("Digits", "accuracy", ([0.04], [0.04]), (0.9, 0.9), 3e-7, True, 0.9)
+    python = TaskResult("Python", "loss", ([1.4], [1.4]), (2.0, 2.0), 3e-7, True, 2.0)
     _show_demo(DemoResult(4, (digits, python), ROOT))
     (shown,) = [b.text for b in blocks(ROOT / "README.md") if "held-out accuracy" in b.text]
     same_lines(shown, capsys.readouterr().out)

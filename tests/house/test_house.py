@@ -22,7 +22,7 @@ FILES_OF = {"rescue/detect.py": {"torch"}}
 
 LAYERS = [
     {"errors", "files", "json_numbers", "keras_compat", "plurals", "report"},
-    {"rowwise_declaration"},
+    {"rowwise_declaration", "old_script"},
     {"devices", "package_versions", "shards", "state"},
     {"launch", "ray"},
     {"fit_lines", "layout"},
@@ -40,7 +40,15 @@ LAYERS = [
         "rescue",
     },
     {"bench"},
-    {"demo", "demo_page", "demo_picture", "demo_tasks", "doctor"},
+    {
+        "demo",
+        "demo_page",
+        "demo_picture",
+        "demo_progress",
+        "demo_tasks",
+        "device_check",
+        "doctor",
+    },
     {"cli", "__init__", "__main__"},
 ]
 """What may import what: only from the same line or one above."""

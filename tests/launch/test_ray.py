@@ -19,6 +19,7 @@ from lockstep.launch.ray_node import NodeProcess
 from lockstep.launch.ray_nodes import Node, Nodes, Share, share_of
 from lockstep.launch.ray_run import passed_on
 from lockstep.launch.shares import place_of_each
+from lockstep.package_versions import install_command
 from tests.launch.test_run import HEAD, none_left, pids, wait_until
 from tests.launch.test_training import SCRIPT, assert_one_set, assert_trained, truth  # noqa: F401
 from tests.launch.two_ray_nodes import SOON, Cluster, clean_environment
@@ -241,7 +242,7 @@ def test_an_address_without_ray_is_refused_in_words(monkeypatch, tmp_path):
         answering.join()
     assert "ray://host was given as the address of Ray, and it has no port" in refusal("ray://host")
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert 'Install it: pip install "keras-lockstep[ray]".' in refusal("ray")
+    assert f"Install it: {install_command('ray')}" in refusal("ray")
 
 
 def test_a_script_that_is_not_there_or_not_copied_is_refused(monkeypatch, tmp_path):

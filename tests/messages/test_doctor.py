@@ -1,14 +1,18 @@
 """What `lockstep doctor` says, and what it finds in environments of its own."""
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from lockstep.device_check import wrong_pairs
 from lockstep.doctor import Findings, choose_backend
+from lockstep.package_versions import install_command
 from tests.processes.common import python, warm_python
 
 INSTALLED = {"keras": "3.15.1", "jax": "0.10.2"}
@@ -46,11 +50,50 @@ def test_a_backend_that_is_not_installed():
 
 def test_gpus_that_the_backend_does_not_use():
     assert changed(gpus=2).advice() == (
-        "2 NVIDIA GPUs found, and jax does not use them.\n"
-        'Change: pip install "keras-lockstep[cuda]"'
+        f"2 NVIDIA GPUs found, and jax does not use them.\nChange: {install_command('cuda')}"
+    )
+    tensorflow = {"backend": "tensorflow", "installed": {"tensorflow": "2.21.0"}}
+    assert changed(gpus=1, **tensorflow).advice() == (
+        "1 NVIDIA GPU found, and tensorflow does not use it.\n"
+        "Change: pip install 'tensorflow[and-cuda]'"
+    )
+    torch = {"backend": "torch", "installed": {"torch": "2.13.0+cpu"}}
+    assert changed(gpus=1, **torch).advice() == (
+        "1 NVIDIA GPU found, and torch does not use it.\ntorch 2.13.0+cpu is a CPU build.\n"
+        "Change: install a CUDA build: https://pytorch.org/get-started/locally"
     )
     for meant in ({"rehearsal": "4"}, {"visible": ""}):
         assert changed(gpus=2, **meant).advice().startswith("Nothing has to change")
+
+
+@pytest.mark.parametrize(
+    ("noted", "command"),
+    [
+        (None, "pip install 'keras-lockstep[report]'"),
+        (
+            {"url": "file:///home/ada/a%20clone", "dir_info": {}},
+            "pip install '/home/ada/a clone[report]'",
+        ),
+        (
+            {"url": "file:///home/ada/clone", "dir_info": {"editable": True}},
+            "pip install -e '/home/ada/clone[report]'",
+        ),
+        (
+            {"url": "https://example.org/l.git", "vcs_info": {"vcs": "git", "commit_id": "0a1b"}},
+            "pip install 'keras-lockstep[report] @ git+https://example.org/l.git@0a1b'",
+        ),
+        (
+            {"url": "file:///tmp/l-0.1.0-py3-none-any.whl", "archive_info": {}},
+            "pip install 'keras-lockstep[report] @ file:///tmp/l-0.1.0-py3-none-any.whl'",
+        ),
+    ],
+)
+def test_an_extra_is_installed_from_where_lockstep_came_from(noted, command, monkeypatch):
+    """`keras-lockstep[report]` alone needs a release on a package index."""
+    text = None if noted is None else json.dumps(noted)
+    installed = SimpleNamespace(read_text={"direct_url.json": text}.get)
+    monkeypatch.setattr("lockstep.package_versions.distribution", {"keras-lockstep": installed}.get)
+    assert install_command("report") == command
 
 
 def test_where_the_choice_of_a_backend_comes_from(tmp_path):
@@ -93,8 +136,43 @@ def test_a_backend_without_an_engine(tmp_path):
     status, printed = doctor(tmp_path)
     assert status == 1
     assert "devices    none could be listed" in printed
-    assert "UnsupportedBackend: Keras runs on 'numpy'" in printed
-    assert "Set KERAS_BACKEND=jax" in printed
+    assert printed.endswith(
+        "\n\nKeras runs on numpy, and lockstep on jax, tensorflow, torch.\n"
+        "Change: export KERAS_BACKEND=jax\n"
+    )
+
+
+def test_a_backend_that_is_not_installed_is_no_traceback(tmp_path):
+    """`lockstep devices` ended in the traceback of an import."""
+    status, printed = doctor(tmp_path, KERAS_BACKEND="openvino")
+    assert status == 1
+    assert printed.endswith("Change: export KERAS_BACKEND=jax\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "devices"],
+        env={**os.environ, "KERAS_BACKEND": "openvino"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == (
+        "Error: KERAS_BACKEND=openvino is set, and openvino is not installed.\n"
+        "Run lockstep doctor: it names the one thing to change.\n"
+    )
+
+
+def test_a_rehearsal_at_the_first_start_of_a_machine(tmp_path):
+    """Without keras.json, Keras chooses TensorFlow, and the first start saw one device."""
+    ours = ("LOCKSTEP", "KERAS")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    done = subprocess.run(
+        [sys.executable, "-c", "import lockstep; print(len(lockstep.devices()))"],
+        env={**clean, "KERAS_HOME": str(tmp_path), "LOCKSTEP_REHEARSE": "3"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "3\n"
 
 
 @pytest.mark.parametrize(("backend", "name"), [("jax", "JAX"), ("tensorflow", "TensorFlow")])
@@ -112,4 +190,43 @@ def test_lockstep_imported_after_keras_had_started(backend, name):
         "Devices are fixed at the first operation, and lockstep reads the variable when it is "
         "imported.\n"
         "Put `import lockstep` before the first Keras operation: any layer, tensor or model."
+    )
+
+
+def exchanged(values, source, target):
+    return values.copy(), values * 2
+
+
+def test_devices_that_copy_and_sum_right():
+    assert wrong_pairs(exchanged, ["gpu:0", "gpu:1", "gpu:2"], 64) == []
+
+
+@pytest.mark.parametrize(("place", "what"), [(0, "copy"), (1, "sum")])
+def test_a_pair_of_devices_with_one_wrong_bit_is_named(place, what):
+    """Copies between GPUs behind an IOMMU returned other bytes, and training gave NaN."""
+
+    def broken(values, source, target):
+        results = exchanged(values, source, target)
+        if (source, target) == ("gpu:2", "gpu:1"):
+            results[place][17] ^= 1 << 20
+        return results
+
+    assert wrong_pairs(broken, ["gpu:0", "gpu:1", "gpu:2"], 64) == [
+        f"gpu:2 to gpu:1: 3 of 192 values of the {what} are wrong."
+    ]
+
+
+@pytest.mark.parametrize("backend", ["jax", "tensorflow", "torch"])
+def test_rehearsed_devices_test_the_test(tmp_path, backend):
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "doctor", "--devices"],
+        env={**os.environ, "KERAS_BACKEND": backend, "LOCKSTEP_REHEARSE": "3"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(
+        "\n\n3 pairs of devices tested by copies and sums, bit for bit. "
+        "A bit that was flipped from cpu:0 to cpu:1 was found.\n"
     )

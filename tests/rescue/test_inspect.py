@@ -1,6 +1,8 @@
 """`lockstep inspect`: what a file is, of every kind, and the next command."""
 
+import ast
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ from click.testing import CliRunner
 
 import lockstep
 from lockstep.cli import main
-from lockstep.errors import UnreadableFile
+from lockstep.errors import UnreadableFile, UnsuitableOutput
 from tests.rescue.old_files import LEGACY
 
 
@@ -256,3 +258,40 @@ def test_import_and_inspect_need_no_framework():
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_printed_command_quotes_the_name_of_the_file(tmp_path):
+    """`it's $(date).keras` was no Python, and ran a command."""
+    file = tmp_path / 'it\'s "$(touch ran)".keras'
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.save(file)
+    command = lockstep.inspect(file).command
+    words = shlex.split(command)
+    assert words[:2] == ["python", "-c"]
+    names = [node.value for node in ast.walk(ast.parse(words[2])) if isinstance(node, ast.Constant)]
+    assert names == [str(file)]
+
+
+def test_inspect_and_rescue_say_the_same_of_weights_alone(tmp_path):
+    """`rescue` called a file of two devices "a single model"."""
+    old = LEGACY / "keras-2.2.4__mlp4-g2" / "parallel_weights.h5"
+    found, done = lockstep.inspect(old), lockstep.rescue(old, tmp_path / "a.safetensors")
+    assert found.parallel
+    assert (found.template, found.devices) == (done.template, done.devices)
+    assert f"the template {found.template!r} of a parallel model over 2 devices" in str(done)
+
+
+def test_a_check_of_arrays_alone_is_refused_by_name(tmp_path):
+    case = LEGACY / "keras-2.2.4__mlp4-g2"
+    with pytest.raises(UnsuitableOutput, match=r"io\.npz' was asked for, and .*a\.safetensors is"):
+        lockstep.rescue(
+            case / "parallel_full.h5", tmp_path / "a.safetensors", check=case / "io.npz"
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_plain_keras_cannot_read_say_how_they_are_read(tmp_path):
+    old = LEGACY / "keras-2.2.4__mlp4-g2" / "parallel_weights.h5"
+    new = tmp_path / "a.weights.h5"
+    said = f"plain load_weights cannot read it: lockstep.load_weights(model, {str(new)!r}) does"
+    assert said in lockstep.rescue(old, new).notes

@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 import lockstep
+from lockstep.engines import current_engine
 from tests.tensorflow.test_on_metrics_property import compile_gan, gan, images
 
 
@@ -243,3 +244,18 @@ def test_how_the_loss_comes_by_its_values_is_said():
     assert "Each device takes its own rows for 'mse'." in found.notes
     (whole,) = [note for note in found.notes if note.startswith("Every device takes")]
     assert "the outputs of the whole batch for 'lambda' (" in whole
+
+
+@pytest.mark.parametrize("casts", [False, True])
+def test_casts_to_a_shorter_float_are_found(casts):
+    """They bound what a comparison in float64 can say."""
+    keras.config.set_floatx("float64")
+    try:
+        cast = layers.Lambda(lambda x: tf.cast(tf.cast(x, tf.float32), x.dtype))
+        made = with_layer(layers.BatchNormalization(), *[cast] * casts, optimizer="adam")
+        x, y = data(10)
+        batch = (x.astype("float64"), y.astype("float64"))
+        made.fit(*batch, verbose=0)
+        assert current_engine().probe(made).lowered(batch) == ("float32" if casts else None)
+    finally:
+        keras.config.set_floatx("float32")

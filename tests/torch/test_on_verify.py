@@ -9,6 +9,7 @@ import torch
 from keras import layers, ops
 
 import lockstep
+from lockstep.engines import current_engine
 from tests.torch.agreement import values
 
 
@@ -181,3 +182,18 @@ def test_a_loss_that_is_not_finite_is_not_called_equal():
     x[33] = np.nan
     found = lockstep.verify(with_layer(), (x, y), devices=3, steps=3)
     assert (found.verdict, found.not_finite_from, found.steps) == ("cannot tell", 2, 1)
+
+
+@pytest.mark.parametrize("casts", [False, True])
+def test_casts_to_a_shorter_float_are_found(casts):
+    """They bound what a comparison in float64 can say."""
+    keras.config.set_floatx("float64")
+    try:
+        cast = layers.Lambda(lambda x: x.float().to(x.dtype))
+        made = with_layer(layers.BatchNormalization(), *[cast] * casts, optimizer="adam")
+        x, y = data(10)
+        batch = (x.astype("float64"), y.astype("float64"))
+        made.fit(*batch, verbose=0)
+        assert current_engine().probe(made).lowered(batch) == ("float32" if casts else None)
+    finally:
+        keras.config.set_floatx("float32")

@@ -105,6 +105,12 @@ def test_rehearsed_devices_prove_no_speed():
     found = scaling(measured(1, 0.01, "cpu"), measured(2, 0.005, "cpu"), rehearsed=True)
     assert "say nothing about speed" in found.verdict
     assert found.advice == ()
+    console = Console(file=io.StringIO(), width=80)
+    found.show(console)
+    assert "speed-up" not in console.file.getvalue()
+    assert "efficiency" not in console.file.getvalue()
+    assert found.as_dict()["measurements"][1]["speedup"] is None
+    assert all(len(found.cells(each)) == len(found.heads) for each in found.measurements)
 
 
 def test_the_report_names_every_number():

@@ -29,12 +29,15 @@ def test_the_demo_in_a_folder_with_files_of_the_users(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 devices gave what one device gives." in done.stdout
+    found = re.sub(r"\s+", " ", done.stdout)
+    assert "2 devices gave what one device gave: after each of 58 training steps" in found
+    assert re.search(r"Python on one device \.\.\., about \d+ s left", found)
     files = {file.name for file in tmp_path.iterdir()}
     written = {"digits.keras", "python.keras", "demo.png", "demo.html"}
     assert files == {"held_out.npz", "one-device.keras", *written}
     page = (tmp_path / "demo.html").read_text()
     assert not re.search(r"(src|href)=\"(?!data:)", page), "the page loads nothing"
+    assert "after each of 58 training steps the losses were at most" in page
     for row in ("Digits: held-out accuracy", "Python: held-out loss"):
         assert row in done.stdout
         assert row in page

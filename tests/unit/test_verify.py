@@ -108,6 +108,8 @@ def test_a_model_that_no_other_process_can_have():
     found = lockstep.verify(made, data(), devices=4, batch_size=10)
     assert (found.verdict, found.first_step, found.rounding) == ("cannot tell", None, None)
     assert "it cannot be sent to another process (cannot pickle '_thread.lock'" in found.cause
+    assert found.cause.startswith("Beyond float32 it cannot: at most ")
+    assert "times what one device differs from itself by another order of rows: for" in found.cause
     assert found.cause.endswith("--float64 builds the model in float64, and tells.")
     assert "give what one device gives" not in str(found)
     assert set(distances(before, snapshot(made)).values()) == {0.0}
@@ -208,6 +210,38 @@ def test_where_rounding_explodes_nothing_is_called_equal(capsys):
 
 
 # -------------------------------------------------------------------- nothing to compare
+
+
+def out_of_range(y, guess):
+    """As labels that no class has: the loss does not depend on the weights."""
+    return 0 * keras.ops.mean(guess) + keras.ops.mean(y)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "loss", "trained", "said"),
+    [
+        (keras.optimizers.SGD(0.0), "mse", True, "No weight moved in 3 steps on one device"),
+        ("sgd", out_of_range, True, "The usual causes: labels out of range, a learning rate"),
+        ("sgd", "mse", False, "The model has no trainable weight"),
+    ],
+)
+def test_where_nothing_was_trained_nothing_is_called_equal(optimizer, loss, trained, said):
+    made = with_layer()
+    made.trainable = trained
+    made.compile(optimizer, loss)
+    found = lockstep.verify(made, data(), devices=2, steps=3)
+    assert (found.verdict, found.first_step) == ("cannot tell", None)
+    assert said in found.cause
+
+
+def test_weights_that_do_not_move_are_named():
+    made = with_layer(layers.Lambda(keras.ops.stop_gradient))
+    found = lockstep.verify(made, data(), devices=2, steps=3)
+    assert found.equal
+    first = made.layers[0]
+    assert found.notes == (
+        f"Not trained, as on one device they did not move: {first.kernel.path}, {first.bias.path}.",
+    )
 
 
 @pytest.mark.parametrize(("row", "step"), [(3, 1), (33, 2)])
@@ -733,10 +767,44 @@ def slightly_wrong():
     return model, (rng.normal(size=(40, 6)), rng.normal(size=(40, 1)))
 
 
-def half():
-    model = keras.Sequential([keras.Input((6,)), layers.Dense(1, dtype="float16", name="low")])
-    model.compile("sgd", "mse")
-    return model, (np.ones((4, 6)), np.ones((4, 1)))
+class Encoder(layers.Layer):
+    "Computes its loss in float32, as models in mixed precision do."
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(4)
+
+    def call(self, x):
+        mean = ops.cast(self.dense(x), "float32")
+        self.add_loss(ops.mean(ops.sum(ops.square(mean) - ops.exp(mean), axis=-1)))
+        return mean
+
+
+class Cast(layers.Layer):
+    def call(self, x):
+        return x.astype(self.name).astype(x.dtype)
+
+
+def trained(*parts):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((6,)), *parts, layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    rng = np.random.default_rng(0)
+    return model, (rng.normal(size=(70, 6)), rng.normal(size=(70, 1)))
+
+
+def mixed():
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    return trained(Encoder())
+
+
+def to_float32():
+    return trained(layers.BatchNormalization(), Cast(name="float32"))
+
+
+def to_bfloat16():
+    explodes = layers.Lambda(lambda x: ops.sin(3e4 * x))
+    return trained(layers.Dense(4), explodes, Cast(name="bfloat16"))
 
 """
 
@@ -780,10 +848,35 @@ def test_in_float64_what_float32_would_take_for_rounding_is_a_difference(tmp_pat
     assert found["first_layer"].endswith("culprit")
 
 
-def test_a_layer_of_another_type_cannot_be_compared_in_float64(tmp_path):
-    code, said = command(tmp_path, "half", "--float64")
-    assert code == 2
-    assert "'low' of train.py:half computes in float16" in said
+@pytest.mark.parametrize("option", [[], ["--float64"]])
+def test_mixed_precision_with_casts_of_keras_is_compared_to_1e_10(tmp_path, option):
+    """A logged number in float32 made the verdict "different"; --float64 was refused."""
+    code, found = command(tmp_path, "mixed", *option)
+    assert (code, found["verdict"], found["lowered"]) == (0, "equal", None), found
+    if option:
+        assert max(d["largest"] for d in found["differences"]) < 1e-10
+    else:
+        assert found["rounding"] > 1e-5
+
+
+def test_a_cast_of_the_framework_bounds_what_float64_can_say(tmp_path):
+    code, found = command(tmp_path, "to_float32", "--float64")
+    assert (code, found["verdict"], found["lowered"]) == (0, "equal", "float32"), found
+    assert min(d["bound"] for d in found["differences"]) == 1e-5
+    assert found["notes"] == [
+        "The code of the model casts values of float64 to float32: the bound is that of float32."
+    ]
+
+
+def test_a_cast_to_half_precision_leaves_the_answer_open(tmp_path):
+    code, found = command(tmp_path, "to_bfloat16", "--float64")
+    assert (code, found["verdict"], found["first_step"]) == (3, "cannot tell", None), found
+    assert re.fullmatch(
+        r"Beyond bfloat16 it cannot: at most \S+ apart \(\S+\), which is [\d.]+ times what one "
+        r"device differs from itself by another order of rows. Without the casts to bfloat16 in "
+        r"the code of the model, float64 decides.",
+        found["cause"],
+    ), found["cause"]
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -6,7 +6,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from lockstep.bench.scaling import HEADS, PARTS, Scaling
+from lockstep.bench.scaling import PARTS, Scaling
 from lockstep.devices import names_in_words
 from lockstep.files import replacing
 
@@ -26,7 +26,7 @@ def write_page(found: Scaling, path: Path) -> None:
         verdict=html.escape(found.verdict),
         kind="loud" if found.rehearsed else "",
         advice="".join(f"<p>{html.escape(advice)}</p>" for advice in found.advice),
-        heads="".join(f"<th>{head}</th>" for head in HEADS),
+        heads="".join(f"<th>{head}</th>" for head in found.heads),
         rows=rows,
         plots=_plots(found),
         profiled=html.escape(found.profiled),
@@ -54,8 +54,9 @@ def _plots(found: Scaling) -> str:
     counts = [len(measured.devices) for measured in found.measurements]
     rates = [measured.rows_per_second for measured in found.measurements]
     speed.plot(counts, rates, marker="o", label="measured")
-    ideal = [rates[0] * count / counts[0] for count in counts]
-    speed.plot(counts, ideal, linestyle="--", color="grey", label="perfect")
+    if not found.rehearsed:
+        ideal = [rates[0] * count / counts[0] for count in counts]
+        speed.plot(counts, ideal, linestyle="--", color="grey", label="perfect")
     speed.set(xlabel="devices", ylabel="rows per second", xticks=counts, ylim=(0, None))
     speed.legend()
     places = range(len(counts))

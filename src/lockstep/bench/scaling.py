@@ -6,26 +6,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.plurals import counted
-from lockstep.report import Report
+from lockstep.report import Report, print_table, table
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 PARTS = ("input", "host", "compute", "communication")
 """The parts of a step."""
-
-HEADS = (
-    "devices",
-    "rows/s",
-    "step",
-    "spread",
-    "speed-up",
-    "efficiency",
-    *PARTS,
-    "compile",
-    "checkpoint",
-)
-"""The names of the cells of a measurement."""
 
 LIMITS = {
     "input": "preparing the batches",
@@ -195,8 +182,8 @@ class Scaling(Report):
         more = [
             {
                 "rows_per_second": m.rows_per_second,
-                "speedup": self.speedup(m),
-                "efficiency": self.efficiency(m),
+                "speedup": None if self.rehearsed else self.speedup(m),
+                "efficiency": None if self.rehearsed else self.efficiency(m),
                 "limit": m.limit,
             }
             for m in self.measurements
@@ -217,29 +204,34 @@ class Scaling(Report):
 
     def show(self, console: Console) -> None:
         """Print a table, then the verdict and the advice."""
-        from rich.table import Table
-
         columns = [self.cells(measured) for measured in self.measurements]
-        table = Table("devices", *(cells[0] for cells in columns))
-        for head, *cells in list(zip(HEADS, *columns, strict=True))[1:]:
-            table.add_row(head, *cells)
-        console.print(table)
+        shown = table("devices", *(cells[0] for cells in columns))
+        for head, *cells in list(zip(self.heads, *columns, strict=True))[1:]:
+            if any(cells):
+                shown.add_row(head, *cells)
+        print_table(console, shown)
         style = "bold red" if self.rehearsed else ""
         console.print(self.verdict, style=style, markup=False, highlight=False)
         for advice in self.advice:
             console.print(advice, markup=False, highlight=False)
         console.print(self.profiled, markup=False, highlight=False)
 
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """The names of the cells. Virtual devices share the cores: none is faster than another."""
+        compared = () if self.rehearsed else ("speed-up", "efficiency")
+        return ("devices", "rows/s", "step", "spread", *compared, *PARTS, "compile", "checkpoint")
+
     def cells(self, of: Measurement) -> list[str]:
-        """The numbers of one measurement as text, in the order of `HEADS`."""
+        """The numbers of one measurement as text, in the order of `heads`."""
         parts = (getattr(of, part) for part in PARTS)
+        compared = (f"{self.speedup(of):.2f}", f"{self.efficiency(of):.0%}")
         return [
             str(len(of.devices)),
             f"{of.rows_per_second:,.0f}",
             _milliseconds(of.step),
             " to ".join(_milliseconds(seconds) for seconds in of.spread),
-            f"{self.speedup(of):.2f}",
-            f"{self.efficiency(of):.0%}",
+            *(() if self.rehearsed else compared),
             *("" if seconds is None else _milliseconds(seconds) for seconds in parts),
             f"{of.compile:.1f} s",
             f"{of.checkpoint:.2f} s",

@@ -407,7 +407,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has n
         self._say_where(run, found, restored["stopped"])
         words = run.restore(epoch, step, _variables(found), restored)
         if words and self._writes:  # other processes have fewer callbacks
-            _warn(f"Callbacks differ from those that {path} was written with: {'; '.join(words)}.")
+            _warn(f"Not every callback resumes from {path}: {'; '.join(words)}.")
         self._epoch, self._step = epoch, step
         return run.epochs if restored["stopped"] else epoch
 

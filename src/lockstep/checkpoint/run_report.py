@@ -14,7 +14,7 @@ from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.run_folder import RunFolder
 from lockstep.errors import CheckpointError, DamagedCheckpoint
 from lockstep.plurals import counted
-from lockstep.report import Report
+from lockstep.report import Report, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -96,7 +96,7 @@ class RunReport(Report):
         from rich.table import Table
         from rich.text import Text
 
-        console.print(Text(self.path, "bold"))
+        console.print(Text(self.path, "bold"), soft_wrap=True)
         held = counted(len(self.checkpoints), "checkpoint")
         lines = [f"  holds  {held} of lockstep.Checkpoint"]
         lines += [f"  model  {self.model}"] if self.model else []
@@ -117,7 +117,7 @@ class RunReport(Report):
                 *map(Text, (saved.name, saved.position, saved.saved, decimal(saved.size))),
                 Text(f"{saved.monitored}{best}"),
             )
-        console.print(table)
+        print_table(console, table)
         console.print(Text(f"next: {self.command}", "bold"), soft_wrap=True)
 
 

@@ -100,6 +100,19 @@ class Engine(Protocol):
         """Return the devices of `model`, or `None` if it is not attached."""
         ...
 
+    def exchanged(self, values: Any, source: str, target: str) -> tuple[Any, Any]:
+        """Copy integers from one device to another, and sum what both hold.
+
+        Args:
+            values: An array of the host.
+            source: The name of a device.
+            target: The name of another one.
+
+        Returns:
+            The copy and the sum as the target has them, as arrays of the host.
+        """
+        ...
+
     def input_options(self, model: Any) -> InputOptions:
         """Return the input options of an attached model."""
         ...
@@ -211,6 +224,19 @@ class Probe(Protocol):
 
         Raises:
             UnusableData: If Keras cannot build the model from the batch.
+        """
+        ...
+
+    def lowered(self, batch: Any) -> str | None:
+        """Return the shortest float type to which a training step casts float64 values.
+
+        The model is not attached. The call may train one step.
+
+        Args:
+            batch: A batch in the structure that `fit` passes to a training step.
+
+        Returns:
+            The type, such as `"float32"`; `None` if the step computes in float64 alone.
         """
         ...
 

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -10,6 +11,14 @@ import numpy as np
 from lockstep.errors import UnusableData
 from lockstep.keras_compat import build_from_batch, pythonify_logs
 from lockstep.state import unique
+
+SHORT_FLOATS = ("bfloat16", "float16", "float32")
+"""Float types that are shorter than float64, by the digits that they keep."""
+
+
+def shortest(types: Iterable[str]) -> str | None:
+    """Return the shortest of some float types, `None` for none."""
+    return min(types, key=SHORT_FLOATS.index, default=None)
 
 
 def watched_layers(model: Any) -> list[Any]:

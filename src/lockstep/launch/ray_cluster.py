@@ -9,6 +9,7 @@ from typing import Any
 
 from lockstep.errors import LaunchError
 from lockstep.launch.ray_nodes import Node
+from lockstep.package_versions import install_command
 
 _ANSWERS_WITHIN = 10.0
 _CLIENT = "ray://"
@@ -36,7 +37,7 @@ def connected(address: str | None, working_dir: str | None = None) -> Iterator[A
     except ImportError:
         raise LaunchError(
             "A run on Ray was asked for, and Ray is not installed.\n"
-            'Install it: pip install "keras-lockstep[ray]".'
+            f"Install it: {install_command('ray')}"
         ) from None
     if ray.is_initialized():
         if address is not None or working_dir is not None:

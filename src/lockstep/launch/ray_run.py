@@ -24,7 +24,7 @@ from lockstep.launch.ray_nodes import Nodes, Share, share_of
 from lockstep.launch.shares import place_of_each
 from lockstep.launch.status import Status
 from lockstep.launch.supervision import STOP_WITHIN, Group, Outcome, run_with_restarts
-from lockstep.package_versions import package_version
+from lockstep.package_versions import install_command, package_version
 
 STARTS_WITHIN = 120.0
 """Seconds for nodes to come back, for room on them, and for the actors to start."""
@@ -245,7 +245,8 @@ class RayGroup(Group):
             return _NotStarted(first_line(error))
         return LaunchError(
             f"Ray could not start the run on a node: {text.splitlines()[-1]}\n"
-            "Install keras-lockstep[ray] on all nodes, in the same versions."
+            "Install lockstep with Ray on all nodes, in the same versions: "
+            f"{install_command('ray')}"
         )
 
     def _place(self, share: Share, until: float, stops: list[int]) -> None:

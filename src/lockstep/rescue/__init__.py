@@ -1,7 +1,7 @@
 """Convert old multi-GPU files to single-device files.
 
 The public functions are `lockstep.inspect`, `lockstep.rescue` and
-`lockstep.load_weights`. They stand in `api.py`, which calls the steps in this order:
+`lockstep.load_weights`. They stand in `api.py`. The steps:
 
     detect    detect.py                    the kind of the file
     read      read.py, hdf5.py             its configs and arrays

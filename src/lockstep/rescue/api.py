@@ -10,6 +10,7 @@ from lockstep.errors import NotAModel, UnreadableFile, UnsuitableOutput, Weights
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.run_report import RunReport
+    from lockstep.old_script import ScriptInspection
     from lockstep.rescue.match import Matched
     from lockstep.rescue.old_layers import Context
     from lockstep.rescue.read import OldFile
@@ -18,19 +19,21 @@ if TYPE_CHECKING:
 Path = str | os.PathLike[str]
 
 
-def inspect(path: Path) -> Inspection | RunReport:
+def inspect(path: Path) -> Inspection | RunReport | ScriptInspection:
     """Identify a checkpoint file, or the folder of a run, and the command that makes it usable.
 
+    Of an old script it lists the lines that Keras 3 needs in another form.
     Nothing in the file is executed. No framework is imported, except PyTorch for PyTorch
     files (with `weights_only=True`).
 
     Args:
         path: A file of Keras 2, tf.keras or Keras 3 (`.h5`, `.hdf5`, `.keras`,
             `.weights.h5`), a PyTorch state dict, or safetensors; or a folder that
-            `lockstep.Checkpoint` has written, or one checkpoint in it.
+            `lockstep.Checkpoint` has written, or one checkpoint in it; or a `.py` script.
 
     Returns:
         The findings, or the list of checkpoints; `command` is the next command to run.
+        For a script, `changes` has the lines and what to write there.
 
     Raises:
         UnreadableFile: The file is of no known kind, or is damaged.
@@ -47,6 +50,10 @@ def inspect(path: Path) -> Inspection | RunReport:
     from lockstep.checkpoint.run_report import is_run, report_run
     from lockstep.rescue import detect
 
+    if os.fspath(path).endswith(".py"):
+        from lockstep.old_script import inspect_script
+
+        return inspect_script(os.fspath(path))
     if os.path.isdir(path) and is_run(Folder(path)):
         return report_run(Folder(path))
     return detect.inspect_file(os.fspath(path))
@@ -109,6 +116,11 @@ def rescue(
     if config is not None and not isinstance(config, dict):
         config = read.parse_config(os.fspath(config))
     proof = None if check is None else os.fspath(check)
+    if proof is not None and suffix == ".safetensors":
+        raise UnsuitableOutput(
+            f"check={proof!r} was asked for, and {goal} is to hold arrays alone: there is no model "
+            "to ask.\nWrite a .keras file, or leave the check away."
+        )
 
     from lockstep.rescue import rebuild
     from lockstep.rescue.old_layers import Context
@@ -219,6 +231,10 @@ def _rescue(
     notes = context.notes
     if matched is None:
         notes.append("arrays alone, under their old names: no architecture was given")
+        if suffix == ".weights.h5":
+            notes.append(
+                f"plain load_weights cannot read it: lockstep.load_weights(model, {output!r}) does"
+            )
     else:
         notes += check.unrecorded_settings(old, matched) if matched.part is None else []
         if matched.name is None:
@@ -226,6 +242,7 @@ def _rescue(
     return _report(
         matched,
         "names: every array keeps its own",
+        unwrap.parallel_part(old),
         source=old.path,
         output=output,
         library=old.library,
@@ -237,11 +254,14 @@ def _rescue(
     )
 
 
-def _report(matched: Matched | None, rule: str, **found: Any) -> Rescued:
+def _report(
+    matched: Matched | None, rule: str, part: tuple[str, int | None] | None, **found: Any
+) -> Rescued:
     from lockstep.rescue.rescue_report import Rescued
 
     if matched is None:
-        return Rescued(template=None, devices=None, rules=(rule,), **found)
+        name, devices = part or (None, None)
+        return Rescued(template=name, devices=devices, rules=(rule,), **found)
     rules = matched.plan.rules
     return Rescued(template=matched.name, devices=matched.devices, rules=rules, **found)
 
@@ -403,6 +423,7 @@ def _loaded(
     return _report(
         matched,
         "the layout of Keras 3",
+        None,
         source=found.path,
         output=f"the live model {model.name!r}",
         library=found.library,

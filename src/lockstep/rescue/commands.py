@@ -18,6 +18,7 @@ def inspect_command(file: str, as_json: bool) -> None:
     """Show what a saved file is, and the command to run next.
 
     FILE may be a folder that lockstep.Checkpoint has written: its checkpoints are listed.
+    Of a script for Keras 2 (.py), the lines that have to change are listed.
 
     Example: lockstep inspect multi.h5
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import zipfile
@@ -93,12 +94,11 @@ def _zip(path: str) -> zipfile.ZipFile:
 
 
 def _keras2(old: OldFile) -> Inspection:
-    inside = unwrap.in_config(old.config)
-    grouped = unwrap.in_groups(old) if old.config is None else None
-    name, devices = (inside.name, inside.devices) if inside else grouped or (None, None)
-    parallel: bool | None = bool(inside or grouped)
+    part = unwrap.parallel_part(old)
+    name, devices = part or (None, None)
+    parallel: bool | None = part is not None
     notes: list[str] = []
-    if grouped:
+    if part and old.config is None:
         notes.append(
             "told by its groups alone; a single model whose only layer with weights is a "
             "nested one after Lambdas looks the same, and is read the same way"
@@ -109,8 +109,7 @@ def _keras2(old: OldFile) -> Inspection:
         turned = ": kernels of convolutions are turned" if old.backend == "theano" else ""
         notes.append(f"the {old.backend} backend of Keras saved it{turned}")
     complete = bool(old.weights) and not old.flaws
-    template = inside.config if inside else old.config
-    needs = code_needed(template)
+    needs = code_needed(unwrap.template_config(old.config))
     contents = "full model" if old.config else "weights"
     return Inspection(
         path=old.path,
@@ -148,12 +147,18 @@ def _keras2_command(old: OldFile, needs_code: bool) -> str:
     if not old.weights or old.flaws:
         return "look for another file of the same run: this one cannot be completed"
     if (old.version or "").startswith("3."):
-        return f"python -c \"import keras; keras.models.load_model('{old.path}')\""
+        return _load_command(old.path)
     stem = shlex.quote(os.path.splitext(os.path.basename(old.path))[0] + "-single")
     code = " --custom your_layers.py" if needs_code else ""
     if old.config is None:
         code = " --model your_file.py:your_function"
     return f"lockstep rescue {shlex.quote(old.path)} -o {stem}.keras{code}"
+
+
+def _load_command(path: str) -> str:
+    """Return a command for a shell that loads a model; any name of a file is quoted."""
+    name = json.dumps(path, ensure_ascii=False)
+    return f"python -c {shlex.quote(f'import keras; keras.models.load_model({name})')}"
 
 
 def _keras3_weights(path: str, handle: Any) -> Inspection:
@@ -233,7 +238,7 @@ def _archive(path: str) -> Inspection:
         contents="full model",
         parallel=False,
         complete=flaw is None,
-        command=f"python -c \"import keras; keras.models.load_model('{path}')\"",
+        command=_load_command(path),
         flaw=flaw,
         optimizer=inner is not None and inner.optimizer,
         compiled=bool(config.get("compile_config")),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import printable
 from lockstep.plurals import counted
-from lockstep.report import Report
+from lockstep.report import Report, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,14 +77,14 @@ class Rescued(Report):
             equal = ("yes, converted" if row.converted else "yes") if row.equal else "NO: rounded"
             cells = (row.source, row.target, _dims(row.shape), equal)
             table.add_row(*(Text(printable(cell)) for cell in cells))
-        console.print(table)
+        print_table(console, table)
         lines = [self._model(), f"decided by {'; '.join(self.rules)}", *self._state()]
         lines += [f"note: {note}" for note in self.notes]
         if self.difference is not None:
             lines.append(f"outputs: largest difference {self.difference:.2g}")
         lines.append(self._counts())
         for line in lines:
-            console.print(Text(printable(line)))
+            console.print(Text(printable(line)), soft_wrap=True)
 
     def _counts(self) -> str:
         equal = sum(row.equal for row in self.rows)
@@ -170,7 +170,7 @@ class Inspection(Report):
 
         inside = f", template {self.template!r}" if self.template else ""
         extras = ["optimizer state"] * self.optimizer + ["loss and metrics"] * self.compiled
-        line(self.path, "bold")
+        line(self.path, "bold", soft_wrap=True)
         line(f"  written by  {self.library}")
         line(f"  holds       {self.contents}, {counted(len(self.arrays), 'array')}")
         line(f"  model       {self._model()}{inside}")

@@ -96,6 +96,14 @@ def template_config(model: dict[str, Any] | None) -> dict[str, Any] | None:
     return inside.config if inside else model
 
 
+def parallel_part(old: OldFile) -> tuple[str, int | None] | None:
+    """Return the name of the template and the number of devices, `None` for a single model."""
+    inside = in_config(old.config)
+    if inside:
+        return inside.name, inside.devices
+    return in_groups(old) if old.config is None else None
+
+
 def in_groups(old: OldFile) -> tuple[str, int | None] | None:
     """Return the inner group's name and the number of devices, from a file of weights.
 

@@ -23,15 +23,17 @@ def verify(
     step. Batches reach the training step as in `fit`, and a model that is not built is built
     as in `fit`. If the runs differ, the result names the first step, the first layer and the
     likely cause. If the loss becomes infinite or NaN, that step and later ones are not
-    compared, and the verdict is `"cannot tell"`.
+    compared, and the verdict is `"cannot tell"`. It is the same if no weight moved.
 
     Afterwards the model has its weights, optimizer state and devices again. Metrics are
     reset, and a model or optimizer that was not built stays built.
 
     Runs that are further apart than 1e-5 (of the largest value, where that is above 1) are
     compared again in float64, in a process of its own: rounding shrinks to 1e-10 there, and a
-    fault does not. If that process cannot have the model, or under a launcher, the verdict is
-    `"cannot tell"`; the command `lockstep verify --float64` builds the model in float64 instead.
+    fault does not. Mixed precision and casts of `keras.ops` mean float64 there; other casts to
+    float32 make the bound that of float32. If that process cannot have the model, or under a
+    launcher, the verdict is `"cannot tell"`; the command `lockstep verify --float64` builds the
+    model in float64 instead.
 
     Args:
         model: A compiled `keras.Model`.

@@ -3,20 +3,23 @@
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 
 from lockstep.batches import Batch, rows_of
 from lockstep.engines.engine import Engine
+from lockstep.engines.probe_helpers import SHORT_FLOATS
 from lockstep.errors import UnsplitBatchWarning
-from lockstep.keras_compat import computes_in_float64, layers_not_in_float64
+from lockstep.keras_compat import computes_in_float64, layers_in, layers_not_in_float64
+from lockstep.plurals import counted
 from lockstep.processes import process_group
 from lockstep.state import Values, distance, restore, rnn_states, snapshot
-from lockstep.verify.float64 import compare_in_float64
+from lockstep.verify.float64 import NEXT, compare_in_float64
 from lockstep.verify.progress_line import progress_line
 from lockstep.verify.verification import BOUND, DOUBLE_BOUND, Difference, Verification
 
@@ -55,6 +58,7 @@ def compare(
         cause=comparison.cause,
         rounding=comparison.rounding,
         not_finite_from=comparison.not_finite_from,
+        lowered=comparison.lowered,
     )
 
 
@@ -79,6 +83,7 @@ class _Comparison:
     cause: str | None = None
     rounding: float | None = None
     not_finite_from: int | None = None
+    lowered: str | None = None
 
     def __post_init__(self) -> None:
         self._probe = self.engine.probe(self.model)
@@ -86,11 +91,14 @@ class _Comparison:
         self._double = computes_in_float64() and not layers_not_in_float64(self.model)
         self._bound = DOUBLE_BOUND if self._double else BOUND
         self._bounds: list[dict[str, float]] = []
+        self._unmoved: list[str] = []
 
     def run(self) -> None:
         with self._probe.precise():
             self._alone = self.names[:1] if self._loses_states() else None
             self._place(self._alone)
+            if self._double:
+                self._find_casts()
             self._train_first()
             if not self.batches:
                 self.cause = self._cause_not_finite()
@@ -103,16 +111,28 @@ class _Comparison:
                 self._find_first(again, self._alone)
                 self.cause = _unsteady(self.first_layer)
             elif _first_step(self.differences) is not None:
-                what = self._find_first(self.differences, self.names)
-                if self._double:
-                    self.cause = _cause(self.first_layer, what)
-                else:
-                    self._decide_in_float64(what)
+                self._explain()
+            if self.cause is None:
+                self._judge_unmoved()
             if self.not_finite_from is not None:
                 if self.cause is None:
                     self.cause = self._cause_not_finite()
                 else:
                     self.notes.append(self._cause_not_finite())
+
+    def _explain(self) -> None:
+        """Find the cause of differences beyond the bound, or that they are rounding."""
+        if self._double and self.lowered not in (None, "float32"):
+            self.cause = (
+                f"{self._beyond(self.lowered)}. Without the casts to {self.lowered} in the code of "
+                "the model, float64 decides."
+            )
+            return
+        what = self._find_first(self.differences, self.names)
+        if self._double:
+            self.cause = _cause(self.first_layer, what)
+        else:
+            self._decide_in_float64(what)
 
     def _decide_in_float64(self, what: str | None) -> None:
         """Find out whether differences beyond the bound are rounding."""
@@ -122,9 +142,12 @@ class _Comparison:
         self.first_step = self.first_layer = None
         found = self._in_float64()
         if isinstance(found, str):
-            self.cause = f"{said}. Whether that is rounding is not known: {found}. {_NEXT}"
+            self.cause = f"{self._beyond(self._own_type())}: {found}"
+        elif found.verdict == "cannot tell":
+            self.differences, self.lowered = found.differences, found.lowered
+            self.cause = f"In float64: {found.cause}"
         elif found.cause is not None:
-            self.differences = found.differences
+            self.differences, self.lowered = found.differences, found.lowered
             self.first_step, self.first_layer = found.first_step, found.first_layer
             self.cause = f"In float64: {found.cause}"
             self.notes.append(f"The differences are those in float64. {said}.")
@@ -132,14 +155,79 @@ class _Comparison:
             self.cause = (
                 f"{said}, and in float64, in another process, they agree. But from the same "
                 f"weights the outputs of {unlike!r} are more than a tenth apart, which is no "
-                f"rounding: they may depend on this process. {_NEXT}"
+                f"rounding: they may depend on this process. {NEXT}"
             )
         else:
-            self.rounding = worst.largest
+            self.rounding, self.lowered = worst.largest, found.lowered
+
+    def _beyond(self, dtype: str) -> str:
+        """Return how far the runs are apart, where this type is the longest that was tried."""
+        worst = self.differences[0]
+        said = f"Beyond {dtype} it cannot: at most {worst.largest:.1e} apart ({worst.name})"
+        self._place(self._alone)
+        if self._reads_order():
+            return said
+        batches = self.batches
+        self.batches = [keras.tree.map_structure(_reversed, batch) for batch in batches]
+        try:
+            again = self._differences("one device, rows reversed")
+        finally:
+            self.batches = batches
+        itself = max(difference.largest for difference in again)
+        if itself == 0:
+            return said
+        return (
+            f"{said}, which is {worst.largest / itself:.1f} times what one device differs from "
+            "itself by another order of rows"
+        )
+
+    def _reads_order(self) -> bool:
+        """Return whether a step depends on the order of rows, by random numbers or states."""
+        drawn = [name for name in self._start if "seed_generator_state" in name]
+        after = self._first_run(1)
+        moved = any(not np.array_equal(self._start[name], after[name]) for name in drawn)
+        return moved or bool(rnn_states(self.model))
+
+    def _own_type(self) -> str:
+        """Return the shortest float type that a layer computes in."""
+        types = {layer.compute_dtype for layer in layers_in(self.model)}
+        return next((each for each in SHORT_FLOATS if each in types), "float32")
+
+    def _find_casts(self) -> None:
+        """Find the casts to shorter floats in the code of a model that computes in float64."""
+        self._probe.restart()
+        with suppress(Exception):  # a step that cannot be traced: the bound stays that of float64
+            self.lowered = self._probe.lowered(self.batches[0])
+        if self.lowered == "float32":
+            self._bound = BOUND
+            self.notes.append(
+                "The code of the model casts values of float64 to float32: the bound is that of "
+                "float32."
+            )
+
+    def _judge_unmoved(self) -> None:
+        """Say which weights did not move on one device; without any there is no verdict."""
+        trained = len({variable.path for variable in self.model.trainable_variables})
+        steps = counted(len(self.batches), "step")
+        if not trained:
+            self.cause = (
+                "The model has no trainable weight, so a fault in training would not show. "
+                "Set trainable=True on the layers to compare."
+            )
+        elif len(self._unmoved) == trained:
+            self.cause = (
+                f"No weight moved in {steps} on one device, so a fault in training would not show. "
+                "The usual causes: labels out of range, a learning rate of 0, a loss that does not "
+                "depend on the weights, gradients that are accumulated over more steps."
+            )
+        elif self._unmoved:
+            more = len(self._unmoved) - 3
+            names = ", ".join(self._unmoved[:3]) + (f" and {more} more" if more > 0 else "")
+            self.notes.append(f"Not trained, as on one device they did not move: {names}.")
 
     def _in_float64(self) -> Verification | str:
         if process_group.several():
-            return "float64 runs where no launcher has started several processes"
+            return f"float64 runs where no launcher has started several processes. {NEXT}"
         self._place(None)
         restore(self.model, self._start)
         return compare_in_float64(self.engine, self.model, self.batches, self.names)
@@ -197,7 +285,8 @@ class _Comparison:
 
     def _train_first(self) -> None:
         """Train on one device, until the loss or a weight is not finite."""
-        trained = {variable.path for variable in self.model.trainable_variables}
+        trained = {variable.path: None for variable in self.model.trainable_variables}
+        self._unmoved = list(trained)
         bounds: dict[str, float] = {}
         for step, values in self._steps("one device"):
             _write(self._file(step), values)
@@ -211,6 +300,9 @@ class _Comparison:
                 size = np.max(np.abs(value), initial=1.0, where=np.isfinite(value))
                 bounds[name] = max(bounds.get(name, 0.0), self._bound * float(size))
             self._bounds.append(dict(bounds))
+            self._unmoved = [
+                name for name in self._unmoved if np.array_equal(values[name], self._start[name])
+            ]
 
     def _cause_not_finite(self) -> str:
         step, before = self.not_finite_from, len(self.batches)
@@ -249,7 +341,8 @@ class _Comparison:
         return what
 
 
-_NEXT = "lockstep verify file.py:function --float64 builds the model in float64, and tells."
+def _reversed(rows: Any) -> Any:
+    return rows[::-1]
 
 
 def _first_step(differences: tuple[Difference, ...]) -> int | None:

@@ -26,6 +26,8 @@ from lockstep.keras_compat import DTYPES, KerasSaveable, compute_in_float64, sto
 from lockstep.state import to_host
 from lockstep.verify.verification import Verification
 
+NEXT = "lockstep verify file.py:function --float64 builds the model in float64, and tells."
+
 
 def compare_in_float64(
     engine: Engine, model: Any, batches: list[Batch], names: tuple[str, ...]
@@ -47,8 +49,11 @@ def compare_in_float64(
         with _own_code_by_value():
             packed = dumped((settings, model, batches, names), _Pickler).file.getvalue()
     except Exception as error:
-        return f"for float64 it cannot be sent to another process ({reason_of(error)})"
-    with tempfile.TemporaryDirectory(prefix="lockstep-float64-") as folder:
+        return f"for float64 it cannot be sent to another process ({reason_of(error)}). {NEXT}"
+    with (
+        tempfile.TemporaryDirectory(prefix="lockstep-float64-") as folder,
+        tempfile.TemporaryFile("w+", errors="replace") as said,
+    ):
         given, found = Path(folder) / "given", Path(folder) / "found"
         given.write_bytes(packed)
         done = subprocess.run(
@@ -56,11 +61,13 @@ def compare_in_float64(
             env=_environment(engine),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=None if sys.stderr.isatty() else subprocess.DEVNULL,  # the progress lines
+            stderr=None if sys.stderr.isatty() else said,  # the progress lines
             check=False,
         )
         if not found.exists():
-            return f"the process of float64 ended with status {done.returncode}"
+            said.seek(0)
+            last = " / ".join(line.strip() for line in said.read().splitlines()[-3:])
+            return f"the process of float64 ended with status {done.returncode}. {last}".rstrip()
         result: Verification | str = pickle.loads(found.read_bytes())
         return result
 
@@ -130,7 +137,7 @@ def _own_code_by_value() -> Iterator[None]:
 
 def main(given: Path, found: Path) -> None:
     """Compare what `compare_in_float64` has written, and write the result or the reason."""
-    compute_in_float64()
+    compute_in_float64(whatever_is_asked=True)
     from lockstep.verify.comparison import compare
 
     result: Verification | str
@@ -140,7 +147,7 @@ def main(given: Path, found: Path) -> None:
         keras.config.set_epsilon(settings[1])
         result = compare(current_engine(), trackers_mended(model), batches, names)
     except Exception as error:
-        result = f"the process of float64 ended with {type(error).__name__}: {reason_of(error)}"
+        result = f"the process of float64 ended with {type(error).__name__}: {reason_of(error)}."
     found.write_bytes(pickle.dumps(result))
 
 

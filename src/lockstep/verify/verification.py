@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.plurals import counted
-from lockstep.report import Report
+from lockstep.report import Report, print_table, table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,6 +62,9 @@ class Verification(Report):
             float64 has shown that it is rounding; else `None`.
         not_finite_from: The first step after which, on one device, the loss or a weight is not
             finite; it and later steps are not compared. `None` for never.
+        lowered: The shortest float type to which the code of the model casts values of float64,
+            where the comparison is in float64; `None` for none. With casts to `"float32"`, the
+            bound is that of float32.
     """
 
     backend: str
@@ -75,6 +78,7 @@ class Verification(Report):
     cause: str | None = None
     rounding: float | None = None
     not_finite_from: int | None = None
+    lowered: str | None = None
 
     @property
     def equal(self) -> bool:
@@ -100,12 +104,11 @@ class Verification(Report):
     def show(self, console: Console) -> None:
         """Print a table, then the verdict in words."""
         from rich.markup import escape
-        from rich.table import Table
 
         console.print(f"{self.backend}: {self._compared()}.", highlight=False)
-        table = Table("", "largest difference", "bound", "")
+        shown = table("", "largest difference", "bound", "")
         for difference in self.differences[:LINES]:
-            table.add_row(
+            shown.add_row(
                 escape(difference.name),
                 f"{difference.largest:.1e}",
                 f"{difference.bound:.1e}",
@@ -115,8 +118,8 @@ class Verification(Report):
         if len(self.differences) > LINES:
             rest = self.differences[LINES:]
             largest = max(difference.largest for difference in rest)
-            table.add_row(f"{len(rest)} more", f"at most {largest:.1e}", "", "")
-        console.print(table)
+            shown.add_row(f"{len(rest)} more", f"at most {largest:.1e}", "", "")
+        print_table(console, shown)
         for note in self.notes:
             console.print(escape(note), highlight=False)
         words = escape(self._words()) if self.equal else f"[red]{escape(self._words())}[/red]"
@@ -136,12 +139,17 @@ class Verification(Report):
             return ""
         return "rounding" if self.equal else f"from step {difference.first_step}"
 
+    def _float64_bound(self) -> str:
+        if self.lowered is None:
+            return "1e-10"
+        return f"1e-5, as the code of the model casts values to {self.lowered}"
+
     def _words(self) -> str:
         equal = f"{len(self.devices)} devices give what one device gives"
         if self.rounding is not None:
             equal += (
-                f": in float64 to 1e-10. In their own precision they are up to {self.rounding:.1e} "
-                "apart, which is rounding"
+                f": in float64 to {self._float64_bound()}. In their own precision they are up to "
+                f"{self.rounding:.1e} apart, which is rounding"
             )
         return {
             "equal": f"{equal}.",

@@ -1,8 +1,10 @@
 """JAX's devices, and virtual devices on the CPU."""
 
 import os
+from typing import Any
 
 import jax
+import numpy as np
 
 from lockstep.devices import Device, check_visible, rehearsed_devices
 from lockstep.engines.rehearsal_error import rehearsal_too_late
@@ -57,3 +59,18 @@ def _describe(device: jax.Device) -> Device:
         kind=device.device_kind,
         memory=(stats or {}).get("bytes_limit"),
     )
+
+
+def exchanged(values: Any, source: str, target: str) -> tuple[Any, Any]:
+    """Copy integers from one device to another, and sum them over both; see `Engine`."""
+    pair = find((source, target))
+    copy = jax.device_put(jax.device_put(values, pair[0]), pair[1])
+    mesh = jax.sharding.Mesh(np.array(pair), ("devices",))
+    rows, whole = (
+        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+        for axes in (("devices",), ())
+    )
+    both = jax.device_put(np.stack([values, values]), rows)
+    total = jax.jit(lambda held: held.sum(axis=0), out_shardings=whole)(both)
+    (there,) = [part.data for part in total.addressable_shards if part.device == pair[1]]
+    return np.asarray(copy), np.asarray(there)

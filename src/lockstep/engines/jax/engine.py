@@ -80,6 +80,10 @@ class JaxEngine(BaseEngine):
         options: InputOptions = attachments.attachment_of(model).session.planner.options
         return options
 
+    def exchanged(self, values: Any, source: str, target: str) -> tuple[Any, Any]:
+        """Copy integers from one device to another, and sum what both hold."""
+        return jax_devices.exchanged(values, source, target)
+
     def probe(self, model: Any) -> JaxProbe:
         """Return a probe into the steps of `model`, attached or not."""
         return JaxProbe(model)

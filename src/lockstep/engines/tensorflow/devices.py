@@ -64,3 +64,20 @@ def _kind(platform: str, number: int) -> str:
         return platform
     details = tf.config.experimental.get_device_details(physical[number])
     return str(details.get("device_name", platform))
+
+
+def exchanged(values: Any, source: str, target: str) -> tuple[Any, Any]:
+    """Copy integers from one device to another, and sum them over both; see `Engine`."""
+    with tf.device(source):
+        given = tf.identity(tf.constant(values))
+    with tf.device(target):
+        copy = tf.identity(given)
+    strategy = tf.distribute.MirroredStrategy([source, target])
+
+    def summed() -> Any:
+        return tf.distribute.get_replica_context().all_reduce(
+            tf.distribute.ReduceOp.SUM, tf.identity(given)
+        )
+
+    total = strategy.experimental_local_results(tf.function(lambda: strategy.run(summed))())
+    return copy.numpy(), total[1].numpy()

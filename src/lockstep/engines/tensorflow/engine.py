@@ -117,6 +117,10 @@ class TensorFlowEngine(BaseEngine):
         with attachments.alone(model, "place"):
             attachments.attach(Attachment(model, layout.devices, layout), Attachment.again)
 
+    def exchanged(self, values: Any, source: str, target: str) -> tuple[Any, Any]:
+        """Copy integers from one device to another, and sum what both hold."""
+        return tensorflow_devices.exchanged(values, source, target)
+
     def probe(self, model: Any) -> TensorFlowProbe:
         """Return a probe for the steps of `model`, attached or not."""
         return TensorFlowProbe(model)

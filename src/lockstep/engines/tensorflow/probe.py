@@ -1,5 +1,6 @@
 """Records the layer outputs and the gradients of one training step on TensorFlow."""
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -13,9 +14,11 @@ from lockstep.engines import attachments
 from lockstep.engines.engine import Compiling, Data, Trace
 from lockstep.engines.patched import patched
 from lockstep.engines.probe_helpers import (
+    SHORT_FLOATS,
     draw,
     not_built,
     part_of,
+    shortest,
     tensors,
     trained_once,
     watched_layers,
@@ -102,6 +105,18 @@ class TensorFlowProbe:
         elif not is_ready(model, "train"):
             step = tf.function(model.train_step, autograph=False)
             step.get_concrete_function(tensors(batch))
+
+    def lowered(self, batch: Any) -> str | None:
+        """Return the shortest float type to which the traced step casts float64 values."""
+        step = tf.function(self._model.train_step, autograph=False)
+        graph = step.get_concrete_function(tensors(batch)).graph.as_graph_def()
+        functions = [function.node_def for function in graph.library.function]
+        casts = (
+            tf.as_dtype(node.attr["DstT"].type).name
+            for node in itertools.chain(graph.node, *functions)
+            if node.op == "Cast" and node.attr["SrcT"].type == tf.float64.as_datatype_enum
+        )
+        return shortest(each for each in casts if each in SHORT_FLOATS)
 
     def train(self, batch: Any) -> dict[str, Any]:
         """Train one step on a batch in the structure of `fit`, and return the logs."""

@@ -1,11 +1,13 @@
 """PyTorch's devices, and virtual CPU devices, which are processes."""
 
 import os
+from typing import Any
 
 import torch
 
 from lockstep.devices import Device, check_visible, rehearsed_devices
 from lockstep.engines.rehearsal_error import rehearsal_too_late
+from lockstep.engines.torch.placement import torch_device_of
 from lockstep.engines.torch.torch_group import TorchGroup
 from lockstep.keras_compat import torch_default_device
 
@@ -61,3 +63,18 @@ def _gpus() -> list[Device]:
         Device(f"gpu:{number}", torch.cuda.get_device_name(number))
         for number in range(torch.cuda.device_count())
     ]
+
+
+def exchanged(values: Any, source: str, target: str) -> tuple[Any, Any]:
+    """Copy integers from one device to another, and sum them over both; see `Engine`.
+
+    The sum is computed in this process. NCCL between the processes of a pool is not tried.
+    """
+    one, other = torch_device_of(source), torch_device_of(target)
+    given, there = torch.from_numpy(values).to(one), torch.from_numpy(values).to(other)
+    total = (
+        torch.cuda.comm.reduce_add([given, there], destination=other.index)
+        if other.type == "cuda"
+        else given + there
+    )
+    return given.to(other).cpu().numpy(), total.cpu().numpy()

@@ -57,6 +57,7 @@ from lockstep.keras_compat import BUILD, layers_in, wrapped_by_keras
 from lockstep.launch.environment import Place
 from lockstep.launch.status import STATUS_OF_PROCESS
 from lockstep.layout import Layout, both_layouts
+from lockstep.plurals import counted
 from lockstep.processes import process_group
 from lockstep.processes.call_scope import CALLS
 from lockstep.processes.first_process_io import methods_of_all_processes
@@ -113,6 +114,10 @@ class TorchEngine(BaseEngine):
             raise both_layouts(model, "place")
         with attachments.alone(model, "place"):
             attachments.attach(Attachment(model, layout.devices, layout), Attachment.again)
+
+    def exchanged(self, values: Any, source: str, target: str) -> tuple[Any, Any]:
+        """Copy integers from one device to another, and sum what both hold."""
+        return torch_devices.exchanged(values, source, target)
 
     def probe(self, model: Any) -> TorchProbe:
         """Return a probe for the steps of `model`, attached or not."""
@@ -415,6 +420,9 @@ class Attachment:
             line = fit_line("torch", self.devices, given, compiles)
         else:
             line = branches_line("torch", self.layout, given)
+        if isinstance(self._runner, PoolRunner) and self._splits and not self._lease.runs():
+            workers = len(self.devices) - 1
+            line += f", starting {counted(workers, 'process')} for the other devices"
         ignored = self._splits and self.model.jit_compile
         return line + (", without torch.compile" if ignored else "")
 

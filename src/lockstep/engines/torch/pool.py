@@ -342,6 +342,11 @@ class Lease:
         self._devices = devices
         self._pool: Pool | None = None
 
+    def runs(self) -> bool:
+        """Return whether the pool of these devices is running."""
+        pool = _pools.get(self._devices)
+        return pool is not None and not pool.closed
+
     def pool(self) -> Pool:
         """Return the running pool of these devices, or a new one."""
         pool = _pools.get(self._devices)

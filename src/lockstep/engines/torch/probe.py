@@ -8,10 +8,19 @@ from typing import Any
 
 import keras
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lockstep.engines import attachments
 from lockstep.engines.engine import Clock, Compiling, Data, Trace
-from lockstep.engines.probe_helpers import build_symbolically, part_of, tensors, trained_once
+from lockstep.engines.probe_helpers import (
+    SHORT_FLOATS,
+    build_symbolically,
+    part_of,
+    shortest,
+    tensors,
+    trained_once,
+)
 from lockstep.engines.torch import step_timing
 from lockstep.engines.torch.replica import random_state, set_random_state
 from lockstep.engines.torch.split_checks import why_custom
@@ -22,6 +31,25 @@ from lockstep.processes import process_group
 from lockstep.processes.call_scope import CALLS
 from lockstep.processes.group import current
 from lockstep.state import variables_of
+
+
+class _Casts(TorchDispatchMode):  # type: ignore[misc]
+    """Collects the short float types that operations give for values of float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run one operation, in the forward or the backward pass."""
+        result = operation(*args, **(kwargs or {}))
+        given = [each.dtype for each in tree_leaves((args, kwargs)) if torch.is_tensor(each)]
+        if torch.float64 in given:
+            got = [each.dtype for each in tree_leaves(result) if torch.is_tensor(each)]
+            self.found |= {str(each).removeprefix("torch.") for each in got} & {*SHORT_FLOATS}
+        return result
 
 
 class TorchProbe:
@@ -105,6 +133,12 @@ class TorchProbe:
     def build(self, batch: Any) -> None:
         """Build what is not built yet, as `fit` does before its first step."""
         build_symbolically(self._model, batch)
+
+    def lowered(self, batch: Any) -> str | None:
+        """Train a step, and return the shortest float type that operations give for float64."""
+        with _Casts() as casts:
+            trained_once(self._model, batch)
+        return shortest(casts.found)
 
     def train(self, batch: Any) -> dict[str, Any]:
         """Train one step on a batch in the structure of `fit`, and return the logs."""

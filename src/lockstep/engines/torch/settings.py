@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import torch
 
-from lockstep.keras_compat import compute_in_float64, computes_in_float64
+from lockstep.keras_compat import compute_in_float64, computes_in_float64, names_mean_float64
 
 Settings = dict[str, Any]
 
@@ -17,6 +17,7 @@ def current_settings() -> Settings:
     """Return the settings of Keras and PyTorch that change results."""
     return {
         "float64": computes_in_float64(),
+        "names_mean_float64": names_mean_float64(),
         "floatx": keras.config.floatx(),
         "epsilon": keras.config.epsilon(),
         "image_data_format": keras.config.image_data_format(),
@@ -41,7 +42,7 @@ def current_settings() -> Settings:
 def apply_settings(settings: Settings) -> None:
     """Set what `current_settings` returned in another process."""
     if settings["float64"]:
-        compute_in_float64()
+        compute_in_float64(whatever_is_asked=settings["names_mean_float64"])
     keras.config.set_floatx(settings["floatx"])
     keras.config.set_epsilon(settings["epsilon"])
     keras.config.set_image_data_format(settings["image_data_format"])

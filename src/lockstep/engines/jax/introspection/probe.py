@@ -17,10 +17,19 @@ from lockstep.engines.jax.introspection import profile
 from lockstep.engines.jax.session import MeshIterator
 from lockstep.engines.jax.steps.live_state import State
 from lockstep.engines.patched import patched
-from lockstep.engines.probe_helpers import build_symbolically, draw, part_of, watched_layers
-from lockstep.keras_compat import trainer_class
+from lockstep.engines.probe_helpers import (
+    SHORT_FLOATS,
+    build_symbolically,
+    draw,
+    part_of,
+    shortest,
+    tensors,
+    watched_layers,
+)
+from lockstep.keras_compat import take_jax_state, trainer_class
 from lockstep.processes import process_group
 from lockstep.processes.call_scope import CALLS
+from lockstep.state import GROUPS
 from lockstep.training.session import TRAIN
 
 
@@ -69,6 +78,12 @@ class JaxProbe:
     def build(self, batch: Any) -> None:
         """Build the model as `fit` does before its first step."""
         build_symbolically(self._model, batch)
+
+    def lowered(self, batch: Any) -> str | None:
+        """Return the shortest float type to which the traced step casts float64 values."""
+        groups = {f"{name}_variables": True for name in GROUPS}
+        state = take_jax_state(self._model, **groups)
+        return shortest(_casts(jax.make_jaxpr(self._model.train_step)(state, tensors(batch)).jaxpr))
 
     def train(self, batch: Any) -> dict[str, Any]:
         """Run one training step on a batch in the structure of `fit`, and return the logs."""
@@ -133,6 +148,25 @@ class JaxProbe:
         for variable, gradient in zip(model.trainable_variables, gradients, strict=False):
             seen[f"gradient/{variable.path}"] = gradient
         return seen, state
+
+
+def _casts(program: Any) -> Iterator[str]:
+    """Yield the short float types that equations of a program give for values of float64."""
+    for equation in program.eqns:
+        for part in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program):
+            if _is_program(part):
+                yield from _casts(getattr(part, "jaxpr", part))
+        if any(_type(value) == "float64" for value in equation.invars):
+            found = {_type(value) for value in equation.outvars}
+            yield from found.intersection(SHORT_FLOATS)
+
+
+def _is_program(item: Any) -> bool:
+    return hasattr(item, "eqns") or hasattr(item, "jaxpr")
+
+
+def _type(value: Any) -> str:
+    return str(getattr(value.aval, "dtype", ""))
 
 
 @contextmanager

@@ -1,0 +1,35 @@
+"""The generated tables were written by the generators that exist."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.conformance import table
+from tests.rescue import whole
+from tests.third_party import __main__ as third_party
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("backend", table.COUNTS)
+def test_a_page_of_cases_is_what_its_generator_writes(backend):
+    own = "" if backend == "jax" else f"-{backend}"
+    page = (DOCS / f"exactness{own}.md").read_text()
+    versions, rows = table.read(page)
+    known = {(family, name) for family, names in table.names(backend).items() for name in names}
+    assert rows.keys() <= known, "a row is of a case that is no longer there"
+    assert page == table.render(rows, backend, versions)
+
+
+def test_the_page_of_other_libraries_has_the_head_of_its_generator():
+    page = (DOCS / "third-party.md").read_text()
+    before, after = third_party.HEAD.split("{versions}")
+    assert page.startswith(before)
+    assert after in page
+
+
+def test_the_page_of_old_files_has_the_head_of_its_generator():
+    page = (DOCS / "rescue-cases.md").read_text()
+    written = whole.table([]).splitlines()
+    assert page.splitlines()[:3] == written[:3]
+    assert [line for line in page.splitlines() if line.startswith("| case")] == written[-2:-1]

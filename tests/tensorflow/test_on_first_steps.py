@@ -31,7 +31,7 @@ def test_a_loss_that_is_declared_wrongly_is_an_error():
 
     made = lockstep.distribute(model_of(loss=lockstep.rowwise(declared)), DEVICES)
     before = made.get_weights()
-    with pytest.raises(UnsupportedModel, match="'declared' of 'functional.*' is declared row-wise"):
+    with pytest.raises(UnsupportedModel, match="is declared row-wise"):
         made.train_on_batch(*data())
     for a, b in zip(made.get_weights(), before, strict=True):
         np.testing.assert_array_equal(a, b)

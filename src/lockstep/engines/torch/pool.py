@@ -51,11 +51,13 @@ class Pool:
 
     Attributes:
         settings: The settings that the workers have, `None` before they were sent any.
+        in_modules: The key of the model whose tensors the modules of the workers hold.
     """
 
     def __init__(self, devices: tuple[str, ...]) -> None:
         self.lock = threading.RLock()
         self.settings: Any = None
+        self.in_modules: int | None = None
         self.closed = False
         self._called = False
         self._devices = devices

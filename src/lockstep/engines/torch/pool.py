@@ -212,7 +212,7 @@ class Pool:
         where = f"replica {worker.rank} ({self._devices[worker.rank]})"
         error = None if sent is None else load_error(sent)
         if error is None:
-            return WorkerDied(
+            error = WorkerDied(
                 f"The process of {where} ended by an error that cannot be pickled:\n"
                 f"{text.strip().splitlines()[-1]}\nThe model stands as after the last step."
             )

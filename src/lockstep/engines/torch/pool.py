@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.engines.sent_error import load_error
 from lockstep.engines.torch.batch_memory import BatchMemory, new_file
 from lockstep.engines.torch.group import HOST, Group, PeerLost
 from lockstep.engines.torch.placement import torch_device_of
-from lockstep.engines.torch.sent_error import load_error
 from lockstep.engines.worker_watch import WorkerWatch
 from lockstep.errors import WorkerDied
 

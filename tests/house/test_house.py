@@ -211,6 +211,8 @@ NOT_OF_KERAS = {
         "_gradient_op_type",
         "_seed2",
     ),
+    # cloudpickle
+    *("_make_skeleton_class", "_make_skeleton_enum", "_make_typevar"),
     # parts of names, and names in files
     *("_W", "_activation", "_batch_", "_batch_begin", "_batch_end", "_compile_", "_test_"),
     *("_train_", "_layer_checkpoint_dependencies"),

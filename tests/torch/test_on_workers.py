@@ -10,6 +10,7 @@ import torch
 from keras import layers, ops
 
 import lockstep
+from lockstep.engines.torch import pool
 from lockstep.errors import UnsupportedModel
 from tests.torch import script_settings
 from tests.torch.agreement import assert_equal, both, values
@@ -223,6 +224,50 @@ def test_two_models_whose_layers_are_of_one_class_keep_their_own_tensors():
         lockstep.release(first)
         lockstep.release(second)
     assert_equal(*found)
+
+
+def test_two_models_whose_layers_read_a_tensor_of_one_module(monkeypatch):
+    found = []
+    for devices in (1, 3):
+        monkeypatch.setattr(script_settings, "TABLE", ops.convert_to_tensor([0.5, -1.0, 2.0]))
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(11)
+        models = [lockstep.distribute(sequential(script_settings.Scale()), devices) for _ in "ab"]
+        x, y = data()
+        for _ in range(3):
+            for model in models:
+                model.train_on_batch(x, y)
+                script_settings.TABLE += 0.5
+        found.append([*values(models[0]), *values(models[1])])
+        for model in models:
+            lockstep.release(model)
+    assert_equal(*found)
+
+
+STEPS = []
+
+
+class NotesItsSteps(keras.Sequential):
+    """Writes into a list of the script, which every process does by itself."""
+
+    def train_step(self, data):
+        STEPS.append(1)
+        return super().train_step(data)
+
+
+def test_what_a_step_changes_in_globals_is_not_sent_at_each_step(monkeypatch):
+    sent = []
+    send = pool.Pool.send
+    monkeypatch.setattr(pool.Pool, "send", lambda self, *a: (sent.append(a[0]), send(self, *a)))
+    STEPS.clear()
+    model = NotesItsSteps([keras.Input((4,)), layers.Dense(2)])
+    model.compile("sgd", "mse")
+    lockstep.distribute(model, 3)
+    x, y = data()
+    model.fit(x, y, batch_size=2, verbose=0)
+    assert len(STEPS) == 8
+    assert sent.count("model") == 1
+    lockstep.release(model)
 
 
 # ------------------------------------------------------------------- the caller's own code

@@ -69,6 +69,14 @@ class CodeReads:
             not all(_is_alike(*pair) for pair in self._containers.values())
         )
 
+    def renew(self) -> None:
+        """Note the values that names and containers have now."""
+        names, self._names, self._containers = self._names, [], {}
+        for owner, name, _ in names:
+            value = _value(owner, name)
+            if value is not _MISSING:
+                self.add(owner, {name: value})
+
     def put_back(self) -> None:
         """Give names and containers the objects that they had."""
         for owner, name, value in self._names:

@@ -31,11 +31,13 @@ class Dumped(NamedTuple):
         data: The bytes: the same for the same model, whatever the values of its tensors are.
         tensors: The tensors that they name by their number.
         reads: What code of the model reads besides the model.
+        in_modules: Whether attributes of the user's modules hold some of the tensors.
     """
 
     data: bytes
     tensors: list[Any]
     reads: CodeReads
+    in_modules: bool
 
 
 def dump(model: Any) -> Dumped:
@@ -53,7 +55,7 @@ def dump(model: Any) -> Dumped:
             "Files, locks, data sets and the like are no attributes that a model of several "
             "processes can have.\nKeep them out of the model and its layers."
         ) from error
-    return Dumped(pickler.file.getvalue(), pickler.tensors, pickler.reads)
+    return Dumped(pickler.file.getvalue(), pickler.tensors, pickler.reads, pickler.in_modules)
 
 
 def load(data: bytes, code: SetCode) -> tuple[Any, list[Any]]:
@@ -133,6 +135,7 @@ class _Pickler(TensorPickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.reads = CodeReads()
+        self.in_modules = False
         self._modules: set[str] = set()
         self._code: list[CodeType] = []
 
@@ -146,7 +149,9 @@ class _Pickler(TensorPickler):
             owner = owner_of(place)
             now = {name: vars(owner)[name] for name in values}
             self.reads.add(owner if place[1] else vars(owner), now)
+        before = len(self.tensors)
         super().dump((state, patched))
+        self.in_modules = len(self.tensors) > before
 
     def reducer_override(self, item: Any) -> Any:
         """Return how one object is pickled, and note what its code reads."""

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.engines.sent_error import load_error
 from lockstep.engines.torch.batch_memory import BatchMemory, new_file
 from lockstep.engines.torch.group import HOST, Group, PeerLost
 from lockstep.engines.torch.placement import torch_device_of
-from lockstep.engines.torch.sent_error import load_error
 from lockstep.engines.worker_watch import WorkerWatch
 from lockstep.errors import WorkerDied
 
@@ -51,11 +51,13 @@ class Pool:
 
     Attributes:
         settings: The settings that the workers have, `None` before they were sent any.
+        in_modules: The key of the model whose tensors the modules of the workers hold.
     """
 
     def __init__(self, devices: tuple[str, ...]) -> None:
         self.lock = threading.RLock()
         self.settings: Any = None
+        self.in_modules: int | None = None
         self.closed = False
         self._called = False
         self._devices = devices
@@ -210,7 +212,7 @@ class Pool:
         where = f"replica {worker.rank} ({self._devices[worker.rank]})"
         error = None if sent is None else load_error(sent)
         if error is None:
-            return WorkerDied(
+            error = WorkerDied(
                 f"The process of {where} ended by an error that cannot be pickled:\n"
                 f"{text.strip().splitlines()[-1]}\nThe model stands as after the last step."
             )

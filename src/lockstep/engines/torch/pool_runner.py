@@ -64,10 +64,11 @@ class PoolRunner(StepRunner):
         self._casts = CastsOfAutocast(device)
         self._age_of_casts = 0.0
         self._trained = False
+        self._in_modules = False
 
     def unsplit(self, x: Any) -> str | None:
         """Return why one device has to run batches like this one alone, `None` if not."""
-        self.unchecked = self.unchecked or self._reads.changed()
+        self.unchecked = self.unchecked or self._reads.changed()  # or a proof would be an old one
         return super().unsplit(x)
 
     def step(self, kind: str, data: Any, rows: int) -> Any:
@@ -98,7 +99,7 @@ class PoolRunner(StepRunner):
                     raise
             if self.draws_together:
                 self._streams.take_over()
-            self._versions = [tensor._version for tensor in self._tensors]
+            self._note_state()
         return result
 
     def tensors(self) -> list[Any]:
@@ -162,7 +163,7 @@ class PoolRunner(StepRunner):
                     self._state.put_back()
                     raise
                 self._check_logs(numbers_in(result, self._model), pool.receive())
-                self._versions = [tensor._version for tensor in self._tensors]
+                self._note_state()
                 self._gradients = list(map(_version_of_gradient, self._tensors))
         except WorkerDied as error:
             error.add_note(
@@ -244,14 +245,17 @@ class PoolRunner(StepRunner):
         return pool
 
     def _make_equal(self, pool: Pool) -> None:
-        if self.unchecked or self._structure_changed() or self._reads.changed():
+        moved = self._in_modules and pool.in_modules != self._lease.key
+        if self.unchecked or moved or self._structure_changed() or self._reads.changed():
             self._compare_all(pool)
             self.unchecked = self._changes
         else:
             self._send_values(pool, self._assigned())
 
     def _compare_all(self, pool: Pool) -> None:
-        data, tensors, self._reads = self._dumped()
+        data, tensors, self._reads, in_modules = self._dumped()
+        if in_modules and pool.in_modules != self._lease.key:  # another model has put its own there
+            self._sent = None
         settings = {**current_settings(), "age_of_casts": self._casts.age()}
         if settings != pool.settings:
             pool.settings = None
@@ -278,6 +282,9 @@ class PoolRunner(StepRunner):
             self.whole_batch = WholeBatchSteps(self._model, self.whole_batch.distrusted)
             differ = list(range(len(tensors)))
             self._sent = sent
+            self._in_modules = in_modules
+            if in_modules:
+                pool.in_modules = self._lease.key
         self._age_of_casts = settings["age_of_casts"]
         self._send_values(pool, differ)
         self._send_seeds(pool)
@@ -340,6 +347,12 @@ class PoolRunner(StepRunner):
             self._plan = self._planned(plan[0])
             self._plan_there = plan
             self._exchanged = set()
+
+    def _note_state(self) -> None:
+        """Note what a step has left, which is the same in every process."""
+        self._versions = [tensor._version for tensor in self._tensors]
+        if self._reads.changed():  # by the code of the step
+            self._reads.renew()
 
     def _structure_changed(self) -> bool:
         return _structure(self._tensors) != self._structure

@@ -3,6 +3,8 @@
 import importlib
 import io
 import pickle
+from contextlib import suppress
+from operator import attrgetter
 from typing import Any
 
 
@@ -37,9 +39,6 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, names: Any) -> Any:
         """Return the first of these classes that has a place in a module of this process."""
         for module, qualname in names:
-            if "<" not in qualname:
-                found: Any = importlib.import_module(module)
-                for name in qualname.split("."):
-                    found = getattr(found, name)
-                return found
-        raise pickle.UnpicklingError("every class is that of a function")
+            with suppress(ImportError, AttributeError):  # a class that a function has made
+                return attrgetter(qualname)(importlib.import_module(module))
+        raise pickle.UnpicklingError("no class has a name")

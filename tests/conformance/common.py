@@ -2,7 +2,11 @@
 
 import keras
 import numpy as np
+import pytest
 from keras import layers
+
+import lockstep
+from lockstep.errors import BusyModel
 
 ROWS = 53  # seven batches of 7, and one of 4
 
@@ -46,6 +50,17 @@ def assert_same(mine, theirs, atol=1e-5):
     assert len(mine) == len(theirs)
     for a, b in zip(mine, theirs, strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=atol)
+
+
+def assert_compile_is_refused_in(hook):
+    """Assert that `compile` in a hook of a running `fit` ends in words, and spoils nothing."""
+    made = lockstep.distribute(model(), 2)
+    callback = keras.callbacks.Callback()
+    setattr(callback, hook, lambda *_, **__: made.compile("sgd", "mae"))
+    with pytest.raises(BusyModel, match=r"_function while it is .* callback called compile") as no:
+        fit(made, validation_data=data(9), callbacks=[callback])
+    assert str(no.value).count("\n") < 3
+    fit(made)
 
 
 def snapshot(model):

@@ -8,7 +8,14 @@ import pytest
 
 import lockstep
 from lockstep.errors import BusyModel
-from tests.conformance.common import assert_same, data, devices_of, model, weights
+from tests.conformance.common import (
+    assert_compile_is_refused_in,
+    assert_same,
+    data,
+    devices_of,
+    model,
+    weights,
+)
 
 X, Y = data(21)
 OPTIONS = {"batch_size": 7, "verbose": 0}
@@ -164,3 +171,9 @@ def test_a_callback_cannot_take_the_model_off_its_devices(call, name):
     )
     assert_same(weights(made), weights(alone))
     assert devices_of(made) == {3}
+
+
+@pytest.mark.parametrize("hook", ["on_train_begin", "on_train_batch_end", "on_test_begin"])
+def test_compile_in_a_running_fit_is_refused_in_words(hook):
+    """Keras removes the step functions, and then calls `None`."""
+    assert_compile_is_refused_in(hook)

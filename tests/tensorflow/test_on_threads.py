@@ -7,7 +7,7 @@ import pytest
 
 import lockstep
 from lockstep.errors import BusyModel
-from tests.conformance.common import assert_same, data
+from tests.conformance.common import assert_compile_is_refused_in, assert_same, data
 from tests.tensorflow.test_on_in_place import fit, holders, model, values
 
 X, Y = data(14)
@@ -76,3 +76,9 @@ def test_a_callback_cannot_take_the_model_off_its_devices(change):
     assert told
     assert_same(values(made), values(alone))
     assert holders(made) != {"ResourceVariable"}
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_test_begin"])
+def test_compile_in_a_running_fit_is_refused_in_words(hook):
+    """Keras removes the step functions, and then calls `None`."""
+    assert_compile_is_refused_in(hook)

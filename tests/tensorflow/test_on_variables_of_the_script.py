@@ -22,9 +22,11 @@ KL = []
 
 @pytest.fixture(autouse=True)
 def _double():
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_floatx("float32")
+    for dtype in ("float64", "float32"):
+        keras.config.set_floatx(dtype)
+        keras.config.set_dtype_policy(dtype)
+        if dtype == "float64":
+            yield
 
 
 class Anneals(keras.callbacks.Callback):

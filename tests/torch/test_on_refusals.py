@@ -8,6 +8,7 @@ from keras import layers
 
 import lockstep
 from lockstep.errors import DeviceNotFound, LayoutConflict, UnsupportedBackend, UnsupportedModel
+from tests.conformance.common import assert_compile_is_refused_in
 
 
 def model():
@@ -81,3 +82,9 @@ def test_a_layer_whose_output_has_other_rows_is_refused():
     with pytest.raises(UnsupportedModel, match=r"\(Flat\) has shape \(12, 2\), and the batch"):
         lockstep.distribute(model, 3).predict(np.ones((6, 4)), verbose=0)
     lockstep.release(model)
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_test_begin"])
+def test_compile_in_a_running_fit_is_refused_in_words(hook):
+    """Keras removes the step functions, and then calls `None`."""
+    assert_compile_is_refused_in(hook)

@@ -8,6 +8,7 @@ from typing import Any
 
 from lockstep.checkpoint.data_position import TrainingPosition, ValidationPosition
 from lockstep.checkpoint.fit_run import FitState, Processes
+from lockstep.errors import BusyModel
 from lockstep.processes import process_group
 from lockstep.training.input import HostIterator
 
@@ -27,6 +28,22 @@ class Kind:
     phase: str
     function: str
     stop: str
+
+    def function_of(self, model: Any) -> Any:
+        """Return the step function of a model.
+
+        Raises:
+            BusyModel: If a callback compiled the model, which removes its step functions.
+        """
+        function = getattr(model, self.function)
+        if function is None:
+            raise BusyModel(
+                f"{model.name!r} has no {self.function} while it is {self.phase}: a callback "
+                "called compile, which removes it.\n"
+                f"Compile before or after the call, or call model.make_{self.function}() after "
+                "compile."
+            )
+        return function
 
 
 TRAIN = Kind("train", "training", "train_function", "stop_training")
@@ -130,7 +147,7 @@ class Session:
                 begin(first)
                 if isinstance(batches, HostIterator):
                     iterator = self.drawn(batches, iterator)
-                outputs = getattr(model, kind.function)(iterator)
+                outputs = kind.function_of(model)(iterator)
                 if each is not None:
                     each(outputs)
                 end(last, outputs)

@@ -53,7 +53,7 @@ def _run_epoch(
         with batches.catch_stop_iteration():
             for first, last, iterator in batches:
                 begin(first)
-                step = getattr(model, kind.function)
+                step = kind.function_of(model)
                 if isinstance(step, StepFunction):
                     times = last - first + 1
                     if (times == 1 or policy.no_batch_hooks) and step.alone:

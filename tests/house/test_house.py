@@ -197,6 +197,7 @@ def test_an_engine_has_only_what_needs_its_framework(engine):
 NOT_OF_KERAS = {
     # os and sys; multiprocessing/pool.py
     *("_exit", "_getframe", "_cache", "_pool", "_set"),
+    "_config",  # the end of the names of attributes in HDF5 files
     # PyTorch: process groups, storages, autograd
     *("_Options", "_devices", "_timeout", "_allgather_base", "_cdata", "_schema", "_version"),
     *("_backward_hooks", "_post_accumulate_grad_hooks", "_foreach"),

@@ -215,7 +215,16 @@ NOT_OF_KERAS = {
     # cloudpickle
     *("_make_skeleton_class", "_make_skeleton_enum", "_make_typevar"),
     # parts of names, and names in files
-    *("_W", "_activation", "_batch_", "_batch_begin", "_batch_end", "_compile_", "_test_"),
+    *(
+        "_W",
+        "_activation",
+        "_batch_",
+        "_batch_begin",
+        "_batch_end",
+        "_compile_",
+        "_config",
+        "_test_",
+    ),
     *("_train_", "_layer_checkpoint_dependencies"),
 }
 """Private names outside of Keras, or no names at all."""

@@ -10,6 +10,7 @@ from lockstep.engines.torch.placement import (
     torch_device_of,
 )
 from lockstep.errors import DeviceError
+from tests.processes.common import python
 
 META = torch.device("meta")
 
@@ -34,3 +35,15 @@ def test_devices_that_ranks_cannot_have(monkeypatch):
     check_placement(("gpu:0", "gpu:1"))
     with pytest.raises(DeviceError, match=r"gpu:0.\nName that one first, or .*set_device\(1\)"):
         check_placement(("gpu:1", "gpu:0"))
+
+
+def test_a_worker_imports_no_other_framework_with_keras():
+    """JAX and scikit-learn were half of the time in which a worker starts."""
+    script = (
+        "import sys\n"
+        "from lockstep.engines.torch.worker import import_keras\n"
+        "import_keras()\n"
+        "print([name for name in ('jax', 'sklearn', 'tensorflow') if name in sys.modules])\n"
+        "import jax, sklearn"
+    )
+    assert python(script, KERAS_BACKEND="torch") == "[]"

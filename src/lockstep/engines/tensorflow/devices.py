@@ -1,6 +1,7 @@
 """TensorFlow's devices, and virtual CPU devices."""
 
 import os
+from functools import cache
 from typing import Any
 
 import tensorflow as tf
@@ -72,12 +73,20 @@ def exchanged(values: Any, source: str, target: str) -> tuple[Any, Any]:
         given = tf.identity(tf.constant(values))
     with tf.device(target):
         copy = tf.identity(given)
+    total = _sums(source, target)(given)
+    return copy.numpy(), total.numpy()
+
+
+@cache
+def _sums(source: str, target: str) -> Any:
+    """Return a function that sums a tensor of two replicas, as the second one has it."""
     strategy = tf.distribute.MirroredStrategy([source, target])
 
-    def summed() -> Any:
-        return tf.distribute.get_replica_context().all_reduce(
-            tf.distribute.ReduceOp.SUM, tf.identity(given)
-        )
+    def summed(given: Any) -> Any:
+        replica = tf.distribute.get_replica_context()
+        return replica.all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(given))
 
-    total = strategy.experimental_local_results(tf.function(lambda: strategy.run(summed))())
-    return copy.numpy(), total[1].numpy()
+    def run(given: Any) -> Any:
+        return strategy.experimental_local_results(strategy.run(summed, (given,)))[1]
+
+    return tf.function(run)

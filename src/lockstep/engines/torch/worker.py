@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import signal
+import sys
 import threading
 import traceback
 from multiprocessing.connection import Connection
@@ -63,11 +64,28 @@ def _report(rank_0: Any, error: BaseException) -> None:
         pass
 
 
+def import_keras() -> None:
+    """Import Keras without the packages that it imports only because they are installed.
+
+    A worker waits for this import at its start, and JAX and scikit-learn are half of it. They can
+    be imported afterwards.
+    """
+    # keras/src/callbacks/orbax_checkpoint.py, keras/src/wrappers/sklearn_wrapper.py
+    hidden = [name for name in ("jax", "sklearn") if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+    try:
+        import keras  # noqa: F401
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+
+
 class _Worker:
     def __init__(
         self, rank: int, size: int, device: str, memory: int, threads: int, rank_0: Any
     ) -> None:
-        # The frameworks take a second to import, so that nothing above needs them.
+        # The frameworks take seconds to import, so that nothing above needs them.
+        import_keras()
         import torch
         import torch.distributed as dist
 

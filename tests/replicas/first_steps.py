@@ -69,8 +69,8 @@ LAYERS = {
     "rows in reverse": lambda layer, x, training: x + ops.flip(x, axis=0),
     "rows rolled": lambda layer, x, training: ops.roll(x, 1, axis=0) + x,
     "sorted columns": lambda layer, x, training: ops.sort(x, axis=0),
-    "similarity of rows": lambda layer, x, training: (
-        ops.matmul(ops.softmax(ops.matmul(x, ops.transpose(x)), axis=-1), x)
+    "similarity of rows": lambda layer, x, training: ops.matmul(
+        ops.softmax(ops.matmul(x, ops.transpose(x)), axis=-1), x
     ),
     "the first row": lambda layer, x, training: x + x[:1],
     "the last row": lambda layer, x, training: x * x[-1:],
@@ -78,12 +78,10 @@ LAYERS = {
     "deviation": lambda layer, x, training: x / (1 + ops.std(x, axis=0)),
     "mean in training": lambda layer, x, training: x - _mean(x) if training else x,
     "mean in prediction": lambda layer, x, training: x if training else x - _mean(x),
-    "mean of one column": lambda layer, x, training: (
-        ops.concatenate([x[:, :4], x[:, 4:] - _mean(x[:, 4:])], axis=1)
+    "mean of one column": lambda layer, x, training: ops.concatenate(
+        [x[:, :4], x[:, 4:] - _mean(x[:, 4:])], axis=1
     ),
-    "mean times a weight": lambda layer, x, training: (
-        x + 0.01 * ops.matmul(_mean(x), layer.kernel)
-    ),
+    "mean times a weight": lambda layer, x, training: x + 0.01 * ops.matmul(_mean(x), layer.kernel),
     "gradient of the mean": _mean_of_gradients,
     "an average that is kept": _remembers,
     "noise of all rows": _noise,

@@ -26,6 +26,7 @@ from lockstep.engines.tensorflow.programs import ScratchGraph
 from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer, looks_up_weights
 from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup, Shards
 from lockstep.engines.tensorflow.split_checks import unsplit_reason, why_custom
+from lockstep.engines.tensorflow.tensor_metadata import known_rows
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.keras_compat import added_losses, layers_in, loss_of, loss_tracker, takes_training
 from lockstep.layout import Layout
@@ -170,7 +171,7 @@ class Steps:
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         values = LossSharding(model, team, x, y)
         by_rows = values.in_force() if self.losses_by_rows else nullcontext()
-        with plan.in_force(team), by_rows, self.watching():
+        with plan.in_force(team, known_rows(x)), by_rows, self.watching():
             outputs = split(team, values, data)
         self.choices = values.choices
         self._check_strangers()

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import FunctionType
 from typing import Any
 
 import keras
@@ -230,8 +231,32 @@ def trainer_module() -> str:
 
 def module_in_keras(thing: Any) -> str:
     """Where in Keras a function or class is defined, `"ops.nn"` for example; `""` elsewhere."""
+    if isinstance(thing, FunctionType) and not is_code_of_keras(thing):
+        return ""  # a wrapper has the module of what it wraps
     module = str(getattr(thing, "__module__", ""))
     return module.removeprefix("keras.src.") if module.startswith("keras.src.") else ""
+
+
+def is_code_of_keras(function: Any) -> bool:
+    """Whether a function is defined in a module of Keras, or is lockstep's in place of it."""
+    # A wrapper may have the `__module__` of what it wraps. Its globals are its own.
+    names = getattr(getattr(function, "__func__", function), "__globals__", {})
+    return str(names.get("__name__", "")).partition(".")[0] in ("keras", "lockstep")
+
+
+def class_is_of_keras(kind: Any) -> bool:
+    """Whether every method of a class of layers is Keras's own: a script may replace it."""
+    found = [kind.call, kind.__call__]
+    for base in kind.__mro__[: kind.__mro__.index(keras.layers.Layer)]:
+        found += [member for member in vars(base).values() if isinstance(member, FunctionType)]
+    return all(map(is_code_of_keras, found))
+
+
+def runs_code_of_keras(layer: Any) -> bool:
+    """Whether every method of a layer is Keras's own, those included that the layer itself has."""
+    kind = type(layer)
+    own = [x for name, x in vars(layer).items() if callable(x) and hasattr(kind, name)]
+    return class_is_of_keras(kind) and all(map(is_code_of_keras, own))
 
 
 # ---------------------------------------------------------------- what a trainer does

@@ -402,3 +402,53 @@ def test_a_batch_merged_with_another_dim_is_refused_in_words():
         pytest.raises((UnsupportedModel, tf.errors.InvalidArgumentError), match="merges"),
     ):
         made.fit(x, x, batch_size=4, verbose=0)
+
+
+def _on_batches(made):
+    x, y = data(28)
+    history = [made.train_on_batch(x[i : i + 7], y[i : i + 7]) for i in range(0, 28, 7)]
+    return [np.array(history), made.predict_on_batch(x[:7])]
+
+
+def test_a_layer_that_looks_at_the_static_rows_of_a_batch_sees_those_of_one_device():
+    def what(layer, x):
+        return x / (x.shape[0] or 1)
+
+    with pytest.warns(UnsplitBatchWarning, match="it looks at the number of rows"):
+        many = _on_batches(lockstep.distribute(model(what), 3))
+    assert_same(many, _on_batches(model(what)))
+
+
+def _centers(self, x, training=None):
+    y = ops.matmul(x, self.kernel) + self.bias
+    return y - ops.mean(y, axis=0)
+
+
+def test_a_class_of_keras_with_another_call_is_not_known_by_its_name(monkeypatch):
+    monkeypatch.setattr(layers.Dense, "call", _centers)
+    with pytest.warns(UnsplitBatchWarning, match=r"dense.* \(Mean\)"):
+        many = fit(lockstep.distribute(model(lambda layer, x: x), 3))
+    assert_same(many, fit(model(lambda layer, x: x)))
+
+
+def test_float8_scales_by_the_whole_batch():
+    def make():
+        keras.utils.set_random_seed(2)
+        made = keras.Sequential([keras.Input((5,)), layers.Dense(16), layers.Dense(2)])
+        for layer in made.layers:
+            layer.quantize("float8")
+        made.compile(keras.optimizers.SGD(0.01), "mse")
+        return made
+
+    with pytest.warns(UnsplitBatchWarning, match="so the first device"):
+        many = fit(lockstep.distribute(make(), 3))
+    assert_same(many, fit(make()))
+
+
+@pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")
+def test_a_batch_norm_that_the_model_does_not_hold_is_refused():
+    norm = layers.BatchNormalization(name="unheld")
+    norm.build((None, 5))
+    made = lockstep.distribute(model(lambda layer, x: norm(x, training=True)), 2)
+    with pytest.raises(UnsupportedModel, match="uses variables that no layer of it has"):
+        fit(made)

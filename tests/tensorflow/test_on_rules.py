@@ -20,6 +20,7 @@ BY_ROWS = {
     "broadcast": lambda x, y: ops.broadcast_to(KERNEL[:1, :1], (ops.shape(x)[0], 4)) + x,
     "categorical": lambda x, y: ops.categorical_crossentropy(ops.softmax(x), ops.softmax(y)),
     "clip": lambda x, y: ops.clip(x, -0.5, 0.5),
+    "class of a list": lambda x, y: ops.sum(x) if isinstance(x, list | tuple) else x * 2,
     "clip by columns": lambda x, y: ops.clip(x, KERNEL[:, 0] - 1, KERNEL[:, 0] + 1),
     "columns": lambda x, y: x[:, 1:3],
     "concatenate": lambda x, y: ops.concatenate([x, y], axis=1),
@@ -44,6 +45,7 @@ BY_ROWS = {
     "repeat": lambda x, y: ops.repeat(x, 2, axis=1),
     "repeat one row": lambda x, y: ops.repeat(KERNEL[:1], ops.shape(x)[0], axis=0) + x[:, :3],
     "reshape": lambda x, y: ops.reshape(x, (ops.shape(x)[0], 2, 2)),
+    "reshape to the static rows": lambda x, y: ops.reshape(x, (x.shape[0] or -1, 2, 2)),
     "reshape and infer": lambda x, y: ops.reshape(x, (ops.shape(x)[0], -1, 1)),
     "roll": lambda x, y: ops.roll(x, 1, axis=1),
     "rows in a slice": lambda x, y: x[: ops.shape(x)[0], 1:],
@@ -67,7 +69,29 @@ BY_ROWS = {
     "zeros": lambda x, y: x + ops.zeros((ops.shape(x)[0], 4)),
 }
 
+
+def _centered(x):
+    return x - ops.mean(x, axis=0, keepdims=True)
+
+
+def _caught(x):
+    try:
+        return x * float(x[0, 0])
+    except TypeError:
+        return x
+
+
 ACROSS = {
+    "a branch on an attribute": lambda x, y: _centered(x) if hasattr(x, "numpy") else x,
+    "a branch on a symbolic tensor": lambda x, y: (
+        x if keras.utils.is_keras_tensor(x) else _centered(x)
+    ),
+    "a branch on the class": lambda x, y: x if isinstance(x, keras.KerasTensor) else _centered(x),
+    "a branch on the dtype": lambda x, y: x if isinstance(x.dtype, str) else _centered(x),
+    "a branch on a tensor of the backend": lambda x, y: _centered(x) if ops.is_tensor(x) else x,
+    "a read that fails": lambda x, y: _caught(x),
+    "equal numbers in columns and rows": lambda x, y: ops.cast(x[:, :1] == x[:, 0], "float32"),
+    "the static number of rows": lambda x, y: x / (x.shape[0] or 1),
     "a list with as many rows": lambda x, y: x + AS_MANY_AS_ROWS.tolist(),
     "all merged": lambda x, y: x / ops.sum(ops.reshape(x, (-1,))),
     "an array with as many rows": lambda x, y: x + AS_MANY_AS_ROWS,

@@ -11,6 +11,8 @@ from keras import layers, ops
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
+from lockstep.engines import attachments
+from lockstep.engines.torch import whole_batch_steps
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel, WorkerDied
 from tests.torch.agreement import assert_equal, both
 
@@ -777,3 +779,36 @@ def test_release_trains_it_on_one_device_again():
         one.fit(x, batch_size=7, **QUIET).history, many.fit(x, batch_size=7, **QUIET).history
     )
     assert_equal(one, many)
+
+
+class OwnStep(keras.Model):
+    """A model with a plain step of its own."""
+
+    def train_step(self, data):
+        x, y = data
+        loss = self.compute_loss(x, y, self(x, training=True))
+        variables = self.trainable_variables
+        self.optimizer.apply(gradients(loss, variables), variables)
+        return {"loss": loss.detach()}
+
+
+def test_a_call_is_proven_once_for_each_form_and_nothing_grows_with_the_steps(monkeypatch):
+    proven = []
+
+    def counted(layer, args, kwargs, refused=whole_batch_steps._refused):
+        proven.append(layer.name)
+        return refused(layer, args, kwargs)
+
+    monkeypatch.setattr(whole_batch_steps, "_refused", counted)
+    inputs = keras.Input((5,))
+    made = OwnStep(inputs, layers.Dense(2)(layers.Dense(4, activation="tanh")(inputs)))
+    made.compile("sgd", "mse")
+    lockstep.distribute(made, 2)
+    steps = attachments.attachment_of(made)._runner.whole_batch
+    sizes = []
+    for _ in range(3):
+        made.fit(numbers(12, 5), numbers(12, 2), batch_size=4, **QUIET)
+        sizes.append((len(proven), len(steps._known), len(steps._functions)))
+    assert sizes[0][0] > 0
+    assert sizes[1:] == sizes[:1] * 2
+    lockstep.release(made)

@@ -93,7 +93,27 @@ def _writes_part_of_a_tensor(layer, x):
     return ops.matmul(x, layer.table)
 
 
+def _norm_in_a_closure():
+    norm = layers.BatchNormalization(name="unheld")
+    norm.build((None, 5))
+    return lambda layer, x: norm(x, training=True)
+
+
 WHOLE = {
+    "the number of rows": (lambda layer, x: x / (x.shape[0] or 1), "looks at the number of rows"),
+    "a branch on a symbolic tensor": (
+        lambda layer, x: x if keras.utils.is_keras_tensor(x) else x - ops.mean(x, axis=0),
+        "Mean",
+    ),
+    "a branch on a class": (
+        lambda layer, x: x - ops.mean(x, axis=0) if isinstance(x, torch.Tensor) else x,
+        "asks whether a tensor is symbolic",
+    ),
+    "a branch on an attribute": (
+        lambda layer, x: x - ops.mean(x, axis=0) if hasattr(x, "requires_grad") else x,
+        "reads 'requires_grad' of a tensor",
+    ),
+    "a batch norm in a closure": (_norm_in_a_closure(), "'unheld', which the model does not hold"),
     "a function of PyTorch": (lambda layer, x: torch.sin(x), "more than Keras's layers"),
     "statistics by hand": (lambda layer, x: x - ops.mean(x, axis=0), "Mean"),
     "a branch on a weight": (_branches_on_a_weight, "reads the value"),
@@ -151,6 +171,44 @@ def test_what_is_not_known_runs_whole(what):
     with pytest.warns(UnsplitBatchWarning, match=rf"every device runs 'does' \(.*{reason}") as said:
         assert_same_fit(built(function))
     assert any("declare it: lockstep.rowwise" in str(each.message) for each in said)
+
+
+def _centers(self, x, training=None):
+    y = ops.matmul(x, self.kernel) + self.bias
+    return y - ops.mean(y, axis=0)
+
+
+def _centers_after(layer, given, outputs):
+    return outputs - torch.mean(outputs, dim=0)
+
+
+def test_a_class_of_keras_with_another_call_runs_on_one_device(monkeypatch):
+    monkeypatch.setattr(layers.Dense, "call", _centers)
+    with pytest.warns(UnsplitBatchWarning, match="layer of Dense with a method that is not"):
+        assert_same_fit(built(lambda layer, x: x * 2))
+
+
+def test_the_hooks_of_a_layer_see_the_whole_batch():
+    def build():
+        made = built(lambda layer, x: x * 2)()
+        made.layers[0].register_forward_hook(_centers_after)
+        return made
+
+    assert_same_fit(build)
+
+
+def test_float8_scales_by_the_whole_batch():
+    def build():
+        made = keras.Sequential([keras.Input((5,)), layers.Dense(16), layers.Dense(2)])
+        for layer in made.layers:
+            layer.quantize("float8")
+        made.compile(keras.optimizers.SGD(0.01), "mse")
+        return made
+
+    x, y = data()
+    x[30:] *= 3
+    with pytest.warns(UnsplitBatchWarning, match="so the first device"):
+        assert_same_fit(build, x, y)
 
 
 def summed():

@@ -13,8 +13,7 @@ backends, and an operation has one rule even if a backend computes it in many st
 import functools
 import math
 import random
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ from typing import Any, Protocol
 import keras
 import numpy as np
 
+from lockstep.engines.followed_tensors import HERE, asked_by_user, follow, refuse
 from lockstep.engines.patched import patched
 from lockstep.keras_compat import (
     GLOBAL_SEED_GENERATOR,
@@ -33,11 +33,13 @@ from lockstep.keras_compat import (
     get_keras_mask,
     global_seed_generator,
     global_state,
+    is_code_of_keras,
     layers_in,
     layers_of,
     module_in_keras,
     operations_of,
     reduction_axes,
+    runs_code_of_keras,
     seed_generators,
     set_keras_mask,
     symbolic_calls,
@@ -87,11 +89,10 @@ _MASKED_ATTENTION = ("MultiHeadAttention", "GroupedQueryAttention")
 
 def is_container(layer: Any) -> bool:
     """Return whether a layer only calls its inner layers, as a graph or a sequence."""
-    return _is_called_as_its_class(layer) and type(layer).call in (
-        # keras/src/models/functional.py and sequential.py
-        Functional.call,
-        keras.Sequential.call,
-    )
+    # keras/src/models/functional.py and sequential.py
+    containers = (Functional.call, keras.Sequential.call)
+    by_keras = type(layer).call in containers and is_code_of_keras(type(layer).call)
+    return by_keras and _is_called_as_its_class(layer)
 
 
 def is_batch_norm(layer: Any) -> bool:
@@ -100,6 +101,7 @@ def is_batch_norm(layer: Any) -> bool:
         type(layer) is keras.layers.BatchNormalization
         and layer.built
         and 0 in reduction_axes(layer)
+        and runs_code_of_keras(layer)
     )
 
 
@@ -146,7 +148,9 @@ def _is_known(layer: Any) -> bool:
     """Return whether the table has this layer, with options that leave the rows alone."""
     if not module_in_keras(type(layer)) or type(layer).__name__ not in LAYERS_BY_ROWS:
         return False
-    if not _is_called_as_its_class(layer) or not _has_plain_options(layer):
+    if not _is_called_as_its_class(layer) or not runs_code_of_keras(layer):
+        return False
+    if is_in_float8(layer) or not _has_plain_options(layer):
         return False
     return all(_fits_inside(part) for part in layers_of(layer))
 
@@ -160,6 +164,17 @@ def _is_for_all_rows(layer: Any, shape: tuple[int | None, ...]) -> bool:
 
 def _is_called_as_its_class(layer: Any) -> bool:
     return bool(module_in_keras(type(layer).__call__)) and "call" not in vars(layer)
+
+
+def call_name(layer: Any) -> str:
+    """Return the name of the method that a call of a layer or operation runs."""
+    # keras/src/ops/operation.py, Operation.__call__
+    return "call" if getattr(layer, "quantization_mode", None) is None else "quantized_call"
+
+
+def is_in_float8(layer: Any) -> bool:
+    """Return whether a layer scales by the largest values of the whole batch and its gradient."""
+    return getattr(layer, "quantization_mode", None) == "float8"
 
 
 def arrays_in(node: Any) -> list[Any]:
@@ -227,21 +242,31 @@ class RowCount:
     def __init__(self, each: int = 1) -> None:
         self.each = each
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The class of a number of rows in a real call, for the user's code."""
+        return HERE.follower.count_kind if asked_by_user(2) else RowCount
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and asked_by_user(2):
+            refuse(_NUMBER)
+        raise AttributeError(name)
+
     def __mul__(self, other: Any) -> "RowCount":
         if type(other) is not int or other < 1:
-            raise NotRowByRow(_NUMBER)
+            refuse(_NUMBER)
         return RowCount(self.each * other)
 
     __rmul__ = __mul__
 
     def __floordiv__(self, other: Any) -> "RowCount":
         if type(other) is not int or other < 1 or self.each % other:
-            raise NotRowByRow(_NUMBER)
+            refuse(_NUMBER)
         return RowCount(self.each // other)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RowCount) or other.each != self.each:
-            raise NotRowByRow(_NUMBER)
+            refuse(_NUMBER)
         return True
 
     __hash__ = None  # type: ignore[assignment]
@@ -250,7 +275,7 @@ class RowCount:
         return f"RowCount({self.each})"
 
     def _refuse(self, *args: Any) -> Any:
-        raise NotRowByRow(_NUMBER)
+        refuse(_NUMBER)
 
     __add__ = __radd__ = __sub__ = __rsub__ = __truediv__ = __rtruediv__ = __rfloordiv__ = _refuse
     __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
@@ -447,16 +472,27 @@ def _reshape(op: Any, operands: list[Operand], args: tuple[Any, ...]) -> int | N
     if not entry or not block or block % entry:
         return None
     each = block // entry
-    wanted = op.newshape[0] if isinstance(op.newshape, list | tuple) else op.newshape
+    wanted = _as_count(op.newshape, operands[0])[0]
     return each if type(wanted) is int or _is_count(wanted, each) else None
+
+
+def _as_count(newshape: Any, operand: Operand) -> tuple[Any, ...]:
+    """Return a wanted shape, whose first dim may be the static number of rows."""
+    first, *rest = newshape if isinstance(newshape, list | tuple) else (newshape,)
+    size = operand.shape[0]
+    if type(first) is int and first > 0 and size is not None and operand.each is not None:
+        rows = size // operand.each
+        first = first if first % rows else RowCount(first // rows)
+    return first, *rest
 
 
 def _reshaped(op: Any, operand: Operand) -> tuple[int | None, ...] | None:
     """Return the shape of a reshaped tensor of rows, `None` if it is not known."""
-    wanted = op.newshape if isinstance(op.newshape, list | tuple) else (op.newshape,)
-    if not wanted or not (type(wanted[0]) is int or isinstance(wanted[0], RowCount)):
+    if isinstance(op.newshape, list | tuple) and not op.newshape:
         return None
-    first, *rest = wanted
+    first, *rest = _as_count(op.newshape, operand)
+    if not (type(first) is int or isinstance(first, RowCount)):
+        return None
     if any(type(dim) is not int for dim in rest) or (type(first) is int and first != -1):
         return None
     if -1 in rest and isinstance(first, RowCount) and None not in operand.shape[1:]:
@@ -653,7 +689,18 @@ _TAKE_COUNTS = ("BroadcastTo", "GetItem", "Reshape", "Slice")
 
 
 class Scratch(Protocol):
-    """Where a backend computes what does not depend on the batch, without any effect."""
+    """Where a backend computes what does not depend on the batch, without any effect.
+
+    Attributes:
+        kind: The class of tensors in a real call.
+        count_kind: The class of a number of rows in a real call.
+    """
+
+    kind: Any
+    count_kind: Any
+
+    def dtype(self, name: str) -> Any:
+        """Return the dtype of this name, as tensors in a real call have it."""
 
     def open(self) -> AbstractContextManager[Any]:
         """Return the context in which code is followed."""
@@ -682,9 +729,9 @@ def refused(
         scratch: Makes the place where the backend computes in one run.
     """
 
-    def run(stand_in: int) -> _Follower:
-        follower = _Follower(parts, scratch())
-        x = keras.tree.map_structure(partial(_symbol, stand_in=stand_in), inputs)
+    def run(stand_in: int, rows: int | None) -> _Follower:
+        follower = _Follower(parts, scratch(), rows, layers_in(model))
+        x = keras.tree.map_structure(partial(_symbol, stand_in=stand_in, rows=rows), inputs)
         options = {"training": training} if takes_training(model) else {}
         with follower.following():
             model(x, **options)
@@ -693,27 +740,32 @@ def refused(
     reasons = {id(part): _LOOPS for part in parts if _meets_in_a_loop(part)}
     try:
         with untouched_random_numbers():
-            one, other = (run(stand_in) for stand_in in _STAND_INS)
-        if one.draws_without_seed:
+            runs = [run(*numbers) for numbers in _numbers(_rows_in(inputs))]
+        if runs[0].draws_without_seed:
             global_seed_generator()  # a replica could not create its variable
     except Exception as error:  # any error means that it is not known
         return {id(part): _in_words(error) for part in parts}
     finally:
         clear_losses(model)
+    dims = _has_unknown_dims(inputs)
     for part in parts:
-        found = one.reasons.get(id(part)) or other.reasons.get(id(part))
-        if found is None and id(part) not in one.programs:
+        found = next((run.reasons[id(part)] for run in runs if id(part) in run.reasons), None)
+        if found is None and id(part) not in runs[0].programs:
             found = "not called while it was followed"
-        dims = _has_unknown_dims(inputs)  # the runs differ in these numbers
-        if found is None and not dims and one.programs[id(part)] != other.programs[id(part)]:
-            found = "another program at each call"
+        found = found or _why_other([run.programs[id(part)] for run in runs], dims)
         if found is not None:
             reasons.setdefault(id(part), found)
     return reasons
 
 
 def call_refused(
-    layer: Any, args: Any, kwargs: Any, *, scratch: Callable[[], Scratch]
+    layer: Any,
+    args: Any,
+    kwargs: Any,
+    *,
+    rows: int | None,
+    held: list[Any],
+    scratch: Callable[[], Scratch],
 ) -> str | None:
     """Return why one call of a layer is not known to work row by row, else `None`.
 
@@ -722,13 +774,17 @@ def call_refused(
         args: The positional arguments of its `call`. The tensors with an unknown first dim
             have rows, the others do not. Only shapes, dtypes and masks are used.
         kwargs: The other arguments.
+        rows: The static number of rows on one device, if there is one.
+        held: The layers that a shared call treats, with those inside them.
         scratch: Makes the place where the backend computes in one run.
     """
 
     def run(stand_in: int, rows: int | None) -> _Follower:
-        follower = _Follower([], scratch())
+        follower = _Follower([], scratch(), rows, held)
         symbols = keras.tree.map_structure(
-            lambda leaf: _symbol(leaf, stand_in=stand_in, batch=_shape_of(leaf)[:1] == (None,)),
+            lambda leaf: _symbol(
+                leaf, stand_in=stand_in, rows=rows, batch=_shape_of(leaf)[:1] == (None,)
+            ),
             (args, kwargs),
         )
         with follower.following():
@@ -739,7 +795,7 @@ def call_refused(
     if _meets_in_a_loop(layer):
         return _LOOPS
     try:
-        return _judged(run, (args, kwargs), None)
+        return _judged(run, (args, kwargs), rows)
     finally:
         clear_losses(layer)
 
@@ -761,33 +817,74 @@ def function_refused(
     """
 
     def run(stand_in: int, rows: int | None) -> _Follower:
-        follower = _Follower([], scratch())
+        follower = _Follower([], scratch(), rows)
         with follower.following():
             x = [_symbol(value, stand_in=stand_in, rows=rows) for value in given]
             follower.check_outputs(function(*x), scalars=False)
             follower.programs[0] = follower.program_since(0)
         return follower
 
-    return _judged(run, given, given[0].shape[0] if asks_for_rows else None)
+    rows = given[0].shape[0] if asks_for_rows else None
+    return _judged(run, given, rows, sees_rows=rows is not None)
 
 
-def _judged(run: Callable[[int, int | None], Any], given: Any, rows: int | None) -> str | None:
-    """Return why two runs fail or differ, as well as runs with other numbers of rows."""
-    runs: list[tuple[int, int | None]] = [(stand_in, None) for stand_in in _STAND_INS]
-    if rows is not None:
-        runs += [(_STAND_INS[0], rows), (_STAND_INS[0], rows + 1)]
+def _judged(
+    run: Callable[[int, int | None], Any], given: Any, rows: int | None, *, sees_rows: bool = False
+) -> str | None:
+    """Return why runs fail or differ.
+
+    Args:
+        run: Follows the code, given what `_numbers` returns.
+        given: The arguments of the code.
+        rows: The static number of rows, if there is one.
+        sees_rows: Whether the code never runs without a static number of rows.
+    """
     try:
         with untouched_random_numbers():
-            programs = [run(*numbers).programs[0] for numbers in runs]
+            programs = [run(*numbers).programs[0] for numbers in _numbers(rows)]
     except Exception as error:  # any error means that it is not known
         return _in_words(error)
-    if not _has_unknown_dims(given) and programs[0] != programs[1]:
-        return "another program at each call"
-    return "it looks at the number of rows" if programs[2:3] != programs[3:] else None
+    return _why_other(programs, _has_unknown_dims(given), sees_rows=sees_rows)
 
 
 _STAND_INS = (6, 10)
 """Lengths that stand in for an unknown dim other than the batch, one for each run."""
+
+
+def _numbers(rows: int | None) -> list[tuple[int, int | None]]:
+    """Return the stand-in and the static number of rows of each run.
+
+    Code may see no number of rows, that of the batch, or that of a shard, which may be 1.
+    """
+    of_rows = [] if rows is None else [1, rows, rows + 1]
+    return [(each, None) for each in _STAND_INS] + [(_STAND_INS[0], each) for each in of_rows]
+
+
+def _why_other(programs: list[Any], dims: bool, *, sees_rows: bool = False) -> str | None:
+    """Return why the programs of the runs are not one, `None` if they are.
+
+    Args:
+        programs: The program of each run, in the order of `_numbers`.
+        dims: Whether unknown dims have stand-ins, so that the first two differ in these.
+        sees_rows: See `_judged`.
+    """
+    first, again, *others = programs
+    if not dims and first != again:
+        return "another program at each call"
+    if sees_rows:
+        first = others[0]
+    return LOOKS_AT_ROWS if any(each != first for each in others) else None
+
+
+LOOKS_AT_ROWS = "it looks at the number of rows"
+
+
+def _rows_in(inputs: Any) -> int | None:
+    """Return the static number of rows of the inputs, `None` without one."""
+    shapes = [_shape_of(leaf) for leaf in keras.tree.flatten(inputs)]
+    known = [shape[0] for shape in shapes if shape]
+    return known[0] if known else None
+
 
 _LOOPS = "batch norm in a loop"
 
@@ -812,11 +909,22 @@ class _Follower:
         draws_without_seed: Whether code draws from Keras's global seed generator.
     """
 
-    def __init__(self, parts: list[Any], scratch: Scratch) -> None:
+    def __init__(
+        self,
+        parts: list[Any],
+        scratch: Scratch,
+        rows: int | None,
+        held: Iterable[Any] = (),
+    ) -> None:
+        """`rows` is the static number of rows; the engine treats the layers in `held`."""
         self.reasons: Reasons = {}
         self.programs: dict[int, Any] = {}
         self.draws_without_seed = False
+        self.kind, self.count_kind, self.dtype = scratch.kind, scratch.count_kind, scratch.dtype
         self._parts = {id(part) for part in parts}
+        self._rows = rows
+        self._held = {id(layer) for layer in held}
+        self._held |= {id(seeds) for layer in held for seeds in seed_generators(layer)}
         self._scratch = scratch
         self._program: list[Any] = []
         self._numbers: dict[int, int] = {}
@@ -828,11 +936,11 @@ class _Follower:
     def following(self) -> Iterator[None]:
         """Replace what Keras does with symbolic tensors, in this thread."""
         with symbolic_calls(_Hooks), self._scratch.open():
-            _HERE.follower = self
+            HERE.follower = self
             try:
                 yield
             finally:
-                _HERE.follower = None
+                HERE.follower = None
 
     def program_since(self, start: int) -> Any:
         """Return the calls since a position in the program, and what the backend did."""
@@ -882,7 +990,7 @@ class _Follower:
             if {operand.each for operand in operands} - {None} != {1}:
                 self.refuse(type(layer).__name__)
             return self._rows_like(self._spec(layer, args, kwargs), 1)
-        return layer.call(*args, **kwargs)
+        return getattr(layer, call_name(layer))(*args, **kwargs)
 
     def _part(self, part: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._inside, self._failure = True, None
@@ -916,16 +1024,21 @@ class _Follower:
         if (counts or _counts_in(args)) and name not in _TAKE_COUNTS:
             self.refuse(_NUMBER)
         operands = _operands((*args, *kwargs.values()))
-        self.note(name, attributes, args, kwargs)
+        if name != "Reshape":
+            self.note(name, attributes, args, kwargs)
         if all(operand.each is None for operand in (*operands, *_in_attributes(op))):
             if counts:
                 self.refuse(_NUMBER)
+            if name == "Reshape":
+                self.note(name, attributes, args, kwargs)
             return self._rows_like(op.compute_output_spec(*args, **kwargs), None)
         each = RULES[name](op, operands, args + tuple(kwargs.values())) if operands else None
         if each is None:
             self.refuse(name)
         if name == "Reshape":
             shape = _reshaped(op, operands[0])
+            # The number of rows may be written as -1, as a count, or as a number.
+            self.note(name, [each, (shape or ())[1:]], args[:1], {})
             first = operands[0].shape[0]
             if first is not None and shape is not None:
                 shape = (first * (each or 1) // (operands[0].each or 1), *shape[1:])
@@ -946,7 +1059,11 @@ class _Follower:
         sizes = [b if size == -1 else size for b, size in zip(before, shape, strict=True)]
         if any(size is not None and type(size) is not int for size in sizes):
             self.refuse(type(op).__name__)
-        return keras.KerasTensor((None, *sizes), args[0].dtype)
+        return keras.KerasTensor((self._first(op.shape[0].each), *sizes), args[0].dtype)
+
+    def _first(self, each: int) -> int | None:
+        """Return the static first dim of a tensor with so many entries for each row."""
+        return None if self._rows is None else self._rows * each
 
     def _known(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the outputs of one of Keras's own layers, or of batch norm."""
@@ -956,7 +1073,12 @@ class _Follower:
         each = {operand.each for operand in operands} - {None}
         inner = layers_in(layer)
         together = any(is_batch_norm(i) or i.activity_regularizer is not None for i in inner)
-        draws = any(seed_generators(i) for i in layers_in(layer))
+        draws = any(seed_generators(i) for i in inner)
+        if True in [x for x in (*args, kwargs.get("training")) if isinstance(x, bool)]:
+            for each_layer in inner:  # out of training, it draws nothing and takes no moments
+                treated = is_batch_norm(each_layer) or seed_generators(each_layer)
+                if treated and id(each_layer) not in self._held:
+                    self.refuse(f"it calls {each_layer.name!r}, which the model does not hold")
         if not each and not together and not draws:
             return self._rows_like(self._spec(layer, args, kwargs), None)
         for operand in operands:
@@ -972,7 +1094,7 @@ class _Follower:
 
     def _spec(self, part: Any, args: Any, kwargs: Any) -> Any:
         """Return the shapes and dtypes of a call's outputs, by Keras's own inference."""
-        _HERE.follower = None
+        HERE.follower = None
         try:
             if not isinstance(part, keras.layers.Layer):
                 return part.compute_output_spec(*args, **kwargs)
@@ -982,13 +1104,13 @@ class _Follower:
                     return outputs
             return _spec_with_masks(part, args, kwargs)
         finally:
-            _HERE.follower = self
+            HERE.follower = self
 
     def _rows_like(self, outputs: Any, each: int | None) -> Any:
         for leaf in keras.tree.flatten(outputs):
             for tensor in (leaf, get_keras_mask(leaf)):
                 if keras.utils.is_keras_tensor(tensor):
-                    tensor._lockstep_each = each
+                    follow(tensor)._lockstep_each = each
         return outputs
 
     # ------------------------------------------------------------------- calls without rows
@@ -1006,7 +1128,8 @@ class _Follower:
             self.refuse(_NUMBER)
         self.note("made", [shape, dtype], (), {})
         dtype = keras.config.floatx() if dtype is None else dtype
-        return self._rows_like(keras.KerasTensor((None, *rest), dtype), first.each)
+        shape = (self._first(first.each), *rest)
+        return self._rows_like(keras.KerasTensor(shape, dtype), first.each)
 
     def repeated(self, x: Any, shape: Any) -> Any:
         """Return a tensor of one row, repeated for each row of the batch."""
@@ -1024,6 +1147,8 @@ class _Follower:
         tensors = [v for k, v in given.items() if k not in ("shape", "inputs") and _shape_of(v)]
         if not (seed is None or isinstance(seed, keras.random.SeedGenerator)) or tensors:
             self.refuse("random numbers that replicas would share")
+        if seed is not None and id(seed) not in self._held:
+            self.refuse("it draws from a seed generator that the model does not hold")
         self.draws_without_seed |= seed is None
         if name == "dropout":
             x = given["inputs"]
@@ -1116,7 +1241,7 @@ def _symbol(leaf: Any, *, stand_in: int, rows: int | None = None, batch: bool = 
     shape: list[int | None] = [stand_in if dim is None else int(dim) for dim in leaf.shape]
     if shape and batch:
         shape[0] = rows
-    symbol = keras.KerasTensor(shape, keras.backend.standardize_dtype(leaf.dtype))
+    symbol = follow(keras.KerasTensor(shape, keras.backend.standardize_dtype(leaf.dtype)))
     symbol._lockstep_each = 1 if shape and batch else None
     mask = get_keras_mask(leaf)
     if mask is not None:
@@ -1164,11 +1289,8 @@ def _in_words(error: Exception) -> str:
     return f"{type(error).__name__} while it was followed"
 
 
-_HERE = threading.local()
-
-
 def _follower() -> _Follower | None:
-    follower: _Follower | None = getattr(_HERE, "follower", None)
+    follower: _Follower | None = getattr(HERE, "follower", None)
     return follower
 
 

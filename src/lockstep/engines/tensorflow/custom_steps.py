@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from lockstep.engines.patched import patched
-from lockstep.engines.rowwise import call_refused
+from lockstep.engines.rowwise import LOOKS_AT_ROWS, call_refused
 from lockstep.engines.tensorflow.layers import Plan
 from lockstep.engines.tensorflow.programs import (
     ScratchGraph,
@@ -28,7 +28,7 @@ from lockstep.engines.tensorflow.replica_consistency import (
     tensors_in,
 )
 from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup, Shards
-from lockstep.engines.tensorflow.tensor_metadata import remade, signature
+from lockstep.engines.tensorflow.tensor_metadata import known_rows, remade, signature
 from lockstep.keras_compat import (
     added_losses,
     layers_in,
@@ -57,6 +57,7 @@ class CustomStep:
         self._calls: dict[int, tuple[Any, Call]] = {}
         self._known: dict[Any, str | None] = {}
         self._splits = 0
+        self._rows: int | None = None
         self._open = threading.local()
 
     def run(self, step: Callable[[Any], Any], data: Any) -> Any:
@@ -69,6 +70,7 @@ class CustomStep:
             leaf is None or isinstance(leaf, tf.Tensor) for leaf in keras.tree.flatten(data)
         ):
             raise ReplicasDiffer("it is given ragged or sparse tensors")
+        self._rows = known_rows(data)
         data = keras.tree.map_structure(_with_hidden_rows, data)
         rows = [leaf for leaf in keras.tree.flatten(data) if leaf is not None and leaf.shape.rank]
 
@@ -108,6 +110,8 @@ class CustomStep:
             if not leaves or self._only_draws(layer):
                 return call(*args, **kwargs)
             reason = self._why_whole(layer, args, kwargs)
+            if reason == LOOKS_AT_ROWS:  # here it does not see the number that one device sees
+                raise ReplicasDiffer(f"{layer.name!r} looks at the number of rows")
             if reason is not None:
                 self.whole.setdefault(layer.name, reason)
                 return call(*args, **kwargs)
@@ -133,7 +137,14 @@ class CustomStep:
         key = (id(layer), str((tensors, firsts, others)))
         if key not in self._known:
             with self._plain_calls(), tf.init_scope():
-                self._known[key] = call_refused(layer, args, kwargs, scratch=ScratchGraph)
+                self._known[key] = call_refused(
+                    layer,
+                    args,
+                    kwargs,
+                    rows=self._rows,
+                    held=[each for each, _ in self._calls.values()],
+                    scratch=ScratchGraph,
+                )
         return self._known[key]
 
     @contextmanager

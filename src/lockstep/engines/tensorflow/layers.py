@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from lockstep.engines.layer_plan import LayerPlan
 from lockstep.engines.patched import patched
+from lockstep.engines.rowwise import call_name
 from lockstep.engines.tensorflow.lookup_gradients import own_rows
 from lockstep.engines.tensorflow.moments import moments_over
 from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer, tensors_in
@@ -33,13 +34,18 @@ class Plan(LayerPlan):
     splits_states = True
 
     @contextmanager
-    def in_force(self, team: ReplicaGroup) -> Iterator[None]:
-        """Apply this plan to the layers inside the context, in the replicas of `team`."""
+    def in_force(self, team: ReplicaGroup, rows: int | None = None) -> Iterator[None]:
+        """Apply this plan to the layers inside the context, in the replicas of `team`.
+
+        `rows` is the static number of rows of the batch, if there is one.
+        """
         changes: list[tuple[Any, str, Any]] = []
         for layer in self.whole:
-            changes.append((layer, "call", _on_global_batch(layer, layer.call, team)))
+            name = call_name(layer)
+            call = _on_global_batch(layer, getattr(layer, name), team, rows)
+            changes.append((layer, name, call))
             if hasattr(layer, "compute_mask"):
-                mask = _on_global_batch(layer, layer.compute_mask, team)
+                mask = _on_global_batch(layer, layer.compute_mask, team, rows)
                 changes.append((layer, "compute_mask", mask))
         for rnn in unique(self.stateful):
             changes += by_rows(rnn, team)
@@ -59,7 +65,7 @@ class Plan(LayerPlan):
 
 
 def _on_global_batch(
-    layer: Any, call: Callable[..., Any], team: ReplicaGroup
+    layer: Any, call: Callable[..., Any], team: ReplicaGroup, rows: int | None
 ) -> Callable[..., Any]:
     """Wrap `call`: gather the rows of its inputs, return this replica's rows of its outputs."""
     what = f"what goes into and out of {layer.name!r} ({type(layer).__name__})"
@@ -73,6 +79,7 @@ def _on_global_batch(
             if not _has_rows(value):
                 return value
             gathered = replica.gather(value, what)
+            gathered.set_shape([rows, *gathered.shape[1:]])  # as on one device
             mask = get_keras_mask(value)
             if mask is not None:
                 set_keras_mask(gathered, replica.gather(mask, what))

@@ -20,12 +20,13 @@ from lockstep.engines.rowwise import function_refused, is_declared
 from lockstep.engines.tensorflow.programs import ScratchGraph
 from lockstep.engines.tensorflow.replica_consistency import tensors_in
 from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup
-from lockstep.engines.tensorflow.tensor_metadata import remade, signature
+from lockstep.engines.tensorflow.tensor_metadata import known_rows, remade, signature
 from lockstep.keras_compat import (
     METRIC_FUNCTION,
     LossFunctionWrapper,
     compiled_loss,
     compiled_metrics,
+    is_code_of_keras,
     module_in_keras,
     options_of,
     single_losses,
@@ -47,7 +48,7 @@ class LossSharding:
         self._model = model
         self._team = team
         self._targets = {id(leaf): leaf for leaf in keras.tree.flatten(y)}
-        self._rows = _known_rows(x)
+        self._rows = known_rows(x)
         self._own: dict[int, tuple[Any, Any]] = {}
         self._reasons: dict[tuple[Any, ...], str | None] = {}
 
@@ -108,7 +109,12 @@ class LossSharding:
         source = _function_of(owner, function)
         if is_declared(source) or is_declared(owner):
             return None
-        if own.shape.rank > 1 and source in BY_ROWS and _is_along_classes(owner):
+        if (
+            own.shape.rank > 1
+            and source in BY_ROWS
+            and _is_of_keras(source)
+            and _is_along_classes(owner)
+        ):
             return None
         key = (id(owner), y_true.shape[0], signature(y_true), signature(own))
         if key not in self._reasons:
@@ -165,13 +171,6 @@ class LossSharding:
         return own
 
 
-def _known_rows(x: Any) -> int | None:
-    """Return the rows of a batch, `None` if they are unknown while tracing."""
-    shapes = [leaf.shape for leaf in keras.tree.flatten(x) if isinstance(leaf, tf.Tensor)]
-    known = [shape[0] for shape in shapes if shape.rank]
-    return known[0] if known else None
-
-
 def _before_casts(tensor: Any) -> Any:
     while isinstance(tensor, tf.Tensor) and tensor.op.type == "Cast":
         tensor = tensor.op.inputs[0]
@@ -191,7 +190,8 @@ def _function_of(owner: Any, function: Any) -> Any:
     """Return the function that a loss wraps without other code, else `function`."""
     # keras/src/losses/losses.py, LossFunctionWrapper.call
     wraps = LossFunctionWrapper.call
-    return owner.fn if getattr(function, "__func__", None) is wraps else function
+    by_keras = is_code_of_keras(wraps) and getattr(function, "__func__", None) is wraps
+    return owner.fn if by_keras else function
 
 
 def _is_of_keras(function: Any) -> bool:
@@ -221,8 +221,8 @@ def _losses_of(model: Any) -> list[Any]:
     compiled = compiled_loss(model)
     if compiled is None or not compiled.built or not is_keras(model, "compute_loss"):
         return []
-    losses = single_losses(compiled)
-    return [each for each in losses if type(each).__call__ is keras.losses.Loss.__call__]
+    losses, plain = single_losses(compiled), keras.losses.Loss.__call__
+    return [x for x in losses if type(x).__call__ is plain and is_code_of_keras(plain)]
 
 
 def _metrics_of(model: Any) -> list[Any]:
@@ -231,4 +231,8 @@ def _metrics_of(model: Any) -> list[Any]:
     if compiled is None or not compiled.built or not is_keras(model, "compute_metrics"):
         return []
     plain = keras.metrics.MeanMetricWrapper.update_state
-    return [each for each in compiled.metrics if getattr(type(each), "update_state", None) is plain]
+    return [
+        each
+        for each in compiled.metrics
+        if getattr(type(each), "update_state", None) is plain and is_code_of_keras(plain)
+    ]

@@ -31,6 +31,12 @@ class ScratchGraph:
     def __init__(self) -> None:
         self._graph = FuncGraph("lockstep_rowwise")
         self._done = 0
+        with self._graph.as_default():
+            self.kind = self.count_kind = type(tf.constant(0))
+
+    def dtype(self, name: str) -> Any:
+        """Return the dtype of this name."""
+        return tf.as_dtype(name)
 
     @contextmanager
     def open(self) -> Iterator[None]:

@@ -5,8 +5,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lockstep.engines.rowwise import Reasons
+from lockstep.engines.rowwise import Reasons, is_in_float8
 from lockstep.engines.tensorflow.layers import Plan
+from lockstep.keras_compat import layers_in
 from lockstep.training.overrides import is_keras
 
 
@@ -18,6 +19,9 @@ def unsplit_reason(model: Any, plan: Plan, reasons: Reasons, data: Any) -> str |
     """
     if any(part is model for part in plan.whole):
         return f"({type(model).__name__}) is not known to work row by row: {reasons[id(model)]}"
+    for layer in layers_in(model):
+        if is_in_float8(layer):
+            return f"has layer {layer.name!r} in float8, which scales by the whole batch"
     if any(_is_composite(leaf) for leaf in keras.tree.flatten(data)):
         return "is given ragged or sparse tensors"
     return None

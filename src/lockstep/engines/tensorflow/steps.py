@@ -24,6 +24,7 @@ from lockstep.engines.tensorflow.programs import ScratchGraph
 from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer, looks_up_weights
 from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup, Shards
 from lockstep.engines.tensorflow.split_checks import unsplit_reason, why_custom
+from lockstep.engines.tensorflow.tensor_metadata import known_rows
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.keras_compat import added_losses, layers_in, loss_of, loss_tracker, takes_training
 from lockstep.layout import Layout
@@ -144,7 +145,7 @@ class Steps:
         team = ReplicaGroup(self._strategy, self._copies, layers_in(model))
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         values = LossSharding(model, team, x, y)
-        with plan.in_force(team), values.in_force():
+        with plan.in_force(team, known_rows(x)), values.in_force():
             outputs = split(team, values, data)
         self.choices = values.choices
         self._check_strangers()

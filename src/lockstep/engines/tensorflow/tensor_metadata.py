@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from lockstep.keras_compat import get_keras_mask, logits_of, set_keras_mask, set_logits
@@ -59,3 +60,10 @@ def _operation(value: Any) -> str | None:
     # A softmax of one dim is over the batch.
     of_rows = isinstance(value, tf.Tensor) and hasattr(value, "op") and value.shape.rank != 1
     return value.op.type if of_rows else None
+
+
+def known_rows(batch: Any) -> int | None:
+    """Return the rows of a batch, `None` if they are unknown while tracing."""
+    shapes = [leaf.shape for leaf in keras.tree.flatten(batch) if isinstance(leaf, tf.Tensor)]
+    known = [shape[0] for shape in shapes if shape.rank]
+    return known[0] if known else None

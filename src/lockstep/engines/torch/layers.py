@@ -11,6 +11,7 @@ from lockstep.engines.layer_plan import LayerPlan
 from lockstep.engines.patched import patched
 from lockstep.engines.rowwise import (
     arrays_in,
+    call_name,
     is_container,
 )
 from lockstep.engines.torch.moments import moments_over
@@ -36,7 +37,9 @@ class Plan(LayerPlan):
         """Apply this plan to the layers inside the context."""
         changes: list[tuple[Any, str, Any]] = []
         for layer in self.whole:
-            changes.append((layer, "call", _on_global_batch(layer, layer.call, replica)))
+            name = call_name(layer)
+            call = _on_global_batch(layer, getattr(layer, name), replica)
+            changes.append((layer, name, call))
             if hasattr(layer, "compute_mask"):
                 mask = _on_global_batch(layer, layer.compute_mask, replica)
                 changes.append((layer, "compute_mask", mask))

@@ -14,6 +14,7 @@ from lockstep.engines.torch.placement import copies_on
 from lockstep.engines.torch.pool import Lease, Pool
 from lockstep.engines.torch.replica import Replica, random_state
 from lockstep.engines.torch.settings import checksum, current_settings
+from lockstep.engines.torch.split_checks import replaced_class
 from lockstep.engines.torch.step_runner import StepRunner
 from lockstep.engines.torch.steps import run_step
 from lockstep.engines.torch.whole_batch_steps import (
@@ -90,6 +91,8 @@ class PoolRunner(StepRunner):
         leaves = keras.tree.flatten(batch)
         if not all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves):
             return "and is given other data than tensors"
+        if replaced_class(self._model) is not None:
+            return "and another process does not have that method"
         if self.unchecked:
             try:
                 self._dumped()

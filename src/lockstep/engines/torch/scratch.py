@@ -27,6 +27,8 @@ class Scratch:
     Python cannot branch on the value of a weight, and nothing is assigned.
     """
 
+    kind, count_kind = torch.Tensor, int
+
     def __init__(self) -> None:
         self._done: list[Any] = []
         self._failure: str | None = None
@@ -34,6 +36,10 @@ class Scratch:
         self._kept: list[Any] = []  # keeps tensors alive, so that no identity is reused
         self._outside: set[int] = set()
         self._busy = False
+
+    def dtype(self, name: str) -> Any:
+        """Return the dtype of this name."""
+        return getattr(torch, name)
 
     @contextmanager
     def open(self) -> Iterator[None]:

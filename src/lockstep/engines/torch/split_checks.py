@@ -3,11 +3,18 @@
 from typing import Any
 
 import keras
+from torch.nn.modules import module as modules
+from torch.nn.utils.parametrize import is_parametrized
 
-from lockstep.engines.rowwise import is_container
+from lockstep.engines.rowwise import is_container, is_in_float8
 from lockstep.engines.torch.layers import Plan, unknown_rows
 from lockstep.engines.torch.row_proofs import ReasonsByNumber
-from lockstep.keras_compat import is_rematerialized, layers_in
+from lockstep.keras_compat import (
+    class_is_of_keras,
+    is_rematerialized,
+    layers_in,
+    module_in_keras,
+)
 from lockstep.training.overrides import is_keras
 
 
@@ -27,14 +34,45 @@ def unsplit_model(model: Any, reasons: ReasonsByNumber) -> str | None:
     whole = {id(Plan(model).candidates[number]): reason for number, reason in reasons.items()}
     if id(model) in whole:
         return f"({type(model).__name__}) is not known to work row by row: {whole[id(model)]}"
+    replaced = replaced_class(model)
+    if replaced is not None:
+        return f"has a layer of {replaced} with a method that is not Keras's"
     for layer in layers_in(model):
         if is_rematerialized(layer):
             return f"computes layer {layer.name!r} again in the backward pass (RematScope)"
+        if is_in_float8(layer):
+            return f"has layer {layer.name!r} in float8, which scales by the whole batch"
+        if has_torch_hooks(layer):
+            return f"has a hook or parametrization of PyTorch on layer {layer.name!r}"
     for variable in model.trainable_variables:
         tensor = variable.value
         if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
             return f"has a hook on the gradient of {variable.path!r}"
     return unknown_rows(model, whole) if is_container(model) else None
+
+
+def replaced_class(model: Any) -> str | None:
+    """Return the name of a class of Keras that a script has changed, `None` without one.
+
+    Another process has the class as Keras defines it.
+    """
+    kinds = {type(layer) for layer in layers_in(model) if module_in_keras(type(layer))}
+    names = sorted(kind.__name__ for kind in kinds if not class_is_of_keras(kind))
+    return names[0] if names else None
+
+
+def has_torch_hooks(layer: Any) -> bool:
+    """Return whether code of PyTorch's modules runs before or after the call of a layer.
+
+    It runs outside of `call`, so it would see the rows of one device.
+    """
+    own = any(getattr(layer, name) for name in _HOOKS)
+    every = any(getattr(modules, f"_global{name}") for name in _HOOKS)
+    return own or every or is_parametrized(layer)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Attributes of `torch.nn.Module`, and with another prefix of its file."""
 
 
 def rows_of(x: Any) -> tuple[str | None, int]:

@@ -20,12 +20,13 @@ import keras
 import torch
 
 from lockstep.engines.patched import patched
-from lockstep.engines.rowwise import call_refused
+from lockstep.engines.rowwise import call_refused, is_in_float8
 from lockstep.engines.torch.group import Group
 from lockstep.engines.torch.layers import Plan
 from lockstep.engines.torch.model_pickle import dump, load
 from lockstep.engines.torch.replica import RandomStreams, Replica
 from lockstep.engines.torch.scratch import Scratch
+from lockstep.engines.torch.split_checks import has_torch_hooks
 from lockstep.engines.torch.stateful import copied_states
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
@@ -42,6 +43,9 @@ from lockstep.state import unique
 Call = Callable[..., Any]
 
 _SENT = (torch.Tensor, keras.Variable, bool, int, float, str, type(None))
+_KEPT = 256
+"""The number of proofs that are kept."""
+
 _PLAIN = (bool, int, float, str, type(None), FunctionType)
 
 
@@ -63,6 +67,7 @@ class WholeBatchSteps:
         self._functions: set[FunctionType] = set()
         self._inside = False
         self._calls: list[tuple[Any, Any]] = []
+        self._own_calls: dict[int, Any] = {}
         self._variables: list[Any] = []
 
     def run(
@@ -106,6 +111,7 @@ class WholeBatchSteps:
             return shared_call
 
         self._calls = [(layer, vars(layer).get("call")) for layer in layers]
+        self._own_calls = {id(layer): call for layer, call in self._calls}
         self._variables = unique([v for layer in layers for v in layer.variables])
         step = getattr(self._model, f"{kind}_step")
         sharing_calls = patched([(layer, "call", sharing(layer)) for layer in layers])
@@ -134,14 +140,17 @@ class WholeBatchSteps:
         if len(rows) != 1 or 0 in rows:
             return f"its inputs have {sorted(rows)} rows"
         form = str(keras.tree.map_structure(_form, (args, kwargs)))
-        attributes = tuple(_attributes(layer))
+        attributes = tuple(_attributes(layer, self._own_calls))
         if _NEEDS_GRADIENT in attributes:  # of this replica's rows alone, if the call were shared
             return "it holds a tensor that needs a gradient and is no variable"
         # An attribute may be a list that grows: the key is a number. A function that is kept has
         # no other's identity.
-        self._functions |= {part for part in attributes if isinstance(part, FunctionType)}
         key = (layer, layer.training, form, hash(repr(attributes)))
         if key not in self._known:
+            if len(self._known) >= _KEPT:  # an attribute may change at each step
+                self._known.clear()
+                self._functions.clear()
+            self._functions |= {part for part in attributes if isinstance(part, FunctionType)}
             with self._plain_calls():
                 self._known[key] = _refused(layer, args, kwargs)
         return self._known[key]
@@ -366,11 +375,18 @@ def _form(leaf: Any) -> Any:
 _NEEDS_GRADIENT = object()
 
 
-def _attributes(layer: Any) -> Iterator[Any]:
-    """Return what decides the operations of a layer, and whether it holds a tensor in a graph."""
+def _attributes(layer: Any, own_calls: dict[int, Any]) -> Iterator[Any]:
+    """Return what decides the operations of a layer, and whether it holds a tensor in a graph.
+
+    Args:
+        layer: The layer.
+        own_calls: The attribute `call` of layers, by identity, before the step replaced it.
+    """
     for inner in layers_in(layer):
         own = not module_in_keras(type(inner))
         for name, value in vars(inner).items():
+            if name == "call" and id(inner) in own_calls:
+                value = own_calls[id(inner)]  # that of the step is another one at each step
             if own or not name.startswith("_"):
                 yield name
                 yield from _parts(value)
@@ -399,11 +415,17 @@ def _refused(layer: Any, args: Any, kwargs: Any) -> str | None:
         return "a module of PyTorch has weights in it"
     if any(isinstance(inner, keras.layers.SpectralNormalization) for inner in layers_in(layer)):
         return "it assigns to its weights"
+    if any(map(is_in_float8, layers_in(layer))):
+        return "it is in float8, which scales by the whole batch"
+    if any(map(has_torch_hooks, layers_in(layer))):
+        return "it has a hook or parametrization of PyTorch"
     try:
         copy, _ = load(dump(layer)[0])
         before, _ = dump(copy)
+        rows = len(_with_rows((args, kwargs))[0])
         args, kwargs = keras.tree.map_structure(_symbol, (args, kwargs))
-        reason = call_refused(copy, args, kwargs, scratch=Scratch)
+        held = layers_in(copy)
+        reason = call_refused(copy, args, kwargs, rows=rows, held=held, scratch=Scratch)
         if reason is None and dump(copy)[0] != before:
             reason = "a call changes its attributes"
     except Exception as error:  # any error means that it is not known

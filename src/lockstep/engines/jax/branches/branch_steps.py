@@ -218,6 +218,11 @@ def _call_in_parts(call: Callable[..., Any], parts: int, args: Any, kwargs: Any)
 class _Scratch:
     """Where JAX computes what does not depend on the batch: nowhere else; see `rowwise.Scratch`."""
 
+    kind, count_kind = jax.core.Tracer, int
+
+    def dtype(self, name: str) -> Any:
+        return np.dtype(name)
+
     def open(self) -> AbstractContextManager[Any]:
         return nullcontext()
 

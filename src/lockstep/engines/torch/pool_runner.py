@@ -103,10 +103,6 @@ class PoolRunner(StepRunner):
             self._note_state()
         return result
 
-    def tensors(self) -> list[Any]:
-        """Return the tensors that workers are sent, which those of closures are among."""
-        return self._dumped()[1]
-
     def recorded(self, kind: str, data: Any, rows: int) -> tuple[Recording, list[Sketches]]:
         """Run one step on all devices without an update; see `StepRunner`."""
         pool = self._running_pool()

@@ -208,7 +208,7 @@ class PoolRunner(StepRunner):
                 run,
                 is_custom=True,
                 tensors=self.tensors(),
-                skips=lambda: self.whole_batch.is_inside,
+                watch=self.whole_batch.watched,
             )
             pool.receive()
         self.unchecked = True

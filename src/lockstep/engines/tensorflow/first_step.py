@@ -59,7 +59,9 @@ class RecordedSteps:
         self._replicas = {}
 
         def traced(data: Any) -> Any:
-            with same_draws_for_all_rows(), without_updates(model, self._here):
+            # A name that is refused at the top of a program is none inside a scope.
+            scope = tf.name_scope("first_step")
+            with scope, same_draws_for_all_rows(), without_updates(model, self._here):
                 logs = step(data)
             graph = tf.compat.v1.get_default_graph()
             self._replicas.setdefault(0, Recording()).logs(logs)

@@ -90,7 +90,8 @@ def _on_global_batch(
                 return value
             if value.shape.rank == 0:
                 return replica.rows_of_replicated(value)
-            if value.shape[0] is not None and None in value.shape[1:]:  # a stack of batches
+            known = value.shape[0] is not None and value.shape[0] != rows
+            if known and None in value.shape[1:]:  # a stack of batches
                 raise ReplicasDiffer(f"the first dim of what {layer.name!r} gives is not the batch")
             check = tf.debugging.assert_equal(
                 tf.shape(value)[:1], tf.reshape(replica.shards.rows, (1,)), _unaligned(layer)
@@ -101,10 +102,11 @@ def _on_global_batch(
                     lambda part: part if part.shape[0] == 1 else replica.rows_of_replicated(part),
                 )
 
+        loses_rows = replica.index == 0 and _loses_rows(layer, call, args, kwargs)
         args, kwargs = keras.tree.map_structure(whole, (args, kwargs))
         before = {id(loss) for inner in layers_in(layer) for loss in added_losses(inner)}
         with replica.globally(f"{layer.name!r} ({type(layer).__name__})", (args, kwargs)):
-            if replica.index == 0 and _loses_rows(layer, call, args, kwargs):
+            if loses_rows:
                 raise ReplicasDiffer(f"the first dim of what {layer.name!r} gives is not the batch")
             outputs = call(*args, **kwargs)
         for inner in layers_in(layer):

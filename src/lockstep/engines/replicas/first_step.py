@@ -6,7 +6,6 @@ are run twice: by Keras's own step on one device, and by all devices. The output
 the logs, the gradients and the other updates are compared by sketches. Nothing is updated.
 """
 
-import operator
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import numpy as np
 
 from lockstep.engines.patched import patched
 from lockstep.engines.probe_helpers import watched_layers
+from lockstep.engines.replicas.object_states import ObjectStates
 from lockstep.engines.rowwise import is_declared, untouched_random_numbers
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
@@ -336,42 +336,18 @@ def watched(model: Any) -> list[Any]:
 
 @contextmanager
 def unchanged_objects(model: Any) -> Iterator[None]:
-    """Put back the attributes of a model's layers, and Python's and NumPy's random numbers."""
-    before = [(layer, {k: _kept(v) for k, v in vars(layer).items()}) for layer in layers_in(model)]
+    """Put back what a step changes of Python's objects, and Python's and NumPy's random numbers."""
+    before = states_of(model)
     try:
         with untouched_random_numbers():
             yield
     finally:
-        for layer, attributes in before:
-            for name in vars(layer).keys() - attributes.keys():
-                del vars(layer)[name]
-            for name, kept in attributes.items():
-                vars(layer)[name] = _put_back(*kept)
+        before.put_back()
 
 
-def _kept(value: Any) -> tuple[Any, Any]:
-    """Return an attribute, and the content of a collection, which code may change."""
-    for kind in (list, dict, set):
-        if isinstance(value, kind):
-            return value, kind(value)
-    return value, None
-
-
-def _put_back(value: Any, content: Any) -> Any:
-    """Give a collection its content again. Keras's own need no tracking for that."""
-    if isinstance(content, list):
-        if len(value) != len(content) or any(map(operator.is_not, value, content)):
-            list.clear(value)
-            list.extend(value, content)
-    elif isinstance(content, dict):
-        same = value.keys() == content.keys()
-        if not same or any(value[key] is not content[key] for key in content):
-            dict.clear(value)
-            dict.update(value, content)
-    elif isinstance(content, set) and set(value) != content:
-        set.clear(value)
-        set.update(value, content)
-    return value
+def states_of(model: Any) -> ObjectStates:
+    """Return the states of the objects that the code of a model reaches."""
+    return ObjectStates([*layers_in(model), *_compiled_parts(model)])
 
 
 # ------------------------------------------------------------------------- the check
@@ -514,7 +490,7 @@ class FirstSteps:
         if (kind, form) in self._compared or not is_checked():
             return False
         self._compared.add((kind, form))
-        return is_guessed(self._model, kind, followed)
+        return is_guessed(self._model, kind, followed) and states_of(self._model).can_be_put_back
 
     def settle(
         self,

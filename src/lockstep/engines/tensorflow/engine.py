@@ -39,7 +39,9 @@ from lockstep.engines.replicas.first_step import (
     compare,
     distrusted_part,
     form_of,
+    states_of,
 )
+from lockstep.engines.replicas.object_states import ObjectStates
 from lockstep.engines.tensorflow import devices as tensorflow_devices
 from lockstep.engines.tensorflow.branch_steps import BranchSteps
 from lockstep.engines.tensorflow.first_step import RecordedSteps, again, rows_in, signature_of
@@ -157,6 +159,7 @@ class Attachment:
         self.loop = Loop(self.session)
         self.counter: StepCounter | None = None
         self._first_steps = FirstSteps(model)
+        self._before_trace = ObjectStates(())
         self._alone = len(devices) == 1
         self._hooks: dict[str, Any] = {}
         self._instead_of: dict[str, Any] = {}
@@ -315,6 +318,7 @@ class Attachment:
                 with assertions_in_words():
                     return function(iterator if batches is None else iter(batches))
             except ReplicasDiffer as found:  # raised by the trace, before anything runs
+                self._before_trace.put_back()  # what the code has counted while it was traced
                 self.steps.give_up(name, str(found))
                 function = self._function(name, step)
                 return function(iterator if batches is None else iter(batches))
@@ -336,6 +340,7 @@ class Attachment:
             return iterator, batches  # one device runs it
         if not self._first_steps.is_due(name, form_of(spec), steps.plan().candidates):
             return iterator, batches
+        self._before_trace = states_of(model)
         if batches is None:
             drawn = list(itertools.islice(iterator, model.steps_per_execution))
             if not drawn:

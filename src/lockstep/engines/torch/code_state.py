@@ -154,7 +154,7 @@ def state_of(
         for owner, qualname in [(module, ""), *((c, c.__qualname__) for c in _classes_of(module))]:
             values = {
                 name: AsDefined if _is_of(owner, module, name, value) else value
-                for name, value in vars(owner).items()
+                for name, value in list(vars(owner).items())  # pickling may add to them
                 if name in names and not name.startswith("__") and _may_travel(value, travels)
             }
             if values:
@@ -173,7 +173,7 @@ def patches(modules: Iterable[str]) -> State:
     owners, installed = _installed(len(sys.modules), frozenset(packages | {"keras", "torch.nn"}))
     found: State = {}
     for place, owner in owners:
-        for name, value in vars(owner).items():
+        for name, value in list(vars(owner).items()):
             if type(value) is FunctionType and id(value.__globals__) not in installed:
                 home = value.__globals__.get("__name__")
                 if home == _MAIN or _is_own_name(home):

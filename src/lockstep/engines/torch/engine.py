@@ -328,7 +328,7 @@ class Attachment:
     def _compare_first_step(self, kind: str, data: Any, rows: int) -> None:
         """Compare a step of a new form with that of one device, before any update."""
         model, runner, size = self.model, self._runner, len(self.devices)
-        form = form_of(data), runner.times_sent
+        form = form_of(data), min(runner.times_sent, _MOST_SENT)
         if not self._first_steps.is_due(kind, form, Plan(model).candidates):
             return
 
@@ -347,7 +347,8 @@ class Attachment:
     def _compare_first_custom_step(self, kind: str, batch: Any) -> None:
         """Compare a step of the user's own of a new form with that of one device."""
         model, runner = self.model, self._runner
-        if not self._first_steps.is_due(kind, (form_of(batch), runner.times_sent), ()):
+        form = form_of(batch), min(runner.times_sent, _MOST_SENT)
+        if not self._first_steps.is_due(kind, form, ()):
             return
         leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None and leaf.ndim]
         rows = {len(leaf) for leaf in leaves}
@@ -453,6 +454,9 @@ class Attachment:
                 stacklevel=2,
             )
 
+
+_MOST_SENT = 4
+"""How often steps are compared again because the model was sent anew, at most."""
 
 _NOT_THE_SAME = "is not the same on every device: "
 

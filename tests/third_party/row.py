@@ -18,6 +18,7 @@ DEVICES = {"jax": 4, "tensorflow": 2, "torch": 3}[BACKEND]
 BOUNDS = {"float64": 1e-10, "float32": 1e-5}
 DROPOUT = 0.1 if BACKEND == "jax" else 0.0
 """Replicas on TensorFlow and PyTorch draw dropout masks of their own; docs/tensorflow.md."""
+ALONE = "the first device runs every batch alone"
 
 _OF_OTHERS = (
     "`shuffle=True` was passed",  # KerasHub: `fit` of arrays, which it makes a tf.data.Dataset
@@ -153,7 +154,8 @@ def _play(row, distribute):
     assert models, "no model was distributed"
     if distribute is not None:
         placed = set().union(*map(_copies, models))
-        assert placed == {DEVICES}, f"variables are on {placed} devices"
+        expected = set() if any(ALONE in str(warning.message) for warning in caught) else {DEVICES}
+        assert placed == (expected if BACKEND == "torch" else {DEVICES}), placed
     found = _by_name(models, left)
     for model in models:  # the processes of PyTorch end, and the next row may be in float32
         lockstep.release(model)
@@ -162,9 +164,9 @@ def _play(row, distribute):
 
 def _copies(model):
     """On how many devices the variables of a model are."""
-    if BACKEND == "torch":  # each process of the pool holds the model
+    if BACKEND == "torch":  # each process of the pool holds the model after its first step
         pool = attachment_of(model)._lease._pool
-        return {1 if pool is None else pool.group.size}
+        return set() if pool is None else {pool.group.size}
     values = [variable.value for variable in model.trainable_variables]
     return {len(value.devices() if BACKEND == "jax" else value.values) for value in values}
 

@@ -221,6 +221,20 @@ def test_a_checked_step_leaves_no_trace():
     assert int(several[0].optimizer.iterations.numpy()) == 1
 
 
+@pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")
+def test_a_batch_norm_that_no_layer_holds_has_its_moving_averages_once():
+    def build():
+        norm = layers.BatchNormalization()
+        norm.build((None, 5))
+        return model_of(lambda layer, x, training: norm(x, training=training))
+
+    x, y = data()
+    expected = two_steps(build(), x, y)
+    mine = two_steps(lockstep.distribute(build(), DEVICES), x, y)
+    for a, b in zip(keras.tree.flatten(mine), keras.tree.flatten(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-10)
+
+
 def test_a_model_of_keras_alone_is_not_compared():
     with mock.patch("lockstep.engines.replicas.first_step.rows_to_check") as compared:
         made = lockstep.distribute(model_of(), DEVICES)

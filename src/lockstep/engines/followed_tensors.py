@@ -15,7 +15,7 @@ HERE = threading.local()
 """Has the follower of this thread as `follower`: see `lockstep.engines.rowwise`."""
 
 _OWN = ("keras", "lockstep")
-_BACKENDS = ("jax", "tensorflow", "torch")
+_BETWEEN = ("abc", "jax", "tensorflow", "torch", "typing")
 _QUERIES = ("is_keras_tensor", "is_tensor")
 """Functions that answer their caller's question about one tensor."""
 
@@ -31,10 +31,18 @@ def asked_by_user(depth: int) -> bool:
     """
     if getattr(HERE, "follower", None) is None:
         return False
-    frame = sys._getframe(depth)
-    while frame.f_code.co_name in _QUERIES and frame.f_back is not None:
+    return _package(_askers(sys._getframe(depth))[-1]) not in _OWN
+
+
+def _askers(frame: Any) -> list[Any]:
+    """Return the frames of functions that answer their caller, and of the one that asks them."""
+    found = [frame]
+    while _package(frame) in _BETWEEN or frame.f_code.co_name in _QUERIES:
+        if frame.f_back is None:
+            break
         frame = frame.f_back
-    return _package(frame) not in _OWN
+        found.append(frame)
+    return found
 
 
 def _package(frame: Any) -> str:
@@ -82,10 +90,10 @@ class FollowedTensor:
     def __class__(self) -> Any:
         if not asked_by_user(2):
             return keras.KerasTensor
-        asker = sys._getframe(1)
-        if _package(asker) in _OWN:  # a query of Keras, in Python, about one tensor
-            return HERE.follower.kind
-        if _package(asker) in _BACKENDS or _mentions(asker, HERE.follower.kind):
+        asker, *others = _askers(sys._getframe(1))
+        if any(_package(frame) in _OWN for frame in (asker, *others)):
+            return HERE.follower.kind  # for a query of Keras, in Python, about one tensor
+        if others or _mentions(asker, HERE.follower.kind):
             refuse("it asks whether a tensor is symbolic")
         return FollowedTensor
 

@@ -5,7 +5,7 @@ One program is traced of Keras's own step on the first device, and one of the st
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from lockstep.engines.replicas.first_step import (
     without_updates,
 )
 from lockstep.engines.tensorflow.mirrored_variables import mirrored_variables, shared_seeds
-from lockstep.keras_compat import same_draws_for_all_rows
+from lockstep.keras_compat import same_draws_for_all_rows, stored_value
 from lockstep.state import optimizers_of
 
 
@@ -71,7 +71,9 @@ class RecordedSteps:
         with self._unchanged(), unchanged_objects(model), warnings.catch_warnings():
             # A gradient of a lookup is made dense.
             warnings.filterwarnings("ignore", "Converting sparse IndexedSlices")
-            found = tf.function(traced, autograph=False).get_concrete_function(signature)(data)
+            program = tf.function(traced, autograph=False).get_concrete_function(signature)
+            with self._unchanged_outside(program.graph.variables):
+                found = program(data)
             states = Recording()
             states.states(model)
             seen = [{name: value.numpy() for name, value in each.items()} for each in found]
@@ -97,6 +99,19 @@ class RecordedSteps:
             return outputs
 
         return recorded_call
+
+    @contextmanager
+    def _unchanged_outside(self, variables: Iterable[Any]) -> Iterator[None]:
+        """Put back variables of TensorFlow that are not those of the model."""
+        values = [stored_value(variable) for variable in mirrored_variables(self._model)]
+        copies = [copy for value in values for copy in getattr(value, "values", [value])]
+        own = {id(copy) for copy in copies}
+        before = [(each, tf.identity(each)) for each in variables if id(each) not in own]
+        try:
+            yield
+        finally:
+            for variable, value in before:
+                variable.assign(value)
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:

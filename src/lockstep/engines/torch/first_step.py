@@ -1,7 +1,7 @@
 """Runs the first step of a form on PyTorch without an update; see `engines/replicas/first_step`."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from lockstep.keras_compat import (
 )
 from lockstep.state import optimizers_of, unique, variables_of
 
+Record = Callable[[Any, Any, Any], None]
+
 
 def recorded_step(
     model: Any,
@@ -29,7 +31,7 @@ def recorded_step(
     *,
     is_custom: bool,
     tensors: Sequence[Any] = (),
-    skips: Callable[[], bool] = lambda: False,
+    watch: Callable[[Record], AbstractContextManager[None]] | None = None,
 ) -> Recording:
     """Run a step, and return what it has computed. The model is as before after it.
 
@@ -38,14 +40,13 @@ def recorded_step(
         run: Runs the step, and returns its logs or predictions.
         is_custom: Whether code of the user's own may assign to any variable.
         tensors: Tensors that the code reaches besides the variables of the model.
-        skips: Returns whether the outputs of the layer that runs now are left out.
+        watch: Makes a context in which a function is given each layer, its arguments and outputs.
     """
     recording = Recording()
 
     def record(layer: Any, arguments: Any, outputs: Any) -> None:
-        if not skips():
-            with torch.no_grad():
-                recording.outputs(layer, outputs)
+        with torch.no_grad():
+            recording.outputs(layer, outputs)
 
     with (
         unchanged_objects(model),
@@ -53,7 +54,7 @@ def recorded_step(
         same_draws_for_all_rows(),
         without_updates(model, lambda: recording),
     ):
-        with watching(watched(model), record):
+        with watching(watched(model), record) if watch is None else watch(record):
             logs = run()
         with torch.no_grad():
             recording.logs(logs)

@@ -103,10 +103,6 @@ class PoolRunner(StepRunner):
             self._note_state()
         return result
 
-    def tensors(self) -> list[Any]:
-        """Return the tensors that workers are sent, which those of closures are among."""
-        return self._dumped()[1]
-
     def recorded(self, kind: str, data: Any, rows: int) -> tuple[Recording, list[Sketches]]:
         """Run one step on all devices without an update; see `StepRunner`."""
         pool = self._running_pool()
@@ -212,7 +208,7 @@ class PoolRunner(StepRunner):
                 run,
                 is_custom=True,
                 tensors=self.tensors(),
-                skips=lambda: self.whole_batch.is_inside,
+                watch=self.whole_batch.watched,
             )
             pool.receive()
         self.unchecked = True

@@ -66,9 +66,7 @@ def has_torch_hooks(layer: Any) -> bool:
 
     It runs outside of `call`, so it would see the rows of one device.
     """
-    hooks = [hook for name in _HOOKS for hook in getattr(layer, name).values()]
-    # lockstep's own only record what a layer gives.
-    own = any(not str(getattr(hook, "__module__", "")).startswith("lockstep.") for hook in hooks)
+    own = any(getattr(layer, name) for name in _HOOKS)
     every = any(getattr(modules, f"_global{name}") for name in _HOOKS)
     return own or every or is_parametrized(layer)
 

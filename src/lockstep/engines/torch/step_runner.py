@@ -14,6 +14,7 @@ from lockstep.engines.torch.replica import RandomStreams
 from lockstep.engines.torch.row_proofs import ReasonsByNumber, RowProofs
 from lockstep.engines.torch.split_checks import unsplit_model
 from lockstep.engines.torch.whole_batch_steps import WholeBatchSteps
+from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import counted_steps
 
 
@@ -100,8 +101,11 @@ class StepRunner:
         raise NotImplementedError
 
     def tensors(self) -> list[Any]:
-        """Return tensors that the code of the model reaches, besides its variables."""
-        return []
+        """Return tensors that the code of the model reaches, those of closures included."""
+        try:
+            return self._dumped().tensors
+        except UnsupportedModel:  # the processes of a launcher need no copy of it
+            return []
 
     def agreed_difference(self, found: Difference | None) -> Difference | None:
         """Return the difference that all processes act on."""

@@ -20,6 +20,7 @@ import keras
 import torch
 
 from lockstep.engines.patched import patched
+from lockstep.engines.replicas.first_step import watched
 from lockstep.engines.rowwise import call_refused, is_in_float8
 from lockstep.engines.torch.group import Group
 from lockstep.engines.torch.layers import Plan
@@ -58,7 +59,6 @@ class WholeBatchSteps:
     Attributes:
         distrusted: Why layers are not shared although they were proven, by their number in
             `layers_in`: they gave other numbers in a first step.
-        is_inside: Whether the code that runs now is in a call that is shared.
         shared: The number of calls that were shared in the last step.
         whole: Why a layer ran on the whole batch in the last step, by its name.
     """
@@ -70,7 +70,8 @@ class WholeBatchSteps:
         self._model = model
         self._known: dict[Any, str | None] = {}
         self._functions: set[FunctionType] = set()
-        self.is_inside = False
+        self._inside = False
+        self._watched: set[int] = set()
         self._calls: list[tuple[Any, Any]] = []
         self._own_calls: dict[int, Any] = {}
         self._variables: list[Any] = []
@@ -101,8 +102,8 @@ class WholeBatchSteps:
         def sharing(layer: Any) -> Call:
             call = layer.call
 
-            def shared_call(*args: Any, **kwargs: Any) -> Any:
-                if self.is_inside or not layer.weights or (draws_together and _draws(layer)):
+            def called(*args: Any, **kwargs: Any) -> Any:
+                if self._inside or not layer.weights or (draws_together and _draws(layer)):
                     return call(*args, **kwargs)
                 reason = self._why_whole(layer, args, kwargs)
                 if reason is not None:
@@ -112,6 +113,12 @@ class WholeBatchSteps:
                 return self._share(
                     _CallReplica(group, rows, streams, device), layer, call, args, kwargs
                 )
+
+            def shared_call(*args: Any, **kwargs: Any) -> Any:
+                outputs = called(*args, **kwargs)
+                if id(layer) in self._watched and not self._inside:
+                    self._record(layer, args, outputs)
+                return outputs
 
             return shared_call
 
@@ -124,6 +131,15 @@ class WholeBatchSteps:
         gradients = nullcontext() if kind == "train" else torch.no_grad()
         with sharing_calls, copied_states(self._model), gradients:
             return step(data)
+
+    @contextmanager
+    def watched(self, record: Callable[[Any, Any, Any], None]) -> Iterator[None]:
+        """Call `record` with the layers that a step calls, their arguments and whole outputs."""
+        self._record, self._watched = record, set(map(id, watched(self._model)))
+        try:
+            yield
+        finally:
+            self._watched = set()
 
     def _run_whole(self, layer: Any, call: Call, args: Any, kwargs: Any, reason: str) -> Any:
         before = self.shared
@@ -187,7 +203,7 @@ class WholeBatchSteps:
         tensors = [(variable, stored_value(variable)) for variable in self._variables]
         trained = [pair for pair in tensors if pair[1] is not None and pair[1].requires_grad]
         used = [_Used.apply(tensor, replica.group) for _, tensor in trained]
-        self.is_inside = True
+        self._inside = True
         try:
             with (
                 plan.in_force(replica),
@@ -198,7 +214,7 @@ class WholeBatchSteps:
                 entered = _graph_nodes((used, args, kwargs))
                 own = call(*args, **kwargs)
         finally:
-            self.is_inside = False
+            self._inside = False
         reason = _wrong_gradient(own, entered)
         if reason is not None:
             raise UnsupportedModel(

@@ -222,11 +222,11 @@ class _Worker:
         model, run = self._on_whole_batch(*step)
         self._rank_0.send_bytes(pickle.dumps(("logs", numbers_in(run(), model), "")))
 
-    def _recorded_whole_step(self, *step: Any) -> None:
+    def _recorded_whole_step(self, key: int, *step: Any) -> None:
         from lockstep.engines.torch.first_step import recorded_step
 
-        model, run = self._on_whole_batch(*step)
-        recorded_step(model, run, is_custom=True)
+        model, run = self._on_whole_batch(key, *step)
+        recorded_step(model, run, is_custom=True, watch=self._whole_batch[key].watched)
         self._rank_0.send_bytes(pickle.dumps(("recorded", None, "")))
 
     def _on_whole_batch(

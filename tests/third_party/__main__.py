@@ -2,7 +2,7 @@
 
     python -m tests.third_party [--backend jax | tensorflow | torch] [pytest options]
 
-The environment is one with `pip install -e ".[third_party]"`. Each backend has a process of
+The environment is one with `pip install -e ".[third-party]"`. Each backend has a process of
 its own. The figures of a row that holds are kept in `.third-party/`, so `--backend` and `-k` can
 run some rows again. The page is written if no row fails and every row has figures.
 """

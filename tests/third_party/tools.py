@@ -110,6 +110,6 @@ ROWS = {
     "bayesflow, continuous approximator": Row(
         approximator,
         float32="its base distribution is float32",
-        unsplit={"tensorflow": "every device runs 'standardize'"},
+        unsplit=dict.fromkeys(("tensorflow", "torch"), "every device runs 'standardize'"),
     ),
 }

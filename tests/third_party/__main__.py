@@ -1,12 +1,13 @@
-"""Run every row on JAX and on TensorFlow, and write docs/third-party.md.
+"""Run every row on each backend, and write docs/third-party.md.
 
-    python -m tests.third_party [pytest options]
+    python -m tests.third_party [--backend jax | tensorflow | torch] [pytest options]
 
-The environment is one with `pip install -e ".[third_party]"`. Each backend has a process of
-its own. The figures of a row that holds are kept in `.third-party/`, so `-k` can run some rows
-again. The page is written if no row fails and every row has figures.
+The environment is one with `pip install -e ".[third-party]"`. Each backend has a process of
+its own. The figures of a row that holds are kept in `.third-party/`, so `--backend` and `-k` can
+run some rows again. The page is written if no row fails and every row has figures.
 """
 
+import argparse
 import json
 import os
 import re
@@ -15,9 +16,12 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-DEVICES = {"jax": 4, "tensorflow": 2}
-NAMES = {"jax": "JAX", "tensorflow": "TensorFlow"}
-LIBRARIES = ("keras", "jax", "tensorflow", "keras-hub", "keras-rs", "keras-tuner", "bayesflow")
+DEVICES = {"jax": 4, "tensorflow": 2, "torch": 3}
+NAMES = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
+LIBRARIES = (
+    *("keras", "jax", "tensorflow", "torch"),
+    *("keras-hub", "keras-rs", "keras-tuner", "bayesflow"),
+)
 PAGE = Path("docs/third-party.md")
 FIGURES = Path(".third-party")
 
@@ -33,14 +37,17 @@ of devices, or the last batch is smaller.
 *Weights* is the largest absolute difference of a variable of a model. *Rest* is the largest one of
 optimizer variables, logs, predictions and scores; generated texts and chosen classes are equal.
 The bound is 1e-10 in float64. A row runs in float32, with bound 1e-5, where its library computes in
-float32 inside. Dropout is 0.1 on JAX, where the models have it, and 0 on TensorFlow, where replicas
-draw masks of their own. *Split* tells whether the devices share the work of a batch. Where they do
+float32 inside. Dropout is 0.1 on JAX, where the models have it, and 0 elsewhere, where replicas draw
+masks of their own. *Split* tells whether the devices share the work of a batch. Where they do
 not, lockstep warns, and the result is exact.
 """
 
 
 def main():
-    codes = [_run(backend, sys.argv[1:]) for backend in DEVICES]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--backend", choices=DEVICES)
+    chosen, options = parser.parse_known_args()
+    codes = [_run(backend, options) for backend in DEVICES if chosen.backend in (None, backend)]
     if any(codes):
         sys.exit(f"A row failed, and {PAGE} is as it was.")
     rows = {backend: _read(backend) for backend in DEVICES}
@@ -68,8 +75,8 @@ def render(rows):
     lines.append("| training | backend | devices | weights | rest | bound | split |")
     lines.append("|---|---|---:|---:|---:|---|---|")
     notes = []
-    for both in zip(*rows.values(), strict=True):
-        for backend, row in zip(rows, both, strict=True):
+    for each in zip(*rows.values(), strict=True):
+        for backend, row in zip(rows, each, strict=True):
             cells = [row["name"], NAMES[backend], DEVICES[backend]]
             cells += [f"{row['weights']:.1e}", f"{row['rest']:.1e}"]
             cells += [_bound(row, notes), _split(row, notes)]

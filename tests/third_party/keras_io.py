@@ -8,8 +8,10 @@ from tests.third_party.row import BACKEND, Row, digits
 
 if BACKEND == "jax":
     import jax
-else:
+elif BACKEND == "tensorflow":
     import tensorflow as tf
+else:
+    import torch
 
 
 class CustomStep(keras.Model):
@@ -49,7 +51,7 @@ class CustomStep(keras.Model):
             logs, metrics = _tracked(self.trackers, losses, metrics)
             return logs, (trainable, others, slots, metrics)
 
-    else:
+    elif BACKEND == "tensorflow":
 
         def train_step(self, data):
             with tf.GradientTape() as tape:
@@ -57,9 +59,25 @@ class CustomStep(keras.Model):
             variables = self.trainable_variables
             gradients = tape.gradient(losses[0], variables)
             self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
-            for tracker, loss in zip(self.trackers, losses, strict=True):
-                tracker.update_state(loss)
-            return {tracker.name: tracker.result() for tracker in self.trackers}
+            return _updated(self.trackers, losses)
+
+    else:
+
+        def train_step(self, data):
+            self.zero_grad()
+            losses = self.losses_of(data)
+            losses[0].backward()
+            variables = self.trainable_variables
+            with torch.no_grad():
+                self.optimizer.apply([v.value.grad for v in variables], variables)
+            return _updated(self.trackers, losses)
+
+
+def _updated(trackers, losses):
+    """The logs, on TensorFlow and PyTorch."""
+    for tracker, loss in zip(trackers, losses, strict=True):
+        tracker.update_state(loss)
+    return {tracker.name: tracker.result() for tracker in trackers}
 
 
 def _tracked(trackers, losses, variables):
@@ -276,7 +294,7 @@ class DCGAN(keras.Model):
             logs, metrics = _tracked(self.trackers, losses, metrics)
             return logs, (trainable, others, slots, metrics)
 
-    else:
+    elif BACKEND == "tensorflow":
 
         def train_step(self, real):
             with tf.GradientTape(persistent=True) as tape:
@@ -286,9 +304,19 @@ class DCGAN(keras.Model):
             both = [tape.gradient(loss, variables, unconnected_gradients=zero) for loss in losses]
             gradients = self._each(*both)
             self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
-            for tracker, loss in zip(self.trackers, losses, strict=True):
-                tracker.update_state(loss)
-            return {tracker.name: tracker.result() for tracker in self.trackers}
+            return _updated(self.trackers, losses)
+
+    else:
+
+        def train_step(self, real):
+            losses = self.losses_of(real)
+            variables = self.trainable_variables
+            values = [variable.value for variable in variables]
+            options = {"retain_graph": True, "allow_unused": True}
+            both = [torch.autograd.grad(loss, values, **options) for loss in losses]
+            with torch.no_grad():
+                self.optimizer.apply(self._each(*both), variables)
+            return _updated(self.trackers, losses)
 
 
 def dcgan(distribute):

@@ -1,22 +1,24 @@
 """One training by third-party code, on one device by stock Keras and on several by lockstep."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import keras
 import numpy as np
 
 import lockstep
+from lockstep.engines.attachments import attachment_of
 from lockstep.errors import UnsplitBatchWarning
 from tests.conformance.stock import every_loss_counted
 
 BACKEND = keras.backend.backend()
-DEVICES = {"jax": 4, "tensorflow": 2}[BACKEND]
+DEVICES = {"jax": 4, "tensorflow": 2, "torch": 3}[BACKEND]
 BOUNDS = {"float64": 1e-10, "float32": 1e-5}
 DROPOUT = 0.1 if BACKEND == "jax" else 0.0
-"""Replicas on TensorFlow draw dropout masks of their own; docs/tensorflow.md."""
+"""Replicas on TensorFlow and PyTorch draw dropout masks of their own; docs/tensorflow.md."""
+ALONE = "the first device runs every batch alone"
 
 _OF_OTHERS = (
     "`shuffle=True` was passed",  # KerasHub: `fit` of arrays, which it makes a tf.data.Dataset
@@ -34,14 +36,12 @@ class Row:
             model where a user calls `lockstep.distribute`, and returns a tree of other values
             to compare: logs, predictions, texts.
         float32: Why the row cannot be computed in float64 throughout; empty if it can.
-        whole: Why TensorFlow does not split every layer; empty if it does.
-        repeated: Why JAX repeats work for a ragged batch; empty if it does not.
+        unsplit: By backend, a part of the warning that not all work is split.
     """
 
     train: Callable
     float32: str = ""
-    whole: str = ""
-    repeated: str = ""
+    unsplit: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def precision(self):
@@ -92,29 +92,41 @@ def floats(precision):
     stock = keras.config.floatx()
     keras.config.set_floatx(precision)
     try:
-        with _double_precision_on_jax(precision == "float64" and BACKEND == "jax"):
+        with _double_precision(precision == "float64" and BACKEND != "tensorflow"):
             yield
     finally:
         keras.config.set_floatx(stock)
 
 
 @contextmanager
-def _double_precision_on_jax(wanted):
+def _double_precision(wanted):
     if not wanted:
         yield
         return
-    import jax
     from keras.src.backend.common import dtypes
 
     # keras/src/backend/common/dtypes.py: means, normalisations and losses would round to float32.
     stock = dtypes.BIT64_TO_BIT32_DTYPE["float64"]
     dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64"
+    try:
+        with _x64_on_jax():
+            yield
+    finally:
+        dtypes.BIT64_TO_BIT32_DTYPE["float64"] = stock
+
+
+@contextmanager
+def _x64_on_jax():
+    if BACKEND != "jax":
+        yield
+        return
+    import jax
+
     jax.config.update("jax_enable_x64", True)
     try:
         yield
     finally:
         jax.config.update("jax_enable_x64", False)
-        dtypes.BIT64_TO_BIT32_DTYPE["float64"] = stock
 
 
 def _play(row, distribute):
@@ -141,15 +153,22 @@ def _play(row, distribute):
             left = row.train(attach)
     assert models, "no model was distributed"
     if distribute is not None:
-        placed = {_copies(v) for model in models for v in model.trainable_variables}
-        assert placed == {DEVICES}, f"variables are on {placed} devices"
-    return _by_name(models, left), [str(warning.message) for warning in caught]
+        placed = set().union(*map(_copies, models))
+        alone = BACKEND == "torch" and any(ALONE in str(warning.message) for warning in caught)
+        assert placed == {DEVICES} or (alone and not placed), f"variables are on {placed} devices"
+    found = _by_name(models, left)
+    for model in models:  # the processes of PyTorch end, and the next row may be in float32
+        lockstep.release(model)
+    return found, [str(warning.message) for warning in caught]
 
 
-def _copies(variable):
-    """On how many devices a variable is."""
-    value = variable.value
-    return len(value.devices() if BACKEND == "jax" else value.values)
+def _copies(model):
+    """On how many devices the variables of a model are."""
+    if BACKEND == "torch":  # each process of the pool holds the model after its first step
+        pool = attachment_of(model)._lease._pool
+        return set() if pool is None else {pool.group.size}
+    values = [variable.value for variable in model.trainable_variables]
+    return {len(value.devices() if BACKEND == "jax" else value.values) for value in values}
 
 
 def _by_name(models, left):

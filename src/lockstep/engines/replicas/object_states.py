@@ -51,7 +51,8 @@ class ObjectStates:
 
     def _keep(self, value: Any) -> None:
         if isinstance(value, dict) and not issubclass(type(value), dict):
-            value = value.__wrapped__  # TensorFlow's modules wrap the dicts among their attributes
+            # TensorFlow's modules wrap the dicts among their attributes.
+            value = getattr(value, "__wrapped__", None)
         if isinstance(value, list | dict | set):
             self._keep_content(value)
         elif isinstance(value, tuple):

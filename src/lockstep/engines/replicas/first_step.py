@@ -165,11 +165,13 @@ class Difference:
         kind: `OUTPUT`, `LOG`, `GRADIENT` or `STATE`.
         name: The path of the layer or variable, or the name of the log.
         distance: The largest distance, relative to the size of what was compared.
+        layer: The number of the layer in `watched`, of an output.
     """
 
     kind: str
     name: str
     distance: float
+    layer: int = -1
 
     def __str__(self) -> str:
         """Return what differs, and how far."""
@@ -196,7 +198,8 @@ def difference(
         for replica, shard in zip(several, shards, strict=True):
             found = _distance_of_rows(one[name], replica.get(name), rows, shard, bounds.value)
             if found > 1:
-                return Difference(OUTPUT, _path(name), found * bounds.value)
+                number, _, path = _path(name).partition("/")
+                return Difference(OUTPUT, path, found * bounds.value, int(number))
     first = max(several, key=len)
     for name in _of(LOG, one):
         found = _distance(one[name], first.get(name), 10 * bounds.value)
@@ -271,16 +274,17 @@ class Recording:
         dtypes: The types of the outputs of the layers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: Any) -> None:
         self.seen: dict[str, Any] = {}
         self.dtypes: set[str] = set()
+        self._numbers = {id(layer): number for number, layer in enumerate(watched(model))}
 
     def outputs(self, layer: Any, outputs: Any) -> None:
         """Take the outputs of a layer."""
         for leaf in keras.tree.flatten(outputs):
             if keras.ops.is_tensor(leaf) and has_entries(leaf):
                 self.dtypes.add(keras.backend.standardize_dtype(leaf.dtype))
-                self._add(OUTPUT, layer.path, leaf)
+                self._add(OUTPUT, f"{self._numbers[id(layer)]}/{layer.path or layer.name}", leaf)
 
     def logs(self, logs: Any) -> None:
         """Take the logs of a step."""
@@ -433,12 +437,14 @@ def distrusted_part(
     Raises:
         UnsupportedModel: If its author has declared that it works row by row.
     """
-    layers = [layer for layer in watched(model) if layer.path == found.name and layer is not model]
+    if found.kind != OUTPUT:
+        return None
+    layer = watched(model)[found.layer]
     for number, part in reversed(list(enumerate(parts))):
-        if found.kind != OUTPUT or not isinstance(part, keras.layers.Layer) or part is model:
+        if not isinstance(part, keras.layers.Layer) or part is model or layer is model:
             continue
         inside = layers_in(part)
-        if number in distrusted or not any(layer is inner for layer in layers for inner in inside):
+        if number in distrusted or not any(layer is inner for inner in inside):
             continue
         declared = [inner for inner in inside if is_declared(inner)]
         if declared:

@@ -83,7 +83,8 @@ class ObjectStates:
 
     def _keep_object(self, value: Any) -> None:
         attributes = getattr(value, "__dict__", None)
-        if type(attributes) is dict and (_is_of_user(type(value)) or isinstance(value, _OF_KERAS)):
+        of_libraries = isinstance(value, _OF_KERAS) or _top(type(value)) == "torch"  # optimizers
+        if type(attributes) is dict and (of_libraries or _is_of_user(type(value))):
             self._keep_content(attributes)
             self._waiting.append(type(value))
 

@@ -64,7 +64,7 @@ class RecordedSteps:
             with scope, same_draws_for_all_rows(), without_updates(model, self._here):
                 logs = step(data)
             graph = tf.compat.v1.get_default_graph()
-            self._replicas.setdefault(0, Recording()).logs(logs)
+            self._replicas.setdefault(0, Recording(model)).logs(logs)
             return [
                 {name: value for name, value in self._seen(replica).items() if value.graph is graph}
                 for replica in range(size)
@@ -76,7 +76,7 @@ class RecordedSteps:
             program = tf.function(traced, autograph=False).get_concrete_function(signature)
             with self._unchanged_outside(program.graph.variables):
                 found = program(data)
-            states = Recording()
+            states = Recording(model)
             states.states(model)
             seen = [{name: value.numpy() for name, value in each.items()} for each in found]
         for recording in self._replicas.values():
@@ -90,7 +90,7 @@ class RecordedSteps:
     def _here(self) -> Recording:
         # tensorflow/python/distribute/mirrored_run.py, _MirroredReplicaThread
         number = getattr(threading.current_thread(), "replica_id", 0)
-        return self._replicas.setdefault(number, Recording())
+        return self._replicas.setdefault(number, Recording(self._model))
 
     def _recorded(self, layer: Any) -> Callable[..., Any]:
         call = layer.call

@@ -42,7 +42,7 @@ def recorded_step(
         tensors: Tensors that the code reaches besides the variables of the model.
         watch: Makes a context in which a function is given each layer, its arguments and outputs.
     """
-    recording = Recording()
+    recording = Recording(model)
 
     def record(layer: Any, arguments: Any, outputs: Any) -> None:
         with torch.no_grad():

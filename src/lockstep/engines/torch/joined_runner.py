@@ -169,8 +169,8 @@ class JoinedRunner(StepRunner):
 
     def agreed_difference(self, found: Difference | None) -> Difference | None:
         """Return the difference that some process has found, the same one in all processes."""
-        word = ["", "", 0.0] if found is None else [found.kind, found.name, found.distance]
-        _, greatest = once(word)
+        mine = found or Difference("", "", 0.0)
+        _, greatest = once([mine.kind, mine.name, mine.distance, mine.layer])
         return Difference(*greatest) if greatest[0] else None
 
     def _random_numbers(self, kind: str) -> AbstractContextManager[None]:

@@ -109,6 +109,8 @@ class TensorPickler(ModelPickler):
         """Return how one object is pickled."""
         if isinstance(item, torch.Tensor):
             return tensor_of, self._described(item)
+        if isinstance(item, torch.Generator):
+            return _generator, (item.device.type, item.get_state().numpy().tobytes())
         if isinstance(item, torch.nn.ParameterList | torch.nn.ParameterDict):
             # A layer has one for its weights, and the mode of a step is sent with the step.
             return object.__new__, (type(item),), {**vars(item), "training": True}
@@ -193,6 +195,12 @@ def _is_reshaped(tensor: Any, other: Any) -> bool:
     same = tensor.dtype == other.dtype and tensor.data_ptr() == other.data_ptr()
     both = tensor.is_contiguous() and other.is_contiguous()
     return bool(same and both and tensor.numel() == other.numel())
+
+
+def _generator(device: str, state: bytes) -> Any:
+    made = torch.Generator(device)
+    made.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    return made
 
 
 def tensor_of(*described: Any) -> Any:

@@ -11,6 +11,8 @@ from typing import Any
 
 import keras
 
+from lockstep.keras_compat import DTYPES
+
 HERE = threading.local()
 """Has the follower of this thread as `follower`: see `lockstep.engines.rowwise`."""
 
@@ -100,7 +102,7 @@ class FollowedTensor:
     @property
     def dtype(self) -> Any:
         """The dtype: text for Keras's code, that of the backend for the user's."""
-        name = vars(self)["_dtype"]
+        name = vars(self)[DTYPES[-1]]
         return HERE.follower.dtype(name) if asked_by_user(2) else name
 
     @property

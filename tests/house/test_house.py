@@ -207,6 +207,7 @@ NOT_OF_KERAS = {
     *("_pop_per_thread_mode", "_get_replica", "_replica_id", "_update", "_unique_id"),
     *(
         "_DefaultDistributionStrategy",
+        "_distribute_strategy",
         "_distributed_container",
         "_handle_data",
         "_get_function",

@@ -486,12 +486,16 @@ def tensorflow_iterator() -> Any:
     return importlib.import_module(trainer_module()).TFEpochIterator
 
 
+STRATEGY = "_distribute_strategy"
+"""The attribute of a model, and of a variable of TensorFlow, with its `tf.distribute` strategy."""
+
+
 def has_strategy(model: Any) -> bool:
     """Whether a TensorFlow model was made in the scope of a `tf.distribute` strategy.
 
     keras/src/backend/tensorflow/trainer.py, TensorFlowTrainer.__init__
     """
-    return model._distribute_strategy is not None
+    return getattr(model, STRATEGY) is not None
 
 
 def function_of_iterator(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], Any]:

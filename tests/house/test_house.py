@@ -202,12 +202,12 @@ NOT_OF_KERAS = {
     # PyTorch: process groups, storages, autograd
     *("_Options", "_devices", "_timeout", "_allgather_base", "_cdata", "_schema", "_version"),
     *("_backward_hooks", "_post_accumulate_grad_hooks", "_foreach"),
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_pre_hooks", "_global"),
     # TensorFlow: tf.distribute, tf.Graph, variables, tf.data
     *("_InReplicaThreadMode", "_get_default_replica_mode", "_push_per_thread_mode"),
     *("_pop_per_thread_mode", "_get_replica", "_replica_id", "_update", "_unique_id"),
     *(
         "_DefaultDistributionStrategy",
-        "_distribute_strategy",
         "_distributed_container",
         "_handle_data",
         "_get_function",

@@ -14,6 +14,7 @@ from lockstep.engines.holders import holders_of
 from lockstep.engines.outdated_programs import trace_others_again
 from lockstep.keras_compat import (
     GLOBAL_SEED_GENERATOR,
+    STRATEGY,
     global_state,
     store_value,
     stored_value,
@@ -179,7 +180,7 @@ class MirroredVariables:
             # A built optimizer finds its variables by this name:
             # keras/src/backend/tensorflow/optimizer.py, TFOptimizer._var_key
             copy._unique_id = plain._unique_id
-            copy._distribute_strategy = None  # a copy of it can be pickled, as of any variable
+            setattr(copy, STRATEGY, None)  # a copy of it can be pickled, as of any variable
         mirrored.__class__ = MirroredVariable
         return mirrored
 

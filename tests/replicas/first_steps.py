@@ -172,7 +172,13 @@ class Own(keras.Model):
 
 
 def test_a_layer_in_a_step_of_the_users_own_is_found():
-    assert_found(lambda: model_of(LAYERS["mean of the batch"], kind=Own), "faulty")
+    x, y = data()
+    made = model_of(LAYERS["mean of the batch"], kind=Own)
+    lockstep.rowwise(made.get_layer("faulty"))
+    lockstep.distribute(made, DEVICES)
+    with pytest.raises(UnsupportedModel, match="'faulty' is declared row-wise, and on several"):
+        for _ in range(2):  # the first batch may run on one device, to make variables
+            made.train_on_batch(x, y)
 
 
 def test_a_declaration_that_is_wrong_is_an_error():

@@ -187,6 +187,7 @@ def test_a_loss_that_is_not_finite_is_not_called_equal():
 @pytest.mark.parametrize("casts", [False, True])
 def test_casts_to_a_shorter_float_are_found(casts):
     """They bound what a comparison in float64 can say."""
+    before = keras.config.floatx()
     keras.config.set_floatx("float64")
     try:
         cast = layers.Lambda(lambda x: x.float().to(x.dtype))
@@ -196,4 +197,4 @@ def test_casts_to_a_shorter_float_are_found(casts):
         made.fit(*batch, verbose=0)
         assert current_engine().probe(made).lowered(batch) == ("float32" if casts else None)
     finally:
-        keras.config.set_floatx("float32")
+        keras.config.set_floatx(before)

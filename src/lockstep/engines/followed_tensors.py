@@ -117,6 +117,10 @@ class FollowedTensor:
             return keras.ops.equal(self, other)
         return NotImplemented
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return how it is pickled with a layer that keeps it: as text, which nobody uses."""
+        return str, ("a tensor that was followed",)
+
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and asked_by_user(2):
             refuse(f"it reads {name!r} of a tensor")

@@ -328,7 +328,7 @@ class Attachment:
     def _compare_first_step(self, kind: str, data: Any, rows: int) -> None:
         """Compare a step of a new form with that of one device, before any update."""
         model, runner, size = self.model, self._runner, len(self.devices)
-        form = form_of(data), min(runner.times_sent, _MOST_SENT)
+        form = self._form(data)
         if not self._first_steps.is_due(kind, form, Plan(model).candidates):
             return
 
@@ -347,8 +347,7 @@ class Attachment:
     def _compare_first_custom_step(self, kind: str, batch: Any) -> None:
         """Compare a step of the user's own of a new form with that of one device."""
         model, runner = self.model, self._runner
-        form = form_of(batch), min(runner.times_sent, _MOST_SENT)
-        if not self._first_steps.is_due(kind, form, ()):
+        if not self._first_steps.is_due(kind, self._form(batch), ()):
             return
         leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None and leaf.ndim]
         rows = {len(leaf) for leaf in leaves}
@@ -368,6 +367,10 @@ class Attachment:
             self._first_steps.settle(
                 kind, lambda: compare(model, batch, count, len(self.devices), run), distrust
             )
+
+    def _form(self, data: Any) -> Any:
+        """Return what a first step is the first of: workers with other code are compared again."""
+        return form_of(data), min(max(self._runner.times_sent, 1), _MOST_SENT)
 
     def _recorded_alone(self, kind: str, data: Any, *, is_custom: bool) -> Recording:
         tensors = self._runner.tensors()

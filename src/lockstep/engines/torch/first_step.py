@@ -73,7 +73,7 @@ def stock_step(model: Any, kind: str, data: Any) -> Any:
 def _unchanged_tensors(model: Any, others: Sequence[Any], *, every: bool) -> Iterator[None]:
     """Put back what a step without an update changes; with `every`, all tensors of the model."""
     tensors = _tensors(model, others, every=every)
-    before = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors]
+    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
     parameters = list(model.parameters())
     gradients = [None if each.grad is None else each.grad.clone() for each in parameters]
     numbers = random_state()
@@ -82,8 +82,8 @@ def _unchanged_tensors(model: Any, others: Sequence[Any], *, every: bool) -> Ite
     finally:
         set_random_state(numbers)
         with torch.no_grad():
-            for tensor, version, value in before:
-                if tensor._version != version:
+            for tensor, value in before:
+                if not torch.equal(tensor, value):  # batch norm of PyTorch counts no version
                     tensor.copy_(value)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient

@@ -289,7 +289,7 @@ class Recording:
     def logs(self, logs: Any) -> None:
         """Take the logs of a step."""
         for name, value in logs.items() if isinstance(logs, dict) else ():
-            if value is not None:
+            if isinstance(value, int | float) or keras.ops.is_tensor(value):
                 self._add(LOG, name, value)
 
     def gradients(self, variables: Any, gradients: Any) -> None:
@@ -421,7 +421,12 @@ def compare(
 
 
 def distrusted_part(
-    found: Difference, model: Any, parts: list[Any], distrusted: dict[int, str]
+    found: Difference,
+    model: Any,
+    parts: list[Any],
+    distrusted: dict[int, str],
+    *,
+    is_custom: bool,
 ) -> str | None:
     """Let the smallest part whose output differs run on the global batch from now on.
 
@@ -430,6 +435,7 @@ def distrusted_part(
         model: The model.
         parts: The parts of the model, those outside before those inside.
         distrusted: Why parts run on the global batch, by their number. A part is added.
+        is_custom: Whether the step is the user's own, where the model itself is such a part.
 
     Returns:
         Its name; `None` if there is no such part.
@@ -441,7 +447,7 @@ def distrusted_part(
         return None
     layer = watched(model)[found.layer]
     for number, part in reversed(list(enumerate(parts))):
-        if not isinstance(part, keras.layers.Layer) or part is model or layer is model:
+        if not isinstance(part, keras.layers.Layer) or (part is model and not is_custom):
             continue
         inside = layers_in(part)
         if number in distrusted or not any(layer is inner for inner in inside):

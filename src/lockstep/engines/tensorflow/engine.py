@@ -366,8 +366,13 @@ class Attachment:
 
         def distrust(found: Difference) -> str | None:
             if is_custom:
-                return distrusted_part(found, model, layers_in(model), steps.distrusted_layers)
-            part = distrusted_part(found, model, steps.plan().parts, steps.distrusted)
+                layers = layers_in(model)
+                return distrusted_part(
+                    found, model, layers, steps.distrusted_layers, is_custom=True
+                )
+            part = distrusted_part(
+                found, model, steps.plan().parts, steps.distrusted, is_custom=False
+            )
             if part is None and found.kind in (LOG, GRADIENT) and steps.losses_by_rows:
                 check_declared_losses(found, model)
                 steps.losses_by_rows = False

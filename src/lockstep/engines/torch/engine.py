@@ -4,6 +4,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import keras
@@ -33,7 +34,7 @@ from lockstep.engines.replicas.first_step import (
 from lockstep.engines.torch import devices as torch_devices
 from lockstep.engines.torch import joining
 from lockstep.engines.torch.branches.branch_steps import BranchSteps, to_default_device
-from lockstep.engines.torch.first_step import recorded_step, stock_step
+from lockstep.engines.torch.first_step import calls_watched, recorded_step, stock_step
 from lockstep.engines.torch.joined_runner import JoinedRunner
 from lockstep.engines.torch.layers import Plan
 from lockstep.engines.torch.placement import check_placement, move_model, torch_device_of
@@ -338,7 +339,9 @@ class Attachment:
             return one.sketches(), sketches, bounds_for(model, one.dtypes | several.dtypes)
 
         def distrust(found: Difference) -> Any:
-            return distrusted_part(found, model, runner.plan.parts, runner.distrusted)
+            return distrusted_part(
+                found, model, runner.plan.parts, runner.distrusted, is_custom=False
+            )
 
         self._first_steps.settle(
             kind, lambda: runner.agreed_difference(compare(model, data, rows, size, run)), distrust
@@ -360,7 +363,9 @@ class Attachment:
 
         def distrust(found: Difference) -> Any:
             layers = layers_in(model)
-            return distrusted_part(found, model, layers, runner.whole_batch.distrusted)
+            return distrusted_part(
+                found, model, layers, runner.whole_batch.distrusted, is_custom=True
+            )
 
         if len(rows) == 1:
             count = rows.pop()
@@ -380,6 +385,7 @@ class Attachment:
                 lambda: stock_step(self.model, kind, data),
                 is_custom=is_custom,
                 tensors=tensors,
+                watch=partial(calls_watched, self.model) if is_custom else None,
             )
 
     def _step_on_whole_batch(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lockstep.engines.patched import patched
 from lockstep.engines.replicas.first_step import (
     Recording,
     unchanged_objects,
@@ -60,6 +61,24 @@ def recorded_step(
             recording.logs(logs)
             recording.states(model)
         return recording
+
+
+@contextmanager
+def calls_watched(model: Any, record: Record) -> Iterator[None]:
+    """Call `record` with what the `call` of a layer gives, before any hook of the user's."""
+
+    def recorded(layer: Any) -> Callable[..., Any]:
+        call = layer.call
+
+        def recorded_call(*args: Any, **kwargs: Any) -> Any:
+            outputs = call(*args, **kwargs)
+            record(layer, args, outputs)
+            return outputs
+
+        return recorded_call
+
+    with patched([(layer, "call", recorded(layer)) for layer in watched(model)]):
+        yield
 
 
 def stock_step(model: Any, kind: str, data: Any) -> Any:

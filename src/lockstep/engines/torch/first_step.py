@@ -20,6 +20,7 @@ from lockstep.keras_compat import (
     global_state,
     same_draws_for_all_rows,
     stored_value,
+    torch_current_device,
 )
 from lockstep.state import optimizers_of, unique, variables_of
 
@@ -46,8 +47,9 @@ def recorded_step(
     recording = Recording(model)
 
     def record(layer: Any, arguments: Any, outputs: Any) -> None:
-        with torch.no_grad():
-            recording.outputs(layer, outputs)
+        if torch_current_device() != "meta":  # Keras learns shapes
+            with torch.no_grad():
+                recording.outputs(layer, outputs)
 
     with (
         unchanged_objects(model),

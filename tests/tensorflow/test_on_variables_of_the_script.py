@@ -12,6 +12,7 @@ from keras import layers, ops
 import lockstep
 from lockstep.errors import UnsplitBatchWarning
 from tests.conformance.common import assert_same
+from tests.precision import floats
 from tests.sampling import rest
 
 RNG = np.random.default_rng(0)
@@ -22,11 +23,8 @@ KL = []
 
 @pytest.fixture(autouse=True)
 def _double():
-    for dtype in ("float64", "float32"):
-        keras.config.set_floatx(dtype)
-        keras.config.set_dtype_policy(dtype)
-        if dtype == "float64":
-            yield
+    with floats("float64"):
+        yield
 
 
 class Anneals(keras.callbacks.Callback):

@@ -11,6 +11,7 @@ from keras import layers, ops
 
 import lockstep
 from lockstep.engines import current_engine
+from tests.precision import floats
 from tests.tensorflow.test_on_metrics_property import compile_gan, gan, images
 
 
@@ -249,13 +250,10 @@ def test_how_the_loss_comes_by_its_values_is_said():
 @pytest.mark.parametrize("casts", [False, True])
 def test_casts_to_a_shorter_float_are_found(casts):
     """They bound what a comparison in float64 can say."""
-    keras.config.set_floatx("float64")
-    try:
+    with floats("float64"):
         cast = layers.Lambda(lambda x: tf.cast(tf.cast(x, tf.float32), x.dtype))
         made = with_layer(layers.BatchNormalization(), *[cast] * casts, optimizer="adam")
         x, y = data(10)
         batch = (x.astype("float64"), y.astype("float64"))
         made.fit(*batch, verbose=0)
         assert current_engine().probe(made).lowered(batch) == ("float32" if casts else None)
-    finally:
-        keras.config.set_floatx("float32")

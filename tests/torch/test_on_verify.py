@@ -10,6 +10,7 @@ from keras import layers, ops
 
 import lockstep
 from lockstep.engines import current_engine
+from tests.precision import floats
 from tests.torch.agreement import values
 
 
@@ -188,14 +189,10 @@ def test_a_loss_that_is_not_finite_is_not_called_equal():
 @pytest.mark.parametrize("casts", [False, True])
 def test_casts_to_a_shorter_float_are_found(casts):
     """They bound what a comparison in float64 can say."""
-    before = keras.config.floatx()
-    keras.config.set_floatx("float64")
-    try:
+    with floats("float64"):
         cast = layers.Lambda(lambda x: x.float().to(x.dtype))
         made = with_layer(layers.BatchNormalization(), *[cast] * casts, optimizer="adam")
         x, y = data(10)
         batch = (x.astype("float64"), y.astype("float64"))
         made.fit(*batch, verbose=0)
         assert current_engine().probe(made).lowered(batch) == ("float32" if casts else None)
-    finally:
-        keras.config.set_floatx(before)

@@ -17,7 +17,8 @@ HERE = threading.local()
 """Has the follower of this thread as `follower`: see `lockstep.engines.rowwise`."""
 
 _OWN = ("keras", "lockstep")
-_BETWEEN = ("abc", "jax", "tensorflow", "torch", "typing")
+_BETWEEN = ("abc", "jax", "tensorflow", "torch", "typing", "typing_extensions")
+_ASKS_IN_PYTHON = ("abc", "typing", "typing_extensions")
 _QUERIES = ("is_keras_tensor", "is_tensor")
 """Functions that answer their caller's question about one tensor."""
 
@@ -95,8 +96,11 @@ class FollowedTensor:
         asker, *others = _askers(sys._getframe(1))
         if any(_package(frame) in _OWN for frame in (asker, *others)):
             return HERE.follower.kind  # for a query of Keras, in Python, about one tensor
-        if others or _mentions(asker, HERE.follower.kind):
-            refuse("it asks whether a tensor is symbolic")
+        # No error is raised here: code in C that asks would not pass it on.
+        if any(_package(frame) not in _ASKS_IN_PYTHON for frame in (asker, *others)[:-1]):
+            HERE.follower.fail(_MORE)
+        elif others or _mentions(asker, HERE.follower.kind):
+            HERE.follower.fail("it asks whether a tensor is symbolic")
         return FollowedTensor
 
     @property

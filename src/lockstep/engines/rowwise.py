@@ -993,6 +993,7 @@ class _Follower:
         return getattr(layer, call_name(layer))(*args, **kwargs)
 
     def _part(self, part: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        before = self._failure
         self._inside, self._failure = True, None
         start = len(self._program)
         self._scratch.cut()
@@ -1012,7 +1013,7 @@ class _Follower:
             # It will run on the whole batch. Its outputs are split into rows after that.
             return self._rows_like(self._spec(part, args, kwargs), 1)
         finally:
-            self._inside, self._failure = False, None
+            self._inside, self._failure = False, before
 
     def _operate(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         name = type(op).__name__
@@ -1164,8 +1165,12 @@ class _Follower:
 
     # ------------------------------------------------------------------- inside
 
-    def refuse(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
+        """Refuse the layer that is followed when its call has returned."""
         self._failure = self._failure or reason
+
+    def refuse(self, reason: str) -> None:
+        self.fail(reason)
         raise NotRowByRow(reason)
 
     def note(self, name: Any, attributes: list[Any], args: Any, kwargs: Any) -> None:

@@ -36,6 +36,9 @@ from lockstep.training.overrides import is_keras
 Sketches = dict[str, np.ndarray]
 """What a step has computed, by name: for each entry of the first dim, the numbers of `sketch`."""
 
+Computed = tuple[list[Sketches], set[str]]
+"""What each replica has computed, and the types of the outputs of its layers."""
+
 OUTPUT, LOG, GRADIENT, STATE = "output", "log", "gradient", "state"
 
 
@@ -396,25 +399,37 @@ def compare(
     data: Any,
     rows: int,
     replicas: int,
-    run: Callable[[Any, int], tuple[Sketches, list[Sketches], Bounds]],
+    alone: Callable[[Any], Computed],
+    together: Callable[[Any, int], Computed],
 ) -> Difference | None:
     """Return in what several devices part from one on a batch, `None` if they agree.
 
-    A gradient that differs on some rows and not on others is that of a kink.
+    A gradient that differs on some rows and not on others is that of a kink. Code that fails on a
+    few rows is compared on all.
 
     Args:
         model: The model.
         data: The batch.
         rows: The rows of the batch.
         replicas: The number of replicas.
-        run: Runs a batch of that many rows on one device and on all.
+        alone: Runs a batch on one device.
+        together: Runs a batch of that many rows on all devices.
     """
     found = None
-    for part in rows_to_check(model, rows, replicas):
+    parts = rows_to_check(model, rows, replicas)
+    while parts:
+        part = parts.pop(0)
         some = few_rows(data, rows, part)
         count = len(range(*part.indices(rows)))
-        one, several, bounds = run(some, count)
-        found = difference(one, several, count, bounds)
+        try:
+            (one,), dtypes = alone(some)
+        except Exception:
+            if count == rows:
+                raise
+            parts = [slice(0, rows)]
+            continue
+        several, others = together(some, count)
+        found = difference(one, several, count, bounds_for(model, dtypes | others))
         if found is None or found.kind == OUTPUT:
             return found
     return found

@@ -30,11 +30,9 @@ from lockstep.engines.loop_methods import stepping_methods
 from lockstep.engines.replicas.first_step import (
     GRADIENT,
     LOG,
-    Bounds,
+    Computed,
     Difference,
     FirstSteps,
-    Sketches,
-    bounds_for,
     check_declared_losses,
     compare,
     distrusted_part,
@@ -353,16 +351,21 @@ class Attachment:
         if rows is None:
             return iterator, batches
 
-        def run(some: Any, few: int) -> tuple[Sketches, list[Sketches], Bounds]:
+        def recorded(step: Callable[[Any], Any], some: Any, size: int) -> Computed:
             recorded = RecordedSteps(model, is_custom=is_custom)
-            signature = signature_of(some, spec)
             steps.watching = recorded.watching
             try:
-                one = recorded.run(partial(steps.on_first_device, name), some, signature, 1)
-                several = recorded.run(step, some, signature, len(self.devices))
+                seen = recorded.run(step, some, signature_of(some, spec), size)
             finally:
                 steps.watching = nullcontext
-            return one[0], several, bounds_for(model, recorded.dtypes)
+            return seen, recorded.dtypes
+
+        def alone(some: Any) -> Computed:
+            return recorded(partial(steps.on_first_device, name), some, 1)
+
+        def together(some: Any, count: int) -> Computed:
+            with assertions_in_words():
+                return recorded(step, some, len(self.devices))
 
         def distrust(found: Difference) -> str | None:
             if is_custom:
@@ -381,7 +384,9 @@ class Attachment:
 
         try:
             self._first_steps.settle(
-                name, lambda: compare(model, batch, rows, len(self.devices), run), distrust
+                name,
+                lambda: compare(model, batch, rows, len(self.devices), alone, together),
+                distrust,
             )
         except ReplicasDiffer:
             return iterator, batches  # the step finds it too

@@ -21,12 +21,9 @@ from lockstep.engines.engine import DEFAULT_INPUT, InputOptions
 from lockstep.engines.holders import check_shared, holders_of
 from lockstep.engines.loop_methods import stepping_methods
 from lockstep.engines.replicas.first_step import (
-    Bounds,
+    Computed,
     Difference,
     FirstSteps,
-    Recording,
-    Sketches,
-    bounds_for,
     compare,
     distrusted_part,
     form_of,
@@ -333,10 +330,9 @@ class Attachment:
         if not self._first_steps.is_due(kind, form, Plan(model).candidates):
             return
 
-        def run(some: Any, count: int) -> tuple[Sketches, list[Sketches], Bounds]:
-            one = self._recorded_alone(kind, some, is_custom=False)
+        def together(some: Any, count: int) -> Computed:
             several, sketches = runner.recorded(kind, some, count)
-            return one.sketches(), sketches, bounds_for(model, one.dtypes | several.dtypes)
+            return sketches, several.dtypes
 
         def distrust(found: Difference) -> Any:
             return distrusted_part(
@@ -344,7 +340,11 @@ class Attachment:
             )
 
         self._first_steps.settle(
-            kind, lambda: runner.agreed_difference(compare(model, data, rows, size, run)), distrust
+            kind,
+            lambda: runner.agreed_difference(
+                compare(model, data, rows, size, partial(self._recorded_alone, kind), together)
+            ),
+            distrust,
         )
 
     def _compare_first_custom_step(self, kind: str, batch: Any) -> None:
@@ -355,11 +355,11 @@ class Attachment:
         leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None and leaf.ndim]
         rows = {len(leaf) for leaf in leaves}
 
-        def run(some: Any, count: int) -> tuple[Sketches, list[Sketches], Bounds]:
-            one = self._recorded_alone(kind, some, is_custom=True)
+        alone = partial(self._recorded_alone, kind, is_custom=True)
+
+        def together(some: Any, count: int) -> Computed:
             several = runner.recorded_on_whole_batch(kind, some)
-            bounds = bounds_for(model, one.dtypes | several.dtypes)
-            return one.sketches(), [several.sketches()], bounds
+            return [several.sketches()], several.dtypes
 
         def distrust(found: Difference) -> Any:
             layers = layers_in(model)
@@ -370,23 +370,26 @@ class Attachment:
         if len(rows) == 1:
             count = rows.pop()
             self._first_steps.settle(
-                kind, lambda: compare(model, batch, count, len(self.devices), run), distrust
+                kind,
+                lambda: compare(model, batch, count, len(self.devices), alone, together),
+                distrust,
             )
 
     def _form(self, data: Any) -> Any:
         """Return what a first step is the first of: workers with other code are compared again."""
         return form_of(data), min(max(self._runner.times_sent, 1), _MOST_SENT)
 
-    def _recorded_alone(self, kind: str, data: Any, *, is_custom: bool) -> Recording:
+    def _recorded_alone(self, kind: str, data: Any, *, is_custom: bool = False) -> Computed:
         tensors = self._runner.tensors()
         with copied_states(self.model):
-            return recorded_step(
+            one = recorded_step(
                 self.model,
                 lambda: stock_step(self.model, kind, data),
                 is_custom=is_custom,
                 tensors=tensors,
                 watch=partial(calls_watched, self.model) if is_custom else None,
             )
+        return [one.sketches()], one.dtypes
 
     def _step_on_whole_batch(
         self, kind: str, plain: Callable[[Any], Any], batch: Any, reason: str

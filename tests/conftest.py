@@ -1,9 +1,9 @@
-"""One process, eight virtual devices, and nothing left behind."""
+"""One backend, several virtual devices, and nothing left behind."""
 
 import os
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
-os.environ.setdefault("LOCKSTEP_REHEARSE", "8")
+os.environ.setdefault("LOCKSTEP_REHEARSE", "8" if os.environ["KERAS_BACKEND"] == "jax" else "4")
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -16,12 +16,18 @@ import signal
 import tempfile
 import threading
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
 import lockstep  # noqa: F401  (follows LOCKSTEP_REHEARSE before anything runs)
 from lockstep.launch.gpus import visible_gpus
 from tests.sampling import every_value_once
+
+BACKEND = os.environ["KERAS_BACKEND"]
+if BACKEND != "jax":  # each other backend has one folder
+    _folders = {each.name for each in Path(__file__).parent.iterdir() if each.is_dir()}
+    collect_ignore = sorted(_folders - {BACKEND})
 
 REHEARSING = ("LOCKSTEP_", "KERAS_TORCH_DEVICE", "JAX_", "XLA_", "PYTEST_")
 FOR_GPUS = {name: v for name, v in os.environ.items() if not name.startswith(REHEARSING)}
@@ -41,10 +47,9 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     # The fixed sample compiles in half of the time, to slower loops: operations, layouts and
     # collectives are the same. `--whole` compiles as users do; so does the demo in `.ci/run`.
-    if not config.getoption("--whole"):
+    if BACKEND == "jax" and not config.getoption("--whole"):
         os.environ.setdefault("XLA_FLAGS", QUICK)
-        if os.environ["KERAS_BACKEND"] == "jax":
-            _compile_once()
+        _compile_once()
 
 
 def _compile_once():
@@ -60,8 +65,6 @@ def _compile_once():
 
 
 def pytest_collection_modifyitems(config, items):
-    # The longest test begins first, so that no other process waits for it at the end.
-    items.sort(key=lambda item: "test_in_a_process_of_its_own" not in item.nodeid)
     whole = config.getoption("--whole")
     kept = [item for item in items if _belongs_here(item, whole)]
     kept = kept if whole else every_value_once(kept)

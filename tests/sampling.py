@@ -9,6 +9,12 @@ def rest(*values):
     return [pytest.param(*each, marks=pytest.mark.whole) for each in together]
 
 
+def every(step, names):
+    """Values of which the fixed sample has the first and each `step`-th one after it."""
+    marks = ([], [pytest.mark.whole])
+    return [pytest.param(each, marks=marks[n % step > 0]) for n, each in enumerate(names)]
+
+
 def every_value_once(items):
     """Return the tests in which each value of each parameter occurs, without all combinations.
 

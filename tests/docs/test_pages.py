@@ -220,7 +220,7 @@ def check_extras(command):
 def test_the_two_commands_of_the_readme():
     page = (ROOT / "README.md").read_text()
     fresh = "python -m venv .venv && . .venv/bin/activate && "
-    tests = "python -m pytest -n 2 --dist loadgroup"
+    tests = "python -m tests"
     assert f'\n{fresh}pip install ".[demo]" && lockstep demo\n' in page
     assert f'\n{fresh}pip install -e ".[test]" && {tests}\n' in page
     assert f"\n{tests}\n" in (ROOT / ".ci" / "run").read_text()

@@ -51,6 +51,7 @@ def test_steps_and_rows_are_those_that_were_done(devices, times):
     assert counts(clocked(made, arrays(24), batch_size=8)) == (3, 3, 24, 8)
 
 
+@pytest.mark.whole
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")  # as Keras alone does
 def test_rows_of_a_data_set_of_unknown_length():
     def batches():
@@ -74,6 +75,7 @@ class CustomStep(keras.Sequential):
         return {"half": super().train_step(data)["loss"] / 2}
 
 
+@pytest.mark.whole
 @pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")  # run_eagerly
 @pytest.mark.parametrize("options", [{}, {"run_eagerly": True}, {"jit_compile": True}])
 @pytest.mark.parametrize("kind", [Own, CustomStep])
@@ -83,11 +85,13 @@ def test_rows_of_code_of_the_models_own(kind, options):
     assert counts(clock) == (6, 6, 48, 8)
 
 
+@pytest.mark.whole
 def test_xla_compiles_a_counted_step():
     made = lockstep.distribute(model(jit_compile=True, steps_per_execution=2), 1)
     assert counts(clocked(made, arrays(3 * 8), batch_size=8)) == (3, 3, 24, 8)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("most", "times", "steps"), [(10, 1, 10), (1, 1, 4), (10, 3, 12)])
 def test_a_round_ends_after_so_many_steps(most, times, steps):
     made = lockstep.distribute(model(steps_per_execution=times), 1)
@@ -119,6 +123,7 @@ def test_the_counter_changes_no_number_and_traces_the_step_once():
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.whole
 def test_what_is_measured():
     made = model()
     found = measure(made, arrays(40), 3, steps=50, rounds=2, batch_size=None)

@@ -110,6 +110,7 @@ def test_a_killed_run_goes_on_on_another_number_of_devices(tmp_path):
     assert_same_end(mine, stock(in_order, without_dropout), atol=1e-5)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "name", ["arrays", "tf_data", *rest(*(SOURCES.keys() - {"arrays", "tf_data"}))]
 )
@@ -139,6 +140,7 @@ def test_every_variable_goes_on(name, tmp_path):
     assert_same_end(cut_and_gone_on(source, tmp_path / "run", 2, 2, make=make), truth)
 
 
+@pytest.mark.whole
 def test_several_steps_in_one_execution(tmp_path):
     def make():
         made = without_dropout()
@@ -162,7 +164,7 @@ class CustomStep(keras.Sequential):
         return super().train_step(data)
 
 
-@pytest.mark.parametrize("cls", [OwnFit, CustomStep])
+@pytest.mark.parametrize("cls", [OwnFit, *rest(CustomStep)])
 def test_a_fit_and_a_step_of_the_class(cls, tmp_path):
     def make():
         made = cls([keras.Input((4,)), layers.Dense(3, activation="tanh"), layers.Dense(2)])
@@ -186,6 +188,7 @@ def test_what_a_step_may_change_and_no_checkpoint_saves_is_refused(made_in_it, t
         made.fit(**arrays(), verbose=0, callbacks=[lockstep.Checkpoint(tmp_path)])
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("devices", [1, 3])
 def test_a_snapshot_keeps_its_values_while_training_goes_on(devices):
     """With an embedding, whose rows are updated one by one; XLA compiles for one device."""
@@ -232,6 +235,7 @@ def test_a_released_model_is_that_of_the_run_and_export_gives_a_plain_file(tmp_p
     common.assert_same(plain.get_weights(), made.get_weights(), atol=0)
 
 
+@pytest.mark.whole
 def test_an_interrupt_does_not_finish_the_averages_of_the_optimizer():
     """Keras does so on JAX alone."""
 

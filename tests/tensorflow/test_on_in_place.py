@@ -79,6 +79,7 @@ def test_every_device_has_the_same_copy_and_assignment_reaches_all():
     ]
 
 
+@pytest.mark.whole
 def test_files_are_those_of_one_device(tmp_path):
     alone, made = model(), lockstep.distribute(model(), 3)
     for each, name in ((alone, "alone"), (made, "made")):
@@ -93,6 +94,7 @@ def test_files_are_those_of_one_device(tmp_path):
     assert_same(fit(made), fit(alone))
 
 
+@pytest.mark.whole
 def test_copies_are_not_distributed():
     made = lockstep.distribute(model(), 2)
     fit(made)
@@ -136,6 +138,7 @@ class CustomStep(keras.Model):
         return {"loss": loss}
 
 
+@pytest.mark.whole
 def test_a_train_step_of_its_own_is_exact():
     def make():
         keras.utils.set_random_seed(1)
@@ -161,6 +164,7 @@ class ByRows(layers.Layer):
         return keras.ops.tanh(x) * 2
 
 
+@pytest.mark.whole
 def test_a_layer_of_its_own_is_split_if_it_works_by_rows():
     def make(layer):
         keras.utils.set_random_seed(1)
@@ -184,6 +188,7 @@ def test_a_model_of_a_strategy_is_refused():
         lockstep.distribute(made, 2)
 
 
+@pytest.mark.whole
 def test_shared_layers_go_to_the_same_devices():
     shared = layers.Dense(2)
     a, b = (keras.Sequential([keras.Input((4,)), shared]) for _ in range(2))
@@ -203,6 +208,7 @@ def test_more_devices_than_are_here():
         lockstep.distribute(model(), 5)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("devices", [1, 3])
 def test_xla_serves_one_device_and_is_said_to_be_left_out_on_several(capsys, devices):
     alone, made = model(), lockstep.distribute(model(), devices)

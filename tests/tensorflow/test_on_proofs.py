@@ -11,7 +11,7 @@ from keras import layers, ops
 import lockstep
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from tests.conformance.common import assert_same
-from tests.sampling import rest
+from tests.sampling import every, rest
 
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
 
@@ -228,12 +228,7 @@ def fit(made, batch_size=22):
 DRAWS = {"layers of Keras", "numbers drawn for each row", "numbers drawn without a seed"}
 
 
-def _every_third(cases):
-    """The fixed sample has every third one."""
-    return [pytest.param(c, marks=[pytest.mark.whole] * (n % 3 > 0)) for n, c in enumerate(cases)]
-
-
-@pytest.mark.parametrize("what", _every_third(ROW_BY_ROW))
+@pytest.mark.parametrize("what", every(5, ROW_BY_ROW))
 def test_what_works_row_by_row_is_split(what):
     """A warning that it is not split would fail the test."""
     many = fit(lockstep.distribute(model(ROW_BY_ROW[what]), 2))
@@ -241,7 +236,7 @@ def test_what_works_row_by_row_is_split(what):
         assert_same(many, fit(model(ROW_BY_ROW[what])))
 
 
-@pytest.mark.parametrize("what", _every_third(NOT_FOLLOWED))
+@pytest.mark.parametrize("what", every(4, NOT_FOLLOWED))
 def test_functions_of_tensorflow_see_the_whole_batch(what):
     with pytest.warns(UnsplitBatchWarning, match=r"Keras's layers and keras.ops\)") as warned:
         many = fit(lockstep.distribute(model(NOT_FOLLOWED[what]), 2))
@@ -249,7 +244,7 @@ def test_functions_of_tensorflow_see_the_whole_batch(what):
     assert_same(many, fit(model(NOT_FOLLOWED[what])))
 
 
-@pytest.mark.parametrize("what", _every_third(NOT_FOLLOWED))
+@pytest.mark.parametrize("what", every(4, NOT_FOLLOWED))
 def test_a_layer_that_its_author_declares_is_split(what):
     """A warning that it is not split would fail the test."""
     made = model(NOT_FOLLOWED[what])
@@ -257,14 +252,14 @@ def test_a_layer_that_its_author_declares_is_split(what):
     assert_same(fit(lockstep.distribute(made, 2)), fit(model(NOT_FOLLOWED[what])))
 
 
-@pytest.mark.parametrize("what", _every_third(ACROSS))
+@pytest.mark.parametrize("what", every(5, ACROSS))
 def test_what_looks_across_rows_sees_the_whole_batch(what):
     with pytest.warns(UnsplitBatchWarning, match=r"every device runs 'does' \("):
         many = fit(lockstep.distribute(model(ACROSS[what]), 3))
     assert_same(many, fit(model(ACROSS[what])))
 
 
-@pytest.mark.parametrize("what", ALONE)
+@pytest.mark.parametrize("what", every(3, ALONE))
 def test_what_no_two_devices_do_alike_runs_on_the_first(what):
     made = lockstep.distribute(model(ALONE[what]), 3)
     with pytest.warns(
@@ -279,6 +274,7 @@ def test_what_no_two_devices_do_alike_runs_on_the_first(what):
             np.testing.assert_array_equal(first, other)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("what", ["a gradient of its own", "Python while it runs"])
 def test_what_the_first_device_runs_alone_is_exact(what):
     with pytest.warns(UnsplitBatchWarning):
@@ -339,6 +335,7 @@ class Keeps(layers.Layer):
         return x * 1.0
 
 
+@pytest.mark.whole
 def test_a_loss_that_uses_what_a_layer_keeps_is_exact():
     def make():
         keras.utils.set_random_seed(4)
@@ -363,6 +360,7 @@ def test_a_layer_across_rows_with_a_regularizer_of_what_it_gives():
     assert_same(many, fit(make()))
 
 
+@pytest.mark.whole
 def test_a_functional_model_that_was_never_called_is_split():
     """A warning fails the test."""
 
@@ -422,7 +420,7 @@ def _twice(hidden):
     return there * back
 
 
-@pytest.mark.parametrize("across", [_minus_its_mean, _twice, _merged])
+@pytest.mark.parametrize("across", [_minus_its_mean, *rest(_twice, _merged)])
 def test_a_first_dim_that_is_not_the_batch_runs_on_the_first_device(across):
     """Its shape says so before a step runs."""
 
@@ -471,6 +469,7 @@ def test_a_class_of_keras_with_another_call_is_not_known_by_its_name(monkeypatch
     assert_same(many, fit(model(lambda layer, x: x)))
 
 
+@pytest.mark.whole
 def test_float8_scales_by_the_whole_batch():
     def make():
         keras.utils.set_random_seed(2)
@@ -495,3 +494,45 @@ def test_a_batch_norm_that_the_model_does_not_hold_runs_on_the_first_device():
     with pytest.warns(UnsplitBatchWarning, match="so the first device"):
         several = fit(lockstep.distribute(many, 2))
     assert_same([*several, *of_many.get_weights()], [*fit(one), *norm.get_weights()])
+
+
+def _words(**options):
+    return layers.TextVectorization(vocabulary=list("abcdef"), **options)
+
+
+_LETTERS = np.random.default_rng(0).choice(list("abcdef"), size=(44, 3))
+TEXTS = np.array([" ".join(row[: 1 + n % 3]) for n, row in enumerate(_LETTERS)])[:, None]
+NUMBERS = np.random.default_rng(1).integers(0, 9, size=(44, 6))
+PREPARES = {
+    "bins": (lambda: layers.Discretization([2.0, 5.0], output_mode="multi_hot"), NUMBERS),
+    "categories": (lambda: layers.CategoryEncoding(9), NUMBERS),
+    "hashes": (lambda: layers.Hashing(5, output_mode="count"), NUMBERS),
+    "words": (lambda: _words(output_mode="multi_hot"), TEXTS),
+    "a text of the longest row": (lambda: _words(), TEXTS),
+}
+
+
+@pytest.mark.parametrize("name", PREPARES)
+def test_a_layer_that_prepares_data_is_split_if_rows_are_independent(name):
+    prepare, x = PREPARES[name]
+
+    def trained(devices):
+        keras.utils.set_random_seed(4)
+        inputs = keras.Input(x.shape[1:], dtype="string" if x is TEXTS else "int64")
+        hidden = prepare()(inputs)
+        if len(hidden.shape) == 2 and hidden.shape[1] is None:
+            hidden = layers.GlobalAveragePooling1D()(layers.Embedding(8, 3)(hidden))
+        made = keras.Model(inputs, layers.Dense(2)(hidden))
+        made.compile(keras.optimizers.SGD(0.02), "mse")
+        if devices:
+            lockstep.distribute(made, devices)
+        made.fit(
+            tf.data.Dataset.from_tensor_slices((x, data()[1])).batch(10), shuffle=False, verbose=0
+        )
+        return made.get_weights()
+
+    pads = name == "a text of the longest row"
+    said = pytest.warns(UnsplitBatchWarning, match="text_vectorization")
+    with said if pads else contextlib.nullcontext():
+        many = trained(3)
+    assert_same(many, trained(0))

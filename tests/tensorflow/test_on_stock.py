@@ -77,6 +77,7 @@ def _train(name, distribute=None):
     return made.get_weights()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", SILENT)
 def test_lockstep(name):
     assert_same(_train(name, lambda made: lockstep.distribute(made, 3)), _train(name))

@@ -12,6 +12,7 @@ from keras import layers, ops
 import lockstep
 from lockstep.engines import current_engine
 from tests.precision import floats
+from tests.sampling import rest
 from tests.tensorflow.test_on_metrics_property import compile_gan, gan, images
 
 
@@ -74,7 +75,7 @@ def test_a_right_model_is_equal_in_everything(make):
     assert {"loss", "learning_rate", "seed_generator_state", "kernel"} <= names
 
 
-@pytest.mark.parametrize("devices", [None, 3])
+@pytest.mark.parametrize("devices", [3, *rest(None)])
 def test_the_model_is_untouched(devices):
     made = with_layer(layers.BatchNormalization(), layers.Dropout(0.2), optimizer="adam")
     if devices:
@@ -108,6 +109,7 @@ def test_a_layer_that_reads_the_devices_is_named(monkeypatch):
     assert "something else on several devices" in found.cause
 
 
+@pytest.mark.whole
 def test_what_float64_shows_to_be_rounding_is_said_to_be_rounding():
     """Batch norm takes the mean away again; Adam makes steps of what rounding leaves of a bias."""
     zero = layers.Dense(8, name="zero")
@@ -119,6 +121,7 @@ def test_what_float64_shows_to_be_rounding_is_said_to_be_rounding():
     assert found.rounding == max(beyond.values()) > 1e-5
 
 
+@pytest.mark.whole
 def test_a_model_that_no_other_process_can_have():
     """A lookup table is no attribute that can be pickled."""
     table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([1], [2]), 0)
@@ -142,6 +145,7 @@ class PythonCounter(layers.Layer):
         return x * (1 + 0.1 * self.count)
 
 
+@pytest.mark.whole
 def test_a_layer_with_state_in_python_is_named():
     found = lockstep.verify(with_layer(PythonCounter(name="culprit")), data(), devices=2, steps=3)
     assert not found.equal
@@ -175,6 +179,7 @@ class AsFitHandsThem(keras.Model):
         return {"loss": loss}
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("devices", [None, 2])
 def test_batches_reach_a_training_step_as_fit_hands_them_over(devices):
     """It got (x, None, None), of a data set that yields x; and the model is not built yet."""
@@ -195,6 +200,7 @@ def test_batches_reach_a_training_step_as_fit_hands_them_over(devices):
         np.testing.assert_array_equal(mine, theirs)
 
 
+@pytest.mark.whole
 def test_a_gan_without_a_call_and_with_two_optimizers():
     """`verify` called the model, which has no `call`, and left the slots of its optimizers."""
     made = gan()
@@ -206,6 +212,7 @@ def test_a_gan_without_a_call_and_with_two_optimizers():
     assert int(made.d_optimizer.iterations) == 0
 
 
+@pytest.mark.whole
 def test_a_loss_that_is_not_finite_is_not_called_equal():
     x, y = data(70)
     x[33] = np.nan
@@ -238,6 +245,7 @@ def test_the_command(tmp_path):
     assert '"equal": true' in done.stdout
 
 
+@pytest.mark.whole
 def test_how_the_loss_comes_by_its_values_is_said():
     made = with_layer()
     made.compile("sgd", "mse", metrics=[lambda y, p: ops.mean(ops.abs(y - p)) * ops.max(p)])
@@ -247,7 +255,7 @@ def test_how_the_loss_comes_by_its_values_is_said():
     assert "the outputs of the whole batch for 'lambda' (" in whole
 
 
-@pytest.mark.parametrize("casts", [False, True])
+@pytest.mark.parametrize("casts", [False, *rest(True)])
 def test_casts_to_a_shorter_float_are_found(casts):
     """They bound what a comparison in float64 can say."""
     with floats("float64"):

@@ -1,4 +1,4 @@
-"""These tests need Keras on PyTorch; any other process starts one that has it."""
+"""These tests need Keras on PyTorch: `KERAS_BACKEND=torch python -m pytest`."""
 
 import keras
 import numpy as np
@@ -8,7 +8,7 @@ if keras.backend.backend() == "torch":
     # Before the shared cases, some of which make a loss when they are imported.
     import tests.torch.double  # noqa: F401
 
-    collect_ignore = ["test_in_a_process_of_its_own.py", "test_gpus.py"]
+    collect_ignore = ["test_gpus.py"]
 
     @pytest.fixture(scope="session")
     def _holder():

@@ -143,7 +143,7 @@ class CustomStep(keras.Sequential):
         return super().train_step(data)
 
 
-@pytest.mark.parametrize("cls", [OwnFit, CustomStep])
+@pytest.mark.parametrize("cls", [OwnFit, *rest(CustomStep)])
 def test_a_fit_and_a_step_of_the_class(cls, tmp_path):
     def make():
         made = cls([keras.Input((4,)), layers.Dense(3, activation="tanh"), layers.Dense(2)])

@@ -10,6 +10,7 @@ from keras import layers, ops
 
 import lockstep
 from lockstep.errors import UnsplitBatchWarning
+from tests.sampling import every, rest
 from tests.torch.agreement import assert_equal, both
 
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
@@ -159,13 +160,13 @@ def assert_same_fit(build, *given, devices=3):
 
 
 @pytest.mark.parametrize("devices", [2, 3])
-@pytest.mark.parametrize("what", BY_ROWS)
+@pytest.mark.parametrize("what", every(2, BY_ROWS))
 def test_what_works_row_by_row_is_split(what, devices):
     """A warning that it is not split would fail the test."""
     assert_same_fit(built(BY_ROWS[what]), devices=devices)
 
 
-@pytest.mark.parametrize("what", WHOLE)
+@pytest.mark.parametrize("what", every(2, WHOLE))
 def test_what_is_not_known_runs_whole(what):
     function, reason = WHOLE[what]
     with pytest.warns(UnsplitBatchWarning, match=rf"every device runs 'does' \(.*{reason}") as said:
@@ -273,7 +274,7 @@ def sequences():
     return x, rng.normal(size=(41, 1))
 
 
-@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("devices", [3, *rest(2)])
 def test_a_model_with_a_call_of_its_own_is_split(devices):
     """A warning that it is not split would fail the test."""
     assert_same_fit(towers, *sequences(), devices=devices)

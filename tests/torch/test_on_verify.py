@@ -11,6 +11,7 @@ from keras import layers, ops
 import lockstep
 from lockstep.engines import current_engine
 from tests.precision import floats
+from tests.sampling import rest
 from tests.torch.agreement import values
 
 
@@ -32,7 +33,7 @@ def with_layer(*between, optimizer="sgd"):
     return made
 
 
-@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("seed", [3, *rest(None)])
 def test_a_right_model_is_equal_in_everything(seed):
     """With dropout: for the comparison every device draws the numbers of the whole batch."""
     made = with_layer(
@@ -47,7 +48,7 @@ def test_a_right_model_is_equal_in_everything(seed):
     assert found.notes == ()
 
 
-@pytest.mark.parametrize("devices", [None, 3])
+@pytest.mark.parametrize("devices", [3, *rest(None)])
 def test_the_model_is_untouched(devices):
     made = with_layer(layers.BatchNormalization(), layers.Dropout(0.2), optimizer="adam")
     if devices:
@@ -96,6 +97,7 @@ class PythonCounter(layers.Layer):
         return x * (1 + 0.1 * self.count)
 
 
+@pytest.mark.whole
 @pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")
 def test_a_layer_with_state_in_python_is_named():
     found = lockstep.verify(with_layer(PythonCounter(name="culprit")), data(), devices=3, steps=3)
@@ -132,6 +134,7 @@ class CustomStep(keras.Model):
         return {"loss": loss}
 
 
+@pytest.mark.whole
 def test_batches_reach_a_training_step_as_fit_hands_them_over():
     keras.utils.set_random_seed(3)
     made = CustomStep()
@@ -179,6 +182,7 @@ def test_optimizers_that_build_themselves_in_the_first_step():
         np.testing.assert_array_equal(*map(ops.convert_to_numpy, (mine, theirs)))
 
 
+@pytest.mark.whole
 def test_a_loss_that_is_not_finite_is_not_called_equal():
     x, y = data(70)
     x[33] = np.nan
@@ -186,7 +190,7 @@ def test_a_loss_that_is_not_finite_is_not_called_equal():
     assert (found.verdict, found.not_finite_from, found.steps) == ("cannot tell", 2, 1)
 
 
-@pytest.mark.parametrize("casts", [False, True])
+@pytest.mark.parametrize("casts", [False, *rest(True)])
 def test_casts_to_a_shorter_float_are_found(casts):
     """They bound what a comparison in float64 can say."""
     with floats("float64"):

@@ -9,6 +9,7 @@ from keras import layers
 
 import lockstep
 from lockstep.engines.torch import pool
+from tests.sampling import every
 from tests.torch.agreement import assert_equal, both, values
 
 QUIET = {"verbose": 0, "shuffle": False, "batch_size": 5}
@@ -107,7 +108,7 @@ def run(model):
     "devices",
     [["cpu:0", "cpu:1"], pytest.param(["cpu:0", "cpu:1", "cpu:3"], marks=pytest.mark.whole)],
 )
-@pytest.mark.parametrize("message", MESSAGES)
+@pytest.mark.parametrize("message", every(4, MESSAGES))
 def test_an_error_at_a_message_comes_home_and_the_next_call_works(message, devices, monkeypatch):
     one, many = both(MESSAGES[message], devices)
     fault = f"_{message}", len(devices) - 1, 0

@@ -12,6 +12,7 @@ from keras import layers, ops
 import lockstep
 from lockstep.engines.torch import pool
 from lockstep.errors import UnsupportedModel
+from tests.sampling import every
 from tests.torch import script_settings
 from tests.torch.agreement import assert_equal, both, values
 
@@ -117,7 +118,7 @@ def test_what_the_script_sets_in_a_module_or_class_is_what_workers_have(change, 
     assert_trains_equally(lambda: sequential(script_settings.Scale(), layers.LeakyReLU()))
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", every(3, CHANGES))
 def test_what_the_script_sets_between_two_fits_is_sent(change, monkeypatch):
     one, many = both(lambda: sequential(script_settings.Scale(), layers.LeakyReLU()))
     x, y = data()
@@ -425,7 +426,11 @@ def adapted_integers():
     return lookup, np.array([[10, 11], [11, 99], [12, 10], [99, 98]])
 
 
-@pytest.mark.parametrize("kind", [integers, adapted_integers])
+def bins():
+    return layers.Discretization([11.0, 12.0], output_mode="multi_hot"), integers()[1]
+
+
+@pytest.mark.parametrize("kind", [integers, adapted_integers, bins])
 def test_a_lookup_layer_travels(kind):
     def build():
         lookup, x = kind()

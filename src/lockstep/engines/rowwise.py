@@ -58,21 +58,23 @@ class NotRowByRow(Exception):
 
 _LAYERS = """
     Activation ActivityRegularization AdaptiveAveragePooling1D AdaptiveAveragePooling2D
-    AdaptiveAveragePooling3D AdaptiveMaxPooling1D AdaptiveMaxPooling2D AdaptiveMaxPooling3D
-    Add AdditiveAttention AlphaDropout Attention Average AveragePooling1D AveragePooling2D
-    AveragePooling3D Bidirectional CenterCrop Concatenate Conv1D Conv1DTranspose Conv2D
-    Conv2DTranspose Conv3D Conv3DTranspose ConvLSTM1D ConvLSTM2D ConvLSTM3D ConvLSTMCell Cropping1D
-    Cropping2D Cropping3D Dense DepthwiseConv1D DepthwiseConv2D Dot Dropout ELU EinsumDense
-    Embedding Flatten GRU GRUCell GaussianDropout GaussianNoise GlobalAveragePooling1D
-    GlobalAveragePooling2D GlobalAveragePooling3D GlobalMaxPooling1D GlobalMaxPooling2D
-    GlobalMaxPooling3D GroupNormalization GroupedQueryAttention Identity InputLayer IntegerLookup
-    LSTM LSTMCell LayerNormalization LeakyReLU Masking MaxPooling1D MaxPooling2D MaxPooling3D
-    Maximum Minimum MultiHeadAttention Multiply Normalization PReLU Permute RMSNormalization RNN
+    AdaptiveAveragePooling3D AdaptiveMaxPooling1D AdaptiveMaxPooling2D AdaptiveMaxPooling3D Add
+    AdditiveAttention AlphaDropout Attention Average AveragePooling1D AveragePooling2D
+    AveragePooling3D Bidirectional CategoryEncoding CenterCrop Concatenate Conv1D
+    Conv1DTranspose Conv2D Conv2DTranspose Conv3D Conv3DTranspose ConvLSTM1D ConvLSTM2D
+    ConvLSTM3D ConvLSTMCell Cropping1D Cropping2D Cropping3D Dense DepthwiseConv1D
+    DepthwiseConv2D Discretization Dot Dropout ELU EinsumDense Embedding Flatten GRU GRUCell
+    GaussianDropout GaussianNoise GlobalAveragePooling1D GlobalAveragePooling2D
+    GlobalAveragePooling3D GlobalMaxPooling1D GlobalMaxPooling2D GlobalMaxPooling3D
+    GroupNormalization GroupedQueryAttention Hashing Identity InputLayer IntegerLookup LSTM
+    LSTMCell LayerNormalization LeakyReLU Masking MaxPooling1D MaxPooling2D MaxPooling3D Maximum
+    Minimum MultiHeadAttention Multiply Normalization PReLU Permute RMSNormalization RNN
     RandomBrightness RandomContrast RandomFlip RandomRotation RandomTranslation RandomZoom ReLU
     RepeatVector Rescaling Reshape Resizing ReversibleEmbedding SeparableConv1D SeparableConv2D
     SimpleRNN SimpleRNNCell Softmax SpatialDropout1D SpatialDropout2D SpatialDropout3D
-    SpectralNormalization StackedRNNCells StringLookup Subtract TimeDistributed UnitNormalization
-    UpSampling1D UpSampling2D UpSampling3D ZeroPadding1D ZeroPadding2D ZeroPadding3D
+    SpectralNormalization StackedRNNCells StringLookup Subtract TextVectorization
+    TimeDistributed UnitNormalization UpSampling1D UpSampling2D UpSampling3D ZeroPadding1D
+    ZeroPadding2D ZeroPadding3D
 """
 LAYERS_BY_ROWS = frozenset(_LAYERS.split())
 """Keras layers in which a row of the output depends on the same row of the input alone."""
@@ -206,6 +208,14 @@ def _has_plain_options(layer: Any) -> bool:
             return False
     if options.get("noise_shape") is not None or options.get("stateful"):
         return False
+    if options.get("sparse"):
+        return False
+    if name == "TextVectorization":
+        options = layer.get_config()
+        if not all(isinstance(options[part], str | None) for part in ("standardize", "split")):
+            return False  # a function of the user's
+        # Otherwise, rows have the length of the longest one of the batch.
+        return options["output_mode"] != "int" or options["output_sequence_length"] is not None
     return name != "EinsumDense" or _keeps_first(layer.equation)
 
 

@@ -122,6 +122,24 @@ class UsesInStep(Shared):
             return super().train_step(data)
 
 
+class Task(keras.Model):
+    """Has a layer that is none of its own, as the tasks of KerasHub have a tokenizer."""
+
+    held = None
+
+    @property
+    def layers(self):
+        return [each for each in super().layers if not self.held or each is not self.held]
+
+
+def task():
+    inputs = keras.Input((4,))
+    model = Task(inputs, layers.Dense(2)(layers.Dense(3)(inputs)))
+    model.held = Uses()
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    return model
+
+
 def holding(kind, layer=Holds):
     def build():
         model = kind([keras.Input((4,)), layers.Dense(3), layer(name="held"), layers.Dense(2)])
@@ -133,9 +151,11 @@ def holding(kind, layer=Holds):
 
 
 @pytest.mark.filterwarnings("error::lockstep.errors.UnsplitBatchWarning")
-@pytest.mark.parametrize("kind", [keras.Sequential, Shared])
-def test_what_no_step_uses_need_not_be_pickled(kind):
-    assert_trains_equally(holding(kind))
+@pytest.mark.parametrize(
+    "build", [holding(keras.Sequential), holding(Shared), task], ids=["layer", "own step", "task"]
+)
+def test_what_no_step_uses_need_not_be_pickled(build):
+    assert_trains_equally(build)
 
 
 @pytest.mark.parametrize(

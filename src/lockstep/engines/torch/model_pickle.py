@@ -8,6 +8,7 @@ from functools import partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
+import keras
 import torch
 
 from lockstep.engines.left_out import LeftOut
@@ -157,35 +158,41 @@ def pickled(model: Any, pickler: type[Pickler]) -> Pickler:
 
 
 def _left_out_of(model: Any) -> _LeftOutOf:
-    """Return what stands for attributes of layers that cannot be pickled."""
-    layers = layers_in(model)
-    pickler = partial(_AttributePickler, layers=layers)
+    """Return what stands for attributes that cannot be pickled, of all layers that it reaches."""
+    layers = {id(model): model}
+    waiting = [model]
     found: _LeftOutOf = {}
-    for layer in layers:
+    while waiting:
+        layer = waiting.pop()
         for name, value in ModelPickler(io.BytesIO()).state(layer).items():
             try:
-                dumped(value, pickler)
+                pickler = dumped(value, _AttributePickler)
             except Exception as error:
                 what = f"{name} of {layer.name!r}, which cannot be pickled: {reason_of(error)}"
                 found.setdefault(id(layer), {})[name] = LeftOut(what)
+            else:
+                waiting += [each for key, each in pickler.layers.items() if key not in layers]
+                layers |= pickler.layers
     return found
 
 
 class _AttributePickler(TensorPickler):
     """Pickles one attribute, and not the layers that it holds.
 
-    Args:
-        file: The file.
-        layers: The layers.
+    Attributes:
+        layers: The layers, by their identity.
     """
 
-    def __init__(self, file: io.BytesIO, layers: list[Any]) -> None:
+    def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self._layers = {id(layer) for layer in layers}
+        self.layers: dict[int, Any] = {}
 
     def persistent_id(self, item: Any) -> int | None:
         """Return a number for a layer."""
-        return id(item) if id(item) in self._layers else None
+        if not isinstance(item, keras.layers.Layer):
+            return None
+        self.layers[id(item)] = item
+        return id(item)
 
 
 class _Pickler(TensorPickler):

@@ -4,7 +4,8 @@
 
 The environment is one with `pip install -e ".[third-party]"`. Each backend has a process of
 its own. The figures of a row that holds are kept in `.third-party/`, so `--backend` and `-k` can
-run some rows again. The page is written if no row fails and every row has figures.
+run some rows again. The other rows stay as they are on the page, if the versions are the same.
+The page is written if no row fails and every row has figures.
 """
 
 import argparse
@@ -50,10 +51,14 @@ def main():
     codes = [_run(backend, options) for backend in DEVICES if chosen.backend in (None, backend)]
     if any(codes):
         sys.exit(f"A row failed, and {PAGE} is as it was.")
-    rows = {backend: _read(backend) for backend in DEVICES}
-    if len({tuple(row["name"] for row in each) for each in rows.values()}) != 1:
+    versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
+    before, kept = read(PAGE.read_text())
+    if not set(before.split(", ")) <= set(versions.split(", ")):
+        kept = {}
+    rows = {backend: kept.get(backend, {}) | _figures(backend) for backend in DEVICES}
+    if len({frozenset(each) for each in rows.values()}) != 1:
         sys.exit(f"A row has no figures for one backend, and {PAGE} is as it was.")
-    PAGE.write_text(render(rows))
+    PAGE.write_text(render(rows, versions))
 
 
 def _run(backend, options):
@@ -64,25 +69,52 @@ def _run(backend, options):
     return subprocess.call([*command, *options], env={**os.environ, **own})
 
 
-def _read(backend):
-    return [json.loads(file.read_text()) for file in sorted((FIGURES / backend).iterdir())]
+def _figures(backend):
+    """What `--record` has left for a backend, by the name of the row."""
+    folder = FIGURES / backend
+    files = sorted(folder.iterdir()) if folder.exists() else []
+    return {row["name"]: row for row in (json.loads(file.read_text()) for file in files)}
 
 
-def render(rows):
-    """The page; `rows` has for each backend what `--record` left there."""
-    versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
+def render(rows, versions):
+    """The page; `rows` has for each backend the figures of the rows by their names."""
     lines = [HEAD.format(versions=versions)]
     lines.append("| training | backend | devices | weights | rest | bound | split |")
     lines.append("|---|---|---:|---:|---:|---|---|")
     notes = []
-    for each in zip(*rows.values(), strict=True):
-        for backend, row in zip(rows, each, strict=True):
-            cells = [row["name"], NAMES[backend], DEVICES[backend]]
+    for name in rows["jax"]:
+        for backend in DEVICES:
+            row = rows[backend][name]
+            cells = [name, NAMES[backend], DEVICES[backend]]
             cells += [f"{row['weights']:.1e}", f"{row['rest']:.1e}"]
             cells += [_bound(row, notes), _split(row, notes)]
             lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1)), ""]
     return "\n".join(lines)
+
+
+def read(page):
+    """The versions on a page, and its rows as `render` takes them."""
+    notes = dict(re.findall(r"^(\d+)\. (.+)\.$", page, re.MULTILINE))
+    backends = {name: backend for backend, name in NAMES.items()}
+    rows = {}
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) != 7 or cells[1] not in backends:
+            continue
+        name, backend, _, weights, rest, bound, split = cells
+        reasons = [notes[number] for number in re.findall(r"\((\d+)\)", bound)]
+        told = [notes[number] for number in re.findall(r"\d+", split)]
+        rows.setdefault(backends[backend], {})[name] = {
+            "weights": float(weights),
+            "rest": float(rest),
+            "float32": "".join(reasons).removeprefix("float32: "),
+            "warned": [f"{text}\n{_ALONE}" if split.startswith("no") else text for text in told],
+        }
+    return re.search(r"devices with (.+)\.$", page, re.MULTILINE).group(1), rows
+
+
+_ALONE = "the first device runs every batch alone"
 
 
 def _bound(row, notes):
@@ -95,9 +127,9 @@ def _bound(row, notes):
 def _split(row, notes):
     if not row["warned"]:
         return "yes"
-    told = [re.sub(r"^On TensorFlow ", "", warning).split("\n")[0] for warning in row["warned"]]
+    told = [re.sub(r"^On \w+ ", "", warning).split("\n")[0] for warning in row["warned"]]
     numbers = ", ".join(str(_note(f"{text.rstrip('.')}.", notes)) for text in told)
-    alone = any("the first device runs every batch alone" in text for text in told)
+    alone = any(_ALONE in warning for warning in row["warned"])
     return f"{'no' if alone else 'in part'} ({numbers})"
 
 

@@ -203,7 +203,6 @@ ROWS = {
     "KerasHub GPT-2, fit and generate": Row(
         gpt2,
         float32="`generate` mixes int32 and int64 indices where JAX has 64 bits",
-        unsplit={"torch": "it cannot be pickled"},
     ),
     "KerasHub Gemma": Row(gemma, float32="its softmax and its normalisation are float32"),
     "KerasHub ViT, image classifier": Row(vit),

@@ -358,11 +358,16 @@ def test_workers_end_with_a_killed_parent_and_nothing_is_left(tmp_path, shared_m
     assert two == pytest.approx(one, rel=1e-6)
 
 
-def test_what_cannot_be_pickled_is_named():
-    _, many = both(failing("raise", 1000), devices=3)
-    many.lock = threading.Lock()
+def test_a_class_that_cannot_be_pickled_is_named():
+    lock = threading.Lock()
+
+    class Locked(keras.Sequential):
+        def locked(self):
+            return lock.locked()
+
+    _, many = both(lambda: Locked([keras.Input((4,)), layers.Dense(2)]), devices=3)
     x, _ = data()
-    with pytest.raises(UnsupportedModel, match="cannot be sent to the proc"):
+    with pytest.raises(UnsupportedModel, match="its devices: Locked, the class of 'locked"):
         many.predict(x, verbose=0)
 
 

@@ -11,7 +11,7 @@ from keras import layers, ops
 
 import lockstep
 from lockstep.engines.torch import pool
-from lockstep.errors import UnsupportedModel
+from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from tests.sampling import every
 from tests.torch import script_settings
 from tests.torch.agreement import assert_equal, both, values
@@ -64,6 +64,125 @@ class Keeps(layers.Layer):
 
 def test_a_layer_that_keeps_what_it_saw():
     assert_trains_equally(lambda: sequential(Keeps()), epochs=2)
+
+
+# ------------------------------------------------------------------- what cannot be pickled
+
+
+class Holds(layers.Layer):
+    """Has a lock, which a subclass may use."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.lock = threading.Lock()
+
+    def call(self, x):
+        return x * 2.0
+
+
+class Uses(Holds):
+    def call(self, x):
+        with self.lock:
+            return x * 2.0
+
+
+class HidesErrors(Holds):
+    def call(self, x):
+        try:
+            return x * (3.0 if self.lock.locked() else 2.0)
+        except Exception:
+            return x * 5.0
+
+
+class UsesInTraining(Holds):
+    def call(self, x, training=False):
+        return x * 2.0 if training and self.lock else x
+
+
+class UsesInLoss(keras.Sequential):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        with self.held.lock:
+            return super().compute_loss(x, y, y_pred, sample_weight, training)
+
+
+class Shared(keras.Sequential):
+    """Has a step of its own."""
+
+    def train_step(self, data):
+        x, y = data
+        loss = self.compute_loss(x, y, self(x, training=True))
+        self.zero_grad()
+        loss.backward()
+        self.optimizer.apply([v.value.grad for v in self.trainable_variables])
+        return {"loss": loss.detach()}
+
+
+class UsesInStep(Shared):
+    def train_step(self, data):
+        with self.held.lock:
+            return super().train_step(data)
+
+
+class Task(keras.Model):
+    """Has a layer that is none of its own, as the tasks of KerasHub have a tokenizer."""
+
+    held = None
+
+    @property
+    def layers(self):
+        return [each for each in super().layers if not self.held or each is not self.held]
+
+
+def task():
+    inputs = keras.Input((4,))
+    model = Task(inputs, layers.Dense(2)(layers.Dense(3)(inputs)))
+    model.held = Uses()
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    return model
+
+
+def holding(kind, layer=Holds):
+    def build():
+        model = kind([keras.Input((4,)), layers.Dense(3), layer(name="held"), layers.Dense(2)])
+        model.held = model.layers[1]
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        return model
+
+    return build
+
+
+@pytest.mark.filterwarnings("error::lockstep.errors.UnsplitBatchWarning")
+@pytest.mark.parametrize(
+    "build", [holding(keras.Sequential), holding(Shared), task], ids=["layer", "own step", "task"]
+)
+def test_what_no_step_uses_need_not_be_pickled(build):
+    assert_trains_equally(build)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        holding(keras.Sequential, Uses),
+        holding(keras.Sequential, HidesErrors),
+        holding(keras.Sequential, UsesInTraining),
+        holding(UsesInLoss),
+        holding(UsesInStep),
+    ],
+    ids=["layer", "errors hidden", "training", "loss", "step"],
+)
+def test_a_step_that_uses_what_cannot_be_pickled_is_run_by_the_first_device(build):
+    what = r"uses lock of 'held', which cannot be pickled: cannot pickle '_thread.lock' object"
+    with pytest.warns(UnsplitBatchWarning, match=what):
+        assert_trains_equally(build)
+
+
+def test_a_step_without_a_check_refuses_what_cannot_be_pickled(monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_CHECK", "0")
+    one, many = both(holding(UsesInLoss))
+    with pytest.raises(UnsupportedModel, match=r"A train step of .* uses lock of 'held'"):
+        many.fit(*data(), **QUIET)
+    assert_equal(one.get_weights(), many.get_weights())  # nothing was updated
+    lockstep.release(many)
 
 
 # ------------------------------------------------------------------- what code reads

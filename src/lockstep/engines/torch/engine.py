@@ -19,6 +19,7 @@ from lockstep.engines.base_engine import BaseEngine
 from lockstep.engines.call_guard import CallGuard
 from lockstep.engines.engine import DEFAULT_INPUT, InputOptions
 from lockstep.engines.holders import check_shared, holders_of
+from lockstep.engines.left_out import LeftOutUsed
 from lockstep.engines.loop_methods import stepping_methods
 from lockstep.engines.replicas.first_step import (
     Computed,
@@ -155,6 +156,8 @@ class Attachment:
         self._warned: set[str] = set()
         self._begun: set[str] = set()
         self._unshared: set[str] = set()
+        self._with_left_out: dict[str, str] = {}
+        self._is_updating = False
         self._first_steps = FirstSteps(model)
         # The end of the model ends its part in the pool; a lease knows no model.
         weakref.finalize(model, self._lease.end)
@@ -241,6 +244,7 @@ class Attachment:
             getattr(type(model), f"make_{name}")(model, force=True)
             kind = name.removesuffix("_function")
             self._first_steps.forget(kind)
+            self._with_left_out.pop(kind, None)
             vars(model)[name] = self._function(kind, getattr(model, name))
 
         return make_function
@@ -258,7 +262,7 @@ class Attachment:
             batch = runner.agreed(drawn) if isinstance(runner, JoinedRunner) else next(drawn)
             if self._splits:
                 batch = keras.tree.map_structure(_tensor, batch)
-                result = self._step(kind, on_one, batch)
+                result = self._step_by_all(kind, on_one, batch)
             else:
                 result = on_one([batch])
             STATUS_OF_PROCESS.stepped()
@@ -272,10 +276,11 @@ class Attachment:
         """Return layer outputs and gradients of a step, `None` if this process runs it alone."""
         if not self._splits:
             return None
-        reason, data, rows = self._split("train", batch)
-        if reason is not None:
+        try:
+            reason, data, rows = self._split("train", batch)
+            return None if reason is not None else self._runner.step("inspect", data, rows)
+        except LeftOutUsed:
             return None
-        return self._runner.step("inspect", data, rows)
 
     def waited(self) -> float:
         """Return the seconds that this process has waited in collectives."""
@@ -294,7 +299,24 @@ class Attachment:
         reason, rows = rows_of(data[0])
         return reason or self._runner.unsplit(data[0]), data, rows
 
+    def _step_by_all(self, kind: str, plain: Callable[[Any], Any], batch: Any) -> Any:
+        """Run a step on all devices. The first one runs it alone if it has what workers lack."""
+        if kind not in self._with_left_out:
+            try:
+                return self._step(kind, plain, batch)
+            except LeftOutUsed as used:
+                if self._is_updating:
+                    raise UnsupportedModel(
+                        f"A {kind} step of {self.model.name!r} uses {used}.\n"
+                        "The processes of its devices do without it. Keep it out of the step, or "
+                        "call\nlockstep.release(model)."
+                    ) from used
+                self._with_left_out[kind] = str(used)
+        self._warn_of_alone(f"uses {self._with_left_out[kind]}")
+        return plain([batch])
+
     def _step(self, kind: str, plain: Callable[[Any], Any], batch: Any) -> Any:
+        self._is_updating = False
         if self._must_build(kind):
             if not isinstance(self._runner, JoinedRunner):
                 return plain([batch])  # which builds the model
@@ -310,6 +332,7 @@ class Attachment:
         if kind in self._first_steps.alone:
             self._warn_of_alone(_NOT_THE_SAME + self._first_steps.alone[kind])
             return plain([batch])
+        self._is_updating = True
         result = self._runner.step(kind, data, rows)
         self._warn_of_whole(self._runner.whole_layers)
         return result
@@ -403,6 +426,7 @@ class Attachment:
                 if kind in self._first_steps.alone:
                     self._warn_of_alone(_NOT_THE_SAME + self._first_steps.alone[kind])
                     return plain([batch])
+                self._is_updating = True
                 result = runner.step_on_whole_batch(kind, batch)
                 if runner.whole_batch.shared:
                     self._warn_of_whole(runner.whole_batch.whole)

@@ -8,23 +8,30 @@ import io
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
-from lockstep.engines.model_pickle import dumped, trackers_mended
-from lockstep.engines.torch.model_pickle import TensorPickler, TensorUnpickler, tensor_of
+from lockstep.engines.model_pickle import trackers_mended
+from lockstep.engines.torch.model_pickle import (
+    TensorPickler,
+    TensorUnpickler,
+    pickled,
+    tensor_of,
+)
 
 
 def copy_of(model: Any) -> Any:
     """Return a copy of a model or layer. The values of its tensors are zeros.
 
+    In place of an attribute that cannot be pickled, it has a `LeftOut`.
+
     Raises:
-        Exception: If an attribute cannot be pickled.
+        Exception: If it cannot be pickled without them.
     """
-    pickler = dumped(model, _Pickler)
+    pickler = pickled(model, _Pickler)
     return trackers_mended(_Unpickler(pickler.file.getvalue(), pickler.kept).load())
 
 
 class _Pickler(TensorPickler):
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
+    def __init__(self, file: io.BytesIO, left_out: Any = None) -> None:
+        super().__init__(file, left_out)
         self.kept: list[Any] = []
         self._namespaces: set[int] = set()
 

@@ -4,11 +4,14 @@ import inspect
 import io
 import pickle
 from collections.abc import Callable
+from functools import partial
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import keras
 import torch
 
+from lockstep.engines.left_out import LeftOut
 from lockstep.engines.model_pickle import ModelPickler, dumped, reason_of, trackers_mended
 from lockstep.engines.torch.code_state import (
     CodeReads,
@@ -20,7 +23,7 @@ from lockstep.engines.torch.code_state import (
     state_of,
 )
 from lockstep.errors import UnsupportedModel
-from lockstep.keras_compat import COMPILED_METRICS, layers_in, module_in_keras
+from lockstep.keras_compat import COMPILED_METRICS, layers_in
 from lockstep.training.overrides import is_keras
 
 
@@ -43,17 +46,19 @@ class Dumped(NamedTuple):
 def dump(model: Any) -> Dumped:
     """Return the bytes of a model, with what its code reads besides the model.
 
+    In place of an attribute that cannot be pickled, they have a `LeftOut`.
+
     Raises:
-        UnsupportedModel: If an attribute of the model cannot be pickled.
+        UnsupportedModel: If the class of a layer, say, cannot be pickled.
     """
     try:
-        pickler = dumped(model, _Pickler)
+        pickler = pickled(model, _Pickler)
     except Exception as error:
         raise UnsupportedModel(
             f"{model.name!r} cannot be sent to the processes of its devices: {_holder(model)}"
             f"{reason_of(error)}.\n"
-            "Files, locks, data sets and the like are no attributes that a model of several "
-            "processes can have.\nKeep them out of the model and its layers."
+            "Files, locks, data sets and the like cannot be in globals or closures of a model of "
+            "several processes.\nMake them attributes of a layer, or keep them out of its code."
         ) from error
     return Dumped(pickler.file.getvalue(), pickler.tensors, pickler.reads, pickler.in_modules)
 
@@ -74,14 +79,10 @@ def load(data: bytes, code: SetCode) -> tuple[Any, list[Any]]:
 
 
 def _holder(model: Any) -> str:
-    """Return the layer and attribute that cannot be pickled, for a message."""
+    """Return the layer whose class cannot be pickled, for a message."""
     for layer in reversed(layers_in(model)):
         if not _travels(type(layer)):
             return f"{type(layer).__name__}, the class of {layer.name!r}: "
-        for name, value in TensorPickler(io.BytesIO()).state(layer).items():
-            # Keras's own functions, such as `build`, hold the whole layer.
-            if not module_in_keras(value) and not _travels(value):
-                return f"{name} of {layer.name!r}: "
     return ""
 
 
@@ -96,14 +97,23 @@ def _travels(item: Any) -> bool:
 class TensorPickler(ModelPickler):
     """Pickles tensors by number.
 
+    Args:
+        file: The file.
+        left_out: By the identity of a layer, what stands for some of its attributes.
+
     Attributes:
         tensors: The tensors, in the order of their numbers.
     """
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, left_out: "_LeftOutOf | None" = None) -> None:
         super().__init__(file)
         self.tensors: list[Any] = []
         self._storages: dict[int, int] = {}
+        self._left_out = left_out or {}
+
+    def state(self, item: Any) -> dict[str, Any]:
+        """Return the attributes of a Keras object, as far as they can be pickled."""
+        return super().state(item) | self._left_out.get(id(item), {})
 
     def reducer_override(self, item: Any) -> Any:
         """Return how one object is pickled."""
@@ -131,11 +141,65 @@ class TensorPickler(ModelPickler):
         return number, first, *form
 
 
-class _Pickler(TensorPickler):
-    """Pickles a model for a worker, and after it what its code reads besides the model."""
+_LeftOutOf = dict[int, dict[str, LeftOut]]
+
+Pickler = TypeVar("Pickler", bound=TensorPickler)
+
+
+def pickled(model: Any, pickler: type[Pickler]) -> Pickler:
+    """Return a pickler that has pickled a model, without attributes that cannot be pickled."""
+    try:
+        return dumped(model, pickler)
+    except Exception:
+        left_out = _left_out_of(model)
+        if not left_out:
+            raise
+        return dumped(model, partial(pickler, left_out=left_out))
+
+
+def _left_out_of(model: Any) -> _LeftOutOf:
+    """Return what stands for attributes that cannot be pickled, of all layers that it reaches."""
+    layers = {id(model): model}
+    waiting = [model]
+    found: _LeftOutOf = {}
+    while waiting:
+        layer = waiting.pop()
+        for name, value in ModelPickler(io.BytesIO()).state(layer).items():
+            try:
+                pickler = dumped(value, _AttributePickler)
+            except Exception as error:
+                what = f"{name} of {layer.name!r}, which cannot be pickled: {reason_of(error)}"
+                found.setdefault(id(layer), {})[name] = LeftOut(what)
+            else:
+                waiting += [each for key, each in pickler.layers.items() if key not in layers]
+                layers |= pickler.layers
+    return found
+
+
+class _AttributePickler(TensorPickler):
+    """Pickles one attribute, and not the layers that it holds.
+
+    Attributes:
+        layers: The layers, by their identity.
+    """
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
+        self.layers: dict[int, Any] = {}
+
+    def persistent_id(self, item: Any) -> int | None:
+        """Return a number for a layer."""
+        if not isinstance(item, keras.layers.Layer):
+            return None
+        self.layers[id(item)] = item
+        return id(item)
+
+
+class _Pickler(TensorPickler):
+    """Pickles a model for a worker, and after it what its code reads besides the model."""
+
+    def __init__(self, file: io.BytesIO, left_out: _LeftOutOf | None = None) -> None:
+        super().__init__(file, left_out)
         self.reads = CodeReads()
         self.in_modules = False
         self._modules: set[str] = set()
@@ -176,6 +240,7 @@ class _Pickler(TensorPickler):
         return made
 
     def state(self, item: Any) -> dict[str, Any]:
+        """Return the attributes of a Keras object that a worker needs."""
         state = super().state(item)
         if item is self._model and COMPILED_METRICS in state and _has_keras_steps(item):
             state[COMPILED_METRICS] = None  # rank 0 alone computes metrics

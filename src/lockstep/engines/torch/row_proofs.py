@@ -47,8 +47,9 @@ class RowProofs:
             return self._found.setdefault(form, {})
         try:
             data = dumped().data
-        except UnsupportedModel:
-            return dict.fromkeys(range(count), "it cannot be pickled")
+        except UnsupportedModel as error:
+            reason = str(error).splitlines()[0].partition("devices: ")[2].rstrip(".")
+            return dict.fromkeys(range(count), f"it cannot be pickled ({reason})")
         digest = hashlib.sha256(data).digest()
         if digest != self._of_model:
             self._of_model, self._found = digest, {}
@@ -61,11 +62,13 @@ def _reasons(model: Any, x: Any) -> ReasonsByNumber:
     parts = Plan(model).candidates
     before = dump(model)
     found: dict[int, str] = {}
-    for training in (True, False):
-        found = refused(model, parts, x, training=training, scratch=Scratch) | found
-    if dump(model).data != before.data:
-        found = dict.fromkeys(map(id, parts), "a call changes its attributes") | found
-    before.reads.put_back()
+    try:
+        for training in (True, False):
+            found = refused(model, parts, x, training=training, scratch=Scratch) | found
+        if dump(model).data != before.data:
+            found = dict.fromkeys(map(id, parts), "a call changes its attributes") | found
+    finally:
+        before.reads.put_back()
     return {number: found[id(part)] for number, part in enumerate(parts) if id(part) in found}
 
 

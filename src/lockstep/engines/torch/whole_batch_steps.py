@@ -19,6 +19,7 @@ from typing import Any
 import keras
 import torch
 
+from lockstep.engines.left_out import LeftOutUsed
 from lockstep.engines.patched import patched
 from lockstep.engines.replicas.first_step import watched
 from lockstep.engines.rowwise import call_refused, is_in_float8
@@ -453,7 +454,7 @@ def _refused(layer: Any, args: Any, kwargs: Any) -> str | None:
         if reason is None and dump(copy).data != before.data:
             reason = "a call changes its attributes"
         before.reads.put_back()
-    except Exception as error:  # any error means that it is not known
+    except (Exception, LeftOutUsed) as error:  # any error means that it is not known
         reason = str(error).strip().splitlines()[0][:160] or type(error).__name__
     return reason
 

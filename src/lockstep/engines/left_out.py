@@ -1,0 +1,48 @@
+"""Stands in a copy of a model for an attribute that cannot be sent to another process.
+
+A tokenizer, an open file or a lock may hang on a layer, and no step uses it. A copy of the model
+does without it. A use of it raises: the copy would not compute what the model computes.
+"""
+
+from typing import Any, NoReturn
+
+
+class LeftOutUsed(BaseException):
+    """Code of a copy has used an attribute that it does without.
+
+    It is no `Exception`, so that a `try` in the code of the user cannot hide it.
+    """
+
+
+class LeftOut:
+    """An attribute that a copy does without.
+
+    Args:
+        what: The attribute and its layer, and why it cannot be sent.
+    """
+
+    __slots__ = ("_what",)
+
+    def __init__(self, what: str) -> None:
+        object.__setattr__(self, "_what", what)
+
+    def __reduce__(self) -> Any:
+        return LeftOut, (self._what,)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise LeftOutUsed(self._what)
+
+
+def _used(self: LeftOut, *args: Any, **kwargs: Any) -> NoReturn:
+    raise LeftOutUsed(self._what)
+
+
+_USES = """
+call enter exit aenter aexit await iter aiter next anext reversed len bool contains
+getitem setitem delitem setattr delattr eq ne lt le gt ge hash
+int float complex index array neg pos abs invert round
+add sub mul matmul truediv floordiv mod pow divmod and or xor lshift rshift
+radd rsub rmul rmatmul rtruediv rfloordiv rmod rpow rand ror rxor
+"""
+for _name in _USES.split():  # Python finds these in the class, without `__getattr__`
+    setattr(LeftOut, f"__{_name}__", _used)

@@ -167,7 +167,6 @@ would change nothing, and say nothing."""
 _SET_BY_CODE = {
     ArrayDataAdapter: ("_batch_size", "_inputs", "_num_samples", "_shuffle"),
     EpochIterator: ("_current_iterator", "_epoch_iterator", "_num_batches", "_steps_seen"),
-    GeneratorDataAdapter: ("_first_batches",),
     TorchDataLoaderAdapter: ("_dataloader",),
     _base_of_model("keras.src.trainers.trainer"): (
         "_compile_loss",
@@ -1166,14 +1165,6 @@ def loader_of(adapter: Any) -> Any:
     keras/src/trainers/data_adapters/torch_data_loader_adapter.py
     """
     return adapter._dataloader
-
-
-def number_looked_at(adapter: Any) -> int:
-    """The batches that a `GeneratorDataAdapter` has drawn to learn their shapes.
-
-    keras/src/trainers/data_adapters/generator_data_adapter.py
-    """
-    return len(adapter._first_batches)
 
 
 def standardized(adapter: Any, batch: Any) -> Any:

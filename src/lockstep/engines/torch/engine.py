@@ -17,7 +17,6 @@ from lockstep.engines import attachments
 from lockstep.engines.atomic_save import atomic_saves
 from lockstep.engines.base_engine import BaseEngine
 from lockstep.engines.call_guard import CallGuard
-from lockstep.engines.engine import DEFAULT_INPUT, InputOptions
 from lockstep.engines.holders import check_shared, holders_of
 from lockstep.engines.loop_methods import stepping_methods
 from lockstep.engines.replicas.first_step import (
@@ -83,13 +82,10 @@ class TorchEngine(BaseEngine):
         """Join the processes of a launcher, unless this has been done."""
         return joining.join(place, torch_devices.rehearsed() or 1)
 
-    def attach(
-        self, model: Any, devices: tuple[str, ...], options: InputOptions = DEFAULT_INPUT
-    ) -> None:
+    def attach(self, model: Any, devices: tuple[str, ...]) -> None:
         """Make `model` run on `devices`, in place; on failure leave it unchanged."""
         if self.layout(model) is not None:
             raise both_layouts(model, "distribute")
-        self.check_no_options(options, "a DataLoader has num_workers.")
         if self.attached(model) != devices:
             call = nullcontext() if joined() is None else CALLS.call("distribute")
             with call, attachments.alone(model, "distribute"):

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from lockstep.engines.jax.on_devices.device_dataset import IndexBatch
 from lockstep.engines.jax.on_devices.padded import StackedRows, is_padded
 from lockstep.engines.jax.steps.read_only_step import whole
 
@@ -105,8 +104,7 @@ def few_bytes(batches: list[Any]) -> bool:
 
 def most_batches(batch: Any) -> int:
     """Return the number of batches like this one that may be on the devices at once."""
-    leaves = [batch] if isinstance(batch, IndexBatch) else jax.tree.leaves(batch)
-    each: int = sum(leaf.nbytes for leaf in leaves if hasattr(leaf, "nbytes"))
+    each: int = sum(leaf.nbytes for leaf in jax.tree.leaves(batch) if hasattr(leaf, "nbytes"))
     return MOST_BYTES // max(each, 1)
 
 

@@ -19,7 +19,6 @@ from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from lockstep.engines.jax import flags, jax_group, program_fingerprint
-from lockstep.engines.jax.on_devices.device_dataset import IndexBatch
 from lockstep.engines.jax.on_devices.padded import (
     PaddedArray,
     Shapes,
@@ -201,7 +200,6 @@ class Steps:
             data_check=DataCheck(every_pull=True) if self._several else None,
             to_local=partial(jax.tree.map, jax_group.GROUP.local) if self._several else None,
             one_at_a_time=self._one_at_a_time,
-            takes_arrays=self._replicas == 1,
         )
 
     def eager(
@@ -280,8 +278,6 @@ class Steps:
         return jax.device_put(value, self.replicated)
 
     def _shard(self, batch: Any) -> Any:
-        if isinstance(batch, IndexBatch):
-            return batch.placed()
         if self._replicas == 1:
             leaves = batch if type(batch) is tuple else (batch,)
             if all(map(is_native, leaves)):
@@ -327,8 +323,6 @@ class Steps:
             padded = np.concatenate([leaf, padding], axis=1) if padding.size else leaf
             return PaddedArray(self._put(padded, self._stacked_by_rows), rows)
 
-        if isinstance(batches, IndexBatch):
-            return batches.placed()
         return jax.tree.map(self._place_on_one if self._replicas == 1 else shard, batches)
 
     def _place_eagerly(self, leaf: Any) -> Any:

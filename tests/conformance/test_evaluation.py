@@ -1,6 +1,5 @@
 """Evaluating and predicting change what the model's code changes, and nothing else."""
 
-import jax
 import keras
 import numpy as np
 import pytest
@@ -144,29 +143,6 @@ def test_arrays_that_were_assigned_may_be_written_into(kind, devices, when):
         return [*found, weights(made)]
 
     assert_same(run(True), run(False))
-
-
-def returned(made, kind, groups):
-    """How many arrays the program of one step returns."""
-    getattr(made, f"make_{kind}_function")()
-    step = getattr(made, f"{kind}_function")
-    state = made._get_jax_state(**dict.fromkeys(groups, True))
-    placed = step.place((X[:BATCH], Y[:BATCH]))
-    return len(jax.tree.leaves(step.run.lower(step.settle(state), placed).out_info))
-
-
-@pytest.mark.parametrize("devices", [1, 3])
-def test_weights_are_not_among_the_outputs(devices):
-    made = lockstep.distribute(smooth(), devices)
-    made.evaluate(X, Y, batch_size=BATCH, verbose=0)
-    both = ["trainable_variables", "non_trainable_variables"]
-    metrics = len(made.metrics_variables)
-    assert returned(made, "test", [*both, "metrics_variables"]) == metrics + len(made.metrics)
-    assert returned(made, "predict", both) == 1
-    # Training returns all of them.
-    of_training = [*both, "optimizer_variables", "metrics_variables"]
-    every = len(made.variables) + len(made.optimizer.variables)
-    assert returned(made, "train", of_training) >= every
 
 
 class Shrinks(keras.Sequential):

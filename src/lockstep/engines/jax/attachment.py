@@ -189,8 +189,7 @@ class Attachment:
         model = self.model
         self._adopt(first=model.train_function is None)
         if model.train_function is None or force:
-            gradients = sum(variable.value.nbytes for variable in model.trainable_variables)
-            model.train_function = self._step_function(model.train_step, gradient_bytes=gradients)
+            model.train_function = self._step_function(model.train_step, trains=True)
 
     def _make_test_function(self, force: bool = False) -> None:
         # keras/src/backend/jax/trainer.py, JAXTrainer.make_test_function
@@ -259,10 +258,10 @@ class Attachment:
         step: Any,
         *,
         per_row_outputs: bool = False,
-        gradient_bytes: int | None = None,
+        trains: bool = False,
     ) -> StepFunction:
         make: Any = functools.partial(
-            self._steps.compiled, gradient_bytes=gradient_bytes, complete=self._is_complete
+            self._steps.compiled, trains=trains, complete=self._is_complete
         )
         if self.model.run_eagerly or not self.model.jit_compile:
             if self._several:

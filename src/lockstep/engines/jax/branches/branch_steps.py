@@ -81,12 +81,11 @@ class BranchSteps(Steps):
         *,
         times: int,
         per_row_outputs: bool,
-        gradient_bytes: int | None = None,
+        trains: bool = False,
         complete: Callable[[], bool] = lambda: True,
     ) -> StepFunction:
         """Return a step function whose program runs in stages; see `Steps.compiled`."""
         programs: dict[Any, tuple[StagedProgram, Any]] = {}
-        trains = gradient_bytes is not None
 
         def run(state: State, batch: Any) -> tuple[Any, Any]:
             leaves, structure = jax.tree.flatten((state, batch))

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from lockstep.engines.jax.on_devices.padded import StackedRows, is_padded
-from lockstep.engines.jax.steps.read_only_step import whole
 
+State = tuple[Any, ...]
 Program = Callable[[Any, Any], tuple[Any, Any]]
 
 MOST_BYTES = 2**26
@@ -43,7 +43,7 @@ def repeated(program: Program, collect: Callable[[Any], Any] = last) -> Program:
     """Return a program that runs `program` once for each stacked batch.
 
     Each step gets the state that the step before returned. The state is returned in the form of
-    `program`: whole, or the groups that each step changes.
+    `program`: all groups, or those that each step changes.
 
     Args:
         program: A function from state and batch to outputs and state.
@@ -58,7 +58,7 @@ def repeated(program: Program, collect: Callable[[Any], Any] = last) -> Program:
             outputs, after = program(state, batch)
             if isinstance(after, dict):
                 changed = list(after)
-                after = whole(state, after)
+                after = merged(state, after)
             # A custom step may return tuples for lists.
             leaves = jax.tree.leaves(after)
             return jax.tree.unflatten(jax.tree.structure(state), leaves), outputs
@@ -69,6 +69,21 @@ def repeated(program: Program, collect: Callable[[Any], Any] = last) -> Program:
         return collect(outputs), after
 
     return steps
+
+
+def changed_groups(before: State, after: State) -> list[int]:
+    """Return the positions of the groups of variables that a step changes, as it is traced."""
+
+    def arrays(group: Any) -> list[int]:
+        return [id(array) for array in jax.tree.leaves(group)]
+
+    pairs = enumerate(zip(before, after, strict=True))
+    return [position for position, (old, new) in pairs if arrays(old) != arrays(new)]
+
+
+def merged(before: State, changed: dict[int, Any]) -> State:
+    """Return the state after a step: the changed groups, and all other groups of `before`."""
+    return tuple(changed.get(position, group) for position, group in enumerate(before))
 
 
 def runs_of_alike(batches: list[Any]) -> list[list[Any]]:

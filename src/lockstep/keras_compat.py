@@ -146,7 +146,6 @@ _ATTRIBUTES = {
         *("_should_eval", "_symbolic_build"),
     ),
     keras.Operation: ("symbolic_call",),
-    keras.Variable: ("_direct_assign",),
     keras.callbacks.EarlyStopping: ("_set_monitor_op",),
     keras.layers.BatchNormalization: ("_moments",),
     keras.layers.Layer: ("symbolic_call",),
@@ -1014,9 +1013,6 @@ DTYPES = ("dtype", "_dtype")
 
 keras/src/backend/common/variables.py, keras/src/backend/common/keras_tensor.py
 """
-
-ASSIGN = "_direct_assign"
-"""The method of a variable that stores a new value. keras/src/backend/*/core.py"""
 
 
 # ---------------------------------------------------------------- what an optimizer does

@@ -98,12 +98,6 @@ class TorchEngine(BaseEngine):
                 f"{model.name!r} was to have layers on several devices, and PyTorch runs in "
                 "several processes,\nwhere every device runs all layers. Start one process."
             )
-        if layout.parts > 1:
-            raise UnsupportedModel(
-                f"{model.name!r} was to run on {layout.parts} parts of each batch, and on 'torch' "
-                "lockstep runs each batch\nas a whole so far: the layers of a chain wait for one "
-                "another. Give parts=1 to have it so."
-            )
         if self.attached(model) is not None and self.layout(model) is None:
             raise both_layouts(model, "place")
         with attachments.alone(model, "place"):

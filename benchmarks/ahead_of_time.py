@@ -33,7 +33,7 @@ import numpy as np
 from jax.experimental import topologies
 
 import lockstep
-from lockstep.engines.jax.on_devices.padded import PaddedArray
+from lockstep.engines.jax.steps.padded import PaddedArray
 from lockstep.engines.jax.steps.steps import Steps
 
 TARGET = """

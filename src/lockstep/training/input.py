@@ -9,11 +9,7 @@ import keras
 import numpy as np
 
 from lockstep.errors import UnsupportedModel
-from lockstep.keras_compat import (
-    ArrayDataAdapter,
-    EpochIterator,
-    number_of_rows,
-)
+from lockstep.keras_compat import ArrayDataAdapter, EpochIterator, number_of_rows
 from lockstep.training.arrays import plain_arrays, row_numbers
 
 
@@ -85,8 +81,10 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
 
     def at_most(self, times: int) -> int:
         """Return the largest number of batches for `times` steps: arrays limit it to one pass."""
-        known = isinstance(self.data_adapter, ArrayDataAdapter)  # others may grow between epochs
-        return min(times, max(1, self.data_adapter.num_batches)) if known else times
+        if times == 1 or not isinstance(self.data_adapter, ArrayDataAdapter):
+            return times  # other data may grow between epochs
+        batches: int = self.data_adapter.num_batches
+        return min(times, max(1, batches))
 
     def watch(self, watched: bool) -> None:
         """Set whether callbacks run between steps. They may stop or fail in one process alone."""

@@ -9,10 +9,10 @@ import numpy as np
 
 from lockstep.checkpoint.fit_run import Snapshot
 from lockstep.engines.jax.jax_group import GROUP
-from lockstep.engines.jax.on_devices.padded import fetched
 from lockstep.engines.jax.snapshot_buffers import SnapshotBuffers
 from lockstep.engines.jax.steps.epoch import run_epoch
 from lockstep.engines.jax.steps.live_state import GROUPS_OF
+from lockstep.engines.jax.steps.padded import fetched
 from lockstep.engines.jax.variable_sync import group_of, to_default_device
 from lockstep.keras_compat import JAX_STATE, JAX_STATE_SYNCED, build_on_first_batch, is_built
 from lockstep.processes import process_group

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lockstep.engines.jax.on_devices.padded import StackedRows, is_padded
+from lockstep.engines.jax.steps.padded import StackedRows, is_padded
 
 State = tuple[Any, ...]
 Program = Callable[[Any, Any], tuple[Any, Any]]

@@ -10,8 +10,8 @@ import jax
 import keras
 import numpy as np
 
-from lockstep.engines.jax.on_devices.padded import fetched
 from lockstep.engines.jax.steps.live_state import LiveState, Program, State, state_of_keras
+from lockstep.engines.jax.steps.padded import fetched
 from lockstep.engines.jax.steps.scan import runs_of_alike
 from lockstep.keras_compat import is_stacking, unstacked
 from lockstep.processes.agreement import DataCheck

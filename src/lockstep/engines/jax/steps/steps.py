@@ -19,7 +19,9 @@ from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from lockstep.engines.jax import jax_group, program_fingerprint
-from lockstep.engines.jax.on_devices.padded import (
+from lockstep.engines.jax.partition_fallbacks import pooling_whole, why_whole
+from lockstep.engines.jax.steps.live_state import Program, State
+from lockstep.engines.jax.steps.padded import (
     PaddedArray,
     is_padded,
     laid_out,
@@ -28,8 +30,6 @@ from lockstep.engines.jax.on_devices.padded import (
     undivided,
     whole_rows,
 )
-from lockstep.engines.jax.partition_fallbacks import pooling_whole, why_whole
-from lockstep.engines.jax.steps.live_state import Program, State
 from lockstep.engines.jax.steps.scan import (
     can_be_stacked,
     changed_groups,

@@ -8,8 +8,7 @@ that a GPU would be given: this reads how often and how much the devices tell on
 how much of the state is updated in place, and how much is computed between the start of
 each all-reduce and the wait for its result. Nothing runs, and nothing is timed.
 
-Each model is compiled twice: as XLA does it by itself, and with lockstep's options.
-`--set NAME=VALUE` tries others. `--json` prints everything as one object.
+`--set NAME=VALUE` tries options of XLA. `--json` prints everything as one object.
 """
 
 import os
@@ -34,8 +33,7 @@ import numpy as np
 from jax.experimental import topologies
 
 import lockstep
-from lockstep.engines.jax import flags
-from lockstep.engines.jax.on_devices.padded import PaddedArray
+from lockstep.engines.jax.steps.padded import PaddedArray
 from lockstep.engines.jax.steps.steps import Steps
 
 TARGET = """
@@ -132,11 +130,8 @@ def training_step(name: str, devices: list[Any]) -> tuple[Any, Any, Any, int, in
     return model.train_function.run, *taken, gradients, held
 
 
-def compiled(
-    name: str, target: str, count: int, side: str, extra: dict[str, Any]
-) -> dict[str, Any]:
+def compiled(name: str, target: str, count: int, extra: dict[str, Any]) -> dict[str, Any]:
     """What the program for so many devices says."""
-    os.environ[flags.SWITCH] = "on" if side == "lockstep" else "off"
     hosts = max(count // DEVICES_PER_HOST, 1)
     shape = f"1x{hosts}x{count // hosts}"
     topology = topologies.get_topology_desc(
@@ -157,8 +152,7 @@ def compiled(
     return {
         "model": name,
         "devices": f"{count} {target}",
-        "options": side if not extra else f"{side} and {extra}",
-        "chosen": flags.choice("gpu", gradients, os.environ),
+        "options": extra,
         "gradient bytes": gradients,
         "collectives": told.counts(),
         "bytes all-reduced over gradient bytes": reduced / gradients,
@@ -203,7 +197,6 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=ROWS, default=["pictures", "wide", "text"])
     parser.add_argument("--target", choices=TARGETS, default="h200")
     parser.add_argument("--devices", nargs="+", type=int, default=[8, 64, 512])
-    parser.add_argument("--sides", nargs="+", choices=["xla", "lockstep"])
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -211,10 +204,9 @@ def main() -> None:
     results = []
     for name in arguments.models:
         for count in arguments.devices:
-            for side in arguments.sides or ["xla", "lockstep"]:
-                results.append(compiled(name, arguments.target, count, side, extra))
-                if not arguments.json:
-                    show(results[-1])
+            results.append(compiled(name, arguments.target, count, extra))
+            if not arguments.json:
+                show(results[-1])
     names = ("jax", "jaxlib", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12", "keras")
     versions = {name: importlib.metadata.version(name) for name in names}
     if arguments.json:

@@ -1,12 +1,11 @@
-"""`python benchmarks/branches.py`: two LSTM branches on two devices, and a chain in parts.
+"""`python benchmarks/branches.py`: two LSTM branches on two devices.
 
 Rehearsed devices, one core each. Small sequential operations, as those of an LSTM, keep one core
 busy for each device, so that branches can overlap here.
 
 Branches: the same model by Keras on one device, by lockstep on two devices, and as a loop written
-by hand in JAX that starts a program for each stage. Chain: four LSTM layers on two devices, by
-lockstep in parts, and by a loop by hand with the same schedule. All take turns in one process. A
-ratio is the wall time of one device over that of two in the same round: median [least, most].
+by hand in JAX that starts a program for each stage. All take turns in one process. A ratio is the
+wall time of one device over that of two in the same round: median [least, most].
 """
 
 import argparse
@@ -41,18 +40,6 @@ def branches(units, length, placed):
     model.compile(keras.optimizers.SGD(RATE), "mse")
     if placed:
         lockstep.place(model, {"left": 0, "right": 1, "concatenate*": 2, "head": 2})
-    return model
-
-
-def chain(units, length, parts):
-    """The model: four LSTMs one after the other, and a head."""
-    keras.utils.set_random_seed(3)
-    lstms = [keras.layers.LSTM(units, return_sequences=True, name=f"lstm_{n}") for n in range(4)]
-    ends = [keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(OUTPUTS, name="head")]
-    model = keras.Sequential([keras.Input((length, WIDTH)), *lstms, *ends])
-    model.compile(keras.optimizers.SGD(RATE), "mse")
-    if parts:
-        lockstep.place(model, {"lstm_[01]": 0, "lstm_[23]": 1, "head": 1}, parts=parts)
     return model
 
 
@@ -114,61 +101,6 @@ def branches_by_hand(units, length):
     return fit
 
 
-def chain_by_hand(units, length, parts):
-    """Rounds of training: each half of the chain is a stage for each part of the batch."""
-    model = chain(units, length, parts=0)
-    devices = jax.devices()[:2]
-    layers = [layer for layer in model.layers if layer.trainable_variables]
-    halves = layers[:2], layers[2:]
-    weights = [weights_of(half, device) for half, device in zip(halves, devices, strict=True)]
-    calls = [[layer_function(layer) for layer in half] for half in halves]
-
-    def lower(weights, x):
-        for call, w in zip(calls[0], weights, strict=True):
-            x = call(w, x)
-        return x
-
-    def upper(weights, x):
-        for call, w in zip(calls[1][:2], weights[:2], strict=True):
-            x = call(w, x)
-        return calls[1][2](weights[2], jnp.mean(x, axis=1))
-
-    forward = [jax.jit(lambda w, x, f=f: jax.vjp(f, w, x)) for f in (lower, upper)]
-    backward = jax.jit(lambda vjp, gradient: vjp(gradient))
-    gradient_of_loss = jax.jit(
-        jax.value_and_grad(lambda outputs, y: jnp.mean((jnp.concatenate(outputs) - y) ** 2))
-    )
-    apply = jax.jit(
-        lambda w, gradients: jax.tree.map(lambda v, *g: v - RATE * sum(g), w, *gradients),
-        donate_argnums=0,
-    )
-
-    def fit(x, y, batch):
-        nonlocal weights
-        value = None
-        for first in range(0, len(y), batch):
-            pieces = np.array_split(np.arange(first, min(first + batch, len(y))), parts)
-            down, up, outputs = [], [], []
-            for piece in pieces:
-                middle, vjp = forward[0](weights[0], jax.device_put(x[piece], devices[0]))
-                down.append(vjp)
-                output, vjp = forward[1](weights[1], jax.device_put(middle, devices[1]))
-                up.append(vjp)
-                outputs.append(output)
-            value, gradients = gradient_of_loss(
-                outputs, jax.device_put(y[first:][:batch], devices[1])
-            )
-            sums = [[], []]
-            for vjp_down, vjp_up, gradient in zip(down, up, gradients, strict=True):
-                of_weights, of_middle = backward(vjp_up, gradient)
-                sums[1].append(of_weights)
-                sums[0].append(backward(vjp_down, jax.device_put(of_middle, devices[0]))[0])
-            weights = [apply(w, g) for w, g in zip(weights, sums, strict=True)]
-        return jax.block_until_ready((value, weights))[0]
-
-    return fit
-
-
 # ------------------------------------------------------------------------------ measuring
 
 
@@ -202,10 +134,6 @@ def main():
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--parts", type=int, nargs="*", default=[4, 8])
-    parser.add_argument("--chain-batch", type=int, default=256)
-    parser.add_argument("--chain-units", type=int, default=256)
-    parser.add_argument("--chain-steps", type=int, default=3)
     options = parser.parse_args()
     print("| model | lockstep over one device | by hand over one device | lockstep over by hand |")
     print("|---|---|---|---|")
@@ -228,15 +156,6 @@ def main():
         }
         count = options.steps * options.batch
         row(f"two branches, {units} units", runs, [draw(count), draw(count)], options.batch)
-    for parts in options.parts:
-        size = options.chain_units, options.length
-        runs = {
-            "one": fit_of(lockstep.distribute(chain(*size, 0), 1)),
-            "lockstep": fit_of(chain(*size, parts)),
-            "hand": chain_by_hand(*size, parts),
-        }
-        x = draw(options.chain_steps * options.chain_batch)
-        row(f"chain of four, {parts} parts", runs, x, options.chain_batch)
 
 
 if __name__ == "__main__":

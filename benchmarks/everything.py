@@ -25,8 +25,6 @@ FIGURES = (
     "peers.py",
     "two_processes.py",
     "two_processes.py --rows 128 --steps 12 --rounds 7",
-    "JAX_PLATFORMS=cpu input_ahead.py",
-    "gathering.py",
     "ahead_of_time.py",
     "ahead_of_time.py --target a100 --devices 8",
     "ahead_of_time.py --models bert resnet --devices 8 64 512",

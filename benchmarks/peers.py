@@ -77,7 +77,7 @@ def on_jax(name: str, x: Any, y: Any, platform: str) -> tuple[int, Sides, dict[s
             data_parallel()
 
     sides = {
-        OURS: by_fit(lockstep.distribute(compiled(build), 1, data_on_devices=False), x, y),
+        OURS: by_fit(lockstep.distribute(compiled(build), 1), x, y),
         BY_HAND["jax"]: by_hand(compiled(build), x, y),
         "keras fit": by_fit(compiled(build), x, y),
         "keras.distribution.DataParallel": in_distribution,

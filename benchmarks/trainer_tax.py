@@ -5,13 +5,13 @@
 
 All sides run the same model on the same shuffled rows with the same loss and metrics,
 in turn in one process, round after round; the progress bar is on for the fits, with
-stock callbacks attached, and each runs once more with `steps_per_execution=20`, lockstep
-also with the data kept on the device. `--calls evaluate predict` does the
-same for those, and `--calls train_on_batch test_on_batch predict_on_batch` compares these
-methods with Keras's own. On several devices the loop by hand is jitted over the same mesh, and
-Keras's side is its own answer, `keras.distribution.DataParallel`. What is compared is
-`time.process_time`, which a busy machine disturbs less than the clock on the wall, and the
-ratio within each round. `--json` prints everything as one object.
+stock callbacks attached, and each runs once more with `steps_per_execution=20`.
+`--calls evaluate predict` does the same for those, and
+`--calls train_on_batch test_on_batch predict_on_batch` compares these methods with Keras's own.
+On several devices the loop by hand is jitted over the same mesh, and Keras's side is its own
+answer, `keras.distribution.DataParallel`. What is compared is `time.process_time`, which a busy
+machine disturbs less than the clock on the wall, and the ratio within each round. `--json` prints
+everything as one object.
 """
 
 import os
@@ -59,10 +59,7 @@ Sides = Callable[..., dict[str, Run]]
 
 def fits(name: str, devices: int, x: np.ndarray, y: np.ndarray) -> dict[str, Run]:
     """The sides of `fit`."""
-    return {
-        **_sides(name, devices, by_hand, by_fit, x, y),
-        "lockstep, data stay": by_fit(ours(name, devices, data_on_devices=True), x, y),
-    }
+    return _sides(name, devices, by_hand, by_fit, x, y)
 
 
 def evaluations(name: str, devices: int, x: np.ndarray, y: np.ndarray) -> dict[str, Run]:
@@ -112,9 +109,9 @@ CALLS: dict[str, Sides] = {
 }
 
 
-def ours(name: str, devices: int, times: int = 1, **options: Any) -> keras.Model:
+def ours(name: str, devices: int, times: int = 1) -> keras.Model:
     """The model under lockstep."""
-    return lockstep.distribute(compiled(MODELS[name], times), devices=devices, **options)
+    return lockstep.distribute(compiled(MODELS[name], times), devices=devices)
 
 
 def stock(

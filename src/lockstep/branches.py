@@ -4,17 +4,17 @@ import difflib
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from lockstep.devices import Device, names_in_words, parse_devices
-from lockstep.distribute import Devices, check_model
+from lockstep.devices import names_in_words, parse_devices
+from lockstep.distribute import check_model
 from lockstep.engines import current_engine
 from lockstep.errors import DeviceError, SerialBranchesWarning, UnsupportedModel
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from lockstep.branch_plan import Transfer
+    from lockstep.transfers import Transfer
 
 Model = TypeVar("Model")
 
@@ -72,13 +72,7 @@ def on(device: str | int) -> Iterator[None]:
         )
 
 
-def place(
-    model: Model,
-    layers: Mapping[str, str | int] | Literal["auto"] | None = None,
-    devices: Devices | None = None,
-    *,
-    parts: int | None = None,
-) -> Model:
+def place(model: Model, layers: Mapping[str, str | int] | None = None) -> Model:
     """Make the layers of a model run on different devices, in place.
 
     Training gives the numbers of one device. Weights, gradients and optimizer slots of a layer are
@@ -90,12 +84,6 @@ def place(
         layers: The devices by layer name. A name may be a path (`"encoder/dense"`), and may have
             `*` for any characters. Other layers are where another model has placed them, or follow
             their inputs. `None`: as `lockstep.on` says.
-            `"auto"`: a plan that balances the estimated time of the devices. It is printed.
-        devices: The devices for `"auto"`, as in `lockstep.distribute`; `None` for all.
-        parts: The number of parts into which the rows of each batch are split, one after the other.
-            The layers of a chain on several devices then work at the same time, each on another
-            part. The default is 1. For `"auto"` and a chain it is four for each device. On
-            PyTorch it can be 1 alone so far.
 
     Returns:
         The same `model`.
@@ -107,30 +95,22 @@ def place(
         NotAModel: If `model` is no Keras model.
         UnsupportedBackend: If the engine of Keras's backend has no branches.
         UnsupportedModel: If a name matches no layer, or two names with different devices match one;
-            if no layer gets a device; or if the layers do not work on each part by itself.
+            or if no layer gets a device.
 
     Example:
         >>> lockstep.place(model, {"image_*": "cpu:0", "text_*": "cpu:1"}) is model
         True
     """
     check_model(model)
-    from lockstep.branch_plan import plan
     from lockstep.layout import marked
 
-    here = current_engine().devices()
-    if layers == "auto":
-        names = parse_devices(devices, here)
-        chosen, planned = plan(model, _at_least_two([each for each in here if each.name in names]))
-    else:
-        chosen, planned = _known(model) | _choose(model, layers or {}), 1
+    chosen = _known(model) | _choose(model, layers or {})
     if not chosen and not marked(model):
         raise UnsupportedModel(
             f"No layer of {_name(model)} was given a device.\n"
             'Name layers, as in lockstep.place(model, {"dense_*": "gpu:1"}).'
         )
-    _place(model, chosen, _checked_parts(planned if parts is None else parts))
-    if layers == "auto":
-        placement(model)
+    _place(model, chosen)
     return model
 
 
@@ -157,16 +137,15 @@ def placement(model: Any) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from lockstep.branch_plan import placed_layers
     from lockstep.report import print_table
+    from lockstep.transfers import placed_layers
 
     engine = current_engine()
     layout = engine.layout(model)
     if layout is None:
         print_table(Console(), _data_parallel(model, engine.attached(model)))
         return
-    parts = f", each batch in {layout.parts} parts" if layout.parts > 1 else ""
-    table = Table(title=f"{_name(model)} on {names_in_words(layout.devices)}{parts}")
+    table = Table(title=f"{_name(model)} on {names_in_words(layout.devices)}")
     for column in ("layer", "device", "weights (bytes)", "outputs (bytes a row)", "receives"):
         table.add_column(column, justify="right" if "bytes" in column else "left")
     for line in placed_layers(model, layout):
@@ -193,8 +172,8 @@ def _data_parallel(model: Any, devices: tuple[str, ...] | None) -> "Table":
     """Return the table of a model whose variables are all on each of its devices."""
     from rich.table import Table
 
-    from lockstep.branch_plan import bytes_of
     from lockstep.state import named_variables
+    from lockstep.transfers import bytes_of
 
     several = devices is not None and len(devices) > 1
     layout = "data parallel, every variable on every device" if several else "one device"
@@ -222,7 +201,7 @@ def _place_new(model: Any) -> None:
 
     chosen = _known(model)
     if chosen or marked(model):
-        _place(model, chosen, 1)
+        _place(model, chosen)
 
 
 def _known(model: Any) -> dict[str, str]:
@@ -239,16 +218,16 @@ def _known(model: Any) -> dict[str, str]:
     return found
 
 
-def _place(model: Any, chosen: dict[str, str], parts: int) -> None:
-    from lockstep.branch_plan import cycle, transfers
+def _place(model: Any, chosen: dict[str, str]) -> None:
     from lockstep.keras_compat import report_functional_models
     from lockstep.layout import lay_out, marked
+    from lockstep.transfers import cycle, transfers
 
     engine = current_engine()
     order = [each.name for each in engine.devices()]
     default = min([*marked(model), *chosen.values()], key=order.index)
-    layout = lay_out(model, chosen, default, parts)
-    both = cycle(transfers(model, layout)) if parts == 1 else None
+    layout = lay_out(model, chosen, default)
+    both = cycle(transfers(model, layout))
     engine.place(model, layout)
     report_functional_models(_place_new)
     if both is not None:
@@ -287,15 +266,6 @@ def _in_turns(first: "Transfer", second: "Transfer") -> str:
     )
 
 
-def _at_least_two(devices: list[Device]) -> list[Device]:
-    if len(devices) < 2:
-        raise DeviceError(
-            f"A plan for {devices[0].name} alone was asked for, and it needs several devices.\n"
-            "Give devices=2 or more. To rehearse, set LOCKSTEP_REHEARSE=2 before Python starts."
-        )
-    return devices
-
-
 def _number(count: int | None) -> str:
     return "unknown" if count is None else f"{count:,}"
 
@@ -317,11 +287,3 @@ def _one_device(device: str | int) -> str:
             "Name one, such as 'gpu:1'."
         )
     return names[0]
-
-
-def _checked_parts(parts: Any) -> int:
-    if isinstance(parts, int) and not isinstance(parts, bool) and parts >= 1:
-        return parts
-    raise UnsupportedModel(
-        f"parts={parts!r} was given, and it is a number of parts of a batch: 1 or more."
-    )

@@ -1,15 +1,12 @@
 """The functions that distribute a model and release it, and that list devices."""
 
-import contextlib
-import operator
 import warnings
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lockstep.devices import parse_devices
 from lockstep.engines import current_engine
-from lockstep.engines.engine import InputOptions
-from lockstep.errors import NotAModel, NothingToDoWarning, UnusableData
+from lockstep.errors import NotAModel, NothingToDoWarning
 from lockstep.initialize import join
 from lockstep.launch.status import STATUS_OF_PROCESS
 
@@ -19,13 +16,7 @@ Devices = int | str | Sequence[int] | Sequence[str]
 """The types that `devices=` accepts, besides `None`."""
 
 
-def distribute(
-    model: Model,
-    devices: Devices | None = None,
-    *,
-    data_on_devices: bool = False,
-    prefetch: int = 0,
-) -> Model:
+def distribute(model: Model, devices: Devices | None = None) -> Model:
     """Make a Keras model train, evaluate and predict on several devices, in place.
 
     One training step over all devices equals that step on one device, for every batch size.
@@ -42,13 +33,6 @@ def distribute(
         devices: The number of devices (`4` means the first four), or the devices themselves
             (`[0, 2]`, `"gpu:0,gpu:1"`, `["gpu:0", "gpu:1"]`). `None` means all devices of
             the default platform.
-        data_on_devices: Whether every device keeps the NumPy arrays of a `fit`, and gathers
-            the rows of each batch there. If this is impossible, a warning gives the reason,
-            and batches come from the host.
-        prefetch: The number of batches that a background thread prepares in advance. Your
-            code that makes batches then runs earlier, and at the same time as the training.
-            The batches use memory of the host. If the length of an epoch is known, no batch
-            is prepared beyond its end.
 
     Returns:
         The same `model`.
@@ -57,10 +41,7 @@ def distribute(
         DeviceError: If `devices` names an unknown device, one device twice, or more devices
             than there are.
         NotAModel: If `model` is not a Keras model.
-        UnusableData: If `prefetch` is not a whole number of at least 0, or `data_on_devices`
-            is not a bool.
-        UnsupportedBackend: If there is no engine for Keras's backend, or the engine does not
-            have one of the options.
+        UnsupportedBackend: If there is no engine for Keras's backend.
         UnsupportedModel: If the engine cannot keep this model exact.
         LayoutConflict: If another tool has laid out a variable of the model, or the model
             shares a variable with a model on other devices.
@@ -73,10 +54,9 @@ def distribute(
         True
     """
     check_model(model)
-    options = InputOptions(_checked_stay(data_on_devices), _checked_ahead(prefetch))
     engine = current_engine()
     join(engine)
-    engine.attach(model, parse_devices(devices, engine.devices()), options)
+    engine.attach(model, parse_devices(devices, engine.devices()))
     STATUS_OF_PROCESS.distributed = True
     return model
 
@@ -171,26 +151,6 @@ def devices() -> list[str]:
         'cpu:0'
     """
     return [device.name for device in current_engine().devices()]
-
-
-def _checked_stay(data_on_devices: object) -> bool:
-    if isinstance(data_on_devices, bool):
-        return data_on_devices
-    raise UnusableData(
-        f"data_on_devices={data_on_devices!r} was given, and True or False was expected.\n"
-        "Leave it out to take batches from the host."
-    )
-
-
-def _checked_ahead(prefetch: Any) -> int:
-    with contextlib.suppress(TypeError):
-        number = operator.index(prefetch)  # NumPy's whole numbers too
-        if number >= 0 and not isinstance(prefetch, bool):
-            return number
-    raise UnusableData(
-        f"prefetch={prefetch!r} was given, and a number of batches of at least 0 was expected.\n"
-        "Leave it out, or try 2."
-    )
 
 
 def check_model(model: object) -> None:

@@ -38,7 +38,6 @@
     LockstepWarning (UserWarning)
     ├── CheckpointWarning             a save failed, a damaged one was skipped, a resume is slow
     ├── UnsplitBatchWarning           the result is exact, but devices repeat work
-    ├── DataOnHostWarning             data are not kept on the devices, or not prepared ahead
     ├── NothingToDoWarning            an old argument has no effect
     └── SerialBranchesWarning         two devices wait for each other
 
@@ -208,10 +207,6 @@ class CheckpointWarning(LockstepWarning):
 
 class UnsplitBatchWarning(LockstepWarning):
     """A batch was not split: the results are exact, and the devices repeat work."""
-
-
-class DataOnHostWarning(LockstepWarning):
-    """Data are not kept on the devices, or not prepared ahead: batches come from the host."""
 
 
 class NothingToDoWarning(LockstepWarning):

@@ -109,7 +109,6 @@ def branches_line(backend: str, layout: Layout, given: Given, compiles: bool = F
         compiles: Whether the training step is compiled first.
     """
     rehearsed = ", rehearsed" if rehearsed_devices(os.environ) else ""
-    parts = f", each batch in {layout.parts} parts" if layout.parts > 1 else ""
-    return f"lockstep: {backend}, layers on {names_in_words(layout.devices)}{rehearsed}{parts}" + (
+    return f"lockstep: {backend}, layers on {names_in_words(layout.devices)}{rehearsed}" + (
         ", compiling the training step" if compiles else ""
     )

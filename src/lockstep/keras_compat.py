@@ -146,7 +146,6 @@ _ATTRIBUTES = {
         *("_should_eval", "_symbolic_build"),
     ),
     keras.Operation: ("symbolic_call",),
-    keras.Variable: ("_direct_assign",),
     keras.callbacks.EarlyStopping: ("_set_monitor_op",),
     keras.layers.BatchNormalization: ("_moments",),
     keras.layers.Layer: ("symbolic_call",),
@@ -167,7 +166,6 @@ would change nothing, and say nothing."""
 _SET_BY_CODE = {
     ArrayDataAdapter: ("_batch_size", "_inputs", "_num_samples", "_shuffle"),
     EpochIterator: ("_current_iterator", "_epoch_iterator", "_num_batches", "_steps_seen"),
-    GeneratorDataAdapter: ("_first_batches",),
     TorchDataLoaderAdapter: ("_dataloader",),
     _base_of_model("keras.src.trainers.trainer"): (
         "_compile_loss",
@@ -1016,9 +1014,6 @@ DTYPES = ("dtype", "_dtype")
 keras/src/backend/common/variables.py, keras/src/backend/common/keras_tensor.py
 """
 
-ASSIGN = "_direct_assign"
-"""The method of a variable that stores a new value. keras/src/backend/*/core.py"""
-
 
 # ---------------------------------------------------------------- what an optimizer does
 
@@ -1166,14 +1161,6 @@ def loader_of(adapter: Any) -> Any:
     keras/src/trainers/data_adapters/torch_data_loader_adapter.py
     """
     return adapter._dataloader
-
-
-def number_looked_at(adapter: Any) -> int:
-    """The batches that a `GeneratorDataAdapter` has drawn to learn their shapes.
-
-    keras/src/trainers/data_adapters/generator_data_adapter.py
-    """
-    return len(adapter._first_batches)
 
 
 def standardized(adapter: Any, batch: Any) -> Any:

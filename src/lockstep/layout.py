@@ -24,14 +24,12 @@ class Layout:
         calls: The device of each node of a functional graph, by the `id` of the node.
         fixed: The layers and nodes, by `id`, that have their device whatever calls them. The others
             run on the device of the model or layer that calls them.
-        parts: The number of parts into which the rows of a batch are split, one after another.
     """
 
     devices: tuple[str, ...]
     layers: Mapping[int, str]
     calls: Mapping[int, str]
     fixed: frozenset[int]
-    parts: int = 1
 
     def home(self, layer: Any) -> str:
         """Return the device of a layer; the first device for a layer that is not known."""
@@ -81,7 +79,7 @@ def matches(pattern: str, path: str) -> bool:
     return fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(name, pattern)
 
 
-def lay_out(model: Any, chosen: Mapping[str, str], default: str, parts: int = 1) -> Layout:
+def lay_out(model: Any, chosen: Mapping[str, str], default: str) -> Layout:
     """Give every layer of a model a device.
 
     A layer has the device that was chosen for it, else that of its first input, else that of the
@@ -91,19 +89,12 @@ def lay_out(model: Any, chosen: Mapping[str, str], default: str, parts: int = 1)
         model: A Keras model.
         chosen: The device of layers, by their path.
         default: The device of layers with inputs of the model alone.
-        parts: The number of parts of a batch.
     """
     paths = layers_by_path(model)
     walk = _Walk({id(paths[path]): device for path, device in chosen.items()})
     walk.visit(model, default, fixed=True)
     used = dict.fromkeys([*walk.calls.values(), *walk.layers.values()])
-    return Layout(
-        tuple(used) or (default,),
-        walk.layers,
-        walk.calls,
-        frozenset(walk.fixed),
-        parts,
-    )
+    return Layout(tuple(used) or (default,), walk.layers, walk.calls, frozenset(walk.fixed))
 
 
 class _Walk:

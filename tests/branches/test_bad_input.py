@@ -30,17 +30,11 @@ def test_devices_that_are_not_here_or_are_several():
         pass
     with pytest.raises(DeviceError, match="a layer runs on one"):
         lockstep.place(chain(), {"dense_1": "cpu:0,cpu:1"})
-    with pytest.raises(DeviceError, match="needs several devices"):
-        lockstep.place(chain(), "auto", devices=1)
 
 
 def test_nothing_to_place():
     with pytest.raises(UnsupportedModel, match=r"No layer of 'sequential.*was given a device"):
         lockstep.place(chain())
-    with pytest.raises(UnsupportedModel, match="parts=0"):
-        lockstep.place(chain(), {"dense_1": 1}, parts=0)
-    with pytest.raises(UnsupportedModel, match="has 1 calls of layers"):
-        lockstep.place(chain(1), "auto", devices=2)
 
 
 def test_on_around_no_call_of_a_functional_model():
@@ -77,31 +71,3 @@ def test_operations_that_run_one_by_one():
     model.compile("sgd", "mse", run_eagerly=True)
     with pytest.raises(UnsupportedModel, match="run_eagerly or jit_compile=False"):
         model.fit(*rows(), verbose=0)
-
-
-def test_parts_of_a_batch_need_layers_that_work_row_by_row():
-    model = lockstep.place(chain(norm=True), {"dense_[012]": 0, "dense_[345]": 1}, parts=2)
-    with pytest.raises(UnsupportedModel, match=r"'norm' .BatchNormalization. has statistics"):
-        model.fit(*rows(), verbose=0)
-
-    keras.utils.set_random_seed(1)
-    inputs = keras.Input((4,))
-    x = keras.layers.Dense(8, name="first")(inputs)
-    across = keras.Model(inputs, Centred(name="centred")(x))
-    across.compile("sgd", "mse")
-    lockstep.place(across, {"first": 0, "centred": 1}, parts=2)
-    with pytest.raises(
-        UnsupportedModel, match=r"'centred' .Centred. is not known to work row by row"
-    ):
-        across.fit(*rows(), verbose=0)
-
-    loss = chain()
-    loss.layers[1].activity_regularizer = keras.regularizers.L2(0.1)
-    lockstep.place(loss, {"dense_[012]": 0, "dense_[345]": 1}, parts=2)
-    with pytest.raises(UnsupportedModel, match=r"'dense_1' .Dense. adds a loss.*\n.*parts=1,"):
-        loss.fit(*rows(), verbose=0)
-
-
-class Centred(keras.layers.Layer):
-    def call(self, x):
-        return x - keras.ops.mean(x, axis=0)

@@ -211,31 +211,6 @@ class Chain(keras.Model):
         return x
 
 
-@pytest.mark.parametrize("count", [22, 3])
-def test_parts_of_a_batch_equal_the_whole_batch(count):
-    x, y = rows(count)
-    placed = lockstep.place(chain(), {"dense_[012]": 0, "dense_[345]": 1}, parts=4)
-    options = {"validation_split": 0.0}
-    assert_equal_runs(train(chain(), x, y, **options), train(placed, x, y, **options))
-
-
-def test_a_chain_in_parts_has_a_stage_for_each_part(monkeypatch):
-    from lockstep.engines.jax.branches import branch_steps
-
-    cuts = []
-    cut = branch_steps.cut
-    monkeypatch.setattr(branch_steps, "cut", lambda *a: cuts.append(cut(*a)) or cuts[-1])
-    model = lockstep.place(chain(), {"dense_[012]": 0, "dense_[345]": 1}, parts=4)
-    model.fit(*rows(8), batch_size=8, verbose=0)
-    # The second device starts when the first one has done one part.
-    order = [
-        stage.device
-        for stage in cuts[0].stages
-        if any(each.primitive.name == "dot_general" for each in stage.program.jaxpr.eqns)
-    ]
-    assert order[:8] == [0, 1, 0, 1, 0, 1, 0, 1]
-
-
 def config_in(path):
     import json
     import re
@@ -339,17 +314,6 @@ def test_callbacks_read_and_write_weights():
     assert_equal_runs(*runs)
 
 
-def test_a_plan_puts_branches_on_different_devices(capsys):
-    model = lockstep.place(two_branches_apart(), "auto", devices=2)
-    x, y = data()
-    model.fit(x, y, verbose=0)
-    homes = {v.path.split("/")[0]: device_of(v) for v in model.trainable_variables}
-    assert homes["left"] != homes["right"]
-    printed = capsys.readouterr().out
-    assert "on cpu:0, cpu:1" in printed
-    assert "left" in printed
-
-
 def two_branches_apart():
     keras.utils.set_random_seed(4)
     a, b = keras.Input((5, 3)), keras.Input((5, 3))
@@ -357,26 +321,6 @@ def two_branches_apart():
     model = keras.Model([a, b], keras.layers.Dense(2)(keras.layers.concatenate([left, right])))
     model.compile("sgd", "mse")
     return model
-
-
-def test_a_plan_cuts_a_chain_where_both_pieces_cost_the_same(capsys):
-    model = lockstep.place(chain(), "auto", devices=2)
-    homes = [device_of(layer.kernel) for layer in model.layers]
-    assert homes == ["cpu:0"] * 3 + ["cpu:1"] * 3
-    assert "each batch in 8 parts" in capsys.readouterr().out
-    x, y = rows()
-    assert_equal_runs(train(chain(), x, y), train(model, x, y))
-
-
-def test_a_plan_leaves_out_a_device_without_memory():
-    from lockstep.branch_plan import plan
-    from lockstep.devices import Device
-
-    model = chain()
-    small, large = Device("gpu:0", "", memory=1000), Device("gpu:1", "", memory=10**9)
-    homes, _ = plan(model, [small, large])
-    # 4 x 8 + 8 numbers, and 4 bytes, and 4 arrays as large: 640 bytes; two layers are too many
-    assert homes == {"dense_0": "gpu:0"} | {f"dense_{n}": "gpu:1" for n in range(1, 6)}
 
 
 def test_the_table_of_what_runs_where(capsys):

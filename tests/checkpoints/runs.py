@@ -52,7 +52,7 @@ def train(source, folder=None, cut=0, devices=1, make=None, callbacks=(), **opti
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(5)
     made = (make or small)()
-    lockstep.distribute(made, devices, data_on_devices=options.pop("data_on_devices", False))
+    lockstep.distribute(made, devices)
     keras.utils.set_random_seed(9)
     more = [CutAfter(cut), *(callback() for callback in callbacks)]
     saving = options.pop("checkpoint", {"steps": 1})

@@ -56,9 +56,8 @@ def test_each_batch_has_the_rows_that_keras_s_adapter_yields(shuffle):
         adapter.on_epoch_end()
 
 
-@pytest.mark.parametrize("on_devices", [False, True])
 @pytest.mark.parametrize("source", [arrays, arrays_by_batch, arrays_that_wrap])
-def test_rows_follow_another_rule_of_keras_s_adapter(source, on_devices, drawn_by_epoch):
+def test_rows_follow_another_rule_of_keras_s_adapter(source, drawn_by_epoch):
     """A copy of the rule of Keras 3.15 trained on other rows than Keras 3.16 did."""
     found = []
     for distributed in (False, True):
@@ -66,7 +65,7 @@ def test_rows_follow_another_rule_of_keras_s_adapter(source, on_devices, drawn_b
         keras.utils.set_random_seed(5)
         made = small()
         if distributed:
-            lockstep.distribute(made, 1, data_on_devices=on_devices)
+            lockstep.distribute(made, 1)
         keras.utils.set_random_seed(9)
         found.append((made.fit(**source(), epochs=3, verbose=0).history, variables(made)))
     assert_same_end(*found)

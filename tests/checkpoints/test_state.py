@@ -13,9 +13,7 @@ import lockstep
 from lockstep.checkpoint.config_fingerprint import compiled_of, config_of
 from lockstep.checkpoint.differences import check_facts
 from lockstep.checkpoint.json_state import from_plain, to_plain
-from lockstep.engines.jax.on_devices import device_dataset
 from lockstep.errors import CheckpointWarning
-from lockstep.training import input_policy
 from tests.checkpoints.data import arrays, py_dataset
 from tests.checkpoints.models import accumulating, everything, recurrent, sequences, with_validation
 from tests.checkpoints.runs import assert_same_end, small, train
@@ -72,26 +70,6 @@ def test_several_steps_in_one_execution(cut, tmp_path):
     truth = train(arrays, make=make)
     train(arrays, tmp_path, cut=cut, make=make, checkpoint={"steps": 1, "background": False})
     assert_same_end(train(arrays, tmp_path, make=make), truth)
-
-
-@pytest.mark.parametrize("shuffle", ["batch", pytest.param(True, marks=pytest.mark.whole)])
-def test_data_on_the_devices(shuffle, tmp_path, monkeypatch):
-    """The callback that cuts writes nothing into the data."""
-    monkeypatch.setattr(input_policy, "may_write_between_steps", lambda *_: False)
-    gathered = []
-    batch = device_dataset.DeviceDataset.batch
-    monkeypatch.setattr(
-        device_dataset.DeviceDataset, "batch", lambda *given: gathered.append(1) or batch(*given)
-    )
-
-    options = {"make": small, "devices": 3, "shuffle": shuffle}
-    truth = train(arrays, **options)
-    assert not gathered
-    options["data_on_devices"] = True
-    saving = {"steps": 1, "background": False}
-    train(arrays, tmp_path, cut=10, checkpoint=saving, **options)
-    assert_same_end(train(arrays, tmp_path, **options), truth)
-    assert len(gathered) > 15
 
 
 class Odd(keras.Sequential):

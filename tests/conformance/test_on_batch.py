@@ -11,7 +11,7 @@ import pytest
 import lockstep
 from lockstep.engines.jax.steps.step import StepFunction
 from tests.conformance.common import assert_same, compile_, data, model, weights
-from tests.conformance.test_lent_weights import aligned
+from tests.conformance.test_evaluation import aligned
 
 DEVICES = pytest.mark.parametrize("devices", [1, 3])
 ROWS = 7

@@ -6,7 +6,7 @@ import pytest
 from keras import layers
 
 import lockstep
-from lockstep.engines.jax.on_devices.padded import StackedRows
+from lockstep.engines.jax.steps.padded import StackedRows
 from tests.conformance import common
 from tests.conformance.common import assert_same
 from tests.conformance.side_by_side import both, smooth

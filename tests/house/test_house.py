@@ -33,7 +33,7 @@ LAYERS = [
         "initialize",
         "rehearsal",
         "export",
-        "branch_plan",
+        "transfers",
         "branches",
         "verify",
         "plan",

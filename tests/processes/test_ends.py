@@ -27,16 +27,6 @@ EARLIER = {
         3,
         ENDS.format(5),
     ),
-    "a thread that makes batches ready": (
-        "lockstep.distribute(made, prefetch=2); made.fit(batches(8 - 3 * rank), verbose=0)",
-        5,
-        ENDS.format(5),
-    ),
-    "an error in that thread": (
-        "lockstep.distribute(made, prefetch=2); made.fit(Items(), shuffle=False, verbose=0)",
-        4,
-        LEFT,
-    ),
     "evaluate": ("made.evaluate(batches(8 - 3 * rank), verbose=0)", 0, ENDS.format(5)),
     "predict": ("made.predict(batches(8 - 3 * rank), verbose=0)", 0, ENDS.format(5)),
     "a fit of its own": (

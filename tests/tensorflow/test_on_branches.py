@@ -273,26 +273,6 @@ def test_the_end_of_data_of_unknown_length_counts_no_step():
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
 
 
-def test_a_chain_in_parts_has_the_operations_of_each_part():
-    model = lockstep.place(chain(), {"dense_[012]": 0, "dense_[345]": 1}, parts=4)
-    x, y = rows(8)
-    assert products_of(ran(lambda: model.predict(x, verbose=0))) == {"cpu:0": 12, "cpu:1": 12}
-    nodes = ran(lambda: model.fit(x, y, batch_size=8, verbose=0))
-    # Three layers, four parts, three products; the first layer has no gradient of its input.
-    assert products_of(nodes) == {"cpu:0": 3 * 4 * 3 - 4, "cpu:1": 3 * 4 * 3}
-
-
-def test_dropout_in_parts_is_refused():
-    inputs = keras.Input((4,))
-    hidden = keras.layers.Dense(8, name="first")(inputs)
-    outputs = keras.layers.Dense(8, name="last")(keras.layers.Dropout(0.5, name="drop")(hidden))
-    model = keras.Model(inputs, outputs)
-    model.compile("sgd", "mse")
-    lockstep.place(model, {"first": 0, "last": 1}, parts=2)
-    with pytest.raises(UnsupportedModel, match=r"'drop' .Dropout. "):
-        model.fit(*rows(), verbose=0)
-
-
 def test_operations_that_run_one_by_one():
     model = lockstep.place(chain(), {"dense_1": 1})
     model.compile("sgd", "mse", run_eagerly=True)

@@ -13,7 +13,6 @@ from lockstep.errors import (
     DeviceNotFound,
     LayoutConflict,
     UnsplitBatchWarning,
-    UnsupportedBackend,
 )
 from tests.conformance.common import assert_same, data
 from tests.sampling import rest
@@ -217,15 +216,6 @@ def test_xla_serves_one_device_and_is_said_to_be_left_out_on_several(capsys, dev
     said = capsys.readouterr().out.splitlines()[0]
     rows, without = ("3", ", without XLA") if devices == 3 else ("7", "")
     assert said.endswith(f"{rows} per replica, compiling the training step{without}")
-
-
-@pytest.mark.parametrize("asked", [{"data_on_devices": True}, {"prefetch": 2}])
-def test_what_this_engine_does_not_do_with_data_is_refused(asked):
-    made = model()
-    with pytest.raises(UnsupportedBackend, match=f"{next(iter(asked))}=.* on 'jax' so far"):
-        lockstep.distribute(made, 4, **asked)
-    assert holders(made) == holders(model())
-    lockstep.distribute(made, 4, data_on_devices=False, prefetch=0)
 
 
 class FailsToSave(layers.Dense):

@@ -313,13 +313,12 @@ def test_every_slot_is_made_on_its_device(gpus, monkeypatch):
     assert homes["0_kernel"] == homes["4_kernel"] == "gpu:0"
 
 
-def test_a_plan_and_what_is_made_of_placed_layers(gpus, capsys):
-    model = lockstep.place(two_branches_apart(), "auto", devices=2)
+def test_what_is_made_of_placed_layers(gpus):
+    model = lockstep.place(two_branches_apart(), {"left": 0, "right": 1})
     x, y = data()
     model.fit(x, y, verbose=0)
     homes = {v.path.split("/")[0]: device_of(v) for v in model.trainable_variables}
     assert {homes["left"], homes["right"]} == {"gpu:0", "gpu:1"}
-    assert "on gpu:0, gpu:1" in capsys.readouterr().out
     features = keras.Model(model.inputs, model.get_layer("right").output)
     gpus.operations.clear()
     features.predict(x, verbose=0)
@@ -386,8 +385,6 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
 
 
 def test_what_is_refused():
-    with pytest.raises(UnsupportedModel, match=r"run on 4 parts of each batch.*\n.*parts=1"):
-        lockstep.place(chain(), {"dense_1": 1}, parts=4)
     model = lockstep.place(chain(), {"dense_1": 1})
     with pytest.raises(LayoutConflict, match=r"lockstep\.distribute.*\n.*\n.*lockstep\.release"):
         lockstep.distribute(model, 2)

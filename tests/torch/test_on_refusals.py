@@ -25,11 +25,6 @@ def refused(error, match, **options):
     assert vars(made) == before
 
 
-def test_options_of_other_engines():
-    refused(UnsupportedBackend, r"^data_on_devices=True was asked for", data_on_devices=True)
-    refused(UnsupportedBackend, r"^prefetch=2 was asked for", prefetch=2)
-
-
 def test_more_devices_than_are_here():
     with pytest.raises(DeviceNotFound, match="devices=9 was asked for"):
         lockstep.distribute(model(), 9)

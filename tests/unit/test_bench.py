@@ -209,37 +209,6 @@ def test_a_page_that_cannot_be_written_is_refused_before_anything_is_measured(tm
     )
 
 
-WATCHED = (
-    SCRIPT
-    + """
-from pathlib import Path
-from lockstep.engines.engine import InputOptions
-from lockstep.training.input_policy import InputPlanner
-
-place_data = InputPlanner.place_data
-
-def asked_for(self, model, batches, *rest):
-    self.options = InputOptions(data_on_devices=True)
-    place_data(self, model, batches, *rest)
-    with Path("kept.txt").open("a") as file:
-        data = batches.policy.data
-        print(data is not None and not data.may_change, file=file)
-
-InputPlanner.place_data = asked_for
-"""
-)
-
-
-def test_the_command_measures_what_a_fit_without_it_does(tmp_path, monkeypatch):
-    """Its clock was of __main__ and so taken for the user's: no data stayed on the devices."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LOCKSTEP_REHEARSE", "1")
-    (tmp_path / "train.py").write_text(WATCHED)
-    found = run_bench("train.py:build", [1], steps=2, rounds=1)
-    assert found.verdict.startswith("1 device: ")  # one CPU device is no rehearsal
-    assert set((tmp_path / "kept.txt").read_text().split()) == {"True"}
-
-
 def test_nothing_that_was_compiled_before_is_taken(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("JAX_ENABLE_COMPILATION_CACHE", raising=False)

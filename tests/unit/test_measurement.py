@@ -12,9 +12,7 @@ from lockstep.batches import first_batches, for_fit, rows_of
 from lockstep.bench import measurement
 from lockstep.bench.measurement import measure
 from lockstep.engines import current_engine
-from lockstep.engines.engine import DEFAULT_INPUT
 from lockstep.engines.jax.introspection import profile
-from lockstep.engines.jax.on_devices import device_dataset
 from lockstep.errors import UnusableData
 from lockstep.training.arrays import Arrays
 
@@ -53,12 +51,6 @@ def test_rows_of_a_smaller_last_batch_are_counted_as_they_are(keras, times, devi
     made = lockstep.distribute(model(keras, steps_per_execution=times), devices)
     clock = clocked(made, arrays(4 * 32 + 8), 1000)
     assert (clock.steps, clock.rows, clock.batch) == (5, 136, 32)
-
-
-def test_rows_of_data_that_stay_on_the_devices(keras):
-    made = lockstep.distribute(model(keras, steps_per_execution=3), 2, data_on_devices=True)
-    clock = clocked(made, arrays(5 * 7), 1000, batch_size=7)
-    assert (clock.steps, clock.rows, clock.batch) == (5, 35, 7)
 
 
 def test_rows_of_a_fit_of_the_models_own(keras):
@@ -121,7 +113,7 @@ def found(keras, monkeypatch):
     probe.clock = lambda most: Clock()
     probe.tracing = lambda: contextlib.nullcontext(trace)
     monkeypatch.setattr(made, "fit", lambda *args, **kwargs: None)
-    told = {"probe": probe, "attached": ("",), "input_options": DEFAULT_INPUT}
+    told = {"probe": probe, "attached": ("",)}
     answers = {name: lambda *_, it=it: it for name, it in told.items()}
     engine = type("Engine", (), {"name": "jax", **answers})
     monkeypatch.setattr(measurement, "current_engine", engine)
@@ -161,23 +153,6 @@ def test_a_profile_that_is_full_is_made_again_of_fewer_steps(keras, monkeypatch)
     assert clocks == [80, 80, 80, 8]
     assert traces == [True, False]
     assert found.compute > 0
-
-
-# ------------------------------------------------------------------ the path of the user
-
-
-def test_the_clock_leaves_the_data_on_the_devices(keras, monkeypatch):
-    gathered = []
-    original = device_dataset.DeviceDataset.batch
-
-    def counting(self, rows):
-        gathered.append(rows.shape)
-        return original(self, rows)
-
-    monkeypatch.setattr(device_dataset.DeviceDataset, "batch", counting)
-    made = lockstep.distribute(model(keras), 2, data_on_devices=True)
-    clocked(made, arrays(5 * 8), 5, batch_size=8)
-    assert gathered == [(8,)] * 5
 
 
 # ------------------------------------------------------------------------------ the input
@@ -233,23 +208,6 @@ def test_input_of_arrays_is_their_rows_in_the_order_of_fit(keras, monkeypatch):
     rows = np.concatenate([batch[0] for batch in taken])
     assert sorted(rows) == sorted(x)
     assert list(rows) != list(x)
-
-
-@pytest.mark.parametrize("options", [{"prefetch": 2}, {"data_on_devices": True}, {}])
-def test_what_the_user_wants_with_the_data_is_measured(keras, options):
-    made = lockstep.distribute(model(keras), 1, **options)
-    measure(made, arrays(64), 2, steps=2, rounds=1, batch_size=8)
-    kept = current_engine().input_options(made)
-    assert (kept.prefetch, kept.data_on_devices) == (
-        options.get("prefetch", 0),
-        options.get("data_on_devices", False),
-    )
-
-
-def test_input_of_data_on_the_devices_is_the_numbers_of_rows(keras, monkeypatch):
-    monkeypatch.setattr(Arrays, "batch", None)  # nothing is taken on the host
-    made = lockstep.distribute(model(keras), 2, data_on_devices=True)
-    assert feed(made, arrays(40), 50) == 2
 
 
 # ------------------------------------------------------------------------------- the data

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lockstep.engines.jax.on_devices.padded import laid_out
+from lockstep.engines.jax.steps.padded import laid_out
 
 DTYPES = ["float32", "float64", "float16", ml_dtypes.bfloat16, "int8", "uint8", "int64", "bool"]
 

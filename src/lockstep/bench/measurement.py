@@ -14,7 +14,7 @@ from lockstep.batches import for_fit, no_batch
 from lockstep.bench.scaling import Measurement
 from lockstep.distribute import distribute
 from lockstep.engines import current_engine
-from lockstep.engines.engine import DEFAULT_INPUT, Clock
+from lockstep.engines.engine import Clock
 from lockstep.errors import UnusableData
 from lockstep.targets import model_and_data
 
@@ -42,8 +42,7 @@ def measure(
     """
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
     engine = current_engine()
-    kept = engine.input_options(model) if engine.attached(model) else DEFAULT_INPUT
-    distribute(model, devices, **asdict(kept))
+    distribute(model, devices)
     x, y, sample_weight = given = for_fit(data, batch_size)
     probe = engine.probe(model)
     if not probe.feed(given, batch_size, 1)[1]:

@@ -82,8 +82,6 @@ class TrainingPosition(EpochIterator):  # type: ignore[misc]  # Keras has no typ
     `_batches()` (returns a pass) and `_source()` (returns the source of a pass).
     """
 
-    recorded = True
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._verified = not isinstance(self.data_adapter, ArrayDataAdapter)
@@ -282,8 +280,6 @@ class ValidationPosition(EpochIterator):  # type: ignore[misc]  # Keras has no t
 
     This is a mixin before an engine's iterator.
     """
-
-    recorded = True
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -3,8 +3,6 @@
 from typing import Any
 
 from lockstep.engines import attachments
-from lockstep.engines.engine import DEFAULT_INPUT, InputOptions
-from lockstep.errors import UnsupportedBackend
 from lockstep.layout import Layout
 
 
@@ -26,26 +24,3 @@ class BaseEngine:
     def attached(self, model: Any) -> tuple[str, ...] | None:
         """Return the devices of `model`, or `None` if it is not attached."""
         return attachments.attached(model)
-
-    def input_options(self, model: Any) -> InputOptions:
-        """Return the input options of an attached model."""
-        return DEFAULT_INPUT
-
-    def check_no_options(self, options: InputOptions, own_prefetch: str) -> None:
-        """Raise if the user gave an input option that only JAX has.
-
-        Args:
-            options: The input options.
-            own_prefetch: What the backend has in place of `prefetch`, as a sentence.
-        """
-        if options.data_on_devices:
-            raise UnsupportedBackend(
-                f"data_on_devices=True was asked for on {self.name!r}, and data stay on the "
-                "devices on 'jax' so far.\nLeave it out, or set KERAS_BACKEND=jax before Keras is "
-                "imported."
-            )
-        if options.prefetch:
-            raise UnsupportedBackend(
-                f"prefetch={options.prefetch} was asked for on {self.name!r}, and lockstep draws "
-                f"batches ahead on 'jax' so far.\nLeave it out: {own_prefetch}"
-            )

@@ -14,22 +14,6 @@ Data = tuple[Any, Any, Any]
 """Inputs or a data set, targets, and sample weights; the last two may be `None`."""
 
 
-@dataclass(frozen=True)
-class InputOptions:
-    """User options for the transfer of data to the devices.
-
-    Attributes:
-        data_on_devices: Whether the NumPy data of a `fit` stay on the devices.
-        prefetch: The number of batches that a thread prepares ahead.
-    """
-
-    data_on_devices: bool = False
-    prefetch: int = 0
-
-
-DEFAULT_INPUT = InputOptions()
-
-
 class Engine(Protocol):
     """Runs Keras models of one backend on several devices.
 
@@ -67,15 +51,12 @@ class Engine(Protocol):
         """
         ...
 
-    def attach(
-        self, model: Any, devices: tuple[str, ...], options: InputOptions = DEFAULT_INPUT
-    ) -> None:
+    def attach(self, model: Any, devices: tuple[str, ...]) -> None:
         """Make `model` run on `devices`, in place; on failure leave it unchanged.
 
         Args:
             model: A Keras model.
             devices: The names of the devices.
-            options: The input options.
         """
         ...
 
@@ -111,10 +92,6 @@ class Engine(Protocol):
         Returns:
             The copy and the sum as the target has them, as arrays of the host.
         """
-        ...
-
-    def input_options(self, model: Any) -> InputOptions:
-        """Return the input options of an attached model."""
         ...
 
     def probe(self, model: Any) -> "Probe":

@@ -35,20 +35,11 @@ class Arrays:
     leaves: tuple[np.ndarray, ...]
     pack: Callable[[tuple[Any, ...]], Any]
 
-    @property
-    def native(self) -> bool:
-        """Whether JAX can take every leaf of every batch without conversion."""
-        return all(map(is_native, self.leaves))
-
     def batch(self, rows: Rows) -> Any:
         """Return a batch of these rows, as copies."""
         if isinstance(rows, slice):
             return self.pack(tuple([array[rows].copy() for array in self.leaves]))
         return self.pack(tuple([array.take(rows, axis=0) for array in self.leaves]))
-
-    def view(self, rows: Rows) -> Any:
-        """Return a batch of these rows; a slice of rows gives views of the data set."""
-        return self.pack(tuple([array[rows] for array in self.leaves]))
 
 
 def is_native(leaf: Any) -> bool:

@@ -29,25 +29,10 @@ def see_every_batch(callbacks: Any, batch: str) -> bool:
     return _is_users_list(callbacks) or any(each)
 
 
-def has_checkpoint(callbacks: Any) -> bool:
-    """Return whether the list has a `lockstep.Checkpoint`."""
-    return any(isinstance(callback, Checkpoint) for callback in callbacks.callbacks)
-
-
-def is_timed(callbacks: Any) -> bool:
-    """Return whether the list has a `StepTimer`."""
-    return any(isinstance(callback, StepTimer) for callback in callbacks.callbacks)
-
-
 def may_write_between_steps(callbacks: Any, batch: str) -> bool:
     """Return whether user code runs between two steps."""
     each = (_sees(callback, batch) and _is_users(callback) for callback in callbacks.callbacks)
     return _is_users_list(callbacks) or any(each)
-
-
-def run_user_code(callbacks: Any) -> bool:
-    """Return whether user code runs between two epochs."""
-    return _is_users_list(callbacks) or any(map(_is_users, callbacks.callbacks))
 
 
 def _is_users(callback: Any) -> bool:

@@ -1,8 +1,6 @@
 """The batches of an epoch, as fresh host arrays."""
 
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from itertools import islice
 from numbers import Integral
 from typing import Any
@@ -11,34 +9,8 @@ import keras
 import numpy as np
 
 from lockstep.errors import UnsupportedModel
-from lockstep.keras_compat import (
-    ArrayDataAdapter,
-    EpochIterator,
-    GeneratorDataAdapter,
-    number_looked_at,
-    number_of_rows,
-)
-from lockstep.training import prefetch_queue
+from lockstep.keras_compat import ArrayDataAdapter, EpochIterator, number_of_rows
 from lockstep.training.arrays import plain_arrays, row_numbers
-
-
-@dataclass(frozen=True)
-class InputPolicy:
-    """Describe how the batches of one epoch are drawn. It is set before the epoch begins.
-
-    Attributes:
-        no_batch_hooks: Whether no callback runs between two steps. Steps then run as batches
-            arrive.
-        in_place: Whether steps may read the user's arrays in place if there are no batch hooks. The
-            call waits for all steps before it returns.
-        data: The data on the devices; `None` if batches come from the host.
-        prefetch: The number of batches that a thread prepares in advance.
-    """
-
-    no_batch_hooks: bool = False
-    in_place: bool = False
-    data: Any = None
-    prefetch: int = 0
 
 
 class HostIterator(EpochIterator):  # type: ignore[misc]
@@ -49,24 +21,13 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
     batch.
 
     Attributes:
-        policy: How the batches of this epoch are drawn.
-        gives_arrays: Whether `Arrays.native` is true of every batch of this pass.
-        decided: Whether the location of the data has been decided.
         skip: The number of batches that the next pass skips. The order and the random numbers are
             those of a full pass.
         broke_off: The last exception raised while drawing a batch.
-        recorded: Whether a checkpoint records the position of the trained batches.
     """
 
-    policy = InputPolicy()
-    gives_arrays = False
-    decided = False
     skip = 0
-    recorded = False
     broke_off: Exception | None = None
-    _steps: Iterator[Any] = iter(())
-    _prefetched: prefetch_queue.Prefetched | None = None
-    _generator: prefetch_queue.OneGenerator | None = None
 
     # keras/src/trainers/epoch_iterator.py, EpochIterator
 
@@ -83,9 +44,6 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
     def reset(self) -> None:
         """Discard the batches drawn for inspection, as Keras does before the first step."""
         super().reset()
-        # An overridden method may call Keras's `evaluate`, which plans no epoch.
-        self.policy = replace(self.policy, no_batch_hooks=False, prefetch=0)
-        self._prefetched = None
         if self._seen is not None:
             self._seen.close()
             self._seen = self._new_check()
@@ -99,33 +57,6 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         if self._seen is not None:
             # Arrays have a known number of batches and raise no error when drawn.
             self._seen.every_pull = not isinstance(self.data_adapter, ArrayDataAdapter)
-
-    def _enumerate_iterator(self) -> Iterator[tuple[int, int, Iterator[Any]]]:
-        if self._prefetched is not None:  # an epoch may continue the last pass
-            self._prefetched.begin_epoch(self.policy.prefetch, self.num_batches)
-        steps: Iterator[tuple[int, int, Iterator[Any]]] = super()._enumerate_iterator()
-        return self._all_at_once(steps) if self.policy.no_batch_hooks else steps
-
-    def _all_at_once(
-        self, steps: Iterator[tuple[int, int, Iterator[Any]]]
-    ) -> Iterator[tuple[int, int, Iterator[Any]]]:
-        """Yield the remaining steps of the epoch as one execution.
-
-        The loop reports the number of steps that ran to `took`.
-        """
-        number = self.num_batches
-        self._steps = steps
-        for first, _, iterator in steps:
-            left = sys.maxsize if number is None else number - first
-            if number is not None and self._num_batches:  # of a pass; epochs may share one
-                left = min(left, self._num_batches - self._steps_seen + 1)
-            yield first, first + left - 1, iterator
-
-    def took(self, first: int, steps: int) -> int:
-        """Record that `steps` steps had a batch, and return the number of the last one."""
-        for _ in islice(self._steps, steps - 1):  # the iterator counts the steps
-            pass
-        return first + steps - 1
 
     def _get_iterator(self) -> Iterator[Any]:
         batches = self._batches()
@@ -150,8 +81,10 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
 
     def at_most(self, times: int) -> int:
         """Return the largest number of batches for `times` steps: arrays limit it to one pass."""
-        known = isinstance(self.data_adapter, ArrayDataAdapter)  # others may grow between epochs
-        return min(times, max(1, self.data_adapter.num_batches)) if known else times
+        if times == 1 or not isinstance(self.data_adapter, ArrayDataAdapter):
+            return times  # other data may grow between epochs
+        batches: int = self.data_adapter.num_batches
+        return min(times, max(1, batches))
 
     def watch(self, watched: bool) -> None:
         """Set whether callbacks run between steps. They may stop or fail in one process alone."""
@@ -164,35 +97,11 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
             self._seen.check()
 
     def _batches(self) -> Iterator[Any]:
-        policy = self.policy
-        self.gives_arrays = False
         arrays = plain_arrays(self.data_adapter)
         if arrays is not None:
-            rows = row_numbers(self.data_adapter, self.skip)
-            if not policy.prefetch:
-                self.gives_arrays = arrays.native
-                in_place = policy.no_batch_hooks and policy.in_place
-                return map(arrays.view if in_place else arrays.batch, rows)
-            return self._made(prefetch_queue.of_rows(rows, arrays.batch))
+            return map(arrays.batch, row_numbers(self.data_adapter, self.skip))
         batches = self._source()
-        batches = _fresh(islice(batches, self.skip, None) if self.skip else batches)
-        adapter = self.data_adapter
-        if policy.prefetch and isinstance(adapter, GeneratorDataAdapter) and not self._generator:
-            self._generator = prefetch_queue.OneGenerator(number_looked_at(adapter))
-        if self._generator is not None:
-            return self._made(self._generator.next_pass(batches))
-        return self._made(prefetch_queue.of(batches)) if policy.prefetch else batches
-
-    def _made(self, made: prefetch_queue.Prefetched) -> prefetch_queue.Prefetched:
-        self.settle(waiting=False)  # the last pass, whose thread would end later
-        made.begin_epoch(self.policy.prefetch, self.num_batches)
-        self._prefetched = made
-        return made
-
-    def settle(self, waiting: bool = True) -> None:
-        """Stop the prefetch thread, and optionally wait for the batch in progress."""
-        if self._prefetched is not None:
-            self._prefetched.settle(waiting)
+        return _fresh(islice(batches, self.skip, None) if self.skip else batches)
 
     def _source(self) -> Any:
         return self.data_adapter.get_numpy_iterator()

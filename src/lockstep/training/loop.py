@@ -33,7 +33,7 @@ from lockstep.keras_compat import (
 )
 from lockstep.launch.status import STATUS_OF_PROCESS
 from lockstep.training.callbacks import Callbacks, see_every_batch
-from lockstep.training.overrides import is_chained, is_keras, knows_arguments
+from lockstep.training.overrides import is_keras, knows_arguments
 from lockstep.training.session import NO_BATCH, PREDICT, TEST, TRAIN, Begin, End, Session
 
 
@@ -118,7 +118,6 @@ class Loop:
         session.build(batches, TRAIN)
         callbacks = self._callbacks(callbacks, verbose, epochs, batches, add_history=True)
         model.make_train_function()
-        session.place_data(batches, callbacks, TRAIN)
         model.stop_training = False
         train_logs: dict[str, Any] | None = None
         epoch_logs: dict[str, Any] = {}
@@ -144,7 +143,7 @@ class Loop:
                 model.reset_metrics()
                 STATUS_OF_PROCESS.detail = f"epoch {epoch + 1}"
                 callbacks.on_epoch_begin(epoch)
-                session.plan_epoch(batches, callbacks, TRAIN, in_place=False)
+                session.plan_epoch(batches, callbacks, TRAIN)
                 begin, end = callbacks.on_train_batch_begin, callbacks.on_train_batch_end
                 if self.compiles():
                     begin, end = _reporting_first_step(begin, end) if verbose != 0 else (begin, end)
@@ -248,12 +247,9 @@ class Loop:
         session.build(batches, TEST)
         callbacks = self._callbacks(callbacks, verbose, 1, batches)
         model.make_test_function()
-        if within_fit:
-            session.place_data(batches, callbacks, TEST)
         model.stop_evaluating = False
         callbacks.on_test_begin()
-        in_place = is_chained(model)  # then the last step ends after all others
-        session.plan_epoch(batches, callbacks, TEST, in_place=in_place)
+        session.plan_epoch(batches, callbacks, TEST)
         model.reset_metrics()
         logs = session.run_epoch(
             TEST, batches, callbacks.on_test_batch_begin, callbacks.on_test_batch_end
@@ -294,8 +290,7 @@ class Loop:
         model.stop_predicting = False
         every: list[Any] = []
         callbacks.on_predict_begin()
-        # All outputs are fetched, so every step has ended when the call returns.
-        session.plan_epoch(batches, callbacks, PREDICT, in_place=True)
+        session.plan_epoch(batches, callbacks, PREDICT)
         sees = see_every_batch(callbacks, "predict")
 
         def end(step: int, outputs: Any) -> None:
@@ -307,7 +302,7 @@ class Loop:
         session.sync()
         if not every:
             raise _no_batch("predict")
-        predictions = session.joined(every)  # before the caller may write into the rows
+        predictions = session.joined(every)
         callbacks.on_predict_end()
         session.clear()
         return predictions

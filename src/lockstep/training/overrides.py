@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.errors import UnsupportedModel
-from lockstep.keras_compat import loss_tracker, trainer_class
+from lockstep.keras_compat import trainer_class
 
 MAKERS = ("make_train_function", "make_test_function", "make_predict_function")
 """The methods that make step functions: keras/src/backend/*/trainer.py."""
@@ -36,14 +36,6 @@ def is_keras(model: Any, name: str) -> bool:
 def knows_arguments(method: Callable[..., Any], name: str) -> bool:
     """Return whether a method has the arguments of Keras's method `name`."""
     return _arguments(method) == _arguments(getattr(trainer_class(), name))
-
-
-def is_chained(model: Any) -> bool:
-    """Return whether each evaluation step takes the state that the step before returned."""
-    # keras/src/backend/jax/trainer.py: test_step adds each loss to this metric.
-    variables = {id(variable) for variable in model.metrics_variables}
-    tracked = all(id(variable) in variables for variable in loss_tracker(model).variables)
-    return tracked and is_keras(model, "test_step")
 
 
 def _arguments(method: Callable[..., Any]) -> list[str]:

@@ -112,17 +112,13 @@ class Session:
         """Return whether the first call of a step function compiles it."""
         return not self.model.run_eagerly
 
-    def place_data(self, batches: Any, callbacks: Any, kind: Kind) -> None:
-        """Put the data of a `fit` on the devices, if the user asks for it."""
-
-    def plan_epoch(self, batches: Any, callbacks: Any, kind: Kind, *, in_place: bool) -> None:
-        """Decide how the next epoch draws its batches, given the hooks of the callbacks.
+    def plan_epoch(self, batches: Any, callbacks: Any, kind: Kind) -> None:
+        """Decide what the next epoch has to expect of the hooks of the callbacks.
 
         Args:
             batches: The iterator.
             callbacks: Keras's list of callbacks.
             kind: The kind of steps.
-            in_place: Whether every step has ended when the call of the loop returns.
         """
 
     def run_epoch(

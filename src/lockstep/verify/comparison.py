@@ -394,7 +394,6 @@ def _first_apart(
 def _untouched(engine: Engine, model: Any, batch: Batch) -> Iterator[None]:
     """Build the model as `fit` does, and restore its values and devices afterwards."""
     before = engine.attached(model)
-    options = None if before is None else engine.input_options(model)
     engine.detach(model)
     start: Values = {}
     try:
@@ -406,9 +405,8 @@ def _untouched(engine: Engine, model: Any, batch: Batch) -> Iterator[None]:
         if start:
             restore(model, start)
             model.reset_metrics()
-        if before is not None and options is not None:
-            with warnings.catch_warnings(action="ignore"):  # given when it was first attached
-                engine.attach(model, before, options)
+        if before is not None:
+            engine.attach(model, before)
 
 
 def _write(file: Path, values: Values) -> None:

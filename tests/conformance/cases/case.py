@@ -91,7 +91,6 @@ class Case:
         bound: How far apart two runs in float64 may be. Half precision needs more.
         make_plain: As `make`, without random numbers, for engines whose replicas draw their own.
         sizes: What the model makes of the sizes that are asked for.
-        unsplit: Whether lockstep says that a batch was not fully split.
     """
 
     make: Callable
@@ -100,7 +99,6 @@ class Case:
     bound: float = BOUND
     make_plain: Callable | None = None
     sizes: Callable = lambda sizes: sizes
-    unsplit: bool = False
 
 
 def play(case, distribute=None, *, before=None, sizes=RAGGED):

@@ -215,11 +215,7 @@ LAYERS = {
     "halves of the batch swapped": _across(_second_half_first),
     "fixed batch_shape": Case(_fixed_batch, live=fitted_with(in_batches=True), sizes=whole_batches),
     "reshape with the batch size in it": Case(
-        _merged_batch,
-        _STEPS,
-        fitted_with(in_batches=True),
-        sizes=whole_batches,
-        unsplit=True,
+        _merged_batch, _STEPS, fitted_with(in_batches=True), sizes=whole_batches
     ),
     "counters, running maximum and mean": Case(_between(_Remembers), live=fitted_with(epochs=2)),
     "last row handed to the next batch": _middle(_LastRow),

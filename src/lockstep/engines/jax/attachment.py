@@ -12,8 +12,7 @@ from jax.sharding import Sharding
 
 from lockstep.engines import attachments
 from lockstep.engines.atomic_save import atomic_saves
-from lockstep.engines.call_guard import LOOPS, STEPPING, CallGuard
-from lockstep.engines.engine import InputOptions
+from lockstep.engines.call_guard import STEPPING, CallGuard
 from lockstep.engines.holders import check_shared, holders_of
 from lockstep.engines.jax import devices as jax_devices
 from lockstep.engines.jax import states as jax_states
@@ -56,7 +55,6 @@ from lockstep.processes.first_process_io import methods_of_all_processes
 from lockstep.processes.variable_drift import VariableDrift
 from lockstep.state import rnn_states, variables_of
 from lockstep.training.input import check_times
-from lockstep.training.input_policy import warn_of_own_loop
 from lockstep.training.loop import Loop
 from lockstep.training.overrides import check_makers, is_keras
 
@@ -80,7 +78,6 @@ class Attachment:
         self,
         model: Any,
         devices: tuple[str, ...],
-        options: InputOptions,
         steps: Steps | None = None,
     ) -> None:
         self.model = model
@@ -91,9 +88,8 @@ class Attachment:
         self._split: frozenset[int] = frozenset()
         self._hooks: dict[str, Callable[..., Any]] = {}
         self._instead_of: dict[str, Any] = {}
-        self.session = JaxSession(model, devices, self._steps, options)
+        self.session = JaxSession(model, devices)
         self.loop = Loop(self.session)
-        self._own_loops: list[str] = []
         self.turns = CallGuard(model, lambda: attachments.attachment_of(model) is self)
 
     def _new_hooks(self) -> dict[str, Callable[..., Any]]:
@@ -128,7 +124,7 @@ class Attachment:
 
     def again(self) -> "Attachment":
         """Return an attachment like this one."""
-        return Attachment(self.model, self.devices, self.session.planner.options, self._steps)
+        return Attachment(self.model, self.devices, self._steps)
 
     # ------------------------------------------------------------ on and off the mesh
 
@@ -151,7 +147,6 @@ class Attachment:
         self._steps.start()
         attachments.mark(self.model, self)
         self._hooks = self._new_hooks()
-        self.say_left_out(self.session.planner.options, stacklevel=6)
         self._instead_of = attachments.put_on(self.model, self._hooks)
         self._remake_functions()
 
@@ -194,8 +189,7 @@ class Attachment:
         model = self.model
         self._adopt(first=model.train_function is None)
         if model.train_function is None or force:
-            gradients = sum(variable.value.nbytes for variable in model.trainable_variables)
-            model.train_function = self._step_function(model.train_step, gradient_bytes=gradients)
+            model.train_function = self._step_function(model.train_step, trains=True)
 
     def _make_test_function(self, force: bool = False) -> None:
         # keras/src/backend/jax/trainer.py, JAXTrainer.make_test_function
@@ -218,9 +212,7 @@ class Attachment:
 
     def _loops(self) -> dict[str, Callable[..., Any]]:
         """Return the methods that run steps: lockstep's loops, or the overrides of the class."""
-        loops = loop_methods(self.loop)
-        self._own_loops = [name for name in LOOPS if name not in loops]
-        methods = {**loops, **OnBatch(self.model).methods()}
+        methods = {**loop_methods(self.loop), **OnBatch(self.model).methods()}
         for name in STEPPING:
             if name not in methods:
                 methods[name] = self._with_values_back(getattr(self.model, name))
@@ -241,12 +233,6 @@ class Attachment:
             return with_values_back(model, body, model.jax_state_sync)
 
         return method_with_values_back
-
-    def say_left_out(self, options: InputOptions, stacklevel: int) -> None:
-        """Warn about the input options that the class's own loops do not apply."""
-        if self._own_loops:
-            own = f"{type(self.model).__name__} has its own {self._own_loops[0]}"
-            warn_of_own_loop(options, own, stacklevel + 1)
 
     def _fit_line(self, given: dict[str, Any], compiles: bool) -> str:
         if self.layout is None:
@@ -272,10 +258,10 @@ class Attachment:
         step: Any,
         *,
         per_row_outputs: bool = False,
-        gradient_bytes: int | None = None,
+        trains: bool = False,
     ) -> StepFunction:
         make: Any = functools.partial(
-            self._steps.compiled, gradient_bytes=gradient_bytes, complete=self._is_complete
+            self._steps.compiled, trains=trains, complete=self._is_complete
         )
         if self.model.run_eagerly or not self.model.jit_compile:
             if self._several:

@@ -6,7 +6,6 @@ from typing import Any
 from lockstep.devices import Device
 from lockstep.engines import attachments
 from lockstep.engines.base_engine import BaseEngine
-from lockstep.engines.engine import DEFAULT_INPUT, InputOptions
 from lockstep.engines.jax import cache, jax_group, joining
 from lockstep.engines.jax import devices as jax_devices
 from lockstep.engines.jax.attachment import Attachment
@@ -37,9 +36,7 @@ class JaxEngine(BaseEngine):
         """Join the processes of a launcher, unless this has been done."""
         return joining.join(place)
 
-    def attach(
-        self, model: Any, devices: tuple[str, ...], options: InputOptions = DEFAULT_INPUT
-    ) -> None:
+    def attach(self, model: Any, devices: tuple[str, ...]) -> None:
         """Make `model` run on `devices`, in place. After a failure the model is unchanged."""
         jax_group.check_started()
         with CALLS.call("distribute") if process_group.several() else nullcontext():
@@ -47,14 +44,11 @@ class JaxEngine(BaseEngine):
             before = attachments.attachment_of(model)
             if before is not None and before.layout is not None:
                 raise both_layouts(model, "distribute")
-            if before is not None and before.devices == devices:
-                before.say_left_out(options, stacklevel=4)
-                before.session.planner.options = options
-            else:
+            if before is None or before.devices != devices:
                 cache.keep_programs()
                 with attachments.alone(model, "distribute"):
                     sync_to_variables(model)  # an unattached model may be in a fit
-                    attachments.attach(Attachment(model, devices, options), Attachment.again)
+                    attachments.attach(Attachment(model, devices), Attachment.again)
 
     def place(self, model: Any, layout: Layout) -> None:
         """Make the layers of `model` run on their devices. After a failure it is unchanged."""
@@ -71,14 +65,7 @@ class JaxEngine(BaseEngine):
         with attachments.alone(model, "place"):
             sync_to_variables(model)
             steps = BranchSteps(model, layout)
-            attachments.attach(
-                Attachment(model, layout.devices, DEFAULT_INPUT, steps), Attachment.again
-            )
-
-    def input_options(self, model: Any) -> InputOptions:
-        """Return the input options of an attached model."""
-        options: InputOptions = attachments.attachment_of(model).session.planner.options
-        return options
+            attachments.attach(Attachment(model, layout.devices, steps), Attachment.again)
 
     def exchanged(self, values: Any, source: str, target: str) -> tuple[Any, Any]:
         """Copy integers from one device to another, and sum what both hold."""

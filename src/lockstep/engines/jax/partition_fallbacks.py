@@ -13,32 +13,6 @@ from lockstep.engines.patched import patched
 from lockstep.plurals import counted
 
 
-def merging_layers(jaxpr: Any, program: str, rows: Collection[int]) -> list[str]:
-    """Return the layers that merge the batch with another dim, so that devices repeat work.
-
-    Uneven shards cannot be merged in place, so the partitioner may gather the rows first. A metric
-    that flattens its few inputs has no layer name and is not reported.
-
-    Args:
-        jaxpr: The traced step.
-        program: The text of the compiled step.
-        rows: The numbers of rows that do not divide over the devices.
-
-    Returns:
-        The paths of the layers; empty if the program has no all-gather.
-    """
-    if not re.search(r" all-gather(-start)?\(", program):
-        return []
-    found = set()
-    for path, equation in _equations(jaxpr, "", "reshape"):
-        before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-        merged = before and after and before[0] in rows and after[0] > before[0]
-        split = before and after and after[0] in rows and before[0] > after[0]
-        if path and (merged or split):
-            found.add(path)
-    return sorted(found)
-
-
 def unsplittable_layers(jaxpr: Any, rows: Collection[int], replicas: int) -> list[str]:
     """Return the layers for which XLA would end the process if the batch were split.
 

@@ -1,6 +1,5 @@
 """One model on a mesh, as the loop of `fit`, `evaluate` and `predict` uses it."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -9,47 +8,33 @@ import keras
 import numpy as np
 
 from lockstep.checkpoint.fit_run import Snapshot
-from lockstep.engines.engine import InputOptions
 from lockstep.engines.jax.jax_group import GROUP
-from lockstep.engines.jax.on_devices.device_dataset import DeviceDataset, IndexBatch
-from lockstep.engines.jax.on_devices.padded import fetched
 from lockstep.engines.jax.snapshot_buffers import SnapshotBuffers
 from lockstep.engines.jax.steps.epoch import run_epoch
 from lockstep.engines.jax.steps.live_state import GROUPS_OF
-from lockstep.engines.jax.steps.step import StepFunction
-from lockstep.engines.jax.steps.steps import Steps
+from lockstep.engines.jax.steps.padded import fetched
 from lockstep.engines.jax.variable_sync import group_of, to_default_device
 from lockstep.keras_compat import JAX_STATE, JAX_STATE_SYNCED, build_on_first_batch, is_built
 from lockstep.processes import process_group
 from lockstep.processes.agreement import DataCheck
 from lockstep.state import named_variables
-from lockstep.training.arrays import Arrays, plain_arrays, row_numbers
-from lockstep.training.callbacks import has_checkpoint, is_timed, see_every_batch
+from lockstep.training.callbacks import see_every_batch
 from lockstep.training.input import HostIterator
-from lockstep.training.input_policy import InputPlanner
 from lockstep.training.session import PREDICT, Begin, Each, End, Kind, Session, recorded_type
 
 
 class JaxSession(Session):
-    """Give the loop one model on a mesh; see `Session`.
-
-    Attributes:
-        planner: The planner of how batches get to the devices.
-    """
+    """Give the loop one model on a mesh; see `Session`."""
 
     array_type = jax.Array
     finalizes_always = True
 
-    def __init__(
-        self, model: Any, devices: tuple[str, ...], steps: Steps, options: InputOptions
-    ) -> None:
+    def __init__(self, model: Any, devices: tuple[str, ...]) -> None:
         super().__init__(model, devices)
-        self._steps = steps
         self._many = len(devices) > 1 and not process_group.several()
-        self.planner = InputPlanner(options, self._on_devices)
 
     def batches(self, kind: Kind, *, recorded: bool = False, **data: Any) -> Any:
-        """Return an iterator over host batches, or batches of row numbers."""
+        """Return an iterator over host batches."""
         made = recorded_type(kind, MeshIterator) if recorded else MeshIterator
         return made(**data)
 
@@ -69,22 +54,9 @@ class JaxSession(Session):
         """Return whether a step is one program."""
         return not self.model.run_eagerly and bool(self.model.jit_compile)
 
-    def place_data(self, batches: Any, callbacks: Any, kind: Kind) -> None:
-        """Put the data of a `fit` on the devices, if the user asks for it."""
-        self.planner.place_data(self.model, batches, callbacks, kind.name)
-
-    def plan_epoch(self, batches: Any, callbacks: Any, kind: Kind, *, in_place: bool) -> None:
-        """Decide how the next epoch draws its batches, given the hooks of the callbacks."""
-        sees = see_every_batch(callbacks, kind.name)
-        batches.watch(sees)
-        function = getattr(self.model, kind.function)
-        # User code may wrap a step function.
-        alone = isinstance(function, StepFunction) and function.alone
-        looks = sees or is_timed(callbacks) or has_checkpoint(callbacks)
-        no_batch_hooks = alone and batches.steps_per_execution == 1 and not looks
-        self.planner.plan_epoch(
-            batches, callbacks, kind.name, no_batch_hooks=no_batch_hooks, in_place=in_place
-        )
+    def plan_epoch(self, batches: Any, callbacks: Any, kind: Kind) -> None:
+        """Note whether callbacks run between two steps of the next epoch."""
+        batches.watch(see_every_batch(callbacks, kind.name))
 
     def run_epoch(
         self, kind: Kind, batches: Any, begin: Begin, end: End, each: Each | None = None
@@ -117,61 +89,20 @@ class JaxSession(Session):
             return _joined(*every)
         return keras.tree.map_structure(_joined, *every)
 
-    def _on_devices(self, model: Any, arrays: Arrays, may_change: bool) -> DeviceDataset | str:
-        """Put the arrays of a `fit` on every device, or return why they stay on the host."""
-        if process_group.several():
-            return "JAX runs in several processes"
-        if model.run_eagerly or not model.jit_compile:
-            return "the model runs operation by operation"
-        try:
-            return DeviceDataset(arrays, self._steps.by_rows, may_change=may_change)
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            size = sum(array.nbytes for array in arrays.leaves)
-            return f"{size / 2**20:.0f} MiB do not fit on a device"
-
 
 class MeshIterator(HostIterator):
-    """Iterate over host batches for a mesh, or over row numbers of data on its devices.
+    """Iterate over host batches for a mesh.
 
     Keras's own iterator for JAX puts each batch on the first device of an accelerator.
     """
-
-    _placed = False
 
     # keras/src/backend/jax/trainer.py, JAXEpochIterator
 
     def _new_check(self) -> DataCheck | None:
         return DataCheck(every_pull=True) if process_group.several() else None
 
-    def _enumerate_iterator(self) -> Iterator[tuple[int, int, Iterator[Any]]]:
-        self._placed = False
-        return super()._enumerate_iterator()
-
-    def _batches(self) -> Iterator[Any]:
-        data = self.policy.data
-        if data is None or data.gone:
-            return super()._batches()
-        self.gives_arrays = False
-        # If Keras casts, a pass has the values of the moment when it began.
-        arrays = plain_arrays(self.data_adapter) if data.may_change else None
-        return self._chosen(data, arrays or data.arrays, self.skip)
-
     def _source(self) -> Any:
         return self.data_adapter.get_jax_iterator()
-
-    def _chosen(self, data: DeviceDataset, arrays: Arrays, skip: int) -> Iterator[Any]:
-        for rows in row_numbers(self.data_adapter, skip):
-            if data.gone:
-                yield arrays.batch(rows)
-                continue
-            if data.may_change and not self._placed:  # a pass may have several epochs
-                data.place(arrays)
-                self._placed = True
-            if isinstance(rows, slice):
-                rows = np.arange(rows.start, rows.stop)
-            yield IndexBatch(rows.astype("int32"), data)
 
 
 class JaxFitState:

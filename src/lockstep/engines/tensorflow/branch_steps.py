@@ -1,25 +1,19 @@
 """Keras's TensorFlow steps, with every operation on the device of its layer."""
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from lockstep.engines.batch_parts import call_in_parts, check_rows_apart, check_unchanged
 from lockstep.engines.branch_homes import output_device, slots_made_at_home, variable_homes
 from lockstep.engines.call_scopes import CallScopes
-from lockstep.engines.patched import patched
-from lockstep.engines.tensorflow.mirrored_variables import MirroredVariables, shared_seeds
+from lockstep.engines.tensorflow.mirrored_variables import MirroredVariables
 from lockstep.engines.tensorflow.op_devices import OpDevices, device_scope
-from lockstep.engines.tensorflow.programs import ScratchGraph
 from lockstep.engines.tensorflow.steps import Steps
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
-    ASSIGN,
     calls_of,
     layers_in,
     own_trainable_variables,
@@ -101,39 +95,10 @@ class BranchSteps(Steps):
                 tf.control_dependencies(_tensors(data)),
                 OpDevices(self._main).in_force(),
                 self.building(),
-                self._in_parts(data, training=name == "train_step"),
             ):
                 return step(data)
         finally:
             self._tracing = False
-
-    @contextmanager
-    def _in_parts(self, data: Any, *, training: bool) -> Iterator[None]:
-        """Call the model on the parts of the batch inside the context, if there are parts."""
-        model, parts = self._model, self.layout.parts
-        if parts == 1:
-            yield
-            return
-        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        self._scopes.take_off()
-        try:
-            with tf.init_scope():
-                check_rows_apart(model, inputs, training=training, scratch=ScratchGraph)
-        finally:
-            self._scopes.put_on()
-        changed: list[Any] = []
-        variables = [*model.variables, *shared_seeds()]
-        notes = [(each, ASSIGN, partial(_note, changed, each)) for each in variables]
-        call = model.call
-
-        @functools.wraps(call)
-        def call_on_parts(*args: Any, **kwargs: Any) -> Any:
-            with patched(notes):
-                return _call_in_parts(call, parts, args, kwargs)
-
-        with patched([(model, "call", call_on_parts)]):
-            yield
-        check_unchanged(model, changed)
 
     def _scope(self, device: str, operation: Any) -> AbstractContextManager[Any]:
         if tf.executing_eagerly():  # a direct call of the model
@@ -171,24 +136,6 @@ class BranchSteps(Steps):
 def _tensors(data: Any) -> list[Any]:
     leaves = tf.nest.flatten(data, expand_composites=True)
     return [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
-
-
-def _call_in_parts(call: Callable[..., Any], parts: int, args: Any, kwargs: Any) -> Any:
-    # A part of unknown size may be empty, but layers fail on a size that is known to be 0.
-    known = [leaf.shape[0] for leaf in _tensors((args, kwargs)) if leaf.shape.rank]
-    parts = min([parts, *(count for count in known[:1] if count is not None)])
-    if parts < 2:
-        return call(*args, **kwargs)
-
-    def rows(leaf: Any, part: int) -> Any:
-        count = leaf.shape[0] or tf.shape(leaf)[0]
-        return leaf[count * part // parts : count * (part + 1) // parts]
-
-    return call_in_parts(call, parts, rows, lambda part: nullcontext(), args, kwargs)
-
-
-def _note(changed: list[Any], variable: Any, value: Any) -> None:
-    changed.append(variable)
 
 
 def _copied(variable: Any, home: str) -> AbstractContextManager[Any]:

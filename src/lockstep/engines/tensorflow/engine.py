@@ -24,7 +24,6 @@ from lockstep.engines import attachments
 from lockstep.engines.atomic_save import atomic_saves
 from lockstep.engines.base_engine import BaseEngine
 from lockstep.engines.call_guard import CallGuard
-from lockstep.engines.engine import DEFAULT_INPUT, InputOptions
 from lockstep.engines.holders import check_shared, holders_of
 from lockstep.engines.loop_methods import stepping_methods
 from lockstep.engines.replicas.first_step import (
@@ -99,13 +98,10 @@ class TensorFlowEngine(BaseEngine):
             )
         return place.rank, place.size
 
-    def attach(
-        self, model: Any, devices: tuple[str, ...], options: InputOptions = DEFAULT_INPUT
-    ) -> None:
+    def attach(self, model: Any, devices: tuple[str, ...]) -> None:
         """Make `model` run on `devices`, in place; on failure leave it unchanged."""
         if self.layout(model) is not None:
             raise both_layouts(model, "distribute")
-        self.check_no_options(options, "a tf.data.Dataset has .prefetch().")
         if self.attached(model) != devices:
             with attachments.alone(model, "distribute"):
                 attachments.attach(Attachment(model, devices), Attachment.again)

@@ -17,7 +17,6 @@ from lockstep.engines import attachments
 from lockstep.engines.atomic_save import atomic_saves
 from lockstep.engines.base_engine import BaseEngine
 from lockstep.engines.call_guard import CallGuard
-from lockstep.engines.engine import DEFAULT_INPUT, InputOptions
 from lockstep.engines.holders import check_shared, holders_of
 from lockstep.engines.left_out import LeftOutUsed
 from lockstep.engines.loop_methods import stepping_methods
@@ -84,13 +83,10 @@ class TorchEngine(BaseEngine):
         """Join the processes of a launcher, unless this has been done."""
         return joining.join(place, torch_devices.rehearsed() or 1)
 
-    def attach(
-        self, model: Any, devices: tuple[str, ...], options: InputOptions = DEFAULT_INPUT
-    ) -> None:
+    def attach(self, model: Any, devices: tuple[str, ...]) -> None:
         """Make `model` run on `devices`, in place; on failure leave it unchanged."""
         if self.layout(model) is not None:
             raise both_layouts(model, "distribute")
-        self.check_no_options(options, "a DataLoader has num_workers.")
         if self.attached(model) != devices:
             call = nullcontext() if joined() is None else CALLS.call("distribute")
             with call, attachments.alone(model, "distribute"):
@@ -102,12 +98,6 @@ class TorchEngine(BaseEngine):
             raise UnsupportedBackend(
                 f"{model.name!r} was to have layers on several devices, and PyTorch runs in "
                 "several processes,\nwhere every device runs all layers. Start one process."
-            )
-        if layout.parts > 1:
-            raise UnsupportedModel(
-                f"{model.name!r} was to run on {layout.parts} parts of each batch, and on 'torch' "
-                "lockstep runs each batch\nas a whole so far: the layers of a chain wait for one "
-                "another. Give parts=1 to have it so."
             )
         if self.attached(model) is not None and self.layout(model) is None:
             raise both_layouts(model, "place")

@@ -89,7 +89,7 @@ class TorchSession(Session):
         """Return whether the first call of a step function compiles it."""
         return len(self.devices) == 1 and bool(self.model.jit_compile)
 
-    def plan_epoch(self, batches: Any, callbacks: Any, kind: Kind, *, in_place: bool) -> None:
+    def plan_epoch(self, batches: Any, callbacks: Any, kind: Kind) -> None:
         """Decide whether the model may change between two steps of the next epoch."""
         self._changes = may_write_between_steps(callbacks, kind.name)
         if isinstance(batches, ComparedIterator):

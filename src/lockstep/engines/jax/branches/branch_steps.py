@@ -2,15 +2,13 @@
 
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import jax
 import keras
-import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from lockstep.engines.batch_parts import call_in_parts, check_rows_apart, check_unchanged
 from lockstep.engines.branch_homes import output_device, slots_made_at_home, variable_homes
 from lockstep.engines.call_scopes import CallScopes
 from lockstep.engines.jax import devices as jax_devices
@@ -18,7 +16,6 @@ from lockstep.engines.jax.branches.program_cut import (
     cut,
     device_scope,
     devices_in_loops,
-    part_scope,
 )
 from lockstep.engines.jax.branches.staged_program import StagedProgram
 from lockstep.engines.jax.steps.live_state import GROUPS_BY_NUMBER, State, uninterrupted
@@ -81,12 +78,11 @@ class BranchSteps(Steps):
         *,
         times: int,
         per_row_outputs: bool,
-        gradient_bytes: int | None = None,
+        trains: bool = False,
         complete: Callable[[], bool] = lambda: True,
     ) -> StepFunction:
         """Return a step function whose program runs in stages; see `Steps.compiled`."""
         programs: dict[Any, tuple[StagedProgram, Any]] = {}
-        trains = gradient_bytes is not None
 
         def run(state: State, batch: Any) -> tuple[Any, Any]:
             leaves, structure = jax.tree.flatten((state, batch))
@@ -124,8 +120,6 @@ class BranchSteps(Steps):
     def call(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the model on the device of its first output, with copies of its variables there."""
         symbolic = any(map(keras.utils.is_keras_tensor, keras.tree.flatten((args, kwargs))))
-        if in_stateless_scope() and self.layout.parts > 1 and not symbolic:
-            return _call_in_parts(call, self.layout.parts, args, kwargs)
         if in_stateless_scope() or symbolic or not is_built(self._model):
             return call(*args, **kwargs)
         device = self.devices[self._main]
@@ -166,8 +160,6 @@ class BranchSteps(Steps):
         # JAX keeps the trace of a function, and a method of the model is the same one after
         # `compile`, and on other devices.
         traced = jax.jit(lambda *given: step(*given)).trace(*form)
-        if self.layout.parts > 1:
-            self._check_parts(state, batch, traced, trains)
         outputs, after = traced.out_info
         given = [*self._numbers(state), *[None] * len(jax.tree.leaves(batch))]
         returned = [*[None] * len(jax.tree.leaves(outputs)), *self._numbers(after)]
@@ -177,62 +169,9 @@ class BranchSteps(Steps):
         program = StagedProgram(stages, self.devices, given, returned, donate=trains)
         return program, jax.tree.structure((outputs, after))
 
-    def _check_parts(self, state: State, batch: Any, traced: Any, trains: bool) -> None:
-        """Raise if the parts of a batch would not give the numbers of the whole batch."""
-        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        self._scopes.take_off()
-        try:
-            check_rows_apart(self._model, inputs, training=trains, scratch=_Scratch)
-        finally:
-            self._scopes.put_on()
-        if not trains:
-            return
-        outputs, after = traced.out_info
-        returned = jax.tree.unflatten(
-            jax.tree.structure((outputs, after)), traced.jaxpr.jaxpr.outvars
-        )
-        before = traced.jaxpr.jaxpr.invars[len(state[0]) :]
-        others = group_of(self._model, "non_trainable_variables")
-        check_unchanged(
-            self._model,
-            [v for v, a, b in zip(others, before, returned[1][1], strict=False) if a is not b],
-        )
-
     def _numbers(self, state: Any) -> list[int]:
         layouts = [layout for group in self._layouts(state) for layout in group]
         return [self.devices.index(next(iter(layout.device_set))) for layout in layouts]
-
-
-def _call_in_parts(call: Callable[..., Any], parts: int, args: Any, kwargs: Any) -> Any:
-    leaves = [leaf for leaf in jax.tree.leaves((args, kwargs)) if isinstance(leaf, jax.Array)]
-    count = leaves[0].shape[0] if leaves and leaves[0].ndim else 0
-    parts = min(parts, count)
-    if parts < 2:
-        return call(*args, **kwargs)
-    bounds = np.linspace(0, count, parts + 1).astype(int).tolist()
-
-    def rows(leaf: Any, part: int) -> Any:
-        return leaf[bounds[part] : bounds[part + 1]]
-
-    return call_in_parts(call, parts, rows, part_scope, args, kwargs)
-
-
-class _Scratch:
-    """Where JAX computes what does not depend on the batch: nowhere else; see `rowwise.Scratch`."""
-
-    kind, count_kind = jax.core.Tracer, int
-
-    def dtype(self, name: str) -> Any:
-        return np.dtype(name)
-
-    def open(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def describe(self, tensor: Any) -> Any:
-        return str(tensor.dtype), tuple(tensor.shape), np.asarray(tensor).tobytes()
-
-    def cut(self) -> tuple[Any, str | None]:
-        return None, None
 
 
 def _in_a_loop(model: Any, devices: set[str]) -> str:
@@ -244,10 +183,6 @@ def _in_a_loop(model: Any, devices: set[str]) -> str:
     )
 
 
-def _form(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-
 def _on_host(batch: Any) -> Any:
     def placed(leaf: Any) -> Any:
         if leaf is None or isinstance(leaf, jax.Array):
@@ -255,7 +190,3 @@ def _on_host(batch: Any) -> Any:
         return host_array(leaf)
 
     return keras.tree.map_structure(placed, batch)
-
-
-def _number(layout: Layout, device: str) -> int:
-    return layout.devices.index(device)

@@ -6,7 +6,6 @@ derivative. So each equation of the traced program tells its device, and the ope
 one device. An equation without a scope, as in a loss or an optimizer, follows its largest input.
 """
 
-import heapq
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +17,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
 _DEVICE = re.compile(r"lockstep_device_([a-z]+)_(\d+)")
-_PART = re.compile(r"lockstep_part_(\d+)")
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
 """Equations that only call another program."""
@@ -30,11 +28,6 @@ _SMALL = 1024
 def device_scope(device: str) -> Any:
     """Return the scope of operations that run on the device with this name."""
     return jax.named_scope(f"lockstep_device_{device.replace(':', '_')}")
-
-
-def part_scope(part: int) -> Any:
-    """Return the scope of operations on one part of the rows of a batch."""
-    return jax.named_scope(f"lockstep_part_{part}")
 
 
 @dataclass(frozen=True)
@@ -80,12 +73,10 @@ class _Equation:
     Attributes:
         equation: The equation.
         device: The number of its device, `None` if it has no scope.
-        part: The part of the rows it works on, `None` for all rows.
     """
 
     equation: JaxprEqn
     device: int | None
-    part: int | None
 
     @property
     def inputs(self) -> list[Var]:
@@ -119,7 +110,7 @@ def cut(
     constants: dict[Var, Any] = {}
     atoms: dict[Var, Any] = {var: var for var in program.jaxpr.invars}
     numbers = {name: number for number, name in enumerate(names)}
-    equations = list(_without_calls(program, atoms, constants, numbers, None, None))
+    equations = list(_without_calls(program, atoms, constants, numbers, None))
     inputs = tuple(program.jaxpr.invars)
     outputs = tuple(_atom(atoms, out) for out in program.jaxpr.outvars)
 
@@ -147,7 +138,6 @@ def _without_calls(
     constants: dict[Var, Any],
     numbers: dict[str, int],
     device: int | None,
-    part: int | None,
 ) -> Iterator[_Equation]:
     """Yield the equations of a program, with those of the programs that it calls in their place.
 
@@ -157,25 +147,24 @@ def _without_calls(
         constants: Gets the values of constants.
         numbers: The numbers of the devices.
         device: The device of an equation that has no scope of its own.
-        part: The part of rows of an equation that has no scope of its own.
     """
     for var, value in zip(program.jaxpr.constvars, program.consts, strict=True):
         atoms[var] = Var(var.aval)
         constants[atoms[var]] = value
     for equation in program.jaxpr.eqns:
         scopes = str(equation.source_info.name_stack)
-        here, rows = _last_device(scopes, numbers, device), _last_part(scopes, part)
+        here = _last_device(scopes, numbers, device)
         given = [_atom(atoms, atom) for atom in equation.invars]
         if equation.primitive.name in _CALLS:
             called = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
             inner = dict(zip(called.jaxpr.invars, given, strict=True))
-            yield from _without_calls(called, inner, constants, numbers, here, rows)
+            yield from _without_calls(called, inner, constants, numbers, here)
             made = [_atom(inner, out) for out in called.jaxpr.outvars]
             atoms.update(zip(equation.outvars, made, strict=True))
             continue
         fresh = [Var(var.aval) for var in equation.outvars]
         atoms.update(zip(equation.outvars, fresh, strict=True))
-        yield _Equation(equation.replace(invars=given, outvars=fresh), here, rows)
+        yield _Equation(equation.replace(invars=given, outvars=fresh), here)
 
 
 def _atom(atoms: dict[Var, Any], atom: Any) -> Any:
@@ -185,11 +174,6 @@ def _atom(atoms: dict[Var, Any], atom: Any) -> Any:
 def _last_device(scopes: str, numbers: dict[str, int], default: int | None) -> int | None:
     found = _DEVICE.findall(scopes)
     return numbers[":".join(found[-1])] if found else default
-
-
-def _last_part(scopes: str, default: int | None) -> int | None:
-    found = _PART.findall(scopes)
-    return int(found[-1]) if found else default
 
 
 def devices_in_loops(program: ClosedJaxpr) -> set[str]:
@@ -270,7 +254,7 @@ def _assign(
     for var, home in kept.items():  # a small value that is an output: one stage returns it
         if var in everywhere and var not in devices:
             each = everywhere[var]
-            placed.append(_Equation(each.equation, home, None))
+            placed.append(_Equation(each.equation, home))
             devices.update(dict.fromkeys(each.outputs, home))
     return placed, everywhere, {var: d for var, d in devices.items() if var not in homes}
 
@@ -326,7 +310,7 @@ def _split_branches(each: _Equation, devices: dict[Var, int]) -> list[_Equation]
             outvars=[equation.outvars[number] for number in numbers],
             params={**equation.params, "branches": reduced},
         )
-        split.append(_Equation(part, device, each.part))
+        split.append(_Equation(part, device))
     return split
 
 
@@ -347,11 +331,8 @@ def _reduced(branches: Any, numbers: list[int]) -> tuple[tuple[ClosedJaxpr, ...]
 
 # --------------------------------------------------------------------------------------- stages
 
-_Key = tuple[int, int, int]
-"""The depth, the part of the rows, and the device of a stage."""
-
-_ALL = -1
-"""In the place of a part: all rows."""
+_Key = tuple[int, int]
+"""The depth and the device of a stage."""
 
 
 def _group(equations: list[_Equation], data: set[Var]) -> dict[_Key, list[int]]:
@@ -363,13 +344,10 @@ def _group(equations: list[_Equation], data: set[Var]) -> dict[_Key, list[int]]:
     keys: dict[Var, _Key] = {}
     found: list[_Key] = []
     for each in equations:
-        device, part = each.device or 0, _ALL if each.part is None else each.part
+        device = each.device or 0
         before = [keys[var] for var in each.inputs if var in keys]
-        is_sum = each.equation.primitive.name == "add_any"  # of gradients, here over the parts
-        if is_sum and any(p != part for _, p, _ in before):
-            part = _ALL
-        depth = max((d + ((p, h) != (part, device)) for d, p, h in before), default=0)
-        found.append((depth, part, device))
+        depth = max((d + (other != device) for d, other in before), default=0)
+        found.append((depth, device))
         keys.update(dict.fromkeys(each.outputs, found[-1]))
     groups: dict[_Key, list[int]] = {}
     for number, key in enumerate(_as_late_as_needed(equations, found, data)):
@@ -389,30 +367,14 @@ def _as_late_as_needed(equations: list[_Equation], keys: list[_Key], data: set[V
         if any(var in of_data for var in each.inputs):
             of_data.update(each.outputs)
     for number in reversed(range(len(equations))):
-        each, (_, part, device) = equations[number], keys[number]
+        each, (_, device) = equations[number], keys[number]
         after = [key for var in each.outputs for key in users.get(var, [])]
         free = not any(var in of_data for var in each.outputs)
-        if free and after and all(key[1:] == (part, device) for key in after):
+        if free and after and all(key[1] == device for key in after):
             late[number] = min(after)
         for var in each.inputs:
             users.setdefault(var, []).append(late[number])
     return late
-
-
-def clock(depth: int, part: int) -> int:
-    """Return when a stage is started: the stages of one number can run at the same time.
-
-    This is the schedule of a model whose layers are a chain over several devices, and whose rows
-    are split into parts. Stages forward of three devices (columns: numbers; cells: parts):
-
-        device 0   0 1 2 3 . .
-        device 1   . 0 1 2 3 .
-        device 2   . . 0 1 2 3
-
-    The loss takes all rows, and the backward stages follow in the same way, from device 2 to 0.
-    Source: Huang et al., "GPipe", 2019, section 2.3.
-    """
-    return depth + max(part, 0)
 
 
 def _stages(
@@ -432,13 +394,14 @@ def _stages(
         wanted.update(var for var in inputs if maker.get(var, key) != key)
 
     stages = []
-    for key in _sorted(groups, needs, maker):
+    # A stage needs only stages of a smaller depth.
+    for key in sorted(groups, key=lambda key: (key[0], groups[key][0])):
         returned = [var for n in groups[key] for var in equations[n].outputs if var in wanted]
         inputs = needs[key]
         body = [each.equation for each in bodies[key]]
         effects = frozenset().union(*(equation.effects for equation in body))
         program = Jaxpr([], inputs, returned, body, effects, names)
-        stages.append(Stage(key[2], ClosedJaxpr(program, ()), tuple(inputs), tuple(returned)))
+        stages.append(Stage(key[1], ClosedJaxpr(program, ()), tuple(inputs), tuple(returned)))
     return tuple(stages)
 
 
@@ -468,24 +431,3 @@ def _body(
 def _inputs(body: list[_Equation]) -> list[Var]:
     made = {var for each in body for var in each.outputs}
     return list(dict.fromkeys(var for each in body for var in each.inputs if var not in made))
-
-
-def _sorted(
-    groups: dict[_Key, list[int]], needs: dict[_Key, list[Var]], maker: dict[Var, _Key]
-) -> Iterator[_Key]:
-    """Yield stages in an order to start them: after what they need, then by `clock`."""
-    before = {key: {maker[v] for v in needs[key] if maker.get(v, key) != key} for key in groups}
-    after: dict[_Key, list[_Key]] = {key: [] for key in groups}
-    for key, others in before.items():
-        for other in others:
-            after[other].append(key)
-    waiting = {key: len(others) for key, others in before.items()}
-    ready = [(clock(key[0], key[1]), groups[key][0], key) for key, n in waiting.items() if not n]
-    heapq.heapify(ready)
-    while ready:
-        _, _, key = heapq.heappop(ready)
-        yield key
-        for later in after[key]:
-            waiting[later] -= 1
-            if not waiting[later]:
-                heapq.heappush(ready, (clock(later[0], later[1]), groups[later][0], later))

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.experimental import sparse
 
-from lockstep.engines.jax.on_devices.padded import PaddedArray
+from lockstep.engines.jax.steps.padded import PaddedArray
 from lockstep.engines.jax.steps.step import StepFunction
 from lockstep.training.step_clock import StepClock
 

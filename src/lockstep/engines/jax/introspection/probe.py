@@ -8,7 +8,6 @@ import jax
 import keras
 import numpy as np
 
-from lockstep.engines import attachments
 from lockstep.engines.engine import Compiling, Data, Trace
 from lockstep.engines.jax.attachment import forget_losses
 from lockstep.engines.jax.fit.clock import Clock
@@ -30,7 +29,6 @@ from lockstep.keras_compat import take_jax_state, trainer_class
 from lockstep.processes import process_group
 from lockstep.processes.call_scope import CALLS
 from lockstep.state import GROUPS
-from lockstep.training.session import TRAIN
 
 
 class JaxProbe:
@@ -57,9 +55,6 @@ class JaxProbe:
         batches = MeshIterator(
             x=x, y=y, sample_weight=sample_weight, batch_size=batch_size, shuffle=True
         )
-        attachment = attachments.attachment_of(self._model)
-        if attachment is not None:  # the data may stay on the devices
-            attachment.session.place_data(batches, keras.callbacks.CallbackList(), TRAIN)
         return draw(batches, most)
 
     def precise(self) -> AbstractContextManager[object]:

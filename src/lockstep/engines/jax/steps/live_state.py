@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import jax
 
 from lockstep.engines.held_signals import HeldSignals, handle_held, held
-from lockstep.engines.jax.steps.read_only_step import whole
 from lockstep.engines.jax.variable_sync import GROUPS
 from lockstep.keras_compat import (
     JAX_STATE,
@@ -74,21 +73,6 @@ class LiveState:
         if held:
             handle_held()
         return kept[0][0]
-
-    def run_read_only(self, program: Any, batch: Any) -> Any:
-        """Run the program of a `ReadOnlyStep`, which donates nothing, with less Python.
-
-        Returns:
-            The outputs of the program.
-        """
-        kept = self._kept
-        state = kept[0][1]
-        outputs, changed = program(state, batch)
-        kept[0] = (outputs, whole(state, changed) if changed else state)
-        STATUS_OF_PROCESS.stepped()
-        if held:
-            handle_held()
-        return outputs
 
     def read(self, state: State) -> None:
         """Set the state to values that were read from the variables."""

@@ -7,10 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from lockstep.engines.jax.on_devices.device_dataset import IndexBatch
-from lockstep.engines.jax.on_devices.padded import StackedRows, is_padded
-from lockstep.engines.jax.steps.read_only_step import whole
+from lockstep.engines.jax.steps.padded import StackedRows, is_padded
 
+State = tuple[Any, ...]
 Program = Callable[[Any, Any], tuple[Any, Any]]
 
 MOST_BYTES = 2**26
@@ -44,7 +43,7 @@ def repeated(program: Program, collect: Callable[[Any], Any] = last) -> Program:
     """Return a program that runs `program` once for each stacked batch.
 
     Each step gets the state that the step before returned. The state is returned in the form of
-    `program`: whole, or the groups that each step changes.
+    `program`: all groups, or those that each step changes.
 
     Args:
         program: A function from state and batch to outputs and state.
@@ -59,7 +58,7 @@ def repeated(program: Program, collect: Callable[[Any], Any] = last) -> Program:
             outputs, after = program(state, batch)
             if isinstance(after, dict):
                 changed = list(after)
-                after = whole(state, after)
+                after = merged(state, after)
             # A custom step may return tuples for lists.
             leaves = jax.tree.leaves(after)
             return jax.tree.unflatten(jax.tree.structure(state), leaves), outputs
@@ -70,6 +69,21 @@ def repeated(program: Program, collect: Callable[[Any], Any] = last) -> Program:
         return collect(outputs), after
 
     return steps
+
+
+def changed_groups(before: State, after: State) -> list[int]:
+    """Return the positions of the groups of variables that a step changes, as it is traced."""
+
+    def arrays(group: Any) -> list[int]:
+        return [id(array) for array in jax.tree.leaves(group)]
+
+    pairs = enumerate(zip(before, after, strict=True))
+    return [position for position, (old, new) in pairs if arrays(old) != arrays(new)]
+
+
+def merged(before: State, changed: dict[int, Any]) -> State:
+    """Return the state after a step: the changed groups, and all other groups of `before`."""
+    return tuple(changed.get(position, group) for position, group in enumerate(before))
 
 
 def runs_of_alike(batches: list[Any]) -> list[list[Any]]:
@@ -105,8 +119,7 @@ def few_bytes(batches: list[Any]) -> bool:
 
 def most_batches(batch: Any) -> int:
     """Return the number of batches like this one that may be on the devices at once."""
-    leaves = [batch] if isinstance(batch, IndexBatch) else jax.tree.leaves(batch)
-    each: int = sum(leaf.nbytes for leaf in leaves if hasattr(leaf, "nbytes"))
+    each: int = sum(leaf.nbytes for leaf in jax.tree.leaves(batch) if hasattr(leaf, "nbytes"))
     return MOST_BYTES // max(each, 1)
 
 

@@ -3,15 +3,15 @@
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
 import keras
 import numpy as np
 
-from lockstep.engines.jax.on_devices.padded import fetched
 from lockstep.engines.jax.steps.live_state import LiveState, Program, State, state_of_keras
+from lockstep.engines.jax.steps.padded import fetched
 from lockstep.engines.jax.steps.scan import runs_of_alike
 from lockstep.keras_compat import is_stacking, unstacked
 from lockstep.processes.agreement import DataCheck
@@ -42,7 +42,6 @@ class StepFunction:
         to_local: Returns this process's copy of the outputs; `None` in one process.
         assigned: The values that this process has assigned to variables; `None` in one process.
         one_at_a_time: Whether each step finishes before the next one is called.
-        takes_arrays: Whether `place` returns a batch unchanged if `Arrays.native` is true of it.
         model: The model. Its state between two steps is where Keras's loops have it.
     """
 
@@ -58,13 +57,7 @@ class StepFunction:
     to_local: Callable[[Any], Any] | None = None
     assigned: VariableDrift | None = None
     one_at_a_time: bool = False
-    takes_arrays: bool = False
     model: Any = None
-
-    @cached_property
-    def alone(self) -> bool:
-        """Return whether only one process takes part, so that a step needs no exchange."""
-        return self.data_check is None and self.to_local is None and self.assigned is None
 
     def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:
         """Run one execution in Keras's protocol, and return the outputs and the next state."""
@@ -92,7 +85,7 @@ class StepFunction:
             if first:
                 live.read(self.settle(live.state))
 
-        return fetched(self.execute(live, pull, self.times, settle)[0])
+        return fetched(self.execute(live, pull, self.times, settle))
 
     def execute(
         self,
@@ -100,7 +93,7 @@ class StepFunction:
         pull: Callable[[int], list[Any]],
         times: int,
         take_out: Callable[[bool], object],
-    ) -> tuple[Any, int]:
+    ) -> Any:
         """Run `times` steps, or fewer if the batches end first.
 
         Args:
@@ -111,7 +104,7 @@ class StepFunction:
                 that is in the variables.
 
         Returns:
-            The outputs of the execution, and the number of steps that ran.
+            The outputs of the execution.
         """
         every: list[Any] = []
         taken = 0  # stacked steps have one output
@@ -127,7 +120,7 @@ class StepFunction:
             taken += len(batches)
             if len(batches) > 1:  # one pull has drawn all batches
                 break
-        return self.outputs(every), taken
+        return self.outputs(every)
 
     def run_each(self, live: LiveState, programs: Iterable[tuple[Program, Any]]) -> list[Any]:
         """Run these programs in order, and return their outputs."""
@@ -156,7 +149,7 @@ class StepFunction:
     def programs(self, state: State, batches: list[Any]) -> Iterable[tuple[Program, Any]]:
         """Return the programs to run for these batches, in order, with their arguments."""
         if self.stack is None or len(batches) == 1:
-            return ((self.run, self.place(batch)) for batch in batches)
+            return [(self.run, self.place(batch)) for batch in batches]
         return self._grouped(state, batches)
 
     def _grouped(self, state: State, batches: list[Any]) -> Iterator[tuple[Program, Any]]:

@@ -18,11 +18,11 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from lockstep.engines.jax import flags, jax_group, program_fingerprint
-from lockstep.engines.jax.on_devices.device_dataset import IndexBatch
-from lockstep.engines.jax.on_devices.padded import (
+from lockstep.engines.jax import jax_group, program_fingerprint
+from lockstep.engines.jax.partition_fallbacks import pooling_whole, why_whole
+from lockstep.engines.jax.steps.live_state import Program, State
+from lockstep.engines.jax.steps.padded import (
     PaddedArray,
-    Shapes,
     is_padded,
     laid_out,
     longer,
@@ -30,15 +30,14 @@ from lockstep.engines.jax.on_devices.padded import (
     undivided,
     whole_rows,
 )
-from lockstep.engines.jax.partition_fallbacks import merging_layers, pooling_whole, why_whole
-from lockstep.engines.jax.steps.live_state import Program, State
-from lockstep.engines.jax.steps.read_only_step import ReadOnlyStep, changed
 from lockstep.engines.jax.steps.scan import (
     can_be_stacked,
+    changed_groups,
     every_row,
     few_bytes,
     is_worth_it,
     last,
+    merged,
     most_batches,
     repeated,
     stacked,
@@ -47,7 +46,6 @@ from lockstep.engines.jax.steps.step import Step, StepFunction
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.launch.status import STATUS_OF_PROCESS
 from lockstep.layout import Layout
-from lockstep.plurals import counted
 from lockstep.processes import process_group
 from lockstep.processes.agreement import DataCheck
 from lockstep.shards import missing_rows
@@ -113,7 +111,7 @@ class Steps:
         *,
         times: int,
         per_row_outputs: bool,
-        gradient_bytes: int | None = None,
+        trains: bool = False,
         complete: Callable[[], bool] = lambda: True,
     ) -> StepFunction:
         """Return a compiled step function.
@@ -125,8 +123,8 @@ class Steps:
             times: `steps_per_execution`.
             per_row_outputs: Whether outputs stay sharded by rows, as predictions do. Otherwise they
                 are replicated, as logs are.
-            gradient_bytes: The size of the gradients that the step sums over the devices; `None` if
-                the step does not train.
+            trains: Whether the step trains: it then donates its state. Any other step returns only
+                the groups of variables that it changes. JAX would copy all others.
             complete: Returns whether every metric is built. A step that builds metrics runs alone.
         """
 
@@ -138,10 +136,10 @@ class Steps:
             if trains:
                 after = tuple(map(_laid_out, after, layouts))
             else:
-                after = {n: _laid_out(after[n], layouts[n]) for n in changed(state, after)}
+                positions = changed_groups(state, after)
+                after = {n: _laid_out(after[n], layouts[n]) for n in positions}
             return (self._split_outputs(outputs, batch) if stay_split else outputs), after
 
-        trains = gradient_bytes is not None
         # No process could read outputs that are sharded over several processes.
         stay_split = per_row_outputs and self._replicas > 1 and not self._several
         whole: dict[object, bool] = {}  # by the shapes of batches
@@ -149,28 +147,24 @@ class Steps:
         jit = partial(
             jax.jit,
             donate_argnums=0 if trains else (),
-            compiler_options=flags.options(self.devices, gradient_bytes or 0),
             out_shardings=(outputs_layout, None),
         )
-        run: Any = jit(program)
+        one: Any = jit(program)
         many: Any = jit(repeated(program, every_row if per_row_outputs else last))
-        if not trains:
-            run, many = ReadOnlyStep(run), ReadOnlyStep(many)
+        run, run_many = (one, many) if trains else (_with_state(one), _with_state(many))
         stacks = not (per_row_outputs and self._several)
         worth_it: list[bool] = []
         alone: list[bool] = []
 
         def check_program(program: Any, state: State, batch: Any) -> Any:
-            shapes = shapes_of(batch)
-            known = (program is run, shapes)
+            known = (program is run, shapes_of(batch))
             if known not in whole:
                 STATUS_OF_PROCESS.compiles = True
-                traced = program.trace(state, batch)
+                compiled = one if program is run else many
+                traced = compiled.trace(state, batch)
                 if self._several:
                     program_fingerprint.check_same(traced)
-                whole[known] = self._is_unsplittable(program, traced, state, batch)
-                if not whole[known]:
-                    self._warn_if_unsplit(traced, shapes)
+                whole[known] = self._is_unsplittable(compiled, traced, state, batch)
             return undivided(batch) if whole[known] else batch
 
         def batches_to_pull(batch: Any, times: int) -> int:
@@ -187,7 +181,7 @@ class Steps:
             if not worth_it:
                 platform = self.platform
                 worth_it.append(is_worth_it(lambda: many.trace(state, placed), platform))
-            return (many, placed) if worth_it[0] else None
+            return (run_many, placed) if worth_it[0] else None
 
         return StepFunction(
             place=self._shard,
@@ -201,7 +195,6 @@ class Steps:
             data_check=DataCheck(every_pull=True) if self._several else None,
             to_local=partial(jax.tree.map, jax_group.GROUP.local) if self._several else None,
             one_at_a_time=self._one_at_a_time,
-            takes_arrays=self._replicas == 1,
         )
 
     def eager(
@@ -280,8 +273,6 @@ class Steps:
         return jax.device_put(value, self.replicated)
 
     def _shard(self, batch: Any) -> Any:
-        if isinstance(batch, IndexBatch):
-            return batch.placed()
         if self._replicas == 1:
             leaves = batch if type(batch) is tuple else (batch,)
             if all(map(is_native, leaves)):
@@ -327,8 +318,6 @@ class Steps:
             padded = np.concatenate([leaf, padding], axis=1) if padding.size else leaf
             return PaddedArray(self._put(padded, self._stacked_by_rows), rows)
 
-        if isinstance(batches, IndexBatch):
-            return batches.placed()
         return jax.tree.map(self._place_on_one if self._replicas == 1 else shard, batches)
 
     def _place_eagerly(self, leaf: Any) -> Any:
@@ -382,29 +371,20 @@ class Steps:
             warnings.warn(why, UnsplitBatchWarning, stacklevel=3)
         return bool(why)
 
-    def _warn_if_unsplit(self, traced: Any, shapes: Shapes) -> None:
-        ragged = {rows for rows, *_ in shapes if missing_rows(rows, self._replicas)}
-        if not ragged:
-            return
-        # JAX caches this program and runs it later.
-        program = traced.lower().compile().as_text() or ""
-        layers = merging_layers(traced.jaxpr.jaxpr, program, ragged)
-        if not layers:
-            return
-        rows = max(ragged)
-        warnings.warn(
-            f"A batch of {counted(rows, 'row')} over {self._replicas} devices is exact, but not "
-            f"fully split: {', '.join(layers)}: the batch is merged with another dim, and "
-            "devices repeat work.\n"
-            f"A batch of {rows + missing_rows(rows, self._replicas)} rows would be split.",
-            UnsplitBatchWarning,
-            stacklevel=3,
-        )
-
 
 def _laid_out(group: Any, layouts: list[NamedSharding]) -> Any:
     pairs = zip(jax.tree.leaves(group), layouts, strict=True)
     return [jax.lax.with_sharding_constraint(leaf, layout) for leaf, layout in pairs]
+
+
+def _with_state(program: Any) -> Program:
+    """Return a program whose state has all groups, from one that returns the changed ones."""
+
+    def run(state: State, batch: Any) -> tuple[Any, State]:
+        outputs, changed = program(state, batch)
+        return outputs, merged(state, changed)
+
+    return run
 
 
 def _as_they_are(outputs: Any) -> Any:

@@ -1,1 +1,0 @@
-"""Data of a fit that stay on the devices."""

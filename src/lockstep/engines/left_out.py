@@ -22,6 +22,7 @@ class LeftOut:
     """
 
     __slots__ = ("_what",)
+    _what: str
 
     def __init__(self, what: str) -> None:
         object.__setattr__(self, "_what", what)

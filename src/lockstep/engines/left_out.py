@@ -21,21 +21,20 @@ class LeftOut:
         what: The attribute and its layer, and why it cannot be sent.
     """
 
-    __slots__ = ("_what",)
-    _what: str
+    __slots__ = ("_lockstep_what",)
 
     def __init__(self, what: str) -> None:
-        object.__setattr__(self, "_what", what)
+        object.__setattr__(self, "_lockstep_what", what)
 
     def __reduce__(self) -> Any:
-        return LeftOut, (self._what,)
+        return LeftOut, (self._lockstep_what,)
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise LeftOutUsed(self._what)
+        raise LeftOutUsed(self._lockstep_what)
 
 
 def _used(self: LeftOut, *args: Any, **kwargs: Any) -> NoReturn:
-    raise LeftOutUsed(self._what)
+    raise LeftOutUsed(self._lockstep_what)
 
 
 _USES = """

@@ -21,13 +21,13 @@ FILES_OF = {"rescue/detect.py": {"torch"}}
 """Who may import a framework to read a file that only it can read."""
 
 LAYERS = [
-    {"errors", "files", "json_numbers", "keras_compat", "plurals", "report"},
-    {"rowwise_declaration", "old_script"},
-    {"devices", "package_versions", "shards", "state"},
+    {"errors", "files", "keras_compat", "progress", "report"},
+    {"old_script"},
+    {"devices", "package_versions", "state"},
     {"launch", "ray"},
     {"fit_lines", "layout"},
     {"checkpoint", "processes", "training", "engines"},
-    {"batches", "targets", "trains_at_import"},
+    {"batches", "targets"},
     {
         "distribute",
         "initialize",
@@ -40,15 +40,7 @@ LAYERS = [
         "rescue",
     },
     {"bench"},
-    {
-        "demo",
-        "demo_page",
-        "demo_picture",
-        "demo_progress",
-        "demo_tasks",
-        "device_check",
-        "doctor",
-    },
+    {"demo", "demo_picture", "demo_tasks", "doctor"},
     {"cli", "__init__", "__main__"},
 ]
 """What may import what: only from the same line or one above."""

@@ -22,10 +22,10 @@ from lockstep.errors import (
     UnsuitableOutput,
     UntranslatableModel,
     WeightsDoNotFit,
+    counted,
     printable,
 )
 from lockstep.keras_compat import serialized_objects_kept
-from lockstep.plurals import counted
 from lockstep.rescue import unwrap, weight_tree
 from lockstep.rescue.match import Matched
 from lockstep.rescue.old_layers import REBUILD, RENAMED, Context

@@ -20,8 +20,8 @@ from lockstep.errors import (
     OldFileError,
     UntranslatableModel,
     WeightsDoNotFit,
+    counted,
 )
-from lockstep.plurals import counted
 from lockstep.rescue import rebuild, unwrap, weight_tree
 from lockstep.rescue.old_layers import Context
 from lockstep.rescue.read import Group, OldFile, Stored

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import printable
-from lockstep.plurals import counted
+from lockstep.errors import counted, printable
 from lockstep.report import Report, print_table
 
 if TYPE_CHECKING:

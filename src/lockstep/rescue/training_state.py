@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep.plurals import counted
+from lockstep.errors import counted
 from lockstep.rescue.check import numbers
 from lockstep.rescue.match import Matched, Pair
 from lockstep.rescue.old_layers import Context, dtype, plain

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from lockstep.devices import missing_rows
 from lockstep.engines.jax.on_devices.padded import PaddedArray, laid_out
-from lockstep.shards import missing_rows
 from lockstep.training.arrays import Arrays
 
 

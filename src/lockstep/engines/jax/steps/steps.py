@@ -18,6 +18,7 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from lockstep.devices import missing_rows
 from lockstep.engines.jax import flags, jax_group, program_fingerprint
 from lockstep.engines.jax.on_devices.device_dataset import IndexBatch
 from lockstep.engines.jax.on_devices.padded import (
@@ -44,13 +45,11 @@ from lockstep.engines.jax.steps.scan import (
     stacked,
 )
 from lockstep.engines.jax.steps.step import Step, StepFunction
-from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
+from lockstep.errors import UnsplitBatchWarning, UnsupportedModel, counted
 from lockstep.launch.status import STATUS_OF_PROCESS
 from lockstep.layout import Layout
-from lockstep.plurals import counted
 from lockstep.processes import process_group
 from lockstep.processes.agreement import DataCheck
-from lockstep.shards import missing_rows
 from lockstep.training.arrays import host_array, is_native
 
 

@@ -56,7 +56,7 @@ print(time.perf_counter() - start)
 RESCUE = """
 import json, os, sys, threading, time
 import keras, h5py, numpy, lockstep
-from lockstep.rescue import api, detect, keras2, target, write
+from lockstep.rescue import api, detect, match, read, write
 # Keras imports the rest of itself (and TensorFlow, where it is installed) at first use.
 small = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
 keras.saving.serialize_keras_object(small)

@@ -11,6 +11,7 @@ from lockstep.distribute import devices as devices
 from lockstep.distribute import distribute as distribute
 from lockstep.distribute import multi_gpu_model as multi_gpu_model
 from lockstep.distribute import release as release
+from lockstep.distribute import rowwise as rowwise
 from lockstep.initialize import initialize as initialize
 from lockstep.initialize import join_at_first_use as _join_at_first_use
 from lockstep.launch.status import report_from_environment as _report_from_environment
@@ -19,7 +20,6 @@ from lockstep.rehearsal import rehearse_from_environment as _rehearse_from_envir
 from lockstep.rescue.api import inspect as inspect
 from lockstep.rescue.api import load_weights as load_weights
 from lockstep.rescue.api import rescue as rescue
-from lockstep.rowwise_declaration import rowwise as rowwise
 from lockstep.verify import verify as verify
 
 if _typing.TYPE_CHECKING:

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.errors import UnusableData
-from lockstep.plurals import counted
+from lockstep.errors import UnusableData, counted
 
 Batch = Any
 """The argument of a training step: an array or a nest of arrays, in the structure of `fit`."""

@@ -2,7 +2,6 @@
 
 import difflib
 import os
-import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lockstep import __version__
-from lockstep.devices import REHEARSE, rehearsed_devices
+from lockstep.devices import rehearsed_devices
 from lockstep.errors import DeviceError, LockstepError, UnsupportedBackend
 from lockstep.launch.run_command import run_command
 from lockstep.package_versions import install_command
@@ -117,7 +116,7 @@ class _Misused(click.ClickException):
     default="lockstep-demo",
     show_default=True,
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for the models, the picture and the page.",
+    help="Folder for the models and the picture.",
 )
 def demo(devices: int, epochs: int, output: Path) -> None:
     """Train two models on one device and on several, and compare.
@@ -139,7 +138,7 @@ def demo(devices: int, epochs: int, output: Path) -> None:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise click.ClickException(
-            f"--output={output} was asked for, and is no folder to be: {error.strerror}.\n"
+            f"--output={output}: the folder cannot be created: {error.strerror}.\n"
             "Name a folder that can be made."
         ) from None
     result = run_demo(devices, epochs, output)
@@ -189,11 +188,11 @@ def doctor(chosen_backend: str | None, test_devices: bool) -> None:
 def _wrong_devices(backend: str) -> bool:
     """Print which pairs of devices of a backend are wrong; return whether there are any."""
     os.environ["KERAS_BACKEND"] = backend
-    from lockstep.device_check import CAUSE, check
+    from lockstep.doctor import CAUSE_OF_WRONG_PAIRS, check_devices
     from lockstep.engines import current_engine
 
-    wrong, said = check(current_engine(), rehearsed=bool(rehearsed_devices(os.environ)))
-    click.echo("\n" + "\n".join([*wrong, *[CAUSE] * bool(wrong), said]))
+    wrong, said = check_devices(current_engine(), rehearsed=bool(rehearsed_devices(os.environ)))
+    click.echo("\n" + "\n".join([*wrong, *[CAUSE_OF_WRONG_PAIRS] * bool(wrong), said]))
     return bool(wrong)
 
 
@@ -254,22 +253,22 @@ def _could_not_run() -> Iterator[None]:
         sys.exit(COULD_NOT_RUN)
 
 
-_VARIABLE = re.compile(rf"(o rehearse on virtual CPU devices,)\s+set {REHEARSE}=(\d+)\s.*", re.S)
-"""The remedy of a script that has too few devices. It ends the message."""
-
-
 @contextmanager
-def _rehearsal_by_option(devices: str = r"\2") -> Iterator[None]:
-    """Name the options of the command where an error names the variable of a script.
+def _rehearsal_by_option(devices: str | None = None) -> Iterator[None]:
+    """Name the options of the command where an error advises a script to rehearse.
 
     Args:
-        devices: What `--devices` is to be, the number in the error if left out.
+        devices: The value of `--devices` to advise, `None` for the number in the error.
     """
     try:
         yield
     except DeviceError as error:
-        text = _VARIABLE.sub(rf"\1 give --devices {devices} --rehearse.", str(error))
-        raise type(error)(text) from None
+        if error.rehearse is None:
+            raise
+        options = f"--devices {devices or error.rehearse} --rehearse"
+        raise type(error)(
+            f"{error.problem}\nTo rehearse on virtual CPU devices, give {options}."
+        ) from None
 
 
 @main.command()
@@ -284,12 +283,6 @@ def _rehearsal_by_option(devices: str = r"\2") -> Iterator[None]:
 @click.option("--batch-size", type=click.IntRange(min=1), help="Rows of a batch, for arrays.")
 @click.option("--rehearse", is_flag=True, help="Make as many virtual CPU devices each time.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-@click.option(
-    "--output",
-    "-o",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Also write an HTML page with plots here.",
-)
 def bench(
     target: str,
     devices: str,
@@ -298,29 +291,16 @@ def bench(
     batch_size: int | None,
     rehearse: bool,
     as_json: bool,
-    output: Path | None,
 ) -> None:
     """Measure how fast a model trains on several numbers of devices.
 
     TARGET is file.py:function or package.module:function. The function returns
     (model, data), with a compiled model. Each number of devices has its own process.
 
-    Example: lockstep bench train.py:build --devices 1,2,4 -o bench.html
+    Example: lockstep bench train.py:build --devices 1,2,4
     """
     from lockstep.bench import run_bench
-    from lockstep.bench.bench_page import write_page
 
-    if output is not None and not _is_installed("matplotlib"):
-        raise click.ClickException(
-            "The page needs matplotlib, which is not installed here.\n"
-            f"Install it with: {install_command('report')}, or leave --output out."
-        )
-    if output is not None and not os.access(output.parent, os.W_OK):
-        what = "cannot be written to" if output.parent.is_dir() else "is not there"
-        raise click.ClickException(
-            f"--output={output} was asked for, and its folder {output.parent} {what}.\n"
-            "Name a file in a folder that is there."
-        )
     counts = [part.strip() for part in devices.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in counts):
         raise click.UsageError(
@@ -337,9 +317,6 @@ def bench(
             say=lambda text: click.echo(text, err=True),
         )
     print_report(found, as_json)
-    if output is not None:
-        write_page(found, output)
-        click.echo(f"Written: {output}", err=True)
 
 
 @main.command()
@@ -380,7 +357,7 @@ def _show_demo(result: "DemoResult") -> None:
         shown.add_row(*row)
     print_table(console(), shown)
     files = ", ".join(f"{task.name.lower()}.keras" for task in result.tasks)
-    saved = f"Saved in {result.folder}: {files}, demo.png, and demo.html, a page with all of this."
+    saved = f"Saved in {result.folder}: {files}, demo.png."
     console().print(saved, markup=False, soft_wrap=True)
     console().print(result.sentence(), style="" if result.holds else "red", markup=False)
 

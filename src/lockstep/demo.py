@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.demo_page import write_page
 from lockstep.demo_picture import draw_demo
-from lockstep.demo_progress import Advance, progress
-from lockstep.demo_tasks import TRAINING_ROWS, Task, continued, tasks
+from lockstep.demo_tasks import TRAINING_ROWS, Task, tasks
+from lockstep.devices import shard_rows
 from lockstep.distribute import distribute
 from lockstep.errors import UnsupportedBackend
+from lockstep.progress import Advance, progress
 from lockstep.rehearsal import rehearse
-from lockstep.shards import shard_rows
 
 BATCH = 53
 """A prime, so that it divides over no number of devices."""
@@ -136,7 +135,7 @@ def run_demo(devices: int, epochs: int, folder: Path) -> DemoResult:
     Args:
         devices: Virtual devices for the second run, at least 1.
         epochs: Passes over the training data, at least 1.
-        folder: Where the models, `demo.png` and `demo.html` go; it is there.
+        folder: Where the models and `demo.png` go; it is there.
 
     Returns:
         The comparison.
@@ -155,7 +154,7 @@ def run_demo(devices: int, epochs: int, folder: Path) -> DemoResult:
     rehearse(devices)
     both = tasks()
     print(_about_batches(devices), flush=True)
-    with progress(2 * len(both) * epochs * -(-TRAINING_ROWS // BATCH)) as advance:
+    with progress(2 * len(both) * epochs * -(-TRAINING_ROWS // BATCH), lines=True) as advance:
         runs = [
             [_train(task, epochs, count, advance) for count in (None, devices)] for task in both
         ]
@@ -172,20 +171,11 @@ def run_demo(devices: int, epochs: int, folder: Path) -> DemoResult:
             ),
             folder,
         )
-        advance("The picture and the page", 0)
+        advance("The picture", 0)
         images, labels = (part[:24] for part in both[0].held_out)
         guesses = runs[0][1][0].predict(images, verbose=0).argmax(axis=-1)
         apart = {task.name: task.apart for task in result.tasks}
-        pictures = draw_demo(folder / "demo.png", apart, BOUND, images, labels, guesses)
-        write_page(
-            folder / "demo.html",
-            result.sentence(),
-            result.holds,
-            [("", "one device", f"{devices} devices", "apart"), *result.table()],
-            pictures,
-            _about_batches(devices),
-            continued(runs[1][1][0], "def ", 160),
-        )
+        draw_demo(folder / "demo.png", apart, BOUND, images, labels, guesses)
     return result
 
 

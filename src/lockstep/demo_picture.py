@@ -1,6 +1,5 @@
-"""The pictures of the demo: how far two runs are apart after each step, and some digits."""
+"""The picture of the demo: how far two runs are apart after each step, and some digits."""
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ def draw_demo(
     images: Any,
     truths: Any,
     guesses: Any,
-) -> list[tuple[str, bytes]]:
+) -> None:
     """Write a PNG with the differences of the losses, and digits with their labels.
 
     Args:
@@ -27,34 +26,17 @@ def draw_demo(
         images: Grey images, shape (count, height, width, 1).
         truths: The label of each image, shape (count,).
         guesses: The prediction for each image, shape (count,).
-
-    Returns:
-        Its two parts as PNGs of their own, each with a text for readers who do not see it.
     """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    def left(part: Any) -> None:
-        _draw_differences(part, apart, bound)
-
-    def right(part: Any) -> None:
-        _draw_digits(part, images, truths, guesses)
-
     whole = Figure(figsize=(12, 4), layout="constrained")
-    for part, draw in zip(
-        whole.subfigures(1, 2, squeeze=False, width_ratios=(3, 2))[0], (left, right), strict=True
-    ):
-        draw(part)
+    FigureCanvasAgg(whole)
+    left, right = whole.subfigures(1, 2, squeeze=False, width_ratios=(3, 2))[0]
+    _draw_differences(left, apart, bound)
+    _draw_digits(right, images, truths, guesses)
     with replacing(path) as temporary:
-        temporary.write_bytes(_png(whole))
-    parts = []
-    for draw, words in (
-        (left, "The difference of the losses after each step, and the bound"),
-        (right, "Held-out digits with the predicted labels"),
-    ):
-        figure = Figure(figsize=(6, 4), layout="constrained")
-        draw(figure)
-        parts.append((words, _png(figure)))
-    return parts
+        whole.savefig(temporary, format="png", dpi=130)
 
 
 def _draw_differences(figure: Any, apart: dict[str, list[float]], bound: float) -> None:
@@ -87,12 +69,3 @@ def _draw_digits(figure: Any, images: Any, truths: Any, guesses: Any) -> None:
                 f"{guesses[position]}", color="black" if right_guess else "red", fontsize=10
             )
     figure.suptitle("Held-out digits and what the model takes them for", fontsize=11)
-
-
-def _png(figure: Any) -> bytes:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    FigureCanvasAgg(figure)
-    written = io.BytesIO()
-    figure.savefig(written, format="png", dpi=130)
-    return written.getvalue()

@@ -143,25 +143,3 @@ def _language_model(place: Callable[[Any], Any]) -> Any:
         metrics=["accuracy"],
     )
     return model
-
-
-def continued(model: Any, beginning: str, count: int) -> str:
-    """A text and the characters that a language model draws after it, the same in each call.
-
-    Args:
-        model: The model of `python_source`.
-        beginning: The text, at least one character.
-        count: Characters to draw.
-    """
-    import numpy as np
-
-    random = np.random.default_rng(0)
-    codes = [CHARACTERS.index(character) for character in beginning]
-    for _ in range(count):
-        seen = codes[-LENGTH:]
-        row = np.zeros((1, LENGTH), "int32")
-        row[0, : len(seen)] = seen  # what comes later changes nothing: the model is causal
-        scores = np.asarray(model.predict_on_batch(row), "float64")[0, len(seen) - 1] / 0.7
-        likely = np.exp(scores - scores.max())
-        codes.append(int(random.choice(len(CHARACTERS), p=likely / likely.sum())))
-    return "".join(CHARACTERS[code] for code in codes)

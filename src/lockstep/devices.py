@@ -1,14 +1,14 @@
-"""The values of `devices=`, and the devices that they mean."""
+"""The values of `devices=`, the devices that they mean, and the rows that each of them gets."""
 
 import difflib
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-from lockstep.errors import DeviceError, DeviceNotFound, DuplicateDevice
-from lockstep.plurals import counted
+from lockstep.errors import DeviceError, DeviceNotFound, DuplicateDevice, counted
 
 _NAME = re.compile(r"^/?(?:device:)?(?P<platform>[a-z]+):(?P<number>\d+)$")
 REHEARSE = "LOCKSTEP_REHEARSE"
@@ -90,6 +90,41 @@ def names_in_words(names: Sequence[str]) -> str:
     return ", ".join(names)
 
 
+def shard_rows(rows: int, replicas: int) -> tuple[range, ...]:
+    """Split the rows of one global batch into contiguous shards, one per replica.
+
+    Every row is in exactly one shard and order is kept. The shards before the last
+    rows all have `ceil(rows / replicas)` rows, which is also the most any has; the
+    last ones may be shorter or empty.
+
+    Args:
+        rows: Rows in the global batch, at least 0.
+        replicas: Replicas in the mesh, at least 1.
+
+    Returns:
+        `replicas` ranges of row numbers, ascending.
+
+    Example:
+        >>> [len(shard) for shard in shard_rows(11, 4)]
+        [3, 3, 3, 2]
+        >>> [len(shard) for shard in shard_rows(5, 4)]
+        [2, 2, 1, 0]
+    """
+    size = -(-rows // replicas)
+    starts = [min(rows, replica * size) for replica in range(replicas + 1)]
+    return tuple(range(start, stop) for start, stop in pairwise(starts))
+
+
+def missing_rows(rows: int, replicas: int) -> int:
+    """Rows to add so that every replica gets the same number.
+
+    Example:
+        >>> missing_rows(103, 8)
+        1
+    """
+    return -rows % replicas
+
+
 def check_visible(here: Sequence[Device], environ: Mapping[str, str]) -> None:
     """Raise if `CUDA_VISIBLE_DEVICES` was set too late to have an effect.
 
@@ -165,7 +200,12 @@ def _first(count: int, default: Sequence[Device]) -> tuple[str, ...]:
             f"here: {names_in_words([device.name for device in default])}."
         )
     if count > len(default):
-        raise DeviceNotFound(_not_enough(count, default))
+        verb = "is" if len(default) == 1 else "are"
+        raise DeviceNotFound(
+            f"devices={count} was asked for, and {len(default)} {verb} here: "
+            f"{names_in_words([device.name for device in default])}.",
+            rehearse=count,
+        )
     return tuple(device.name for device in default[:count])
 
 
@@ -213,10 +253,14 @@ def _check_names(names: tuple[str, ...], asked: object, here: Sequence[Device]) 
     known = [device.name for device in here]
     for position, name in enumerate(names):
         if name not in known:
-            raise DeviceNotFound(
-                f"devices={asked!r} was asked for, and {name} is not among the "
-                f"{len(known)} here: {names_in_words(known)}.\n" + _remedy(name, names, known)
+            remedy = _remedy(name, known)
+            problem = (
+                f"devices={asked!r} was asked for, and {name} is not among the {len(known)} here: "
+                f"{names_in_words(known)}."
             )
+            if remedy is None:
+                raise DeviceNotFound(problem, 1 + max(int(each.split(":")[1]) for each in names))
+            raise DeviceNotFound(f"{problem}\n{remedy}")
         if name in names[:position]:
             raise DuplicateDevice(
                 f"devices={asked!r} names {name} twice, and a device holds one replica.\n"
@@ -231,16 +275,8 @@ def _check_names(names: tuple[str, ...], asked: object, here: Sequence[Device]) 
         )
 
 
-def _not_enough(count: int, default: Sequence[Device]) -> str:
-    verb = "is" if len(default) == 1 else "are"
-    return (
-        f"devices={count} was asked for, and {len(default)} {verb} here: "
-        f"{names_in_words([device.name for device in default])}.\n" + _rehearsal_hint(count)
-    )
-
-
-def _remedy(missing: str, names: tuple[str, ...], known: Sequence[str]) -> str:
-    """Return the remedy for a device that is not available.
+def _remedy(missing: str, known: Sequence[str]) -> str | None:
+    """Return the remedy for a device that is not available, `None` for a rehearsal.
 
     In a rehearsal a GPU is a CPU device of the same number: the remedy is that name.
     """
@@ -251,15 +287,8 @@ def _remedy(missing: str, names: tuple[str, ...], known: Sequence[str]) -> str:
         if not meant:
             return f"Name devices that are here, such as {known[0]}."
         name = f"{_ALIASES.get(meant[0], meant[0])}:{number}"
-        return f"Did you mean {name}?" if name in known else _remedy(name, names, known)
+        return f"Did you mean {name}?" if name in known else _remedy(name, known)
     virtual = f"cpu:{number}"
     if platform != "cpu" and virtual in known and len(known) > 1 and known[0] == "cpu:0":
         return f"Did you mean {virtual}? The virtual devices of a rehearsal are CPU devices."
-    return _rehearsal_hint(max(int(name.split(":")[1]) for name in names) + 1)
-
-
-def _rehearsal_hint(count: int) -> str:
-    return (
-        f"To rehearse on virtual CPU devices, set LOCKSTEP_REHEARSE={count} before Python "
-        f"starts\n(or call lockstep.rehearse(devices={count}) before the first Keras operation)."
-    )
+    return None

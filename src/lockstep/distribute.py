@@ -1,4 +1,4 @@
-"""The functions that distribute a model and release it, and that list devices."""
+"""The functions that distribute a model, release it, declare a layer, and list devices."""
 
 import warnings
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from lockstep.initialize import join
 from lockstep.launch.status import STATUS_OF_PROCESS
 
 Model = TypeVar("Model")
+Declared = TypeVar("Declared")
 
 Devices = int | str | Sequence[int] | Sequence[str]
 """The types that `devices=` accepts, besides `None`."""
@@ -185,3 +186,31 @@ def _legacy_keras(model: object) -> str | None:
             if base.__module__.startswith(f"{package}."):
                 return package
     return None
+
+
+def rowwise(layer: Declared) -> Declared:
+    """Declare that a layer, loss or metric function works row by row.
+
+    Each row of every output then depends on the same row of the inputs alone, in training
+    and in inference. Engines with a copy of the model on each device split such a layer, and
+    do not examine its code. A wrong declaration gives wrong numbers; `lockstep.verify` finds
+    them.
+
+    Args:
+        layer: A Keras layer, a class of layers, or a function of targets and outputs.
+
+    Returns:
+        The same object, so that the function is usable as a decorator.
+
+    Raises:
+        AttributeError: If the object accepts no attributes, such as a built-in function.
+
+    Example:
+        >>> class Doubled(keras.layers.Layer):
+        ...     def call(self, x):
+        ...         return x * 2
+        >>> lockstep.rowwise(Doubled) is Doubled
+        True
+    """
+    layer._lockstep_rowwise = True  # type: ignore[attr-defined]
+    return layer

@@ -51,7 +51,26 @@ class LockstepError(Exception):
 
 
 class DeviceError(LockstepError, ValueError):
-    """The value of `devices=` is wrong."""
+    """The value of `devices=` is wrong.
+
+    Attributes:
+        problem: The message without the remedy of a rehearsal.
+        rehearse: The number of virtual devices that would do, `None` if a rehearsal is no remedy.
+    """
+
+    def __init__(self, problem: str, rehearse: int | None = None) -> None:
+        super().__init__(problem, rehearse)
+        self.problem, self.rehearse = problem, rehearse
+
+    def __str__(self) -> str:
+        """Return the problem, and how a script rehearses if that is the remedy."""
+        if self.rehearse is None:
+            return self.problem
+        return (
+            f"{self.problem}\nTo rehearse on virtual CPU devices, set "
+            f"LOCKSTEP_REHEARSE={self.rehearse} before Python starts\n(or call "
+            f"lockstep.rehearse(devices={self.rehearse}) before the first Keras operation)."
+        )
 
 
 class DeviceNotFound(DeviceError):
@@ -159,6 +178,21 @@ def printable(text: str) -> str:
         one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode()
         for one in text
     )
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun, for a message.
+
+    Args:
+        number: How many.
+        noun: The regular noun, in the singular.
+
+    Example:
+        >>> counted(1, "device"), counted(2, "device"), counted(0, "batch")
+        ('1 device', '2 devices', '0 batches')
+    """
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "x", "tch")) else "s"
+    return f"{number:,} {noun}{ending}"
 
 
 class UnreadableFile(OldFileError):

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from numbers import Integral
 from typing import Any
 
-from lockstep.devices import names_in_words, rehearsed_devices
+from lockstep.devices import names_in_words, rehearsed_devices, shard_rows
+from lockstep.errors import counted
 from lockstep.layout import Layout
-from lockstep.plurals import counted
-from lockstep.shards import shard_rows
 
 Given = dict[str, Any]
 """The arguments of one call, by name."""

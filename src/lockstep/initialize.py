@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import sys
 from collections.abc import Mapping, MutableMapping
 
 from lockstep.engines import current_engine
@@ -65,7 +64,7 @@ def join_at_first_use(environ: MutableMapping[str, str]) -> None:
         place = place_of_this_process(environ)
     except ProcessesDisagree:
         return
-    if place.size == 1 or _backend(environ) != "jax":
+    if place.size == 1 or choose_backend(environ)[0] != "jax":
         return
     from lockstep.engines.jax import joining
 
@@ -73,12 +72,3 @@ def join_at_first_use(environ: MutableMapping[str, str]) -> None:
         environ[_JOINED] = str(os.getpid())
 
     joining.at_first_use(place, joined)
-
-
-def _backend(environ: Mapping[str, str]) -> str:
-    """Return Keras's backend, without importing Keras."""
-    keras = sys.modules.get("keras")
-    if keras is not None and hasattr(keras, "config"):
-        backend: str = keras.config.backend()
-        return backend
-    return choose_backend(environ)[0]

@@ -10,8 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import UnreadableFile, printable
-from lockstep.plurals import counted
+from lockstep.errors import UnreadableFile, counted, printable
 from lockstep.report import Report
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ def install_command(extra: str) -> str:
     folder, archive or repository.
 
     Args:
-        extra: The name of the extra, such as `"report"`.
+        extra: The name of the extra, such as `"demo"`.
 
     Returns:
         A command for a shell.

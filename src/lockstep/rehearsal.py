@@ -82,12 +82,16 @@ def rehearse_from_environment(environ: MutableMapping[str, str]) -> None:
 
 
 def choose_backend(environ: Mapping[str, str]) -> tuple[str, str]:
-    """Return the backend that Keras chooses in this environment, and the source of the choice.
+    """Return the backend that Keras has in this environment, and the source of the choice.
 
-    Keras is not imported: it would write its file of settings.
+    Keras is not imported: it would write its file of settings. If this process has imported it,
+    the backend is the one that it runs on.
     """
     import json
 
+    keras = sys.modules.get("keras")
+    if environ is os.environ and keras is not None and hasattr(keras, "config"):
+        return keras.config.backend(), "the Keras that is imported"
     if environ.get("KERAS_BACKEND"):
         return environ["KERAS_BACKEND"], "KERAS_BACKEND"
     # keras/src/backend/config.py

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import sys
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Any
-
-from lockstep.json_numbers import finite
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,7 +56,7 @@ class Report(ABC):
 
     def as_json(self) -> str:
         """Return the report as JSON; a number that is not finite is the string "inf" or "nan"."""
-        return json.dumps(finite(self.as_dict()), indent=2, allow_nan=False)
+        return json.dumps(_finite(self.as_dict()), indent=2, allow_nan=False)
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
@@ -71,6 +70,15 @@ class Report(ABC):
         return shown.export_html(
             inline_styles=True, code_format='<pre style="line-height: normal">{code}</pre>'
         )
+
+
+def _finite(value: Any) -> Any:
+    """Return lists and dicts with the strings "inf" and "nan" for numbers that are not finite."""
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [*map(_finite, value)]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 NARROW = 80

@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import Any
 
 from lockstep.errors import TargetNotFound, UnsupportedBackend, UnusableData
-from lockstep.trains_at_import import training_refused
 
 
 def call_target(target: str) -> Any:
@@ -141,7 +140,7 @@ def load_module(place: str) -> ModuleType:
     does with a script.
 
     Raises:
-        TargetNotFound: If there is no such file or module, or it trains a model, or ends Python.
+        TargetNotFound: If there is no such file or module, or it ends Python.
     """
     if place.endswith(".py"):
         return _load_file(Path(place))
@@ -152,7 +151,7 @@ def load_module(place: str) -> ModuleType:
         )
     sys.path.insert(0, str(Path.cwd()))
     try:
-        with _as_a_script(place), training_refused(place):
+        with _as_a_script(place):
             return importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is None or not place.startswith(error.name):
@@ -175,7 +174,7 @@ def _load_file(file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(file.parent.resolve()))
     sys.modules[file.stem] = module
-    with _as_a_script(str(file)), training_refused(str(file)):
+    with _as_a_script(str(file)):
         spec.loader.exec_module(module)
     return module
 

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lockstep.device_check import wrong_pairs
-from lockstep.doctor import Findings, choose_backend
+from lockstep.doctor import Findings, choose_backend, wrong_pairs
 from lockstep.package_versions import install_command
 from tests.processes.common import python, warm_python
 
@@ -69,31 +68,31 @@ def test_gpus_that_the_backend_does_not_use():
 @pytest.mark.parametrize(
     ("noted", "command"),
     [
-        (None, "pip install 'keras-lockstep[report]'"),
+        (None, "pip install 'keras-lockstep[demo]'"),
         (
             {"url": "file:///home/ada/a%20clone", "dir_info": {}},
-            "pip install '/home/ada/a clone[report]'",
+            "pip install '/home/ada/a clone[demo]'",
         ),
         (
             {"url": "file:///home/ada/clone", "dir_info": {"editable": True}},
-            "pip install -e '/home/ada/clone[report]'",
+            "pip install -e '/home/ada/clone[demo]'",
         ),
         (
             {"url": "https://example.org/l.git", "vcs_info": {"vcs": "git", "commit_id": "0a1b"}},
-            "pip install 'keras-lockstep[report] @ git+https://example.org/l.git@0a1b'",
+            "pip install 'keras-lockstep[demo] @ git+https://example.org/l.git@0a1b'",
         ),
         (
             {"url": "file:///tmp/l-0.1.0-py3-none-any.whl", "archive_info": {}},
-            "pip install 'keras-lockstep[report] @ file:///tmp/l-0.1.0-py3-none-any.whl'",
+            "pip install 'keras-lockstep[demo] @ file:///tmp/l-0.1.0-py3-none-any.whl'",
         ),
     ],
 )
 def test_an_extra_is_installed_from_where_lockstep_came_from(noted, command, monkeypatch):
-    """`keras-lockstep[report]` alone needs a release on a package index."""
+    """`keras-lockstep[demo]` alone needs a release on a package index."""
     text = None if noted is None else json.dumps(noted)
     installed = SimpleNamespace(read_text={"direct_url.json": text}.get)
     monkeypatch.setattr("lockstep.package_versions.distribution", {"keras-lockstep": installed}.get)
-    assert install_command("report") == command
+    assert install_command("demo") == command
 
 
 def test_where_the_choice_of_a_backend_comes_from(tmp_path):

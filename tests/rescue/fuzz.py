@@ -50,7 +50,7 @@ def damaged(content: bytes, rng: random.Random) -> bytes:
 def run(rng: random.Random, count: int, folder: Path) -> Counter:
     """Rescue `count` damaged files in an empty folder; anything unexpected raises."""
     outcome: Counter = Counter()
-    old, new = folder / "damaged.h5", folder / "new.weights.h5"
+    old, new = folder / "damaged.h5", folder / "new.safetensors"
     for _ in range(count):
         old.write_bytes(damaged((LEGACY / rng.choice(FILES)).read_bytes(), rng))
         try:

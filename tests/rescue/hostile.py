@@ -33,43 +33,6 @@ def hard_links_over_40_levels(path):
         here["vars/0"] = np.ones(2)
 
 
-def safetensors(path, header):
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
-
-
-def entry(**changes):
-    return {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4], **changes}}
-
-
-def shape_of_two_million_dims(path):
-    safetensors(path, json.dumps(entry(shape=[9] * 2_000_000)).encode())
-
-
-def shape_of_huge_numbers(path):
-    safetensors(path, json.dumps(entry()).replace("[1]", f"[{'9' * 3000},{'9' * 3000}]").encode())
-
-
-def shape_of_negative_numbers(path):
-    safetensors(path, entry(shape=[-1, -1]))
-
-
-def shape_of_infinity(path):
-    safetensors(path, json.dumps(entry()).replace("[1]", "[Infinity]").encode())
-
-
-def header_of_90_megabytes(path):
-    safetensors(path, b'{"a":[' + b"{}," * 30_000_000 + b"{}]}")
-
-
-def metadata_that_is_a_number(path):
-    safetensors(path, {"__metadata__": 5, **entry()})
-
-
-def metadata_that_is_a_list(path):
-    safetensors(path, {"__metadata__": ["format"], **entry()})
-
-
 def archive(path, **parts):
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as zipped:
         for name, text in parts.items():
@@ -87,20 +50,6 @@ def metadata_that_unfolds_to_30_megabytes_of_lists(path):
 def config_that_declares_100_bytes_and_unfolds_to_a_gigabyte(path):
     archive(path, config__json=b" " * 2**30)
     path.write_bytes(path.read_bytes().replace(struct.pack("<I", 2**30), struct.pack("<I", 100)))
-
-
-def deflated_torch_storage(path):
-    import torch
-
-    torch.save({"w": torch.zeros(8)}, path)
-    with zipfile.ZipFile(path) as whole:
-        parts = {one.filename: whole.read(one) for one in whole.infolist()}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as zipped:
-        for name, content in parts.items():
-            with zipped.open(name, "w", force_zip64=True) as part:
-                part.write(content)
-                for _ in range(2048 if name.endswith("data/0") else 0):
-                    part.write(bytes(2**20))
 
 
 def committed_datatype(path):
@@ -236,25 +185,16 @@ REFUSED = {
         a_model_of_25000_layers,
     ],
     ".weights.h5": [hard_links_over_40_levels],
-    ".safetensors": [
-        shape_of_two_million_dims,
-        shape_of_huge_numbers,
-        shape_of_negative_numbers,
-        shape_of_infinity,
-        header_of_90_megabytes,
-    ],
     ".keras": [
         config_that_unfolds_to_250_megabytes,
         config_that_declares_100_bytes_and_unfolds_to_a_gigabyte,
         metadata_that_unfolds_to_30_megabytes_of_lists,
     ],
-    ".pt": [deflated_torch_storage],
 }
 """What every command refuses."""
 
 READ = {
     ".h5": [version_of_a_superscript, version_of_5000_digits, version_of_escapes],
-    ".safetensors": [metadata_that_is_a_number, metadata_that_is_a_list],
 }
 """Odd, and readable."""
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 import lockstep
 from lockstep.cli import main
 from lockstep.errors import OutputMismatch, UnreadableFile
-from lockstep.rescue import check as check_module
+from lockstep.rescue import outputs_check
 from lockstep.rescue import write as write_module
 from tests.rescue import old_files
 
@@ -95,8 +95,8 @@ def test_one_wrong_number_in_the_written_file_is_refused(tmp_path, monkeypatch, 
     assert lockstep.rescue(parallel, new, model=model, check=check).difference < 1e-5
     write = write_module.write
 
-    def damaged(old, found, suffix, path):
-        result = write(old, found, suffix, path)
+    def damaged(old, found, suffix, state, path):
+        result = write(old, found, suffix, state, path)
         with archive_of(path) as folder, h5py.File(folder, "r+") as handle:
             handle.visititems(flip)
         return result
@@ -137,9 +137,9 @@ def test_another_number_of_outputs_is_said(tmp_path, given):
     np.savez(tmp_path / "io.npz", x0=X, **{f"y{n}": y for n in range(given)})
     inputs = keras.Input((4,))
     two = keras.Model(inputs, [keras.layers.Dense(2)(inputs) for _ in range(2)])
-    inputs, outputs = check_module.inputs_and_outputs(tmp_path / "io.npz")
+    inputs, outputs = outputs_check.inputs_and_outputs(tmp_path / "io.npz")
     with pytest.raises(OutputMismatch, match=f"has 2 outputs, and {given} were given"):
-        check_module.difference(two, inputs, outputs)
+        outputs_check.difference(two, inputs, outputs)
 
 
 @pytest.mark.parametrize("y", [np.zeros((0, 2), "float32"), np.full((3, 2), np.nan, "float32")])
@@ -171,7 +171,7 @@ def text(path):
 def test_inputs_that_are_no_arrays_are_refused(tmp_path, write):
     write(tmp_path / "io.npz")
     with pytest.raises(UnreadableFile, match=r"io\.npz"):
-        check_module.inputs_and_outputs(tmp_path / "io.npz")
+        outputs_check.inputs_and_outputs(tmp_path / "io.npz")
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "no text"])

@@ -9,7 +9,7 @@ import pytest
 import lockstep
 
 ROOT = Path(__file__).parents[2]
-RESCUE = ("api", "detect", "match", "old_layers", "read", "weight_tree")
+RESCUE = ("api", "match", "match_by_order", "old_layers", "read", "weight_tree")
 
 
 @pytest.mark.parametrize("name", ["errors", *(f"rescue.{name}" for name in RESCUE)])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import AmbiguousWeights, OldFileError, WeightsDoNotFit
-from lockstep.rescue import match
+from lockstep.rescue import match, match_by_order
 from lockstep.rescue.read import Stored
 from lockstep.rescue.weight_tree import Branch, Dialect, Leaf, Slot, leaves
 
@@ -207,7 +207,7 @@ def test_two_layers_with_one_name_are_told_apart_by_order():
     stored, truth = file_of(root, in_graph)
     found = match.assign(root, stored, trusted=False)
     assert right(found, truth)
-    assert found.rules == (match.BY_ORDER,)
+    assert found.rules == (match_by_order.BY_ORDER,)
 
 
 def test_equal_nested_models_are_refused_where_either_may_have_been_frozen():

@@ -58,7 +58,7 @@ def test_weights_without_an_architecture(tmp_path):
     assert message(errors.NeedsCode, lambda: lockstep.rescue(file, tmp_path / "n.keras")) == (
         "keras-2.2.4__mlp4-g2/parallel_weights.h5 holds weights and no architecture.\n"
         "Give the template with --model file.py:function or --config template.json, or take\n"
-        "the arrays alone into a .safetensors file or a .weights.h5 of named arrays."
+        "the arrays alone into a .safetensors file."
     )
 
 

@@ -357,41 +357,23 @@ def test_bilinear_upsampling_is_not_passed_over_in_silence(tmp_path):
     assert any("bilinear" in note for note in report.notes)
 
 
-def test_kernels_that_theano_saved_are_turned(tmp_path):
-    """Theano convolved where TensorFlow correlates; Keras 2 turned kernels as it loaded them."""
-    x, kernel, deep, bias = numbers(2, 6, 3), numbers(3, 3, 2), numbers(2, 5), numbers(5)
-    layers = [
-        ("Conv1D", {"filters": 2, "kernel_size": [3], "use_bias": False, "name": "c"}),
-        ("Dense", {"units": 5, "name": "d"}),
-    ]
-    weights = [("c/kernel", kernel), ("d/kernel", deep), ("d/bias", bias)]
-    old = old_files.parallel_full(
-        tmp_path / "old.h5", old_files.sequential(layers, (None, 6, 3)), weights,
-        shapes=((None, 6, 3),),
-    )  # fmt: skip
-    with h5py.File(old, "a") as file:
-        file.attrs["backend"] = b"theano"
-    turned = kernel[::-1]
-    rows = [sum(x[:, t + k] @ turned[k] for k in range(3)) for t in range(4)]
-    wanted = np.stack(rows, axis=1) @ deep + bias
-    lockstep.rescue(old, tmp_path / "new.keras")
-    model = keras.models.load_model(tmp_path / "new.keras")
-    np.testing.assert_allclose(model(x), wanted, atol=1e-5)
-    for layer in model.layers:
-        layer.set_weights([np.zeros_like(w) for w in layer.get_weights()])
-    lockstep.load_weights(model, old)
-    np.testing.assert_allclose(model(x), wanted, atol=1e-5)
-    assert any("theano" in note for note in lockstep.inspect(old).notes)
-
-
-def test_kernels_of_keras_1_are_refused_and_its_arrays_are_not(tmp_path):
-    """Its files do not tell whether a kernel lies in the order of Theano or of TensorFlow."""
+@pytest.mark.parametrize(
+    ("attributes", "weights"),
+    [
+        ({"backend": b"theano", "keras_version": b"2.2.4"}, ("c/kernel:0", "c/bias:0")),
+        ({"keras_version": b"1.2.2"}, ("convolution2d_1_W", "convolution2d_1_b")),
+        ({}, ("convolution2d_1_W", "convolution2d_1_b")),
+    ],
+)
+def test_kernels_in_another_order_are_refused_and_the_arrays_are_not(attributes, weights, tmp_path):
+    """Theano convolved where TensorFlow correlates, and Keras 1 does not tell which it did."""
     with h5py.File(tmp_path / "old.h5", "w") as root:
-        old_files.names(root, "layer_names", ["convolution2d_1"])
-        weights = [("convolution2d_1_W", numbers(3, 3, 3, 3)), ("convolution2d_1_b", numbers(3))]
-        old_files.group(root, "convolution2d_1", weights)
+        root.attrs.update(attributes)
+        old_files.names(root, "layer_names", ["c"])
+        arrays = zip(weights, (numbers(3, 3, 3, 3), numbers(3)), strict=True)
+        old_files.group(root, "c", [*arrays])
     model = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Conv2D(3, 3)])
-    with pytest.raises(lockstep.errors.UntranslatableModel, match="Keras 1") as caught:
+    with pytest.raises(lockstep.errors.UntranslatableModel, match="Keras 1 or of the") as caught:
         lockstep.load_weights(model, tmp_path / "old.h5")
     assert len(str(caught.value).splitlines()) == 3
     lockstep.rescue(tmp_path / "old.h5", tmp_path / "arrays.safetensors")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+from safetensors.numpy import load_file
 
 import lockstep
 from lockstep.errors import IncompleteFile, OldFileError
@@ -54,11 +55,12 @@ def bytes_of(path: Path) -> Counter:
 
 
 def bytes_in(output: Path) -> Counter:
-    """The same of a `.keras` or an HDF5 file that was written."""
+    """The same of a `.keras` or `.safetensors` file that was written."""
     import zipfile
 
-    if output.suffix != ".keras":
-        return bytes_of(output)
+    if output.suffix == ".safetensors":
+        arrays = load_file(output).values()
+        return Counter((array.shape, array.tobytes()) for array in arrays)
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(output) as archive:
         return bytes_of(Path(archive.extract("model.weights.h5", folder)))
 
@@ -76,7 +78,7 @@ def run(folder: Path, case: dict, file: dict, work: Path) -> Outcome:
     io = path.parent / "io.npz"
     earlier = "earlier epoch" in file["expected"]
     hopeless = file["expected"].startswith(("incomplete", "no weights"))
-    shape = "keras" if file["has_model_config"] or config.exists() else "weights.h5"
+    shape = "keras" if file["has_model_config"] or config.exists() else "safetensors"
     output = work / f"out.{shape}"
     outcome = Outcome(
         case["id"],

@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 
 from lockstep.bench import run_bench
-from lockstep.bench.bench_page import write_page
 from lockstep.bench.scaling import Measurement, Scaling
 from lockstep.errors import BenchFailed, DeviceNotFound, TargetNotFound
 
@@ -56,14 +55,11 @@ def test_the_most_devices_are_named_where_fewer_are_the_fastest():
     assert found.verdict.endswith("; 4 devices are no faster.")
 
 
-def test_a_report_without_a_profile_says_so(tmp_path):
-    """The page told of a profile where there was none."""
+def test_a_report_without_a_profile_says_so():
     found = scaling(measured(1, 0.01, compute=None, communication=None))
     console = Console(file=io.StringIO(), width=80)
     found.show(console)
-    write_page(found, tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
-    for text in (console.file.getvalue(), page, found.as_json()):
+    for text in (console.file.getvalue(), found.as_json()):
         assert "Compute and communication were not measured here" in " ".join(text.split())
         assert "come from a profile" not in " ".join(text.split())
 
@@ -129,23 +125,6 @@ def test_the_report_names_every_number():
     assert json.loads(odd.as_json(), parse_constant=pytest.fail)["measurements"][1]["step"] == "inf"
 
 
-def test_the_page_loads_nothing(tmp_path):
-    write_page(scaling(measured(1, 0.01), measured(2, 0.006)), tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
-    assert page.count("<svg") == 1
-    assert "2 devices are 1.67 times as fast" in page
-    assert re.search(r"<p>20\d\d-\d\d-\d\d: .*</p>", page), "the date and the devices"
-    # On a phone, the plots shrink and the table scrolls in a box of its own.
-    assert '<meta name="viewport" content="width=device-width' in page
-    assert "svg { max-width: 100%" in page
-    assert '<div class="wide"><table>' in page
-    assert not re.search(r'(src|href)="http|<script|@import', page)
-    assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
-    no_text = Scaling("tr\udcff.py:build", False, 2, {}, (measured(1, 0.01),))
-    write_page(no_text, tmp_path / "page.html")
-    assert "tr\\udcff.py:build" in (tmp_path / "page.html").read_text()
-
-
 SCRIPT = """
 import keras, numpy as np
 def build():
@@ -199,14 +178,6 @@ def test_devices_that_are_not_here_are_refused_before_anything_is_measured(tmp_p
     assert said == ["64 devices ..."]
 
 
-def test_a_page_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path):
-    command = [sys.executable, "-m", "lockstep", "bench", "train.py:build", "-o", "missing/b.html"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr == (
-        "Error: --output=missing/b.html was asked for, and its folder missing is not there.\n"
-        "Name a file in a folder that is there.\n"
-    )
 
 
 def test_nothing_that_was_compiled_before_is_taken(tmp_path, monkeypatch):

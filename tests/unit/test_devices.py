@@ -1,7 +1,16 @@
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lockstep.devices import Device, check_visible, names_in_words, parse_devices
+from lockstep.devices import (
+    Device,
+    check_visible,
+    missing_rows,
+    names_in_words,
+    parse_devices,
+    shard_rows,
+)
 from lockstep.errors import DeviceError, DeviceNotFound, DuplicateDevice
 
 GPUS = [Device(f"gpu:{n}", "a GPU") for n in range(4)]
@@ -83,3 +92,25 @@ def test_cuda_visible_devices_set_too_late_is_told(visible):
 
 def test_cuda_visible_devices_says_nothing_about_cpus():
     check_visible([Device("cpu:0", "")], {"CUDA_VISIBLE_DEVICES": ""})
+
+
+ROWS = st.integers(0, 10_000)
+REPLICAS = st.integers(1, 600)
+
+
+@given(ROWS, REPLICAS)
+def test_every_row_is_in_one_shard_in_order(rows, replicas):
+    shards = shard_rows(rows, replicas)
+    assert len(shards) == replicas
+    assert [row for shard in shards for row in shard] == list(range(rows))
+
+
+@given(ROWS, REPLICAS)
+def test_no_shard_is_larger_than_its_share(rows, replicas):
+    assert max(map(len, shard_rows(rows, replicas))) == -(-rows // replicas)
+
+
+@given(ROWS, REPLICAS)
+def test_missing_rows_make_it_divisible(rows, replicas):
+    assert (rows + missing_rows(rows, replicas)) % replicas == 0
+    assert 0 <= missing_rows(rows, replicas) < replicas

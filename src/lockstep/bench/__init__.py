@@ -10,9 +10,8 @@ from pathlib import Path
 
 from lockstep import errors
 from lockstep.bench.scaling import Measurement, Scaling
-from lockstep.errors import BenchFailed
+from lockstep.errors import BenchFailed, counted
 from lockstep.package_versions import package_version
-from lockstep.plurals import counted
 
 
 def run_bench(
@@ -77,9 +76,9 @@ def _in_own_process(
         )
         told = json.loads(output.read_text()) if output.exists() else {}
     if done.returncode != 0 or "measured" not in told:
-        module, kind, text = told.get("raised", ("", "", ""))
+        module, kind, text, arguments = told.get("raised", ("", "", "", ()))
         if module == errors.__name__:
-            raise getattr(errors, kind)(text)
+            raise getattr(errors, kind)(*arguments)
         said = f"{kind}: {text}" if kind else _last_line(done.stderr)
         raise BenchFailed(
             f"The process that measured {counted(count, 'device')} ended with {done.returncode}:\n"

@@ -15,7 +15,7 @@ from lockstep.bench.scaling import Measurement
 from lockstep.distribute import distribute
 from lockstep.engines import current_engine
 from lockstep.engines.engine import Clock
-from lockstep.errors import UnusableData
+from lockstep.errors import LockstepError, UnusableData
 from lockstep.targets import model_and_data
 
 
@@ -113,7 +113,9 @@ def main() -> None:
         found = {"measured": asdict(measure(model, data, **asked))}
     except Exception as error:
         kind = type(error)
-        output.write_text(json.dumps({"raised": [kind.__module__, kind.__name__, str(error)]}))
+        arguments = error.args if isinstance(error, LockstepError) else ()
+        raised = [kind.__module__, kind.__name__, str(error), arguments]
+        output.write_text(json.dumps({"raised": raised}))
         raise
     output.write_text(json.dumps(found))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.plurals import counted
+from lockstep.errors import counted
 from lockstep.report import Report, print_table, table
 
 if TYPE_CHECKING:

@@ -34,8 +34,8 @@ from lockstep.errors import (
     CheckpointWarning,
     UnsupportedBackend,
     UnsupportedModel,
+    counted,
 )
-from lockstep.plurals import counted
 
 MODEL = "model.keras"
 

@@ -18,7 +18,7 @@ from lockstep.checkpoint.data_states import (
     put_states,
     states_of,
 )
-from lockstep.errors import CheckpointError, CheckpointMismatch, CheckpointWarning
+from lockstep.errors import CheckpointError, CheckpointMismatch, CheckpointWarning, counted
 from lockstep.keras_compat import (
     ArrayDataAdapter,
     EpochIterator,
@@ -28,7 +28,6 @@ from lockstep.keras_compat import (
     TFDatasetAdapter,
     TorchDataLoaderAdapter,
 )
-from lockstep.plurals import counted
 
 # The adapters and their attributes: keras/src/trainers/data_adapters/*.py
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.checkpoint.manifest import FILE, read_manifest
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.run_folder import RunFolder
-from lockstep.errors import CheckpointError, DamagedCheckpoint
-from lockstep.plurals import counted
+from lockstep.errors import CheckpointError, DamagedCheckpoint, counted
 from lockstep.report import Report, print_table
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from lockstep.errors import ProcessesDisagree
-from lockstep.plurals import counted
+from lockstep.errors import ProcessesDisagree, counted
 
 Environment = Mapping[str, str]
 

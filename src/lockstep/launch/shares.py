@@ -4,7 +4,7 @@ import socket
 from collections.abc import Mapping
 
 from lockstep.devices import REHEARSE
-from lockstep.errors import LaunchError
+from lockstep.errors import LaunchError, counted
 from lockstep.launch.environment import (
     COORDINATOR,
     LOCAL_PROCESS,
@@ -13,7 +13,6 @@ from lockstep.launch.environment import (
     PROCESSES,
 )
 from lockstep.launch.gpus import visible_gpus
-from lockstep.plurals import counted
 
 
 def devices_of_each(

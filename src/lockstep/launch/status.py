@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
-from lockstep.plurals import counted
+from lockstep.errors import counted
 
 STATUS = "LOCKSTEP_STATUS"
 DUMP_STACKS: int = getattr(signal, "SIGUSR1", 0)  # Windows has none

@@ -8,8 +8,7 @@ import keras
 import numpy as np
 
 from lockstep.checkpoint.fit_scope import checkpoint_among
-from lockstep.errors import ProcessesDisagree
-from lockstep.plurals import counted
+from lockstep.errors import ProcessesDisagree, counted
 from lockstep.processes.coordination import Exchange, Word, digest, once
 from lockstep.processes.group import current
 from lockstep.processes.variable_drift import VariableDrift, sample

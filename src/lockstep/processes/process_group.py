@@ -10,8 +10,7 @@ import keras
 import numpy as np
 
 from lockstep.checkpoint.fit_scope import callbacks_in
-from lockstep.errors import ProcessesDisagree, UnsupportedModel
-from lockstep.plurals import counted
+from lockstep.errors import ProcessesDisagree, UnsupportedModel, counted
 from lockstep.processes.call_scope import CALLS
 from lockstep.processes.constants import constants_of
 from lockstep.processes.coordination import digest, once

@@ -6,13 +6,13 @@ import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import NotAModel, UnreadableFile, UnsuitableOutput, WeightsDoNotFit
+from lockstep.errors import NotAModel, UnsuitableOutput, WeightsDoNotFit
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.run_report import RunReport
     from lockstep.old_script import ScriptInspection
     from lockstep.rescue.match import Matched
-    from lockstep.rescue.old_layers import Context
+    from lockstep.rescue.old_layers import RebuildContext
     from lockstep.rescue.read import OldFile
     from lockstep.rescue.rescue_report import Inspection, Rescued, Row
 
@@ -23,13 +23,12 @@ def inspect(path: Path) -> Inspection | RunReport | ScriptInspection:
     """Identify a checkpoint file, or the folder of a run, and the command that makes it usable.
 
     Of an old script it lists the lines that Keras 3 needs in another form.
-    Nothing in the file is executed. No framework is imported, except PyTorch for PyTorch
-    files (with `weights_only=True`).
+    Nothing in the file is executed. No framework is imported.
 
     Args:
         path: A file of Keras 2, tf.keras or Keras 3 (`.h5`, `.hdf5`, `.keras`,
-            `.weights.h5`), a PyTorch state dict, or safetensors; or a folder that
-            `lockstep.Checkpoint` has written, or one checkpoint in it; or a `.py` script.
+            `.weights.h5`); or a folder that `lockstep.Checkpoint` has written, or one
+            checkpoint in it; or a `.py` script.
 
     Returns:
         The findings, or the list of checkpoints; `command` is the next command to run.
@@ -107,12 +106,6 @@ def rescue(
 
     source, goal = os.fspath(path), os.fspath(output)
     suffix = _suffix_of(goal)
-    found = detect.inspect_file(source)  # most unsuitable files, before Keras is imported
-    if found.kind != "keras2" or found.library.startswith("Keras 3"):
-        raise UnreadableFile(
-            f"{source} is a file of {found.library} for a single device: there is nothing to "
-            f"rescue.\nIt is ready to use: {found.command}"
-        )
     if config is not None and not isinstance(config, dict):
         config = read.parse_config(os.fspath(config))
     proof = None if check is None else os.fspath(check)
@@ -122,12 +115,16 @@ def rescue(
             "to ask.\nWrite a .keras file, or leave the check away."
         )
 
-    from lockstep.rescue import rebuild
-    from lockstep.rescue.old_layers import Context
+    with detect.opened(source) as old:
+        # Most unsuitable files are refused before Keras is imported.
+        from lockstep.rescue import rebuild
+        from lockstep.rescue.old_layers import RebuildContext
 
-    context = Context(_without_keras_own(custom_objects or {}))
-    with rebuild.isolated(), read.opened(source) as old:
-        return _rescue(old, goal, suffix, model, config, context, proof)
+        context = RebuildContext(
+            _without_classes_of_keras(custom_objects or {}), version=old.version
+        )
+        with rebuild.isolated():
+            return _rescue(old, goal, suffix, model, config, context, proof)
 
 
 def load_weights(model: Any, path: Path) -> Rescued:
@@ -137,7 +134,7 @@ def load_weights(model: Any, path: Path) -> Rescued:
 
     Args:
         model: The template as a built Keras 3 model.
-        path: Any file that `rescue` takes.
+        path: Any file that `rescue` takes. Keras's `model.load_weights` loads files of Keras 3.
 
     Returns:
         The table of all weights, the rules that assigned them, and notes. A row is `equal`
@@ -160,23 +157,15 @@ def load_weights(model: Any, path: Path) -> Rescued:
     """
     import keras
 
-    from lockstep.rescue import detect, read
+    from lockstep.rescue import detect
 
     if not isinstance(model, keras.Model):
         raise NotAModel(
             f"load_weights takes a Keras model and got a {type(model).__name__}.\n"
             "Write lockstep.load_weights(model, path)."
         )
-    found = detect.inspect_file(os.fspath(path))
-    if found.kind in ("keras", "weights.h5"):
-        return _load_keras3(model, found)
-    if found.kind not in ("keras2", "named arrays"):
-        raise UnreadableFile(
-            f"{found.path} is a file of {found.library}, which does not hold a Keras model.\n"
-            f"Load it with {found.library.split()[0]}: {found.command}"
-        )
-    with read.opened(found.path) as old:
-        return _load_old(model, old)
+    with detect.opened(os.fspath(path)) as old:
+        return _load(model, old)
 
 
 # ---------------------------------------------------------------- to a file
@@ -193,7 +182,7 @@ def _suffix_of(output: str) -> str:
     )
 
 
-def _without_keras_own(objects: dict[str, Any]) -> dict[str, Any]:
+def _without_classes_of_keras(objects: dict[str, Any]) -> dict[str, Any]:
     """Remove Keras's own classes under their own names: they would bypass the translation."""
     return {
         name: given
@@ -209,43 +198,45 @@ def _rescue(
     suffix: str,
     model: Any,
     config: dict[str, Any] | None,
-    context: Context,
+    context: RebuildContext,
     proof: str | None,
 ) -> Rescued:
-    """Unwrap, rebuild, match, write, check and report."""
-    from lockstep.rescue import check, match, rebuild, unwrap, write
+    """Rebuild, match, write, check and report. `old` has been detected, read and unwrapped."""
+    from lockstep.rescue import match, old_masks, rebuild, training_state, unwrap, write
 
     matched: Matched | None = None
     difference = None
-    # Arrays alone need no architecture; in an .h5, Keras 2 loads them by layer names and order.
-    alone = suffix == ".safetensors" or (old.config is None and suffix == ".weights.h5")
-    with rebuild.recursion_for(config or unwrap.template_config(old.config), context):
+    state: write.State = [], False
+    given = old.model_config or unwrap.template_config(config)
+    with rebuild.recursion_for(given, context):
         if model is not None:
             matched = match.match_model(old, model, context)
-        elif config is not None or not alone:
-            matched = match.match_config(old, config, context)
+        elif config is not None or suffix != ".safetensors":  # which needs no architecture
+            match.require_readable(old)
+            part = rebuild.template(old.path, given, context)
+            matched = match.match_part(old, part, given or {}, context)
+            training_state.freeze(old, matched)
         with write.replacing(output, old.path, _size(old, suffix)) as temporary:
-            rows, optimizer = write.write(old, matched, suffix, temporary)
+            if matched is not None and suffix == ".keras":
+                if matched.part is not None:
+                    with rebuild.weightless():
+                        old_masks.require_old_masks(matched.part, context)
+                    training_state.carry(old, matched)
+                state = training_state.state(old, matched)
+            rows, optimizer = write.write(old, matched, suffix, state, temporary)
             if proof is not None:
                 difference = _check(matched, suffix, temporary, proof)
     notes = context.notes
     if matched is None:
         notes.append("arrays alone, under their old names: no architecture was given")
-        if suffix == ".weights.h5":
-            notes.append(
-                f"plain load_weights cannot read it: lockstep.load_weights(model, {output!r}) does"
-            )
     else:
-        notes += check.unrecorded_settings(old, matched) if matched.part is None else []
+        notes += _unrecorded(old, matched) if matched.part is None else []
         if matched.name is None:
             notes.append("the file is of a single model: there was nothing to unwrap")
     return _report(
+        old,
         matched,
-        "names: every array keeps its own",
-        unwrap.parallel_part(old),
-        source=old.path,
         output=output,
-        library=old.library,
         rows=tuple(rows),
         optimizer=optimizer,
         compiled=suffix == ".keras" and bool(matched and getattr(matched.model, "optimizer", None)),
@@ -254,16 +245,24 @@ def _rescue(
     )
 
 
-def _report(
-    matched: Matched | None, rule: str, part: tuple[str, int | None] | None, **found: Any
-) -> Rescued:
+def _report(old: OldFile, matched: Matched | None, **found: Any) -> Rescued:
     from lockstep.rescue.rescue_report import Rescued
 
-    if matched is None:
-        name, devices = part or (None, None)
-        return Rescued(template=name, devices=devices, rules=(rule,), **found)
-    rules = matched.plan.rules
-    return Rescued(template=matched.name, devices=matched.devices, rules=rules, **found)
+    name, devices = (matched.name, matched.devices) if matched else old.part or (None, None)
+    rules = matched.plan.rules if matched else ("names: every array keeps its own",)
+    return Rescued(
+        source=old.path, library=old.library, template=name, devices=devices, rules=rules, **found
+    )
+
+
+def _unrecorded(old: OldFile, matched: Matched) -> list[str]:
+    from lockstep.rescue import old_layers, weight_tree
+
+    # Weights of CuDNN tell the settings of their layer.
+    known = [pair.leaf.layer for pair in matched.plan.pairs if pair.dialect != "plain"]
+    told = {id(each) for layer in known for each in weight_tree.every_layer(layer)}
+    every = weight_tree.every_layer(matched.model)
+    return old_layers.unrecorded_settings(old, [each for each in every if id(each) not in told])
 
 
 def _size(old: OldFile, suffix: str) -> int:
@@ -277,16 +276,16 @@ def _check(matched: Matched | None, suffix: str, path: str, proof: str) -> float
     """Load the written file, and compare its outputs with the expected ones."""
     import keras
 
-    from lockstep.rescue import check, rebuild
+    from lockstep.rescue import outputs_check, rebuild
 
-    given, wanted = check.inputs_and_outputs(proof)
+    given, wanted = outputs_check.inputs_and_outputs(proof)
     if matched is None:
         raise UnsuitableOutput(
             "Outputs can only be checked where there is a model to ask.\n"
             "Give the template with --model or --config, or leave --check away."
         )
     if suffix == ".keras":
-        model = check.loaded_model(path, matched.context.custom)
+        model = outputs_check.loaded_model(path, matched.context.custom)
     elif matched.part is None:
         model = keras.models.clone_model(matched.model)
     else:
@@ -295,26 +294,26 @@ def _check(matched: Matched | None, suffix: str, path: str, proof: str) -> float
         model.load_weights(path)
     elif suffix != ".keras":
         load_weights(model, path)
-    return check.difference(model, given, wanted)
+    return outputs_check.difference(model, given, wanted)
 
 
 # ---------------------------------------------------------------- into a live model
 
 
-def _load_old(model: Any, old: OldFile) -> Rescued:
+def _load(model: Any, old: OldFile) -> Rescued:
     """Match, assign and compare all weights; a failure leaves the model unchanged."""
-    from lockstep.rescue import check, match
-    from lockstep.rescue.old_layers import Context
+    from lockstep.rescue import exactness, match
+    from lockstep.rescue.old_layers import RebuildContext
 
-    matched = match.match_model(old, model, Context())
+    matched = match.match_model(old, model, RebuildContext(version=old.version))
     variables = {pair.slot.index: model.variables[pair.slot.index] for pair in matched.plan.pairs}
-    before = {index: check.numbers(variable).copy() for index, variable in variables.items()}
+    before = {index: exactness.numbers(each).copy() for index, each in variables.items()}
     rows = []
     try:
         for pair in matched.plan.pairs:
             variable, dtype = variables[pair.slot.index], before[pair.slot.index].dtype
             values = pair.values()
-            variable.assign(check.as_dtype(values, dtype, pair.stored.path))
+            variable.assign(exactness.as_dtype(values, dtype, pair.stored.path))
             other = pair.convert is not None or values.dtype != dtype
             source = pair.stored.path.lstrip("/")
             rows.append(_row(source, pair.slot.path, variable, values, other))
@@ -323,69 +322,27 @@ def _load_old(model: Any, old: OldFile) -> Rescued:
             variables[index].assign(value)
         raise
     _renew(model)
-    return _loaded(model, old, rows, check.unrecorded_settings(old, matched), matched)
-
-
-def _load_keras3(model: Any, found: Inspection) -> Rescued:
-    """Load a Keras 3 file with Keras's own loader, then compare each array."""
-    import numpy as np
-
-    from lockstep.rescue import check, write
-
-    before = [check.numbers(variable).copy() for variable in model.weights]
-    shapes = sorted(entry.shape for entry in found.arrays)
-    wanted = sorted(tuple(variable.shape) for variable in model.weights)
-    try:
-        if shapes != wanted:
-            raise ValueError(f"{len(shapes)} arrays for {len(wanted)} weights, or other shapes")
-        with write.quiet(), np.errstate(over="ignore", invalid="ignore"):
-            model.load_weights(found.path)
-        rows = _compared(model, found)
-    except Exception as error:
-        for variable, value in zip(model.weights, before, strict=True):
-            variable.assign(value)
-        _renew(model)
-        if isinstance(error, WeightsDoNotFit):
-            raise
-        raise WeightsDoNotFit(
-            f"{found.path} does not fit the model {model.name!r}: "
-            f"{' '.join(str(error).split())[:160]}\n"
-            "Give the model that was saved: compare its summary() with lockstep inspect."
-        ) from error
-    return _loaded(model, found, rows, [], None)
-
-
-def _compared(model: Any, found: Inspection) -> list[Row]:
-    """Compare each weight of a model with its array in a Keras 3 file."""
-    import h5py
-
-    from lockstep.rescue import check, hdf5, write
-
-    places = write.layout(model)
-    whole = found.kind == "keras"
-    weights = {id(variable) for variable in model.weights}
-    rows = []
-    with hdf5.inside_archive(found.path) if whole else h5py.File(found.path, "r") as handle:
-        for index, variable in enumerate(model.variables):
-            if id(variable) not in weights:
-                continue
-            path = places.get(index, "")
-            if path not in handle:  # tf.keras 2.12 to 2.15 uses another first part
-                path = path.replace("layers", "_layer_checkpoint_dependencies")
-            if not path or path not in handle:
-                raise ValueError(f"{variable.path} is not at the place where Keras saves it")
-            values, dtype = handle[path][()], check.numbers(variable).dtype
-            check.as_dtype(values, dtype, path)
-            rows.append(_row(path, variable.path, variable, values, values.dtype != dtype))
-    return rows
+    notes = _unrecorded(old, matched) + exactness.rounded(rows)
+    for note in notes:
+        warnings.warn(note, stacklevel=3)
+    return _report(
+        old,
+        matched,
+        output=f"the live model {model.name!r}",
+        rows=tuple(rows),
+        optimizer="dropped" if old.optimizer else "none",
+        compiled=False,
+        difference=None,
+        notes=tuple(notes),
+    )
 
 
 def _row(source: str, place: str, variable: Any, values: Any, other: bool) -> Row:
     """Compare a variable with its assigned numbers, and return the row of the report."""
-    from lockstep.rescue import check
+    from lockstep.rescue import exactness
     from lockstep.rescue.rescue_report import Row
 
-    exact = check.is_exact(check.numbers(variable), values)
+    exact = exactness.is_exact(exactness.numbers(variable), values)
     if exact is None:
         raise WeightsDoNotFit(
             f"{variable.path} does not hold the numbers that it was given.\n"
@@ -406,30 +363,3 @@ def _renew(model: Any) -> None:
         for kind in ("train", "test", "predict"):
             if getattr(model, f"{kind}_function", None) is not None:
                 getattr(model, f"make_{kind}_function")(force=True)
-
-
-def _loaded(
-    model: Any,
-    found: OldFile | Inspection,
-    rows: list[Row],
-    notes: list[str],
-    matched: Matched | None,
-) -> Rescued:
-    from lockstep.rescue import check
-
-    notes = notes + check.rounded(rows)
-    for note in notes:
-        warnings.warn(note, stacklevel=4)
-    return _report(
-        matched,
-        "the layout of Keras 3",
-        None,
-        source=found.path,
-        output=f"the live model {model.name!r}",
-        library=found.library,
-        rows=tuple(rows),
-        optimizer="dropped" if found.optimizer else "none",
-        compiled=False,
-        difference=None,
-        notes=tuple(notes),
-    )

@@ -342,7 +342,7 @@ def require_survival(path: str) -> None:
 
 
 _REFUSED, _SIGXCPU = 3, 24
-_READ = ("_names", "_config", "keras_version", "backend", "format")
+_READ = ("_names", "_config", "keras_version", "backend")
 """Substrings in the names of attributes that are read."""
 
 

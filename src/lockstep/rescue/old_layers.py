@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ import keras
 import numpy as np
 
 from lockstep.errors import NeedsCode, UntranslatableModel, printable
-from lockstep.rescue.read import release
+from lockstep.rescue.read import OldFile, release
 
 REBUILD = "Rebuild the template in code and use --model file.py:function."
 
@@ -21,7 +22,7 @@ def bare(name: str) -> str:
 
 
 @dataclass
-class Context:
+class RebuildContext:
     """The objects of the user, and the notes for the user."""
 
     custom: dict[str, Any] = field(default_factory=dict)
@@ -29,11 +30,11 @@ class Context:
     version: str | None = None
     """`keras_version` of the old file."""
 
-    def own(self, name: Any) -> Any:
+    def custom_object(self, name: Any) -> Any:
         """Return the user's object of a name, registered as `package>name` or not, or None.
 
         Example:
-            >>> Context({"Scale": 1}).own("Custom>Scale")
+            >>> RebuildContext({"Scale": 1}).custom_object("Custom>Scale")
             1
         """
         if not isinstance(name, str):
@@ -55,11 +56,11 @@ class Context:
         """Whether it is from stand-alone Keras 2, or from its copy in TensorFlow up to 1.12."""
         return self.early and self.version not in ("2.2.4-tf", "2.3.0-tf")
 
-    def note(self, said: str) -> None:
+    def add_note(self, text: str) -> None:
         """Add a note for the user, once."""
-        said = printable(said)
-        if said not in self.notes:
-            self.notes.append(said)
+        text = printable(text)
+        if text not in self.notes:
+            self.notes.append(text)
 
 
 # ---------------------------------------------------------------- layers
@@ -84,8 +85,6 @@ _GONE = {
         ("TensorFlowOpLayer", "TFOpLambda", "SlicingOpLambda"),
         "it is a raw TensorFlow operation, not a layer",
     ),
-    **dict.fromkeys(("MaxoutDense", "Highway"), "it went with Keras 1"),
-    "Merge": "Keras 1's Merge carries code",
 }
 
 _NO_EFFECT = frozenset(
@@ -109,6 +108,7 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
         ("activity_regularizer", "renorm_clipping", "virtual_batch_size", "adjustment",
          "noise_shape"), (None,)),
     "groups": (1,),
+    "mode": (0,),
     "data_format": ("channels_last", None),
     "num_constants": (0, None),
     "dilation_rate": (1, [1], [1, 1], [1, 1, 1]),
@@ -124,7 +124,7 @@ def is_keras_own(class_name: str) -> bool:
     return name in _GONE or inspect.isclass(getattr(keras.layers, name, None))
 
 
-def layer(class_name: str, config: dict[str, Any], context: Context) -> Any:
+def layer(class_name: str, config: dict[str, Any], context: RebuildContext) -> Any:
     """Return a Keras 3 layer that computes the same as the old layer.
 
     Raises:
@@ -136,7 +136,7 @@ def layer(class_name: str, config: dict[str, Any], context: Context) -> Any:
     if "name" in config:
         config = {**config, "name": clean(str(config["name"]))}
     named = f"{class_name} {config.get('name')!r}"
-    if (own := context.own(class_name)) is not None:
+    if (own := context.custom_object(class_name)) is not None:
         return _custom(own, class_name, config)
     if class_name in _GONE:
         raise UntranslatableModel(
@@ -180,7 +180,7 @@ def layer(class_name: str, config: dict[str, Any], context: Context) -> Any:
 
 
 def _arguments_of_today(
-    old: str, new: str, given: dict[str, Any], context: Context
+    old: str, new: str, given: dict[str, Any], context: RebuildContext
 ) -> dict[str, Any]:
     """Return arguments under their present names, with old defaults made explicit."""
     if old in ("CuDNNLSTM", "CuDNNGRU"):
@@ -198,16 +198,12 @@ def _arguments_of_today(
                     f"and Keras 3's over one.\n{REBUILD}"
                 )
             given["axis"] = axes[0]
-        if given.pop("mode", 0) != 0:
-            raise UntranslatableModel(
-                f"The BatchNormalization {given.get('name')!r} has a mode of Keras 1.\n{REBUILD}"
-            )
     if old == "LeakyReLU" and "alpha" in given:
         given["negative_slope"] = given.pop("alpha")
     if old == "ThresholdedReLU":
         given["threshold"] = given.pop("theta", 1.0)
     if new == "UpSampling2D" and given.get("interpolation") == "bilinear" and context.early:
-        context.note(
+        context.add_note(
             f"{given.get('name')} is bilinear: TensorFlow 1 sampled pixels at their corners and "
             "Keras 3 samples at their centres, so outputs may differ; prove them with --check"
         )
@@ -246,15 +242,15 @@ def _custom(cls: Any, class_name: str, config: dict[str, Any]) -> Any:
         ) from error
 
 
-def lambda_function(config: dict[str, Any], context: Context) -> Any:
+def lambda_function(config: dict[str, Any], context: RebuildContext) -> Any:
     """Return the user's function of a Lambda, by the layer's or function's name, or None."""
-    given = context.own(config.get("name"))
+    given = context.custom_object(config.get("name"))
     if given is None and config.get("function_type") == "function":
-        given = context.own(config.get("function"))
+        given = context.custom_object(config.get("function"))
     return given
 
 
-def _lambda(config: dict[str, Any], context: Context) -> Any:
+def _lambda(config: dict[str, Any], context: RebuildContext) -> Any:
     given = lambda_function(config, context)
     if isinstance(given, keras.layers.Layer):
         return given
@@ -283,7 +279,7 @@ def clean(name: str) -> str:
 # ---------------------------------------------------------------- arguments
 
 
-def _value(key: str, value: Any, context: Context) -> Any:
+def _value(key: str, value: Any, context: RebuildContext) -> Any:
     if key == "dtype":
         return dtype(value)
     if value is None:
@@ -300,7 +296,7 @@ def _value(key: str, value: Any, context: Context) -> Any:
     return value
 
 
-def _inner(entry: Any, context: Context) -> Any:
+def _inner(entry: Any, context: RebuildContext) -> Any:
     """Return the layer inside a wrapper; a model in it is built before."""
     if isinstance(entry, keras.layers.Layer):
         return entry
@@ -329,7 +325,7 @@ def dtype(value: Any) -> Any:
     return value.get("config", {}).get("name") if isinstance(value, dict) else value
 
 
-def _named_object(kind: str, value: Any, context: Context) -> Any:
+def _named_object(kind: str, value: Any, context: RebuildContext) -> Any:
     """Return an old initializer, regularizer or constraint; a note tells if its code is missing."""
     config: dict[str, Any] = {}
     if isinstance(value, dict) and isinstance(value.get("class_name"), str):
@@ -341,7 +337,7 @@ def _named_object(kind: str, value: Any, context: Context) -> Any:
         return value
     if name == "VarianceScaling" and config.get("distribution") == "normal":
         config["distribution"] = "truncated_normal"  # the old meaning
-    own = context.own(name)
+    own = context.custom_object(name)
     cls = getattr(getattr(keras, f"{kind}s"), name, None) if own is None else own
     if own is not None and not inspect.isclass(own):
         return own
@@ -351,9 +347,9 @@ def _named_object(kind: str, value: Any, context: Context) -> Any:
             return cls(**config)
         return cls(**{key: plain(value) for key, value in config.items() if key in taken})
     if kind == "initializer":
-        context.note(f"the initializer {name} is left out (it only matters before training)")
+        context.add_note(f"the initializer {name} is left out (it only matters before training)")
         return "zeros"
-    context.note(f"the {kind} {name} is left out: its code is not here (see --custom)")
+    context.add_note(f"the {kind} {name} is left out: its code is not here (see --custom)")
     return None
 
 
@@ -368,15 +364,15 @@ _LATER = frozenset({"gelu", "mish", "silu", "leaky_relu", "relu6", "log_softmax"
 """Not in Keras up to TensorFlow 2.3, where such a name is a function of the user."""
 
 
-def activation(value: Any, context: Context) -> Any:
+def activation(value: Any, context: RebuildContext) -> Any:
     """Return an old activation; custom activations come from the user."""
     if callable(value):
         return value
     if isinstance(value, str):
-        if (own := context.own(value)) is not None:
+        if (own := context.custom_object(value)) is not None:
             return own
         if value == "hard_sigmoid":
-            context.note(
+            context.add_note(
                 "hard_sigmoid is kept as Keras 2 defined it, clip(0.2x + 0.5, 0, 1); "
                 "Keras 3's is another function"
             )
@@ -409,3 +405,32 @@ def _old_hard_sigmoid() -> Any:
     slope = keras.layers.Rescaling(0.2, offset=0.5, name="slope")
     clip = keras.layers.ReLU(max_value=1.0, name="clip")
     return keras.Sequential([slope, clip], name="keras2_hard_sigmoid")
+
+
+# ---------------------------------------------------------------- settings of a live model
+
+
+def unrecorded_settings(old: OldFile, layers: Iterable[Any]) -> list[str]:
+    """Return a note on settings that weights do not record and whose defaults have changed.
+
+    Args:
+        old: The file of the weights.
+        layers: The layers of a model that the user built, wrapped layers and cells included.
+    """
+    early = release(old.version) < (2, 4)
+    kinds = []
+    for layer in layers:
+        kind = type(layer).__name__.removesuffix("Cell")
+        gates = getattr(layer, "recurrent_activation", None)
+        used = (gates, getattr(layer, "activation", None))
+        changed = (early or kind.startswith("ConvLSTM")) and gates is keras.activations.sigmoid
+        resets = early and getattr(layer, "reset_after", False) and not layer.use_bias
+        if changed or resets or keras.activations.hard_sigmoid in used:
+            kinds.append(kind)
+    if not kinds:
+        return []
+    return [
+        f"weights do not record recurrent_activation, reset_after and hard_sigmoid, which were "
+        f"others in {old.library} (here: {', '.join(dict.fromkeys(kinds))}): prove the outputs "
+        "with lockstep rescue --check"
+    ]

@@ -1,4 +1,4 @@
-"""Read HDF5 files of Keras 2 and tf.keras, and files of named arrays.
+"""Read HDF5 files of Keras 2 and tf.keras.
 
 The root (or `model_weights` of a full model) has `layer_names` and one group per layer.
 Each group has `weight_names`; each weight is at `<layer>/<weight name>`.
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.errors import HostileFile, IncompleteFile, UnreadableFile
-from lockstep.rescue import hdf5
+from lockstep.rescue import hdf5, unwrap
 
 
 @dataclass(frozen=True)
@@ -51,6 +49,7 @@ class OldFile:
     groups: tuple[Group, ...]
     backend: str | None = None
     config: dict[str, Any] | None = None
+    template: unwrap.Template | None = None
     training: dict[str, Any] | None = None
     optimizer: tuple[Stored, ...] = ()
     flaws: tuple[str, ...] = ()
@@ -64,6 +63,18 @@ class OldFile:
     def weights(self) -> tuple[Stored, ...]:
         """All weights that are present, in file order."""
         return tuple(stored for group in self.groups for stored in group.weights)
+
+    @property
+    def model_config(self) -> dict[str, Any] | None:
+        """The config of the template; that of the whole model if it is not parallel."""
+        return self.template.config if self.template else self.config
+
+    @property
+    def part(self) -> tuple[str, int | None] | None:
+        """The name of the template and the number of devices; None for a single model."""
+        if self.template:
+            return self.template.name, self.template.devices
+        return unwrap.in_groups(self) if self.config is None else None
 
     @property
     def library(self) -> str:
@@ -93,16 +104,6 @@ class OldFile:
             "The missing numbers are nowhere in it; look for a file of template.save(),\n"
             "save_weights() or an earlier checkpoint of the same run, and rescue that."
         )
-
-
-@contextmanager
-def opened(path: str) -> Iterator[OldFile]:
-    """Open a file of Keras 2 or of named arrays; its arrays can be read inside the body."""
-    with hdf5.opened(path) as handle:
-        with hdf5.reading(path):
-            named = hdf5.text(handle, "format") == "named arrays"
-            old = _named_arrays(path, handle) if named else _keras2(path, handle)
-        yield old
 
 
 _TF_KERAS = {
@@ -194,7 +195,8 @@ def parse_config(path: str) -> dict[str, Any]:
         ) from error
 
 
-def _keras2(path: str, handle: Any) -> OldFile:
+def old_file(path: str, handle: Any) -> OldFile:
+    """Return the contents of an open HDF5 file with layer groups."""
     root = hdf5.child(handle, "model_weights") or handle
     json_of = {name: hdf5.text(handle, name) for name in ("model_config", "training_config")}
     config, training = (parse_json(v, k, path) if v else None for k, v in json_of.items())
@@ -216,6 +218,7 @@ def _keras2(path: str, handle: Any) -> OldFile:
         groups=tuple(groups),
         backend=hdf5.text(handle, "backend") or hdf5.text(root, "backend"),
         config=config,
+        template=unwrap.in_config(config),
         training=training,
         # Incomplete state is useless.
         optimizer=optimizer.weights if optimizer and not optimizer.missing else (),
@@ -248,21 +251,6 @@ def _group(root: Any, name: str, flaws: list[str]) -> Group:
             f"(the first is {missing[0]!r})"
         )
     return Group(name, tuple(present.values()), tuple(missing))
-
-
-def _named_arrays(path: str, handle: Any) -> OldFile:
-    """Return a file of named arrays as one flat group, in the order of writing."""
-    stored = []
-    for name in hdf5.names(handle, "array_names") or []:
-        data = hdf5.array(handle, name)
-        if data is None:
-            raise UnreadableFile(
-                f"{path} lists the array {name!r} and does not hold it.\n"
-                "It is damaged; rescue the old file again."
-            )
-        stored.append(_stored(name, data))
-    version = hdf5.text(handle, "keras_version")
-    return OldFile(path, version, (Group("arrays", tuple(stored)),))
 
 
 def _stored(name: str, data: Any) -> Stored:

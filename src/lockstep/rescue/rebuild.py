@@ -17,7 +17,7 @@ import keras
 from lockstep.errors import NeedsCode, OldFileError, UntranslatableModel
 from lockstep.keras_compat import global_state
 from lockstep.rescue import old_layers
-from lockstep.rescue.old_layers import REBUILD, Context, bare, clean, dtype
+from lockstep.rescue.old_layers import REBUILD, RebuildContext, bare, clean, dtype
 from lockstep.rescue.unwrap import entries, entry_name, is_model, is_reference, references, shape_of
 
 CALLS_CAP = 20_000
@@ -39,7 +39,30 @@ class Part:
     trainable: bool = True
 
 
-def build(model: dict[str, Any], context: Context) -> Part:
+def template(path: str, config: dict[str, Any] | None, context: RebuildContext) -> Part:
+    """Build the template of a file without weights, from its config.
+
+    Raises:
+        NeedsCode: There is no config, or it has no input shape, or the user's code is missing.
+        UntranslatableModel: Keras 3 cannot express the model.
+    """
+    if config is None:
+        raise NeedsCode(
+            f"{path} holds weights and no architecture.\n"
+            "Give the template with --model file.py:function or --config template.json, or take\n"
+            "the arrays alone into a .safetensors file."
+        )
+    with weightless():
+        part = build(config, context)
+        if not getattr(part.layer, "built", True) or not part.layer.inputs:
+            raise NeedsCode(
+                f"The model {part.name!r} was saved without its input shape.\n"
+                "Rebuild it in code with an Input and use --model file.py:function."
+            )
+    return part
+
+
+def build(model: dict[str, Any], context: RebuildContext) -> Part:
     """Build an old model config in Keras 3, without frozen flags; only wrapped layers keep theirs.
 
     Raises:
@@ -100,12 +123,12 @@ def require_modest(model: Any) -> int:
 
 
 @contextmanager
-def recursion_for(model: Any, context: Context) -> Iterator[None]:
+def recursion_for(model: Any, context: RebuildContext) -> Iterator[None]:
     """Raise the recursion limit in the body: Keras recurses once for each layer of a chain."""
     before = sys.getrecursionlimit()
     needed = 600 + 2 * require_modest(model)
     if needed > before:
-        context.note(
+        context.add_note(
             "Keras follows a model layer by layer: where this one is loaded, call "
             f"sys.setrecursionlimit({needed}) first"
         )
@@ -116,7 +139,7 @@ def recursion_for(model: Any, context: Context) -> Iterator[None]:
         sys.setrecursionlimit(before)
 
 
-def _model(entry: dict[str, Any], context: Context) -> Part:
+def _model(entry: dict[str, Any], context: RebuildContext) -> Part:
     config = entry["config"]
     if isinstance(config, list):
         return _sequential(entry.get("name") or "sequential", config, None, context)
@@ -131,7 +154,7 @@ def _model(entry: dict[str, Any], context: Context) -> Part:
     )
 
 
-def _part(entry: dict[str, Any], context: Context) -> Part:
+def _part(entry: dict[str, Any], context: RebuildContext) -> Part:
     """Build a layer or nested model of a config, as a part."""
     name = entry_name(entry)
     if is_model(entry):
@@ -152,7 +175,7 @@ def _part(entry: dict[str, Any], context: Context) -> Part:
     return Part(name, built, class_name, trainable=trainable)
 
 
-def _models_built(config: dict[str, Any], context: Context) -> dict[str, Any]:
+def _models_built(config: dict[str, Any], context: RebuildContext) -> dict[str, Any]:
     """Return the config of a layer, with the models inside wrappers built."""
     built = dict(config)
     for key in ("layer", "backward_layer", "cell"):
@@ -164,7 +187,7 @@ def _models_built(config: dict[str, Any], context: Context) -> dict[str, Any]:
     return built
 
 
-def _sequential(name: str, layers: Any, build_shape: Any, context: Context) -> Part:
+def _sequential(name: str, layers: Any, build_shape: Any, context: RebuildContext) -> Part:
     _require_list(layers)
     parts = [_part(entry, context) for entry in layers if entry["class_name"] != "InputLayer"]
     if not parts:
@@ -188,11 +211,11 @@ def _sequential(name: str, layers: Any, build_shape: Any, context: Context) -> P
             0, keras.Input(batch_shape=tuple(shape), dtype=kind, name=f"{clean(name)}_input")
         )
     else:
-        context.note(f"the Sequential {name!r} has no input shape: its parent gives it")
+        context.add_note(f"the Sequential {name!r} has no input shape: its parent gives it")
     return Part(name, keras.Sequential(stacked, name=clean(name)), "Sequential", parts, True)
 
 
-def _functional(entry: dict[str, Any], context: Context) -> Part:
+def _functional(entry: dict[str, Any], context: RebuildContext) -> Part:
     config = entry["config"]
     _require_list(config["layers"])
     parts: dict[str, Part] = {}
@@ -303,7 +326,7 @@ def _call(layer: Any, positional: Any, keywords: dict[str, Any]) -> Any:
     return layer(positional, **keywords)
 
 
-def _require_code(model: dict[str, Any], context: Context) -> None:
+def _require_code(model: dict[str, Any], context: RebuildContext) -> None:
     """Raise NeedsCode with the names of all layers that need the user's code."""
     wanted: dict[str, str] = {}
     for here in entries(model):
@@ -317,7 +340,7 @@ def _require_code(model: dict[str, Any], context: Context) -> None:
         elif (
             "inbound_nodes" in here
             and isinstance(name, str)
-            and context.own(name) is None
+            and context.custom_object(name) is None
             and not is_model(here)
             and not old_layers.is_keras_own(name)
         ):

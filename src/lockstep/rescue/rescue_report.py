@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import printable
-from lockstep.plurals import counted
+from lockstep.errors import counted, printable
 from lockstep.report import Report, print_table
 
 if TYPE_CHECKING:
@@ -116,8 +115,7 @@ class Inspection(Report):
 
     Attributes:
         path: The file.
-        kind: `"keras2"` (HDF5 with layer groups), `"keras"`, `"weights.h5"`, `"torch"`,
-            `"safetensors"` or `"named arrays"`.
+        kind: `"keras2"` (HDF5 with layer groups), `"keras"` or `"weights.h5"`.
         library: The library that wrote the file, if known.
         contents: `"full model"`, `"weights"` or `"nothing"`.
         parallel: Whether the file is of a model over several devices; None if unknown.

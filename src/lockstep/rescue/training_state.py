@@ -14,11 +14,13 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep.plurals import counted
-from lockstep.rescue.check import numbers
-from lockstep.rescue.match import Matched, Pair
-from lockstep.rescue.old_layers import Context, dtype, plain
+from lockstep.errors import counted
+from lockstep.rescue.exactness import numbers, quiet
+from lockstep.rescue.match import Matched
+from lockstep.rescue.match_by_name import Pair
+from lockstep.rescue.old_layers import RebuildContext, dtype, plain
 from lockstep.rescue.read import OldFile, Stored, release
+from lockstep.rescue.weight_tree import leaves
 
 _SLOTS: dict[str, tuple[str, ...]] = {
     # optimizer: its state per variable, in the order of old files, by Keras 3's names
@@ -65,13 +67,24 @@ class Entry:
         return self.stored.read() if self.shape else self.number.dtype.type(self.stored.read())
 
 
+def freeze(old: OldFile, matched: Matched) -> None:
+    """Freeze the layers of a rebuilt model that were frozen when the file was saved."""
+    trained = {pair.slot.index for pair in matched.trained(old)}
+    for leaf in leaves(matched.tree):  # the tree, made before, has the layers as they were saved
+        natural = {slot.index for slot in leaf.slots if slot.trainable}
+        if not leaf.trainable or (natural and not natural & trained):
+            leaf.layer.trainable = False
+
+
 def state(old: OldFile, matched: Matched) -> tuple[list[Entry], bool]:
-    """Return the optimizer's variables for a compiled model, and whether they are the old ones.
+    """Return the variables of a model's optimizer, if any, and whether they are the old ones.
 
     They are in the order in which Keras saves them. A note tells when the old state is
     dropped. That of a model of the user, or of converted weights, cannot be carried.
     """
     model, context = matched.model, matched.context
+    if getattr(model, "optimizer", None) is None:
+        return [], False
     kind = type(model.optimizer).__name__
     names = _SLOTS.get(kind, ())
     index = {id(one): number for number, one in enumerate(model.trainable_variables)}
@@ -99,13 +112,13 @@ def state(old: OldFile, matched: Matched) -> tuple[list[Entry], bool]:
     # Keras 2's SGD saves arrays of zeros if it has no momentum.
     carried = found is not None and not lacking and (not values or kind == "SGD")
     if old.optimizer and not carried:
-        context.note(
+        context.add_note(
             f"the optimizer's state is dropped: {_why(old, kind, len(index))} (training goes "
             "on with a fresh state)"
         )
         entries = [Entry(None, entry.number, entry.shape) for entry in entries]
     elif carried and step is None:
-        context.note("the optimizer's step count is not in the file and starts at 0")
+        context.add_note("the optimizer's step count is not in the file and starts at 0")
     return entries, carried
 
 
@@ -131,12 +144,13 @@ def _layout(optimizer: Any, count: int) -> list[tuple[str, tuple[int, str] | Non
     weights' size are allocated. The order is Keras's own.
     """
     copy = type(optimizer).from_config(optimizer.get_config())
-    copy.build([keras.Variable(0.0, name=f"slot{index}") for index in range(count)])
     found: list[tuple[str, tuple[int, str] | None, Any]] = []
-    for variable in copy.variables:
-        slot = re.fullmatch(r"slot(\d+)_(\w+)", variable.name)
-        place = (int(slot[1]), slot[2]) if slot else None
-        found.append((variable.name, place, numbers(variable)))
+    with quiet():
+        copy.build([keras.Variable(0.0, name=f"slot{index}") for index in range(count)])
+        for variable in copy.variables:
+            slot = re.fullmatch(r"slot(\d+)_(\w+)", variable.name)
+            place = (int(slot[1]), slot[2]) if slot else None
+            found.append((variable.name, place, numbers(variable)))
     return found
 
 
@@ -176,19 +190,19 @@ def _slot_of(name: str, slots: Sequence[str]) -> str | None:
     return next((slot for slot in found if slot in slots), None)
 
 
-def carry(
-    old: OldFile, model: Any, merges: Sequence[str], outputs: Sequence[str], context: Context
-) -> None:
-    """Compile a model like the old one, or add a note with the reason for not compiling."""
-    settings = old.training
+def carry(old: OldFile, matched: Matched) -> None:
+    """Compile a rebuilt model like the old one, or add a note with the reason why not."""
+    settings, model, context = old.training, matched.model, matched.context
     if not settings:
         return
+    outputs = matched.outputs()
+    merges = old.template.merges if old.template else outputs
     try:
         optimizer = _optimizer(settings.get("optimizer_config") or {}, context)
         names = (list(merges), list(outputs))
         loss = _loss(_per_output(settings.get("loss"), names), context)
         if optimizer is None or loss is None:
-            context.note("the model is not compiled: its optimizer or loss is not Keras's own")
+            context.add_note("the model is not compiled: its optimizer or loss is not Keras's own")
             return
         model.compile(
             optimizer=optimizer,
@@ -199,19 +213,21 @@ def carry(
         )
     except Exception as error:  # old compile calls may fail in many ways
         reason = (str(error).splitlines() or [""])[0][:100]
-        context.note(f"the model is not compiled: Keras 3 does not take its settings ({reason})")
+        context.add_note(
+            f"the model is not compiled: Keras 3 does not take its settings ({reason})"
+        )
         model.optimizer = None
         return
     if settings.get("sample_weight_mode"):
-        context.note("sample_weight_mode is left out: Keras 3 has none, give weights per step")
+        context.add_note("sample_weight_mode is left out: Keras 3 has none, give weights per step")
 
 
-def _optimizer(entry: dict[str, Any], context: Context) -> Any:
+def _optimizer(entry: dict[str, Any], context: RebuildContext) -> Any:
     name, config = entry.get("class_name"), dict(entry.get("config") or {})
-    if (own := context.own(name)) is not None:
+    if (own := context.custom_object(name)) is not None:
         return own.from_config(config)
     if not isinstance(name, str) or name not in (*_SLOTS, "Nadam", "Ftrl"):
-        context.note(f"the optimizer {name} is left out: it is none of Keras's")
+        context.add_note(f"the optimizer {name} is left out: it is none of Keras's")
         return None
     rate = config.pop("lr", config.pop("learning_rate", 0.001))
     decay = float(plain(config.pop("decay", 0.0)) or 0.0)
@@ -224,7 +240,7 @@ def _optimizer(entry: dict[str, Any], context: Context) -> Any:
     if config.get("epsilon", 0) is None:
         config["epsilon"] = 1e-7
     if name == "RMSprop":
-        context.note("RMSprop's epsilon lies inside the square root in Keras 3")
+        context.add_note("RMSprop's epsilon lies inside the square root in Keras 3")
     kept = {key: plain(value) for key, value in config.items() if key in _SETTINGS}
     return getattr(keras.optimizers, name)(learning_rate=rate, **kept)
 
@@ -241,24 +257,24 @@ def _per_output(value: Any, names: tuple[list[str], list[str]]) -> Any:
     raise ValueError(f"settings for outputs {sorted(value)}, and the outputs are {outputs}")
 
 
-def _loss(value: Any, context: Context) -> Any:
+def _loss(value: Any, context: RebuildContext) -> Any:
     if isinstance(value, list):
         found = [_loss(one, context) for one in value]
         return None if None in found else found
     if isinstance(value, str):
-        if (own := context.own(value)) is not None:
+        if (own := context.custom_object(value)) is not None:
             return own
         try:
             keras.losses.get(value)
         except ValueError:
-            context.note(f"the loss {value!r} is none of Keras's: give it with --custom")
+            context.add_note(f"the loss {value!r} is none of Keras's: give it with --custom")
             return None
         return value
     if isinstance(value, dict):
         name, config = value.get("class_name"), dict(value.get("config") or {})
-        cls = context.own(name) or getattr(keras.losses, str(name), None)
+        cls = context.custom_object(name) or getattr(keras.losses, str(name), None)
         if cls is None:
-            context.note(f"the loss {name} is none of Keras's: give it with --custom")
+            context.add_note(f"the loss {name} is none of Keras's: give it with --custom")
             return None
         if config.get("reduction") in ("auto", None):
             config["reduction"] = "sum_over_batch_size"
@@ -266,7 +282,7 @@ def _loss(value: Any, context: Context) -> Any:
     return None
 
 
-def _metrics(value: Any, names: tuple[list[str], list[str]], context: Context) -> Any:
+def _metrics(value: Any, names: tuple[list[str], list[str]], context: RebuildContext) -> Any:
     """Return metrics in the form of Keras 3: a list, or one list for each of several outputs."""
     count = len(names[1])
     listed = _per_output(value, names)
@@ -283,32 +299,34 @@ def _metrics(value: Any, names: tuple[list[str], list[str]], context: Context) -
     return found[0] if count == 1 else found
 
 
-def _metric(value: Any, context: Context) -> Any:
+def _metric(value: Any, context: RebuildContext) -> Any:
     name = None
     if isinstance(value, dict):
         config = dict(value.get("config") or {})
         name = config.get("name")
         kind = str(value.get("class_name"))
-        cls = context.own(kind) or getattr(keras.metrics, kind, None)
+        cls = context.custom_object(kind) or getattr(keras.metrics, kind, None)
         if "fn" not in config and inspect.isclass(cls):
             config["dtype"] = dtype(config.get("dtype"))
             try:
                 return cls(**{key: plain(one) for key, one in config.items()})
             except Exception as error:  # a metric must not fail the rescue
                 reason = (str(error).splitlines() or [""])[0][:80]
-                context.note(f"the metric {name!r} is left out: Keras 3 refuses it ({reason})")
+                context.add_note(f"the metric {name!r} is left out: Keras 3 refuses it ({reason})")
                 return None
         value = config.get("fn") or name or value.get("class_name")
     if value is None:
         return None
-    own = context.own(value)
+    own = context.custom_object(value)
     if own is None:
         if value in ("accuracy", "acc"):
             return value
         try:
             found = keras.metrics.get(value)
         except ValueError:
-            context.note(f"the metric {value!r} is left out: it is none of Keras's (see --custom)")
+            context.add_note(
+                f"the metric {value!r} is left out: it is none of Keras's (see --custom)"
+            )
             return None
     if name is None or name == value:
         return value if own is None else own

@@ -11,9 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lockstep.rescue.read import OldFile
+if TYPE_CHECKING:
+    from lockstep.rescue.read import OldFile
 
 _MODELS = ("Model", "Functional", "Sequential", "Network", "Container")
 
@@ -94,14 +95,6 @@ def template_config(model: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the template's config if the model is parallel, and the same config otherwise."""
     inside = in_config(model)
     return inside.config if inside else model
-
-
-def parallel_part(old: OldFile) -> tuple[str, int | None] | None:
-    """Return the name of the template and the number of devices, `None` for a single model."""
-    inside = in_config(old.config)
-    if inside:
-        return inside.name, inside.devices
-    return in_groups(old) if old.config is None else None
 
 
 def in_groups(old: OldFile) -> tuple[str, int | None] | None:

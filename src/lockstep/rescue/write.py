@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import tempfile
-import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,31 +22,38 @@ import keras
 import numpy as np
 
 from lockstep import files
+from lockstep.checkpoint import array_file
 from lockstep.errors import UnsuitableOutput
-from lockstep.rescue import check, hdf5, rebuild, training_state
-from lockstep.rescue.check import as_dtype
-from lockstep.rescue.match import Matched, Pair, halves
+from lockstep.rescue import hdf5, rebuild
+from lockstep.rescue.exactness import as_dtype, is_exact, quiet, rounded
+from lockstep.rescue.match import Matched
+from lockstep.rescue.match_by_name import Pair
+from lockstep.rescue.match_by_order import trainable_then_frozen
 from lockstep.rescue.read import OldFile, Stored
 from lockstep.rescue.rescue_report import Row
+from lockstep.rescue.training_state import Entry
 from lockstep.rescue.unwrap import entry_name
 
+State = tuple[list[Entry], bool]
+"""The variables of the optimizer, and whether they are the old ones."""
 
-def write(old: OldFile, matched: Matched | None, suffix: str, path: str) -> tuple[list[Row], str]:
+
+def write(
+    old: OldFile, matched: Matched | None, suffix: str, state: State, path: str
+) -> tuple[list[Row], str]:
     """Write a file of a model, or of arrays alone, and read it back.
 
     Returns:
         The table of weights, and the outcome for the optimizer state (`"carried"`,
         `"dropped"` or `"none"`).
     """
-    carried = False
-    if suffix == ".safetensors":
+    entries, carried = state
+    if suffix == ".safetensors" or matched is None:
         rows = _write_safetensors(_named(old), path)
-    elif matched is None:
-        rows = _write_named(_named(old), old, path)
     elif suffix == ".h5":
         rows, carried = _write_keras2(old, matched, path)
     elif suffix == ".keras":
-        rows, carried = _write_keras(old, matched, path)
+        rows = _write_keras(matched, entries, path)
     else:
         places = _places(matched)
         _save_weights(matched, path)
@@ -107,34 +113,15 @@ def _save_weights(matched: Matched, path: str) -> None:
     _save_values(matched.model, path, value)
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Hide a warning of NumPy 2 about how Keras 3.15 converts variables."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "__array__ implementation", DeprecationWarning)
-        yield
-
-
-def _write_keras(old: OldFile, matched: Matched, path: str) -> tuple[list[Row], bool]:
+def _write_keras(matched: Matched, state: list[Entry], path: str) -> list[Row]:
     """Write a `.keras` archive with Keras's config and Keras's layout of weights.
 
     Keras cannot write the archive itself: it creates variables while it saves an optimizer,
     and a model without weights allows none. See keras/src/saving/saving_lib.py,
     get_attr_skipset.
     """
-    context = matched.context
     places = _places(matched)
-    if matched.part is not None:
-        with rebuild.weightless():
-            check.require_old_masks(matched.part, context)
-        outputs = matched.outputs()
-        merges = matched.template.merges if matched.template else outputs
-        training_state.carry(old, matched.model, merges, outputs, context)
-    state: list[training_state.Entry] = []
-    carried = False
     with quiet():
-        if getattr(matched.model, "optimizer", None) is not None:
-            state, carried = training_state.state(old, matched)
         config = keras.saving.serialize_keras_object(matched.model)
     metadata = {
         "keras_version": keras.__version__,
@@ -153,9 +140,9 @@ def _write_keras(old: OldFile, matched: Matched, path: str) -> tuple[list[Row], 
     with hdf5.inside_archive(path) as handle:
         rows = _compare(matched, places, handle)
         for index, entry in enumerate(state):
-            if not check.is_exact(handle[f"optimizer/vars/{index}"][()], entry.value()):
+            if not is_exact(handle[f"optimizer/vars/{index}"][()], entry.value()):
                 raise _misread("the state of the optimizer", "that of the old file")
-    return rows, carried
+    return rows
 
 
 def _places(matched: Matched) -> dict[int, str]:
@@ -176,7 +163,7 @@ def _compare(matched: Matched, places: dict[int, str], handle: Any) -> list[Row]
         values, found = pair.values(), handle[places[index]][()]
         other = pair.convert is not None or values.dtype != found.dtype
         rows.append(_row(pair.stored, pair.slot.path, values, found, places[index], other))
-    matched.context.notes += check.rounded(rows)
+    matched.context.notes += rounded(rows)
     return rows
 
 
@@ -184,7 +171,7 @@ def _row(
     stored: Stored, target: str, wanted: Any, found: Any, place: str = "", converted: bool = False
 ) -> Row:
     """Return the row of an array that was read back; raise if it holds other numbers."""
-    exact = check.is_exact(found, wanted)
+    exact = is_exact(found, wanted)
     if exact is None:
         raise _misread(place or target, stored.path)
     return Row(stored.path.lstrip("/"), target, tuple(found.shape), exact, converted)
@@ -211,7 +198,7 @@ def _write_keras2(old: OldFile, matched: Matched, path: str) -> tuple[list[Row],
             root = handle.create_group("model_weights")
             handle.attrs["model_config"] = json.dumps(config).encode()
         else:
-            matched.context.note("weights alone, under the names of the model that was given")
+            matched.context.add_note("weights alone, under the names of the model that was given")
         for place in (handle, root):
             place.attrs["backend"] = (old.backend or "tensorflow").encode()
             place.attrs["keras_version"] = (old.version or "2.2.4").encode()
@@ -236,7 +223,7 @@ def _write_layers(matched: Matched, config: dict[str, Any] | None, root: Any) ->
     hdf5.write_names(root, "layer_names", names)
     places: dict[str, Pair] = {}
     for name in names:
-        head, tail = halves(tops[name], set()) if name in tops else ([], [])
+        head, tail = trainable_then_frozen(tops[name], set()) if name in tops else ([], [])
         listed = [pairs[slot.index] for _, slot in head + tail]
         at = _write_group(root, name, [pair.stored for pair in listed])
         places.update(zip(at, listed, strict=True))
@@ -268,7 +255,7 @@ def _write_group(root: Any, name: str, arrays: tuple[Stored, ...] | list[Stored]
 def _training_config(old: OldFile, matched: Matched) -> dict[str, Any]:
     """Return the old settings of `compile`, under the names of the template's outputs."""
     settings = dict(old.training or {})
-    merges = list(matched.template.merges) if matched.template else []
+    merges = list(old.template.merges) if old.template else []
     for key in ("loss", "metrics", "loss_weights", "weighted_metrics"):
         value = settings.get(key)
         if isinstance(value, dict) and merges and set(value) <= set(merges):
@@ -301,53 +288,24 @@ def _named(old: OldFile) -> dict[str, Stored]:
     }
 
 
-def _write_named(found: dict[str, Stored], old: OldFile, path: str) -> list[Row]:
-    """Write an HDF5 file of named arrays, for weights without an architecture."""
-    with h5py.File(path, "w") as handle:
-        handle.attrs["format"] = "named arrays"
-        handle.attrs["keras_version"] = (old.version or "").encode()
-        hdf5.write_names(handle, "array_names", list(found))
-        for name, stored in found.items():
-            handle[name] = stored.read()
-    with h5py.File(path, "r") as handle:
-        return [_row(one, name, one.read(), handle[name][()]) for name, one in found.items()]
-
-
-_DTYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint8": "U8", "uint16": "U16", "uint32": "U32",
-    "uint64": "U64", "bool": "BOOL",
-}  # fmt: skip
-
-
 def _write_safetensors(found: dict[str, Stored], path: str) -> list[Row]:
-    """Write a `.safetensors` file: a header in JSON, then the arrays one by one."""
-    header: dict[str, Any] = {"__metadata__": {"format": "np"}}
-    offset = 0
-    for name, stored in found.items():
-        kind = _DTYPES.get(stored.data.dtype.name)
-        if kind is None:
-            raise UnsuitableOutput(
-                f"{name} is {stored.dtype}, which safetensors does not hold.\n"
-                "Write a .weights.h5 instead."
-            )
-        end = offset + int(stored.data.nbytes)
-        header[name] = {"dtype": kind, "shape": list(stored.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    """Write a `.safetensors` file, array by array."""
 
     def little_endian(stored: Stored) -> Any:
         values = stored.read()
         return values.astype(values.dtype.newbyteorder("<"), copy=False)
 
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for stored in found.values():
-            file.write(little_endian(stored).tobytes())
+    entries = [
+        array_file.Entry(name, stored.data.dtype.name, stored.shape)
+        for name, stored in found.items()
+    ]
+    try:
+        array_file.write_arrays(Path(path), entries, map(little_endian, found.values()))
+    except ValueError as error:
+        raise UnsuitableOutput(f"{error}.\nWrite a .keras or .weights.h5 file instead.") from error
     rows = []
     with open(path, "rb") as written:
-        written.seek(8 + len(text))
+        written.seek(8 + int.from_bytes(written.read(8), "little"))
         for name, stored in found.items():
             wanted = little_endian(stored)
             back = np.frombuffer(written.read(wanted.nbytes), wanted.dtype).reshape(wanted.shape)

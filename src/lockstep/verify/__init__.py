@@ -64,9 +64,8 @@ def verify(
     names = parse_devices(devices, engine.devices())
     if len(names) < 2:
         raise DeviceError(
-            f"devices={devices!r} means {names[0]} alone, and verify compares several devices "
-            "with one:\nnothing would be compared. Give devices=2 or more; to rehearse on virtual "
-            "CPU devices,\nset LOCKSTEP_REHEARSE=2 before Python starts."
+            f"devices={devices!r} means {names[0]} alone, and verify needs at least 2 devices.",
+            rehearse=2,
         )
     if not getattr(model, "compiled", False):
         raise UnusableData(

@@ -14,13 +14,12 @@ import numpy as np
 from lockstep.batches import Batch, rows_of
 from lockstep.engines.engine import Engine
 from lockstep.engines.probe_helpers import SHORT_FLOATS
-from lockstep.errors import UnsplitBatchWarning
+from lockstep.errors import UnsplitBatchWarning, counted
 from lockstep.keras_compat import computes_in_float64, layers_in, layers_not_in_float64
-from lockstep.plurals import counted
 from lockstep.processes import process_group
+from lockstep.progress import progress
 from lockstep.state import Values, distance, restore, rnn_states, snapshot
 from lockstep.verify.float64 import NEXT, compare_in_float64
-from lockstep.verify.progress_line import progress_line
 from lockstep.verify.verification import BOUND, DOUBLE_BOUND, Difference, Verification
 
 
@@ -239,10 +238,11 @@ class _Comparison:
         restore(self.model, self._start)
         self._probe.restart()
         run += " in float64" if self._double else ""
-        with progress_line(run, len(self.batches)) as advance:
+        with progress(len(self.batches)) as advance:
+            advance(run, 0)
             for step, batch in enumerate(self.batches, 1):
                 yield step, {**self._probe.train(batch), **snapshot(self.model)}
-                advance()
+                advance(run, 1)
 
     def _differences(self, run: str, *, note_unsplit: bool = False) -> tuple[Difference, ...]:
         """Train as in the first run, and compare each step with it."""

@@ -16,8 +16,7 @@ from jax._src import distributed
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
-from lockstep.errors import LockstepWarning, ProcessesDisagree
-from lockstep.plurals import counted
+from lockstep.errors import LockstepWarning, ProcessesDisagree, counted
 from lockstep.processes.coordination import once, patience
 from lockstep.processes.group import use
 

@@ -10,7 +10,7 @@ from jax.extend.core.primitives import select_and_scatter_add_p
 from jax.sharding import NamedSharding
 
 from lockstep.engines.patched import patched
-from lockstep.plurals import counted
+from lockstep.errors import counted
 
 
 def unsplittable_layers(jaxpr: Any, rows: Collection[int], replicas: int) -> list[str]:

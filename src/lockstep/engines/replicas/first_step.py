@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from lockstep.devices import shard_rows
 from lockstep.engines.patched import patched
 from lockstep.engines.probe_helpers import watched_layers
 from lockstep.engines.replicas.object_states import ObjectStates
@@ -29,7 +30,6 @@ from lockstep.keras_compat import (
     own_trainable_variables,
     single_losses,
 )
-from lockstep.shards import shard_rows
 from lockstep.state import optimizers_of, rnn_states
 from lockstep.training.overrides import is_keras
 

@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup
-from lockstep.plurals import counted
+from lockstep.errors import counted
 
 
 def by_rows(rnn: Any, team: ReplicaGroup) -> list[tuple[Any, str, Any]]:

@@ -49,13 +49,13 @@ from lockstep.errors import (
     UnsplitBatchWarning,
     UnsupportedBackend,
     UnsupportedModel,
+    counted,
 )
 from lockstep.fit_lines import Given, branches_line, fit_line
 from lockstep.keras_compat import BUILD, layers_in, wrapped_by_keras
 from lockstep.launch.environment import Place
 from lockstep.launch.status import STATUS_OF_PROCESS
 from lockstep.layout import Layout, both_layouts
-from lockstep.plurals import counted
 from lockstep.processes import process_group
 from lockstep.processes.call_scope import CALLS
 from lockstep.processes.first_process_io import methods_of_all_processes

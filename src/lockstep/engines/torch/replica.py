@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from lockstep.devices import shard_rows
 from lockstep.engines.torch.gradient_buckets import summed_gradients
 from lockstep.engines.torch.group import Group
-from lockstep.errors import UnsupportedModel
+from lockstep.errors import UnsupportedModel, counted
 from lockstep.keras_compat import get_keras_mask, set_keras_mask
-from lockstep.plurals import counted
-from lockstep.shards import shard_rows
 
 
 class RandomStreams:

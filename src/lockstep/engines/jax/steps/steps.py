@@ -18,6 +18,7 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from lockstep.devices import missing_rows
 from lockstep.engines.jax import jax_group, program_fingerprint
 from lockstep.engines.jax.partition_fallbacks import pooling_whole, why_whole
 from lockstep.engines.jax.steps.live_state import Program, State
@@ -48,7 +49,6 @@ from lockstep.launch.status import STATUS_OF_PROCESS
 from lockstep.layout import Layout
 from lockstep.processes import process_group
 from lockstep.processes.agreement import DataCheck
-from lockstep.shards import missing_rows
 from lockstep.training.arrays import host_array, is_native
 
 

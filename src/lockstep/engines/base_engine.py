@@ -1,9 +1,10 @@
 """What the engines of all backends have in common."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lockstep.engines import attachments
-from lockstep.engines.engine import DEFAULT_INPUT, InputOptions
+from lockstep.engines.engine import DEFAULT_INPUT, InputOptions, Profile
 from lockstep.errors import UnsupportedBackend
 from lockstep.layout import Layout
 
@@ -26,6 +27,10 @@ class BaseEngine:
     def attached(self, model: Any) -> tuple[str, ...] | None:
         """Return the devices of `model`, or `None` if it is not attached."""
         return attachments.attached(model)
+
+    def profile(self, *, devices: bool) -> AbstractContextManager[Profile]:
+        """Return an empty profile."""
+        return nullcontext(Profile())
 
     def input_options(self, model: Any) -> InputOptions:
         """Return the input options of an attached model."""

@@ -277,10 +277,6 @@ class Attachment:
             return None
         return self._runner.step("inspect", data, rows)
 
-    def waited(self) -> float:
-        """Return the seconds that this process has waited in collectives."""
-        return self._runner.waited
-
     def draw_together(self) -> None:
         """Let every device draw the random numbers of the global batch, as one device does."""
         self._runner.draws_together = True

@@ -514,11 +514,6 @@ def taking_optionals(model: Any, step: Callable[[Any], Any]) -> Callable[[Any], 
     return function
 
 
-TAKING_OPTIONALS = "_autoconvert_optionals"
-"""The name of the method behind `taking_optionals`. `_make_function` passes each step through it,
-on the host and outside of XLA."""
-
-
 @contextmanager
 def without_xla(model: Any) -> Iterator[None]:
     """Turn XLA off for a model inside the context.

@@ -199,4 +199,4 @@ def test_casts_to_a_shorter_float_are_found(casts):
         x, y = data(10)
         batch = (x.astype("float64"), y.astype("float64"))
         made.fit(*batch, verbose=0)
-        assert current_engine().probe(made).lowered(batch) == ("float32" if casts else None)
+        assert current_engine().probe(made).build(batch) == ("float32" if casts else None)

@@ -178,8 +178,6 @@ def test_devices_that_are_not_here_are_refused_before_anything_is_measured(tmp_p
     assert said == ["64 devices ..."]
 
 
-
-
 def test_nothing_that_was_compiled_before_is_taken(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("JAX_ENABLE_COMPILATION_CACHE", raising=False)

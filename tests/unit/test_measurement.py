@@ -3,7 +3,6 @@
 import contextlib
 import threading
 
-import jax
 import numpy as np
 import pytest
 
@@ -11,7 +10,9 @@ import lockstep
 from lockstep.batches import first_batches, for_fit, rows_of
 from lockstep.bench import measurement
 from lockstep.bench.measurement import measure
+from lockstep.bench.step_clock import StepClock
 from lockstep.engines import current_engine
+from lockstep.engines.engine import Profile
 from lockstep.engines.jax.introspection import profile
 from lockstep.errors import UnusableData
 from lockstep.training.arrays import Arrays
@@ -29,7 +30,7 @@ def arrays(rows):
 
 def clocked(made, data, most, **options):
     """A clock that has timed one fit."""
-    clock = current_engine().probe(made).clock(most)
+    clock = StepClock(most)
     made.fit(*data, verbose=0, callbacks=[clock], **options)
     return clock
 
@@ -40,20 +41,11 @@ def test_steps_are_those_that_were_done(keras, times, batches, devices):
     """Keras numbers the last of 25 steps, 20 in one execution, as the 40th."""
     made = lockstep.distribute(model(keras, steps_per_execution=times), devices)
     clock = clocked(made, arrays(batches * 8), 1000, batch_size=8)
-    assert (clock.steps, clock.rows, clock.batch) == (batches, 8 * batches, 8)
+    assert (clock.steps, clock.done) == (batches, batches)
     assert int(made.optimizer.iterations.value) == batches
-    assert made.train_function.check_program is None or devices > 1  # nothing counts afterwards
 
 
-@pytest.mark.parametrize("devices", [1, 3])
-@pytest.mark.parametrize("times", [1, 2, 5])
-def test_rows_of_a_smaller_last_batch_are_counted_as_they_are(keras, times, devices):
-    made = lockstep.distribute(model(keras, steps_per_execution=times), devices)
-    clock = clocked(made, arrays(4 * 32 + 8), 1000)
-    assert (clock.steps, clock.rows, clock.batch) == (5, 136, 32)
-
-
-def test_rows_of_a_fit_of_the_models_own(keras):
+def test_steps_of_a_fit_of_the_models_own(keras):
     class Own(keras.Sequential):
         def fit(self, *args, **kwargs):
             return super().fit(*args, **kwargs)
@@ -61,7 +53,7 @@ def test_rows_of_a_fit_of_the_models_own(keras):
     made = Own([keras.Input((3,)), keras.layers.Dense(1)])
     made.compile("sgd", "mse", steps_per_execution=4)
     clock = clocked(lockstep.distribute(made, 1), arrays(6 * 8), 1000, batch_size=8)
-    assert (clock.steps, clock.rows, clock.batch) == (6, 48, 8)
+    assert clock.steps == 6
 
 
 @pytest.mark.parametrize(("most", "times", "steps"), [(10, 1, 10), (1, 1, 4), (10, 3, 12)])
@@ -75,7 +67,7 @@ def test_what_an_epoch_begins_with_is_not_of_the_few_steps_of_a_round(keras):
     for batches, timed in ((15, 10), (11, 10), (10, 10), (9, 9)):
         made = lockstep.distribute(model(keras), 1)
         clock = clocked(made, arrays(8 * batches), 10, batch_size=8)
-        assert (clock.steps, clock.rows) == (timed, 8 * timed)
+        assert clock.steps == timed
         assert clock.done == int(made.optimizer.iterations.value) == min(11, batches)
 
 
@@ -97,27 +89,22 @@ def test_rows_per_second_are_of_the_rows_that_were_trained_on(keras):
 
 @pytest.fixture
 def found(keras, monkeypatch):
-    """What comes of two rounds of 1 s and 6 s, and of a profile of 11 steps, 10 of them timed."""
+    """What comes of two rounds of 1 s and 6 s, and of a profile of 11 steps, one of them timed."""
     walls = iter([1, 1, 6, 3])
 
     class Clock:
-        steps = executions = rows = batch = host = 1
+        steps = executions = host = 1
         done = 11
 
-        def __init__(self):
+        def __init__(self, most, batches):
             self.wall = next(walls)
 
     made = model(keras)
-    probe = current_engine().probe(made)
-    trace = profile.Trace(seen=True, compute=22, communication=11)
-    probe.clock = lambda most: Clock()
-    probe.tracing = lambda: contextlib.nullcontext(trace)
     monkeypatch.setattr(made, "fit", lambda *args, **kwargs: None)
-    told = {"probe": probe, "attached": ("",)}
-    answers = {name: lambda *_, it=it: it for name, it in told.items()}
-    engine = type("Engine", (), {"name": "jax", **answers})
-    monkeypatch.setattr(measurement, "current_engine", engine)
-    monkeypatch.setattr(measurement, "distribute", lambda *args, **options: None)
+    monkeypatch.setattr(measurement, "StepClock", Clock)
+    engine = type(current_engine())
+    worked = Profile(compute=22, communication=11)
+    monkeypatch.setattr(engine, "profile", lambda *_, devices: contextlib.nullcontext(worked))
     return measure(made, arrays(8), 1, steps=1, rounds=2, batch_size=None)
 
 
@@ -132,26 +119,24 @@ def test_the_profile_is_of_every_step(found):
 
 def test_a_profile_that_is_full_is_made_again_of_fewer_steps(keras, monkeypatch):
     monkeypatch.setattr(profile, "_MOST_EVENTS", 2500)
-    probe = current_engine().probe(made := model(keras))
-    clocks, traces = [], []
+    clocks, full = [], []
 
-    def clock(most):
-        clocks.append(most)
-        return type(probe).clock(probe, most)
+    class Clock(StepClock):
+        def __init__(self, most, batches):
+            clocks.append(most)
+            super().__init__(most, batches)
 
     @contextlib.contextmanager
-    def tracing():
-        with type(probe).tracing(probe) as trace:
-            yield trace
-        traces.append(trace.full)
+    def profiled(_, *, devices):
+        with profile.profiled(devices=devices) as found:
+            yield found
+        full.append(found.full)
 
-    engine = type(current_engine())
-    monkeypatch.setattr(engine, "probe", lambda *_: probe)
-    monkeypatch.setattr(probe, "clock", clock)
-    monkeypatch.setattr(probe, "tracing", tracing)
-    found = measure(made, arrays(8 * 100), 2, steps=80, rounds=1, batch_size=8)
+    monkeypatch.setattr(measurement, "StepClock", Clock)
+    monkeypatch.setattr(type(current_engine()), "profile", profiled)
+    found = measure(model(keras), arrays(8 * 100), 2, steps=80, rounds=1, batch_size=8)
     assert clocks == [80, 80, 80, 8]
-    assert traces == [True, False]
+    assert full == [False, True, False]
     assert found.compute > 0
 
 
@@ -173,23 +158,25 @@ def items(keras, batches, **options):
     return Items(**options), made
 
 
-def feed(made, data, most, batch_size=None):
-    return current_engine().probe(made).feed(for_fit(data, batch_size), batch_size, most)[1]
+def drawn(made, data, most, batch_size=None):
+    """The rows of each batch that was drawn."""
+    made = lockstep.distribute(made, 1)
+    return measurement.draw(made, for_fit(data, batch_size), batch_size, most)[1]
 
 
 def test_input_is_that_of_the_batches_that_were_made(keras):
     """Three batches were gone through again to make fifty, and their time was divided by fifty."""
     data, made = items(keras, 3)
-    assert feed(model(keras), data, 50) == 3
+    assert drawn(model(keras), data, 50) == [8] * 3
     assert sorted(index for index, _ in made) == [0, 1, 2]
     del made[:]
-    assert feed(model(keras), data, 2) == 2
+    assert drawn(model(keras), data, 2) == [8] * 2
     assert len(made) == 3  # the first one comes before what is timed
 
 
 def test_input_is_made_by_the_workers_of_the_data(keras):
     data, made = items(keras, 40, workers=2)
-    assert feed(model(keras), data, 10) == 10
+    assert drawn(model(keras), data, 10) == [8] * 10
     assert threading.main_thread() not in {thread for _, thread in made}
 
 
@@ -204,7 +191,8 @@ def test_input_of_arrays_is_their_rows_in_the_order_of_fit(keras, monkeypatch):
     original = Arrays.batch
     monkeypatch.setattr(Arrays, "batch", noting)
     x = np.arange(40)
-    assert feed(model(keras), (x, x), 50, batch_size=16) == len(taken) == 3
+    assert drawn(model(keras), (x, x), 50, batch_size=16) == [16, 16, 8]
+    assert len(taken) == 3
     rows = np.concatenate([batch[0] for batch in taken])
     assert sorted(rows) == sorted(x)
     assert list(rows) != list(x)
@@ -277,15 +265,15 @@ def test_the_clock_waits_for_a_step_that_gives_no_logs(keras, own_fit, monkeypat
             return super().fit(*args, **kwargs)
 
     waited = []
-    wait = jax.block_until_ready
+    wait = keras.ops.convert_to_numpy
 
-    def waiting(values):
-        waited.append(sorted(getattr(value, "shape", None) for value in values))
-        return wait(values)
+    def waiting(value):
+        waited.append(value.shape)
+        return wait(value)
 
     made = (Own if own_fit else Silent)([keras.Input((3,)), keras.layers.Dense(1)])
     made.compile("sgd", "mse")
     lockstep.distribute(made, 2)
-    monkeypatch.setattr(jax, "block_until_ready", waiting)
+    monkeypatch.setattr(keras.ops, "convert_to_numpy", waiting)
     assert clocked(made, arrays(16), 10, batch_size=8).steps == 2
-    assert waited == [[(1,), (3, 1)]]
+    assert waited == [(1,)]

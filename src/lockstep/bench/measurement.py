@@ -1,22 +1,26 @@
 """Measures one model on some devices, in this process."""
 
+import itertools
 import json
 import os
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lockstep.batches import for_fit, no_batch
+from lockstep.batches import Parts, for_fit, no_batch, rows_of
 from lockstep.bench.scaling import Measurement
+from lockstep.bench.step_clock import EXECUTIONS, StepClock
 from lockstep.distribute import distribute
-from lockstep.engines import current_engine
-from lockstep.engines.engine import Clock
-from lockstep.errors import LockstepError, UnusableData
+from lockstep.engines import attachments, current_engine
+from lockstep.errors import LockstepError, UnsupportedBackend, UnusableData
+from lockstep.processes import process_group
 from lockstep.targets import model_and_data
+from lockstep.training.session import TRAIN
 
 
 def measure(
@@ -43,19 +47,25 @@ def measure(
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
     engine = current_engine()
     distribute(model, devices)
+    if process_group.several() and engine.name == "torch":
+        raise UnsupportedBackend(
+            "bench was asked for in one of several processes on 'torch', and it measures a "
+            "single one there.\nStart it without a launcher."
+        )
     x, y, sample_weight = given = for_fit(data, batch_size)
-    probe = engine.probe(model)
-    if not probe.feed(given, batch_size, 1)[1]:
+    room = (max(steps, EXECUTIONS * model.steps_per_execution) + 2 * model.steps_per_execution) + 1
+    seconds, rows = draw(model, given, batch_size, room)
+    if not rows:
         raise no_batch(data)
     options: dict[str, Any] = {"batch_size": batch_size} if batch_size is not None else {}
 
-    def train(most: int = steps) -> Clock:
-        clock = probe.clock(most)
+    def train(most: int = steps) -> StepClock:
+        clock = StepClock(most, len(rows) if len(rows) < room else None)
         options.update(epochs=1, verbose=0, callbacks=[clock])
         model.fit(x, y, sample_weight=sample_weight, **options)
         return clock
 
-    with probe.compiling() as compiling:
+    with engine.profile(devices=False) as compiling:
         steps_taken = train().steps
     if not steps_taken:
         raise UnusableData(
@@ -63,35 +73,78 @@ def measure(
             "own, took none that\nKeras's fit would take. Let it call super().fit, or give the "
             "model a train_step instead."
         )
-    seconds, batches = probe.feed(given, batch_size, steps)
     clocks = [train() for _ in range(rounds)]
     most = steps
-    with probe.tracing() as trace:
+    with engine.profile(devices=True) as profile:
         traced = train()
-    while trace.full and most > 1:  # The profiler dropped events: profile fewer steps.
+    while profile.full and most > 1:  # The profiler dropped events: profile fewer steps.
         most = max(1, most // 10)
-        with probe.tracing() as trace:
+        with engine.profile(devices=True) as profile:
             traced = train(most)
-    timed = sum(clock.steps for clock in clocks)
+    rows = rows[: max(clock.done for clock in clocks)]
     every = [clock.wall / clock.steps for clock in clocks]
     # The inclusive method: the exclusive one extrapolates beyond the measured rounds.
     quartiles = statistics.quantiles(every, n=4, method="inclusive") if rounds > 1 else every * 3
+    devices_used = engine.attached(model) or ()
+    # On a CPU, PyTorch computes in the main thread.
+    starts = engine.name != "torch" or not devices_used[0].startswith("cpu")
     return Measurement(
-        devices=engine.attached(model) or (),
-        rows=max(clock.batch for clock in clocks),
-        rows_per_step=sum(clock.rows for clock in clocks) / timed,
-        steps_per_execution=timed / sum(clock.executions for clock in clocks),
+        devices=devices_used,
+        rows=max(rows),
+        rows_per_step=sum(rows) / len(rows),
+        steps_per_execution=sum(c.steps for c in clocks) / sum(c.executions for c in clocks),
         step=statistics.median(every),
         spread=(quartiles[0], quartiles[2]),
-        input=seconds / batches,
-        host=statistics.median(clock.host / clock.steps for clock in clocks),
-        compute=trace.compute / traced.done if trace.seen else None,
-        communication=trace.communication / traced.done if trace.seen else None,
-        compile=compiling.seconds,
+        input=seconds,
+        host=statistics.median(clock.host / clock.steps for clock in clocks) if starts else 0.0,
+        compute=None if profile.compute is None else profile.compute / traced.done,
+        communication=(
+            None if profile.communication is None else profile.communication / traced.done
+        ),
+        compile=compiling.compile,
         checkpoint=_seconds_to_save(model),
         load=load,
         backend=engine.name,
     )
+
+
+def draw(model: Any, data: Parts, batch_size: int | None, most: int) -> tuple[float, list[int]]:
+    """Draw the batches of one epoch like `fit`, without training.
+
+    Args:
+        model: A distributed model.
+        data: The data of the `fit`: x, y and sample weights.
+        batch_size: As in `fit`.
+        most: The maximum number of batches.
+
+    Returns:
+        The mean time of a batch in seconds, and the rows of each batch.
+    """
+    x, y, sample_weight = data
+    session = attachments.attachment_of(model).session
+    batches = session.batches(
+        TRAIN, x=x, y=y, sample_weight=sample_weight, batch_size=batch_size, shuffle=True
+    )
+    try:
+        number, drawn = batches.num_batches or most, _epoch(batches)
+        first = [rows_of(next(drawn))] if number > most else []
+        start = time.perf_counter()  # The start of a long epoch serves all its batches.
+        # Stop where a fit stops: after the last batch, the iterator waits for workers.
+        rows = [rows_of(batch) for batch in itertools.islice(drawn, min(most, number))]
+        seconds = time.perf_counter() - start
+        return seconds / max(1, len(rows)), (first + rows)[:most]
+    finally:
+        batches.reset()  # ends the workers of a data set
+
+
+def _epoch(batches: Any) -> Iterator[Any]:
+    """Yield the batches of one epoch of Keras's iterator."""
+    for _, _, iterator in batches:  # an iterator over the epoch, or a list of the next batches
+        drawn = None
+        for drawn in iterator:
+            yield drawn
+        if drawn is None:
+            return
 
 
 def _seconds_to_save(model: Any) -> float:

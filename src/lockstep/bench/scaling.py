@@ -48,7 +48,7 @@ class Measurement:
         host: The processor time of the main thread in one step.
         compute: The computation of the busiest device in one step; `None` without a trace.
         communication: Its collectives in one step, including the time that it waits in them.
-        compile: One trace and compilation, without a compilation cache.
+        compile: One trace and compilation, without a compilation cache; `None` if unknown.
         checkpoint: One save of the weights with Keras.
         load: The load of the machine before the measurement.
         backend: The backend of Keras.
@@ -64,7 +64,7 @@ class Measurement:
     host: float
     compute: float | None
     communication: float | None
-    compile: float
+    compile: float | None
     checkpoint: float
     load: float
     backend: str = "jax"
@@ -233,7 +233,7 @@ class Scaling(Report):
             " to ".join(_milliseconds(seconds) for seconds in of.spread),
             *(() if self.rehearsed else compared),
             *("" if seconds is None else _milliseconds(seconds) for seconds in parts),
-            f"{of.compile:.1f} s",
+            "" if of.compile is None else f"{of.compile:.1f} s",
             f"{of.checkpoint:.2f} s",
         ]
 

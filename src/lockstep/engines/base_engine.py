@@ -1,8 +1,10 @@
 """What the engines of all backends have in common."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lockstep.engines import attachments
+from lockstep.engines.engine import Profile
 from lockstep.layout import Layout
 
 
@@ -24,3 +26,7 @@ class BaseEngine:
     def attached(self, model: Any) -> tuple[str, ...] | None:
         """Return the devices of `model`, or `None` if it is not attached."""
         return attachments.attached(model)
+
+    def profile(self, *, devices: bool) -> AbstractContextManager[Profile]:
+        """Return an empty profile."""
+        return nullcontext(Profile())

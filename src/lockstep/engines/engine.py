@@ -10,9 +10,6 @@ from lockstep.launch.environment import Place
 if TYPE_CHECKING:
     from lockstep.layout import Layout
 
-Data = tuple[Any, Any, Any]
-"""Inputs or a data set, targets, and sample weights; the last two may be `None`."""
-
 
 class Engine(Protocol):
     """Runs Keras models of one backend on several devices.
@@ -94,133 +91,71 @@ class Engine(Protocol):
         """
         ...
 
+    def profile(self, *, devices: bool) -> "AbstractContextManager[Profile]":
+        """Measure compilation inside the context; the result is filled in at its end.
+
+        Args:
+            devices: Whether to profile the work of the devices too.
+        """
+        ...
+
     def probe(self, model: Any) -> "Probe":
         """Return a probe for the steps of `model`, attached or not."""
         ...
 
 
 @dataclass
-class Compiling:
-    """The time spent on compilation, in seconds."""
-
-    seconds: float = 0.0
-
-
-@dataclass
-class Trace:
-    """The work of the busiest device. Each second counts in one of the two kinds.
+class Profile:
+    """Seconds that a framework measures of its own work; `None` where it has no call for that.
 
     Attributes:
-        seen: Whether the work of a device was measured.
-        full: Whether the profiler dropped events, so that there are no results.
-        compute: Seconds of computation.
-        communication: Seconds in collectives, including waits for other devices.
+        compile: Tracing and compilation.
+        compute: Computation of the busiest device.
+        communication: Its collectives, including waits for other devices.
+        full: Whether the profiler dropped events, so that nothing is known of the devices.
     """
 
-    seen: bool = False
+    compile: float | None = None
+    compute: float | None = None
+    communication: float | None = None
     full: bool = False
-    compute: float = 0.0
-    communication: float = 0.0
-
-
-class Clock(Protocol):
-    """A callback that times the steps of a `fit`.
-
-    Attributes:
-        done: Number of all steps, timed or not.
-        steps: Number of timed steps.
-        executions: Number of executions of the timed steps.
-        rows: Rows of all timed steps.
-        batch: Rows of the largest step.
-        wall: Seconds from the start of the first timed step to the end of the last.
-        host: Processor time of the main thread in that time, in seconds.
-    """
-
-    done: int
-    steps: int
-    executions: int
-    rows: int
-    batch: int
-    wall: float
-    host: float
 
 
 class Probe(Protocol):
-    """Inspects the training steps of one model, for `verify` and `bench`."""
+    """Inspects the training steps of one model, for `verify`."""
 
-    def compiling(self) -> AbstractContextManager[Compiling]:
-        """Measure the time spent on compilation inside the context."""
-        ...
-
-    def tracing(self) -> AbstractContextManager[Trace]:
-        """Profile the devices inside the context; the trace is filled in at its end."""
-        ...
-
-    def clock(self, most: int) -> Clock:
-        """Return a callback for one `fit` that only times its steps and stops it at a limit.
-
-        Args:
-            most: The limit: about so many steps, plus a few executions.
-        """
-        ...
-
-    def feed(self, data: Data, batch_size: int | None, most: int) -> tuple[float, int]:
-        """Draw the batches of one epoch like `fit`, without training.
-
-        Args:
-            data: The data of the `fit`: x, y and sample weights.
-            batch_size: As in `fit`.
-            most: The maximum number of batches.
-
-        Returns:
-            The time in seconds, and the number of batches.
-        """
-        ...
-
-    def precise(self) -> AbstractContextManager[object]:
-        """Compute matrix products in the full precision of their type inside the context."""
-        ...
-
-    def synchronized(self) -> AbstractContextManager[object]:
-        """Copy the values of the first process to all processes.
-
-        The end of the context restores all other shared state, but the caller has to restore
-        the values of variables.
-        """
-        ...
-
-    def restart(self) -> None:
-        """Trace the model again at its next step, like a new process."""
-        ...
-
-    def build(self, batch: Any) -> None:
+    def build(self, batch: Any) -> str | None:
         """Build what is not built yet, as `fit` does before or in its first step.
+
+        The model is not attached. Its variables may have other values afterwards.
 
         Args:
             batch: A batch in the structure that `fit` passes to a training step.
+
+        Returns:
+            The shortest float type to which a step of a model in float64 casts values, such as
+            `"float32"`; `None` if it computes in float64 alone, or if that is not known.
 
         Raises:
             UnusableData: If Keras cannot build the model from the batch.
         """
         ...
 
-    def lowered(self, batch: Any) -> str | None:
-        """Return the shortest float type to which a training step casts float64 values.
+    def precise(self) -> AbstractContextManager[object]:
+        """Compute matrix products in the full precision of their type inside the context.
 
-        The model is not attached. The call may train one step.
-
-        Args:
-            batch: A batch in the structure that `fit` passes to a training step.
-
-        Returns:
-            The type, such as `"float32"`; `None` if the step computes in float64 alone.
+        Several processes draw the random numbers of the first one.
         """
         ...
 
-    def train(self, batch: Any) -> dict[str, Any]:
+    def train(self, batch: Any, *, restart: bool = False) -> dict[str, Any]:
         """Train one step on a batch in the structure of `fit`, and return the logs.
 
         Results that are random in Keras on one device, such as dropped losses, are not random here.
+
+        Args:
+            batch: The batch.
+            restart: Whether to trace the model again before the step, like a new process.
         """
         ...
 
@@ -229,8 +164,4 @@ class Probe(Protocol):
 
         The model does not change.
         """
-        ...
-
-    def notes(self) -> list[str]:
-        """Return notes on the step that was trained last, one sentence each."""
         ...

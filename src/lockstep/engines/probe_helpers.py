@@ -1,24 +1,36 @@
 """Helpers of the probes of all backends."""
 
-import itertools
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import keras
 import numpy as np
 
 from lockstep.errors import UnusableData
-from lockstep.keras_compat import build_from_batch, pythonify_logs
+from lockstep.keras_compat import (
+    build_from_batch,
+    computes_in_float64,
+    layers_not_in_float64,
+    pythonify_logs,
+)
 from lockstep.state import unique
 
 SHORT_FLOATS = ("bfloat16", "float16", "float32")
 """Float types that are shorter than float64, by the digits that they keep."""
 
 
-def shortest(types: Iterable[str]) -> str | None:
-    """Return the shortest of some float types, `None` for none."""
-    return min(types, key=SHORT_FLOATS.index, default=None)
+def shortest_cast(model: Any, casts: Callable[[], Iterable[str]]) -> str | None:
+    """Return the shortest float type to which a step of a model in float64 casts values.
+
+    Args:
+        model: A built model.
+        casts: Returns all such types. It is called if the model computes in float64.
+    """
+    if computes_in_float64() and not layers_not_in_float64(model):
+        with suppress(Exception):  # a step that cannot be traced
+            return min(casts(), key=SHORT_FLOATS.index, default=None)
+    return None
 
 
 def watched_layers(model: Any) -> list[Any]:
@@ -36,26 +48,6 @@ def part_of(seen: dict[str, Any], prefix: str) -> dict[str, Any]:
         name.removeprefix(f"{prefix}/"): np.asarray(value, "float64")
         for name, value in sorted(found.items())
     }
-
-
-def draw(batches: Any, most: int) -> tuple[float, int]:
-    """Draw the batches of one epoch, and return the seconds and the number of batches.
-
-    Args:
-        batches: Keras's iterator over the epochs.
-        most: The maximum number of batches.
-    """
-    try:
-        _, _, iterator = next(iter(batches))
-        number = batches.num_batches or most
-        if number > most:  # the start of an epoch serves all its batches
-            next(iterator)
-        start = time.perf_counter()
-        # Stop where a fit stops: after the last batch, the iterator waits for workers.
-        count = sum(1 for _ in itertools.islice(iterator, min(most, number)))
-        return time.perf_counter() - start, count
-    finally:
-        batches.reset()  # ends the workers of a data set
 
 
 def tensors(batch: Any) -> Any:

@@ -168,10 +168,10 @@ def _require_evidence(found: Plan) -> None:
         agree = numbered_in_same_order(names, [leaf.name for leaf in some])
         if len(names) > 1 and not (ascending(names) if agree is None else agree):
             raise AmbiguousWeights(
-                f"The layers {', '.join(names[:4])} of the file have equal shapes, and their names "
-                "are not\nthe model's: which is which cannot be told if one was frozen then. "
-                "Name the model's\nlayers as in the file (lockstep inspect lists them), or give "
-                "--config template.json of that time."
+                f"The layers {', '.join(names[:4])} of the file have equal shapes and other names "
+                "than the model's:\ntheir order is ambiguous if one of them was frozen when the "
+                "file was saved. Name the model's\nlayers as in the file (lockstep inspect lists "
+                "them), or give --config template.json of that time."
             )
 
 

@@ -3,7 +3,7 @@
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from lockstep.batches import Batch, rows_of
-from lockstep.engines.engine import Engine
+from lockstep.engines.engine import Engine, Probe
 from lockstep.engines.probe_helpers import SHORT_FLOATS
 from lockstep.errors import UnsplitBatchWarning, counted
 from lockstep.keras_compat import computes_in_float64, layers_in, layers_not_in_float64
@@ -38,12 +38,14 @@ def compare(
         names: The devices to compare with one, at least 2.
     """
     rows = [rows_of(batch) for batch in batches]
+    probe = engine.probe(model)
     with (
         tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder,
-        _untouched(engine, model, batches[0]),
-        engine.probe(model).synchronized(),
+        _untouched(engine, model, probe, batches[0]) as lowered,
+        process_group.values_of_first(model),
+        probe.precise(),
     ):
-        comparison = _Comparison(engine, model, batches, names, Path(folder))
+        comparison = _Comparison(engine, model, probe, batches, names, Path(folder), lowered)
         comparison.run()
     return Verification(
         backend=engine.name,
@@ -72,9 +74,11 @@ class _Comparison:
 
     engine: Engine
     model: Any
+    probe: Probe
     batches: list[Batch]
     names: tuple[str, ...]
     folder: Path
+    lowered: str | None
     differences: tuple[Difference, ...] = ()
     notes: list[str] = field(default_factory=list)
     first_step: int | None = None
@@ -82,10 +86,8 @@ class _Comparison:
     cause: str | None = None
     rounding: float | None = None
     not_finite_from: int | None = None
-    lowered: str | None = None
 
     def __post_init__(self) -> None:
-        self._probe = self.engine.probe(self.model)
         self._start = snapshot(self.model)
         self._double = computes_in_float64() and not layers_not_in_float64(self.model)
         self._bound = DOUBLE_BOUND if self._double else BOUND
@@ -93,31 +95,33 @@ class _Comparison:
         self._unmoved: list[str] = []
 
     def run(self) -> None:
-        with self._probe.precise():
-            self._alone = self.names[:1] if self._loses_states() else None
-            self._place(self._alone)
-            if self._double:
-                self._find_casts()
-            self._train_first()
-            if not self.batches:
-                self.cause = self._cause_not_finite()
-                return
-            again = self._differences("one device again")
-            self._place(self.names)
-            self.differences = self._differences(f"{len(self.names)} devices", note_unsplit=True)
-            self.notes += self._probe.notes()
-            if _first_step(again) is not None:
-                self._find_first(again, self._alone)
-                self.cause = _unsteady(self.first_layer)
-            elif _first_step(self.differences) is not None:
-                self._explain()
+        self._alone = self.names[:1] if self._loses_states() else None
+        self._place(self._alone)
+        if self.lowered == "float32":
+            self._bound = BOUND
+            self.notes.append(
+                "The code of the model casts values of float64 to float32: the bound is that "
+                "of float32."
+            )
+        self._train_first()
+        if not self.batches:
+            self.cause = self._cause_not_finite()
+            return
+        again = self._differences("one device again")
+        self._place(self.names)
+        self.differences = self._differences(f"{len(self.names)} devices", note_unsplit=True)
+        if _first_step(again) is not None:
+            self._find_first(again, self._alone)
+            self.cause = _unsteady(self.first_layer)
+        elif _first_step(self.differences) is not None:
+            self._explain()
+        if self.cause is None:
+            self._judge_unmoved()
+        if self.not_finite_from is not None:
             if self.cause is None:
-                self._judge_unmoved()
-            if self.not_finite_from is not None:
-                if self.cause is None:
-                    self.cause = self._cause_not_finite()
-                else:
-                    self.notes.append(self._cause_not_finite())
+                self.cause = self._cause_not_finite()
+            else:
+                self.notes.append(self._cause_not_finite())
 
     def _explain(self) -> None:
         """Find the cause of differences beyond the bound, or that they are rounding."""
@@ -192,18 +196,6 @@ class _Comparison:
         types = {layer.compute_dtype for layer in layers_in(self.model)}
         return next((each for each in SHORT_FLOATS if each in types), "float32")
 
-    def _find_casts(self) -> None:
-        """Find the casts to shorter floats in the code of a model that computes in float64."""
-        self._probe.restart()
-        with suppress(Exception):  # a step that cannot be traced: the bound stays that of float64
-            self.lowered = self._probe.lowered(self.batches[0])
-        if self.lowered == "float32":
-            self._bound = BOUND
-            self.notes.append(
-                "The code of the model casts values of float64 to float32: the bound is that of "
-                "float32."
-            )
-
     def _judge_unmoved(self) -> None:
         """Say which weights did not move on one device; without any there is no verdict."""
         trained = len({variable.path for variable in self.model.trainable_variables})
@@ -236,12 +228,12 @@ class _Comparison:
     def _steps(self, run: str) -> Iterator[tuple[int, Values]]:
         """Train from the start; the values after each step."""
         restore(self.model, self._start)
-        self._probe.restart()
         run += " in float64" if self._double else ""
         with progress(len(self.batches)) as advance:
             advance(run, 0)
             for step, batch in enumerate(self.batches, 1):
-                yield step, {**self._probe.train(batch), **snapshot(self.model)}
+                logs = self.probe.train(batch, restart=step == 1)
+                yield step, {**logs, **snapshot(self.model)}
                 advance(run, 1)
 
     def _differences(self, run: str, *, note_unsplit: bool = False) -> tuple[Difference, ...]:
@@ -332,7 +324,7 @@ class _Comparison:
         def inspect(devices: tuple[str, ...] | None) -> tuple[Values, Values]:
             self._place(devices)
             restore(self.model, start)
-            return self._probe.inspect(self.batches[step - 1])
+            return self.probe.inspect(self.batches[step - 1])
 
         several = devices == self.names and not self._double
         self.first_layer, what = _first_apart(
@@ -391,15 +383,19 @@ def _first_apart(
 
 
 @contextmanager
-def _untouched(engine: Engine, model: Any, batch: Batch) -> Iterator[None]:
-    """Build the model as `fit` does, and restore its values and devices afterwards."""
+def _untouched(engine: Engine, model: Any, probe: Probe, batch: Batch) -> Iterator[str | None]:
+    """Build the model as `fit` does, and restore its values and devices afterwards.
+
+    Yields:
+        What `Probe.build` returns.
+    """
     before = engine.attached(model)
     engine.detach(model)
     start: Values = {}
     try:
-        engine.probe(model).build(batch)
+        lowered = probe.build(batch)
         start = snapshot(model)
-        yield
+        yield lowered
     finally:
         engine.detach(model)
         if start:

@@ -1,15 +1,17 @@
 """The JAX engine: one program over a mesh, which processes the global batch."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lockstep.devices import Device
 from lockstep.engines import attachments
 from lockstep.engines.base_engine import BaseEngine
+from lockstep.engines.engine import Profile
 from lockstep.engines.jax import cache, jax_group, joining
 from lockstep.engines.jax import devices as jax_devices
 from lockstep.engines.jax.attachment import Attachment
 from lockstep.engines.jax.branches.branch_steps import BranchSteps
+from lockstep.engines.jax.introspection import profile
 from lockstep.engines.jax.introspection.probe import JaxProbe
 from lockstep.engines.jax.variable_sync import sync_to_variables
 from lockstep.errors import UnsupportedBackend
@@ -70,6 +72,10 @@ class JaxEngine(BaseEngine):
     def exchanged(self, values: Any, source: str, target: str) -> tuple[Any, Any]:
         """Copy integers from one device to another, and sum what both hold."""
         return jax_devices.exchanged(values, source, target)
+
+    def profile(self, *, devices: bool) -> AbstractContextManager[Profile]:
+        """Measure compilation, and the work of the devices if asked."""
+        return profile.profiled(devices=devices)
 
     def probe(self, model: Any) -> JaxProbe:
         """Return a probe into the steps of `model`, attached or not."""

@@ -56,7 +56,6 @@ from lockstep.engines.tensorflow.replica_consistency import (
 )
 from lockstep.engines.tensorflow.session import TensorFlowSession
 from lockstep.engines.tensorflow.split_checks import why_custom
-from lockstep.engines.tensorflow.step_timing import StepCounter
 from lockstep.engines.tensorflow.steps import Steps
 from lockstep.errors import LayoutConflict, UnsupportedBackend
 from lockstep.fit_lines import Given, branches_line, fit_line
@@ -134,7 +133,6 @@ class Attachment:
         steps: The steps of the model on these devices.
         session: The model on the devices, as the loop uses it.
         loop: The loop that replaces those of Keras.
-        counter: Counts the training steps for `bench`; `None` until `count_steps`.
     """
 
     def __init__(self, model: Any, devices: tuple[str, ...], layout: Layout | None = None) -> None:
@@ -151,7 +149,6 @@ class Attachment:
             self._copies = PlacedVariables(self.steps.home, self)
         self.session = TensorFlowSession(model, devices, self._build)
         self.loop = Loop(self.session)
-        self.counter: StepCounter | None = None
         self._first_steps = FirstSteps(model)
         self._before_trace = ObjectStates(())
         self._alone = len(devices) == 1
@@ -209,14 +206,6 @@ class Attachment:
         self._copies.let_go()
         attachments.remake_functions(self.model)
 
-    def count_steps(self) -> StepCounter:
-        """Return the counter of training steps. The first call makes the step anew."""
-        if self.counter is None:
-            self.counter = StepCounter()
-            if self.model.train_function is not None:
-                self._make_train_function(force=True)
-        return self.counter
-
     # ------------------------------------------------------------- replaced methods
 
     def _make_train_function(self, force: bool = False) -> Any:
@@ -272,14 +261,9 @@ class Attachment:
         return taking_optionals(self.model, step)
 
     def _function(self, name: str, step: Callable[[Any], Any]) -> Callable[[Iterator[Any]], Any]:
-        function: Callable[[Iterator[Any]], Any]
         # XLA compiles for one device only.
         with nullcontext() if self._alone else without_xla(self.model):
-            if name == "train" and self.counter is not None:
-                function = self.counter.function(self.model, step)
-            else:
-                function = function_of_iterator(self.model, step)
-        return function
+            return function_of_iterator(self.model, step)
 
     def _ready(self, name: str, step: Callable[[Any], Any]) -> Callable[[Iterator[Any]], Any]:
         """Return a step function that builds everything before its first trace."""

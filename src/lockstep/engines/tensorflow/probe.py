@@ -3,7 +3,7 @@
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -11,14 +11,12 @@ import keras
 import tensorflow as tf
 
 from lockstep.engines import attachments
-from lockstep.engines.engine import Compiling, Data, Trace
 from lockstep.engines.patched import patched
 from lockstep.engines.probe_helpers import (
     SHORT_FLOATS,
-    draw,
     not_built,
     part_of,
-    shortest,
+    shortest_cast,
     tensors,
     trained_once,
     watched_layers,
@@ -26,10 +24,9 @@ from lockstep.engines.probe_helpers import (
 from lockstep.engines.tensorflow.mirrored_variables import mirrored_variables
 from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer
 from lockstep.engines.tensorflow.split_checks import why_custom
-from lockstep.engines.tensorflow.step_timing import StepCounter, TensorFlowClock
 from lockstep.engines.tensorflow.steps import Steps
 from lockstep.errors import UnsupportedModel
-from lockstep.keras_compat import loss_of, takes_training, tensorflow_iterator
+from lockstep.keras_compat import loss_of, takes_training
 from lockstep.training.build import build, is_ready
 
 
@@ -44,35 +41,6 @@ class TensorFlowProbe:
         self._model = model
 
     @contextmanager
-    def compiling(self) -> Iterator[Compiling]:
-        """Measure the executions in which the step was traced. Their steps are included."""
-        counter, found = self._counter(), Compiling()
-        before = counter.compiling
-        yield found
-        found.seconds = counter.compiling - before
-
-    def tracing(self) -> AbstractContextManager[Trace]:
-        """Return no trace: on a CPU, both kinds of work are operations of the same threads."""
-        return nullcontext(Trace())
-
-    def clock(self, most: int) -> TensorFlowClock:
-        """Return a callback for one `fit` that times its steps."""
-        return TensorFlowClock(most, self._counter())
-
-    def feed(self, data: Data, batch_size: int | None, most: int) -> tuple[float, int]:
-        """Draw the batches of one epoch as `fit` does, without training."""
-        x, y, sample_weight = data
-        batches = tensorflow_iterator()(
-            distribute_strategy=tf.distribute.get_strategy(),
-            x=x,
-            y=y,
-            sample_weight=sample_weight,
-            batch_size=batch_size,
-            shuffle=True,
-        )
-        return draw(batches, most)
-
-    @contextmanager
     def precise(self) -> Iterator[None]:
         """Use full-precision matrix products and no XLA, as several devices run without XLA."""
         model, config = self._model, tf.config.experimental
@@ -85,17 +53,8 @@ class TensorFlowProbe:
             config.enable_tensor_float_32_execution(before[0])
             model.jit_compile = before[1]
 
-    def synchronized(self) -> AbstractContextManager[None]:
-        """Do nothing: there is only one process."""
-        return nullcontext()
-
-    def restart(self) -> None:
-        """Trace the model again at its next step."""
-        self._draw_together()
-        self._model.make_train_function(force=True)
-
-    def build(self, batch: Any) -> None:
-        """Build what is not built yet, as `fit` does in the trace of its first step."""
+    def build(self, batch: Any) -> str | None:
+        """Build the model as `fit` does in its first step; return its casts from float64."""
         model = self._model
         if why_custom(model, "train_step") is None or model.run_eagerly:
             try:
@@ -106,21 +65,24 @@ class TensorFlowProbe:
             step = tf.function(model.train_step, autograph=False)
             step.get_concrete_function(tensors(batch))
 
-    def lowered(self, batch: Any) -> str | None:
-        """Return the shortest float type to which the traced step casts float64 values."""
-        step = tf.function(self._model.train_step, autograph=False)
-        graph = step.get_concrete_function(tensors(batch)).graph.as_graph_def()
-        functions = [function.node_def for function in graph.library.function]
-        casts = (
-            tf.as_dtype(node.attr["DstT"].type).name
-            for node in itertools.chain(graph.node, *functions)
-            if node.op == "Cast" and node.attr["SrcT"].type == tf.float64.as_datatype_enum
-        )
-        return shortest(each for each in casts if each in SHORT_FLOATS)
+        def casts() -> set[str]:
+            step = tf.function(model.train_step, autograph=False)
+            graph = step.get_concrete_function(tensors(batch)).graph.as_graph_def()
+            functions = [function.node_def for function in graph.library.function]
+            found = {
+                tf.as_dtype(node.attr["DstT"].type).name
+                for node in itertools.chain(graph.node, *functions)
+                if node.op == "Cast" and node.attr["SrcT"].type == tf.float64.as_datatype_enum
+            }
+            return found.intersection(SHORT_FLOATS)
 
-    def train(self, batch: Any) -> dict[str, Any]:
+        return shortest_cast(model, casts)
+
+    def train(self, batch: Any, *, restart: bool = False) -> dict[str, Any]:
         """Train one step on a batch in the structure of `fit`, and return the logs."""
         self._draw_together()
+        if restart:
+            self._model.make_train_function(force=True)
         return trained_once(self._model, batch)
 
     def inspect(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -144,23 +106,6 @@ class TensorFlowProbe:
             for variable, value in zip(variables, before, strict=True):
                 variable.assign(value)
         return part_of(seen, "activation"), part_of(seen, "gradient")
-
-    def notes(self) -> list[str]:
-        """Return a note on which losses and metrics are sharded, and which are not and why."""
-        steps = self._steps()
-        choices = {} if steps is None else steps.choices
-        own = [repr(name) for name, why in choices.items() if why is None]
-        whole = [f"{name!r} ({why})" for name, why in choices.items() if why is not None]
-        notes = [f"Each device takes its own rows for {', '.join(own)}."] if own else []
-        if whole:
-            notes.append(
-                f"Every device takes the outputs of the whole batch for {', '.join(whole)}."
-            )
-        return notes
-
-    def _counter(self) -> StepCounter:
-        counter: StepCounter = attachments.attachment_of(self._model).count_steps()
-        return counter
 
     def _steps(self) -> Steps | None:
         """Return the steps of the model, `None` if it is not attached."""

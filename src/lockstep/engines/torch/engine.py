@@ -272,10 +272,6 @@ class Attachment:
         except LeftOutUsed:
             return None
 
-    def waited(self) -> float:
-        """Return the seconds that this process has waited in collectives."""
-        return self._runner.waited
-
     def draw_together(self) -> None:
         """Let every device draw the random numbers of the global batch, as one device does."""
         self._runner.draws_together = True

@@ -1,7 +1,6 @@
 """Processes as ranks: sums, broadcasts and gathers of tensors."""
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -40,7 +39,6 @@ class Group:
         local: Whether all processes are on this host.
 
     Attributes:
-        waited: The seconds that this rank has been in collectives.
         compares: Whether every rank says what it is about to exchange: gloo ends the process where
             two ranks exchange tensors of other sizes.
     """
@@ -56,7 +54,6 @@ class Group:
         local: bool = True,
     ) -> None:
         connect = _nccl if device.type == "cuda" else partial(_gloo, local=local)
-        self.waited = 0.0
         self.compares = False
         self._backend = self._waited(lambda: connect(store, rank, size, most))
         self._device = device
@@ -138,13 +135,10 @@ class Group:
         self._backend.broadcast(flat, 0).wait()
 
     def _waited(self, call: Callable[[], Any]) -> Any:
-        start = time.perf_counter()
         try:
             return call()
         except RuntimeError as error:
             raise PeerLost(str(error)) from error
-        finally:
-            self.waited += time.perf_counter() - start
 
     def gather(self, rows: Any, counts: Sequence[int]) -> Any:
         """Return the rows of all ranks, in the order of the ranks.

@@ -178,11 +178,6 @@ class JoinedRunner(StepRunner):
             return self._streams.of_one_device()
         return self._streams.apart(self._draw_base(kind), self._group.rank)
 
-    @property
-    def waited(self) -> float:
-        """The seconds that this process has waited in collectives."""
-        return self._group.ranks.waited
-
     def _held(self) -> list[Any]:
         return [v for v in variables_of(self._model) if id(v) in self._shared]
 

@@ -228,11 +228,6 @@ class PoolRunner(StepRunner):
                         "lockstep.release(model)."
                     )
 
-    @property
-    def waited(self) -> float:
-        """The seconds that this process has waited in collectives."""
-        return 0.0 if self._pool is None else self._pool.group.waited
-
     # -------------------------------------------------------- the same model everywhere
 
     def _running_pool(self) -> Pool:

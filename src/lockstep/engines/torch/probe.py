@@ -1,9 +1,7 @@
 """Records the layer outputs and the gradients of one training step on PyTorch."""
 
-import itertools
-import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import keras
@@ -12,25 +10,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep.engines import attachments
-from lockstep.engines.engine import Clock, Compiling, Data, Trace
 from lockstep.engines.probe_helpers import (
     SHORT_FLOATS,
     build_symbolically,
     part_of,
-    shortest,
+    shortest_cast,
     tensors,
     trained_once,
 )
-from lockstep.engines.torch import step_timing
 from lockstep.engines.torch.replica import random_state, set_random_state
 from lockstep.engines.torch.split_checks import why_custom
 from lockstep.engines.torch.steps import recorded
-from lockstep.errors import UnsupportedBackend
-from lockstep.keras_compat import loss_of, takes_training, torch_iterator
+from lockstep.keras_compat import loss_of, takes_training
 from lockstep.processes import process_group
 from lockstep.processes.call_scope import CALLS
 from lockstep.processes.group import current
-from lockstep.state import variables_of
+from lockstep.state import restore, snapshot, variables_of
 
 
 class _Casts(TorchDispatchMode):  # type: ignore[misc]
@@ -61,87 +56,55 @@ class TorchProbe:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._random = random_state()
-
-    def compiling(self) -> AbstractContextManager[Compiling]:
-        """Return no time: steps run operation by operation."""
-        return nullcontext(Compiling())
-
-    def tracing(self) -> AbstractContextManager[Trace]:
-        """Measure the computation and communication of rank 0 in this context."""
-        attachment = attachments.attachment_of(self._model)
-        return step_timing.tracing(lambda: 0.0 if attachment is None else attachment.waited())
-
-    def clock(self, most: int) -> Clock:
-        """Return a callback for one `fit` that times its steps."""
-        return step_timing.TorchClock(most)
-
-    def feed(self, data: Data, batch_size: int | None, most: int) -> tuple[float, int]:
-        """Draw the batches of one epoch as `fit` does, without training."""
-        if process_group.several():
-            raise UnsupportedBackend(
-                "bench was asked for in one of several processes on 'torch', and it measures a "
-                "single one there.\nStart it without a launcher."
-            )
-        x, y, sample_weight = data
-        batches = torch_iterator()(
-            x=x, y=y, sample_weight=sample_weight, batch_size=batch_size, shuffle=True
-        )
-        number = batches.num_batches or most
-        # keras/src/backend/torch/trainer.py, TorchEpochIterator
-        drawn = iter(batches.data_adapter.get_torch_dataloader())
-        if number > most:  # the start of an epoch serves all its batches
-            next(drawn)
-        start = time.perf_counter()
-        count = sum(1 for _ in itertools.islice(drawn, min(most, number)))
-        return time.perf_counter() - start, count
 
     @contextmanager
     def precise(self) -> Iterator[None]:
-        """Use full-precision matrix products and no `torch.compile`, as several devices do."""
+        """Use full-precision matrix products and no `torch.compile`, as several devices do.
+
+        Several processes draw the random numbers of the first one. At the end, the state of
+        PyTorch's random numbers is put back.
+        """
         model = self._model
-        before = torch.get_float32_matmul_precision(), model.jit_compile
+        before = torch.get_float32_matmul_precision(), model.jit_compile, random_state()
         torch.set_float32_matmul_precision("highest")
         model.jit_compile = False
         try:
+            if process_group.several():
+                with CALLS.call("verify"):
+                    current().share_random_state()
+            self._random = random_state()
             yield
         finally:
             torch.set_float32_matmul_precision(before[0])
             model.jit_compile = before[1]
+            set_random_state(before[2])
 
-    @contextmanager
-    def synchronized(self) -> Iterator[None]:
-        """Give several processes the values and random numbers of the first one.
+    def build(self, batch: Any) -> str | None:
+        """Build the model as `fit` does before its first step; return its casts from float64.
 
-        At the end, the state of PyTorch's random numbers is put back.
+        The casts are those of operations in a step that is trained and taken back.
         """
-        before = random_state()
-        try:
-            with process_group.values_of_first(self._model):
-                if process_group.several():
-                    with CALLS.call("verify"):
-                        current().share_random_state()
-                yield
-        finally:
-            set_random_state(before)
-
-    def restart(self) -> None:
-        """Make the step anew, and draw the random numbers of the first step again."""
-        self._draw_again()
-        self._model.make_train_function(force=True)
-
-    def build(self, batch: Any) -> None:
-        """Build what is not built yet, as `fit` does before its first step."""
         build_symbolically(self._model, batch)
 
-    def lowered(self, batch: Any) -> str | None:
-        """Train a step, and return the shortest float type that operations give for float64."""
-        with _Casts() as casts:
-            trained_once(self._model, batch)
-        return shortest(casts.found)
+        def casts() -> set[str]:
+            before, seen = snapshot(self._model), _Casts()
+            try:
+                with self.precise(), seen:
+                    trained_once(self._model, batch)
+            finally:
+                restore(self._model, before)
+            return seen.found
 
-    def train(self, batch: Any) -> dict[str, Any]:
-        """Train one step on a batch in the structure of `fit`, and return the logs."""
+        return shortest_cast(self._model, casts)
+
+    def train(self, batch: Any, *, restart: bool = False) -> dict[str, Any]:
+        """Train one step on a batch in the structure of `fit`, and return the logs.
+
+        After a restart, the random numbers of the first step are drawn again.
+        """
+        if restart:
+            self._draw_again()
+            self._model.make_train_function(force=True)
         with CALLS.call("verify") if process_group.several() else nullcontext():
             return trained_once(self._model, batch)
 
@@ -165,10 +128,6 @@ class TorchProbe:
                 variable.assign(value)
         seen = {name: keras.ops.convert_to_numpy(value) for name, value in seen.items()}
         return part_of(seen, "activation"), part_of(seen, "gradient")
-
-    def notes(self) -> list[str]:
-        """Return no notes: a warning names what is not split."""
-        return []
 
     def _draw_again(self) -> None:
         set_random_state(self._random)

@@ -148,11 +148,6 @@ class StepRunner:
         found = {plan.candidates[number].name: reason for number, reason in self._reasons.items()}
         return {plan.parts[n].name: reason for n, reason in self.distrusted.items()} | found
 
-    @property
-    def waited(self) -> float:
-        """The seconds that this process has waited in collectives."""
-        raise NotImplementedError
-
     def _dumped(self) -> Dumped:
         """Return the model as bytes: made at most once in a step."""
         if self._bytes_of_step is None:

@@ -8,20 +8,15 @@ import jax
 import keras
 import numpy as np
 
-from lockstep.engines.engine import Compiling, Data, Trace
 from lockstep.engines.jax.attachment import forget_losses
-from lockstep.engines.jax.fit.clock import Clock
 from lockstep.engines.jax.fit.on_batch import OnBatch
-from lockstep.engines.jax.introspection import profile
-from lockstep.engines.jax.session import MeshIterator
 from lockstep.engines.jax.steps.live_state import State
 from lockstep.engines.patched import patched
 from lockstep.engines.probe_helpers import (
     SHORT_FLOATS,
     build_symbolically,
-    draw,
     part_of,
-    shortest,
+    shortest_cast,
     tensors,
     watched_layers,
 )
@@ -37,51 +32,25 @@ class JaxProbe:
     def __init__(self, model: Any) -> None:
         self._model = model
 
-    def compiling(self) -> AbstractContextManager[Compiling]:
-        """Count the seconds spent on compiling in this context."""
-        return profile.compiling()
-
-    def tracing(self) -> AbstractContextManager[Trace]:
-        """Profile the devices in this context."""
-        return profile.tracing()
-
-    def clock(self, most: int) -> Clock:
-        """Return a callback for one `fit` that times its steps."""
-        return Clock(most)
-
-    def feed(self, data: Data, batch_size: int | None, most: int) -> tuple[float, int]:
-        """Draw the batches of one epoch as `fit` does, without training."""
-        x, y, sample_weight = data
-        batches = MeshIterator(
-            x=x, y=y, sample_weight=sample_weight, batch_size=batch_size, shuffle=True
-        )
-        return draw(batches, most)
-
     def precise(self) -> AbstractContextManager[object]:
         """Use full float32 precision in matrix products, which GPUs do not by default."""
         precise: AbstractContextManager[object] = jax.default_matmul_precision("highest")
         return precise
 
-    def synchronized(self) -> AbstractContextManager[None]:
-        """Give several processes the values of the first one in this context."""
-        return process_group.values_of_first(self._model)
-
-    def restart(self) -> None:
-        """Trace the model again at its next step."""
-        self._model.make_train_function(force=True)
-
-    def build(self, batch: Any) -> None:
-        """Build the model as `fit` does before its first step."""
+    def build(self, batch: Any) -> str | None:
+        """Build the model as `fit` does before its first step; return its casts from float64."""
         build_symbolically(self._model, batch)
 
-    def lowered(self, batch: Any) -> str | None:
-        """Return the shortest float type to which the traced step casts float64 values."""
-        groups = {f"{name}_variables": True for name in GROUPS}
-        state = take_jax_state(self._model, **groups)
-        return shortest(_casts(jax.make_jaxpr(self._model.train_step)(state, tensors(batch)).jaxpr))
+        def casts() -> Iterator[str]:
+            state = take_jax_state(self._model, **{f"{name}_variables": True for name in GROUPS})
+            yield from _casts(jax.make_jaxpr(self._model.train_step)(state, tensors(batch)).jaxpr)
 
-    def train(self, batch: Any) -> dict[str, Any]:
+        return shortest_cast(self._model, casts)
+
+    def train(self, batch: Any, *, restart: bool = False) -> dict[str, Any]:
         """Run one training step on a batch in the structure of `fit`, and return the logs."""
+        if restart:
+            self._model.make_train_function(force=True)
         forget_losses(self._model)
         with CALLS.call("verify") if process_group.several() else nullcontext():
             logs = OnBatch(self._model).train(batch)
@@ -107,10 +76,6 @@ class JaxProbe:
                 attributes["train_step"] = before
             model.make_train_function(force=True)
         return part_of(seen, "activation"), part_of(seen, "gradient")
-
-    def notes(self) -> list[str]:
-        """Return no notes: the compiler splits one program."""
-        return []
 
     def _inspected_step(self, state: State, data: Any) -> tuple[dict[str, Any], State]:
         # keras/src/backend/jax/trainer.py, JAXTrainer.train_step

@@ -5,13 +5,13 @@ import json
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from lockstep.engines.engine import Compiling, Trace
+from lockstep.engines.engine import Profile
 
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective", "nccl")
 
@@ -24,38 +24,37 @@ _Span = tuple[float, float, Any]
 
 
 @contextmanager
-def compiling() -> Iterator[Compiling]:
-    """Count the compile time in this context."""
-    found, counting = Compiling(), True
+def profiled(*, devices: bool) -> Iterator[Profile]:
+    """Measure compilation in this context, and the work of the devices; see `Engine.profile`."""
+    found, counting = Profile(compile=0.0), True
 
     def listen(event: str, duration_secs: float, **_: Any) -> None:
         if counting and event.startswith("/jax/core/compile/"):
-            found.seconds += duration_secs
+            found.compile = (found.compile or 0.0) + duration_secs
 
     # JAX has no public way to remove a listener. This one ignores later events instead.
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        yield found
+        with _traced(found) if devices else nullcontext():
+            yield found
     finally:
         counting = False
 
 
 @contextmanager
-def tracing() -> Iterator[Trace]:
-    """Profile the devices in this context. The results are set when it ends."""
-    found = Trace()
+def _traced(found: Profile) -> Iterator[None]:
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory(prefix="lockstep-trace-") as folder:
         with jax.profiler.trace(folder, profiler_options=options):
-            yield found
+            yield
         for file in Path(folder).rglob("*.trace.json.gz"):
             _read(file, found)
         if found.full:
-            found.seen = False
+            found.compute = found.communication = None
 
 
-def _read(file: Path, found: Trace) -> None:
+def _read(file: Path, found: Profile) -> None:
     with gzip.open(file, "rt") as opened:
         events = json.load(opened)["traceEvents"]
     if len(events) >= _MOST_EVENTS:
@@ -82,7 +81,6 @@ def _read(file: Path, found: Trace) -> None:
             device: (busy.get((device, False), 0.0), busy.get((device, True), 0.0))
             for device, _ in busy
         }
-        found.seen = True
         found.compute, found.communication = max(of.values(), key=sum)
 
 

@@ -20,7 +20,7 @@ from importlib.metadata import version
 import pytest
 
 import lockstep  # noqa: F401  (follows LOCKSTEP_REHEARSE before anything runs)
-from lockstep.launch.gpus import visible_gpus
+from lockstep.launch.shares import visible_gpus
 from tests.sampling import every_value_once
 
 REHEARSING = ("LOCKSTEP_", "KERAS_TORCH_DEVICE", "JAX_", "XLA_", "PYTEST_")

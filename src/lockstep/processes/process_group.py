@@ -9,8 +9,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep.checkpoint.fit_scope import callbacks_in
 from lockstep.errors import ProcessesDisagree, UnsupportedModel
+from lockstep.fit_lines import callbacks_in
 from lockstep.plurals import counted
 from lockstep.processes.call_scope import CALLS
 from lockstep.processes.constants import constants_of

@@ -305,6 +305,7 @@ def _load_old(model: Any, old: OldFile) -> Rescued:
     """Match, assign and compare all weights; a failure leaves the model unchanged."""
     from lockstep.rescue import check, match
     from lockstep.rescue.old_layers import Context
+    from lockstep.state import renew_normalization
 
     matched = match.match_model(old, model, Context())
     variables = {pair.slot.index: model.variables[pair.slot.index] for pair in matched.plan.pairs}
@@ -322,7 +323,7 @@ def _load_old(model: Any, old: OldFile) -> Rescued:
         for index, value in before.items():
             variables[index].assign(value)
         raise
-    _renew(model)
+    renew_normalization(model)
     return _loaded(model, old, rows, check.unrecorded_settings(old, matched), matched)
 
 
@@ -331,6 +332,7 @@ def _load_keras3(model: Any, found: Inspection) -> Rescued:
     import numpy as np
 
     from lockstep.rescue import check, write
+    from lockstep.state import renew_normalization
 
     before = [check.numbers(variable).copy() for variable in model.weights]
     shapes = sorted(entry.shape for entry in found.arrays)
@@ -344,7 +346,7 @@ def _load_keras3(model: Any, found: Inspection) -> Rescued:
     except Exception as error:
         for variable, value in zip(model.weights, before, strict=True):
             variable.assign(value)
-        _renew(model)
+        renew_normalization(model)
         if isinstance(error, WeightsDoNotFit):
             raise
         raise WeightsDoNotFit(
@@ -392,20 +394,6 @@ def _row(source: str, place: str, variable: Any, values: Any, other: bool) -> Ro
             "Nothing was changed. Load the file into a new model, and tell us."
         )
     return Row(source, place, tuple(values.shape), exact, other)
-
-
-def _renew(model: Any) -> None:
-    """Update the copies of weights that layers such as Normalization compute with."""
-    from lockstep.rescue import weight_tree
-
-    copying = [one for one in weight_tree.every_layer(model) if hasattr(one, "finalize_state")]
-    copying = [one for one in copying if one.built and one.weights]
-    for one in copying:
-        one.finalize_state()
-    if copying:  # compiled functions hold the copies as constants
-        for kind in ("train", "test", "predict"):
-            if getattr(model, f"{kind}_function", None) is not None:
-                getattr(model, f"make_{kind}_function")(force=True)
 
 
 def _loaded(

@@ -54,7 +54,6 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         decided: Whether the location of the data has been decided.
         skip: The number of batches that the next pass skips. The order and the random numbers are
             those of a full pass.
-        broke_off: The last exception raised while drawing a batch.
         recorded: Whether a checkpoint records the position of the trained batches.
     """
 
@@ -63,7 +62,6 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
     decided = False
     skip = 0
     recorded = False
-    broke_off: Exception | None = None
     _steps: Iterator[Any] = iter(())
     _prefetched: prefetch_queue.Prefetched | None = None
     _generator: prefetch_queue.OneGenerator | None = None
@@ -134,11 +132,7 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
     def agreed(self, pull: Callable[[], list[Any]], assigned: Any = None) -> list[Any]:
         """Return the batches that `pull` draws, once all processes have drawn as many."""
         if self._seen is None:
-            try:
-                return pull()
-            except Exception as error:
-                self.broke_off = error
-                raise
+            return pull()
         rows = number_of_rows(self.data_adapter)
         drawn: list[Any] = self._seen.agreed(pull, (self.num_batches, rows), assigned)
         return drawn

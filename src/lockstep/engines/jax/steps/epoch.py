@@ -124,10 +124,9 @@ def _each(
     while True:
         try:
             batch = next(iterator)
-        except Exception as error:
-            if taken and isinstance(error, StopIteration):
+        except StopIteration:
+            if taken:
                 return outputs, taken, True
-            source.broke_off = error
             raise
         # User code that draws batches may have synced the state into the variables.
         if attributes[JAX_STATE_SYNCED]:

@@ -42,7 +42,8 @@ model.fit(
     y,
     batch_size=options.batch,
     epochs=options.epochs,
-    callbacks=[lockstep.Checkpoint(options.folder, steps=options.steps, keep_model=True)],
+    callbacks=[lockstep.Checkpoint(options.folder, steps=options.steps)],
 )
+model.save(f"{options.folder}/model.keras")
 
 check_file(f"{options.folder}/model.keras", model, x[:8])

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 import lockstep  # noqa: F401  (follows LOCKSTEP_REHEARSE before anything runs)
-from lockstep.launch.gpus import visible_gpus
+from lockstep.launch.shares import visible_gpus
 from tests.sampling import every_value_once
 
 BACKEND = os.environ["KERAS_BACKEND"]

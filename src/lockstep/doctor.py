@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.devices import REHEARSE, names_in_words
 from lockstep.engines.engine import Engine
 from lockstep.errors import counted
-from lockstep.launch.gpus import visible_gpus
+from lockstep.launch.shares import visible_gpus
 from lockstep.package_versions import install_command, package_version
 from lockstep.rehearsal import choose_backend
 

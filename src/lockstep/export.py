@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.checkpoint.differences import check_model
+from lockstep.checkpoint.fingerprint import check_facts, config_of
 from lockstep.checkpoint.manifest import FILE, read_manifest
-from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.run_folder import Found, RunFolder
+from lockstep.checkpoint.run_folder import Found, Retention, RunFolder
 from lockstep.checkpoint.run_report import runs_within
 from lockstep.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint
 from lockstep.files import replacing
@@ -51,9 +50,7 @@ def export_model(run: Path, output: Path, model: Any = None, best: bool = False)
     found = _found(run, best)
     made = _made(found) if model is None else model
     if model is not None:
-        from lockstep.checkpoint.config_fingerprint import config_of  # imports Keras
-
-        check_model(str(found.path), found.state["model"], config_of(model))
+        check_facts(str(found.path), found.state, {"model": config_of(model)})
     _fill(made, found)
     try:
         with replacing(output) as temporary:

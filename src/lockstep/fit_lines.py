@@ -20,6 +20,15 @@ def arguments_of(fit: Callable[..., Any], args: tuple[Any, ...], kwargs: Given) 
     return {**dict(zip(names_by_place(fit), args, strict=False)), **kwargs}
 
 
+def callbacks_in(given: Any) -> list[Any]:
+    """Return the callbacks of a loop, from one, a list, a `CallbackList`, or `None`."""
+    import keras
+
+    if isinstance(given, keras.callbacks.CallbackList):
+        given = given.callbacks
+    return keras.tree.flatten(given) if given else []
+
+
 def names_by_place(method: Callable[..., Any]) -> list[str]:
     """Return the names of the positional arguments of a method.
 

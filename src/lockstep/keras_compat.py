@@ -95,7 +95,6 @@ try:
     from keras.src.saving.keras_saveable import KerasSaveable as KerasSaveable
     from keras.src.trainers.data_adapters import data_adapter_utils as _data_adapter_utils
     from keras.src.trainers.data_adapters import get_data_adapter as get_data_adapter
-    from keras.src.trainers.data_adapters import py_dataset_adapter as _py_dataset_adapter
     from keras.src.trainers.data_adapters.array_data_adapter import (
         ArrayDataAdapter as ArrayDataAdapter,
     )
@@ -156,7 +155,6 @@ _ATTRIBUTES = {
     ),
     keras.random.SeedGenerator: ("next",),
     _layer_module: ("Node",),
-    _py_dataset_adapter: ("_DATA_POOLS",),
     _serialization_lib: ("record_object_after_serialization",),
     global_state: ("GLOBAL_STATE_TRACKER", "get_global_attribute", "set_global_attribute"),
 }
@@ -1164,14 +1162,6 @@ def standardized(adapter: Any, batch: Any) -> Any:
     keras/src/trainers/data_adapters/py_dataset_adapter.py, PyDatasetAdapter._standardize_batch
     """
     return adapter._standardize_batch(batch)
-
-
-def worker_pools() -> list[Any]:
-    """The pools of `multiprocessing` that make the items of each `PyDataset`.
-
-    keras/src/trainers/data_adapters/py_dataset_adapter.py, which holds them weakly.
-    """
-    return list(_py_dataset_adapter._DATA_POOLS)
 
 
 def row_indices(adapter: Any) -> Any:

@@ -174,6 +174,32 @@ def optimizers_of(model: Any) -> list[tuple[str, Any]]:
     return list({id(each): (name, each) for name, each in reversed(found)}.values())[::-1]
 
 
+def renew_normalization(model: Any) -> None:
+    """Recompute the values that layers derive from their variables.
+
+    `Normalization` computes with copies, which are constants in a traced program.
+    """
+    import keras
+
+    from lockstep.keras_compat import layers_in
+
+    # keras/src/layers/preprocessing/normalization.py, Normalization.finalize_state
+    renewed = False
+    for layer in layers_in(model):
+        known = isinstance(layer, keras.layers.Normalization) and layer.built
+        if known and layer.input_mean is None:
+            before = [np.asarray(value) for value in (layer.mean, layer.variance)]
+            layer.finalize_state()
+            after = [np.asarray(value) for value in (layer.mean, layer.variance)]
+            renewed |= not all(map(np.array_equal, before, after))
+    if renewed:
+        model.make_train_function(force=True)
+        if model.test_function is not None:
+            model.make_test_function(force=True)
+        if model.predict_function is not None:
+            model.make_predict_function(force=True)
+
+
 def _add(named: dict[str, Any], name: str, variable: Any) -> None:
     while name in named:
         name += "'"

@@ -9,8 +9,7 @@ import pytest
 from lockstep import errors
 from lockstep.checkpoint.callback import Checkpoint
 from lockstep.checkpoint.folder_lock import only_writer
-from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.run_folder import RunFolder
+from lockstep.checkpoint.run_folder import Retention, RunFolder
 from lockstep.export import export_model
 from lockstep.files import sync_folder
 from tests.checkpoints.data import arrays
@@ -178,13 +177,8 @@ def test_no_number_as_a_loss_leaves_one_to_go_back_to(tmp_path):
 def test_the_folder_is_the_one_that_was_named(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    paths = [Checkpoint("~/run")._folder.path, Checkpoint("run")._folder.path]
+    paths = [Checkpoint(each)._settings.folder for each in ("~/run", "run")]
     assert paths == [tmp_path / "run", tmp_path / "run"]
-
-
-def test_arguments_that_contradict_each_other(tmp_path):
-    with pytest.raises(errors.CheckpointError, match="keep_best=False, which lets it go"):
-        Checkpoint(tmp_path, monitor="loss", keep_best=False, keep_model=True)
 
 
 def test_a_mode_that_nobody_knows_is_told_before_the_first_step(tmp_path):

@@ -324,37 +324,6 @@ def test_one_line_says_from_where(tmp_path, capsys):
     assert "nothing is left to do; 2 devices then, 2 now" in capsys.readouterr().out
 
 
-@pytest.mark.whole
-def test_a_plain_model_of_the_best_or_last_state_is_left(tmp_path):
-    x, _ = held_out()
-
-    def source():
-        return {**arrays(), "validation_data": held_out()}
-
-    made = []
-
-    def make():
-        made.append(small())
-        return made[-1]
-
-    train(source, tmp_path / "last", make=make, checkpoint={"keep_model": True})
-    last = keras.models.load_model(tmp_path / "last" / "model.keras")
-    np.testing.assert_array_equal(last.predict(x, verbose=0), made[0].predict(x, verbose=0))
-
-    class Keep(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            kept.append((logs["val_loss"], self.model.get_weights()))
-
-    kept = []
-    options = {"keep_model": True, "monitor": "val_loss", "mode": "max"}  # the first is best
-    train(source, tmp_path / "best", make=make, callbacks=[Keep], checkpoint=options)
-    best = keras.models.load_model(tmp_path / "best" / "model.keras")
-    for a, b in zip(best.get_weights(), max(kept, key=lambda each: each[0])[1], strict=True):
-        np.testing.assert_array_equal(a, b)
-    for a, b in zip(made[1].get_weights(), kept[-1][1], strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 def test_evaluate_and_predict_take_no_notice(tmp_path):
     made = lockstep.distribute(small(), 1)
     x, y = held_out()

@@ -14,8 +14,7 @@ from safetensors.numpy import load_file
 from lockstep import errors
 from lockstep.checkpoint import array_file
 from lockstep.checkpoint.array_file import Entry
-from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.run_folder import RunFolder
+from lockstep.checkpoint.run_folder import Retention, RunFolder
 from lockstep.files import CHUNK
 from tests.checkpoints.cutting import CHANGING, Cutting, cut_at
 

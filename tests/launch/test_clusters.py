@@ -31,9 +31,14 @@ def script(tmp_path, monkeypatch):
     Path("train.py").write_text(STAND_IN)
 
 
-@pytest.mark.parametrize(
-    ("options", "file"), [(SLURM, "slurm.sh"), (KUBERNETES, "train_job.yaml")], ids=["slurm", "k8s"]
-)
+GOLDEN_FILES = [
+    (SLURM, "slurm.sh"),
+    (KUBERNETES, "train_job.yaml"),
+    (f"{KUBERNETES} --dry-run", "train_job.yaml"),
+]
+
+
+@pytest.mark.parametrize(("options", "file"), GOLDEN_FILES)
 def test_the_golden_files(options, file):
     done = run(options, "train.py", "--lr", "0.1", "it's")
     assert done.exit_code == 0, done.output
@@ -121,9 +126,7 @@ REFUSED = {
     "an option of a cluster without one": ("--nodes 2", "--nodes was given, and it has no meaning"),
     "an option of this machine": ("--on slurm --restarts 2", "--restarts was given"),
     "another cluster": ("--on mesos", "'mesos' is none of slurm, kubernetes, ray, ray://HOST:PORT"),
-    "a range of hosts": ("--on slurm --nodes 1:4", "--nodes=1:4 was given, and a range has a"),
-    "a number of hosts": ("--on ray --nodes 4:1", "'4:1' does not go from at least 1 upwards"),
-    "no number of hosts": ("--on ray --nodes all", "'all' is no number and no range such as 1:4"),
+    "a run of this machine": ("--dry-run", "--dry-run was given, and it has no meaning with proc"),
 }
 
 

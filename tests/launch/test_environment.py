@@ -6,10 +6,10 @@ from lockstep.errors import ProcessesDisagree
 from lockstep.launch.environment import (
     ALONE,
     Place,
-    devices_of_process,
     find_place,
     first_host,
 )
+from lockstep.launch.shares import devices_of_process
 
 TORCHRUN = {
     "RANK": "3",

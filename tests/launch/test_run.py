@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.output import Output
-from lockstep.launch.rank import Failure, cause_of
+from lockstep.launch.rank import Failure, Output, cause_of
 from lockstep.launch.status import Status
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -56,8 +55,8 @@ def run(folder, body, *options, **more):
     return process.returncode, out, error
 
 
-def wait_until(condition):
-    until = time.monotonic() + SOON
+def wait_until(condition, seconds=SOON):
+    until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, "it never came"
         time.sleep(0.02)
@@ -275,7 +274,7 @@ with phase("training", compiles=True):
         os.kill(os.getpid(), signal.SIGSTOP)
     stands_still()
 """
-    status, _, error = run(tmp_path, body, "--processes", "2", "--patience", "2")
+    status, _, error = run(tmp_path, body, "--processes", "2", "--hang-timeout", "2")
     assert status == 124
     assert "process 0 stands in training, epoch 3, after 5 steps, since" in error
     assert "process 1 of 2 failed first: stood still in training, epoch 3, after 4 steps" in error
@@ -287,7 +286,7 @@ with phase("training", compiles=True):
 
 
 def test_a_script_may_take_its_time_outside_of_the_calls_of_a_model(tmp_path):
-    status, _, _ = run(tmp_path, "import lockstep; time.sleep(3)", "--patience", "0.5")
+    status, _, _ = run(tmp_path, "import lockstep; time.sleep(3)", "--hang-timeout", "0.5")
     assert status == 0
 
 

@@ -121,7 +121,7 @@ def test_one_process_of_four_devices_trains_what_one_device_trains(tmp_path, tru
 @pytest.mark.whole
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_process_that_is_stopped_in_a_fit_is_named(at, tmp_path):
-    options = ["--processes", "2", "--devices-per-process", "2", "--patience", "45"]
+    options = ["--processes", "2", "--devices-per-process", "2", "--hang-timeout", "45"]
     process = launch([*LOCKSTEP_RUN, *options], tmp_path, "stopped", str(at))
     _, error = end_of(process)
     assert process.returncode == 124

@@ -178,7 +178,7 @@ class Cut(keras.callbacks.Callback):
 
 np.random.seed(7 if rank == 0 else 8)
 folder = "run" if {shared} or rank == 0 else "another"
-saving = [lockstep.Checkpoint(folder, steps=3, keep_model=True, background=False)]
+saving = [lockstep.Checkpoint(folder, steps=3, background=False)]
 saving += [keras.callbacks.CSVLogger("log.csv")]
 options = dict(batch_size=7, epochs=4, validation_split=0.2)
 history, error = None, ""
@@ -238,8 +238,6 @@ def test_a_run_goes_on_from_two_processes_in_one_and_back(tmp_path, monkeypatch)
     assert all(np.array_equal(mine[name], theirs[name]) for name in mine)
     weights = [value for name, value in mine.items() if not name.startswith("optimizer/")]
     assert_same(weights[: len(one.variables)], [np.asarray(v.value) for v in one.variables])
-    read = keras.models.load_model(tmp_path / "run" / "model.keras")
-    assert_same(read.get_weights(), one.get_weights())
     # Each start appends; an epoch that is trained again, as its end was not saved, has two rows.
     head, *rows = (tmp_path / "log.csv").read_text().splitlines()
     assert head not in rows

@@ -20,7 +20,7 @@ from lockstep.errors import CheckpointWarning, UnsplitBatchWarning, UnsupportedM
 from tests.checkpoints.data import SOURCES, arrays
 from tests.checkpoints.models import accumulating, everything, recurrent, sequences, with_validation
 from tests.checkpoints.runs import EPOCHS, STEPS, assert_same_end, small, train, variables
-from tests.conformance.side_by_side import BATCH, held_out, smooth
+from tests.conformance.side_by_side import BATCH, smooth
 from tests.sampling import rest
 from tests.torch.double import BOUND
 
@@ -193,16 +193,3 @@ def test_a_snapshot_keeps_its_values_while_training_goes_on():
     assert not before, "every variable is in the snapshot"
     kernel = made.weights[0].path
     assert np.abs(variables(made)[kernel] - values[f"trainable/{kernel}"]).max() > 0
-
-
-def test_the_plain_file_of_the_best_state_leaves_the_model_at_its_last(tmp_path):
-    """The file is written from the model's variables, which PyTorch assigns in place."""
-    made = lockstep.distribute(without_dropout(), 3)
-    saving = {"keep_model": True, "monitor": "val_loss", "mode": "min"}  # the first is best
-    callbacks = [lockstep.Checkpoint(tmp_path / "run", **saving)]
-    history = made.fit(**ragged(), epochs=2, verbose=0, callbacks=callbacks).history["val_loss"]
-    assert history[0] < history[1]
-    x, y = held_out()
-    best = keras.saving.load_model(tmp_path / "run" / "model.keras")
-    for model, expected in ((best, history[0]), (made, history[1])):
-        assert model.evaluate(x, y, verbose=0)[0] == pytest.approx(expected, abs=1e-9)

@@ -8,12 +8,13 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep.checkpoint import random_states
+from lockstep.checkpoint.plain_state import put_random_states, take_random_states
 from lockstep.errors import CheckpointError, CheckpointMismatch
 from lockstep.keras_compat import (
     ArrayDataAdapter,
     DataAdapter,
     PyDatasetAdapter,
+    TFDatasetAdapter,
     TorchDataLoaderAdapter,
     batch_size_of,
     epoch_of,
@@ -185,7 +186,7 @@ def _sources(adapter: Any) -> dict[str, Any]:
 
 def states_of(adapter: Any) -> dict[str, Any]:
     """Return the random states of the process and the data's own states."""
-    return {**random_states.take(), **own_states(adapter)}
+    return {**take_random_states(), **own_states(adapter)}
 
 
 def own_states(adapter: Any) -> dict[str, Any]:
@@ -213,7 +214,7 @@ def _copied(state: Any) -> Any:
 
 def put_states(adapter: Any, states: dict[str, Any]) -> None:
     """Restore the result of `states_of`."""
-    random_states.put(states)
+    put_random_states(states)
     put_own_states(adapter, states)
 
 
@@ -233,3 +234,30 @@ def put_epoch(adapter: Any, states: dict[str, Any]) -> None:
     """Restore the epoch number that seeds Keras's shuffling, if the states have one."""
     if "epoch" in states:
         set_epoch(adapter, states["epoch"])
+
+
+def unseeded_shuffle(adapter: Any) -> str | None:
+    """Return a warning if the data is shuffled by `tf.data` without a seed, else `None`.
+
+    A resumed run is refused then, which the user would otherwise learn after a crash.
+
+    Args:
+        adapter: Keras's adapter of the training data.
+    """
+    if not isinstance(adapter, TFDatasetAdapter):
+        return None
+    left = [adapter.get_tf_dataset()]
+    while left:
+        dataset = left.pop()
+        # tensorflow/python/data/ops: _ShuffleDataset._seed and _seed2, both 0 without a seed, and
+        # DatasetV2._inputs. A TensorFlow without these names gives no warning.
+        seeds: list[Any] = [getattr(dataset, name, None) for name in ("_seed", "_seed2")]
+        if None not in seeds and not any(int(seed) for seed in seeds):
+            return (
+                "The tf.data.Dataset is shuffled without a seed: a run that is started again draws "
+                "another order,\nand its checkpoints are refused then. Give a seed, such as "
+                "shuffle(1000, seed=0), or call\nkeras.utils.set_random_seed before the data is "
+                "made."
+            )
+        left += getattr(dataset, "_inputs", list)()
+    return None

@@ -1,7 +1,6 @@
 """Read and restore the state of a running `fit` between two steps."""
 
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,12 +9,9 @@ import keras
 import numpy as np
 
 from lockstep.checkpoint import callback_states
-from lockstep.checkpoint.config_fingerprint import compiled_of, config_of
 from lockstep.checkpoint.data_states import fingerprint, put_states
-from lockstep.checkpoint.data_workers import drawn_elsewhere
-from lockstep.errors import CheckpointWarning
-from lockstep.keras_compat import is_default, layers_in
-from lockstep.state import named_variables
+from lockstep.checkpoint.fingerprint import compiled_of, config_of
+from lockstep.state import named_variables, renew_normalization
 
 
 @dataclass(frozen=True)
@@ -49,52 +45,6 @@ class FitState(Protocol):
         ...
 
 
-class Processes(Protocol):
-    """The processes that run one `fit`; each engine implements it."""
-
-    def several(self) -> bool:
-        """Whether there is more than one."""
-        ...
-
-    def is_first(self) -> bool:
-        """Whether this process writes files and prints."""
-        ...
-
-    def check_same_run(self, found: str | None) -> None:
-        """Check that all processes resume from the same checkpoint.
-
-        Raises:
-            ProcessesDisagree: If the checkpoints differ.
-        """
-        ...
-
-    def recorded_signals(self) -> tuple[int, ...]:
-        """The signals that a checkpoint records in this process."""
-        ...
-
-    def agreed_to_stop(self, asked: bool) -> bool:
-        """Whether a process received a signal to leave, and all are at the agreed step.
-
-        Every process calls this once after each step. A single process gets `asked`.
-
-        Args:
-            asked: Whether this process has recorded a signal.
-        """
-        ...
-
-    def any_asked(self, asked: bool) -> bool:
-        """Whether any process has recorded a signal. Every process calls this after the last step.
-
-        Args:
-            asked: Whether this process has recorded one.
-        """
-        ...
-
-    def wait_for_all(self) -> None:
-        """Block until every process is here; return at once if there is only one."""
-        ...
-
-
 class FitRun:
     """One call of `fit`, observed between two steps.
 
@@ -104,7 +54,6 @@ class FitRun:
         epochs: The epoch at which the run ends.
         adapter: Keras's adapter of the training data.
         fit_state: The variables, as the engine holds them.
-        processes: The processes that run this `fit`.
     """
 
     def __init__(
@@ -116,7 +65,6 @@ class FitRun:
         callbacks: list[Any],
         epochs: int,
         fit_state: FitState,
-        processes: Processes,
     ) -> None:
         """Start to record.
 
@@ -128,7 +76,6 @@ class FitRun:
             callbacks: All callbacks except the checkpoint.
             epochs: The epoch at which the run ends.
             fit_state: The variables, as the engine holds them.
-            processes: The processes that run this `fit`.
         """
         self.model = model
         self.devices = devices
@@ -138,10 +85,8 @@ class FitRun:
         self._held_out = held_out
         self._callbacks = callbacks
         self.fit_state = fit_state
-        self.processes = processes
         self._logs: dict[str, Any] = {}
         self._within: tuple[list[np.ndarray], Any] | None = None
-        self._rates = _rates(named_variables(model), self._values())
 
     def facts(self) -> dict[str, Any]:
         """Return the configurations that a resumed run must share: model, optimizer and data."""
@@ -164,13 +109,11 @@ class FitRun:
             "validation": self._held_out.position() if self._held_out is not None else None,
             "callbacks": callback_states.states_of(self._callbacks),
             "stopped": bool(self.model.stop_training),
-            "rates": self._rates,
         }
 
     def restore(self, epoch: int, step: int, values: list[np.ndarray], state: Any) -> list[str]:
         """Restore a snapshot and a state; return remarks on callbacks that differ."""
         self._logs = state["logs"] if step else {}
-        self._say_other_rate(values, state)
         # Within an epoch the state is set twice, and a callback may change the object it gets.
         words = self._put(values, deepcopy(state["callbacks"]) if step else state["callbacks"])
         if state["stopped"] or epoch >= self.epochs:
@@ -184,20 +127,6 @@ class FitRun:
                 self._within = (values, state["callbacks"])
         return words
 
-    def _say_other_rate(self, values: list[np.ndarray], state: Any) -> None:
-        """Warn if the compiled learning rate differs from the resumed one; keep the run's first."""
-        here, now = self._rates, _rates(named_variables(self.model), values)
-        self._rates = state.get("rates", here)
-        # In a second `fit` on the same model, the model has the rate at which the run ended.
-        if here not in (self._rates, now):
-            warnings.warn(
-                f"The learning rate is {_words(here)} here, and the run was compiled with "
-                f"{_words(self._rates)}: its own rate, {_words(now)} by now, goes on.\nTo train "
-                "with another one, start anew in another folder, or assign it in a callback.",
-                CheckpointWarning,
-                stacklevel=2,
-            )
-
     def epoch_began(self) -> None:
         """Undo the changes of the epoch's beginning if the run resumes within the epoch."""
         within, self._within = self._within, None
@@ -210,72 +139,12 @@ class FitRun:
         mine, self._logs = self._logs, {}
         return mine if mine and not logs else logs
 
-    def is_between_steps(self, error: Exception) -> bool:
-        """Whether state and position after an error are still those of the last step.
-
-        That holds if drawing a batch failed, other processes make the batches, and no callback
-        overrides a hook for the beginning of a batch.
-        """
-        drawing = error is self._batches.broke_off and drawn_elsewhere(self.adapter)
-        hooks = ("on_train_batch_begin", "on_batch_begin")
-        begins = [getattr(each, name, None) for each in self._callbacks for name in hooks]
-        return drawing and all(map(is_default, begins))
-
-    def save_model(self, path: str, values: list[np.ndarray] | None) -> None:
-        """Write a plain `.keras` file with `values`, or with the model's own if `None`."""
-        variables = list(named_variables(self.model).values())
-        # TensorFlow and PyTorch assign in place.
-        own = [keras.ops.copy(variable.value) for variable in variables]
-        try:
-            for variable, value in zip(variables, values or own, strict=True):
-                variable.assign(value)
-            self.model.save(path)
-        finally:
-            for variable, value in zip(variables, own, strict=True):
-                variable.assign(value)
-
     def _put(self, values: list[np.ndarray], states: list[dict[str, Any]]) -> list[str]:
         for variable, value in zip(named_variables(self.model).values(), values, strict=True):
             variable.assign(value)
-        _renew(self.model)
+        renew_normalization(self.model)
         return callback_states.put_states(self._callbacks, states)
 
     def _values(self) -> list[Any]:
         """Return the values of the variables before the first step."""
         return [variable.value for variable in named_variables(self.model).values()]
-
-
-def _rates(names: Iterable[str], values: list[Any]) -> list[float]:
-    """Return the learning rates among the variables; schedules are left out."""
-    # keras/src/optimizers/base_optimizer.py, BaseOptimizer.__init__: the name of the variable
-    return [
-        float(keras.ops.convert_to_numpy(value))
-        for name, value in zip(names, values, strict=True)
-        if name.startswith("optimizer/") and name.rstrip("'").endswith("learning_rate")
-    ]
-
-
-def _words(rates: list[float]) -> str:
-    return ", ".join(f"{rate:g}" for rate in rates)
-
-
-def _renew(model: Any) -> None:
-    """Recompute the values that layers derive from their variables.
-
-    `Normalization` computes with copies, which are constants in a traced program.
-    """
-    # keras/src/layers/preprocessing/normalization.py, Normalization.finalize_state
-    renewed = False
-    for layer in layers_in(model):
-        known = isinstance(layer, keras.layers.Normalization) and layer.built
-        if known and layer.input_mean is None:
-            before = [np.asarray(value) for value in (layer.mean, layer.variance)]
-            layer.finalize_state()
-            after = [np.asarray(value) for value in (layer.mean, layer.variance)]
-            renewed |= not all(map(np.array_equal, before, after))
-    if renewed:
-        model.make_train_function(force=True)
-        if model.test_function is not None:
-            model.make_test_function(force=True)
-        if model.predict_function is not None:
-            model.make_predict_function(force=True)

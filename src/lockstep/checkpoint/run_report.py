@@ -9,9 +9,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.checkpoint.fingerprint import parts_of
 from lockstep.checkpoint.manifest import FILE, read_manifest
-from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.run_folder import RunFolder
+from lockstep.checkpoint.run_folder import Retention, RunFolder
 from lockstep.errors import CheckpointError, DamagedCheckpoint, counted
 from lockstep.report import Report, print_table
 
@@ -213,13 +213,9 @@ def _own_classes(config: Any) -> Iterator[str]:
     """The classes and lambdas in a configuration that Keras alone cannot make."""
     # keras/src/saving/serialization_lib.py: Keras's own classes have no registered name; those
     # that have one, as Functional, have a module of Keras.
-    if isinstance(config, dict):
-        name, module = config.get("class_name"), str(config.get("module"))
+    for part in parts_of(config):
+        name, module = part.get("class_name"), str(part.get("module"))
         if name == "__lambda__":
             yield "a lambda"
-        elif config.get("registered_name") is not None and not module.startswith("keras."):
+        elif part.get("registered_name") is not None and not module.startswith("keras."):
             yield str(name)
-        config = list(config.values())
-    if isinstance(config, list):
-        for each in config:
-            yield from _own_classes(each)

@@ -10,7 +10,7 @@ import keras
 from lockstep.engines.patched import patched
 from lockstep.keras_compat import ADD_SLOT, layers_in, node_of
 from lockstep.layout import Layout
-from lockstep.state import rnn_states, unique
+from lockstep.state import optimizers_of, rnn_states
 
 
 def output_device(model: Any, layout: Layout) -> str:
@@ -31,15 +31,9 @@ def variable_homes(model: Any, layout: Layout) -> dict[int, str]:
     for layer in reversed(layers_in(model)):
         for variable in [*layer.variables, *rnn_states(layer)]:
             homes.setdefault(id(variable), layout.home(layer))
-    for optimizer in optimizers_of(model):
+    for _, optimizer in optimizers_of(model):
         homes |= _slot_homes(optimizer, model.trainable_variables, homes)
     return homes
-
-
-def optimizers_of(model: Any) -> list[Any]:
-    """Return the optimizer of a model, and others that are its attributes, as a GAN has them."""
-    kind = keras.optimizers.Optimizer
-    return unique([value for value in vars(model).values() if isinstance(value, kind)])
 
 
 def _slot_homes(optimizer: Any, trained: Sequence[Any], homes: dict[int, str]) -> dict[int, str]:

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
-from lockstep.checkpoint.fit_scope import fit_scope
+from lockstep.checkpoint.callback import fit_scope
 from lockstep.engines.call_guard import LOOPS, STEPPING, CallGuard
 from lockstep.fit_lines import Given, arguments_of, wants_words
 from lockstep.processes import process_group
@@ -68,7 +68,7 @@ def announced_fit(
         check_times(loop.model.steps_per_execution)
         if process_group.several():
             process_group.check_orbax(callbacks)
-        with fit_scope(callbacks, process_group, own_loop=own_loop):
+        with fit_scope(callbacks, own_loop=own_loop):
             return fit(*args, **kwargs)
 
     return fit_in_scope

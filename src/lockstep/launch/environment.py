@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from lockstep.errors import ProcessesDisagree, counted
+from lockstep.errors import ProcessesDisagree
 
 Environment = Mapping[str, str]
 
@@ -126,44 +126,6 @@ def without_launchers(environ: Environment) -> dict[str, str]:
         {'HOME': '/root'}
     """
     return {name: value for name, value in environ.items() if name not in _SAYS_WHO}
-
-
-def devices_of_process(place: Place, visible: int) -> list[int] | None:
-    """Return the GPUs that this process takes, by their position among the visible ones.
-
-    Launchers such as torchrun let every process of a host see all GPUs.
-
-    Args:
-        place: The place of this process.
-        visible: The number of GPUs that it sees.
-
-    Returns:
-        The positions; `None` for all.
-
-    Raises:
-        ProcessesDisagree: If the processes of this host cannot divide the GPUs.
-
-    Example:
-        >>> devices_of_process(Place(rank=1, size=2, local_rank=1, local_size=2), visible=4)
-        [2, 3]
-    """
-    rank, size = place.local_rank, place.local_size
-    if not visible or place.divides_devices or rank is None or size is None or size == 1:
-        return None
-    if visible % size:
-        raise ProcessesDisagree(
-            f"{size} processes run on this host ({place.launcher}), and each sees "
-            f"{counted(visible, 'GPU')}: they would claim the same ones.\n"
-            f"Start {counted(_fitting(visible, size), 'process')} per host, or set "
-            f"CUDA_VISIBLE_DEVICES and {LOCAL_PROCESSES}=1 in each."
-        )
-    share = visible // size
-    return list(range(rank * share, (rank + 1) * share))
-
-
-def _fitting(visible: int, most: int) -> int:
-    """Return the largest number of processes, up to `most`, that divides the GPUs."""
-    return max(size for size in range(1, most + 1) if visible % size == 0)
 
 
 # ---------------------------------------------------------------------- one launcher each

@@ -1,15 +1,72 @@
-"""One process of a run as its launcher sees it, and how it has failed."""
+"""One process of a run as its launcher sees it: its output, and how it has failed."""
 
+import codecs
 import signal
+import sys
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import IO
 
-from lockstep.launch.output import Output
+import click
+
 from lockstep.launch.status import Status
 
+_LAST_LINES = 20
+_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_red")
 _LIKELY_VICTIM = 1.0
 """Seconds by which the failure of a likely victim has to be earlier to count as the cause."""
+
+
+class Output:
+    """The output of one process.
+
+    Args:
+        rank: The number of the process. The output of process 0 is passed on as it comes.
+        stream: Where to write it.
+
+    Attributes:
+        last: The last lines.
+    """
+
+    def __init__(self, rank: int, stream: IO[str]) -> None:
+        self.last: deque[str] = deque(maxlen=_LAST_LINES)
+        self._stream = stream
+        self._begun = b""
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        colour = _COLOURS[(rank - 1) % len(_COLOURS)]
+        self._prefix = click.style(f"[{rank}] ", fg=colour) if rank else None
+
+    def write(self, data: bytes) -> None:
+        """Pass on what the process has written."""
+        if self._prefix is None:
+            buffer = getattr(self._stream, "buffer", None)
+            if buffer is None:  # the output of a notebook
+                self._stream.write(self._decoder.decode(data))
+            else:
+                buffer.write(data)
+            self._stream.flush()
+        *lines, self._begun = (self._begun + data).split(b"\n")
+        for line in lines:
+            self._write_line(line)
+
+    def close(self) -> None:
+        """Pass on a last line without an end."""
+        if self._begun:
+            self._write_line(self._begun)
+            self._begun = b""
+
+    def _write_line(self, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]  # a progress bar
+        self.last.append(text)
+        if self._prefix is not None:
+            click.echo(self._prefix + text, file=self._stream)
+
+
+def print_line(text: str) -> None:
+    """Print a line of the launcher itself, to stderr."""
+    click.secho(f"lockstep run: {text}", file=sys.stderr, bold=True)
 
 
 @dataclass(frozen=True)
@@ -93,7 +150,7 @@ class Rank(ABC):
     @property
     @abstractmethod
     def shown(self) -> Sequence[Output]:
-        """What the launcher shows of its output, its errors last."""
+        """What the launcher shows of its output, its errors last; nothing if Ray shows it."""
 
     @property
     @abstractmethod
@@ -122,8 +179,8 @@ class Rank(ABC):
 
     def last_lines(self) -> list[str]:
         """Return the last lines of its errors, or else of its output."""
-        *_, errors = self.shown
-        return [*errors.last] or [line for each in self.shown for line in each.last]
+        last = [[*each.last] for each in self.shown]
+        return (last[-1] or [line for each in last for line in each]) if last else []
 
     def failure(self) -> Failure | None:
         """Return how the process has failed, `None` if it has not, or was killed here."""

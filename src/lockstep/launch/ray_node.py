@@ -1,180 +1,110 @@
-"""The process of a run on one node of a Ray cluster. It is started and read by a Ray actor."""
+"""The process of a run on one node of a Ray cluster: a Ray actor starts and reads it.
 
+python -m lockstep.launch.ray_node FUNCTION RESULT
+
+calls a function there, which `pack` has packed.
+"""
+
+import contextlib
 import os
+import pickle
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from lockstep.launch.environment import without_launchers
+from lockstep.errors import LaunchError
+from lockstep.launch.environment import PROCESS, without_launchers
 from lockstep.launch.guardian import Guard
-from lockstep.launch.rank_process import Pipes, RankProcess
+from lockstep.launch.local_run import RankProcess
 from lockstep.launch.shares import free_address
 from lockstep.launch.status import Status
 from lockstep.package_versions import package_version
 
-_BATCH = 0.05
-"""Seconds for which output is collected, so that a progress bar does not flood the network."""
-
 
 @dataclass(frozen=True)
 class Report:
-    """What happened in a process since the last report.
+    """The state of a process: its status, exit status, and what `Rank` says of it."""
 
-    Attributes:
-        out: Its output.
-        error: Its errors.
-        status: What it last said about itself.
-        code: Its exit status, `None` while it runs.
-        ended_at: The time of its end, by the clock of the node.
-        is_stopped: Whether a signal has stopped it.
-        reports: Whether it has imported lockstep.
-        has_more: Whether there is more output to read.
-        now: The time of the report, by the clock of the node.
-    """
-
-    out: bytes
-    error: bytes
-    status: Status
-    code: int | None
-    ended_at: float
-    is_stopped: bool
-    reports: bool
-    has_more: bool
-    now: float
-
-
-@dataclass(frozen=True)
-class NodePlace:
-    """Where an actor is.
-
-    Attributes:
-        node: The name of the node in Ray.
-        host: Its address.
-        free_address: Its address with a free port.
-        lockstep: The version of lockstep there.
-    """
-
-    node: str
-    host: str
-    free_address: str
-    lockstep: str | None
-
-
-class _Collected:
-    """The output since the last report."""
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-
-    def write(self, data: bytes) -> None:
-        self._data += data
-
-    def close(self) -> None:
-        pass
-
-    def take(self) -> bytes:
-        data = bytes(self._data)
-        self._data.clear()
-        return data
+    status: Status = field(default_factory=Status)
+    code: int | None = None
+    is_stopped: bool = False
+    reports: bool = False
 
 
 class NodeProcess:
     """The process of one node: a script, or a function in a fresh Python.
 
+    Ray forwards its output, with the text of this object before each line.
+
     Args:
+        number: Its number.
         stop_within: Seconds that the process has to save if this actor dies.
     """
 
-    def __init__(self, stop_within: float) -> None:
+    def __init__(self, number: int, stop_within: float) -> None:
+        self._number = number
         self._folder = Path(tempfile.mkdtemp(prefix="lockstep-run-"))
         self._guard = Guard(stop_within, str(self._folder), detached=True)
-        self._pipes = Pipes()
-        self._out, self._error = _Collected(), _Collected()
-        self._rank: RankProcess | None = None
+        self._result_file = self._folder / "result.pickle"
+        self._process: RankProcess | None = None
 
-    @staticmethod
-    def missing(folder: str | None, script: str | None) -> str | None:
-        """Return what the node does not have: the working directory, or the script in it."""
-        if folder is not None and not Path(folder).is_dir():
-            return f"folder {folder}"
-        if script is not None and not (Path(folder or "") / script).is_file():
-            return f"file {Path(folder or os.getcwd()) / script}"
-        return None
+    def __repr__(self) -> str:
+        """Return the name of the process."""
+        return f"process {self._number}"
 
-    def place(self) -> NodePlace:
-        """Return where this actor is."""
+    def place(self) -> tuple[str, str, str | None]:
+        """Return the host, its address with a free port, and its version of lockstep."""
         import ray
 
         host = ray.util.get_node_ip_address()
-        version = package_version("keras-lockstep")
-        return NodePlace(ray.get_runtime_context().get_node_id(), host, free_address(host), version)
+        return host, free_address(host), package_version("keras-lockstep")
 
     def start(
         self,
-        number: int,
         command: list[str],
         folder: str | None,
         variables: Mapping[str, str],
-        gpus: int,
         function: bytes | None = None,
     ) -> None:
         """Start the process.
 
         Args:
-            number: Its number.
             command: The script and its arguments; none for a function.
-            folder: Its working directory; `None` for that of the actor.
+            folder: Its working directory; `None` for the one that Ray gives to this actor.
             variables: Its variables, besides those of the node.
-            gpus: The number of GPUs that Ray has given to this actor.
-            function: What `pack` of `function_process` has returned.
+            function: What `pack` has returned.
         """
+        # Ray sets the first two in its workers.
+        not_passed = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT")
+        given = without_launchers(os.environ)
+        mine = {name: value for name, value in given.items() if name not in not_passed}
         if function is not None:
-            self._function_file.write_bytes(function)
-            module = "lockstep.launch.function_process"
-            command = ["-m", module, str(self._function_file), str(self._result_file)]
-        mine = {
-            name: value
-            for name, value in without_launchers(os.environ).items()
-            # Ray sets both in its workers.
-            if name not in ("OMP_NUM_THREADS", "PYTHONBREAKPOINT")
-        }
-        if function is not None:  # its modules, where Ray's own functions find them
+            function_file = self._folder / "function.pickle"
+            function_file.write_bytes(function)
+            command = ["-m", "lockstep.launch.ray_node", str(function_file), str(self._result_file)]
+            # Its modules are where Ray's own functions find them.
             mine["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        if not gpus:
-            mine["CUDA_VISIBLE_DEVICES"] = ""
-        self._rank = RankProcess(
-            number,
+        self._process = RankProcess(
+            self._number,
             [sys.executable, *command],
             {**mine, **variables, "PYTHONUNBUFFERED": "1"},
             self._folder / "status.json",
-            self._out,
-            self._error,
+            None,
+            None,
             folder,
         )
-        self._guard.add(self._rank.process.pid)
-        self._pipes.add(self._rank)
+        self._guard.add(self._process.process.pid)
 
     def report(self, seconds: float) -> Report:
-        """Wait this long for output, and return what happened since the last report."""
-        rank = self._started
-        self._pipes.pass_on(seconds)
-        code = None if not rank.has_ended() else rank.code
-        time.sleep(_BATCH)
-        self._pipes.pass_on(0.0)
-        return Report(
-            self._out.take(),
-            self._error.take(),
-            rank.status(),
-            code,
-            rank.ended_at,
-            rank.is_stopped(),
-            rank.reports,
-            self._pipes.has_more(),
-            time.time(),
-        )
+        """Return the state of the process after this many seconds, or at its end."""
+        process, until = self._started, time.monotonic() + seconds
+        while not process.has_ended() and time.monotonic() < until:
+            time.sleep(0.05)
+        return Report(process.status(), process.code, process.is_stopped(), process.reports)
 
     def send(self, number: int) -> None:
         """Send a signal to the process."""
@@ -190,21 +120,61 @@ class NodeProcess:
 
     def close(self) -> None:
         """End what is left of the process, and remove the files."""
-        if self._rank is not None:
-            self._rank.kill()
-            self._rank.process.wait()
-            self._guard.remove(self._rank.process.pid)
+        if self._process is not None:
+            self._process.kill()
+            self._process.process.wait()
+            self._guard.remove(self._process.process.pid)
         self._guard.close()  # removes the folder
 
     @property
     def _started(self) -> RankProcess:
-        assert self._rank is not None
-        return self._rank
+        assert self._process is not None
+        return self._process
 
-    @property
-    def _function_file(self) -> Path:
-        return self._folder / "function.pickle"
 
-    @property
-    def _result_file(self) -> Path:
-        return self._folder / "result.pickle"
+def pack(function: Callable[[], object]) -> bytes:
+    """Return a function as bytes; one of a script or a notebook by value.
+
+    Raises:
+        LaunchError: If it cannot be pickled.
+    """
+    import cloudpickle
+
+    try:
+        packed: bytes = cloudpickle.dumps(function)
+    except Exception as error:
+        raise LaunchError(
+            f"{function!r} was to run on the nodes, and it cannot be pickled: {error}.\n"
+            "Let the function make such objects itself."
+        ) from error
+    return packed
+
+
+def call(function_file: Path, result_file: Path) -> None:
+    """Call the packed function. Process 0 writes its value, and any process its error."""
+    import cloudpickle
+
+    function = pickle.loads(function_file.read_bytes())
+    try:
+        value = function()
+        if int(os.environ.get(PROCESS, 0)) == 0:
+            result_file.write_bytes(cloudpickle.dumps((True, value)))
+    except BaseException as error:
+        with contextlib.suppress(Exception):
+            result_file.write_bytes(cloudpickle.dumps((False, error)))
+        raise
+
+
+def unpack(result: bytes | None) -> tuple[bool, Any]:
+    """Return whether the function has returned, and its value or its error."""
+    if result is None:
+        return False, None
+    try:
+        returned, value = pickle.loads(result)
+    except Exception as error:
+        return False, error
+    return returned, value
+
+
+if __name__ == "__main__":
+    call(*map(Path, sys.argv[1:]))

@@ -1,37 +1,38 @@
-"""A run on the nodes of a Ray cluster: one actor on each, which has the process of the node.
+"""A run on the nodes of a Ray cluster: an actor on each, which has the process of the node.
 
-Ray's own trainers are not used: its JaxTrainer replaces CUDA_VISIBLE_DEVICES, and trains on CPUs
-without joining the processes (Ray 2.60).
+Ray reserves the nodes, copies the folder and forwards the output. Its own trainers are not used:
+its JaxTrainer replaces CUDA_VISIBLE_DEVICES, and trains on CPUs without joining the processes
+(Ray 2.60).
 """
 
 import contextlib
+import logging
 import os
-import sys
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.devices import REHEARSE
-from lockstep.errors import LaunchError
+from lockstep.errors import LaunchError, counted
 from lockstep.launch.environment import without_launchers
-from lockstep.launch.output import Output, print_line
-from lockstep.launch.patience import Patience
-from lockstep.launch.rank import Rank
-from lockstep.launch.ray_cluster import alive_nodes, first_line
-from lockstep.launch.ray_node import NodePlace, NodeProcess, Report
-from lockstep.launch.ray_nodes import Nodes, Share, share_of
+from lockstep.launch.rank import Rank, print_line
+from lockstep.launch.ray_node import NodeProcess, Report
 from lockstep.launch.shares import place_of_each
 from lockstep.launch.status import Status
-from lockstep.launch.supervision import STOP_WITHIN, Group, Outcome, run_with_restarts
+from lockstep.launch.supervision import STOP_WITHIN, Group, HangTimeout, Outcome, run_with_restarts
 from lockstep.package_versions import install_command, package_version
 
 STARTS_WITHIN = 120.0
-"""Seconds for nodes to come back, for room on them, and for the actors to start."""
-_ASK_FOR = 0.5
-"""Seconds for which an actor waits for output before it reports."""
-_REPORTS_WITHIN = 10.0
-"""Seconds that an actor has for its last reports. It may be lost."""
+"""Seconds for room on the nodes, and for the actors to start."""
+_ANSWERS_WITHIN = 10.0
+_REPORT_EVERY = 0.5
+_CLOSES_WITHIN = 10.0
+"""Seconds that an actor has to end. It may be lost."""
+_OUTPUT_WITHIN = 1.0
+"""Seconds for which Ray may hold the last output back."""
 _PASSED_ON = ("KERAS_", "LOCKSTEP_", "JAX_", "XLA_", "TF_", "NCCL_")
 _ALSO_PASSED_ON = ("OMP_NUM_THREADS", "PYTHONHASHSEED")
 _OF_ONE_PROCESS = ("LOCKSTEP_JOINED", "LOCKSTEP_STATUS")
@@ -45,7 +46,7 @@ class Work:
         name: The script or the function, for messages.
         command: The script and its arguments; none for a function.
         folder: The working directory; `None` for the folder that Ray has copied to the node.
-        function: The function, as `function_process.pack` returns it.
+        function: The function, as `ray_node.pack` returns it.
     """
 
     name: str
@@ -54,57 +55,126 @@ class Work:
     function: bytes | None = None
 
 
-def run_on_ray(
-    ray: Any,
-    work: Work,
-    nodes: Nodes,
-    gpus_per_node: int | None,
-    restarts: int,
-    patience: Patience | None,
-    stops: list[int],
-) -> "Outcome[RayGroup]":
-    """Run a script or a function in one process on each node, and again after a failure.
+@dataclass(frozen=True)
+class Share:
+    """What Ray reserves: a number of nodes, and the same of each.
 
-    On PyTorch, it is one process for each GPU of the nodes.
+    Attributes:
+        nodes: The number of nodes.
+        gpus: The GPUs of each; 0 for a run on CPUs, which reserves one CPU.
+        each: The number of processes on each node, which divide its GPUs.
+    """
 
-    After a failure the group is made of the nodes that are alive then.
+    nodes: int
+    gpus: int
+    each: int = 1
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What Ray reserves on each node."""
+        return {"GPU": self.gpus} if self.gpus else {"CPU": 1}
+
+    def __str__(self) -> str:
+        """Return the share in words."""
+        gpus = f" with {counted(self.gpus, 'GPU')}" if self.gpus else ""
+        return f"{counted(self.nodes, 'node')}{gpus}{' each' if gpus and self.nodes > 1 else ''}"
+
+
+@contextmanager
+def connected(address: str | None, working_dir: str | None = None) -> Iterator[Any]:
+    """Be connected to a Ray cluster; give the module `ray`.
+
+    A connection that is there already is used, and stays.
+
+    Args:
+        address: `ray://host:port`, or `host:port` of a cluster that this machine is part of;
+            `None` for `RAY_ADDRESS`, the cluster of this machine, or else a new one of it.
+        working_dir: A folder that Ray copies to the nodes.
+
+    Raises:
+        LaunchError: If Ray is not installed, or nobody answers at the address.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise LaunchError(
+            "A run on Ray was asked for, and Ray is not installed.\n"
+            f"Install it: {install_command('ray')}"
+        ) from None
+    if ray.is_initialized():
+        if address is not None or working_dir is not None:
+            raise LaunchError(
+                f"The address {address} was given, and Ray is connected already.\n"
+                "Leave the address out, or call ray.shutdown() first."
+            )
+        yield ray
+        return
+    _check_answers(address or os.environ.get("RAY_ADDRESS", ""))
+    copied = None if working_dir is None else {"working_dir": working_dir}
+    try:
+        ray.init(address, runtime_env=copied, log_to_driver=True, logging_level=logging.ERROR)
+    # Without an answer, Ray ends Python.
+    except (RuntimeError, ConnectionError, ValueError, ImportError, SystemExit) as error:
+        raise LaunchError(
+            f"Ray did not connect to {address or 'a cluster'}: {_first_line(error)}\n"
+            "Look at the cluster with `ray status`."
+        ) from error
+    try:
+        yield ray
+        time.sleep(_OUTPUT_WITHIN)
+    except ConnectionError as error:
+        raise LaunchError(
+            f"The connection to Ray was lost: {_first_line(error)}\n"
+            "Ray ends the processes. With lockstep.Checkpoint, the same command goes on."
+        ) from error
+    finally:
+        ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Check that somebody answers at an address. Ray itself takes two minutes to give up."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():  # "auto", say
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWERS_WITHIN).close()
+    except (OSError, OverflowError) as error:
+        raise LaunchError(
+            f"No server at {address}, the address of Ray: {error}.\n"
+            "Start Ray there with `ray start --head`, or give its address."
+        ) from None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def share_of(ray: Any, nodes: int, gpus_per_node: int | None, environ: Mapping[str, str]) -> Share:
+    """Return what a run reserves.
 
     Args:
         ray: The module, connected.
-        work: The script or the function.
         nodes: The number of nodes.
-        gpus_per_node: GPUs of each, 0 for a run on CPUs; `None` for all that there are.
-        restarts: How many times all processes may start again.
-        patience: How long a process may stand still, `None` for ever.
-        stops: The signals that have asked the run to stop.
-
-    Raises:
-        LaunchError: If the nodes are not there, or cannot run the script.
-        KeyboardInterrupt: If a signal comes before the processes have started.
+        gpus_per_node: GPUs of each node, 0 for a run on CPUs; `None` for all GPUs, of the nodes
+            that have some, of which the smallest counts.
+        environ: The environment of the processes. PyTorch needs a process for each GPU.
     """
-    given = passed_on(os.environ)
-    if given.get(REHEARSE, "").strip() or given.get("JAX_PLATFORMS", "").strip() == "cpu":
+    if environ.get(REHEARSE, "").strip() or environ.get("JAX_PLATFORMS", "").strip() == "cpu":
         gpus_per_node = 0
-    one_gpu_each = given.get("KERAS_BACKEND") == "torch"
+    if gpus_per_node is None:
+        there = sorted((gpus for _, gpus in _alive(ray) if gpus), reverse=True)
+        gpus_per_node = there[:nodes][-1] if there else 0
+    one_gpu_each = environ.get("KERAS_BACKEND") == "torch"
+    return Share(nodes, gpus_per_node, max(1, gpus_per_node) if one_gpu_each else 1)
 
-    def start(attempt: int) -> RayGroup:
-        until = time.monotonic() + STARTS_WITHIN
-        told = False
-        while True:
-            try:
-                share = share_of(alive_nodes(ray), nodes, gpus_per_node, one_gpu_each=one_gpu_each)
-                return RayGroup(ray, work, share, given, until, stops)
-            except (LaunchError, _NotStarted) as error:
-                # A node that was lost may come back, or be replaced.
-                refused = isinstance(error, LaunchError) and not attempt
-                if refused or time.monotonic() > until:
-                    raise error if isinstance(error, LaunchError) else error.in_words() from None
-                if not told:
-                    print_line(f"waiting for nodes: {str(error).splitlines()[0]}")
-                    told = True
-            _wait(1.0, stops)
 
-    return run_with_restarts(start, work.name, restarts, patience, stops)
+def _alive(ray: Any) -> list[tuple[str, int]]:
+    """Return the address and the GPUs of each node that is alive."""
+    return [
+        (each["NodeManagerAddress"], int(each["Resources"].get("GPU", 0)))
+        for each in ray.nodes()
+        if each["Alive"]
+    ]
 
 
 def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
@@ -116,56 +186,74 @@ def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _wait(seconds: float, stops: list[int]) -> None:
-    """Wait, unless a signal asks the run to stop."""
-    if stops:
-        raise KeyboardInterrupt
-    time.sleep(seconds)
+def run_on_ray(
+    ray: Any,
+    work: Work,
+    share: Share,
+    restarts: int,
+    limits: HangTimeout | None,
+    stops: list[int],
+) -> "Outcome[RayGroup]":
+    """Run a script or a function in a process on each node, and again after a failure.
 
+    Args:
+        ray: The module, connected.
+        work: The script or the function.
+        share: What it takes of the nodes.
+        restarts: How many times all processes may start again.
+        limits: How long a process may stand still, `None` for ever.
+        stops: The signals that have asked the run to stop.
 
-class _NotStarted(Exception):
-    """The group was not started, and may be a little later."""
+    Raises:
+        LaunchError: If the nodes are not there, or cannot run the script.
+        KeyboardInterrupt: If a signal comes before the processes have started.
+    """
 
-    def in_words(self) -> LaunchError:
-        return LaunchError(
-            f"The nodes of Ray did not start the run within {STARTS_WITHIN:.0f} s: {self}\n"
-            "Look at the cluster with `ray status`, or ask for less."
-        )
+    def start(attempt: int) -> RayGroup:
+        until = time.monotonic() + STARTS_WITHIN
+        while True:
+            try:
+                return RayGroup(ray, work, share, until, stops)
+            except ray.exceptions.RayActorError:  # on a node that was lost a moment ago
+                if not attempt or time.monotonic() > until:
+                    raise
+            time.sleep(1.0)
+
+    try:
+        return run_with_restarts(start, work.name, restarts, limits, stops)
+    except ray.exceptions.RayError as error:
+        raise LaunchError(
+            f"Ray could not start {work.name} on a node: {str(error).strip().splitlines()[-1]}\n"
+            "All nodes need lockstep with Ray in the same versions, and the folder, or "
+            "--working-dir."
+        ) from error
 
 
 class _RayRank(Rank):
     """One process of the run, on a node of the cluster.
 
     Attributes:
-        place: Its node.
         result: What its function has left, as bytes.
-        is_done: Whether nothing more comes from it.
     """
 
-    def __init__(self, number: int, actor: Any, place: NodePlace) -> None:
+    shown = ()  # Ray forwards the output
+
+    def __init__(self, number: int, actor: Any, host: str) -> None:
         super().__init__(number)
         self.actor = actor
-        self.place = place
+        self.host = host
         self.result: bytes | None = None
-        self.is_done = False
-        self._out, self._error = Output(number, sys.stdout), Output(number, sys.stderr)
-        self._status = Status()
-        self._is_stopped = self._reports = self._is_lost = False
-        self._heard_at = time.time()
-
-    @property
-    def shown(self) -> tuple[Output, Output]:
-        """What the launcher shows of its output, its errors last."""
-        return self._out, self._error
+        self._last = Report()
+        self._is_lost = False
 
     @property
     def reports(self) -> bool:
         """Whether it has imported lockstep."""
-        return self._reports
+        return self._last.reports
 
     def status(self) -> Status:
         """Return what the process last said about itself."""
-        return self._status
+        return self._last.status
 
     def has_ended(self) -> bool:
         """Return whether the process has ended, or its node is lost."""
@@ -173,7 +261,7 @@ class _RayRank(Rank):
 
     def is_stopped(self) -> bool:
         """Return whether a signal has stopped the process."""
-        return self._is_stopped
+        return self._last.is_stopped
 
     def send(self, number: int) -> None:
         """Send a signal to the process."""
@@ -187,41 +275,30 @@ class _RayRank(Rank):
             self.actor.kill.remote()
 
     def take(self, report: Report) -> None:
-        """Show a report and keep what it says. Times are of the clock of this machine."""
-        self._heard_at = time.time()
-        ahead = report.now - self._heard_at
-        for output, data in ((self._out, report.out), (self._error, report.error)):
-            if data:
-                output.write(data)
-        self._status = report.status
-        if report.status.failed_at is not None:
-            self._status = replace(report.status, failed_at=report.status.failed_at - ahead)
-        self._is_stopped, self._reports = report.is_stopped, report.reports
-        if report.code is not None and self.code is None:
-            self.code, self.ended_at = report.code, report.ended_at - ahead
-        self.is_done = self.code is not None and not report.has_more
+        """Keep a report. The times are those of this machine, as clocks may differ."""
+        before, status = self._last.status.failed_at, report.status
+        if status.failed_at is not None:
+            status = replace(status, failed_at=before or time.time())
+        self._last = replace(report, status=status)
+        self.code, self.ended_at = report.code, time.time()  # or the last time it was heard of
 
-    def lose(self, words: str) -> None:
-        """Keep that the node or its actor is lost, since the last report."""
-        if not self.has_ended() and not self.killed:
-            self._status = replace(
-                self._status, failure=words, failed_by=None, failed_at=self._heard_at
-            )
-        self._is_lost = self.is_done = True
+    def lose(self, error: Exception) -> None:
+        """Keep that the node or its actor is lost."""
+        if not self.killed:
+            # Others fail before Ray knows of the loss.
+            words = f"the process on the node {self.host} was lost: {type(error).__name__}"
+            at = self.ended_at or time.time()
+            lost = replace(self.status(), failure=words, failed_by=None, failed_at=at)
+            self._last = replace(self._last, status=lost)
+        self._is_lost = True
 
 
 class RayGroup(Group):
     """The processes of one attempt, on each node."""
 
-    def __init__(
-        self,
-        ray: Any,
-        work: Work,
-        share: Share,
-        environ: Mapping[str, str],
-        until: float,
-        stops: list[int],
-    ) -> None:
+    others_end_within = 30.0  # Ray notices after about 10 s that a node is lost
+
+    def __init__(self, ray: Any, work: Work, share: Share, until: float, stops: list[int]) -> None:
         self._ray = ray
         self._has_function = work.function is not None
         self._placement: Any = None
@@ -230,132 +307,94 @@ class RayGroup(Group):
         self.ranks: list[_RayRank] = []
         try:
             self._place(share, until, stops)
-            self._start(work, share, environ, until)
-        except BaseException as error:
+            self._start(work, share, until)
+        except BaseException:
             self._release()
-            if isinstance(error, ray.exceptions.RayError):
-                raise self._why_not_started(error) from error
             raise
 
-    def _why_not_started(self, error: Exception) -> Exception:
-        exceptions = self._ray.exceptions
-        may_pass = isinstance(error, exceptions.RayActorError | exceptions.GetTimeoutError)
-        text = str(error).strip()
-        if may_pass and "creation task" not in text:
-            return _NotStarted(first_line(error))
-        return LaunchError(
-            f"Ray could not start the run on a node: {text.splitlines()[-1]}\n"
-            "Install lockstep with Ray on all nodes, in the same versions: "
-            f"{install_command('ray')}"
-        )
-
     def _place(self, share: Share, until: float, stops: list[int]) -> None:
-        """Reserve the share of each node, and make an actor there."""
+        """Reserve the share of each node, and make the actors there."""
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._placement = placement_group([share.bundle] * share.nodes, strategy="STRICT_SPREAD")
-        alive = alive_nodes(self._ray)
-        patient_until = min(until, time.monotonic() + STARTS_WITHIN / 4)
-        while not self._placement.wait(0.5):
-            _wait(0.0, stops)
-            if alive_nodes(self._ray) != alive:
-                raise _NotStarted("nodes have come or gone.")
-            if time.monotonic() > patient_until:
-                raise _NotStarted(f"there is no room for {share}, other jobs run there.")
+        told = False
+        while not self._placement.wait(1.0):
+            if stops:
+                raise KeyboardInterrupt
+            if not told:
+                print_line(f"waiting for {share} of Ray")
+                told = True
+            if time.monotonic() > until:
+                there = ", ".join(
+                    host + (f" ({counted(gpus, 'GPU')})" if gpus else "")
+                    for host, gpus in _alive(self._ray)
+                )
+                raise LaunchError(
+                    f"{share} of Ray: no room within {STARTS_WITHIN:.0f} s. Alive are: {there}.\n"
+                    "Ask for fewer, start more nodes, or look at the cluster with `ray status`."
+                )
         for number in range(share.nodes * share.each):
             there = PlacementGroupSchedulingStrategy(self._placement, number // share.each)
             of_node = self._ray.remote(NodeProcess).options(
-                num_cpus=share.cpus, num_gpus=share.gpus // share.each, scheduling_strategy=there
+                num_cpus=0 if share.gpus else 1,
+                num_gpus=share.gpus // share.each,
+                scheduling_strategy=there,
             )
-            self._actors.append(of_node.remote(STOP_WITHIN))
+            self._actors.append(of_node.remote(number, STOP_WITHIN))
 
-    def _start(self, work: Work, share: Share, environ: Mapping[str, str], until: float) -> None:
+    def _start(self, work: Work, share: Share, until: float) -> None:
         def ask(calls: list[Any]) -> list[Any]:
             answers: list[Any] = self._ray.get(calls, timeout=max(1.0, until - time.monotonic()))
             return answers
 
-        places: list[NodePlace] = ask([actor.place.remote() for actor in self._actors])
-        hosts = list(dict.fromkeys(place.host for place in places))
-        script = work.command[0] if work.command else None
+        places = ask([actor.place.remote() for actor in self._actors])
         version = package_version("keras-lockstep")
-        for place in places:
-            if place.lockstep != version:
+        for host, _, there in places:
+            if there != version:
                 raise LaunchError(
-                    f"The node {place.host} has lockstep {place.lockstep}, and the launcher has "
-                    f"{version}.\nInstall the same version on all nodes."
+                    f"The node {host} has lockstep {there}, and the launcher has {version}.\n"
+                    "Install the same version on all nodes."
                 )
-        missing = ask([actor.missing.remote(work.folder, script) for actor in self._actors])
-        for place, path in zip(places, missing, strict=True):
-            if path is not None:
-                raise LaunchError(
-                    f"{work.name} was to run on the node {place.host}, which has no {path}.\n"
-                    "Use a folder that all nodes share, or have Ray copy one: --working-dir FOLDER."
-                )
+        hosts = dict.fromkeys(host for host, _, _ in places)
         print_line(f"Ray, {share}: {', '.join(hosts)}")
+        given = passed_on(os.environ)
+        if not share.gpus:
+            given["CUDA_VISIBLE_DEVICES"] = ""
+        variables = place_of_each(len(places), places[0][1])
         ask(
             [
-                actor.start.remote(
-                    number,
-                    [*work.command],
-                    work.folder,
-                    {**environ, **variables},
-                    share.gpus,
-                    work.function,
-                )
-                for number, (actor, variables) in enumerate(
-                    zip(
-                        self._actors,
-                        place_of_each(len(places), places[0].free_address),
-                        strict=True,
-                    )
-                )
+                actor.start.remote([*work.command], work.folder, {**given, **mine}, work.function)
+                for actor, mine in zip(self._actors, variables, strict=True)
             ]
         )
-        for number, (actor, place) in enumerate(zip(self._actors, places, strict=True)):
-            rank = _RayRank(number, actor, place)
+        for number, (actor, (host, _, _)) in enumerate(zip(self._actors, places, strict=True)):
+            rank = _RayRank(number, actor, host)
             self.ranks.append(rank)
-            self._calls[actor.report.remote(_ASK_FOR)] = rank
+            self._calls[actor.report.remote(_REPORT_EVERY)] = rank
 
     def pass_on(self, seconds: float) -> None:
-        """Wait this long for reports of the processes, and show what they say."""
+        """Wait this long for reports of the processes."""
         if not self._calls:
             time.sleep(seconds)
             return
         ready, _ = self._ray.wait([*self._calls], num_returns=1, timeout=seconds)
-        for call in ready:
-            rank = self._calls.pop(call)
+        for each in ready:
+            rank = self._calls.pop(each)
             try:
-                rank.take(self._ray.get(call))
+                rank.take(self._ray.get(each))
             except self._ray.exceptions.RayError as error:
-                rank.lose(self._why_lost(rank, error))
-            if not rank.is_done:
-                self._calls[rank.actor.report.remote(_ASK_FOR)] = rank
-
-    def _why_lost(self, rank: _RayRank, error: Exception) -> str:
-        host = rank.place.host
-        if rank.place.node not in {node.name for node in alive_nodes(self._ray)}:
-            return f"the node {host} was lost"
-        if isinstance(error, self._ray.exceptions.ActorUnavailableError):
-            return f"the node {host} does not answer"
-        return f"the Ray actor on the node {host} was lost: {first_line(error)}"
+                rank.lose(error)
+            if not rank.has_ended():
+                self._calls[rank.actor.report.remote(_REPORT_EVERY)] = rank
 
     def close(self) -> None:
-        """Show the rest of the output, fetch the results, and end the actors."""
-        until = time.monotonic() + _REPORTS_WITHIN
-        while self._calls and time.monotonic() < until:
-            self.pass_on(0.2)
+        """Fetch the results, and end the actors."""
         for rank in self.ranks:
-            for output in rank.shown:
-                output.close()
             if self._has_function and rank.code is not None:
                 with contextlib.suppress(self._ray.exceptions.RayError):  # it is lost
                     rank.result = self._ray.get(rank.actor.result.remote())
         self._release()
-
-    def results(self) -> list[bytes | None]:
-        """Return what the function has left in each process."""
-        return [rank.result for rank in self.ranks]
 
     def _release(self) -> None:
         """End the actors and give the nodes back."""
@@ -364,7 +403,7 @@ class RayGroup(Group):
         errors = (self._ray.exceptions.RayError, ConnectionError)
         for each in [actor.close.remote() for actor in self._actors]:
             with contextlib.suppress(*errors):  # it is lost
-                self._ray.get(each, timeout=_REPORTS_WITHIN)
+                self._ray.get(each, timeout=_CLOSES_WITHIN)
         for actor in self._actors:
             with contextlib.suppress(*errors):
                 self._ray.kill(actor)

@@ -1,6 +1,7 @@
 """The command `lockstep run`."""
 
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -9,10 +10,9 @@ import click
 from lockstep.errors import LaunchError
 from lockstep.launch.clusters import Job, slurm_script, submit, train_job
 from lockstep.launch.environment import find_place
-from lockstep.launch.output import print_line
-from lockstep.launch.patience import Patience
-from lockstep.launch.ray_nodes import Nodes
+from lockstep.launch.rank import print_line
 from lockstep.launch.shares import devices_of_each
+from lockstep.launch.supervision import HangTimeout
 
 _WHOLE = click.IntRange(min=1)
 
@@ -22,17 +22,6 @@ def _cluster(_ctx: click.Context, _param: click.Parameter, value: str | None) ->
     if value in (None, "slurm", "kubernetes", "ray") or str(value).startswith("ray://"):
         return value
     raise click.BadParameter(f"{value!r} is none of slurm, kubernetes, ray, ray://HOST:PORT.")
-
-
-def _nodes(_ctx: click.Context, _param: click.Parameter, value: str) -> Nodes:
-    """Read a number of nodes, or the least and the most of them."""
-    least, colon, most = value.partition(":")
-    if not least.isdecimal() or (colon and not most.isdecimal()):
-        raise click.BadParameter(f"{value!r} is no number and no range such as 1:4.")
-    nodes = Nodes(int(least), int(most or least))
-    if not 1 <= nodes.least <= nodes.most:
-        raise click.BadParameter(f"{value!r} does not go from at least 1 upwards.")
-    return nodes
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
@@ -50,7 +39,7 @@ def _nodes(_ctx: click.Context, _param: click.Parameter, value: str) -> Nodes:
     help="After a failure. A script with lockstep.Checkpoint goes on where it was.",
 )
 @click.option(
-    "--patience",
+    "--hang-timeout",
     type=click.FloatRange(min=0, min_open=True),
     help="Seconds that a process may stand still in a call of a model.  "
     "[default: 600 while it compiles, 120 otherwise]",
@@ -63,14 +52,7 @@ def _nodes(_ctx: click.Context, _param: click.Parameter, value: str) -> Nodes:
     help="slurm: submit a job with one process per host. kubernetes: print its TrainJob, for "
     "kubectl apply -f -. ray or ray://HOST:PORT: run one process per node of a Ray cluster.",
 )
-@click.option(
-    "--nodes",
-    metavar="N[:M]",
-    callback=_nodes,
-    default="1",
-    help="Hosts, with --on. With Ray also N:M: as many as there are, anew after a failure.",
-    show_default=True,
-)
+@click.option("--nodes", default=1, show_default=True, type=_WHOLE, help="Hosts, with --on.")
 @click.option("--gpus-per-node", type=click.IntRange(min=0), help="Of each host, with --on.")
 @click.option("--time", help="Time limit of Slurm, such as 04:00:00.")
 @click.option("--image", help="Container image of Kubernetes.")
@@ -80,16 +62,16 @@ def _nodes(_ctx: click.Context, _param: click.Parameter, value: str) -> Nodes:
     help="Folder that Ray copies to the nodes; without it they share the current one.",
 )
 @click.option("--name", help="Of the job, with --on.  [default: lockstep]")
-@click.option("--dry-run", is_flag=True, help="Print the batch script of Slurm only.")
+@click.option("--dry-run", is_flag=True, help="With --on: print what would run, and start nothing.")
 @click.argument("script", type=click.Path(path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run_command(
     processes: int,
     devices_per_process: int | None,
     restarts: int,
-    patience: float | None,
+    hang_timeout: float | None,
     cluster: str | None,
-    nodes: Nodes,
+    nodes: int,
     gpus_per_node: int | None,
     time: str | None,
     image: str | None,
@@ -108,10 +90,10 @@ def run_command(
 
     Example: lockstep run --processes 4 --restarts 3 train.py --epochs 20
     """
-    _check_options(cluster, nodes)
+    _check_options(cluster)
     if cluster == "kubernetes":  # the script is in the image
         command = [str(script), *arguments]
-        job = Job(command, nodes.most, gpus_per_node or 0, None, image, name or "lockstep")
+        job = Job(command, nodes, gpus_per_node or 0, None, image, name or "lockstep")
         click.echo(train_job(job), nl=False)
         return
     if not script.is_file():
@@ -121,7 +103,7 @@ def run_command(
         )
     if cluster == "slurm":
         command = [str(script), *arguments]
-        job = Job(command, nodes.most, gpus_per_node or 0, time, None, name or "lockstep")
+        job = Job(command, nodes, gpus_per_node or 0, time, None, name or "lockstep")
         text = slurm_script(job)
         click.echo(text, nl=False) if dry_run else submit(text)
         return
@@ -131,20 +113,11 @@ def run_command(
             f"lockstep run was itself started as {place}, and it starts all processes of a "
             "machine.\nStart the script without lockstep run, or lockstep run once."
         )
-    limits = Patience() if patience is None else Patience(patience, patience)
+    limits = HangTimeout.of(hang_timeout)
     if cluster is not None:
-        sys.exit(
-            _run_on_ray(
-                None if cluster == "ray" else cluster,
-                script,
-                arguments,
-                working_dir,
-                nodes,
-                gpus_per_node,
-                restarts,
-                limits,
-            )
-        )
+        address = None if cluster == "ray" else cluster
+        words = (script, arguments, working_dir)
+        sys.exit(_run_on_ray(address, *words, nodes, gpus_per_node, restarts, limits, dry_run))
     if os.name == "nt":
         raise LaunchError(
             "lockstep run starts processes on Linux and macOS so far, and this is Windows.\n"
@@ -163,14 +136,14 @@ def _run_on_ray(
     script: Path,
     arguments: tuple[str, ...],
     working_dir: Path | None,
-    nodes: Nodes,
+    nodes: int,
     gpus_per_node: int | None,
     restarts: int,
-    patience: Patience,
+    limits: HangTimeout,
+    dry_run: bool,
 ) -> int:
     """Run the script on a Ray cluster, and return the exit status."""
-    from lockstep.launch.ray_cluster import connected
-    from lockstep.launch.ray_run import Work, run_on_ray
+    from lockstep.launch.ray_run import Work, connected, run_on_ray, share_of
     from lockstep.launch.supervision import stop_signals
 
     there = str(script)
@@ -186,20 +159,24 @@ def _run_on_ray(
     copied = None if working_dir is None else str(working_dir)
     # After the connection: Ray takes SIGTERM for itself.
     with connected(address, copied) as ray, stop_signals() as stops:
+        share = share_of(ray, nodes, gpus_per_node, os.environ)
+        if dry_run:
+            print_line(f"Ray, {share}, would run: python {shlex.join(work.command)}")
+            return 0
         try:
-            done = run_on_ray(ray, work, nodes, gpus_per_node, restarts, patience, stops)
+            done = run_on_ray(ray, work, share, restarts, limits, stops)
         except KeyboardInterrupt:
             return 128 + stops[0]
     return done.status
 
 
-_HERE = {"processes", "devices_per_process", "restarts", "patience"}
+_HERE = {"processes", "devices_per_process", "restarts", "hang_timeout"}
 _SLURM = {"nodes", "gpus_per_node", "time", "name", "dry_run"}
-_KUBERNETES = {"nodes", "gpus_per_node", "image", "name"}
-_RAY = {"nodes", "gpus_per_node", "restarts", "patience", "working_dir"}
+_KUBERNETES = {"nodes", "gpus_per_node", "image", "name", "dry_run"}
+_RAY = {"nodes", "gpus_per_node", "restarts", "hang_timeout", "working_dir", "dry_run"}
 
 
-def _check_options(cluster: str | None, nodes: Nodes) -> None:
+def _check_options(cluster: str | None) -> None:
     """Check that no option was given that has no meaning there."""
     context = click.get_current_context()
     given = {
@@ -212,5 +189,3 @@ def _check_options(cluster: str | None, nodes: Nodes) -> None:
         option = "--" + min(given - known).replace("_", "-")
         where = f"--on {cluster}" if cluster else "processes on this machine"
         raise click.UsageError(f"{option} was given, and it has no meaning with {where}.")
-    if nodes.least != nodes.most and known is not _RAY:
-        raise click.UsageError(f"--nodes={nodes} was given, and a range has a meaning on Ray only.")

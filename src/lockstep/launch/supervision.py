@@ -11,19 +11,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from lockstep.launch.output import print_line
-from lockstep.launch.patience import Patience, Watch
-from lockstep.launch.rank import Failure, Rank, cause_of
+from lockstep.launch.rank import Failure, Rank, cause_of, print_line
+from lockstep.launch.status import DUMP_STACKS, Status
 
 _POLL = 0.05
-OTHERS_END_WITHIN = 10.0
-"""Seconds that processes have to end by themselves after one of them has failed."""
 STOP_WITHIN = 120.0
 """Seconds that processes have to save and stop after a signal, as long as Slurm gives them."""
 _STILL_RUNNING = 10.0
 _STACKS_WITHIN = 1.0
+_HANGING = 124
+"""The exit status of a run with a process that stands still, as of `timeout`."""
+_LOOK_EVERY = 1.0
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class HangTimeout:
+    """How many seconds a process may stand still in a call of a model.
+
+    Attributes:
+        compiling: While it starts or compiles.
+        running: In between.
+    """
+
+    compiling: float = 600.0
+    running: float = 120.0
+
+    @classmethod
+    def of(cls, seconds: float | None) -> "HangTimeout":
+        """Return the limits that a user gives: one for both, or `None` for the defaults."""
+        return cls() if seconds is None else cls(seconds, seconds)
 
 
 class Group(ABC):
@@ -31,9 +49,11 @@ class Group(ABC):
 
     Attributes:
         ranks: The processes, by their number.
+        others_end_within: Seconds that processes have to end by themselves after one has failed.
     """
 
     ranks: Sequence[Rank]
+    others_end_within = 10.0
 
     @abstractmethod
     def pass_on(self, seconds: float) -> None:
@@ -46,6 +66,75 @@ class Group(ABC):
     def all_ended_well(self) -> bool:
         """Return whether every process has exited with 0."""
         return all(rank.code == 0 for rank in self.ranks)
+
+
+class Watch:
+    """Finds the process of one attempt that stands still, for `--hang-timeout`.
+
+    Outside of the calls of a model, a script may take its time.
+
+    Attributes:
+        hanging: How the process that stands still failed, once it is found.
+    """
+
+    def __init__(self, limits: HangTimeout, ranks: Sequence[Rank]) -> None:
+        self.hanging: Failure | None = None
+        self._limits = limits
+        self._ranks = ranks
+        now = time.monotonic()
+        self._seen: dict[int, tuple[Status, float]] = {
+            rank.number: (Status(), now) for rank in ranks
+        }
+        self._next_look = now
+
+    def look(self) -> bool:
+        """Return whether a process stands still; if so, print which, and the stacks of all."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return False
+        self._next_look = now + _LOOK_EVERY
+        running = [rank for rank in self._ranks if not rank.has_ended()]
+        too_long = False
+        for rank in running:
+            status = rank.status()
+            before, since = self._seen[rank.number]
+            if status != before:
+                self._seen[rank.number] = (status, now)
+            elif status.phase:
+                limits = self._limits
+                limit = limits.compiling if status.compiles else limits.running
+                too_long |= now - since > limit
+        if too_long:
+            self._tell(running, now)
+        return too_long
+
+    def _tell(self, running: list[Rank], now: float) -> None:
+        # The others wait for the process that is stopped, or has made the fewest steps.
+        stopped = {rank.number: rank.is_stopped() for rank in running}
+        slowest = min(
+            running,
+            key=lambda rank: (
+                not stopped[rank.number],
+                self._seen[rank.number][0].step,
+                bool(self._seen[rank.number][0].phase),
+                self._seen[rank.number][1],
+            ),
+        )
+        for rank in running:
+            status, since = self._seen[rank.number]
+            words = "; it was stopped by a signal" if stopped[rank.number] else ""
+            print_line(
+                f"process {rank.number} stands in {status}, since {now - since:.0f} s{words}"
+            )
+        print_line("the Python stacks of the processes:")
+        for rank in running:
+            # Another signal would end a process that never imported lockstep.
+            if not stopped[rank.number] and rank.reports:
+                rank.send(DUMP_STACKS)
+        status, since = self._seen[slowest.number]
+        text = f"stood still in {status} for {now - since:.0f} s"
+        found = Status(failure=f"{text}, stopped by a signal" if stopped[slowest.number] else text)
+        self.hanging = Failure(slowest.number, _HANGING, time.time(), found)
 
 
 GroupT = TypeVar("GroupT", bound=Group)
@@ -71,7 +160,7 @@ def run_with_restarts(
     start: Callable[[int], GroupT],
     script: str,
     restarts: int,
-    patience: Patience | None,
+    limits: HangTimeout | None,
     stops: list[int],
 ) -> Outcome[GroupT]:
     """Run processes until they end well, a signal stops them, or no restart is left.
@@ -80,13 +169,13 @@ def run_with_restarts(
         start: Starts all processes; is called with the number of the attempt, from 0.
         script: What they run, for a note.
         restarts: How many times all processes may start again.
-        patience: How long a process may stand still, `None` for ever.
+        limits: How long a process may stand still, `None` for ever.
         stops: The signals that have asked the run to stop; see `stop_signals`.
     """
     attempt = 0
     while True:
         group = start(attempt)
-        cause = _supervise(group, patience, stops)
+        cause = _supervise(group, limits, stops)
         if stops:
             return Outcome(0 if group.all_ended_well() else 128 + stops[0], group)
         if cause is None:
@@ -117,7 +206,7 @@ def stop_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _supervise(group: Group, limits: Patience | None, stops: list[int]) -> Failure | None:
+def _supervise(group: Group, limits: HangTimeout | None, stops: list[int]) -> Failure | None:
     """Wait until all processes have ended; return the failure that caused the others."""
     failures: dict[int, Failure] = {}
     watch = None if limits is None else Watch(limits, group.ranks)
@@ -155,7 +244,7 @@ def _wait(
             for rank in group.ranks:
                 rank.send(signal.SIGTERM)
             print_line("asked the script to save and stop; Ctrl-C again ends it at once")
-        if first_failed and now > first_failed + OTHERS_END_WITHIN:
+        if first_failed and now > first_failed + group.others_end_within:
             return
         if asked_at and now > asked_at + STOP_WITHIN:
             print_line(f"still running {STOP_WITHIN:.0f} s after the signal: ended")

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep.checkpoint.fit_scope import checkpoint_among
+from lockstep.checkpoint.callback import checkpoint_among
 from lockstep.errors import ProcessesDisagree, counted
 from lockstep.processes.coordination import Exchange, Word, digest, once
 from lockstep.processes.group import current

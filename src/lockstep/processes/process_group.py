@@ -9,8 +9,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep.checkpoint.fit_scope import callbacks_in
 from lockstep.errors import ProcessesDisagree, UnsupportedModel, counted
+from lockstep.fit_lines import callbacks_in
 from lockstep.processes.call_scope import CALLS
 from lockstep.processes.constants import constants_of
 from lockstep.processes.coordination import digest, once

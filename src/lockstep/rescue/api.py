@@ -304,6 +304,7 @@ def _load(model: Any, old: OldFile) -> Rescued:
     """Match, assign and compare all weights; a failure leaves the model unchanged."""
     from lockstep.rescue import exactness, match
     from lockstep.rescue.old_layers import RebuildContext
+    from lockstep.state import renew_normalization
 
     matched = match.match_model(old, model, RebuildContext(version=old.version))
     variables = {pair.slot.index: model.variables[pair.slot.index] for pair in matched.plan.pairs}
@@ -321,7 +322,7 @@ def _load(model: Any, old: OldFile) -> Rescued:
         for index, value in before.items():
             variables[index].assign(value)
         raise
-    _renew(model)
+    renew_normalization(model)
     notes = _unrecorded(old, matched) + exactness.rounded(rows)
     for note in notes:
         warnings.warn(note, stacklevel=3)
@@ -349,17 +350,3 @@ def _row(source: str, place: str, variable: Any, values: Any, other: bool) -> Ro
             "Nothing was changed. Load the file into a new model, and tell us."
         )
     return Row(source, place, tuple(values.shape), exact, other)
-
-
-def _renew(model: Any) -> None:
-    """Update the copies of weights that layers such as Normalization compute with."""
-    from lockstep.rescue import weight_tree
-
-    copying = [one for one in weight_tree.every_layer(model) if hasattr(one, "finalize_state")]
-    copying = [one for one in copying if one.built and one.weights]
-    for one in copying:
-        one.finalize_state()
-    if copying:  # compiled functions hold the copies as constants
-        for kind in ("train", "test", "predict"):
-            if getattr(model, f"{kind}_function", None) is not None:
-                getattr(model, f"make_{kind}_function")(force=True)

@@ -12,6 +12,7 @@ from lockstep.keras_compat import (
     compute_output_spec,
     is_built,
 )
+from lockstep.state import optimizers_of
 
 
 def build(model: Any, step: str, batch: Any) -> None:
@@ -72,7 +73,7 @@ def is_ready_for_custom_step(model: Any, step: str) -> bool:
     """
     parts: list[Any] = []
     if step == "train":
-        parts += [v for v in vars(model).values() if isinstance(v, keras.optimizers.Optimizer)]
+        parts += [optimizer for _, optimizer in optimizers_of(model)]
     if step != "predict":
         parts += [compiled_metrics(model), compiled_loss(model)]
     return is_built(model) and all(part is None or part.built for part in parts)

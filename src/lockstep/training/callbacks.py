@@ -152,10 +152,10 @@ class Callbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
             self._note_stop(callback)
 
     def _note_stop(self, callback: Any) -> None:
-        """Record on the checkpoint the callback that stopped the training."""
-        checkpoint = self._checkpoint
-        if checkpoint is not None and checkpoint.stopped_by is None and self._model.stop_training:
-            checkpoint.stopped_by = type(callback).__name__
+        """Record on the run of the checkpoint the callback that stopped the training."""
+        run = None if self._checkpoint is None else self._checkpoint._run
+        if run is not None and run.stopped_by is None and self._model.stop_training:
+            run.stopped_by = type(callback).__name__
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         """Call every callback after a batch of evaluation."""

@@ -10,11 +10,10 @@ import functools
 from types import CellType
 from typing import Any
 
-from lockstep.checkpoint.fit_scope import checkpoint_among, fit_scope
+from lockstep.checkpoint.callback import checkpoint_among, fit_scope
 from lockstep.engines import attachments
 from lockstep.fit_lines import arguments_of
 from lockstep.keras_compat import trainer_class
-from lockstep.processes import process_group
 
 _DONE = "_lockstep_inner_fit"
 
@@ -38,7 +37,7 @@ def lead_to_loop() -> None:
         given = arguments_of(trainer_class().fit, (self, *args), kwargs)
         if attachment is None or checkpoint_among(given.get("callbacks")) is None:
             return keras_fit(self, *args, **kwargs)
-        with fit_scope(given.get("callbacks"), process_group):
+        with fit_scope(given.get("callbacks")):
             return attachment.loop.fit(*args, **kwargs)
 
     setattr(fit, _DONE, True)

@@ -23,11 +23,11 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
     Attributes:
         skip: The number of batches that the next pass skips. The order and the random numbers are
             those of a full pass.
-        broke_off: The last exception raised while drawing a batch.
+        recorded: Whether a checkpoint records the position of the trained batches.
     """
 
     skip = 0
-    broke_off: Exception | None = None
+    recorded = False
 
     # keras/src/trainers/epoch_iterator.py, EpochIterator
 
@@ -65,11 +65,7 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
     def agreed(self, pull: Callable[[], list[Any]], assigned: Any = None) -> list[Any]:
         """Return the batches that `pull` draws, once all processes have drawn as many."""
         if self._seen is None:
-            try:
-                return pull()
-            except Exception as error:
-                self.broke_off = error
-                raise
+            return pull()
         rows = number_of_rows(self.data_adapter)
         drawn: list[Any] = self._seen.agreed(pull, (self.num_batches, rows), assigned)
         return drawn

@@ -12,8 +12,8 @@ from typing import Any
 
 import keras
 
+from lockstep.checkpoint.callback import Checkpoint, run_among
 from lockstep.checkpoint.fit_run import FitRun
-from lockstep.checkpoint.fit_scope import checkpoint_among
 from lockstep.errors import UnusableData
 from lockstep.fit_lines import LONG, first_step_line
 from lockstep.keras_compat import (
@@ -102,10 +102,10 @@ class Loop:
             held_out = dict(zip(("x", "y", "sample_weight"), parts, strict=True))
             held_out["batch_size"] = validation_batch_size or batch_size
         forget_validation(model)
-        checkpoint = checkpoint_among(callbacks)
+        run = run_among(callbacks)
         batches = session.batches(
             TRAIN,
-            recorded=checkpoint is not None,
+            recorded=run is not None,
             x=x,
             y=y,
             sample_weight=sample_weight,
@@ -123,20 +123,19 @@ class Loop:
         epoch_logs: dict[str, Any] = {}
         callbacks.on_train_begin()
         first_epoch = first_epoch_of(model, initial_epoch)
-        if checkpoint is not None:
+        if run is not None:
             if held_out is not None:
                 keep_validation(model, self._held_out(held_out, validation_steps, True))
-            run = FitRun(
+            observed = FitRun(
                 model,
                 session.devices,
                 batches,
                 kept_validation(model),
-                [each for each in callbacks.callbacks if each is not checkpoint],
+                [each for each in callbacks.callbacks if not isinstance(each, Checkpoint)],
                 epochs,
                 session.fit_state(),
-                session.processes,
             )
-            first_epoch = checkpoint.begin(run, first_epoch)
+            first_epoch = run.begin(observed, first_epoch)
         ended = False
         try:
             for epoch in range(first_epoch, epochs):
@@ -149,8 +148,8 @@ class Loop:
                     begin, end = _reporting_first_step(begin, end) if verbose != 0 else (begin, end)
                     self._ran = model.train_function
                 logs = session.run_epoch(TRAIN, batches, begin, end)
-                if checkpoint is not None:
-                    logs = checkpoint.epoch_logs(logs)
+                if run is not None:
+                    logs = run.epoch_logs(logs)
                 if logs is not NO_BATCH:
                     train_logs = dict(self._results(logs))
                 elif train_logs is None:
@@ -163,8 +162,8 @@ class Loop:
                     break
             ended = True
         except Exception as error:
-            if checkpoint is not None:  # before `_after_fit` clears the state
-                checkpoint.failed(error)
+            if run is not None:  # before `_after_fit` clears the state
+                run.failed(error)
             raise
         finally:
             self._after_fit(finalizes=epochs > 0 and (ended or session.finalizes_always))

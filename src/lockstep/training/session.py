@@ -7,9 +7,8 @@ from itertools import islice
 from typing import Any
 
 from lockstep.checkpoint.data_position import TrainingPosition, ValidationPosition
-from lockstep.checkpoint.fit_run import FitState, Processes
+from lockstep.checkpoint.fit_run import FitState
 from lockstep.errors import BusyModel
-from lockstep.processes import process_group
 from lockstep.training.input import HostIterator
 
 
@@ -74,14 +73,12 @@ class Session:
     Attributes:
         model: The model.
         devices: The names of its devices.
-        processes: The processes that run the model.
         array_type: The type of the arrays that a step returns and that never change.
         iterator_type: The type of the iterators that `run_epoch` takes.
         finalizes_always: Whether Keras's `fit` on this backend also calls the optimizer's
             `finalize_variable_values` after an error.
     """
 
-    processes: Processes = process_group
     array_type: type[Any]
     iterator_type: type[Any] = HostIterator
     finalizes_always = False
@@ -152,16 +149,12 @@ class Session:
         return outputs
 
     def drawn(self, batches: HostIterator, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Draw the batches of one execution, and record an error on the iterator.
+        """Draw the batches of one execution.
 
         Raises:
             StopIteration: If no batch is left.
         """
-        try:
-            drawn = list(islice(iterator, batches.steps_per_execution))
-        except Exception as error:
-            batches.broke_off = error
-            raise
+        drawn = list(islice(iterator, batches.steps_per_execution))
         if not drawn:
             raise StopIteration
         return iter(drawn)

@@ -10,9 +10,8 @@ import jax
 from jax._src import distributed, xla_bridge
 
 from lockstep.errors import ProcessesDisagree
-from lockstep.launch.coordinator import announce_coordinator, not_met
-from lockstep.launch.environment import Place, devices_of_process
-from lockstep.launch.gpus import visible_gpus
+from lockstep.launch.environment import Place
+from lockstep.launch.shares import announce_coordinator, devices_of_process, not_met, visible_gpus
 from lockstep.launch.status import phase
 
 _first_use: list[str] = []

@@ -4,7 +4,6 @@ import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import keras
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib, values
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
@@ -20,7 +19,7 @@ from lockstep.keras_compat import (
     stored_value,
     tracked_metrics,
 )
-from lockstep.state import metric_variables, unique, variables_of
+from lockstep.state import metric_variables, optimizers_of, unique, variables_of
 
 
 class MirroredVariable(values.MirroredVariable):  # type: ignore[misc]
@@ -240,8 +239,7 @@ def short_name(device: str) -> str:
 
 def mirrored_variables(model: Any) -> list[Any]:
     """Return the variables that a step of `model` may use, without the shared seeds."""
-    optimizers = [v for v in vars(model).values() if isinstance(v, keras.optimizers.Optimizer)]
-    slots = [variable for optimizer in optimizers for variable in optimizer.variables]
+    slots = [variable for _, optimizer in optimizers_of(model) for variable in optimizer.variables]
     found = unique([*variables_of(model), *_tracked_metric_variables(model), *slots])
     shared = {id(seeds) for seeds in shared_seeds()}
     return [variable for variable in found if id(variable) not in shared]

@@ -3,13 +3,12 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from lockstep.checkpoint.fit_run import Snapshot
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import EpochIterator, TFDatasetAdapter, layers_in, tensorflow_iterator
-from lockstep.state import named_variables
+from lockstep.state import named_variables, optimizers_of
 from lockstep.training.input import HostIterator
 from lockstep.training.session import TRAIN, Kind, Session, recorded_type
 
@@ -106,10 +105,9 @@ def _check_state(model: Any) -> None:
     """Raise if a step may change what a checkpoint does not save."""
     others = []
     for layer in layers_in(model):
-        for name, value in vars(layer).items():
-            optimizer = isinstance(value, keras.optimizers.Optimizer) and name != "optimizer"
-            if optimizer or isinstance(value, tf.Variable):
-                others.append(f"{name} of {layer.name!r}")
+        names = [name for name, _ in optimizers_of(layer) if name != "optimizer"]
+        names += [name for name, value in vars(layer).items() if isinstance(value, tf.Variable)]
+        others += [f"{name} of {layer.name!r}" for name in names]
     if others:
         raise UnsupportedModel(
             f"A step may change {', '.join(others)}, and lockstep.Checkpoint saves the variables\n"

@@ -9,8 +9,8 @@ from lockstep.engines.torch.placement import make_current
 from lockstep.engines.torch.torch_group import TorchGroup, join_group, joined
 from lockstep.errors import ProcessesDisagree
 from lockstep.keras_compat import torch_default_device
-from lockstep.launch.coordinator import announce_coordinator, not_met
-from lockstep.launch.environment import Place, devices_of_process
+from lockstep.launch.environment import Place
+from lockstep.launch.shares import announce_coordinator, devices_of_process, not_met
 from lockstep.launch.status import phase
 from lockstep.processes.coordination import patience
 

@@ -20,7 +20,7 @@ from lockstep.keras_compat import (
 )
 from lockstep.launch.status import phase
 from lockstep.processes.agreement import DataCheck
-from lockstep.state import named_variables, variables_of
+from lockstep.state import named_variables, optimizers_of, variables_of
 from lockstep.training.callbacks import may_write_between_steps, see_every_batch
 from lockstep.training.input import HostIterator
 from lockstep.training.session import (
@@ -165,11 +165,8 @@ def _check_state(model: Any) -> None:
     tensors = (*model.named_parameters(), *model.named_buffers())
     others = [f"{name} of {model.name!r}" for name, tensor in tensors if id(tensor) not in saved]
     for layer in layers_in(model):
-        others += [
-            f"{name} of {layer.name!r}"
-            for name, value in vars(layer).items()
-            if isinstance(value, keras.optimizers.Optimizer) and name != "optimizer"
-        ]
+        names = (name for name, _ in optimizers_of(layer))
+        others += [f"{name} of {layer.name!r}" for name in names if name != "optimizer"]
     if others:
         raise UnsupportedModel(
             f"A step may change {', '.join(others)}, and lockstep.Checkpoint saves the variables\n"

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import torch
 
-from lockstep.engines.branch_homes import optimizers_of, output_device, variable_homes
+from lockstep.engines.branch_homes import output_device, variable_homes
 from lockstep.engines.call_scopes import CallScopes
 from lockstep.engines.torch.branches.local_calls import LocalCalls, tensors_on
 from lockstep.engines.torch.branches.local_updates import updates_at_home
@@ -17,7 +17,7 @@ from lockstep.engines.torch.placement import computes, torch_device_of
 from lockstep.engines.torch.step_runner import StepRunner
 from lockstep.keras_compat import layers_in, stored_value, torch_default_device
 from lockstep.layout import Layout
-from lockstep.state import unique, variables_of
+from lockstep.state import optimizers_of, unique, variables_of
 
 
 class BranchSteps(StepRunner):
@@ -70,13 +70,16 @@ class BranchSteps(StepRunner):
 
     def variables(self) -> list[Any]:
         """Return every variable of the model and of its optimizers."""
-        slots = [slot for each in optimizers_of(self._model) for slot in each.variables]
+        slots = [slot for each in self._optimizers() for slot in each.variables]
         return unique([*variables_of(self._model), *slots])
+
+    def _optimizers(self) -> list[Any]:
+        return [optimizer for _, optimizer in optimizers_of(self._model)]
 
     @contextmanager
     def on_devices(self) -> Iterator[None]:
         """Run a step of Keras, or build the model, inside the context."""
-        with _scope(self._main, None), mixed_devices(), updates_at_home(optimizers_of(self._model)):
+        with _scope(self._main, None), mixed_devices(), updates_at_home(self._optimizers()):
             yield
 
     def calling(self, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,12 +1,52 @@
-"""The first difference between a checkpoint and the current model and data."""
+"""The configuration of a model and its compilation, and the first difference between two runs."""
 
+import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from lockstep.checkpoint.array_file import Entry
 from lockstep.errors import CheckpointMismatch
 
+_UNKNOWN = (NotImplementedError, TypeError, ValueError, OSError)
+"""Errors for a model without a configuration, or a lambda without source lines."""
 _COUNTED = re.compile(r"_\d+(?=$|/|_)")
+_NOT_COMPARED = {
+    # how it was built, and how Keras finds a class: another script may name its module otherwise
+    *("module", "registered_name", "build_config", "compile_config", "shared_object_id"),
+    # a variable, which the checkpoint has; Keras may write a seed that was drawn
+    "seed",
+    # no result depends on these
+    *("steps_per_execution", "run_eagerly", "jit_compile"),
+}
+
+
+def config_of(model: Any) -> Any:
+    """Return the configuration that `model.save` writes, or `None`."""
+    import keras
+
+    try:
+        return json.loads(json.dumps(keras.saving.serialize_keras_object(model)))
+    except _UNKNOWN:
+        return None
+
+
+def compiled_of(model: Any) -> Any:
+    """Return the arguments of `compile`, or `None` if they are unknown."""
+    try:
+        return json.loads(json.dumps(model.get_compile_config()))
+    except _UNKNOWN:
+        return None
+
+
+def parts_of(config: Any) -> Iterator[dict[str, Any]]:
+    """Yield every dict in a configuration, the outer ones first."""
+    if isinstance(config, dict):
+        yield config
+        config = list(config.values())
+    if isinstance(config, list):
+        for each in config:
+            yield from parts_of(each)
 
 
 def check_variables(path: str, written: list[Entry], here: list[Entry]) -> None:
@@ -28,40 +68,32 @@ def check_variables(path: str, written: list[Entry], here: list[Entry]) -> None:
 def check_facts(path: str, written: dict[str, Any], here: dict[str, Any]) -> None:
     """Raise if the model, its compilation or the data are not those of the checkpoint.
 
+    What a lambda does is not compared, nor is a learning rate: it is a variable, and changes.
+
+    Args:
+        path: The checkpoint, for the message.
+        written: Its facts: `"model"`, `"compiled"` and `"data"`, each `None` if unknown.
+        here: The same of this run; of a model alone, `"model"`.
+
     Raises:
         CheckpointMismatch: With the first difference.
     """
-    for what in ("model", "compiled", "data"):
+    for what in here:
         if written[what] is not None and here[what] is not None:
             _compare(path, what, (), written[what], here[what])
 
 
-def check_model(path: str, written: Any, here: Any) -> None:
-    """Raise if the configuration of a model is not that of the checkpoint.
-
-    The modules of its classes and the shapes that it was built for are ignored.
-
-    Raises:
-        CheckpointMismatch: With the first difference.
-    """
-    if written is not None and here is not None:
-        _compare(path, "model", (), _architecture(written), _architecture(here))
-
-
-def _architecture(config: Any) -> Any:
-    if isinstance(config, list):
-        return [_architecture(each) for each in config]
-    if not isinstance(config, dict):
-        return config
-    aside = ("module", "registered_name", "build_config", "compile_config", "shared_object_id")
-    return {name: _architecture(each) for name, each in config.items() if name not in aside}
-
-
 def _compare(path: str, what: str, at: tuple[str, ...], written: Any, here: Any) -> None:
     if isinstance(written, dict) and isinstance(here, dict):
+        if written.get("class_name") == here.get("class_name") == "__lambda__":
+            return
         for key in [*written, *(key for key in here if key not in written)]:
-            if not (what == "model" and key == "compile_config" and not at):
-                _compare(path, what, (*at, key), written.get(key), here.get(key))
+            there, mine = written.get(key), here.get(key)
+            is_rate = key == "learning_rate" and not (
+                isinstance(there, dict) or isinstance(mine, dict)
+            )
+            if key not in _NOT_COMPARED and not is_rate:
+                _compare(path, what, (*at, key), there, mine)
         return
     if isinstance(written, list) and isinstance(here, list) and len(written) == len(here):
         for number, pair in enumerate(zip(written, here, strict=True)):

@@ -1,8 +1,13 @@
-"""Values of Python as JSON, with their arrays apart."""
+"""The state of a process in a checkpoint: values of Python as JSON, and random states."""
 
+import random
+import sys
 from typing import Any
 
+import keras
 import numpy as np
+
+from lockstep.keras_compat import GLOBAL_SEED_GENERATOR, global_seed_generator, global_state
 
 
 def to_plain(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Any:
@@ -59,3 +64,33 @@ def from_plain(plain: Any, arrays: dict[str, np.ndarray]) -> Any:
         if key == "$dict":
             return {each[0]: each[1] for each in from_plain(content, arrays)}
     return {key: from_plain(each, arrays) for key, each in plain.items()}
+
+
+def take_random_states() -> dict[str, Any]:
+    """Return the random states of NumPy and Python, and those of Keras and PyTorch, if any."""
+    version, words, gauss = random.getstate()
+    states: dict[str, Any] = {
+        "numpy": np.random.get_state(legacy=False),
+        "python": {"version": version, "words": np.array(words, "uint32"), "gauss": gauss},
+    }
+    torch = sys.modules.get("torch")
+    if torch is not None:  # a DataLoader draws from it
+        states["torch"] = torch.get_rng_state().numpy().copy()
+    # keras/src/random/seed_generator.py: what keras.random.normal() draws from without a seed
+    generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    if generator is not None:  # somebody has drawn from it
+        states["keras"] = np.array(keras.ops.convert_to_numpy(generator.state.value))
+    return states
+
+
+def put_random_states(states: dict[str, Any]) -> None:
+    """Restore the result of `take_random_states`."""
+    if "keras" in states:  # first, because a new generator draws from Python's
+        global_seed_generator().state.assign(states["keras"])
+    np.random.set_state(states["numpy"])
+    python = states["python"]
+    words = tuple(int(word) for word in python["words"])
+    random.setstate((python["version"], words, python["gauss"]))
+    torch = sys.modules.get("torch")
+    if torch is not None and "torch" in states:
+        torch.set_rng_state(torch.from_numpy(states["torch"].copy()))

@@ -1,0 +1,411 @@
+"""One `fit` with a `lockstep.Checkpoint`: it resumes the run, and saves it between two steps."""
+
+import contextlib
+import math
+import signal
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.array_file import Entry
+from lockstep.checkpoint.background import Background
+from lockstep.checkpoint.callback_states import less_is_better
+from lockstep.checkpoint.data_states import unseeded_shuffle
+from lockstep.checkpoint.fingerprint import check_facts, check_variables
+from lockstep.checkpoint.fit_run import FitRun, Snapshot
+from lockstep.checkpoint.folder_lock import only_writer
+from lockstep.checkpoint.manifest import read_manifest
+from lockstep.checkpoint.plain_state import from_plain, to_plain
+from lockstep.checkpoint.run_folder import Found, Retention, RunFolder
+from lockstep.checkpoint.run_report import position_in_words
+from lockstep.checkpoint.signals import Signals
+from lockstep.errors import CheckpointError, CheckpointWarning, counted
+from lockstep.processes import process_group
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `lockstep.Checkpoint`.
+
+    Raises:
+        CheckpointError: If one is invalid. The message names valid values.
+    """
+
+    folder: Path
+    every: str
+    steps: int | None
+    seconds: float | None
+    keep: int
+    monitor: str | None
+    mode: str
+    keep_best: bool
+    background: bool
+    verbose: bool
+
+    def __post_init__(self) -> None:
+        steps, seconds, keep = self.steps, self.seconds, self.keep
+        wrong = None
+        if self.every != "epoch":
+            wrong = f"every={self.every!r} was asked for", 'every="epoch", steps=500 or seconds=600'
+        elif steps is not None and seconds is not None:
+            wrong = f"steps={steps} and seconds={seconds} were asked for", "one of the two"
+        elif steps is not None and not (isinstance(steps, int) and steps >= 1):
+            wrong = f"steps={steps!r} was asked for", "a whole number of at least 1"
+        elif seconds is not None and not seconds > 0:
+            wrong = f"seconds={seconds!r} was asked for", "a number above 0"
+        elif not (isinstance(keep, int) and keep >= 1):
+            wrong = f"keep={keep!r} was asked for", "a whole number of at least 1"
+        elif self.mode not in ("auto", "min", "max"):
+            wrong = f"mode={self.mode!r} was asked for", '"auto", "min" or "max"'
+        if wrong:
+            raise CheckpointError(f"{wrong[0]}.\nSay {wrong[1]}.")
+
+
+class CheckpointRun:
+    """One `fit` with a checkpoint.
+
+    Args:
+        settings: What the user asks for.
+        others: The class names of the other callbacks.
+
+    Attributes:
+        stopped_by: The class of the callback that stopped the run.
+        prints: Whether `fit` prints its progress.
+    """
+
+    def __init__(self, settings: Settings, others: tuple[str, ...]) -> None:
+        self.stopped_by: str | None = None
+        self.prints = False
+        self._settings, self._others = settings, others
+        self._writes = process_group.is_first()
+        self._folder = RunFolder(settings.folder)
+        self._retention = Retention(settings.keep, settings.keep_best)
+        self._background = Background(settings.background)
+        self._signals = Signals(process_group.recorded_signals())
+        self._found: Found | None = None
+        self._run: FitRun | None = None
+        self._told_left_over = False
+        self._less = True
+        self._facts: dict[str, Any] = {}
+        self._epoch = self._step = self._since = 0
+        self._last_save = 0.0
+
+    @contextmanager
+    def opened(self) -> Iterator[str | None]:
+        """Open the folder for one `fit`, and stop every thread and signal handler afterwards.
+
+        Yields:
+            The name of the checkpoint to resume from, or `None`.
+        """
+        with ExitStack() as stack:
+            with _refused_in_words(self._folder.path):
+                self._folder.check()
+                if self._writes:
+                    self._folder.open()
+                    stack.enter_context(only_writer(self._folder.path))
+                self._found = self._folder.newest(_warn)
+            try:
+                with self._signals:
+                    yield None if self._found is None else self._found.path.name
+                    self._background.finish()
+                    if self._any_asked():  # after the end of the last epoch
+                        self._signals.leave()
+            finally:
+                self._background.finish()
+        self._say_failure()
+
+    def begin(self, run: FitRun, epoch: int) -> int:
+        """Start to record a `fit`, after `on_train_begin` of every callback, and resume it.
+
+        Returns:
+            The epoch to begin with, in place of `epoch`.
+        """
+        self._run, found = run, self._found
+        self._facts = run.facts()
+        self._epoch, self._step, self._since = epoch, 0, 0
+        self._last_save = time.monotonic()
+        monitor, mode = self._settings.monitor, self._settings.mode
+        if monitor is not None:
+            self._less = less_is_better(run.model, monitor, mode)
+        for path in self._folder.checkpoints():
+            self._note(path)
+        _plain(run.state(0), {})  # raise now rather than after an epoch
+        unseeded = unseeded_shuffle(run.adapter)
+        if unseeded is not None and self._writes:
+            _warn(unseeded)
+        if found is None:
+            return epoch
+        self._found = None  # free its arrays
+        return self._resume(run, found, epoch)
+
+    def epoch_began(self) -> None:
+        """Undo the changes of other callbacks if the run resumes within this epoch."""
+        if self._run is not None:
+            self._run.epoch_began()
+
+    def epoch_logs(self, logs: Any) -> Any:
+        """Return the logs of an epoch's last step, also if the run resumed right after it."""
+        return self._fit.logs_of(logs)
+
+    def step_ended(self, step: int, logs: Any) -> None:
+        """Save if a save is due, after the other callbacks have seen this batch."""
+        if self._run is None:
+            return
+        self._say_failure()
+        self._since += step - self._step
+        self._step = step
+        asked = self._is_asked()
+        if self._fit.model.stop_training and not asked:
+            return  # the epoch ends now, and its end is saved
+        # While another save runs, this one is deferred to the next step.
+        if asked or (self._is_due() and not self._background.busy()):
+            self._save(self._epoch, step, logs, {"monitor": None})
+        if asked:  # a signal that came after the question is answered after the next step
+            self._leave(saved=True)
+
+    def failed(self, error: Exception) -> None:
+        """Leave as a signal asks, if it has ended the workers that make the batches."""
+        if self._signals.asked is None or self._run is None:
+            return
+        _warn(
+            f"{type(error).__name__} came after a signal to leave: {str(error)[:200]}\n"
+            "The checkpoint before is as it was."
+        )
+        self._leave(saved=False, together=False)  # the other processes wait within a step
+
+    def epoch_ended(self, epoch: int, logs: Any) -> None:
+        """Save if a save is due, after the other callbacks have seen this epoch."""
+        if self._run is None:
+            return
+        self._say_failure()
+        self._epoch, self._step = epoch, 0
+        monitored = self._monitored(logs)
+        last = self._fit.model.stop_training or epoch == self._fit.epochs
+        asked = self._is_asked()
+        better = monitored is not None and self._is_better(monitored)
+        settings = self._settings
+        every_epoch = settings.steps is None and settings.seconds is None
+        due = every_epoch or last or asked or better or self._is_due()
+        if due:
+            finite = math.isfinite(float(logs.get("loss", 0.0)))
+            self._save(epoch, 0, {}, {"monitor": monitored, "finite": finite})
+        if asked:
+            self._leave(saved=True)
+
+    # ----------------------------------------------------------------------- saving
+
+    @property
+    def _fit(self) -> FitRun:
+        """The current `fit`."""
+        assert self._run is not None
+        return self._run
+
+    def _is_due(self) -> bool:
+        steps, seconds = self._settings.steps, self._settings.seconds
+        if steps is not None:
+            return self._since >= steps
+        return seconds is not None and time.monotonic() - self._last_save >= seconds
+
+    def _save(self, epoch: int, step: int, logs: dict[str, Any], said: dict[str, Any]) -> None:
+        """Wait for the previous save, copy the state and start to write it."""
+        if not self._writes:
+            return
+        self._background.finish()
+        self._say_failure()
+        self._since, self._last_save = 0, time.monotonic()
+        if self._settings.verbose:
+            print(
+                f"\nlockstep: saves {position_in_words(epoch, step)} to {self._folder.path}",
+                flush=True,
+            )
+        others: dict[str, Any] = {}
+        run = self._fit
+        state = {
+            "epoch": epoch,
+            "step": step,
+            "devices": list(run.devices),
+            "epochs": run.epochs,
+            "stopped_by": self.stopped_by,
+            **said,
+            **self._facts,
+            "run": _plain(run.state(step), others),
+        }
+        snapshot = run.fit_state.snapshot(logs)
+        self._background.run(partial(self._write, epoch, step, state, snapshot, others))
+
+    def _write(
+        self, epoch: int, step: int, state: dict[str, Any], snapshot: Snapshot, others: Any
+    ) -> None:
+        entries = [Entry(*each) for each in snapshot.arrays]
+        state["variables"] = snapshot.variables
+        entries += [Entry(name, array.dtype.name, array.shape) for name, array in others.items()]
+        arrays = (array for group in (snapshot.values, others.values()) for array in group)
+        path = self._folder.save(f"epoch-{epoch:04}-step-{step:06}", state, entries, arrays)
+        self._retention.note(path, state)
+        self._folder.keep(self._retention.staying(self._folder.checkpoints()))
+
+    def _monitored(self, logs: dict[str, Any]) -> dict[str, Any] | None:
+        monitor = self._settings.monitor
+        if monitor is None:
+            return None
+        if monitor not in logs:
+            _warn(
+                f"monitor={monitor!r} was asked for, and the logs of this epoch have "
+                f"{', '.join(logs)}."
+            )
+            return None
+        value = float(logs[monitor])
+        return {"name": monitor, "value": value, "mode": "min" if self._less else "max"}
+
+    def _is_better(self, monitored: dict[str, Any]) -> bool:
+        self._background.finish()
+        best = self._retention.best_of(self._folder.checkpoints(), like=monitored)
+        if best is None:
+            return True
+        value, before = monitored["value"], self._retention.monitored[best]["value"]
+        return bool(value < before if monitored["mode"] == "min" else value > before)
+
+    def _is_asked(self) -> bool:
+        """Whether a signal ends this call after this step, in this and every other process."""
+        told = process_group.agreed_to_stop(self._signals.asked is not None)
+        if told and self._signals.asked is None:  # another process has received it
+            self._signals.asked = signal.SIGTERM
+        return told
+
+    def _any_asked(self) -> bool:
+        """Whether any process has recorded a signal after the last step."""
+        mine = self._signals.asked is not None
+        return mine if self._run is None else process_group.any_asked(mine)
+
+    def _leave(self, saved: bool, *, together: bool = True) -> None:
+        """End as the signal would have.
+
+        Args:
+            saved: Whether the last step was saved.
+            together: Whether every process leaves after this step.
+        """
+        self._background.finish()
+        saved = not self._say_failure() and saved and self._writes
+        if saved and self.prints:
+            print(
+                f"\nlockstep: saved {position_in_words(self._epoch, self._step)} to "
+                f"{self._folder.path}; run the same command to go on",
+                flush=True,
+            )
+        if together:
+            process_group.wait_for_all()
+        self._signals.leave()
+
+    def _say_failure(self) -> bool:
+        """Warn if the last save failed, and return whether it did."""
+        failed = self._background.take_failure()
+        if failed is not None:
+            _warn(
+                f"A checkpoint could not be written into {self._folder.path}: "
+                f"{type(failed).__name__}: {failed}.\nTraining goes on, and the checkpoint before "
+                "is as it was; the next one is tried."
+            )
+        left_over = self._folder.left_over
+        if left_over is not None and not self._told_left_over:
+            self._told_left_over = True
+            _warn(f"{left_over}\nTraining and its checkpoints go on; remove it by hand.")
+        return failed is not None
+
+    # --------------------------------------------------------------------- resuming
+
+    def _resume(self, run: FitRun, found: Found, asked: int) -> int:
+        path, state = str(found.path), found.state
+        epoch, step = state["epoch"], state["step"]
+        here = [Entry(*each) for each in run.variables()]
+        there = [Entry(name, array.dtype.name, array.shape) for name, array in found.arrays.items()]
+        check_variables(path, there[: state["variables"]], here)
+        check_facts(path, state, self._facts)
+        if asked > epoch:
+            raise CheckpointError(
+                f"initial_epoch={asked} was asked for, and {path} is at epoch {epoch}.\n"
+                "Leave initial_epoch out: fit goes on where the checkpoint is."
+            )
+        restored = from_plain(state["run"], found.arrays)
+        restored["logs"] = {
+            name.removeprefix("logs/"): array
+            for name, array in found.arrays.items()
+            if name.startswith("logs/")
+        }
+        if restored["stopped"]:
+            restored["stopped"] = self._stays_stopped(run, found)
+        self._say_where(run, found, restored["stopped"])
+        words = run.restore(epoch, step, _variables(found), restored)
+        if words and self._writes:  # other processes have fewer callbacks
+            _warn(f"Not every callback resumes from {path}: {'; '.join(words)}.")
+        self._epoch, self._step = epoch, step
+        return run.epochs if restored["stopped"] else epoch
+
+    def _stays_stopped(self, run: FitRun, found: Found) -> bool:
+        """Whether a run that a callback stopped stays stopped; warns if epochs are left."""
+        state = found.state
+        by, epoch = state.get("stopped_by"), state["epoch"]
+        if by is not None and by not in self._others:
+            return False  # removing the callback lets the run continue
+        longer = run.epochs > state.get("epochs", run.epochs)
+        if epoch < run.epochs and (by != "EarlyStopping" or longer):
+            _warn(
+                f"{found.path} is of a run that {by or 'a callback'} stopped after {epoch} of "
+                f"{counted(run.epochs, 'epoch')}, and it stays stopped.\nTo go on from there, "
+                f"leave {by or 'that one'} out of callbacks; from the checkpoint before, "
+                "remove this one."
+            )
+        return True
+
+    def _say_where(self, run: FitRun, found: Found, stopped: bool) -> None:
+        if not self.prints:
+            return
+        state = found.state
+        at = f"epoch {state['epoch'] + 1}"
+        at += f", after step {state['step']}" if state["step"] else ", its beginning"
+        if stopped or state["epoch"] >= run.epochs:
+            at = f"the end, after {counted(state['epoch'], 'epoch')}: nothing is left to do"
+        was, now = len(state["devices"]), len(run.devices)
+        print(
+            f"lockstep: goes on from {found.path}: {at}; {counted(was, 'device')} then, {now} now",
+            flush=True,
+        )
+
+    def _note(self, path: Path) -> None:
+        with contextlib.suppress(CheckpointError):
+            self._retention.note(path, read_manifest(path).state)
+
+
+@contextmanager
+def _refused_in_words(folder: Path) -> Iterator[None]:
+    """Convert an `OSError` at the start of `fit` to a `CheckpointError`."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} was given for checkpoints, and cannot be used: "
+            f"{error.strerror or error}.\n"
+            "Name a folder that this user may read and write, on a disk that has room."
+        ) from error
+
+
+def _variables(found: Found) -> list[Any]:
+    return list(found.arrays.values())[: found.state["variables"]]
+
+
+def _plain(state: dict[str, Any], arrays: dict[str, Any]) -> Any:
+    try:
+        return to_plain(state, "state", arrays)
+    except TypeError as error:
+        raise CheckpointError(
+            f"The state of this run cannot be written down: {error}, and a checkpoint has numbers, "
+            "strings,\narrays, lists and dicts. Let get_state() give those."
+        ) from error
+
+
+def _warn(words: str) -> None:
+    warnings.warn(words, CheckpointWarning, stacklevel=3)

@@ -12,6 +12,7 @@ import lockstep
 from lockstep.engines.attachments import attachment_of
 from lockstep.errors import UnsplitBatchWarning
 from tests.conformance.stock import every_loss_counted
+from tests.precision import floats as precision_of_keras
 
 BACKEND = keras.backend.backend()
 DEVICES = {"jax": 4, "tensorflow": 2, "torch": 3}[BACKEND]
@@ -89,13 +90,9 @@ def digits(rows=42, size=16, channels=3):
 @contextmanager
 def floats(precision):
     """Keras computes in this precision."""
-    stock = keras.config.floatx()
-    keras.config.set_floatx(precision)
-    try:
-        with _double_precision(precision == "float64" and BACKEND != "tensorflow"):
-            yield
-    finally:
-        keras.config.set_floatx(stock)
+    double = precision == "float64" and BACKEND != "tensorflow"
+    with precision_of_keras(precision), _double_precision(double):
+        yield
 
 
 @contextmanager

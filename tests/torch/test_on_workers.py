@@ -568,12 +568,3 @@ def test_a_lookup_layer_travels(kind):
         model.fit(x, y, **QUIET)
     assert_equal(one, many)
     lockstep.release(many)
-
-
-def test_the_attribute_that_cannot_travel_is_named():
-    model = sequential(Keeps(name="keeper"))
-    model.get_layer("keeper").lock = threading.Lock()
-    lockstep.distribute(model, 3)
-    with pytest.raises(UnsupportedModel, match="lock of 'keeper': cannot pickle"):
-        model.predict(data()[0], verbose=0)
-    lockstep.release(model)

@@ -136,7 +136,7 @@ class PythonCounter(layers.Layer):
         return x * (1 + 0.1 * self.count)
 
 
-@pytest.mark.parametrize("broken", [NumpyNoise, PythonCounter])
+@pytest.mark.parametrize("broken", [NumpyNoise, *rest(PythonCounter)])
 def test_a_layer_with_state_in_python_is_named(broken):
     made = with_layer(broken(name="culprit"))
     found = lockstep.verify(made, data(), devices=4, steps=3)
@@ -156,7 +156,7 @@ class DeviceReader(layers.Layer):
         return x * (self.factor if attached else 1.0)
 
 
-@pytest.mark.parametrize("factor", [1.5, 1.001])
+@pytest.mark.parametrize("factor", [1.001, *rest(1.5)])
 def test_a_layer_that_reads_the_devices_is_named(monkeypatch, factor):
     """What the class holds goes to the process that compares in float64, too."""
     monkeypatch.setattr(DeviceReader, "factor", factor)
@@ -243,7 +243,7 @@ def test_weights_that_do_not_move_are_named():
     )
 
 
-@pytest.mark.parametrize(("row", "step"), [(3, 1), (33, 2)])
+@pytest.mark.parametrize(("row", "step"), [(33, 2), *rest((3, 1))])
 def test_a_loss_that_is_not_finite_is_not_called_equal(row, step, capsys):
     """NaN equals NaN, and the verdict was "4 devices give what one device gives"."""
     x, y = data(70)
@@ -279,7 +279,7 @@ def test_a_difference_before_the_loss_is_not_finite_is_a_difference(monkeypatch)
     assert any("not finite from step 2 on" in note for note in found.notes)
 
 
-@pytest.mark.parametrize("devices", [1, "cpu:2", [3]])
+@pytest.mark.parametrize("devices", [1, *rest("cpu:2", [3])])
 def test_one_device_is_not_compared_with_itself(devices):
     """It was, and was said to be equal."""
     with pytest.raises(DeviceError, match="verify needs at least 2 devices"):
@@ -333,7 +333,7 @@ def test_names_are_printed_as_they_are():
 # ------------------------------------------------------------------------ leaves no trace
 
 
-@pytest.mark.parametrize("devices", [None, 3])
+@pytest.mark.parametrize("devices", [3, *rest(None)])
 def test_the_model_is_untouched(devices):
     made = with_layer(layers.BatchNormalization(), layers.Dropout(0.2), optimizer="adam")
     if devices:
@@ -396,7 +396,7 @@ def data_loader():
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*tensors), batch_size=5)
 
 
-@pytest.mark.parametrize("source", [Batches, generator, tf_data, data_loader])
+@pytest.mark.parametrize("source", [Batches, *rest(generator, tf_data, data_loader)])
 def test_data_sets(source):
     found = lockstep.verify(with_layer(), source(), devices=2, steps=4)
     assert found.equal
@@ -845,7 +845,7 @@ def test_in_float64_what_float32_would_take_for_rounding_is_a_difference(tmp_pat
     assert found["first_layer"].endswith("culprit")
 
 
-@pytest.mark.parametrize("option", [[], ["--float64"]])
+@pytest.mark.parametrize("option", [[], *rest(["--float64"])])
 def test_mixed_precision_with_casts_of_keras_is_compared_to_1e_10(tmp_path, option):
     """A logged number in float32 made the verdict "different"; --float64 was refused."""
     code, found = command(tmp_path, "mixed", *option)

@@ -54,8 +54,14 @@ def measure(name: str, devices: int) -> None:
     print(json.dumps([seconds[0], min(seconds[2:])]))
 
 
+def in_words(values: list[float]) -> str:
+    """Return the median and its quartiles."""
+    median, low, high = spread(values)
+    return f"{median:.2f} [{low:.2f}, {high:.2f}]"
+
+
 def main() -> None:
-    """Print the medians, with the smallest and the largest."""
+    """Print the medians, with the quartiles."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default="torch", choices=["tensorflow", "torch"])
     parser.add_argument("--devices", type=int, default=2)
@@ -83,8 +89,8 @@ def main() -> None:
             sides = [[each[number] for each in found[check]] for check in ("1", "0")]
             ratios = [a / b for a, b in zip(*sides, strict=True)]
             print(
-                f"{options.backend} {name}, {which}: {spread(sides[0])} s with the check, "
-                f"{spread(sides[1])} s without; ratio {spread(ratios)}",
+                f"{options.backend} {name}, {which}: {in_words(sides[0])} s with the check, "
+                f"{in_words(sides[1])} s without; ratio {in_words(ratios)}",
                 flush=True,
             )
 

@@ -356,17 +356,6 @@ def test_the_model_is_untouched_when_training_fails():
     assert devices_of(made) == {1}
 
 
-def test_a_ragged_batch_that_is_not_fully_split_is_noted():
-    made = with_layer(
-        layers.Lambda(lambda t: keras.ops.reshape(t, (-1, 4)), output_shape=(4,)),
-        layers.Dense(4, activation="gelu"),
-        layers.Lambda(lambda t: keras.ops.reshape(t, (-1, 8)), output_shape=(8,)),
-    )
-    found = lockstep.verify(made, data(15), devices=4, steps=2, batch_size=15)
-    assert found.equal
-    assert any("A batch of 16 rows would be split" in note for note in found.notes)
-
-
 # ------------------------------------------------------------------------------- the data
 
 

@@ -3,9 +3,28 @@
 import os
 
 import keras
+import numpy as np
+import pytest
 
+import lockstep
 from tests.replicas.first_steps import *  # noqa: F403
-from tests.replicas.first_steps import assert_found, model_of
+from tests.replicas.first_steps import DEVICES, ROWS, assert_found, data, model_of
+
+
+@pytest.mark.filterwarnings("ignore:On PyTorch every device runs 'faulty'")
+def test_code_that_takes_no_small_batch_is_compared_on_the_whole_batch():
+    def picky(layer, x, training):
+        if len(x) < ROWS:
+            raise ValueError("too few rows")
+        return x - keras.ops.mean(x, axis=0)
+
+    x, y = data()
+    one, many = model_of(picky), lockstep.distribute(model_of(picky), DEVICES)
+    for made in (one, many):
+        made.train_on_batch(x, y)
+    for a, b in zip(many.get_weights(), one.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-10)
+    lockstep.release(many)
 
 
 def test_a_worker_with_another_constant_is_found():

@@ -29,8 +29,7 @@ def measure(
     """Measure how fast `model` trains on `data` over a number of devices.
 
     Args:
-        model: A compiled `keras.Model`; it is trained. Input options of an earlier
-            `distribute` stay.
+        model: A compiled `keras.Model`; it is trained.
         data: As for `fit`: `(x, y)`, `(x, y, sample_weight)`, an array or dict as x alone,
             or a data set that can be read more than once.
         devices: The number of devices.

@@ -27,9 +27,8 @@ def by_order(root: Branch, sources: Sequence[Stored], *, trusted: bool, flagged:
     Args:
         root: The model's tree.
         sources: All weights of one group, in file order.
-        trusted: Whether the frozen flags of the tree are those of the file.
-        flagged: Whether freezing a nested model also marks its layers, as in tf.keras.
-            Keras 2 does not mark them, and no config records the frozen model.
+        trusted: As in `match.assign`.
+        flagged: As in `match.assign`.
 
     Raises:
         WeightsDoNotFit: No order gives an assignment.

@@ -84,7 +84,7 @@ def test_a_run_goes_on_with_the_numbers_of_one_device_when_a_node_is_lost(
     status, out, error = end_of(process)
     assert status == 0, out + error
     assert error.count("Ray, 2 nodes: ") == 2
-    assert "process 1 of 2 failed first: the process on the node" in error
+    assert "process 1 of 2 failed first: the process on the node" in error, error
     assert out.count("jax, 4 devices") == 2
     assert "lockstep: goes on from" in out
     assert_trained(tmp_path, truth)

@@ -3,6 +3,7 @@
 import argparse
 import inspect
 import json
+import re
 from functools import cache
 
 import keras
@@ -179,12 +180,12 @@ def _tokens(rows, length, vocabulary=40):
 
 @cache
 def _word_pieces():
-    made = tokenizers.BertWordPieceTokenizer(lowercase=True)
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    made.train_from_iterator(
-        _lines(200), vocab_size=200, show_progress=False, special_tokens=special
-    )
-    return sorted(made.get_vocab(), key=made.get_vocab().get)
+    """Letters and the most frequent words, in the same order in every process."""
+    words = re.findall(r"[a-z]+", " ".join(_lines(200)).lower())
+    frequent = sorted(set(words), key=lambda word: (-words.count(word), word))[:100]
+    signs = sorted({sign for line in _lines(200) for sign in line.lower() if not sign.isspace()})
+    pieces = [*signs, *(f"##{sign}" for sign in signs), *frequent]
+    return ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *dict.fromkeys(pieces)]
 
 
 @cache

@@ -1,5 +1,6 @@
 """One training by third-party code, on one device by stock Keras and on several by lockstep."""
 
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
@@ -15,7 +16,9 @@ from tests.conformance.stock import every_loss_counted
 from tests.precision import floats as precision_of_keras
 
 BACKEND = keras.backend.backend()
-DEVICES = {"jax": 4, "tensorflow": 2, "torch": 3}[BACKEND]
+PROCESSES = int(os.environ.get("LOCKSTEP_PROCESSES", "1"))
+DEVICES = {"jax": 4, "tensorflow": 2, "torch": 3}[BACKEND] if PROCESSES == 1 else 1
+"""The devices of this process."""
 BOUNDS = {"float64": 1e-10, "float32": 1e-5}
 DROPOUT = 0.1 if BACKEND == "jax" else 0.0
 """Replicas on TensorFlow and PyTorch draw dropout masks of their own; docs/tensorflow.md."""
@@ -134,7 +137,7 @@ def _play(row, distribute):
     def attach(model):
         models.append(model)
         if distribute is not None:
-            distribute(model, devices=DEVICES)
+            distribute(model, devices=DEVICES if PROCESSES == 1 else None)
         return model
 
     with warnings.catch_warnings(record=True) as caught:
@@ -161,6 +164,8 @@ def _play(row, distribute):
 
 def _copies(model):
     """On how many devices the variables of a model are."""
+    if PROCESSES > 1:
+        return {DEVICES}
     if BACKEND == "torch":  # each process of the pool holds the model after its first step
         pool = attachment_of(model)._lease._pool
         return set() if pool is None else {pool.group.size}

@@ -1,7 +1,9 @@
 """Tools that make, train, save and load models themselves."""
 
+import os
 import tempfile
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import bayesflow
 import keras
@@ -9,7 +11,7 @@ import keras_tuner
 from keras import layers
 from sklearn.model_selection import cross_val_score
 
-from tests.third_party.row import BACKEND, Row, digits, numbers
+from tests.third_party.row import BACKEND, PROCESSES, Row, digits, numbers
 
 AS_IMPORTED = nullcontext
 if BACKEND == "torch":  # bayesflow turns gradients off where it is imported, and trains with them
@@ -38,7 +40,7 @@ def tuner(distribute):
         return distribute(model)
 
     x, y = digits()
-    with tempfile.TemporaryDirectory() as folder:
+    with _folder_of_all_processes() as folder:
         search = keras_tuner.RandomSearch(
             build, objective="val_loss", max_trials=3, seed=3, directory=folder
         )
@@ -48,6 +50,16 @@ def tuner(distribute):
         trials = search.oracle.get_best_trials(3)
         best = search.get_best_models(1)[0]
         return [(t.trial_id, t.score, t.hyperparameters.values) for t in trials], best.predict(x)
+
+
+@contextmanager
+def _folder_of_all_processes():
+    """The first of several processes writes files, and all read them."""
+    with tempfile.TemporaryDirectory() as folder:
+        if PROCESSES > 1:
+            started_by = os.environ["LOCKSTEP_COORDINATOR"].replace(":", "-")
+            folder = str(Path(tempfile.gettempdir(), f"third-party-{started_by}"))
+        yield folder
 
 
 def sklearn_wrapper(distribute):

@@ -296,7 +296,8 @@ class _RayRank(Rank):
 class RayGroup(Group):
     """The processes of one attempt, on each node."""
 
-    others_end_within = 30.0  # Ray notices after about 10 s that a node is lost
+    others_end_within = 90.0
+    """Ray notices a lost node after 10 s, and after a minute if its machine does not answer."""
 
     def __init__(self, ray: Any, work: Work, share: Share, until: float, stops: list[int]) -> None:
         self._ray = ray

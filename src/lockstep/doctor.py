@@ -7,14 +7,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.devices import REHEARSE, names_in_words
-from lockstep.engines.engine import Engine
 from lockstep.errors import counted
 from lockstep.launch.shares import visible_gpus
 from lockstep.package_versions import install_command, package_version
 from lockstep.rehearsal import choose_backend
+
+if TYPE_CHECKING:
+    from lockstep.engines.engine import Engine
 
 PACKAGES = {
     "jax": ("jax", "jaxlib"),
@@ -226,7 +228,7 @@ def wrong_pairs(exchange: Exchange, devices: Sequence[str], values: int = VALUES
     return found
 
 
-def check_devices(engine: Engine, *, rehearsed: bool) -> tuple[list[str], str]:
+def check_devices(engine: "Engine", *, rehearsed: bool) -> tuple[list[str], str]:
     """Test the devices of an engine.
 
     On rehearsed devices the test itself is tried as well: with one bit that is flipped on the

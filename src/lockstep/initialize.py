@@ -3,12 +3,15 @@
 import multiprocessing
 import os
 from collections.abc import Mapping, MutableMapping
+from typing import TYPE_CHECKING
 
 from lockstep.engines import current_engine
-from lockstep.engines.engine import Engine
 from lockstep.errors import ProcessesDisagree
 from lockstep.launch.environment import ALONE, Place, find_place
 from lockstep.rehearsal import choose_backend
+
+if TYPE_CHECKING:
+    from lockstep.engines.engine import Engine
 
 _JOINED = "LOCKSTEP_JOINED"
 """The variable with the id of the process that has joined. Its child processes do not join."""
@@ -36,7 +39,7 @@ def initialize() -> tuple[int, int]:
     return join(current_engine())
 
 
-def join(engine: Engine) -> tuple[int, int]:
+def join(engine: "Engine") -> tuple[int, int]:
     """Join the processes of the launcher; return the rank and the number of processes."""
     place = place_of_this_process(os.environ)
     rank, size = engine.join(place)

@@ -10,7 +10,7 @@ def every_loss_counted():
     """While it lasts, Keras alone counts every loss that a layer adds.
 
     It drops some at random where it traces a layer for a second time; see `forget_losses` in
-    `engines/jax/attachment.py`, and `test_added_losses.py`. A truth must not be random.
+    `engines/jax/session.py`, and `test_added_losses.py`. A truth must not be random.
     """
     stock = keras.layers.Layer.stateless_call
 

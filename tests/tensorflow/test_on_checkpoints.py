@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras import layers
 
 import lockstep
-from lockstep.engines.attachments import attachment_of
+from lockstep.engines.attachment import attachment_of
 from lockstep.errors import CheckpointWarning, UnsplitBatchWarning, UnsupportedModel
 from lockstep.export import export_model
 from tests.checkpoints.data import SOURCES, arrays

@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras import layers, losses, metrics, ops
 
 import lockstep
-from lockstep.engines import attachments
+from lockstep.engines.attachment import attachment_of
 from lockstep.engines.tensorflow.replicas import Replica
 from lockstep.errors import UnsplitBatchWarning
 from lockstep.keras_compat import get_keras_mask, set_keras_mask
@@ -62,7 +62,7 @@ def _leaves(made, x, y, weight=None):
 
 def _gathered(made):
     """The losses and metrics that are given the outputs of the whole batch."""
-    choices = attachments.attachment_of(made).steps.choices
+    choices = attachment_of(made).session.steps.choices
     return {name for name, why in choices.items() if why is not None}
 
 

@@ -25,7 +25,7 @@ def simulated_gpus(count=3):
 
     Its `operations` count what has run on each device.
     """
-    from lockstep.engines.torch import devices, engine
+    from lockstep.engines.torch import devices, session
     from lockstep.engines.torch.branches import branch_steps
     from lockstep.keras_compat import _torch_core
 
@@ -35,7 +35,7 @@ def simulated_gpus(count=3):
     with pytest.MonkeyPatch.context() as patch, Simulation() as simulation:
         patch.setattr(devices, "list_devices", lambda: found)
         patch.setattr(branch_steps, "torch_device_of", _device_of)
-        patch.setattr(engine, "torch_device_of", _device_of)
+        patch.setattr(session, "torch_device_of", _device_of)
         patch.setattr(core, "DEFAULT_DEVICE", "lazy:0")
         patch.setattr(core, "_parse_device_input", lambda name: name.replace("gpu", "lazy"))
         patch.setattr(torch, "Generator", lambda device=None: generator())

@@ -12,6 +12,7 @@ from keras import layers
 import lockstep
 from lockstep.engines.torch.branches import branch_steps
 from lockstep.errors import CheckpointWarning, LayoutConflict, UnsupportedBackend, UnsupportedModel
+from lockstep.processes import process_group
 from tests.branches.test_branches import (
     DEVICES,
     chain,
@@ -288,7 +289,7 @@ def test_a_failure_leaves_the_model_as_it_was(gpus, monkeypatch):
     def fail(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lockstep.engines.attachments.put_on", fail)
+    monkeypatch.setattr("lockstep.engines.attachment._put_on", fail)
     with pytest.raises(KeyboardInterrupt):
         lockstep.place(model, APART)
     monkeypatch.undo()
@@ -403,12 +404,8 @@ def test_what_is_refused():
 
 
 def test_several_processes_are_refused(monkeypatch):
-    from lockstep.engines.torch import engine
-
-    model, layout = (
-        chain(),
-        lockstep.engines.current_engine().layout(lockstep.place(chain(), {"dense_1": 1})),
-    )
-    monkeypatch.setattr(engine, "joined", object)
+    engine = lockstep.engines.current_engine()
+    layout = engine.layout(lockstep.place(chain(), {"dense_1": 1}))
+    monkeypatch.setattr(process_group, "several", lambda: True)
     with pytest.raises(UnsupportedBackend, match=r"several processes,\n.*Start one process"):
-        engine.TorchEngine().place(model, layout)
+        engine.place(chain(), layout)

@@ -15,7 +15,7 @@ import torch
 from keras import layers
 
 import lockstep
-from lockstep.engines.attachments import attachment_of
+from lockstep.engines.attachment import attachment_of
 from lockstep.errors import CheckpointWarning, UnsplitBatchWarning, UnsupportedModel
 from tests.checkpoints.data import SOURCES, arrays
 from tests.checkpoints.models import accumulating, everything, recurrent, sequences, with_validation

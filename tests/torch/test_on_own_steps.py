@@ -12,7 +12,7 @@ from keras import layers, ops
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from lockstep.engines import attachments
+from lockstep.engines.attachment import attachment_of
 from lockstep.engines.torch import whole_batch_steps
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel, WorkerDied
 from tests.torch.agreement import assert_equal, both
@@ -806,7 +806,7 @@ def test_a_call_is_proven_once_for_each_form_and_nothing_grows_with_the_steps(mo
     made = OwnStep(inputs, layers.Dense(2)(layers.Dense(4, activation="tanh")(inputs)))
     made.compile("sgd", "mse")
     lockstep.distribute(made, 2)
-    steps = attachments.attachment_of(made)._runner.whole_batch
+    steps = attachment_of(made).session._runner.whole_batch
     sizes = []
     for _ in range(3):
         made.fit(numbers(12, 5), numbers(12, 2), batch_size=4, **QUIET)

@@ -16,7 +16,8 @@ from lockstep.batches import Parts, for_fit, no_batch, rows_of
 from lockstep.bench.scaling import Measurement
 from lockstep.bench.step_clock import EXECUTIONS, StepClock
 from lockstep.distribute import distribute
-from lockstep.engines import attachments, current_engine
+from lockstep.engines import current_engine
+from lockstep.engines.attachment import attachment_of
 from lockstep.errors import LockstepError, UnsupportedBackend, UnusableData
 from lockstep.processes import process_group
 from lockstep.targets import model_and_data
@@ -120,7 +121,9 @@ def draw(model: Any, data: Parts, batch_size: int | None, most: int) -> tuple[fl
         The mean time of a batch in seconds, and the rows of each batch.
     """
     x, y, sample_weight = data
-    session = attachments.attachment_of(model).session
+    attachment = attachment_of(model)
+    assert attachment is not None
+    session = attachment.session
     batches = session.batches(
         TRAIN, x=x, y=y, sample_weight=sample_weight, batch_size=batch_size, shuffle=True
     )

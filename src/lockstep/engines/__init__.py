@@ -1,10 +1,14 @@
 """Selects the engine for the backend of Keras."""
 
-from lockstep.engines.engine import Engine
+from typing import TYPE_CHECKING
+
 from lockstep.errors import UnsupportedBackend
 
+if TYPE_CHECKING:
+    from lockstep.engines.engine import Engine
 
-def current_engine() -> Engine:
+
+def current_engine() -> "Engine":
     """Return the engine for Keras's backend. Only Keras and that backend are imported.
 
     Raises:

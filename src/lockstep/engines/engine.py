@@ -1,17 +1,21 @@
 """The interface of an engine, which `distribute` uses."""
 
-from contextlib import AbstractContextManager
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from lockstep.devices import Device
+from lockstep.engines.attachment import Attachment, alone, attach, attachment_of, detach
+from lockstep.errors import UnsupportedBackend
 from lockstep.launch.environment import Place
+from lockstep.layout import Layout, both_layouts
+from lockstep.processes import process_group
+from lockstep.processes.call_scope import CALLS
+from lockstep.training.session import Session
 
-if TYPE_CHECKING:
-    from lockstep.layout import Layout
 
-
-class Engine(Protocol):
+class Engine(ABC):
     """Runs Keras models of one backend on several devices.
 
     The contract is a post-condition: after `attach`, one training step over all devices
@@ -21,18 +25,19 @@ class Engine(Protocol):
     name: str
     """The name of the Keras backend."""
 
+    @abstractmethod
     def devices(self) -> tuple[Device, ...]:
         """Return the available devices, those of the default platform first."""
-        ...
 
+    @abstractmethod
     def rehearse(self, devices: int) -> None:
         """Make `devices` virtual CPU devices and hide accelerators.
 
         Raises:
             RehearsalTooLate: If the backend has started with other devices.
         """
-        ...
 
+    @abstractmethod
     def join(self, place: Place) -> tuple[int, int]:
         """Join the processes of a launcher, before a device is used.
 
@@ -46,38 +51,18 @@ class Engine(Protocol):
             ProcessesDisagree: If they cannot be joined.
             UnsupportedBackend: If the engine runs in one process.
         """
-        ...
 
-    def attach(self, model: Any, devices: tuple[str, ...]) -> None:
-        """Make `model` run on `devices`, in place; on failure leave it unchanged.
+    @abstractmethod
+    def session(self, model: Any, devices: tuple[str, ...], layout: Layout | None) -> Session:
+        """Return a session of `model` on `devices`; nothing changes until it is opened.
 
         Args:
             model: A Keras model.
             devices: The names of the devices.
+            layout: The devices of the layers, `None` if every device runs all layers.
         """
-        ...
 
-    def detach(self, model: Any) -> None:
-        """Make `model` run on one device again; do nothing if it is not attached."""
-        ...
-
-    def place(self, model: Any, layout: "Layout") -> None:
-        """Make the layers of `model` run on the devices of a layout; on failure leave it unchanged.
-
-        Raises:
-            UnsupportedBackend: If the engine runs all layers on every device.
-            LayoutConflict: If the model is distributed in another way.
-        """
-        ...
-
-    def layout(self, model: Any) -> "Layout | None":
-        """Return the layout that `place` was given, `None` if the layers are not placed."""
-        ...
-
-    def attached(self, model: Any) -> tuple[str, ...] | None:
-        """Return the devices of `model`, or `None` if it is not attached."""
-        ...
-
+    @abstractmethod
     def exchanged(self, values: Any, source: str, target: str) -> tuple[Any, Any]:
         """Copy integers from one device to another, and sum what both hold.
 
@@ -89,7 +74,10 @@ class Engine(Protocol):
         Returns:
             The copy and the sum as the target has them, as arrays of the host.
         """
-        ...
+
+    @abstractmethod
+    def probe(self, model: Any) -> "Probe":
+        """Return a probe for the steps of `model`, attached or not."""
 
     def profile(self, *, devices: bool) -> "AbstractContextManager[Profile]":
         """Measure compilation inside the context; the result is filled in at its end.
@@ -97,11 +85,60 @@ class Engine(Protocol):
         Args:
             devices: Whether to profile the work of the devices too.
         """
-        ...
+        return nullcontext(Profile())
 
-    def probe(self, model: Any) -> "Probe":
-        """Return a probe for the steps of `model`, attached or not."""
-        ...
+    def attach(self, model: Any, devices: tuple[str, ...]) -> None:
+        """Make `model` run on `devices`, in place; on failure leave it unchanged.
+
+        Raises:
+            LayoutConflict: If layers of the model are placed, or another tool has laid it out.
+        """
+        self._attach(model, devices, None)
+
+    def place(self, model: Any, layout: Layout) -> None:
+        """Make the layers of `model` run on the devices of a layout; on failure leave it unchanged.
+
+        Raises:
+            UnsupportedBackend: If there are several processes.
+            LayoutConflict: If the model is distributed in another way.
+        """
+        if process_group.several():
+            raise UnsupportedBackend(
+                f"{model.name!r} was to have layers on several devices, and there are several "
+                "processes,\nwhere every device runs all layers. Start one process."
+            )
+        self._attach(model, layout.devices, layout)
+
+    def _attach(self, model: Any, devices: tuple[str, ...], layout: Layout | None) -> None:
+        name = "distribute" if layout is None else "place"
+        before = attachment_of(model)
+        if before is not None and (before.session.layout is None) != (layout is None):
+            raise both_layouts(model, name)
+        if layout is None and self.attached(model) == devices:
+            return
+        with (
+            CALLS.call(name) if process_group.several() else nullcontext(),
+            alone(model, name),
+        ):
+            attach(
+                Attachment(self.session(model, devices, layout)),
+                lambda old: self.session(model, old.session.devices, old.session.layout),
+            )
+
+    def detach(self, model: Any) -> None:
+        """Make `model` run on one device again; do nothing if it is not attached."""
+        with alone(model, "release"):
+            detach(model)
+
+    def layout(self, model: Any) -> Layout | None:
+        """Return the layout that `place` was given, `None` if the layers are not placed."""
+        attachment = attachment_of(model)
+        return None if attachment is None else attachment.session.layout
+
+    def attached(self, model: Any) -> tuple[str, ...] | None:
+        """Return the devices of `model`, or `None` if it is not attached."""
+        attachment = attachment_of(model)
+        return None if attachment is None else attachment.session.devices
 
 
 @dataclass

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeVar
 import cloudpickle
 import keras
 
-from lockstep.engines.attachments import ATTACHMENT, attachment_of
+from lockstep.engines.attachment import ATTACHMENT, attachment_of
 from lockstep.keras_compat import (
     ATTRIBUTES_OF_RUNS,
     LOOKUP_TABLES,

@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from lockstep.engines.attachments import attachment_of, remake_functions
+from lockstep.engines.attachment import attachment_of, remake_functions
 from lockstep.training.overrides import MAKERS
 
 
@@ -28,7 +28,8 @@ def trace_others_again(model: Any, moved: list[Any]) -> None:
             continue
         attachment = attachment_of(other)
         # What the steps of a model without an attachment read beside its own is not known.
-        reads = attachment is None or attachment.steps.uses_outdated()
+        session: Any = None if attachment is None else attachment.session
+        reads = session is None or session.uses_outdated()
         if reads or any(id(variable) in found for variable in other.variables):
             remake_functions(other)
 

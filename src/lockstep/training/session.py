@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from lockstep.checkpoint.data_position import TrainingPosition, ValidationPosition
 from lockstep.checkpoint.fit_run import FitState
 from lockstep.errors import BusyModel
+from lockstep.layout import Layout
+from lockstep.training.call_guard import CallGuard
 from lockstep.training.input import HostIterator
 
 
@@ -48,6 +52,7 @@ class Kind:
 TRAIN = Kind("train", "training", "train_function", "stop_training")
 TEST = Kind("test", "evaluating", "test_function", "stop_evaluating")
 PREDICT = Kind("predict", "predicting", "predict_function", "stop_predicting")
+KINDS = (TRAIN, TEST, PREDICT)
 
 NO_BATCH: dict[str, Any] = {}
 """The outputs of an epoch without a step."""
@@ -70,9 +75,16 @@ class Session:
     This class serves an engine whose variables hold the state between two steps. Another engine
     overrides `run_epoch` and the methods that move the state.
 
+    Args:
+        model: The model.
+        devices: The names of its devices.
+        layout: The devices of the layers, `None` if every device runs all layers.
+
     Attributes:
         model: The model.
         devices: The names of its devices.
+        layout: The devices of the layers, `None` if every device runs all layers.
+        loops: The methods that lockstep's loop may replace.
         array_type: The type of the arrays that a step returns and that never change.
         iterator_type: The type of the iterators that `run_epoch` takes.
         finalizes_always: Whether Keras's `fit` on this backend also calls the optimizer's
@@ -82,10 +94,68 @@ class Session:
     array_type: type[Any]
     iterator_type: type[Any] = HostIterator
     finalizes_always = False
+    loops: tuple[str, ...] = ("fit", "evaluate", "predict")
 
-    def __init__(self, model: Any, devices: tuple[str, ...]) -> None:
+    def __init__(self, model: Any, devices: tuple[str, ...], layout: Layout | None = None) -> None:
         self.model = model
         self.devices = devices
+        self.layout = layout
+
+    # ------------------------------------------------------------ on and off the devices
+
+    def check(self) -> None:
+        """Raise if the model cannot be on these devices. It is on them, on others, or on none."""
+
+    def open(self) -> None:
+        """Lay out the variables on the devices."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Undo `open`, even if it failed halfway."""
+        raise NotImplementedError
+
+    def adopt(self, first: bool) -> None:
+        """Lay out variables that are new, before a step function is made or used again.
+
+        Args:
+            first: Whether there is no step function yet.
+        """
+
+    def home(self, variable: Any) -> Any:
+        """Return the devices that have a variable of the model, to be compared."""
+        raise NotImplementedError
+
+    def step_function(self, kind: Kind) -> Any:
+        """Make a step function in Keras's protocol.
+
+        Raises:
+            UnsupportedModel: If the model was compiled in a way that excludes these devices.
+        """
+        raise NotImplementedError
+
+    def stepping(self, methods: dict[str, Any]) -> dict[str, Any]:
+        """Return the methods of the model that run steps, by name, to be replaced on it."""
+        return methods
+
+    def methods(self, methods: dict[str, Any], turns: CallGuard) -> dict[str, Any]:
+        """Return all methods to replace on the model, by name.
+
+        Args:
+            methods: Those of all engines.
+            turns: The guard of the calls of the model.
+        """
+        return methods
+
+    def reset(self, states: list[Any]) -> None:
+        """Set states of RNN layers to zero."""
+        for state in states:
+            state.assign(np.zeros(state.shape, state.dtype))
+
+    def remarks(self) -> str:
+        """Return the end of the line that `fit` prints."""
+        return ""
+
+    # ------------------------------------------------------------ in a loop
 
     def batches(self, kind: Kind, *, recorded: bool = False, **data: Any) -> Any:
         """Return Keras's iterator over the epochs of these data.

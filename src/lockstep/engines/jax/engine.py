@@ -1,27 +1,21 @@
 """The JAX engine: one program over a mesh, which processes the global batch."""
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lockstep.devices import Device
-from lockstep.engines import attachments
-from lockstep.engines.base_engine import BaseEngine
-from lockstep.engines.engine import Profile
+from lockstep.engines.engine import Engine, Profile
 from lockstep.engines.jax import cache, jax_group, joining
 from lockstep.engines.jax import devices as jax_devices
-from lockstep.engines.jax.attachment import Attachment
-from lockstep.engines.jax.branches.branch_steps import BranchSteps
 from lockstep.engines.jax.introspection import profile
 from lockstep.engines.jax.introspection.probe import JaxProbe
+from lockstep.engines.jax.session import JaxSession
 from lockstep.engines.jax.variable_sync import sync_to_variables
-from lockstep.errors import UnsupportedBackend
 from lockstep.launch.environment import Place
-from lockstep.layout import Layout, both_layouts
-from lockstep.processes import process_group
-from lockstep.processes.call_scope import CALLS
+from lockstep.layout import Layout
 
 
-class JaxEngine(BaseEngine):
+class JaxEngine(Engine):
     """Run Keras models on JAX devices; see `Engine` for the contract."""
 
     name = "jax"
@@ -38,36 +32,13 @@ class JaxEngine(BaseEngine):
         """Join the processes of a launcher, unless this has been done."""
         return joining.join(place)
 
-    def attach(self, model: Any, devices: tuple[str, ...]) -> None:
-        """Make `model` run on `devices`, in place. After a failure the model is unchanged."""
+    def session(self, model: Any, devices: tuple[str, ...], layout: Layout | None) -> JaxSession:
+        """Return a session of `model` on `devices`."""
         jax_group.check_started()
-        with CALLS.call("distribute") if process_group.several() else nullcontext():
-            jax_group.check_devices(jax_devices.find(devices))
-            before = attachments.attachment_of(model)
-            if before is not None and before.layout is not None:
-                raise both_layouts(model, "distribute")
-            if before is None or before.devices != devices:
-                cache.keep_programs()
-                with attachments.alone(model, "distribute"):
-                    sync_to_variables(model)  # an unattached model may be in a fit
-                    attachments.attach(Attachment(model, devices), Attachment.again)
-
-    def place(self, model: Any, layout: Layout) -> None:
-        """Make the layers of `model` run on their devices. After a failure it is unchanged."""
-        jax_group.check_started()
-        if process_group.several():
-            raise UnsupportedBackend(
-                f"{model.name!r} was to have layers on several devices, and JAX runs in several "
-                "processes,\nwhere every device runs all layers. Start one process."
-            )
-        before = attachments.attachment_of(model)
-        if before is not None and before.layout is None:
-            raise both_layouts(model, "place")
+        jax_group.check_devices(jax_devices.find(devices))
         cache.keep_programs()
-        with attachments.alone(model, "place"):
-            sync_to_variables(model)
-            steps = BranchSteps(model, layout)
-            attachments.attach(Attachment(model, layout.devices, steps), Attachment.again)
+        sync_to_variables(model)  # an unattached model may be in a fit
+        return JaxSession(model, devices, layout)
 
     def exchanged(self, values: Any, source: str, target: str) -> tuple[Any, Any]:
         """Copy integers from one device to another, and sum what both hold."""

@@ -1,37 +1,236 @@
-"""One model on a mesh, as the loop of `fit`, `evaluate` and `predict` uses it."""
+"""One model on JAX devices: its variables, its step functions, and what the loop needs of it."""
 
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+from jax.sharding import Sharding
 
 from lockstep.checkpoint.fit_run import Snapshot
+from lockstep.engines.holders import check_shared, holders_of
+from lockstep.engines.jax import devices as jax_devices
+from lockstep.engines.jax import states as jax_states
+from lockstep.engines.jax.branches.branch_steps import BranchSteps
+from lockstep.engines.jax.fit.on_batch import OnBatch
 from lockstep.engines.jax.jax_group import GROUP
 from lockstep.engines.jax.snapshot_buffers import SnapshotBuffers
 from lockstep.engines.jax.steps.epoch import run_epoch
-from lockstep.engines.jax.steps.live_state import GROUPS_OF
+from lockstep.engines.jax.steps.live_state import GROUPS_OF, State, take_out, with_values_back
 from lockstep.engines.jax.steps.padded import fetched
-from lockstep.engines.jax.variable_sync import group_of, to_default_device
-from lockstep.keras_compat import JAX_STATE, JAX_STATE_SYNCED, build_on_first_batch, is_built
-from lockstep.processes import process_group
+from lockstep.engines.jax.steps.step import StepFunction
+from lockstep.engines.jax.steps.steps import Steps
+from lockstep.engines.jax.variable_sync import (
+    GROUPS,
+    group_of,
+    sync_to_variables,
+    to_default_device,
+    unshare_arrays,
+    write_state,
+)
+from lockstep.errors import LayoutConflict, UnsupportedBackend, UnsupportedModel
+from lockstep.keras_compat import (
+    JAX_STATE,
+    JAX_STATE_SYNCED,
+    TAKE_JAX_STATE,
+    build_on_first_batch,
+    forget_loss_ids,
+    in_stateless_scope,
+    is_built,
+    is_nnx_enabled,
+    layers_in,
+    layout_of,
+    state_sync_name,
+)
+from lockstep.layout import Layout
+from lockstep.processes import constants, process_group
 from lockstep.processes.agreement import DataCheck
-from lockstep.state import named_variables
+from lockstep.processes.first_process_io import methods_of_all_processes
+from lockstep.processes.variable_drift import VariableDrift
+from lockstep.state import named_variables, rnn_states, variables_of
+from lockstep.training.call_guard import CallGuard
 from lockstep.training.callbacks import see_every_batch
-from lockstep.training.input import HostIterator
-from lockstep.training.session import PREDICT, Begin, Each, End, Kind, Session, recorded_type
+from lockstep.training.input import HostIterator, check_times
+from lockstep.training.overrides import is_keras
+from lockstep.training.session import PREDICT, TRAIN, Begin, Each, End, Kind, Session, recorded_type
 
 
 class JaxSession(Session):
-    """Give the loop one model on a mesh; see `Session`."""
+    """One model on a mesh, or with its layers on several devices; see `Session`."""
 
     array_type = jax.Array
     finalizes_always = True
 
-    def __init__(self, model: Any, devices: tuple[str, ...]) -> None:
-        super().__init__(model, devices)
-        self._many = len(devices) > 1 and not process_group.several()
+    def __init__(self, model: Any, devices: tuple[str, ...], layout: Layout | None = None) -> None:
+        super().__init__(model, devices, layout)
+        self._several = process_group.several()
+        self._many = len(devices) > 1 and not self._several
+        self._assigned = VariableDrift(model, self._held) if self._several else None
+        found = jax_devices.find(devices)
+        self._steps = Steps(found) if layout is None else BranchSteps(model, layout)
+        self._split: frozenset[int] = frozenset()
+
+    # ------------------------------------------------------------ on and off the devices
+
+    def check(self) -> None:
+        """Raise if the model cannot be on these devices."""
+        _check_mode()
+        _check_no_distribution()
+        self._steps.adopt()
+        for variable in variables_of(self.model):
+            if layout_of(variable) is not None or not holders_of(variable):
+                _check_layout(self.model, variable)
+            check_shared(self, variable)
+
+    def open(self) -> None:
+        """Move the variables to the devices."""
+        self.adopt(first=True)
+        if not self._several:  # outside a step, each process has them whole
+            for variable in variables_of(self.model):  # one by one: each old array is freed
+                variable.assign(self._steps.moved(variable.value, self.home(variable)))
+        self._steps.start()
+
+    def close(self) -> None:
+        """Undo `open`, even if it failed halfway."""
+        sync_to_variables(self.model)
+        self._steps.stop()
+        variables = variables_of(self.model)
+        for variable in variables:
+            holders_of(variable).discard(self)
+        if not any(holders_of(state) for state in rnn_states(self.model)):
+            jax_states.drop_states(self.model)
+        to_default_device([variable for variable in variables if not holders_of(variable)])
+
+    def adopt(self, first: bool) -> None:
+        """Take over variables created since the last call, before a fit, evaluate or predict.
+
+        Without a step function, all processes compare what they have built, including a process
+        that has built nothing.
+        """
+        _check_no_distribution()
+        sync_to_variables(self.model)  # a running call may not have been synced
+        states = {id(state) for state in jax_states.carry_states(self.model)}
+        variables = variables_of(self.model)
+        if self._several:
+            new = [v for v in variables if self not in holders_of(v)]
+            if new or first:
+                fixed = constants.constants_of(self.model) if new else []
+                process_group.share_variables([*new, *fixed])
+        for variable in variables:
+            holders_of(variable).add(self)
+        unshare_arrays(variables)
+        self._steps.adopt()
+        others = self.model.non_trainable_variables if states else []
+        self._split = frozenset(
+            position
+            for position, variable in enumerate(others)
+            if id(variable) in states and self._steps.divides(variable.shape[0])
+        )
+
+    def _held(self) -> list[Any]:
+        return [v for v in variables_of(self.model) if self in holders_of(v)]
+
+    def home(self, variable: Any) -> Sharding:
+        """Return the layout of a variable of the model."""
+        return self._steps.home(variable)
+
+    def step_function(self, kind: Kind) -> StepFunction:
+        """Make a step function over the devices."""
+        # keras/src/backend/jax/trainer.py, JAXTrainer.make_train_function and the like
+        model = self.model
+        step = getattr(model, f"{kind.name}_step")
+
+        def predict_step(state: State, data: Any) -> tuple[Any, State]:
+            outputs, non_trainable_variables = model.predict_step(state, data)
+            return outputs, (state[0], non_trainable_variables)
+
+        make: Any = functools.partial(
+            self._steps.compiled, trains=kind is TRAIN, complete=self._is_complete
+        )
+        if model.run_eagerly or not model.jit_compile:
+            if self._several:
+                raise _no_program(model)
+            make = self._steps.eager
+        times = model.steps_per_execution
+        check_times(times)
+        made: StepFunction = make(
+            predict_step if kind is PREDICT else step,
+            lambda: self._split,
+            times=times,
+            per_row_outputs=kind is PREDICT,
+        )
+        return dataclasses.replace(made, assigned=self._assigned, model=model)
+
+    def _is_complete(self) -> bool:
+        """Return whether the metrics are built. The first step after `compile` builds them."""
+        # keras/src/trainers/trainer.py, Trainer.compile
+        parts = (getattr(self.model, f"_compile_{name}", None) for name in ("loss", "metrics"))
+        return all(part is None or part.built for part in parts)
+
+    def stepping(self, methods: dict[str, Any]) -> dict[str, Any]:
+        """Return methods after which variables have values, and those that take one batch."""
+        kept = {name: self._with_values_back(method) for name, method in methods.items()}
+        return kept | OnBatch(self.model).methods()
+
+    def methods(self, methods: dict[str, Any], turns: CallGuard) -> dict[str, Any]:
+        """Return the methods of all engines, and those that move the state of a loop."""
+        model = self.model
+        methods |= {
+            "call": self._calling(model.call, turns),
+            TAKE_JAX_STATE: functools.partial(take_out, model),
+            "stateless_call": _keeping_losses(model.stateless_call, model),
+        }
+        if is_keras(model, state_sync_name()):
+            methods[state_sync_name()] = functools.partial(write_state, model)
+        if hasattr(model, "get_state_tree"):  # a layer with Keras's Trainer has none
+            methods["get_state_tree"] = _on_one_device_for_orbax(model.get_state_tree)
+        if self._assigned is None:
+            return methods
+        sync_name = state_sync_name()
+        sync = methods.get(sync_name, getattr(model, sync_name))
+        methods[sync_name] = _synced_here(model, sync, self._assigned)
+        methods[TAKE_JAX_STATE] = _noting(methods[TAKE_JAX_STATE], self._assigned)
+        return methods_of_all_processes(model, methods, self._assigned)
+
+    def _with_values_back(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a method so that variables have values after an interrupt in a Keras loop."""
+        model = self.model
+
+        @functools.wraps(method)
+        def method_with_values_back(*args: Any, **kwargs: Any) -> Any:
+            def body() -> Any:
+                sync_to_variables(model)  # the state of a loop that calls this method
+                vars(model)[JAX_STATE] = None  # an earlier call may have left a state
+                return method(*args, **kwargs)
+
+            return with_values_back(model, body, model.jax_state_sync)
+
+        return method_with_values_back
+
+    def _calling(self, call: Callable[..., Any], turns: CallGuard) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def call_on_mesh(*args: Any, **kwargs: Any) -> Any:
+            return self._steps.call(call, args, kwargs)
+
+        in_turn = turns.guarded("call", call_on_mesh)
+
+        @functools.wraps(call)
+        def call_model(*args: Any, **kwargs: Any) -> Any:
+            # A step or a stateless call reads no variable.
+            return (call_on_mesh if in_stateless_scope() else in_turn)(*args, **kwargs)
+
+        return call_model
+
+    def reset(self, states: list[Any]) -> None:
+        """Set states of RNN layers to zero, also between two steps."""
+        jax_states.reset(self.model, states)
+
+    # ------------------------------------------------------------ in a loop
 
     def batches(self, kind: Kind, *, recorded: bool = False, **data: Any) -> Any:
         """Return an iterator over host batches."""
@@ -167,3 +366,129 @@ def _call(model: Any, batches: HostIterator) -> None:
         with keras.StatelessScope():
             model(inputs)
         break
+
+
+def _synced_here(
+    model: Any, sync: Callable[[], None], assigned: VariableDrift
+) -> Callable[[], None]:
+    def jax_state_sync() -> None:
+        state = getattr(model, JAX_STATE, None)
+        if not state or getattr(model, JAX_STATE_SYNCED):
+            return
+        groups = {name: state.get(name, None) for name in GROUPS}
+        here = {
+            name: [GROUP.local(value) for value in group]
+            for name, group in groups.items()
+            if group is not None
+        }
+        vars(model)[JAX_STATE] = here
+        sync()
+        assigned.left([value for group in here.values() for value in group])
+
+    return jax_state_sync
+
+
+def _noting(get_state: Callable[..., Any], assigned: VariableDrift) -> Callable[..., Any]:
+    @functools.wraps(get_state)
+    def get_jax_state(*args: Any, **kwargs: Any) -> Any:
+        assigned.note()
+        return get_state(*args, **kwargs)
+
+    return get_jax_state
+
+
+def forget_losses(model: Any) -> None:
+    """Clear the ids of the losses that the layers of `model` added in earlier traces.
+
+    A layer stores the `id` of each loss that it adds, and drops the losses with those ids before it
+    runs. The arrays of an earlier trace no longer exist then. A new loss of another layer may have
+    one of their ids, and Keras then drops it, at random. Measured with Keras alone on one device:
+    of 63 models with `add_loss` and an activity regularizer, evaluated with five batch sizes each,
+    18 gave a wrong loss.
+    """
+    for layer in layers_in(model):
+        forget_loss_ids(layer)
+
+
+def _keeping_losses(stateless_call: Callable[..., Any], model: Any) -> Callable[..., Any]:
+    @functools.wraps(stateless_call)
+    def call_without_old_losses(*args: Any, **kwargs: Any) -> Any:
+        forget_losses(model)
+        return stateless_call(*args, **kwargs)
+
+    return call_without_old_losses
+
+
+def _on_one_device_for_orbax(get_state_tree: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method so that `keras.callbacks.OrbaxCheckpoint` gets arrays on one device.
+
+    Every other caller gets the arrays that the variables hold, as in Keras. Orbax writes the
+    devices of an array into its file, and the file then loads on these devices only.
+    """
+
+    @functools.wraps(get_state_tree)
+    def state_tree(*args: Any, **kwargs: Any) -> Any:
+        tree = get_state_tree(*args, **kwargs)
+        caller = sys._getframe(1).f_globals.get("__name__")
+        # keras/src/callbacks/orbax_checkpoint.py, _get_state_tree: the one caller of the callback
+        if caller != keras.callbacks.OrbaxCheckpoint.__module__:
+            return tree
+        return keras.tree.map_structure(_first_copy, tree)
+
+    return state_tree
+
+
+def _first_copy(value: Any) -> Any:
+    if not isinstance(value, jax.Array) or len(value.devices()) == 1:
+        return value
+    return value.addressable_data(0)
+
+
+def _check_mode() -> None:
+    """Raise if Keras's variables are not plain JAX variables."""
+    # keras/src/backend/config.py: in this mode variables are Flax NNX objects.
+    if is_nnx_enabled():
+        raise UnsupportedBackend(
+            "Keras runs with KERAS_NNX_ENABLED, and the engine serves plain JAX variables.\n"
+            "Unset KERAS_NNX_ENABLED before Keras is imported."
+        )
+
+
+def _check_no_distribution() -> None:
+    """Raise if Keras lays out variables itself."""
+    distribution = keras.distribution.distribution()
+    if distribution is not None:
+        raise LayoutConflict(
+            f"A global keras.distribution is set ({type(distribution).__name__}), and would lay "
+            "out variables beside lockstep.\n"
+            "Call keras.distribution.set_distribution(None) first, and build the model after it."
+        )
+
+
+def _check_layout(model: Any, variable: Any) -> None:
+    """Raise if a variable already has a layout."""
+    # keras/src/backend/jax/core.py, JaxVariable._initialize_layout
+    layout = layout_of(variable)
+    if layout is None and variable.value.sharding.is_fully_replicated:
+        return
+    raise LayoutConflict(
+        f"Variable {variable.path!r} of {model.name!r} is laid out by another tool "
+        f"({type(layout or variable.value.sharding).__name__}), and lockstep wants to lay it out.\n"
+        "Distribute with one tool: build the model anew without the other one, and load its file."
+    )
+
+
+def _no_program(model: Any) -> UnsupportedModel:
+    """Return the error for a step that cannot be one program, as several processes need."""
+    # keras/src/trainers/trainer.py, model_supports_jit: jit_compile="auto" uses it.
+    layers = [layer for layer in layers_in(model) if not layer.supports_jit]
+    if layers and not model.run_eagerly:
+        names = ", ".join(f"{layer.name} ({type(layer).__name__})" for layer in layers)
+        return UnsupportedModel(
+            f"Keras cannot compile {names}, and JAX runs in several processes, where a step\n"
+            "has to be one program. Apply such layers to the data instead, before fit."
+        )
+    return UnsupportedModel(
+        "run_eagerly or jit_compile=False was asked for, and JAX runs in several processes, where "
+        "a step\nhas to be one program. Leave both out of compile()."
+    )

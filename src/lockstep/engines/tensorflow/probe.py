@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lockstep.engines import attachments
+from lockstep.engines.attachment import attachment_of
 from lockstep.engines.patched import patched
 from lockstep.engines.probe_helpers import (
     SHORT_FLOATS,
@@ -109,8 +109,9 @@ class TensorFlowProbe:
 
     def _steps(self) -> Steps | None:
         """Return the steps of the model, `None` if it is not attached."""
-        attachment = attachments.attachment_of(self._model)
-        return None if attachment is None else attachment.steps
+        attachment = attachment_of(self._model)
+        session: Any = None if attachment is None else attachment.session
+        return None if session is None else session.steps
 
     def _draw_together(self) -> Steps | None:
         steps = self._steps()

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lockstep.engines import attachments
+from lockstep.engines.attachment import attachment_of
 from lockstep.engines.probe_helpers import (
     SHORT_FLOATS,
     build_symbolically,
@@ -117,10 +117,11 @@ class TorchProbe:
         self._draw_again()
         variables = variables_of(self._model)
         before = [variable.value.detach().clone() for variable in variables]
-        attachment = attachments.attachment_of(self._model)
+        attachment = attachment_of(self._model)
         data = tensors(batch)
         try:
-            seen = None if attachment is None else attachment.inspect(data)
+            session: Any = None if attachment is None else attachment.session
+            seen = None if session is None else session.inspect(data)
             if seen is None:
                 seen = self._alone(data)
         finally:
@@ -131,9 +132,10 @@ class TorchProbe:
 
     def _draw_again(self) -> None:
         set_random_state(self._random)
-        attachment = attachments.attachment_of(self._model)
+        attachment = attachment_of(self._model)
         if attachment is not None:
-            attachment.draw_together()
+            session: Any = attachment.session
+            session.draw_together()
 
     def _alone(self, data: Any) -> dict[str, Any]:
         model = self._model

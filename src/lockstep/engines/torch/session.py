@@ -1,26 +1,65 @@
-"""One model on PyTorch devices, as the loop of `fit`, `evaluate` and `predict` uses it."""
+"""One model on PyTorch devices: its step functions, and what the loop needs of it."""
 
-from collections.abc import Iterator
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import keras
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from lockstep.checkpoint.fit_run import Snapshot
+from lockstep.engines.holders import check_shared, holders_of
+from lockstep.engines.left_out import LeftOutUsed
+from lockstep.engines.replicas.first_step import (
+    Computed,
+    Difference,
+    FirstSteps,
+    compare,
+    distrusted_part,
+    form_of,
+)
+from lockstep.engines.torch import devices as torch_devices
+from lockstep.engines.torch.branches.branch_steps import BranchSteps, to_default_device
+from lockstep.engines.torch.first_step import calls_watched, recorded_step, stock_step
 from lockstep.engines.torch.joined_runner import JoinedRunner
+from lockstep.engines.torch.layers import Plan
+from lockstep.engines.torch.placement import check_placement, move_model, torch_device_of
+from lockstep.engines.torch.pool import Lease
+from lockstep.engines.torch.pool_runner import PoolRunner
+from lockstep.engines.torch.split_checks import rows_of, why_custom
+from lockstep.engines.torch.stateful import copied_states
 from lockstep.engines.torch.step_runner import StepRunner
-from lockstep.errors import UnsupportedModel
+from lockstep.engines.torch.torch_group import TorchGroup, joined
+from lockstep.errors import (
+    LayoutConflict,
+    ProcessesDisagree,
+    UnsplitBatchWarning,
+    UnsupportedBackend,
+    UnsupportedModel,
+    counted,
+)
 from lockstep.keras_compat import (
+    BUILD,
     EpochIterator,
     build_on_first_batch,
     is_built,
     layers_in,
     torch_iterator,
+    wrapped_by_keras,
 )
-from lockstep.launch.status import phase
+from lockstep.launch.status import STATUS_OF_PROCESS, phase
+from lockstep.layout import Layout
+from lockstep.processes import process_group
 from lockstep.processes.agreement import DataCheck
+from lockstep.processes.first_process_io import methods_of_all_processes
 from lockstep.state import named_variables, optimizers_of, variables_of
+from lockstep.training.build import is_ready, is_ready_for_custom_step
+from lockstep.training.call_guard import CallGuard
 from lockstep.training.callbacks import may_write_between_steps, see_every_batch
 from lockstep.training.input import HostIterator
 from lockstep.training.session import (
@@ -36,26 +75,334 @@ from lockstep.training.session import (
 
 
 class TorchSession(Session):
-    """Give the loop one model on PyTorch devices; see `Session`.
+    """One model on PyTorch devices; see `Session`.
 
     Without a checkpoint, the batches are those of Keras's own iterator: PyTorch draws the order
     of the rows, as on one device. A `DataLoader` does not tell its position. Under a checkpoint
     NumPy draws the order, as on other backends, and batches come from the host.
-
-    Args:
-        model: The model.
-        devices: The names of its devices.
-        runner: Runs the steps of the model on these devices.
     """
-
-    _changes = True
 
     array_type = torch.Tensor
     iterator_type = EpochIterator
 
-    def __init__(self, model: Any, devices: tuple[str, ...], runner: StepRunner) -> None:
-        super().__init__(model, devices)
-        self._runner = runner
+    def __init__(self, model: Any, devices: tuple[str, ...], layout: Layout | None = None) -> None:
+        super().__init__(model, devices, layout)
+        self._group = joined()
+        self._lease = Lease(devices)
+        self._device = torch_device_of(devices[0]) if self._group is None else self._group.device
+        self._branches = None if layout is None else BranchSteps(model, layout)
+        self._runner = self._branches or self._new_runner()
+        self._splits = layout is None and len(devices) > 1
+        self._changes = True
+        self._warned: set[str] = set()
+        self._begun: set[str] = set()
+        self._unshared: set[str] = set()
+        self._with_left_out: dict[str, str] = {}
+        self._is_updating = False
+        self._first_steps = FirstSteps(model)
+        # The end of the model ends its part in the pool; a lease knows no model.
+        weakref.finalize(model, self._lease.end)
+
+    def _new_runner(self) -> StepRunner:
+        if self._group is None:
+            return PoolRunner(self.model, self._device, self._lease)
+        return JoinedRunner(self.model, self._group)
+
+    # ------------------------------------------------------------ on and off the devices
+
+    def check(self) -> None:
+        """Raise if the model cannot be on these devices."""
+        if self._branches is not None:
+            self._branches.adopt()
+        for variable in variables_of(self.model):
+            check_shared(self, variable)
+        if self._branches is not None:
+            _check_not_compiled(self.model)
+        elif self._group is not None:
+            _check_all_take_part(self.devices, self._group)
+        else:
+            check_placement(self.devices)
+        if len(self.devices) > 1:
+            _check_reduced_once(self.model)
+
+    def open(self) -> None:
+        """Move the variables to their devices."""
+        if self._branches is None:
+            move_model(self.model, self._device)
+        else:
+            self._move_to_homes()
+            self._branches.start()
+        self.adopt(first=True)
+
+    def close(self) -> None:
+        """Undo `open`, even if it failed halfway."""
+        self._lease.end()
+        if self._branches is not None:
+            self._branches.stop()
+            variables = self._branches.variables()
+            for variable in variables:
+                holders_of(variable).discard(self)
+            to_default_device([variable for variable in variables if not holders_of(variable)])
+
+    def adopt(self, first: bool) -> None:
+        """Compare new variables with those of the other processes."""
+        if isinstance(self._runner, JoinedRunner):
+            self._runner.adopt(first=first)
+
+    def home(self, variable: Any) -> str | None:
+        """Return the device of a variable of the model, `None` if it is on every device."""
+        return None if self._branches is None else self._branches.home(variable)
+
+    def methods(self, methods: dict[str, Any], turns: CallGuard) -> dict[str, Any]:
+        """Return the methods of all engines, and those of several processes or of branches."""
+        if isinstance(self._runner, JoinedRunner):
+            return methods_of_all_processes(self.model, methods, self._runner.assigned)
+        if self._branches is not None:
+            methods |= {"call": self._branches.calling(self.model.call), BUILD: self._build}
+        return methods
+
+    def remarks(self) -> str:
+        """Return the end of the line that `fit` prints."""
+        line = ""
+        if isinstance(self._runner, PoolRunner) and self._splits and not self._lease.runs():
+            workers = len(self.devices) - 1
+            line += f", starting {counted(workers, 'process')} for the other devices"
+        ignored = self._splits and self.model.jit_compile
+        return line + (", without torch.compile" if ignored else "")
+
+    def step_function(self, kind: Kind) -> Callable[[Any], Any]:
+        """Make the step function: on several devices, or on one where it cannot be split."""
+        model = self.model
+        if len(self.devices) > 1:  # this may have changed since
+            _check_reduced_once(model)
+        if self._branches is not None:
+            _check_not_compiled(model)
+            self._move_to_homes()
+        # Keras checks the options, and makes the function for one device.
+        getattr(type(model), f"make_{kind.function}")(model, force=True)
+        self._first_steps.forget(kind.name)
+        self._with_left_out.pop(kind.name, None)
+        return self._run(kind.name, getattr(model, kind.function))
+
+    def _run(self, kind: str, plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def on_one(batches: list[Any]) -> Any:
+            places = nullcontext() if self._branches is None else self._branches.on_devices()
+            with copied_states(self.model), places:
+                return plain(keras.tree.map_structure(_tensor, batches))
+
+        def run(batches: Any) -> Any:
+            runner, drawn = self._runner, iter(batches)
+            batch = runner.agreed(drawn) if isinstance(runner, JoinedRunner) else next(drawn)
+            if self._splits:
+                batch = keras.tree.map_structure(_tensor, batch)
+                result = self._step_by_all(kind, on_one, batch)
+            else:
+                result = on_one([batch])
+            STATUS_OF_PROCESS.stepped()
+            if isinstance(runner, JoinedRunner):
+                runner.stepped()
+            return result if kind == "predict" else _copies(result)
+
+        return run
+
+    def inspect(self, batch: Any) -> Any:
+        """Return layer outputs and gradients of a step, `None` if this process runs it alone."""
+        if not self._splits:
+            return None
+        try:
+            reason, data, rows = self._split("train", batch)
+            return None if reason is not None else self._runner.step("inspect", data, rows)
+        except LeftOutUsed:
+            return None
+
+    def draw_together(self) -> None:
+        """Let every device draw the random numbers of the global batch, as one device does."""
+        self._runner.draws_together = True
+
+    def _split(self, kind: str, batch: Any) -> tuple[str | None, Any, int]:
+        """Return why a batch cannot be split, `None` if it can; the batch, and its rows."""
+        reason = why_custom(self.model, kind)
+        if reason is not None:
+            return reason, None, 0
+        data = _tensors(batch)
+        reason, rows = rows_of(data[0])
+        return reason or self._runner.unsplit(data[0]), data, rows
+
+    def _step_by_all(self, kind: str, plain: Callable[[Any], Any], batch: Any) -> Any:
+        """Run a step on all devices. The first one runs it alone if it has what workers lack."""
+        if kind not in self._with_left_out:
+            try:
+                return self._step(kind, plain, batch)
+            except LeftOutUsed as used:
+                if self._is_updating:
+                    raise UnsupportedModel(
+                        f"A {kind} step of {self.model.name!r} uses {used}.\n"
+                        "The processes of its devices do without it. Keep it out of the step, or "
+                        "call\nlockstep.release(model)."
+                    ) from used
+                self._with_left_out[kind] = str(used)
+        self._warn_of_alone(f"uses {self._with_left_out[kind]}")
+        return plain([batch])
+
+    def _step(self, kind: str, plain: Callable[[Any], Any], batch: Any) -> Any:
+        self._is_updating = False
+        if self._must_build(kind):
+            if not isinstance(self._runner, JoinedRunner):
+                return plain([batch])  # which builds the model
+            with torch.no_grad():  # each process builds it, and then takes the first one's values
+                self.model(keras.utils.unpack_x_y_sample_weight(batch)[0])
+            self._runner.adopt(first=False)
+        reason, data, rows = self._split(kind, batch)
+        if isinstance(self._runner, JoinedRunner):
+            self._runner.agree_on_plan(reason)
+        if reason is not None:
+            return self._step_on_whole_batch(kind, plain, batch, reason)
+        self._compare_first_step(kind, data, rows)
+        if kind in self._first_steps.alone:
+            self._warn_of_alone(_NOT_THE_SAME + self._first_steps.alone[kind])
+            return plain([batch])
+        self._is_updating = True
+        result = self._runner.step(kind, data, rows)
+        self._warn_of_whole(self._runner.whole_layers)
+        return result
+
+    def _must_build(self, kind: str) -> bool:
+        """Return whether one device has to run the next step, as it makes variables."""
+        if why_custom(self.model, kind) is None:
+            return self._runner.unchecked and not is_ready(self.model, kind)
+        # A GAN, say, has no `call` and is never built: the first batch builds its parts.
+        first = kind not in self._begun
+        self._begun.add(kind)
+        return first and not is_ready_for_custom_step(self.model, kind)
+
+    def _compare_first_step(self, kind: str, data: Any, rows: int) -> None:
+        """Compare a step of a new form with that of one device, before any update."""
+        model, runner, size = self.model, self._runner, len(self.devices)
+        form = self._form(data)
+        if not self._first_steps.is_due(kind, form, Plan(model).candidates):
+            return
+
+        def together(some: Any, count: int) -> Computed:
+            several, sketches = runner.recorded(kind, some, count)
+            return sketches, several.dtypes
+
+        def distrust(found: Difference) -> Any:
+            return distrusted_part(
+                found, model, runner.plan.parts, runner.distrusted, is_custom=False
+            )
+
+        self._first_steps.settle(
+            kind,
+            lambda: runner.agreed_difference(
+                compare(model, data, rows, size, partial(self._recorded_alone, kind), together)
+            ),
+            distrust,
+        )
+
+    def _compare_first_custom_step(self, kind: str, batch: Any) -> None:
+        """Compare a step of the user's own of a new form with that of one device."""
+        model, runner = self.model, self._runner
+        if not self._first_steps.is_due(kind, self._form(batch), ()):
+            return
+        leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None and leaf.ndim]
+        rows = {len(leaf) for leaf in leaves}
+
+        alone = partial(self._recorded_alone, kind, is_custom=True)
+
+        def together(some: Any, count: int) -> Computed:
+            several = runner.recorded_on_whole_batch(kind, some)
+            return [several.sketches()], several.dtypes
+
+        def distrust(found: Difference) -> Any:
+            layers = layers_in(model)
+            return distrusted_part(
+                found, model, layers, runner.whole_batch.distrusted, is_custom=True
+            )
+
+        if len(rows) == 1:
+            count = rows.pop()
+            self._first_steps.settle(
+                kind,
+                lambda: compare(model, batch, count, len(self.devices), alone, together),
+                distrust,
+            )
+
+    def _form(self, data: Any) -> Any:
+        """Return what a first step is the first of: workers with other code are compared again."""
+        return form_of(data), min(max(self._runner.times_sent, 1), _MOST_SENT)
+
+    def _recorded_alone(self, kind: str, data: Any, *, is_custom: bool = False) -> Computed:
+        tensors = self._runner.tensors()
+        with copied_states(self.model):
+            one = recorded_step(
+                self.model,
+                lambda: stock_step(self.model, kind, data),
+                is_custom=is_custom,
+                tensors=tensors,
+                watch=partial(calls_watched, self.model) if is_custom else None,
+            )
+        return [one.sketches()], one.dtypes
+
+    def _step_on_whole_batch(
+        self, kind: str, plain: Callable[[Any], Any], batch: Any, reason: str
+    ) -> Any:
+        """Run a step that looks at the whole batch: on every device, or else on the first one."""
+        runner = self._runner
+        if kind not in self._unshared:
+            unshared = runner.unshared(batch)
+            if unshared is None:
+                self._compare_first_custom_step(kind, batch)
+                if kind in self._first_steps.alone:
+                    self._warn_of_alone(_NOT_THE_SAME + self._first_steps.alone[kind])
+                    return plain([batch])
+                self._is_updating = True
+                result = runner.step_on_whole_batch(kind, batch)
+                if runner.whole_batch.shared:
+                    self._warn_of_whole(runner.whole_batch.whole)
+                    return result
+                unshared = "and calls no layer that works row by row"
+                self._unshared.add(kind)
+                self._warn_of_alone(reason, unshared)
+                return result  # all devices have computed the same
+            self._warn_of_alone(reason, unshared)
+        return plain([batch])
+
+    def _warn_of_alone(self, *reasons: str) -> None:
+        what = " ".join([repr(self.model.name), *reasons])
+        self._warn(f"{what},\nso the first device runs every batch alone")
+
+    def _warn_of_whole(self, layers: dict[str, str]) -> None:
+        if layers:
+            names = ", ".join(f"{name!r} ({reason})" for name, reason in layers.items())
+            what = f"every device runs {names} of {self.model.name!r} on the whole batch"
+            self._warn(what, _DECLARE)
+
+    def _build(self, *args: Any, **kwargs: Any) -> Any:
+        """Build what a step needs, with every variable on its device."""
+        assert self._branches is not None
+        with self._branches.on_devices():
+            built = getattr(type(self.model), BUILD)(self.model, *args, **kwargs)
+        self._move_to_homes()
+        return built
+
+    def _move_to_homes(self) -> None:
+        assert self._branches is not None
+        self._branches.adopt()
+        self._branches.move()
+        for variable in self._branches.variables():
+            holders_of(variable).add(self)
+
+    def _warn(self, what: str, remedy: str = "") -> None:
+        if what not in self._warned and process_group.is_first():
+            self._warned.add(what)
+            warnings.warn(
+                f"On PyTorch {what}.\nThe result is exact. {remedy}"
+                "Set KERAS_BACKEND=jax to have it split.",
+                UnsplitBatchWarning,
+                stacklevel=2,
+            )
+
+    # ------------------------------------------------------------ in a loop
 
     def batches(self, kind: Kind, *, recorded: bool = False, **data: Any) -> Any:
         """Return Keras's iterator over a `DataLoader`, or a recorded one over host batches."""
@@ -186,3 +533,74 @@ def _call(model: Any, batches: HostIterator) -> None:
 
 def _joined(*parts: Any) -> np.ndarray:
     return np.concatenate([keras.ops.convert_to_numpy(part) for part in parts])
+
+
+_MOST_SENT = 4
+"""How often steps are compared again because the model was sent anew, at most."""
+
+_NOT_THE_SAME = "is not the same on every device: "
+
+_DECLARE = "If each row depends on its own row alone, declare it: lockstep.rowwise. "
+
+
+def _copies(logs: Any) -> Any:
+    """Copy the tensors of the logs: a metric may return that of its variable, which changes."""
+    return keras.tree.map_structure(
+        lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, logs
+    )
+
+
+def _tensor(leaf: Any) -> Any:
+    """Convert an array of the host, as Keras's `DataLoader` does."""
+    return keras.ops.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+def _tensors(data: Any) -> tuple[Any, Any, Any]:
+    """Return inputs, targets and sample weights as tensors, as Keras converts them first."""
+    parts: tuple[Any, Any, Any] = keras.tree.map_structure(
+        lambda leaf: None if leaf is None else keras.ops.convert_to_tensor(leaf),
+        tuple(keras.utils.unpack_x_y_sample_weight(data)),
+    )
+    return parts
+
+
+def _check_all_take_part(devices: tuple[str, ...], group: TorchGroup) -> None:
+    every = tuple(device.name for device in torch_devices.of_all(group))
+    if devices != every:
+        raise ProcessesDisagree(
+            f"devices={', '.join(devices)} was asked for, and {group.size} processes run, each "
+            f"with one device: {', '.join(every)}.\n"
+            "Leave devices out, or start as many processes as devices."
+        )
+
+
+def _check_not_compiled(model: Any) -> None:
+    """Raise if Keras would compile the steps of a model with layers on several devices."""
+    if getattr(model, "jit_compile", False):
+        raise UnsupportedModel(
+            f"{model.name!r} has layers on several devices, and jit_compile=True was asked for,\n"
+            "where torch.compile would make one program of the step.\n"
+            "Leave it out of compile(), or call lockstep.release(model) first."
+        )
+
+
+def _check_reduced_once(model: Any) -> None:
+    """Raise if Keras would sum gradients over processes too."""
+    if wrapped_by_keras(model):
+        raise LayoutConflict(
+            f"{model.name!r} was asked onto several devices, and Keras has wrapped it in "
+            "DistributedDataParallel, which would reduce gradients too.\nMake the model anew, "
+            "without torch.distributed.init_process_group."
+        )
+    # From 3.16 on, Keras wraps a model in `make_train_function` if there is a default group.
+    if dist.is_initialized():
+        raise UnsupportedBackend(
+            "Several devices were asked for on 'torch' in a process that has called "
+            "torch.distributed.init_process_group.\nOn PyTorch, lockstep connects the processes by "
+            "itself, also those of torchrun: leave that call out."
+        )
+    if keras.distribution.distribution() is not None:
+        raise LayoutConflict(
+            "Several devices were asked for on 'torch', and a keras.distribution is set, which "
+            "would reduce gradients too.\nCall keras.distribution.set_distribution(None) first."
+        )

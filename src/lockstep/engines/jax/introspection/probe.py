@@ -8,8 +8,8 @@ import jax
 import keras
 import numpy as np
 
-from lockstep.engines.jax.attachment import forget_losses
 from lockstep.engines.jax.fit.on_batch import OnBatch
+from lockstep.engines.jax.session import forget_losses
 from lockstep.engines.jax.steps.live_state import State
 from lockstep.engines.patched import patched
 from lockstep.engines.probe_helpers import (

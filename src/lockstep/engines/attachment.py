@@ -1,0 +1,262 @@
+"""Puts a model on several devices in place, and takes it off again.
+
+What an attachment does is the same on every backend. What only one framework needs is in the
+`Session` of its engine.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import keras
+
+from lockstep.checkpoint.callback import fit_scope
+from lockstep.engines.atomic_save import atomic_saves
+from lockstep.errors import UnsupportedModel
+from lockstep.fit_lines import Given, arguments_of, branches_line, fit_line, wants_words
+from lockstep.keras_compat import trainer_module
+from lockstep.processes import process_group
+from lockstep.state import rnn_states
+from lockstep.training.call_guard import STEPPING, CallGuard
+from lockstep.training.inner_fit import lead_to_loop
+from lockstep.training.input import check_times
+from lockstep.training.loop import Loop
+from lockstep.training.overrides import MAKERS, check_makers, knows_arguments, own_maker
+from lockstep.training.session import KINDS, Kind, Session
+
+ATTACHMENT = "_lockstep"
+"""The attribute of a model that holds its attachment."""
+
+Methods = dict[str, Any]
+
+
+class Attachment:
+    """One model on several devices.
+
+    The attachment is stored in the model's `__dict__`, beside the instance methods that it
+    replaces. Nothing else of the model changes but where its variables are. Keras saves and tracks
+    lists, dicts and its own objects, so it ignores a plain object and functions.
+
+    Args:
+        session: The model on the devices.
+
+    Attributes:
+        model: The model.
+        session: The model on the devices, as the loop uses it.
+        loop: The loop that replaces those of Keras.
+        turns: The guard of the calls of the model.
+        hooks: The methods that are replaced on the instance.
+        replaced: The attributes of the instance that they replace.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.model = session.model
+        self.session = session
+        self.loop = Loop(session)
+        self.turns = CallGuard(self.model, lambda: attachment_of(self.model) is self)
+        self.hooks: Methods = {}
+        self.replaced: Methods = {}
+
+    def check(self) -> None:
+        """Raise if this model cannot be attached to these devices."""
+        before = attachment_of(self.model)
+        check_makers(self.model)
+        _check_instance(self.model, {} if before is None else before.hooks)
+        self.session.check()
+
+    def take_over(self) -> None:
+        """Lay out the variables, and replace the methods that run steps."""
+        self.session.open()
+        vars(self.model)[ATTACHMENT] = self
+        self.hooks = self.session.methods(self._methods(), self.turns)
+        self.replaced = _put_on(self.model, self.hooks)
+        remake_functions(self.model)
+
+    def give_back(self) -> None:
+        """Undo `take_over`, even if it failed halfway."""
+        try:
+            self.session.close()
+        finally:
+            vars(self.model).pop(ATTACHMENT, None)
+            _take_off(self.model, self.hooks, self.replaced)
+        remake_functions(self.model)
+
+    def _methods(self) -> Methods:
+        model, session = self.model, self.session
+        stepping = session.stepping({name: getattr(model, name) for name in STEPPING})
+        stepping |= _loop_methods(self.loop, session.loops)
+        stepping["fit"] = _announced_fit(stepping["fit"], self.loop, self._fit_line)
+        return {
+            **{f"make_{kind.function}": functools.partial(self._make, kind) for kind in KINDS},
+            "reset_states": self._reset_states,
+            **{name: self.turns.guarded(name, method) for name, method in stepping.items()},
+            **atomic_saves(model),
+        }
+
+    def _make(self, kind: Kind, force: bool = False) -> Any:
+        # keras/src/backend/*/trainer.py, make_train_function and the like
+        model, name = self.model, kind.function
+        self.session.adopt(first=getattr(model, name) is None)
+        if getattr(model, name) is None or force:
+            vars(model)[name] = self.session.step_function(kind)
+        return getattr(model, name)
+
+    def _reset_states(self) -> None:
+        """Set the states of every stateful RNN layer to zero, as in Keras 2."""
+        self.session.reset(rnn_states(self.model))
+
+    def _fit_line(self, given: Given, compiles: bool) -> str:
+        session, backend = self.session, keras.backend.backend()
+        if session.layout is None:
+            line = fit_line(backend, session.devices, given, compiles)
+        else:
+            line = branches_line(backend, session.layout, given, compiles)
+        return line + session.remarks()
+
+
+def attachment_of(model: Any) -> Attachment | None:
+    """Return the attachment of a model, `None` if it is not attached."""
+    attachment: Attachment | None = vars(model).get(ATTACHMENT)
+    return attachment
+
+
+def alone(model: Any, name: str) -> AbstractContextManager[None]:
+    """Keep an attached model out of all calls inside the context.
+
+    Args:
+        model: The model.
+        name: The name of the operation in the context, for the message.
+
+    Raises:
+        BusyModel: If this thread is in a call of the model, or another one in its `fit`.
+    """
+    attachment = attachment_of(model)
+    return nullcontext() if attachment is None else attachment.turns.alone(name)
+
+
+def attach(new: Attachment, again: Callable[[Attachment], Session]) -> None:
+    """Replace the attachment of a model; on failure restore the old one.
+
+    Args:
+        new: The new attachment.
+        again: Opens a session like that of the old one, to restore it.
+    """
+    before = attachment_of(new.model)
+    new.check()
+    detach(new.model)
+    try:
+        new.take_over()
+    except BaseException:
+        new.give_back()
+        if before is not None:
+            with warnings.catch_warnings(action="ignore"):  # the first attach has warned
+                Attachment(again(before)).take_over()
+        raise
+
+
+def detach(model: Any) -> None:
+    """Make a model run on one device again; do nothing if it is not attached."""
+    attachment = attachment_of(model)
+    if attachment is not None:
+        attachment.give_back()
+
+
+def remake_functions(model: Any) -> None:
+    """Make the step functions that a model has anew."""
+    for kind in KINDS:
+        if getattr(model, kind.function, None) is not None:
+            getattr(model, f"make_{kind.function}")(force=True)
+
+
+def _check_instance(model: Any, standing: Methods) -> None:
+    """Raise if an instance has its own step functions, or its own methods that make them.
+
+    Args:
+        model: The model.
+        standing: The methods that lockstep has put on the instance.
+    """
+    attributes = vars(model)
+    for name in MAKERS:
+        if name in attributes and attributes[name] is not standing.get(name):
+            raise own_maker(repr(model.name), name)
+    for name in (kind.function for kind in KINDS):
+        if _is_foreign(attributes.get(name)):
+            raise UnsupportedModel(
+                f"{model.name!r} was given a {name}, and lockstep has to make its own to run the "
+                "step on several devices.\n"
+                f"Set model.{name} = None first, or override {name.replace('function', 'step')}."
+            )
+
+
+def _is_foreign(function: Any) -> bool:
+    """Return whether neither Keras nor lockstep made this step function."""
+    module = str(getattr(function, "__module__", ""))
+    made = module == trainer_module() or module.startswith("lockstep.")
+    return function is not None and not made
+
+
+def _put_on(model: Any, methods: Methods) -> Methods:
+    """Set methods on an instance, and return the attributes of the instance they replace."""
+    attributes = vars(model)
+    own = {name: attributes[name] for name in methods if name in attributes}
+    attributes.update(methods)
+    return own
+
+
+def _take_off(model: Any, methods: Methods, own: Methods) -> None:
+    """Undo `_put_on`, except for methods that were replaced again since."""
+    attributes = vars(model)
+    for name, method in methods.items():
+        if attributes.get(name) is not method:
+            continue
+        if name in own:
+            attributes[name] = own[name]
+        else:
+            del attributes[name]
+
+
+def _loop_methods(loop: Loop, names: Collection[str]) -> dict[str, Callable[..., Any]]:
+    """Return the methods of a loop that can replace those of its model, by name.
+
+    A `fit` that the class overrides stays. Lockstep's loop then replaces Keras's `fit` that it
+    calls, if a checkpoint is given.
+    """
+    methods = {name: getattr(loop, name) for name in names if loop.replaces(name)}
+    if "fit" not in methods and knows_arguments(Loop.fit, "fit"):
+        lead_to_loop(_loop_of)
+    return methods
+
+
+def _loop_of(model: Any) -> Loop | None:
+    attachment = attachment_of(model)
+    return None if attachment is None else attachment.loop
+
+
+def _announced_fit(
+    fit: Callable[..., Any], loop: Loop, line: Callable[[Given, bool], str]
+) -> Callable[..., Any]:
+    """Wrap `fit`: print a line first, check the call, and let a checkpoint see all of it.
+
+    Args:
+        fit: The method.
+        loop: The loop of the model.
+        line: Returns the line, given the arguments of the call, and whether a step is compiled
+            first.
+    """
+    own_loop = not loop.replaces("fit")
+
+    @functools.wraps(fit)
+    def fit_in_scope(*args: Any, **kwargs: Any) -> Any:
+        given = arguments_of(fit, args, kwargs)
+        callbacks = given.get("callbacks")
+        if process_group.is_first() and wants_words(given):
+            print(line(given, not own_loop and loop.compiles()), flush=True)
+        check_times(loop.model.steps_per_execution)
+        if process_group.several():
+            process_group.check_orbax(callbacks)
+        with fit_scope(callbacks, own_loop=own_loop):
+            return fit(*args, **kwargs)
+
+    return fit_in_scope

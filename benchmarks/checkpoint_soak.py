@@ -1,7 +1,7 @@
 """`python benchmarks/checkpoint_soak.py`: at least 100 runs killed with SIGKILL, and resumed.
 
 Run in a clone, with the packages for tests. What it does is told in tests/checkpoints/kills.py;
-figures are in docs/checkpoints.md.
+figures are in docs/performance.md.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""`python benchmarks/everything.py`: the benchmarks in docs/performance.md but `branches.py`.
+"""`python benchmarks/everything.py`: the benchmarks of loops and GPUs in docs/performance.md.
 
 Runs each benchmark in a process of its own and prints what it prints; nothing runs beside
 anything. What a benchmark needs beyond the package is in the extras `benchmarks` and `ahead`;

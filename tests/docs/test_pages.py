@@ -242,6 +242,18 @@ def test_the_page_of_commands_is_that_of_the_program():
     assert commands.PAGE.read_text() == commands.page()
 
 
+def test_the_page_of_environment_variables_has_those_of_the_program():
+    page = (ROOT / "docs" / "environment-variables.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"`([A-Z][A-Z_]+[A-Z])`", page))
+    files = [path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py")]
+    own = {name for text in files for name in re.findall(r"\bLOCKSTEP_[A-Z_]*[A-Z]", text)}
+    assert {name for name in listed if name.startswith("LOCKSTEP_")} == own
+    read = re.compile(r'(?<!\*os\.)environ(?:\.get\(|\[|, )"([A-Z_]+)"')
+    others = {name for text in files for name in read.findall(text)}
+    assert {"KERAS_BACKEND", "SLURM_LOCALID"} <= others, "names are seen"
+    assert others <= listed
+
+
 def test_troubleshooting_quotes_messages_as_they_are():
     """Every error is named, and headings with a hole (`…`) are texts of the program."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")

@@ -126,7 +126,7 @@ def most_batches(batch: Any) -> int:
 def is_worth_it(trace: Callable[[], Any], platform: str) -> bool:
     """Return whether one program for several steps works and is as fast as one for each.
 
-    On a CPU a convolution inside a loop is several times slower than outside (docs/performance.md).
+    On a CPU a convolution inside a loop is several times slower than outside (docs/faster.md).
     A loop also needs a step whose state keeps its dtypes.
 
     Args:

@@ -76,6 +76,7 @@ def device_of(variable):
     return f"cpu:{device.id}"
 
 
+@pytest.mark.whole
 def test_the_old_recipe_equals_one_device_with_dropout():
     x, y = data()
     assert_equal_runs(train(two_branches(), x, y), train(two_branches(DEVICES), x, y))

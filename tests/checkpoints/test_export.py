@@ -35,6 +35,7 @@ def trained(folder, make=smooth, source=arrays, **options):
     return lockstep.release(made[0])
 
 
+@pytest.mark.whole
 def test_plain_keras_reads_it_and_trains_on(tmp_path):
     made = trained(tmp_path / "run", checkpoint={})
     status, said = export(tmp_path / "run", "-o", tmp_path / "model.keras")

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.processes.common import python, warm_script
 
 REHEARSED = {"KERAS_BACKEND": "jax", "LOCKSTEP_REHEARSE": "2"}
@@ -72,6 +74,7 @@ else:
 """
 
 
+@pytest.mark.whole
 def test_a_signal_that_ends_the_workers_too_leaves_fit_as_the_signal_asks(tmp_path):
     """As Slurm sends it: those that make the batches are gone before the step has ended."""
     root = Path(__file__).parents[2]

@@ -182,6 +182,7 @@ def test_predicting_and_evaluating_within_fit(hook, tmp_path):
     assert_same_runs(*both(script, tmp_path))
 
 
+@pytest.mark.whole
 def test_saving_in_every_hook(tmp_path):
     def save(model, number, folder):
         model.save(folder / f"{number:03d}.keras")

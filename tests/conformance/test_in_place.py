@@ -10,6 +10,7 @@ import pytest
 import lockstep
 from tests.conformance import common
 from tests.conformance.common import assert_same, compile_, data, devices_of, fit, model, weights
+from tests.sampling import rest
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,7 @@ def test_the_same_object_comes_back():
     assert lockstep.release(made) is made
 
 
+@pytest.mark.whole
 def test_compiled_before(one):
     assert_trains_like(one, lockstep.distribute(model(), 3))
 
@@ -89,6 +91,7 @@ def test_moved_between_device_counts_and_released():
     assert_same(weights(made), weights(alone))
 
 
+@pytest.mark.whole
 def test_distributed_by_a_callback_in_the_middle_of_fit(keras, one):
     class Distribute(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -230,6 +233,7 @@ def test_direct_calls():
 
 
 @pytest.mark.parametrize("device", [0, 5])
+@pytest.mark.whole
 def test_inputs_committed_to_one_device(device):
     alone, made = model(), lockstep.distribute(model(), 3)
     x, y = data(7)
@@ -249,7 +253,7 @@ def test_weights_committed_to_one_device():
     assert_same(fit(made), fit(alone))
 
 
-@pytest.mark.parametrize("how", ["run_eagerly", "jit_compile"])
+@pytest.mark.parametrize("how", ["run_eagerly", *rest("jit_compile")])
 def test_without_compilation(how):
     alone, made = model(compiled=False), lockstep.distribute(model(compiled=False), 3)
     for each in (alone, made):
@@ -322,6 +326,7 @@ def test_a_fit_that_the_class_overrides_still_runs(keras):
 
 
 @pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.whole
 def test_a_fit_that_the_class_overrides_validates(keras, devices):
     class Own(keras.Sequential):
         def fit(self, *args, **kwargs):
@@ -412,6 +417,7 @@ def test_values_assigned_by_callbacks_count(keras):
     assert_same(weights(made), weights(alone))
 
 
+@pytest.mark.whole
 def test_learning_rate_schedule(keras):
     alone, made = model(), lockstep.distribute(model(), 3)
     for each in (alone, made):
@@ -434,6 +440,7 @@ def test_layers_added_later(keras):
     assert devices_of(lockstep.release(made)) == {1}
 
 
+@pytest.mark.whole
 def test_lora_enabled_later(keras):
     def tune(made):
         keras.utils.set_random_seed(4)
@@ -446,6 +453,7 @@ def test_lora_enabled_later(keras):
     assert_same(weights(made), weights(alone))
 
 
+@pytest.mark.whole
 def test_layers_frozen_between_fits():
     alone, made = model(), lockstep.distribute(model(), 3)
     for each in (alone, made):
@@ -566,6 +574,7 @@ def test_gan_trained_in_turn(keras, which):
     assert_same(train(generator, critic, both), truth)
 
 
+@pytest.mark.whole
 def test_a_distributed_model_inside_another(keras):
     def make():
         inner = model(compiled=False)

@@ -353,6 +353,7 @@ def test_fit_within_fit(tmp_path):
 
 
 @pytest.mark.parametrize("call", ["evaluate", "predict", "train_on_batch", "fit"])
+@pytest.mark.whole
 def test_a_callback_that_uses_the_model_it_was_made_with(call, tmp_path):
     """In the middle of an epoch; Keras alone has to be asked for `self.model`, and fails here."""
     x, y = held_out()

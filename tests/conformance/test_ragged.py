@@ -209,6 +209,7 @@ def test_the_gradient_of_a_max_pooling_along_the_rows_is_exact_and_says_so(
     assert_same(weights(made), weights(alone))
 
 
+@pytest.mark.whole
 def test_the_gradient_of_a_max_pooling_along_the_rows_is_exact_operation_by_operation(keras):
     x, y = data(8)
     alone = pooled(keras, "rows")

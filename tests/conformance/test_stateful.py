@@ -308,6 +308,7 @@ def train_a_piece_at_a_time(path):
     np.savez(path / "trained.npz", *model.get_weights(), loss=history.history["loss"])
 
 
+@pytest.mark.whole
 def test_equals_tensorflow_on_one_device(tmp_path):
     x = sequences("LSTM")
     y = np.random.default_rng(1).normal(size=(ROWS, STEPS, 2)).astype("float32")

@@ -5,6 +5,7 @@ import statistics
 
 import keras
 import numpy as np
+import pytest
 from keras import layers
 
 import lockstep
@@ -54,6 +55,7 @@ def train(devices, stateful=True):
     return [*losses, carried, forgotten]
 
 
+@pytest.mark.whole
 def test_four_devices_equal_one_and_the_state_helps():
     one, four, without = train(1), train(4), train(1, stateful=False)
     np.testing.assert_allclose(four, one, rtol=0, atol=1e-5)

@@ -6,9 +6,10 @@ import pytest
 
 from tests.examples.common import FOLDER
 from tests.processes.common import script, warm_script
+from tests.sampling import rest
 
 
-@pytest.mark.parametrize("backend", ["jax", "tensorflow", "torch"])
+@pytest.mark.parametrize("backend", ["jax", *rest("tensorflow", "torch")])
 def test_the_branches_train_and_the_file_is_plain(tmp_path, backend):
     run = warm_script if backend == "jax" else script
     printed = run(

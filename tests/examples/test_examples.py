@@ -57,7 +57,14 @@ FILES = {
 """Files that tell of what an example is about."""
 
 
-LONG = {"bert_classification.py", "xception_random_images.py", "vgg_two_gpus.py", "unet_iou.py"}
+LONG = {
+    "anywhere.py",
+    "generator_steps.py",
+    "bert_classification.py",
+    "xception_random_images.py",
+    "vgg_two_gpus.py",
+    "unet_iou.py",
+}
 """Not in the fixed sample."""
 
 

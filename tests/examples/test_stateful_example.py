@@ -2,9 +2,12 @@
 
 import re
 
+import pytest
+
 from tests.examples.common import run_example
 
 
+@pytest.mark.whole
 def test_the_state_is_carried_from_window_to_window(tmp_path):
     printed = run_example(
         "stateful_lstm.py",

@@ -71,6 +71,7 @@ def plain(text):
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
+@pytest.mark.whole
 def test_a_run_goes_on_with_the_numbers_of_one_device_when_a_node_is_lost(
     cluster,
     tmp_path,

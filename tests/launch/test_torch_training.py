@@ -74,6 +74,7 @@ def assert_written(folder):
     assert len((folder / "log.csv").read_text().splitlines()) == 4
 
 
+@pytest.mark.whole
 def test_two_processes_of_torchrun_train_what_one_device_trains(tmp_path, truth):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -108,6 +109,7 @@ def test_two_processes_train_what_one_device_trains_after_a_fault_of_one(
     assert_trained(tmp_path / "two", truth, out)
 
 
+@pytest.mark.whole
 def test_sigterm_to_one_process_saves_and_ends_all_after_the_same_step(tmp_path, truth):
     status, out, error = launch(LOCKSTEP_RUN, tmp_path / "two", "told to leave", "1")
     assert status == 143, out + error
@@ -162,6 +164,7 @@ def in_two_processes(script, *arguments):
     return [out.splitlines()[:-1] for out, _ in said]
 
 
+@pytest.mark.whole
 def test_models_and_data_of_many_kinds(tmp_path):
     script = Path(__file__).with_name("torch_cases.py")
     command = [sys.executable, "-W", "ignore", str(script), str(tmp_path / "alone")]
@@ -175,6 +178,7 @@ def test_models_and_data_of_many_kinds(tmp_path):
         np.testing.assert_allclose(first[name], alone[name], rtol=0, atol=BOUND, err_msg=name)
 
 
+@pytest.mark.whole
 def test_every_process_verifies_the_model_of_the_first():
     """Dropout draws as on one device. A layer that is wrongly declared row by row is found."""
     first, second = in_two_processes("torch_verify.py")
@@ -196,6 +200,7 @@ def test_processes_that_differ_are_told_in_words_and_can_go_on():
     assert all(waited in words or left in words for words in of_both), of_both
 
 
+@pytest.mark.whole
 def test_a_process_of_several_devices_is_refused(tmp_path):
     command = [*LOCKSTEP_RUN, "--devices-per-process", "2"]
     status, _, error = launch(command, tmp_path / "two")

@@ -97,6 +97,7 @@ def test_verify_names_the_remedy_of_the_command(arguments, said, tmp_path):
     assert error == said
 
 
+@pytest.mark.whole
 def test_verify_shows_each_run_on_a_terminal(tmp_path):
     """Five to ten runs were silent, which on a large model is minutes."""
     words = ["train.py:build", "--devices", "2", "--rehearse", "--steps", "3"]

@@ -13,6 +13,7 @@ import pytest
 from lockstep.doctor import Findings, choose_backend, wrong_pairs
 from lockstep.package_versions import install_command
 from tests.processes.common import python, warm_python
+from tests.sampling import rest
 
 INSTALLED = {"keras": "3.15.1", "jax": "0.10.2"}
 ONE = Findings("jax", "KERAS_BACKEND", INSTALLED, devices=(("cpu:0", "cpu"),))
@@ -160,6 +161,7 @@ def test_a_backend_that_is_not_installed_is_no_traceback(tmp_path):
     )
 
 
+@pytest.mark.whole
 def test_a_rehearsal_at_the_first_start_of_a_machine(tmp_path):
     """Without keras.json, Keras chooses TensorFlow, and the first start saw one device."""
     ours = ("LOCKSTEP", "KERAS")
@@ -174,7 +176,7 @@ def test_a_rehearsal_at_the_first_start_of_a_machine(tmp_path):
     assert done.stdout == "3\n"
 
 
-@pytest.mark.parametrize(("backend", "name"), [("jax", "JAX"), ("tensorflow", "TensorFlow")])
+@pytest.mark.parametrize(("backend", "name"), [("jax", "JAX"), *rest(("tensorflow", "TensorFlow"))])
 def test_lockstep_imported_after_keras_had_started(backend, name):
     """The advice was to set the variable, which was set."""
     script = (
@@ -215,7 +217,7 @@ def test_a_pair_of_devices_with_one_wrong_bit_is_named(place, what):
     ]
 
 
-@pytest.mark.parametrize("backend", ["jax", "tensorflow", "torch"])
+@pytest.mark.parametrize("backend", ["torch", *rest("jax", "tensorflow")])
 def test_rehearsed_devices_test_the_test(tmp_path, backend):
     done = subprocess.run(
         [sys.executable, "-m", "lockstep", "doctor", "--devices"],

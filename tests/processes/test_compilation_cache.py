@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.processes.common import python
 
 SCRIPT = """
@@ -43,6 +45,7 @@ def test_the_second_start_finds_what_the_first_compiled(tmp_path):
     assert hits >= 2  # the step, and the step for the last, smaller batch
 
 
+@pytest.mark.whole
 def test_what_the_user_chose_is_left_alone(tmp_path):
     own = str(tmp_path / "own")
     assert run(tmp_path, JAX_COMPILATION_CACHE_DIR=own)[0] == own
@@ -50,6 +53,7 @@ def test_what_the_user_chose_is_left_alone(tmp_path):
     assert not (tmp_path / "lockstep").exists()
 
 
+@pytest.mark.whole
 def test_a_folder_that_cannot_be_made_is_done_without(tmp_path):
     (tmp_path / "file").write_text("in the way")
     assert run(tmp_path / "file")[0] is None

@@ -219,6 +219,7 @@ report(made, history, errors=errors, weights=weights, evaluated=evaluated,
         pytest.param([c for c in EARLIER if c not in SAMPLE], id="rest", marks=pytest.mark.whole),
     ],
 )
+@pytest.mark.whole
 def test_no_process_waits_for_one_that_has_no_more_batches(cases, tmp_path):
     found, _ = run_both(SCRIPT.format(cases=cases), tmp_path)
     x, y = data(7 * 8)

@@ -16,10 +16,12 @@ FOUR = "['cpu:0', 'cpu:1', 'cpu:2', 'cpu:3']"
 
 # In a warm process, Keras is imported before lockstep: the tests below have that order.
 @pytest.mark.parametrize("imports", ["import lockstep, keras", *rest("import keras, lockstep")])
+@pytest.mark.whole
 def test_by_environment_in_either_import_order(imports):
     assert python(f"{imports}; {COUNT}", LOCKSTEP_REHEARSE="4") == FOUR
 
 
+@pytest.mark.whole
 def test_by_environment_on_the_backend_of_kerass_own_settings(tmp_path):
     (tmp_path / "keras.json").write_text('{"backend": "tensorflow"}')
     settings = {"KERAS_BACKEND": "", "KERAS_HOME": str(tmp_path), "TF_CPP_MIN_LOG_LEVEL": "3"}

@@ -190,6 +190,7 @@ report(made, history, error=error, threads=[t.name for t in __import__("threadin
 """
 
 
+@pytest.mark.whole
 def test_a_run_goes_on_from_two_processes_in_one_and_back(tmp_path, monkeypatch):
     """Cut after 8 steps of 24, within the second epoch, and again after 15, within the third."""
     one = model(compiled=False, seed=5)
@@ -401,6 +402,7 @@ def adapted(x, by_this_process=True):
     return made
 
 
+@pytest.mark.whole
 def test_a_model_built_later_and_every_other_call(tmp_path):
     (first, second), said = run_both(LATER, tmp_path)
     assert first.pop("errors") == ["ProcessesDisagree", "ProcessesDisagree"]

@@ -216,6 +216,7 @@ def test_a_file_on_which_hdf5_hangs_is_refused(tmp_path):
     refused(LEGACY.parent / "hostile" / "heap_loop.h5", tmp_path, HostileFile, "not end within 5")
 
 
+@pytest.mark.whole
 def test_random_damage_is_an_error_or_a_proven_rescue(tmp_path):
     """A short run of the fuzzer; `python -m tests.rescue.fuzz` runs as long as you like."""
     from tests.rescue import fuzz
@@ -344,6 +345,7 @@ def test_broken_files_for_check_are_refused(make, tmp_path):
         outputs_check.inputs_and_outputs(str(path))
 
 
+@pytest.mark.whole
 def test_terminal_escapes_in_names_are_shown_escaped(tmp_path):
     name = f"d{hostile.ESCAPE}"
     old = old_files.parallel_weights(
@@ -361,6 +363,7 @@ def test_terminal_escapes_in_names_are_shown_escaped(tmp_path):
     assert "\x1b" not in str(caught.value)
 
 
+@pytest.mark.whole
 def test_a_flat_model_of_1001_layers_is_rescued(tmp_path):
     """Keras calls itself once for each layer, and Python stops it at 1,000."""
     hostile.many_layers(tmp_path / "old.h5", 1000)

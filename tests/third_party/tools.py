@@ -1,9 +1,7 @@
 """Tools that make, train, save and load models themselves."""
 
-import os
 import tempfile
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from contextlib import nullcontext
 
 import bayesflow
 import keras
@@ -11,7 +9,7 @@ import keras_tuner
 from keras import layers
 from sklearn.model_selection import cross_val_score
 
-from tests.third_party.row import BACKEND, PROCESSES, Row, digits, numbers
+from tests.third_party.row import BACKEND, Row, digits, numbers
 
 AS_IMPORTED = nullcontext
 if BACKEND == "torch":  # bayesflow turns gradients off where it is imported, and trains with them
@@ -40,7 +38,7 @@ def tuner(distribute):
         return distribute(model)
 
     x, y = digits()
-    with _folder_of_all_processes() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         search = keras_tuner.RandomSearch(
             build, objective="val_loss", max_trials=3, seed=3, directory=folder
         )
@@ -50,16 +48,6 @@ def tuner(distribute):
         trials = search.oracle.get_best_trials(3)
         best = search.get_best_models(1)[0]
         return [(t.trial_id, t.score, t.hyperparameters.values) for t in trials], best.predict(x)
-
-
-@contextmanager
-def _folder_of_all_processes():
-    """The first of several processes writes files, and all read them."""
-    with tempfile.TemporaryDirectory() as folder:
-        if PROCESSES > 1:
-            started_by = os.environ["LOCKSTEP_COORDINATOR"].replace(":", "-")
-            folder = str(Path(tempfile.gettempdir(), f"third-party-{started_by}"))
-        yield folder
 
 
 def sklearn_wrapper(distribute):

@@ -149,6 +149,7 @@ def test_the_command_measures_each_count_in_its_own_process(tmp_path):
         assert found[part] > 0, part
 
 
+@pytest.mark.whole
 def test_a_process_that_fails_is_told_with_its_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("def build():\n    raise ValueError('no such data')\n")
@@ -156,6 +157,7 @@ def test_a_process_that_fails_is_told_with_its_error(tmp_path, monkeypatch):
         run_bench("train.py:build", [2])
 
 
+@pytest.mark.whole
 def test_what_lockstep_refuses_is_told_as_it_is(tmp_path, monkeypatch):
     """Its second line, at least, was lost on the way between the processes."""
     monkeypatch.chdir(tmp_path)
@@ -178,6 +180,7 @@ def test_devices_that_are_not_here_are_refused_before_anything_is_measured(tmp_p
     assert said == ["64 devices ..."]
 
 
+@pytest.mark.whole
 def test_nothing_that_was_compiled_before_is_taken(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("JAX_ENABLE_COMPILATION_CACHE", raising=False)

@@ -12,6 +12,7 @@ from lockstep.demo import run_demo
 from lockstep.errors import UnsupportedBackend
 
 
+@pytest.mark.whole
 def test_the_demo_in_a_folder_with_files_of_the_users(tmp_path):
     """It removed two of them; XLA's own CPU devices, and a console without Unicode, ended it."""
     for name in ("held_out.npz", "one-device.keras"):

@@ -74,6 +74,7 @@ def test_what_float64_shows_to_be_rounding_is_said_to_be_rounding():
     assert f"up to {found.rounding:.1e} apart, which is rounding." in str(found)
 
 
+@pytest.mark.whole
 def test_half_precision_is_compared_in_float64_with_dropout_too():
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy("mixed_bfloat16")
@@ -99,6 +100,7 @@ def test_large_values_have_large_rounding():
     assert loss.bound == pytest.approx(10, rel=0.01)
 
 
+@pytest.mark.whole
 def test_a_model_that_no_other_process_can_have():
     lock = threading.Lock()
     made = with_a_gradient_of_zero(layers.Lambda(lambda x: x if lock else None))
@@ -178,6 +180,7 @@ class OfThisProcess(DeviceReader):
         return super().call(x) if os.getpid() == self.home else x
 
 
+@pytest.mark.whole
 def test_a_fault_that_another_process_does_not_have_is_not_called_rounding(monkeypatch):
     made = with_layer(OfThisProcess(name="culprit"))
     monkeypatch.setattr(DeviceReader, "model", made)
@@ -199,6 +202,7 @@ def test_a_loss_by_the_place_of_rows():
     assert found.equal, found.cause
 
 
+@pytest.mark.whole
 def test_where_rounding_explodes_nothing_is_called_equal(capsys):
     """In float64 as well: a difference grows by the square of 3e4 in each step."""
     made = with_layer(layers.Lambda(lambda x: keras.ops.sin(3e4 * x)))
@@ -269,6 +273,7 @@ def test_weights_that_are_not_finite_beside_a_finite_loss():
     assert (found.verdict, found.not_finite_from) == ("cannot tell", 1)
 
 
+@pytest.mark.whole
 def test_a_difference_before_the_loss_is_not_finite_is_a_difference(monkeypatch):
     made = with_layer(DeviceReader(name="culprit"))
     monkeypatch.setattr(DeviceReader, "model", made)
@@ -286,6 +291,7 @@ def test_one_device_is_not_compared_with_itself(devices):
         lockstep.verify(with_layer(), data(), devices=devices)
 
 
+@pytest.mark.whole
 def test_stateful_rnns_are_compared_with_one_device_that_carries_their_state(monkeypatch):
     """One device was stock Keras, which drops the state, and every such model was said to part."""
     made = keras.Sequential(
@@ -811,6 +817,7 @@ def command(tmp_path, function, *arguments, backend="jax"):
 
 
 @pytest.mark.parametrize("backend", ["jax", *rest("tensorflow", "torch")])
+@pytest.mark.whole
 def test_in_float64_attention_pooling_and_adam_are_equal_to_1e_10(backend, tmp_path):
     code, found = command(tmp_path, "attention", "--float64", backend=backend)
     assert code == 0, found
@@ -820,6 +827,7 @@ def test_in_float64_attention_pooling_and_adam_are_equal_to_1e_10(backend, tmp_p
 
 
 @pytest.mark.parametrize("backend", ["torch", *rest("jax", "tensorflow")])
+@pytest.mark.whole
 def test_the_command_lets_float64_decide(backend, tmp_path):
     """The gradient of the key's bias is zero: in float32, Adam makes steps of its rounding."""
     code, found = command(tmp_path, "attention", backend=backend)
@@ -827,6 +835,7 @@ def test_the_command_lets_float64_decide(backend, tmp_path):
     assert found["rounding"] > 1e-5
 
 
+@pytest.mark.whole
 def test_in_float64_what_float32_would_take_for_rounding_is_a_difference(tmp_path):
     assert command(tmp_path, "slightly_wrong")[0] == 0
     code, found = command(tmp_path, "slightly_wrong", "--float64")
@@ -845,6 +854,7 @@ def test_mixed_precision_with_casts_of_keras_is_compared_to_1e_10(tmp_path, opti
         assert found["rounding"] > 1e-5
 
 
+@pytest.mark.whole
 def test_a_cast_of_the_framework_bounds_what_float64_can_say(tmp_path):
     code, found = command(tmp_path, "to_float32", "--float64")
     assert (code, found["verdict"], found["lowered"]) == (0, "equal", "float32"), found

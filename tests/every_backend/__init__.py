@@ -1,0 +1,1 @@
+"""Tests of what the engines have in common; each backend runs them."""

@@ -1,0 +1,103 @@
+"""A model gets on devices and off again, or it is as it was."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import lockstep
+from lockstep.engines import current_engine
+from lockstep.engines.attachment import attachment_of
+from lockstep.errors import UnsupportedModel
+
+
+def chain():
+    keras.utils.set_random_seed(3)
+    made = keras.Sequential([keras.Input((4,)), layers.Dense(3), layers.Dense(1)])
+    made.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+    return made
+
+
+def fit(model):
+    x = np.random.default_rng(0).normal(size=(14, 4)).astype("float32")
+    model.fit(x, x[:, :1], batch_size=4, epochs=2, shuffle=False, verbose=0)
+    return [*model.get_weights(), *map(np.array, model.optimizer.variables[:1])]
+
+
+def assert_same(one, other):
+    for mine, its in zip(one, other, strict=True):
+        np.testing.assert_allclose(mine, its, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["make_train_function", "make_predict_function"])
+def test_a_maker_of_the_users_own_is_refused(name):
+    """TensorFlow and PyTorch replaced it without a word."""
+    model = chain()
+    vars(model)[name] = lambda force=False: None
+    with pytest.raises(UnsupportedModel, match=f"has its own {name}"):
+        lockstep.distribute(model, 2)
+    assert current_engine().attached(model) is None
+
+
+def test_a_step_function_of_the_users_own_is_refused():
+    model = chain()
+    vars(model)["train_function"] = lambda iterator: {}
+    with pytest.raises(UnsupportedModel, match="was given a train_function"):
+        lockstep.distribute(model, 2)
+    vars(model)["train_function"] = None
+    lockstep.distribute(model, 2)
+    assert_same(fit(model), fit(chain()))
+
+
+def test_a_model_that_keras_has_trained_is_attached_and_released():
+    model, alone = chain(), chain()
+    assert_same(fit(model), fit(alone))
+    lockstep.distribute(model, 2)
+    assert_same(fit(model), fit(alone))
+    lockstep.release(model)
+    assert not [name for name in vars(model) if "lockstep" in name]
+    assert_same(fit(model), fit(alone))
+
+
+@pytest.mark.parametrize("after", ["nothing", "open", "methods"])
+@pytest.mark.parametrize("before", [None, 1])
+def test_a_failure_while_it_gets_on_devices_leaves_it_as_it_was(monkeypatch, before, after):
+    model, alone = chain(), chain()
+    if before is not None:
+        lockstep.distribute(model, before)
+    assert_same(fit(model), fit(alone))
+    names, devices = {*vars(model)}, current_engine().attached(model)
+    session = type(current_engine().session(model, ("cpu:0", "cpu:1"), None))
+    step = "methods" if after == "methods" else "open"
+    plain, failed = getattr(session, step), []
+
+    def failing(self, *args):
+        if failed:
+            return plain(self, *args)
+        failed.append(step)
+        if after != "nothing":
+            plain(self, *args)
+        raise OSError("no more memory")
+
+    monkeypatch.setattr(session, step, failing)
+    with pytest.raises(OSError, match="no more memory"):
+        lockstep.distribute(model, 2)
+    assert {*vars(model)} == names
+    assert current_engine().attached(model) == devices
+    assert_same(fit(model), fit(alone))
+    lockstep.distribute(model, 2)
+    assert len(attachment_of(model).session.devices) == 2
+    assert_same(fit(model), fit(alone))
+
+
+@pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")  # of PyTorch
+def test_reset_states_sets_the_states_of_every_stateful_layer_to_zero():
+    """Keras 3 has no such method of a model; the page of limits promises it on every backend."""
+    inner = [layers.LSTM(3, stateful=True, return_sequences=True), layers.GRU(2, stateful=True)]
+    model = keras.Sequential([keras.Input(batch_shape=(4, 5, 2)), *inner])
+    lockstep.distribute(model, 2)
+    x = np.random.default_rng(0).normal(size=(4, 5, 2)).astype("float32")
+    first = model.predict(x, verbose=0)
+    assert np.abs(model.predict(x, verbose=0) - first).max() > 1e-4, "the state goes on"
+    model.reset_states()
+    np.testing.assert_allclose(model.predict(x, verbose=0), first, atol=1e-6)

@@ -26,6 +26,7 @@ from lockstep.engines.base_engine import BaseEngine
 from lockstep.engines.call_guard import CallGuard
 from lockstep.engines.holders import check_shared, holders_of
 from lockstep.engines.loop_methods import stepping_methods
+from lockstep.engines.patched import patched
 from lockstep.engines.replicas.first_step import (
     GRADIENT,
     LOG,
@@ -60,13 +61,13 @@ from lockstep.engines.tensorflow.steps import Steps
 from lockstep.errors import LayoutConflict, UnsupportedBackend
 from lockstep.fit_lines import Given, branches_line, fit_line
 from lockstep.keras_compat import (
+    STRATEGY,
+    XLA,
     function_of_iterator,
-    has_strategy,
     layers_in,
     stored_value,
     takes_batch_before_trace,
     taking_optionals,
-    without_xla,
 )
 from lockstep.launch.environment import Place
 from lockstep.layout import Layout, both_layouts
@@ -174,7 +175,7 @@ class Attachment:
         """Raise if this model cannot be attached to these devices."""
         check_makers(self.model)
         self.steps.adopt()
-        if tf.distribute.has_strategy() or has_strategy(self.model):
+        if tf.distribute.has_strategy() or getattr(self.model, STRATEGY) is not None:
             raise LayoutConflict(
                 f"{self.model.name!r} was made in the scope of a tf.distribute strategy, and "
                 "lockstep lays out the variables itself.\n"
@@ -262,7 +263,7 @@ class Attachment:
 
     def _function(self, name: str, step: Callable[[Any], Any]) -> Callable[[Iterator[Any]], Any]:
         # XLA compiles for one device only.
-        with nullcontext() if self._alone else without_xla(self.model):
+        with nullcontext() if self._alone else patched([(self.model, XLA, False)]):
             return function_of_iterator(self.model, step)
 
     def _ready(self, name: str, step: Callable[[Any], Any]) -> Callable[[Iterator[Any]], Any]:

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from lockstep.checkpoint.fit_run import Snapshot
 from lockstep.errors import UnsupportedModel
-from lockstep.keras_compat import EpochIterator, TFDatasetAdapter, layers_in, tensorflow_iterator
+from lockstep.keras_compat import EpochIterator, TFDatasetAdapter, backend_iterator, layers_in
 from lockstep.state import named_variables, optimizers_of
 from lockstep.training.input import HostIterator
 from lockstep.training.session import TRAIN, Kind, Session, recorded_type
@@ -39,7 +39,7 @@ class TensorFlowSession(Session):
         """Return Keras's iterator over a `tf.data.Dataset`, or a recorded one over host batches."""
         if recorded:
             return recorded_type(kind, RecordableIterator)(**data)
-        return tensorflow_iterator()(distribute_strategy=tf.distribute.get_strategy(), **data)
+        return backend_iterator()(distribute_strategy=tf.distribute.get_strategy(), **data)
 
     def build(self, batches: Any, kind: Kind) -> None:
         """Reset the iterator, as Keras does, and build what a checkpoint has to name.

@@ -13,10 +13,10 @@ from lockstep.engines.torch.step_runner import StepRunner
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
     EpochIterator,
+    backend_iterator,
     build_on_first_batch,
     is_built,
     layers_in,
-    torch_iterator,
 )
 from lockstep.launch.status import phase
 from lockstep.processes.agreement import DataCheck
@@ -62,7 +62,7 @@ class TorchSession(Session):
         several = isinstance(self._runner, JoinedRunner)
         if recorded:
             return recorded_type(kind, ComparedIterator if several else HostIterator)(**data)
-        return ComparedLoader(**data) if several else torch_iterator()(**data)
+        return ComparedLoader(**data) if several else backend_iterator()(**data)
 
     def build(self, batches: Any, kind: Kind) -> None:
         """Build what the first step needs, and reset the iterator, as Keras does."""

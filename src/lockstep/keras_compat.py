@@ -23,7 +23,7 @@ import operator
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FunctionType
 from typing import Any
@@ -31,6 +31,7 @@ from typing import Any
 import keras
 
 from lockstep.errors import UnsupportedKeras
+from lockstep.foreign_patches import replaced
 
 OLDEST = "3.15.1"
 FIRST_UNKNOWN = "3.17"
@@ -404,20 +405,6 @@ _OPS_BY_SHAPE = ("shape", "full", "broadcast_to", "repeat", "tile")
 
 
 @contextmanager
-def _replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Replace attributes of classes and modules inside the context, in all threads."""
-    changes = list(changes)
-    before = [(owner, name, vars(owner)[name]) for owner, name, _ in changes]
-    try:
-        for change in changes:
-            setattr(*change)
-        yield
-    finally:
-        for change in before:
-            setattr(*change)
-
-
-@contextmanager
 def symbolic_calls(hooks: Any) -> Iterator[None]:
     """Replace what Keras does with symbolic tensors inside the context, in all threads.
 
@@ -439,7 +426,7 @@ def symbolic_calls(hooks: Any) -> Iterator[None]:
         *((module, name, hooks.filled) for module in ops for name in ("ones", "zeros")),
         *((m, name, functools.partial(hooks.drawn, name)) for m in draws for name in hooks.random),
     ]
-    with _replaced([(owner, name, make(vars(owner)[name])) for owner, name, make in changes]):
+    with replaced([(owner, name, make(vars(owner)[name])) for owner, name, make in changes]):
         yield
 
 
@@ -481,7 +468,7 @@ def same_draws_for_all_rows() -> Iterator[None]:
         return inputs * plain_dropout(one, rate, noise_shape=noise_shape, seed=_ANY_SEED)
 
     changes = [(module, name, by_shape(vars(module)[name])) for name in _DRAWS_BY_SHAPE]
-    with _replaced([*changes, (module, "dropout", dropout)]):
+    with replaced([*changes, (module, "dropout", dropout)]):
         yield
 
 
@@ -563,6 +550,8 @@ _LOWERED = "float64"
 keras/src/backend/common/dtypes.py, BIT64_TO_BIT32_DTYPE, which `result_type` reads.
 """
 _PARSE = _named(keras.DTypePolicy, "_parse_name")
+_nn = keras.src.backend.ops.nn if _FROM_3_16 else keras.src.backend.nn
+_ATTENTION = _named(_nn, "dot_product_attention")
 
 
 def compute_in_float64(*, whatever_is_asked: bool = False) -> None:
@@ -585,7 +574,7 @@ def compute_in_float64(*, whatever_is_asked: bool = False) -> None:
     if keras.backend.backend() == "jax":
         importlib.import_module("jax").config.update("jax_enable_x64", True)
         # jax.nn.dot_product_attention computes the logits in float32 whatever it is given.
-        keras.src.backend.nn.dot_product_attention = _attention
+        setattr(_nn, _ATTENTION, _attention)
 
 
 def _widened(parse: Callable[..., tuple[str, str]]) -> Callable[..., tuple[str, str]]:
@@ -914,7 +903,7 @@ def serialized_objects_kept() -> Iterator[None]:
         kept.append(obj)
         record(obj, config)
 
-    with _replaced([(_serialization_lib, _RECORD, keep_and_record)]):
+    with replaced([(_serialization_lib, _RECORD, keep_and_record)]):
         yield
 
 
@@ -1012,7 +1001,7 @@ def nodes_reported(report: Callable[[Any], None]) -> Iterator[None]:
         if not _is_in_sequential():
             report(node)
 
-    with _replaced([(_Node, "__init__", make_and_report)]):
+    with replaced([(_Node, "__init__", make_and_report)]):
         yield
 
 

@@ -20,7 +20,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 FRAMEWORKS = {"jax", "tensorflow", "torch"}
 
 LAYERS = [
-    {"errors", "files", "keras_compat", "progress", "report"},
+    {"errors", "files", "foreign_patches", "keras_compat", "progress", "report"},
     {"old_script"},
     {"devices", "package_versions", "state"},
     {"launch", "ray"},

@@ -6,6 +6,7 @@ import inspect
 import re
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 FRAMEWORKS = {"jax", "tensorflow", "torch"}
 
 LAYERS = [
-    {"errors", "files", "keras_compat", "progress", "report"},
+    {"errors", "files", "foreign_patches", "keras_compat", "progress", "report"},
     {"old_script"},
     {"devices", "package_versions", "state"},
     {"launch", "ray"},
@@ -234,6 +235,23 @@ def test_private_parts_of_keras_are_named_in_one_file():
         assert found <= known, path
         assert found & of_keras <= {"_inputs"}, path  # those of a data set of tf.data
     assert not NOT_OF_KERAS & of_keras
+
+
+def test_each_private_part_of_keras_is_written_once_in_a_row_that_checks_it():
+    tree = ast.parse((SOURCE / "keras_compat.py").read_text())
+    written = Counter(_private_names(tree))
+    assert {name for name, times in written.items() if times > 1} == {"_get_iterator"}  # of two
+    checked = {name for names in keras_compat.STATE_OF_CALLBACKS.values() for name in names}
+    for row in ast.walk(tree):
+        kinds = ("_named", "_held", "_call", "_read", "_read_and_write")
+        if isinstance(row, ast.Call) and ast.unparse(row.func) in kinds:
+            owner, *names = map(ast.unparse, row.args)
+            checked |= {name.strip("'") for name in names} if owner != "None" else set()
+    assert written.keys() - checked == {
+        *("_keras_logits", "_parallel_update_step"),  # of a tensor; of some optimizers on PyTorch
+        "_use_cached_eval_dataset",  # an argument
+        "_lockstep_reports",
+    }
 
 
 def _private_names(tree):

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from lockstep.fit_lines import names_by_place
+from lockstep.foreign_patches import replaced
 from lockstep.keras_compat import io_utils
 from lockstep.processes.agreement import check_course
 from lockstep.processes.call_scope import CALLS
@@ -103,12 +104,8 @@ def _quiet(method: Callable[..., Any], places: list[str]) -> Callable[..., Any]:
 def _without_words() -> Iterator[None]:
     """Silence Keras in this context, including callbacks with `verbose=1`."""
     # keras/src/utils/io_utils.py, print_msg: all of keras/src/callbacks/*.py print with it.
-    say = io_utils.print_msg
-    io_utils.print_msg = lambda *_, **__: None
-    try:
+    with replaced([(io_utils, "print_msg", lambda *_, **__: None)]):
         yield
-    finally:
-        io_utils.print_msg = say
 
 
 def _with_loops_of_all(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,8 +126,7 @@ def _loops_of_all() -> Iterator[None]:
     In every process but the first, the loops print nothing and drop callbacks that write.
     """
     # keras/src/callbacks/callback_list.py, CallbackList.__init__: every loop makes its list here.
-    every_list: Any = keras.callbacks.CallbackList
-    begin = every_list.__init__
+    begin = keras.callbacks.CallbackList.__init__
 
     @functools.wraps(begin)
     def begin_as_one_of_all(
@@ -145,11 +141,8 @@ def _loops_of_all() -> Iterator[None]:
             callbacks, add_progbar = _that_do_not_write(callbacks), False
         begin(self, callbacks, add_history, add_progbar, **kwargs)
 
-    every_list.__init__ = begin_as_one_of_all
-    try:
+    with replaced([(keras.callbacks.CallbackList, "__init__", begin_as_one_of_all)]):
         yield
-    finally:
-        every_list.__init__ = begin
 
 
 def _by_name(places: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from lockstep.engines.tensorflow.replica_consistency import (
 )
 from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup, Shards
 from lockstep.engines.tensorflow.tensor_metadata import known_rows, remade, signature
+from lockstep.foreign_patches import replaced
 from lockstep.keras_compat import (
     added_losses,
     layers_in,
@@ -211,9 +212,7 @@ class CustomStep:
     @contextmanager
     def _summing(self) -> Iterator[None]:
         """Let tapes return the gradients of the global batch in the code of the step."""
-        tape_class = tf.GradientTape
-        names = ("__enter__", "__exit__", "gradient", "jacobian", "batch_jacobian")
-        plain = {name: getattr(tape_class, name) for name in names}
+        plain = dict(vars(tf.GradientTape))
         step, team = self, self._team
 
         def enter(tape: Any) -> Any:
@@ -256,20 +255,15 @@ class CustomStep:
                 raise ReplicasDiffer(f"{step._name} computes a jacobian")
             raise NotImplementedError
 
-        replaced = {
+        methods = {
             "__enter__": enter,
             "__exit__": leave,
             "gradient": gradient,
             "jacobian": refuse,
             "batch_jacobian": refuse,
         }
-        for name, method in replaced.items():
-            setattr(tape_class, name, method)
-        try:
+        with replaced([(tf.GradientTape, name, method) for name, method in methods.items()]):
             yield
-        finally:
-            for name, method in plain.items():
-                setattr(tape_class, name, method)
 
     def _check(self, replica: Replica, tape: Any) -> None:
         """Raise if the gradients of replicas would not sum up to those of the global batch."""

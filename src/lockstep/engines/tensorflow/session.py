@@ -22,6 +22,7 @@ import tensorflow as tf
 from lockstep.checkpoint.fit_run import Snapshot
 from lockstep.devices import names_in_words
 from lockstep.engines.holders import check_shared, holders_of
+from lockstep.engines.patched import patched
 from lockstep.engines.replicas.first_step import (
     GRADIENT,
     LOG,
@@ -52,16 +53,16 @@ from lockstep.engines.tensorflow.split_checks import why_custom
 from lockstep.engines.tensorflow.steps import Steps
 from lockstep.errors import LayoutConflict, UnsupportedModel
 from lockstep.keras_compat import (
+    STRATEGY,
+    XLA,
     EpochIterator,
     TFDatasetAdapter,
+    backend_iterator,
     function_of_iterator,
-    has_strategy,
     layers_in,
     stored_value,
     takes_batch_before_trace,
     taking_optionals,
-    tensorflow_iterator,
-    without_xla,
 )
 from lockstep.layout import Layout
 from lockstep.state import named_variables, optimizers_of
@@ -105,7 +106,7 @@ class TensorFlowSession(Session):
     def check(self) -> None:
         """Raise if the model cannot be on these devices."""
         self.steps.adopt()
-        if tf.distribute.has_strategy() or has_strategy(self.model):
+        if tf.distribute.has_strategy() or getattr(self.model, STRATEGY) is not None:
             raise LayoutConflict(
                 f"{self.model.name!r} was made in the scope of a tf.distribute strategy, and "
                 "lockstep lays out the variables itself.\n"
@@ -180,7 +181,7 @@ class TensorFlowSession(Session):
 
     def _function(self, name: str, step: Callable[[Any], Any]) -> Callable[[Iterator[Any]], Any]:
         # XLA compiles for one device only.
-        with nullcontext() if self._alone else without_xla(self.model):
+        with nullcontext() if self._alone else patched([(self.model, XLA, False)]):
             return function_of_iterator(self.model, step)
 
     def _ready(self, name: str, step: Callable[[Any], Any]) -> Callable[[Iterator[Any]], Any]:
@@ -329,7 +330,7 @@ class TensorFlowSession(Session):
         """Return Keras's iterator over a `tf.data.Dataset`, or a recorded one over host batches."""
         if recorded:
             return recorded_type(kind, RecordableIterator)(**data)
-        return tensorflow_iterator()(distribute_strategy=tf.distribute.get_strategy(), **data)
+        return backend_iterator()(distribute_strategy=tf.distribute.get_strategy(), **data)
 
     def build(self, batches: Any, kind: Kind) -> None:
         """Reset the iterator, as Keras does, and build what a checkpoint has to name.

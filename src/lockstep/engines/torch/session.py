@@ -46,10 +46,10 @@ from lockstep.errors import (
 from lockstep.keras_compat import (
     BUILD,
     EpochIterator,
+    backend_iterator,
     build_on_first_batch,
     is_built,
     layers_in,
-    torch_iterator,
     wrapped_by_keras,
 )
 from lockstep.launch.status import STATUS_OF_PROCESS, phase
@@ -409,7 +409,7 @@ class TorchSession(Session):
         several = isinstance(self._runner, JoinedRunner)
         if recorded:
             return recorded_type(kind, ComparedIterator if several else HostIterator)(**data)
-        return ComparedLoader(**data) if several else torch_iterator()(**data)
+        return ComparedLoader(**data) if several else backend_iterator()(**data)
 
     def build(self, batches: Any, kind: Kind) -> None:
         """Build what the first step needs, and reset the iterator, as Keras does."""

@@ -413,7 +413,7 @@ def symbolic_calls(hooks: Any) -> Iterator[None]:
     functions from `keras.src.ops` and `keras.src.random`, other code from the public modules.
 
     Args:
-        hooks: Makes the replacement of each function. See `lockstep.engines.rowwise`.
+        hooks: Makes the replacement of each function. See `lockstep.engines.rowwise.follower`.
     """
     ops, draws = (keras.ops, keras.src.ops), (keras.random, keras.src.random)
     changes = [

@@ -47,10 +47,10 @@ def measure(
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
     engine = current_engine()
     distribute(model, devices)
-    if process_group.several() and engine.name == "torch":
+    if process_group.several() and not engine.bench_in_several_processes:
         raise UnsupportedBackend(
-            "bench was asked for in one of several processes on 'torch', and it measures a "
-            "single one there.\nStart it without a launcher."
+            f"bench was asked for in one of several processes on {engine.name!r}, and it measures "
+            "a single one there.\nStart it without a launcher."
         )
     x, y, sample_weight = given = for_fit(data, batch_size)
     room = (max(steps, EXECUTIONS * model.steps_per_execution) + 2 * model.steps_per_execution) + 1
@@ -86,8 +86,7 @@ def measure(
     # The inclusive method: the exclusive one extrapolates beyond the measured rounds.
     quartiles = statistics.quantiles(every, n=4, method="inclusive") if rounds > 1 else every * 3
     devices_used = engine.attached(model) or ()
-    # On a CPU, PyTorch computes in the main thread.
-    starts = engine.name != "torch" or not devices_used[0].startswith("cpu")
+    starts = not engine.computes_in_caller(devices_used[0])
     return Measurement(
         devices=devices_used,
         rows=max(rows),

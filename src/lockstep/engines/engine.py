@@ -24,6 +24,14 @@ class Engine(ABC):
 
     name: str
     """The name of the Keras backend."""
+    keras_drops_states = False
+    """Whether stock Keras drops the states of stateful RNNs after each batch."""
+    bench_in_several_processes = True
+    """Whether a step can be measured in one of several processes."""
+
+    def computes_in_caller(self, device: str) -> bool:
+        """Return whether a step on this device computes in the thread that starts it."""
+        return False
 
     @abstractmethod
     def devices(self) -> tuple[Device, ...]:

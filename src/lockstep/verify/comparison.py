@@ -267,7 +267,7 @@ class _Comparison:
 
     def _loses_states(self) -> bool:
         """Return whether stock Keras drops RNN states between batches, and lockstep keeps them."""
-        loses = self.engine.name == "jax" and bool(rnn_states(self.model))
+        loses = self.engine.keras_drops_states and bool(rnn_states(self.model))
         if loses:
             self.notes.append(
                 "Stock Keras on JAX drops the states of stateful RNNs after each batch; the runs "

@@ -19,6 +19,7 @@ class JaxEngine(Engine):
     """Run Keras models on JAX devices; see `Engine` for the contract."""
 
     name = "jax"
+    keras_drops_states = True
 
     def devices(self) -> tuple[Device, ...]:
         """Return JAX's devices, those of its default backend first."""

@@ -17,6 +17,11 @@ class TorchEngine(Engine):
     """Runs Keras models on PyTorch devices; see `Engine` for the contract."""
 
     name = "torch"
+    bench_in_several_processes = False
+
+    def computes_in_caller(self, device: str) -> bool:
+        """Return whether a step on this device computes in the thread that starts it."""
+        return device.startswith("cpu")
 
     def devices(self) -> tuple[Device, ...]:
         """Return the devices of PyTorch, accelerators first; of joined processes one of each."""

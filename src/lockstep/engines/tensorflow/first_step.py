@@ -97,7 +97,7 @@ class RecordedSteps:
 
         def recorded_call(*args: Any, **kwargs: Any) -> Any:
             outputs = call(*args, **kwargs)
-            self._here().outputs(layer, outputs)
+            self._here().outputs(layer, keras.tree.map_structure(_dense, outputs))
             return outputs
 
         return recorded_call
@@ -179,3 +179,10 @@ def again(batches: list[Any], spec: Any) -> Any:
     for each in data[1:]:
         whole = whole.concatenate(each)
     return iter(whole)
+
+
+def _dense(output: Any) -> Any:
+    """Return a sparse output as a tensor, and `None` for rows of different lengths."""
+    if isinstance(output, tf.SparseTensor):
+        return tf.sparse.to_dense(tf.sparse.reorder(output))
+    return None if isinstance(output, tf.RaggedTensor) else output

@@ -76,6 +76,8 @@ def _on_global_batch(
             return call(*args, **kwargs)
 
         def whole(value: Any) -> Any:
+            if isinstance(value, _COMPOSITE):
+                raise ReplicasDiffer(f"{layer.name!r} takes a sparse or ragged tensor")
             if not _has_rows(value):
                 return value
             gathered = replica.gather(value, what)
@@ -86,6 +88,8 @@ def _on_global_batch(
             return gathered
 
         def own(value: Any) -> Any:
+            if isinstance(value, _COMPOSITE):
+                raise ReplicasDiffer(f"{layer.name!r} gives a sparse or ragged tensor")
             if not tf.is_tensor(value):
                 return value
             if value.shape.rank == 0:
@@ -136,6 +140,10 @@ def _looking_up(layer: Any, call: Callable[..., Any], team: ReplicaGroup) -> Cal
         return found
 
     return look_up
+
+
+_COMPOSITE = (tf.SparseTensor, tf.RaggedTensor)
+"""Tensors whose rows are not the entries of a first dim. Replicas do not exchange them."""
 
 
 def _has_rows(value: Any) -> bool:

@@ -32,7 +32,7 @@ import lockstep
 from lockstep.checkpoint.callback import Checkpoint
 from lockstep.checkpoint.checkpoint_run import CheckpointRun
 from lockstep.checkpoint.fit_run import FitRun
-from lockstep.engines.attachments import attachment_of
+from lockstep.engines.attachment import attachment_of
 from lockstep.training.callbacks import Callbacks
 from lockstep.training.session import TRAIN
 

@@ -122,16 +122,20 @@ class Engine(ABC):
         before = attachment_of(model)
         if before is not None and (before.session.layout is None) != (layout is None):
             raise both_layouts(model, name)
-        if layout is None and self.attached(model) == devices:
+        several = process_group.several()
+        is_there = layout is None and self.attached(model) == devices
+        if is_there and not several:
             return
         with (
-            CALLS.call(name) if process_group.several() else nullcontext(),
-            alone(model, name),
+            CALLS.call(name) if several else nullcontext(),
+            nullcontext() if is_there else alone(model, name),
         ):
-            attach(
-                Attachment(self.session(model, devices, layout)),
-                lambda old: self.session(model, old.session.devices, old.session.layout),
-            )
+            session = self.session(model, devices, layout)  # processes compare their devices
+            if not is_there:
+                attach(
+                    Attachment(session),
+                    lambda old: self.session(model, old.session.devices, old.session.layout),
+                )
 
     def detach(self, model: Any) -> None:
         """Make `model` run on one device again; do nothing if it is not attached."""

@@ -141,7 +141,7 @@ def attach(new: Attachment, again: Callable[[Attachment], Session]) -> None:
 
     Args:
         new: The new attachment.
-        again: Opens a session like that of the old one, to restore it.
+        again: Returns a session like that of the old one, to restore it.
     """
     before = attachment_of(new.model)
     new.check()

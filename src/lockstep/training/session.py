@@ -12,7 +12,7 @@ from lockstep.checkpoint.data_position import TrainingPosition, ValidationPositi
 from lockstep.checkpoint.fit_run import FitState
 from lockstep.errors import BusyModel
 from lockstep.layout import Layout
-from lockstep.training.call_guard import CallGuard
+from lockstep.training.call_guard import LOOPS, CallGuard
 from lockstep.training.input import HostIterator
 
 
@@ -94,7 +94,7 @@ class Session:
     array_type: type[Any]
     iterator_type: type[Any] = HostIterator
     finalizes_always = False
-    loops: tuple[str, ...] = ("fit", "evaluate", "predict")
+    loops: tuple[str, ...] = LOOPS
 
     def __init__(self, model: Any, devices: tuple[str, ...], layout: Layout | None = None) -> None:
         self.model = model
@@ -104,7 +104,7 @@ class Session:
     # ------------------------------------------------------------ on and off the devices
 
     def check(self) -> None:
-        """Raise if the model cannot be on these devices. It is on them, on others, or on none."""
+        """Raise if the model cannot be on these devices; it may be on others now."""
 
     def open(self) -> None:
         """Lay out the variables on the devices."""
@@ -122,7 +122,7 @@ class Session:
         """
 
     def home(self, variable: Any) -> Any:
-        """Return the devices that have a variable of the model, to be compared."""
+        """Return where a variable of the model is; equal values mean the same devices."""
         raise NotImplementedError
 
     def step_function(self, kind: Kind) -> Any:

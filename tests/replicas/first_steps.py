@@ -93,6 +93,7 @@ LAYERS = {
 
 def contrast(y_true, y_pred):
     """Return a value for each row that depends on all rows."""
+    y_true = ops.convert_to_tensor(y_true)  # Keras gives a metric on PyTorch a NumPy array
     return ops.mean(ops.square(y_true - y_pred + _mean(y_pred)), axis=-1)
 
 
@@ -126,11 +127,12 @@ PLACES_OF_PROOFS = {
     "torch": {
         "torch.row_proofs.refused": {},
         "torch.whole_batch_steps._refused": None,
+        "torch.loss_sharding.why_whole": None,
     },
     "tensorflow": {
         "tensorflow.steps.refused": {},
         "tensorflow.custom_steps.call_refused": None,
-        "tensorflow.loss_sharding.function_refused": None,
+        "tensorflow.loss_sharding.why_whole": None,
     },
 }
 
@@ -159,6 +161,29 @@ def test_a_layer_that_is_wrongly_proven_is_found_before_the_first_update(fault):
     # A layer whose outputs are right is not named, but a gradient.
     name = "the gradient of" if fault == "gradient of the mean" else "faulty"
     assert_found(lambda: model_of(LAYERS[fault]), name)
+
+
+@pytest.mark.parametrize("role", [{"loss": contrast}, {"metrics": [contrast]}])
+def test_a_loss_or_metric_that_is_wrongly_proven_is_computed_for_the_whole_batch(role):
+    assert_found(lambda: model_of(**role))
+
+
+def test_without_the_check_a_wrongly_proven_metric_is_not_found(monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_CHECK", "0")
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        assert_found(lambda: model_of(metrics=[contrast]))
+
+
+def test_a_loss_that_is_declared_wrongly_is_an_error():
+    def declared(y_true, y_pred):
+        return contrast(y_true, y_pred)
+
+    made = lockstep.distribute(model_of(loss=lockstep.rowwise(declared)), DEVICES)
+    before = made.get_weights()
+    with pytest.raises(UnsupportedModel, match="is declared row-wise"):
+        made.train_on_batch(*data())
+    for a, b in zip(made.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 class Own(keras.Model):

@@ -206,7 +206,7 @@ def test_the_same_model_gives_the_same_bytes_and_a_changed_one_others():
     many.layers[0].kernel_regularizer.l2 = 0.5
     changed = dump(many).data
     assert changed != before
-    copy, _ = load(changed, SetCode())
+    copy, *_ = load(changed, SetCode())
     assert copy.layers[0].kernel_regularizer.l2 == 0.5
     assert vars(copy.layers[0].build).keys() == vars(many.layers[0].build).keys()
 
@@ -319,7 +319,7 @@ def test_layers_that_prepare_images_are_sent():
     one, many = both(prepared)
     assert_equal(one.fit(x, y, **QUIET).history, many.fit(x, y, **QUIET).history)
     assert_equal(values(one), values(many))
-    copy, _ = load(dump(many).data, SetCode())
+    copy, *_ = load(dump(many).data, SetCode())
     adapted = copy.layers[0]
     assert adapted.mean.data_ptr() == adapted.adapt_mean.value.data_ptr()
 

@@ -25,6 +25,9 @@ _QUERIES = ("is_keras_tensor", "is_tensor")
 _READ = "Python reads the value of a tensor"
 _MORE = "it calls more than Keras's layers and keras.ops"
 
+_OPERATORS = ("add", "sub", "mul", "div", "true_divide")
+"""Methods of PyTorch's tensors for operators, where the tensor comes first."""
+
 
 def asked_by_user(depth: int) -> bool:
     """Return whether code that is followed, and not Keras's own, asks.
@@ -87,7 +90,13 @@ class FollowedTensor:
     __hash__ = object.__hash__
     __bool__ = __float__ = __index__ = __int__ = __iter__ = __len__ = _refused(_READ)
     __array__ = __jax_array__ = __tf_tensor__ = _refused(_MORE)
-    __torch_function__: Any = classmethod(_refused(_MORE))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, *_: Any) -> Any:
+        """Leave `tensor * self` and the like to the operators of this class."""
+        if getattr(func, "__name__", "") in _OPERATORS:
+            raise TypeError(func)  # PyTorch makes `NotImplemented` of it
+        refuse(_MORE)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:

@@ -1,37 +1,29 @@
-"""Losses and metrics that each replica computes on its own rows.
+"""Losses and metrics that each replica computes on its own rows; see `rows_of_losses`.
 
-A Keras loss is a function with one value per row, followed by masks, weights and a reduction.
-If the function works row by row, each replica calls it with its own rows. The values, which
-are few numbers, are all-gathered, and Keras applies the rest to those of the global batch.
-Otherwise the function is called with the gathered outputs. TensorFlow prunes unused operations
-from a step, so outputs that every function takes by rows are not gathered.
+Where it may not, the function is called with the gathered outputs. TensorFlow prunes unused
+operations from a step, so outputs that every function takes by rows are not gathered.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from lockstep.engines.patched import patched
-from lockstep.engines.rowwise import function_refused, is_declared
+from lockstep.engines.replicas.rows_of_losses import (
+    is_of_keras,
+    losses_by_rows,
+    metrics_by_rows,
+    why_whole,
+    wrapped_function,
+)
 from lockstep.engines.tensorflow.programs import ScratchGraph
 from lockstep.engines.tensorflow.replica_consistency import tensors_in
 from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup
 from lockstep.engines.tensorflow.tensor_metadata import known_rows, remade, signature
-from lockstep.keras_compat import (
-    METRIC_FUNCTION,
-    LossFunctionWrapper,
-    compiled_loss,
-    compiled_metrics,
-    is_code_of_keras,
-    module_in_keras,
-    options_of,
-    single_losses,
-)
-from lockstep.training.overrides import is_keras
+from lockstep.keras_compat import METRIC_FUNCTION
 
 
 class LossSharding:
@@ -68,13 +60,13 @@ class LossSharding:
     @contextmanager
     def in_force(self) -> Iterator[None]:
         """Shard losses and metrics inside the context, where this is exact."""
-        losses = [(loss, "call") for loss in _losses_of(self._model)]
-        metrics = [(metric, METRIC_FUNCTION) for metric in _metrics_of(self._model)]
-        changes = {
-            (id(owner), name): (owner, name, self._taking_rows(owner, getattr(owner, name)))
+        losses = [(loss, "call") for loss in losses_by_rows(self._model)]
+        metrics = [(metric, METRIC_FUNCTION) for metric in metrics_by_rows(self._model)]
+        changes = [
+            (owner, name, self._taking_rows(owner, getattr(owner, name)))
             for owner, name in [*losses, *metrics]
-        }
-        with patched(changes.values()):
+        ]
+        with patched(changes):
             yield
 
     def _taking_rows(self, owner: Any, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,24 +98,10 @@ class LossSharding:
             return "its targets or the outputs have no rows"
         if y_true.shape[0] == 1:
             return "one row is compared with all"
-        source = _function_of(owner, function)
-        if is_declared(source) or is_declared(owner):
-            return None
-        if (
-            own.shape.rank > 1
-            and source in BY_ROWS
-            and _is_of_keras(source)
-            and _is_along_classes(owner)
-        ):
-            return None
         key = (id(owner), y_true.shape[0], signature(y_true), signature(own))
         if key not in self._reasons:
-            asks = not _is_of_keras(source)
-            given = partial(function, **options)
             with tf.init_scope():
-                self._reasons[key] = function_refused(
-                    given, (y_true, own), asks_for_rows=asks, scratch=ScratchGraph
-                )
+                self._reasons[key] = why_whole(owner, function, options, y_true, own, ScratchGraph)
         return self._reasons[key]
 
     def _of_all_rows(
@@ -144,7 +122,7 @@ class LossSharding:
             "lockstep.release(model) trains it on one device.",
         )
         # Keras's own functions ignore the static number of rows; a user's function may not.
-        known = None if _is_of_keras(_function_of(owner, function)) else y_true.shape[0]
+        known = None if is_of_keras(wrapped_function(owner, function)) else y_true.shape[0]
         size = replica.shards.size_of(known, replica.index)
 
         def with_size(part: Any) -> Any:
@@ -184,55 +162,3 @@ def _casts(tensor: Any) -> list[Any]:
         found.append(tensor.dtype)
         tensor = tensor.op.inputs[0]
     return found[::-1]
-
-
-def _function_of(owner: Any, function: Any) -> Any:
-    """Return the function that a loss wraps without other code, else `function`."""
-    # keras/src/losses/losses.py, LossFunctionWrapper.call
-    wraps = LossFunctionWrapper.call
-    by_keras = is_code_of_keras(wraps) and getattr(function, "__func__", None) is wraps
-    return owner.fn if by_keras else function
-
-
-def _is_of_keras(function: Any) -> bool:
-    return bool(module_in_keras(function))
-
-
-def _is_along_classes(owner: Any) -> bool:
-    axis = options_of(owner).get("axis", -1)
-    return isinstance(axis, int) and (axis == -1 or axis > 0)
-
-
-BY_ROWS = (
-    keras.losses.categorical_crossentropy,
-    keras.losses.sparse_categorical_crossentropy,
-    keras.metrics.sparse_top_k_categorical_accuracy,
-    keras.metrics.top_k_categorical_accuracy,
-)
-"""Keras functions that work row by row, although following them may fail.
-
-Keras merges rows and time steps into one dim. With an unknown sequence length they cannot
-be told apart again.
-"""
-
-
-def _losses_of(model: Any) -> list[Any]:
-    # keras/src/trainers/compile_utils.py, CompileLoss, and keras/src/losses/loss.py, Loss.__call__
-    compiled = compiled_loss(model)
-    if compiled is None or not compiled.built or not is_keras(model, "compute_loss"):
-        return []
-    losses, plain = single_losses(compiled), keras.losses.Loss.__call__
-    return [x for x in losses if type(x).__call__ is plain and is_code_of_keras(plain)]
-
-
-def _metrics_of(model: Any) -> list[Any]:
-    # keras/src/metrics/reduction_metrics.py, MeanMetricWrapper.update_state
-    compiled = compiled_metrics(model)
-    if compiled is None or not compiled.built or not is_keras(model, "compute_metrics"):
-        return []
-    plain = keras.metrics.MeanMetricWrapper.update_state
-    return [
-        each
-        for each in compiled.metrics
-        if getattr(type(each), "update_state", None) is plain and is_code_of_keras(plain)
-    ]

@@ -56,6 +56,7 @@ class JoinedRunner(StepRunner):
         """Run the steps of one epoch inside the context, and compare the weights at its end."""
         self.assigned.note()
         self._in_epoch, self._agreed_plan = True, None
+        self.losses.forget()
         try:
             with super().epoch(changes=changes):
                 yield
@@ -126,7 +127,7 @@ class JoinedRunner(StepRunner):
         self._state.save()
         self._trained |= kind == "train"
         with self._together(rows) as replica, self._random_numbers(kind):
-            result = run_step(kind, self._model, self._plan, replica, data)
+            result = run_step(kind, self._model, self._plan, self.losses, replica, data)
         self.unchecked = self._changes
         return result
 
@@ -139,7 +140,8 @@ class JoinedRunner(StepRunner):
             replica.check()
         except PeerLost:
             self._group.leave_ranks()
-            self._state.put_back()
+            if not replica.has_updated:  # else the metrics alone are lost
+                self._state.put_back()
             raise lost_connection_error() from None
         except BaseException:
             self._group.leave_ranks()
@@ -165,7 +167,7 @@ class JoinedRunner(StepRunner):
 
     def _drawn_as_one(self, kind: str, replica: Replica, data: Any) -> Any:
         with self._streams.of_one_device():
-            return run_step(kind, self._model, self._plan, replica, data)
+            return run_step(kind, self._model, self._plan, self.losses, replica, data)
 
     def agreed_difference(self, found: Difference | None) -> Difference | None:
         """Return the difference that some process has found, the same one in all processes."""

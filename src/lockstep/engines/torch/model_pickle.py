@@ -13,6 +13,7 @@ import torch
 
 from lockstep.engines.left_out import LeftOut
 from lockstep.engines.model_pickle import ModelPickler, dumped, reason_of, trackers_mended
+from lockstep.engines.replicas.rows_of_losses import metrics_by_rows
 from lockstep.engines.torch.code_state import (
     CodeReads,
     SetCode,
@@ -23,7 +24,13 @@ from lockstep.engines.torch.code_state import (
     state_of,
 )
 from lockstep.errors import UnsupportedModel
-from lockstep.keras_compat import COMPILED_METRICS, layers_in
+from lockstep.keras_compat import (
+    COMPILED_METRICS,
+    METRIC_FUNCTION,
+    layers_in,
+    module_in_keras,
+    options_of,
+)
 from lockstep.training.overrides import is_keras
 
 
@@ -35,12 +42,14 @@ class Dumped(NamedTuple):
         tensors: The tensors that they name by their number.
         reads: What code of the model reads besides the model.
         in_modules: Whether attributes of the user's modules hold some of the tensors.
+        metrics: The metrics whose functions the bytes have, in their order.
     """
 
     data: bytes
     tensors: list[Any]
     reads: CodeReads
     in_modules: bool
+    metrics: list[Any]
 
 
 def dump(model: Any) -> Dumped:
@@ -60,11 +69,19 @@ def dump(model: Any) -> Dumped:
             "Files, locks, data sets and the like cannot be in globals or closures of a model of "
             "several processes.\nMake them attributes of a layer, or keep them out of its code."
         ) from error
-    return Dumped(pickler.file.getvalue(), pickler.tensors, pickler.reads, pickler.in_modules)
+    return Dumped(
+        pickler.file.getvalue(),
+        pickler.tensors,
+        pickler.reads,
+        pickler.in_modules,
+        pickler.metrics,
+    )
 
 
-def load(data: bytes, code: SetCode) -> tuple[Any, list[Any]]:
-    """Return the model, and new tensors for the numbers in the bytes, not yet filled.
+def load(data: bytes, code: SetCode) -> tuple[Any, list[Any], list[Any]]:
+    """Return the model, new tensors for the numbers in the bytes, and functions of metrics.
+
+    The tensors are not filled yet.
 
     Only the process of a worker may do this: classes and functions of the user are made anew.
 
@@ -73,9 +90,11 @@ def load(data: bytes, code: SetCode) -> tuple[Any, list[Any]]:
         code: The attributes of modules and classes that the process has set.
     """
     unpickler = TensorUnpickler(io.BytesIO(data))
-    model = trackers_mended(unpickler.load())
+    model, functions = unpickler.load()
+    model = trackers_mended(model)
     code.apply(*unpickler.load())
-    return model, [unpickler.tensors[number] for number in range(len(unpickler.tensors))]
+    tensors = [unpickler.tensors[number] for number in range(len(unpickler.tensors))]
+    return model, tensors, functions
 
 
 def _holder(model: Any) -> str:
@@ -202,13 +221,16 @@ class _Pickler(TensorPickler):
         super().__init__(file, left_out)
         self.reads = CodeReads()
         self.in_modules = False
+        self.metrics: list[Any] = []
         self._modules: set[str] = set()
         self._code: list[CodeType] = []
 
     def dump(self, item: Any) -> None:
         """Pickle a model, and after it the state of its code."""
         self._model = item
-        super().dump(item)
+        metrics = metrics_by_rows(item) if isinstance(item, keras.Model) else []
+        self.metrics = [each for each in metrics if _function_travels(each)]
+        super().dump((item, list(map(_function_of, self.metrics))))
         patched = patches(self._modules)
         state = state_of(self._modules, self._code, _travels)
         for place, values in state.items():
@@ -245,6 +267,15 @@ class _Pickler(TensorPickler):
         if item is self._model and COMPILED_METRICS in state and _has_keras_steps(item):
             state[COMPILED_METRICS] = None  # rank 0 alone computes metrics
         return state
+
+
+def _function_of(metric: Any) -> Callable[..., Any]:
+    """Return the function of targets and outputs that a metric averages."""
+    return partial(getattr(metric, METRIC_FUNCTION), **options_of(metric))
+
+
+def _function_travels(metric: Any) -> bool:
+    return bool(module_in_keras(getattr(metric, METRIC_FUNCTION))) or _travels(_function_of(metric))
 
 
 def _has_keras_steps(model: Any) -> bool:

@@ -15,6 +15,7 @@ from lockstep.engines.torch.first_step import recorded_step
 from lockstep.engines.torch.forward_state import ForwardState
 from lockstep.engines.torch.group import PeerLost
 from lockstep.engines.torch.layers import parts_of
+from lockstep.engines.torch.loss_sharding import LossSharding
 from lockstep.engines.torch.placement import copies_on
 from lockstep.engines.torch.pool import Lease, Pool
 from lockstep.engines.torch.replica import Replica, random_state
@@ -54,7 +55,7 @@ class PoolRunner(StepRunner):
     def __init__(self, model: Any, device: torch.device, lease: Lease) -> None:
         super().__init__(model, device)
         self._lease = lease
-        self._plan_there: tuple[list[int], list[int]] = [], []
+        self._plan_there: tuple[list[int], list[int], bool] = [], [], True
         self._pool: Pool | None = None
         self._sent: Any = None
         self._tensors: list[Any] = []
@@ -88,15 +89,16 @@ class PoolRunner(StepRunner):
                 base = self._draw_base(kind)
                 self._streams.seed(base, 0)
             mode = self._model.training
-            replica = Replica(pool.group, rows, self._streams, self._device)
+            replica = self._replica(pool, rows)
             self._state.save()
             with self._exchanges_compared(pool, kind, mode, _forms(data)):
                 pool.send("step", self._lease.key, kind, mode, rows, description, base)
                 try:
-                    result = run_step(kind, self._model, self._plan, replica, data)
+                    result = run_step(kind, self._model, self._plan, self.losses, replica, data)
                     replica.check()
                 except PeerLost:
-                    self._state.put_back()
+                    if not replica.has_updated:  # else the metrics alone are lost
+                        self._state.put_back()
                     raise
             if self.draws_together:
                 self._streams.take_over()
@@ -112,18 +114,23 @@ class PoolRunner(StepRunner):
             description = pool.memory.write(data)
             mode, numbers = self._model.training, random_state()
             self._streams.share(numbers)
-            replica = Replica(pool.group, rows, self._streams, self._device)
+            replica = self._replica(pool, rows)
             with self._exchanges_compared(pool, "recorded", kind, mode, _forms(data)):
                 pool.send("recorded", self._lease.key, kind, mode, rows, description, numbers)
                 recording = recorded_step(
                     self._model,
-                    lambda: run_step(kind, self._model, self._plan, replica, data),
+                    lambda: run_step(kind, self._model, self._plan, self.losses, replica, data),
                     is_custom=False,
                     tensors=self.tensors(),
                 )
+                pool.send("sketches")
                 found = [recording.sketches(), *pool.receive()]
         self.unchecked = True  # workers have moving means of that step
         return recording, found
+
+    def _replica(self, pool: Pool, rows: int) -> Replica:
+        ask = pool.send
+        return Replica(pool.group, rows, self._streams, self._device, ask=ask)
 
     def unshared(self, batch: Any) -> str | None:
         """Return why the devices cannot share a step on the whole batch, `None` if they can."""
@@ -247,7 +254,7 @@ class PoolRunner(StepRunner):
             self._send_values(pool, self._assigned())
 
     def _compare_all(self, pool: Pool) -> None:
-        data, tensors, self._reads, in_modules = self._dumped()
+        data, tensors, self._reads, in_modules, metrics = self._dumped()
         if in_modules and pool.in_modules != self._lease.key:  # another model has put its own there
             self._sent = None
         settings = {**current_settings(), "age_of_casts": self._casts.age()}
@@ -267,18 +274,20 @@ class PoolRunner(StepRunner):
             self._plan = self._planned(())
             self._check_taken(pool.receive())
             self._exchanged = set()
-            self._plan_there = [], []
+            self._plan_there = [], [], True
             self.times_sent += 1
             self._gradients = []
             self._tensors = tensors
             self._structure = _structure(tensors)
             self._state = ForwardState(self._model)
+            self.losses = LossSharding(self._model, by_rows=self.losses.by_rows)
             self.whole_batch = WholeBatchSteps(self._model, self.whole_batch.distrusted)
             differ = list(range(len(tensors)))
             self._sent = sent
             self._in_modules = in_modules
             if in_modules:
                 pool.in_modules = self._lease.key
+        self.losses.sent_metrics = metrics
         self._age_of_casts = settings["age_of_casts"]
         self._send_values(pool, differ)
         self._send_seeds(pool)
@@ -335,7 +344,7 @@ class PoolRunner(StepRunner):
         pool.send("seeds", random.getstate(), np.random.get_state(), keras_seed)
 
     def _send_plan(self, pool: Pool) -> None:
-        plan = self._proven(self._plan), sorted(self.distrusted)
+        plan = self._proven(self._plan), sorted(self.distrusted), self.losses.by_rows
         if plan != self._plan_there:
             pool.send("plan", self._lease.key, *plan)
             self._plan = self._planned(plan[0])

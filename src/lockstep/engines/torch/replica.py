@@ -6,7 +6,7 @@ backward passes below keep that sum.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -117,6 +117,9 @@ class Replica:
         rows: The number of rows of the batch.
         device: The PyTorch device of this replica.
         returns: Whether this replica returns logs and predictions. Rank 0 always does.
+        ask: Asks the other replicas for what metrics need; `None` where every replica computes
+            metrics, or where this one does not.
+        has_updated: Whether the optimizer has begun to change variables in this step.
         streams: The random numbers of this replica.
     """
 
@@ -128,6 +131,7 @@ class Replica:
         device: torch.device,
         *,
         returns: bool = False,
+        ask: Callable[..., None] | None = None,
     ) -> None:
         shards = shard_rows(rows, group.size)
         self.group = group
@@ -136,6 +140,8 @@ class Replica:
         self.rows = rows
         self.device = device
         self.returns = returns or group.rank == 0
+        self.ask = ask
+        self.has_updated = False
         self.streams = streams
 
     @property

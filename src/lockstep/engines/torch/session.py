@@ -16,9 +16,12 @@ from lockstep.checkpoint.fit_run import Snapshot
 from lockstep.engines.holders import check_shared, holders_of
 from lockstep.engines.left_out import LeftOutUsed
 from lockstep.engines.replicas.first_step import (
+    GRADIENT,
+    LOG,
     Computed,
     Difference,
     FirstSteps,
+    check_declared_losses,
     compare,
     distrusted_part,
     form_of,
@@ -28,6 +31,7 @@ from lockstep.engines.torch.branches.branch_steps import BranchSteps, to_default
 from lockstep.engines.torch.first_step import calls_watched, recorded_step, stock_step
 from lockstep.engines.torch.joined_runner import JoinedRunner
 from lockstep.engines.torch.layers import Plan
+from lockstep.engines.torch.loss_sharding import LossSharding
 from lockstep.engines.torch.placement import check_placement, move_model, torch_device_of
 from lockstep.engines.torch.pool import Lease
 from lockstep.engines.torch.pool_runner import PoolRunner
@@ -215,6 +219,11 @@ class TorchSession(Session):
         except LeftOutUsed:
             return None
 
+    @property
+    def losses(self) -> LossSharding:
+        """How the losses and metrics of the model are computed."""
+        return self._runner.losses
+
     def draw_together(self) -> None:
         """Let every device draw the random numbers of the global batch, as one device does."""
         self._runner.draws_together = True
@@ -264,6 +273,7 @@ class TorchSession(Session):
         self._is_updating = True
         result = self._runner.step(kind, data, rows)
         self._warn_of_whole(self._runner.whole_layers)
+        self._warn_of_gathered(self._runner.losses.large)
         return result
 
     def _must_build(self, kind: str) -> bool:
@@ -283,13 +293,18 @@ class TorchSession(Session):
             return
 
         def together(some: Any, count: int) -> Computed:
-            several, sketches = runner.recorded(kind, some, count)
+            several, sketches = runner.recorded(kind, _copies(some), count)
             return sketches, several.dtypes
 
-        def distrust(found: Difference) -> Any:
-            return distrusted_part(
+        def distrust(found: Difference) -> str | None:
+            part = distrusted_part(
                 found, model, runner.plan.parts, runner.distrusted, is_custom=False
             )
+            if part is None and found.kind in (LOG, GRADIENT) and runner.losses.by_rows:
+                check_declared_losses(found, model)
+                runner.losses.by_rows = False
+                return "its losses"
+            return part
 
         self._first_steps.settle(
             kind,
@@ -310,7 +325,7 @@ class TorchSession(Session):
         alone = partial(self._recorded_alone, kind, is_custom=True)
 
         def together(some: Any, count: int) -> Computed:
-            several = runner.recorded_on_whole_batch(kind, some)
+            several = runner.recorded_on_whole_batch(kind, _copies(some))
             return [several.sketches()], several.dtypes
 
         def distrust(found: Difference) -> Any:
@@ -336,7 +351,8 @@ class TorchSession(Session):
         with copied_states(self.model):
             one = recorded_step(
                 self.model,
-                lambda: stock_step(self.model, kind, data),
+                # Keras multiplies sample weights by a mask in place.
+                lambda: stock_step(self.model, kind, _copies(data)),
                 is_custom=is_custom,
                 tensors=tensors,
                 watch=partial(calls_watched, self.model) if is_custom else None,
@@ -376,6 +392,12 @@ class TorchSession(Session):
             names = ", ".join(f"{name!r} ({reason})" for name, reason in layers.items())
             what = f"every device runs {names} of {self.model.name!r} on the whole batch"
             self._warn(what, _DECLARE)
+
+    def _warn_of_gathered(self, large: dict[str, str]) -> None:
+        if large:
+            names = ", ".join(f"{name!r} ({reason})" for name, reason in large.items())
+            what = f"every device gathers the outputs of {self.model.name!r} for {names}"
+            self._warn(what)
 
     def _build(self, *args: Any, **kwargs: Any) -> Any:
         """Build what a step needs, with every variable on its device."""
@@ -543,10 +565,10 @@ _NOT_THE_SAME = "is not the same on every device: "
 _DECLARE = "If each row depends on its own row alone, declare it: lockstep.rowwise. "
 
 
-def _copies(logs: Any) -> Any:
-    """Copy the tensors of the logs: a metric may return that of its variable, which changes."""
+def _copies(nest: Any) -> Any:
+    """Copy the tensors of a batch, or of logs: a metric may return that of its variable."""
     return keras.tree.map_structure(
-        lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, logs
+        lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, nest
     )
 
 

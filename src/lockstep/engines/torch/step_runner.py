@@ -9,6 +9,7 @@ import torch
 
 from lockstep.engines.replicas.first_step import Difference, Recording, Sketches
 from lockstep.engines.torch.layers import Plan
+from lockstep.engines.torch.loss_sharding import LossSharding
 from lockstep.engines.torch.model_pickle import Dumped, dump
 from lockstep.engines.torch.replica import RandomStreams
 from lockstep.engines.torch.row_proofs import ReasonsByNumber, RowProofs
@@ -32,6 +33,7 @@ class StepRunner:
         unchecked: Whether the next step compares everything. Within `epoch`, only the first one
             does, unless code of the user may change the model.
         draws_together: Whether every device draws the random numbers of the global batch.
+        losses: How losses and metrics are computed.
         whole_batch: The steps that run on the whole batch, in this process.
     """
 
@@ -50,6 +52,7 @@ class StepRunner:
         self._reasons: ReasonsByNumber = {}
         self._unsplit: str | None = None
         self._draws = 0
+        self.losses = LossSharding(model)
         self.whole_batch = WholeBatchSteps(model)
         self._bytes_of_step: Dumped | None = None
 

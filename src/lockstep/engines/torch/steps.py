@@ -1,9 +1,9 @@
 """Keras's steps on one of several replicas; every process runs these.
 
-Each replica runs the layers on its rows, and the outputs are gathered. Every replica
-computes the loss of the global batch by Keras's own code, and sums its gradients with the
-others. The optimizer of Keras then does the same on every replica. Metrics are computed
-where the logs are asked for.
+Each replica runs the layers on its rows. Every replica computes the loss of the global batch by
+Keras's own code, from the values of all rows or, where that is needed, from all outputs. It sums
+its gradients with the others, and Keras's optimizer does the same on every replica. Metrics are
+computed where the logs are asked for.
 """
 
 import warnings
@@ -16,64 +16,70 @@ import torch
 
 from lockstep.engines.probe_helpers import watched_layers
 from lockstep.engines.torch.layers import Plan
+from lockstep.engines.torch.loss_sharding import LossSharding, Outputs
 from lockstep.engines.torch.placement import copies_on
 from lockstep.engines.torch.replica import Replica
 from lockstep.engines.torch.stateful import copied_states
-from lockstep.keras_compat import loss_of, loss_tracker, takes_training
+from lockstep.keras_compat import loss_tracker, takes_training
 
 
-def run_step(kind: str, model: Any, plan: Plan, replica: Replica, data: Any) -> Any:
+def run_step(
+    kind: str, model: Any, plan: Plan, losses: LossSharding, replica: Replica, data: Any
+) -> Any:
     """Run one step on a global batch.
 
     Args:
         kind: `"train"`, `"test"` or `"predict"`; or `"inspect"`, which trains without an update.
         model: The model, with the same variables on every replica.
         plan: The plan for the model.
+        losses: How its losses and metrics are computed.
         replica: This replica of the batch.
         data: Inputs, targets and sample weights of the whole batch.
 
     Returns:
-        The logs or predictions on rank 0 or where asked for, else `None`. `"inspect"`
-        gives the outputs of the layers and the gradients.
+        The logs or predictions on rank 0 or where asked for. `"inspect"` gives the outputs of the
+        layers and the gradients. Elsewhere the `Outputs` of the step, which metrics may ask for.
     """
     if kind == "train":
-        return _train(model, plan, replica, data)
+        return _train(model, plan, losses, replica, data)
     if kind == "inspect":
-        return _inspect(model, plan, replica, data)
+        return _inspect(model, plan, losses, replica, data)
     with torch.no_grad():
         if kind == "test":
-            return _test(model, plan, replica, data)
-        outputs = _outputs(model, plan, replica, data[0], training=False)
+            return _test(model, plan, losses, replica, data)
+        own = _forward(model, plan, replica, data[0], training=False)
+        name = _name(model)
+        outputs = keras.tree.map_structure(lambda each: replica.gather(each, name), own)
         return outputs if replica.returns else None
 
 
-def _train(model: Any, plan: Plan, replica: Replica, data: Any) -> Any:
+def _train(model: Any, plan: Plan, losses: LossSharding, replica: Replica, data: Any) -> Any:
     # keras/src/backend/torch/trainer.py, TorchTrainer.train_step
-    x, y, sample_weight = data
-    y_pred = _outputs(model, plan, replica, x, training=True)
-    loss = _global_loss(model, replica, data, y_pred)
+    outputs = _outputs(model, plan, replica, data, training=True)
+    loss = _global_loss(model, losses, outputs, data)
     weights = model.trainable_weights
     if weights:
         share = loss if model.optimizer is None else model.optimizer.scale_loss(loss)
         parameters = _backward(weights, replica, share)
         with torch.no_grad():
             replica.check()
+            replica.has_updated = True
             model.optimizer.apply([parameter.grad for parameter in parameters], weights)
     if not replica.returns:
-        return None
+        return outputs
     if not weights:
         warnings.warn("The model does not have any trainable weights.", stacklevel=2)
     loss_tracker(model).update_state(loss, sample_weight=replica.rows)
-    return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+    return losses.metrics(outputs, data)
 
 
-def _inspect(model: Any, plan: Plan, replica: Replica, data: Any) -> Any:
+def _inspect(model: Any, plan: Plan, losses: LossSharding, replica: Replica, data: Any) -> Any:
     def whole(output: Any) -> Any:
         return replica.gather(output.detach(), "A layer's output") if output.ndim else output
 
     with recorded(model, whole) as seen:
-        y_pred = _outputs(model, plan, replica, data[0], training=True)
-    loss = _global_loss(model, replica, data, y_pred)
+        outputs = _outputs(model, plan, replica, data, training=True)
+    loss = _global_loss(model, losses, outputs, data)
     weights = model.trainable_weights
     if weights:
         _backward(weights, replica, loss)
@@ -83,11 +89,11 @@ def _inspect(model: Any, plan: Plan, replica: Replica, data: Any) -> Any:
     return seen if replica.returns else None
 
 
-def _global_loss(model: Any, replica: Replica, data: Any, y_pred: Any) -> Any:
+def _global_loss(model: Any, losses: LossSharding, outputs: Outputs, data: Any) -> Any:
     """Return the loss of the global batch, the same on every replica."""
     model.zero_grad()
-    with replica.streams.common():
-        return _loss(model, data, y_pred, training=True)
+    with outputs.replica.streams.common():
+        return losses.loss(outputs, data, training=True)
 
 
 def _backward(weights: list[Any], replica: Replica, loss: Any) -> list[Any]:
@@ -128,19 +134,23 @@ def watching(layers: list[Any], record: Callable[[Any, Any, Any], None]) -> Iter
             hook.remove()
 
 
-def _test(model: Any, plan: Plan, replica: Replica, data: Any) -> Any:
+def _test(model: Any, plan: Plan, losses: LossSharding, replica: Replica, data: Any) -> Any:
     # keras/src/backend/torch/trainer.py, TorchTrainer.test_step
-    x, y, sample_weight = data
-    y_pred = _outputs(model, plan, replica, x, training=False)
+    outputs = _outputs(model, plan, replica, data, training=False)
+    loss = losses.loss(outputs, data, training=False)
     if not replica.returns:
-        return None
-    loss = _loss(model, data, y_pred, training=False)
+        return outputs
     loss_tracker(model).update_state(loss, sample_weight=replica.rows)
-    return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+    return losses.metrics(outputs, data)
 
 
-def _outputs(model: Any, plan: Plan, replica: Replica, x: Any, *, training: bool) -> Any:
-    """Return the model's outputs for the global batch, with their masks."""
+def _outputs(model: Any, plan: Plan, replica: Replica, data: Any, *, training: bool) -> Outputs:
+    own = _forward(model, plan, replica, data[0], training=training)
+    return Outputs(replica, own, _name(model))
+
+
+def _forward(model: Any, plan: Plan, replica: Replica, x: Any, *, training: bool) -> Any:
+    """Return the model's outputs for the rows of this replica, with their masks."""
     own = keras.tree.map_structure(
         # A copy, because a layer may write into its input, and others read these rows too.
         lambda leaf: copies_on(replica.device, replica.take(leaf) if _has_rows(leaf) else leaf),
@@ -148,17 +158,12 @@ def _outputs(model: Any, plan: Plan, replica: Replica, x: Any, *, training: bool
     )
     with plan.in_force(replica), copied_states(model):
         options = {"training": training} if takes_training(model) else {}
-        outputs = model(own, **options)
-    name = f"An output of {model.name!r}"
-    return keras.tree.map_structure(
-        lambda output: replica.gather(output, name, for_loss=True), outputs
-    )
+        return model(own, **options)
+
+
+def _name(model: Any) -> str:
+    return f"An output of {model.name!r}"
 
 
 def _has_rows(leaf: Any) -> bool:
     return leaf is not None and bool(leaf.ndim)
-
-
-def _loss(model: Any, data: Any, y_pred: Any, *, training: bool) -> Any:
-    x, y, sample_weight = data
-    return loss_of(model, x, y, y_pred, sample_weight, training=training)

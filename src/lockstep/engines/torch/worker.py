@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import traceback
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -64,6 +65,10 @@ def _report(rank_0: Any, error: BaseException) -> None:
         pass
 
 
+_OF_LAST_STEP = ("output", "metric", "exchanges", "sketches")
+"""What rank 0 asks for that leaves the outputs of the last step in place."""
+
+
 def import_keras() -> None:
     """Import Keras without the packages that it imports only because they are installed.
 
@@ -78,6 +83,18 @@ def import_keras() -> None:
     finally:
         for name in hidden:
             del sys.modules[name]
+
+
+@dataclass
+class _Copy:
+    """A copy of a model of rank 0, and how its steps run."""
+
+    model: Any
+    plan: Any
+    losses: Any
+    tensors: list[Any]
+    functions: list[Any]
+    whole_batch: Any
 
 
 class _Worker:
@@ -100,8 +117,9 @@ class _Worker:
         torch.set_num_threads(threads)
         self._rank_0 = rank_0
         self._memory = BatchMemory(memory)
-        self._models: dict[int, Any] = {}
-        self._whole_batch: dict[int, Any] = {}
+        self._models: dict[int, _Copy] = {}
+        self._recording: Any = None
+        self._last_step: Any = None
         self._code = SetCode()
         self._streams = RandomStreams()
         rank_0.send_bytes(pickle.dumps(("ready", None, "")))
@@ -112,6 +130,8 @@ class _Worker:
     def follow(self, message: tuple[str, Any]) -> None:
         """Do what rank 0 asks for."""
         name, content = message
+        if name not in _OF_LAST_STEP:
+            self._last_step = None
         getattr(self, f"_{name}")(*content)
 
     def _settings(self, settings: Any) -> None:
@@ -121,34 +141,37 @@ class _Worker:
 
     def _model(self, key: int, data: bytes, draws_together: bool) -> None:
         from lockstep.engines.torch.layers import Plan, parts_of
+        from lockstep.engines.torch.loss_sharding import LossSharding
         from lockstep.engines.torch.model_pickle import load
         from lockstep.engines.torch.whole_batch_steps import WholeBatchSteps
 
-        model, tensors = load(data, self._code)
+        model, tensors, functions = load(data, self._code)
         plan = Plan(model, draws_together=draws_together)
-        self._whole_batch[key] = WholeBatchSteps(model)
-        self._models[key] = (model, plan, tensors)
+        self._models[key] = _Copy(
+            model, plan, LossSharding(model), tensors, functions, WholeBatchSteps(model)
+        )
         self._rank_0.send_bytes(pickle.dumps(("taken", parts_of(plan), "")))
 
     def _exchanges(self, compared: bool) -> None:
         self._group.compares = compared
 
-    def _plan(self, key: int, proven: list[int], distrusted: list[int]) -> None:
+    def _plan(
+        self, key: int, proven: list[int], distrusted: list[int], losses_by_rows: bool
+    ) -> None:
         from lockstep.engines.torch.layers import Plan
 
-        model, plan, tensors = self._models[key]
-        together = plan.draws_together
-        plan = Plan(model, proven, draws_together=together, distrusted=distrusted)
-        self._models[key] = (model, plan, tensors)
+        copy = self._models[key]
+        together = copy.plan.draws_together
+        copy.plan = Plan(copy.model, proven, draws_together=together, distrusted=distrusted)
+        copy.losses.by_rows = losses_by_rows
 
     def _forget(self, key: int) -> None:
         self._models.pop(key, None)
-        self._whole_batch.pop(key, None)
 
     def _compare(self, key: int, sums: list[int]) -> None:
         from lockstep.engines.torch.settings import checksum
 
-        _, _, tensors = self._models[key]
+        tensors = self._models[key].tensors
         differ = [
             number
             for number, (tensor, expected) in enumerate(zip(tensors, sums, strict=True))
@@ -157,13 +180,13 @@ class _Worker:
         self._rank_0.send_bytes(pickle.dumps(("differ", differ, "")))
 
     def _values(self, key: int, numbers: list[int]) -> None:
-        _, _, tensors = self._models[key]
+        tensors = self._models[key].tensors
         self._group.broadcast_in_place([tensors[number] for number in numbers])
 
     def _gradients(self, key: int, changed: list[int], there: list[int]) -> None:
         import torch
 
-        _, _, tensors = self._models[key]
+        tensors = self._models[key].tensors
         for number in changed:
             tensors[number].grad = torch.empty_like(tensors[number]) if number in there else None
         self._group.broadcast_in_place([tensors[number].grad for number in there])
@@ -185,36 +208,62 @@ class _Worker:
             global_seed_generator().state.assign(keras_seed)
 
     def _step(self, key: int, kind: str, training: bool, rows: int, batch: Any, base: Any) -> None:
-        from lockstep.engines.torch.replica import Replica
-        from lockstep.engines.torch.steps import run_step
-
-        model, plan, _ = self._models[key]
-        if plan.draws_together:
+        copy = self._models[key]
+        if copy.plan.draws_together:
             self._streams.share(base)
         else:
             self._streams.seed(base, self._group.rank)
-        if model.training != training:
-            model.train(training)
-        replica = Replica(self._group, rows, self._streams, self._device)
-        run_step(kind, model, plan, replica, self._own_copy(model, batch))
+        self._last_step = self._prepared(copy, kind, training, rows, batch)()
 
     def _recorded(
         self, key: int, kind: str, training: bool, rows: int, batch: Any, state: Any
     ) -> None:
         from lockstep.engines.torch.first_step import recorded_step
+
+        copy = self._models[key]
+        self._streams.share(state)
+        step = self._prepared(copy, kind, training, rows, batch)
+
+        def run() -> None:
+            self._last_step = step()
+
+        self._recording = recorded_step(copy.model, run, is_custom=False)
+
+    def _sketches(self) -> None:
+        """Send what the last step without an update has computed."""
+        self._rank_0.send_bytes(pickle.dumps(("recorded", self._recording.sketches(), "")))
+        self._recording = None
+
+    def _prepared(self, copy: _Copy, kind: str, training: bool, rows: int, batch: Any) -> Any:
+        """Return a function that runs a step, and returns what metrics may ask for after it."""
         from lockstep.engines.torch.replica import Replica
         from lockstep.engines.torch.steps import run_step
 
-        model, plan, _ = self._models[key]
-        self._streams.share(state)
-        if model.training != training:
-            model.train(training)
+        if copy.model.training != training:
+            copy.model.train(training)
         replica = Replica(self._group, rows, self._streams, self._device)
-        data = self._own_copy(model, batch)
-        recording = recorded_step(
-            model, lambda: run_step(kind, model, plan, replica, data), is_custom=False
-        )
-        self._rank_0.send_bytes(pickle.dumps(("recorded", recording.sketches(), "")))
+        data = self._own_copy(copy.model, batch)
+
+        def step() -> Any:
+            outputs = run_step(kind, copy.model, copy.plan, copy.losses, replica, data)
+            return outputs, data[1], copy.functions
+
+        return step
+
+    def _output(self, number: int) -> None:
+        """Send the rows of an output of the last step."""
+        outputs, _, _ = self._last_step
+        outputs.whole(number)
+
+    def _metric(self, function: int, output: int, target: int) -> None:
+        """Send what the function of a metric gives for the rows of this replica."""
+        import keras
+        import torch
+
+        outputs, targets, functions = self._last_step
+        y_true = keras.tree.flatten(targets)[target]
+        with torch.no_grad():
+            outputs.values(functions[function], y_true, outputs.own(output), "a metric")
 
     def _whole_step(self, *step: Any) -> None:
         from lockstep.engines.torch.whole_batch_steps import numbers_in
@@ -226,7 +275,7 @@ class _Worker:
         from lockstep.engines.torch.first_step import recorded_step
 
         model, run = self._on_whole_batch(key, *step)
-        recorded_step(model, run, is_custom=True, watch=self._whole_batch[key].watched)
+        recorded_step(model, run, is_custom=True, watch=self._models[key].whole_batch.watched)
         self._rank_0.send_bytes(pickle.dumps(("recorded", None, "")))
 
     def _on_whole_batch(
@@ -236,16 +285,16 @@ class _Worker:
         from lockstep.engines.torch.placement import copies_on
         from lockstep.engines.torch.replica import set_random_state
 
-        model, plan, _ = self._models[key]
+        copy = self._models[key]
+        model, steps = copy.model, copy.whole_batch
         if model.training != training:
             model.train(training)
         data = copies_on(self._device, self._memory.read(batch))
         set_random_state(state)
-        steps = self._whole_batch[key]
         steps.distrusted = dict.fromkeys(distrusted, "")
 
         def run() -> Any:
-            together = plan.draws_together
+            together = copy.plan.draws_together
             return steps.run(
                 kind, data, self._group, self._streams, self._device, draws_together=together
             )

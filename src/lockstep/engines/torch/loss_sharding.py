@@ -1,0 +1,331 @@
+"""Losses and metrics that each replica computes on its own rows; see `rows_of_losses`.
+
+Keras's code of a step is given stand-ins for the outputs of the global batch. A loss or metric that
+works row by row takes the rows of this replica from them. Anything else gathers the rows of all
+replicas first, so an output that nothing uses whole is never gathered.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import torch
+
+from lockstep.engines.patched import patched
+from lockstep.engines.replicas.first_step import states_of, unchanged_objects
+from lockstep.engines.replicas.rows_of_losses import losses_by_rows, metrics_by_rows, why_whole
+from lockstep.engines.torch.replica import Replica
+from lockstep.engines.torch.scratch import Scratch
+from lockstep.keras_compat import (
+    METRIC_FUNCTION,
+    compiled_loss,
+    compiled_metrics,
+    get_keras_mask,
+    loss_of,
+    set_keras_mask,
+    single_losses,
+)
+from lockstep.state import unique
+from lockstep.training.overrides import is_keras
+
+
+class Outputs:
+    """The outputs of the model in one step: the rows of this replica, and of all if needed.
+
+    Args:
+        replica: This replica.
+        own: The outputs for the rows of this replica.
+        name: What they are, for an error.
+
+    Attributes:
+        replica: This replica.
+        stand_ins: What Keras's code is given for the outputs of the global batch.
+        ask: Asks the other replicas for their part; `None` where they send it by themselves.
+    """
+
+    def __init__(self, replica: Replica, own: Any, name: str) -> None:
+        self.replica = replica
+        self.ask: Callable[..., None] | None = None
+        self._own = keras.tree.flatten(own)
+        self._name = name
+        self._whole: dict[int, Any] = {}
+        made = [self._stand_in(number, each) for number, each in enumerate(self._own)]
+        self.stand_ins = keras.tree.pack_sequence_as(own, made)
+
+    def own(self, number: int) -> Any:
+        """Return the rows of this replica of one output."""
+        return self._own[number]
+
+    def whole(self, number: int) -> Any:
+        """Return one output of the global batch. Every replica has to call this."""
+        if number not in self._whole:
+            if self.ask is not None:
+                self.ask("output", number)
+            self._whole[number] = self.replica.gather(self._own[number], self._name, for_loss=True)
+        return self._whole[number]
+
+    def values(self, function: Callable[..., Any], y_true: Any, own: Any, name: str) -> Any:
+        """Return what a function gives for the rows of the global batch.
+
+        Every replica has to call this.
+
+        Args:
+            function: A function of targets and outputs that works row by row.
+            y_true: The targets of the global batch.
+            own: The outputs for the rows of this replica.
+            name: The name of the function, for an error.
+        """
+        found = function(self.replica.take(y_true), own)
+        return keras.tree.map_structure(
+            lambda part: self.replica.gather(part, f"What {name!r} gives", for_loss=True), found
+        )
+
+    def _stand_in(self, number: int, own: Any) -> "StandIn":
+        self.replica.true_rows(own, self._name)
+        made = StandIn.made((self.replica.rows, *own.shape[1:]), own.dtype, own.device)
+        made.outputs, made.number = self, number
+        mask = get_keras_mask(own)
+        if mask is not None:
+            set_keras_mask(made, self.replica.gather(mask, self._name))
+        return made
+
+
+class StandIn(torch.Tensor):  # type: ignore[misc]
+    """Stands for an output of the global batch: its shape and type, without values.
+
+    Any operation but a cast gathers the output first.
+    """
+
+    outputs: Outputs
+    number: int
+    casts: tuple[tuple[Any, Any], ...] = ()
+
+    @classmethod
+    def made(cls, shape: tuple[int, ...], dtype: Any, device: Any) -> "StandIn":
+        """Return a stand-in of this form."""
+        made: StandIn = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        return made
+
+    def own(self) -> Any:
+        """Return the rows of this replica."""
+        return self._cast(self.outputs.own(self.number))
+
+    def whole(self) -> Any:
+        """Return the output of the global batch. Every replica has to call this."""
+        return self._cast(self.outputs.whole(self.number))
+
+    def _cast(self, tensor: Any) -> Any:
+        for args, kwargs in self.casts:
+            tensor = tensor.to(*args, **kwargs)
+        return tensor
+
+    def _to(self, *args: Any, **kwargs: Any) -> Any:
+        form = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
+        if (form.dtype, form.device) == (self.dtype, self.device):
+            return self
+        made = StandIn.made(tuple(self.shape), form.dtype, form.device)
+        made.outputs, made.number = self.outputs, self.number
+        made.casts = (*self.casts, (args, kwargs))
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer what is asked of the form, and gather the output for anything else."""
+        kwargs = kwargs or {}
+        if func in _OF_FORM:
+            return super().__torch_function__(func, types, args, kwargs)
+        if func is torch.Tensor.to:
+            return args[0]._to(*args[1:], **kwargs)
+        args, kwargs = gathered((args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise: there are no values to compute with."""
+        raise NotImplementedError(f"{func} of a stand-in")
+
+
+_OF_FORM = (
+    *(
+        getattr(torch.Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "is_meta", "requires_grad", "layout")
+    ),
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.__len__,
+)
+"""What a tensor is asked without its values."""
+
+
+def gathered(nest: Any) -> Any:
+    """Return a nest with the outputs of the global batch in place of their stand-ins."""
+    return keras.tree.map_structure(
+        lambda leaf: leaf.whole() if isinstance(leaf, StandIn) else leaf, nest
+    )
+
+
+class LossSharding:
+    """Shards the losses and metrics of one model over the replicas where this is exact.
+
+    Every replica decides alike: it has the same code and the same shapes, and one that takes the
+    outputs of the global batch lets all of them do so.
+
+    Attributes:
+        by_rows: Whether a loss or metric that works row by row takes its own rows.
+        choices: For each name of a loss or metric: `None` if each replica takes its own rows,
+            else why it takes the outputs of the global batch.
+        large: Those choices that gather many bytes.
+        sent_metrics: The metrics whose functions the other replicas have, in their order; `None`
+            where every replica computes metrics.
+    """
+
+    def __init__(self, model: Any, *, by_rows: bool = True) -> None:
+        self.by_rows = by_rows
+        self.choices: dict[str, str | None] = {}
+        self.large: dict[str, str] = {}
+        self.sent_metrics: list[Any] | None = None
+        self._model = model
+        self._reasons: dict[Any, tuple[Any, str | None]] = {}
+
+    def forget(self) -> None:
+        """Follow the code of all losses and metrics again: it may have changed."""
+        self._reasons.clear()
+
+    def loss(self, outputs: Outputs, data: Any, *, training: bool) -> Any:
+        """Return the loss of the global batch. Every replica has to call this."""
+        x, y, sample_weight = data
+        losses = losses_by_rows(self._model)
+        y_pred = outputs.stand_ins
+        if not self._are_all_losses(losses):
+            y_pred = gathered(y_pred)
+        with patched([(each, "call", self._taking_rows(each, each.call)) for each in losses]):
+            return loss_of(self._model, x, y, y_pred, sample_weight, training=training)
+
+    def metrics(self, outputs: Outputs, data: Any) -> Any:
+        """Return the logs of the global batch.
+
+        The replicas that do not call this serve what the others ask for; see `Outputs.ask`.
+        """
+        x, y, sample_weight = data
+        outputs.ask = outputs.replica.ask
+        model, compiled = self._model, compiled_metrics(self._model)
+        by_rows, y_pred = metrics_by_rows(model), outputs.stand_ins
+        plain = is_keras(model, "compute_metrics") and (compiled is None or compiled.built)
+        if not plain:
+            y_pred = gathered(y_pred)
+        known = set(map(id, by_rows))
+        others = [] if compiled is None else [m for m in compiled.metrics if id(m) not in known]
+        targets = keras.tree.flatten(y)
+        changes = [
+            (
+                each,
+                METRIC_FUNCTION,
+                self._taking_rows(each, getattr(each, METRIC_FUNCTION), targets),
+            )
+            for each in by_rows
+        ]
+        changes += [(each, "update_state", self._gathering(each)) for each in unique(others)]
+        with patched(changes):
+            return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+    def _are_all_losses(self, losses: list[Any]) -> bool:
+        """Return whether Keras's code alone and these losses see the outputs."""
+        compiled = compiled_loss(self._model)
+        if not self.by_rows or not is_keras(self._model, "compute_loss"):
+            return False
+        return compiled is None or (
+            compiled.built and len(losses) == len(unique(single_losses(compiled)))
+        )
+
+    def _gathering(self, metric: Any) -> Callable[..., Any]:
+        update = metric.update_state
+
+        def update_state(*args: Any, **kwargs: Any) -> Any:
+            self._note(metric, "it is no function of one row", args)
+            args, kwargs = gathered((args, kwargs))
+            return update(*args, **kwargs)
+
+        return update_state
+
+    def _taking_rows(
+        self, owner: Any, function: Callable[..., Any], targets: list[Any] | None = None
+    ) -> Callable[..., Any]:
+        """Return a function of own rows in place of one of the global batch, where this is exact.
+
+        Args:
+            owner: A loss or metric.
+            function: Its function.
+            targets: The targets of the batch, for a metric.
+        """
+
+        def values(*given: Any, **options: Any) -> Any:
+            reason = self._why_gathered(owner, function, options, given, targets)
+            if reason is not None:
+                self._note(owner, reason, given)
+                return function(*gathered(given), **options)
+            self.choices[owner.name] = self.choices.get(owner.name)
+            y_true, y_pred = given
+            outputs = y_pred.outputs
+            if outputs.ask is not None:
+                number = list(map(id, self.sent_metrics or ())).index(id(owner))
+                target = list(map(id, targets or ())).index(id(y_true))
+                outputs.ask("metric", number, y_pred.number, target)
+            return outputs.values(
+                lambda *own: function(*own, **options), y_true, y_pred.own(), owner.name
+            )
+
+        return values
+
+    def _why_gathered(
+        self, owner: Any, function: Any, options: Any, given: Any, targets: list[Any] | None
+    ) -> str | None:
+        if len(given) != 2 or not isinstance(given[1], StandIn):
+            return "what it is given are no outputs and targets of the model"
+        y_true, y_pred = given
+        replica = y_pred.outputs.replica
+        if not (isinstance(y_true, torch.Tensor) and y_true.ndim) or len(y_true) != replica.rows:
+            return "its targets have no rows"
+        if replica.rows == 1:
+            return "the batch has one row"
+        if not self.by_rows:
+            return "it gave another value in a first step"
+        asks = y_pred.outputs.ask is not None
+        if asks and not self._is_served(owner, y_true, y_pred, targets):
+            return "its function is not known to the other processes"
+        key = id(owner), *((part.shape, part.dtype) for part in (y_true, y_pred))
+        if key not in self._reasons:  # the owner is kept, so that no other one gets its identity
+            reason = self._followed(owner, function, options, y_true, y_pred)
+            self._reasons[key] = owner, reason if asks else _agreed(reason, replica)
+        return self._reasons[key][1]
+
+    def _is_served(self, owner: Any, y_true: Any, y_pred: StandIn, targets: Any) -> bool:
+        known = any(each is owner for each in self.sent_metrics or ())
+        return known and not y_pred.casts and any(each is y_true for each in targets or ())
+
+    def _followed(
+        self, owner: Any, function: Any, options: Any, y_true: Any, y_pred: Any
+    ) -> str | None:
+        if not states_of(self._model).can_be_put_back:
+            return "its code changes what cannot be put back"
+        with unchanged_objects(self._model):
+            return why_whole(owner, function, options, y_true, y_pred, Scratch)
+
+    def _note(self, owner: Any, reason: str, given: Any) -> None:
+        wholes = [each for each in given if isinstance(each, StandIn) and len(each) > 1]
+        if wholes:
+            self.choices[owner.name] = reason
+        if sum(math.prod(each.shape) * each.dtype.itemsize for each in wholes) >= _LARGE:
+            self.large[owner.name] = reason
+
+
+def _agreed(reason: str | None, replica: Replica) -> str | None:
+    """Return why any replica takes the outputs of the global batch, `None` if none does."""
+    votes = torch.tensor([float(reason is not None)], device=replica.device)
+    if replica.sum(votes).item() and reason is None:
+        return "another process does not know that it works row by row"
+    return reason
+
+
+_LARGE = 2**26
+"""Bytes of the outputs of a global batch from which on the user is told why they are gathered."""

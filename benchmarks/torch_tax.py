@@ -1,10 +1,12 @@
 """`python benchmarks/torch_tax.py`: a step on PyTorch against DDP over the same layers.
 
-Two processes, each pinned to a core of its own. One pair is `fit` of lockstep, whose rank 0 starts
-the other process. The other pair is a loop by hand over the same Keras layers, in
-DistributedDataParallel, with the same optimizer of Keras and no metrics, callbacks or `DataLoader`.
-The pairs take turns, every other round backwards. A ratio is the time of lockstep over that of the
-loop in the same round: its median, and the first and the third quartile of all rounds.
+Two processes, each pinned to a core of its own; more of them (`--processes 3`) share the cores. One
+team is `fit` of lockstep, whose rank 0 starts the other processes. The other team is a loop by hand
+over the same Keras layers, in DistributedDataParallel, with the same optimizer of Keras and no
+metrics, callbacks or `DataLoader`. The teams take turns, every other round backwards. A ratio is
+the time of lockstep over that of the loop in the same round: its median, and the first and the
+third quartile of all rounds. The memory is the most that a process of the team held, less what it
+held before training.
 """
 
 import argparse
@@ -17,10 +19,10 @@ from peers import spread
 from rows import BATCH
 from workers import Worker, answer, pin
 
-NAMES = ("cnn", "transformer", "pictures")
+NAMES = ("cnn", "transformer", "words", "pictures")
 
 
-def made(name):
+def made(name, size):
     import keras
     import models
     import numpy as np
@@ -31,29 +33,39 @@ def made(name):
     model = getattr(models, name)()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss)
+    rows = size * rows_of(name) * STEPS
     shape = model.inputs[0].shape[1:]
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(2 * BATCH * STEPS, *shape)).astype("float32")
-    return model, x, rng.integers(0, 10, len(x))
+    if name == "words":
+        x, y = (rng.integers(0, models.WORDS, (rows, *shape)) for _ in range(2))
+    else:
+        x, y = rng.normal(size=(rows, *shape)).astype("float32"), rng.integers(0, 10, rows)
+    return model, x, y
 
 
 STEPS = 20
 
 
-def lockstep_fit(name, rank, port):
-    """Rounds of `fit` in rank 0, which is pinned; its worker takes the other core."""
-    os.environ["LOCKSTEP_REHEARSE"] = "2"
+def rows_of(name):
+    """The rows of each process in a step: a row of the language model is large."""
+    return BATCH // 8 if name == "words" else BATCH
+
+
+def lockstep_fit(name, rank, port, size):
+    """Rounds of `fit` in rank 0, which is pinned; its workers take the other cores."""
+    os.environ["LOCKSTEP_REHEARSE"] = str(size)
     import lockstep
 
-    model, x, y = made(name)
+    model, x, y = made(name, size)
     cores = sorted(os.sched_getaffinity(0))
-    lockstep.distribute(model, 2)
-    model.predict(x[:2], verbose=0)  # which starts the worker
-    (other,) = children()
-    for thread in os.listdir(f"/proc/{other}/task"):
-        os.sched_setaffinity(int(thread), {cores[1]})
+    lockstep.distribute(model, size)
+    model.predict(x[:size], verbose=0)  # which starts the workers
+    for number, other in enumerate(children(), 1):
+        for thread in os.listdir(f"/proc/{other}/task"):
+            os.sched_setaffinity(int(thread), {cores[number % len(cores)]})
     pin(0)
-    return lambda: model.fit(x, y, batch_size=2 * BATCH, shuffle=False, verbose=0)
+    whole = size * rows_of(name)
+    return lambda: model.fit(x, y, batch_size=whole, shuffle=False, verbose=0)
 
 
 def children():
@@ -62,24 +74,35 @@ def children():
         return [int(number) for number in file.read().split()]
 
 
-def by_hand(name, rank, port):
+def memory(name):
+    """The bytes that this process and each that it has started hold (`VmRSS`), or held at most
+    (`VmHWM`)."""
+    found = []
+    for process in (os.getpid(), *children()):
+        with open(f"/proc/{process}/status") as file:
+            (line,) = [line for line in file if line.startswith(f"{name}:")]
+        found.append(int(line.split()[1]) * 1024)
+    return found
+
+
+def by_hand(name, rank, port, size):
     """A loop over the rows of one rank in DistributedDataParallel."""
-    pin(rank)
-    model, x, y = made(name)
+    pin(rank % os.cpu_count())
+    model, x, y = made(name, size)
     import torch
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
     model.optimizer.build(model.trainable_variables)
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     x, y = (torch.from_numpy(part) for part in (x, y))
-    weights = model.trainable_variables
+    weights, rows = model.trainable_variables, rows_of(name)
 
     def run():
         total = 0.0
         model.train()
-        for start in range(rank * BATCH, len(x), 2 * BATCH):
-            inputs, targets = x[start : start + BATCH], y[start : start + BATCH]
+        for start in range(rank * rows, len(x), size * rows):
+            inputs, targets = x[start : start + rows], y[start : start + rows]
             outputs = wrapped(inputs)
             model.zero_grad()
             loss = model.loss(targets, outputs)
@@ -92,52 +115,60 @@ def by_hand(name, rank, port):
     return run
 
 
-PAIRS = {"lockstep": (lockstep_fit, 1), "DistributedDataParallel": (by_hand, 2)}
+TEAMS = {"lockstep": lockstep_fit, "DistributedDataParallel": by_hand}
 
 
-def worker(pair, name, rank, port):
+def worker(team, name, rank, port, size):
     os.environ |= {"KERAS_BACKEND": "torch", "KERAS_TORCH_DEVICE": "cpu"}
-    run = PAIRS[pair][0](name, rank, port)
+    run = TEAMS[team](name, rank, port, size)
+    before = memory("VmRSS")
     run()
     answer("")
     for _ in sys.stdin:
         start = time.perf_counter()
         run()
-        answer(time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        held = [most - least for most, least in zip(memory("VmHWM"), before, strict=True)]
+        answer((seconds, max(held)))
 
 
-def measured(name, rounds):
-    """Return the seconds of each round, by pair."""
+def measured(name, rounds, size):
+    """Return the seconds of each round and the most bytes of a process, by team."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    pairs = {
-        pair: [
-            Worker(__file__, "--worker", pair, "--model", name, "--rank", rank, "--port", port)
-            for rank in range(processes)
+    same = ("--model", name, "--port", port, "--processes", size)
+    teams = {
+        team: [
+            Worker(__file__, "--worker", team, "--rank", rank, *same)
+            for rank in range(1 if team == "lockstep" else size)
         ]
-        for pair, (_, processes) in PAIRS.items()
+        for team in TEAMS
     }
-    for workers in pairs.values():
+    for workers in teams.values():
         for each in workers:
             each.wait()
-    found = {pair: [] for pair in pairs}
+    found = {team: [] for team in teams}
+    most = dict.fromkeys(teams, 0)
     for number in range(rounds):
-        for pair in list(pairs) if number % 2 else reversed(pairs):
-            for each in pairs[pair]:
+        for team in list(teams) if number % 2 else reversed(teams):
+            for each in teams[team]:
                 each.ask("go")
-            found[pair].append(max(each.answer() for each in pairs[pair]))
-    for workers in pairs.values():
+            answers = [each.answer() for each in teams[team]]
+            found[team].append(max(seconds for seconds, _ in answers))
+            most[team] = max(held for _, held in answers)
+    for workers in teams.values():
         for each in workers:
             each.end()
         for each in workers:
             each.wait_for_end()
-    return found
+    return found, most
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--models", nargs="*", default=NAMES, choices=NAMES)
     parser.add_argument("--worker")
     parser.add_argument("--model")
@@ -145,16 +176,20 @@ def main():
     parser.add_argument("--port", type=int)
     options = parser.parse_args()
     if options.worker:
-        worker(options.worker, options.model, options.rank, options.port)
+        worker(options.worker, options.model, options.rank, options.port, options.processes)
         return
-    print(f"load {os.getloadavg()[0]:.1f}, {2 * BATCH} rows a step, {options.rounds} rounds")
+    size = options.processes
+    print(f"load {os.getloadavg()[0]:.1f}, {size} processes, {options.rounds} rounds")
     for name in options.models:
-        found = measured(name, options.rounds)
+        found, most = measured(name, options.rounds, size)
         each = [a / b for a, b in zip(*found.values(), strict=True)]
         median, low, high = spread(each)
-        steps = {pair: spread(seconds)[0] / STEPS * 1e3 for pair, seconds in found.items()}
-        times = ", ".join(f"{pair} {ms:.1f} ms" for pair, ms in steps.items())
-        print(f"{name}: {median:.3f} [{low:.3f}, {high:.3f}] ({times} per step)", flush=True)
+        steps = {team: spread(seconds)[0] / STEPS * 1e3 for team, seconds in found.items()}
+        times = ", ".join(f"{team} {ms:.1f} ms" for team, ms in steps.items())
+        held = ", ".join(f"{team} {bytes_ / 2**20:.0f} MiB" for team, bytes_ in most.items())
+        print(
+            f"{name}: {median:.3f} [{low:.3f}, {high:.3f}] ({times} per step; {held})", flush=True
+        )
 
 
 if __name__ == "__main__":

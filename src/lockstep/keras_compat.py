@@ -846,6 +846,10 @@ def counted_without_drawing(bar: Any, batch: int) -> bool:
     return True
 
 
+EXPECTED_BATCH_SIZE = _held(keras.layers.RNN, "_expected_batch_size")
+"""The attribute of a stateful RNN with the rows of its state."""
+
+
 # ---------------------------------------------------------------- what a loss or a metric has
 
 options_of = _read(keras.metrics.MeanMetricWrapper, "_fn_kwargs", {})

@@ -1,11 +1,14 @@
 """Stateful RNNs carry their state from batch to batch, on one device too."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
 from keras import layers, ops
 
 import lockstep
+from lockstep.errors import UnsplitBatchWarning
 from tests.sampling import rest
 from tests.torch.agreement import assert_equal, both, values
 
@@ -31,8 +34,8 @@ RNNS = {
 }
 
 
-def made(name, *, stock):
-    inputs = keras.Input(batch_shape=(ROWS, STEPS, 2))
+def made(name, *, stock, rows=ROWS):
+    inputs = keras.Input(batch_shape=(rows, STEPS, 2))
     model = keras.Model(inputs, layers.Dense(2)(RNNS[name](stock)(inputs)))
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
     return model
@@ -68,6 +71,19 @@ def test_the_state_goes_from_row_to_row(name, devices):
     assert_equal(mine.predict(x, **options), alone.predict(x, **options))
     lockstep.release(mine)  # in the middle of the sequences
     assert_equal(mine.evaluate(x, y, **options), alone.evaluate(x, y, **options))
+
+
+def test_every_process_runs_its_rows_of_the_state():
+    """There is no warning of a layer that runs whole; one process has no row."""
+    ways = iter((True, False))
+    alone, mine = both(lambda: made("LSTM", stock=next(ways), rows=3), 4)
+    x, y = (each[:12] for each in pieces())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnsplitBatchWarning)
+        for model in (alone, mine):
+            model.fit(x, y, batch_size=3, shuffle=False, verbose=0)
+    assert_equal(states(mine), states(alone))
+    assert_equal(values(mine), values(alone))
 
 
 def test_a_sequence_in_pieces_equals_the_whole_one():

@@ -30,12 +30,9 @@ class LayerPlan:
             itself, in the order of the model. The same model has the same order anywhere.
         whole: Layers and operations that run on the global batch.
         norms: Batch norms. They use the moments of the global batch.
-        stateful: Stateful RNNs that run by rows, where an engine splits their state.
+        stateful: Stateful RNNs. Each replica runs its own rows of their state.
         every: Every layer that is not inside one of `whole`.
     """
-
-    splits_states = False
-    """Whether each replica runs its own rows of the state of a stateful RNN."""
 
     def __init__(
         self,
@@ -70,7 +67,7 @@ class LayerPlan:
         if id(part) in self._seen:
             return
         self._seen.add(id(part))
-        rnns = stateful_rnns(part) if self.splits_states else []
+        rnns = stateful_rnns(part)
         if is_container(part):
             self.every.append(part)
             for inner in operations_of(part):

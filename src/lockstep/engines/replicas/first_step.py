@@ -512,12 +512,18 @@ class FirstSteps:
         self.alone.pop(kind, None)
         self._compared = {form for form in self._compared if form[0] != kind}
 
-    def is_due(self, kind: str, form: Any, followed: Iterable[Any]) -> bool:
-        """Return whether a step has to be compared: once for each form, if code was guessed."""
+    def is_due(self, kind: str, form: Any, followed: Callable[[], Iterable[Any]]) -> bool:
+        """Return whether a step has to be compared: once for each form, if code was guessed.
+
+        Args:
+            kind: The kind of the step.
+            form: The form of its batch.
+            followed: Returns the parts of the model whose code was followed.
+        """
         if (kind, form) in self._compared or not is_checked():
             return False
         self._compared.add((kind, form))
-        return is_guessed(self._model, kind, followed) and states_of(self._model).can_be_put_back
+        return is_guessed(self._model, kind, followed()) and states_of(self._model).can_be_put_back
 
     def settle(
         self,

@@ -31,8 +31,6 @@ from lockstep.state import unique
 class Plan(LayerPlan):
     """Runs each layer of a model as its `LayerPlan` says."""
 
-    splits_states = True
-
     @contextmanager
     def in_force(self, team: ReplicaGroup, rows: int | None = None) -> Iterator[None]:
         """Apply this plan to the layers inside the context, in the replicas of `team`.

@@ -235,7 +235,7 @@ class TensorFlowSession(Session):
         may_split = steps.is_split(name) and not model.run_eagerly
         if not may_split or (is_custom and not is_ready_for_custom_step(model, name)):
             return iterator, batches  # one device runs it
-        if not self._first_steps.is_due(name, form_of(spec), steps.plan().candidates):
+        if not self._first_steps.is_due(name, form_of(spec), lambda: steps.plan().candidates):
             return iterator, batches
         self._before_trace = states_of(model)
         if batches is None:

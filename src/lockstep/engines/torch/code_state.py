@@ -172,17 +172,42 @@ def patches(modules: Iterable[str]) -> State:
     packages -= {"torch", "numpy", "lockstep", _MAIN}
     owners, installed = _installed(len(sys.modules), frozenset(packages | {"keras", "torch.nn"}))
     found: State = {}
-    for place, owner in owners:
+    for place, owner, looked_at in owners:
+        now = list(vars(owner).values())
+        if list(map(id, now)) == looked_at.identities:
+            continue
+        patched = {}
         for name, value in list(vars(owner).items()):
             if type(value) is FunctionType and id(value.__globals__) not in installed:
                 home = value.__globals__.get("__name__")
                 if home == _MAIN or _is_own_name(home):
-                    found.setdefault(place, {})[name] = value
+                    patched[name] = value
+        if patched:
+            found[place] = patched
+        else:
+            looked_at.note(now)
     return found
 
 
+class _LookedAt:
+    """The attributes of a module or class among which no function of the user's was found.
+
+    Attributes:
+        identities: Their identities. They are kept, so that nothing else gets one of these.
+    """
+
+    def __init__(self) -> None:
+        self.identities: list[int] = []
+        self._kept: list[Any] = []
+
+    def note(self, attributes: list[Any]) -> None:
+        self.identities, self._kept = list(map(id, attributes)), attributes
+
+
 @lru_cache(maxsize=1)
-def _installed(number: int, packages: frozenset[str]) -> tuple[list[tuple[Place, Any]], set[int]]:
+def _installed(
+    number: int, packages: frozenset[str]
+) -> tuple[list[tuple[Place, Any, _LookedAt]], set[int]]:
     """Return the modules and classes of packages, and the identities of their globals.
 
     Args:
@@ -190,13 +215,13 @@ def _installed(number: int, packages: frozenset[str]) -> tuple[list[tuple[Place,
         packages: The names of the packages.
     """
     starts = tuple(f"{name}." for name in packages)
-    owners: list[tuple[Place, Any]] = []
+    owners: list[tuple[Place, Any, _LookedAt]] = []
     namespaces = set()
     for name, module in list(sys.modules.items()):
         if isinstance(module, ModuleType) and f"{name}.".startswith(starts):
             namespaces.add(id(vars(module)))
-            owners.append(((name, ""), module))
-            owners += [((name, each.__qualname__), each) for each in _classes_of(module)]
+            parts = [("", module), *((each.__qualname__, each) for each in _classes_of(module))]
+            owners += [((name, part), owner, _LookedAt()) for part, owner in parts]
     return owners, namespaces
 
 

@@ -16,6 +16,7 @@ from lockstep.engines.rowwise import (
 )
 from lockstep.engines.torch.moments import moments_over
 from lockstep.engines.torch.replica import Replica, seed_of_replica
+from lockstep.engines.torch.stateful import by_rows
 from lockstep.keras_compat import (
     GLOBAL_SEED_GENERATOR,
     MOMENTS,
@@ -43,6 +44,8 @@ class Plan(LayerPlan):
             if hasattr(layer, "compute_mask"):
                 mask = _on_global_batch(layer, layer.compute_mask, replica)
                 changes.append((layer, "compute_mask", mask))
+        for rnn in unique(self.stateful):
+            changes += by_rows(rnn, replica)
         changes += [(layer, MOMENTS, moments_over(layer, replica)) for layer in self.norms]
         for layer in unique([*self.every, *self.whole]):
             if getattr(layer, "activity_regularizer", None) is not None:
@@ -58,7 +61,12 @@ class Plan(LayerPlan):
 
 def parts_of(plan: Plan) -> list[str]:
     """Return what a plan knows of each part of its model: the same in every process."""
-    kinds = {"candidate": plan.candidates, "whole": plan.whole, "batch norm": plan.norms}
+    kinds = {
+        "candidate": plan.candidates,
+        "whole": plan.whole,
+        "batch norm": plan.norms,
+        "stateful": plan.stateful,
+    }
     return [
         f"{type(part).__name__} {part.name!r} ({kind})"
         for kind, parts in kinds.items()

@@ -289,7 +289,7 @@ class TorchSession(Session):
         """Compare a step of a new form with that of one device, before any update."""
         model, runner, size = self.model, self._runner, len(self.devices)
         form = self._form(data)
-        if not self._first_steps.is_due(kind, form, Plan(model).candidates):
+        if not self._first_steps.is_due(kind, form, lambda: Plan(model).candidates):
             return
 
         def together(some: Any, count: int) -> Computed:
@@ -317,7 +317,7 @@ class TorchSession(Session):
     def _compare_first_custom_step(self, kind: str, batch: Any) -> None:
         """Compare a step of the user's own of a new form with that of one device."""
         model, runner = self.model, self._runner
-        if not self._first_steps.is_due(kind, self._form(batch), ()):
+        if not self._first_steps.is_due(kind, self._form(batch), list):
             return
         leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None and leaf.ndim]
         rows = {len(leaf) for leaf in leaves}

@@ -23,7 +23,6 @@ LIKE_ANOTHER = [
 
 SAMPLE = {
     "tensorflow": {
-        "masked lstm, sgd": 3,
         "scalar custom loss (Dice)": 2,
         "batch norm": 4,
     },

@@ -187,6 +187,7 @@ def test_every_process_verifies_the_model_of_the_first():
     assert first[1] == "different 2 sequential_1/centred"
 
 
+@pytest.mark.whole
 def test_processes_that_differ_are_told_in_words_and_can_go_on():
     met = [dict(line.split(": ", 1) for line in lines) for lines in in_two_processes(DISAGREE)]
     for case, words in WHAT_DIFFERS.items():

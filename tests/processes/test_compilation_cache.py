@@ -37,6 +37,7 @@ def run(folder, before="", **environment):
     return json.loads(said.splitlines()[-1])
 
 
+@pytest.mark.whole
 def test_the_second_start_finds_what_the_first_compiled(tmp_path):
     (where, none), (again, hits) = run(tmp_path), run(tmp_path)
     assert where == again

@@ -56,6 +56,7 @@ def test_rows_of_a_data_set_of_unknown_length():
         assert found.steps_per_execution == 4 / -(-4 // times)
 
 
+@pytest.mark.whole
 def test_the_command_measures_each_count_in_a_process_of_its_own(tmp_path):
     (tmp_path / "made.py").write_text(
         "import keras, numpy as np\n"

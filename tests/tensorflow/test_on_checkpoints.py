@@ -164,6 +164,7 @@ class CustomStep(keras.Sequential):
         return super().train_step(data)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("cls", [OwnFit, *rest(CustomStep)])
 def test_a_fit_and_a_step_of_the_class(cls, tmp_path):
     def make():

@@ -170,14 +170,14 @@ class _AddsALossOfEachRow(layers.Layer):
 SAMPLE = {
     "an operation on tensors of other ranks": _operated(_each_row_less_all),
     "losses of rows": _operated(lambda x: _AddsALossOfEachRow()(x)),
-    "outputs as targets": _outputs_as_targets,
     "a gradient within the loss": lambda: _plain(_mse(), _WithGradient),
     "a loss that counts rows": lambda: _plain(_counts_rows),
-    "a mask on the second output": _mask_on_the_second,
-    "softmax over the batch": _softmax_over_the_batch,
     "a state as a tensor": _reads_a_state(ops.convert_to_tensor),
 }
 REST = {
+    "outputs as targets": _outputs_as_targets,
+    "a mask on the second output": _mask_on_the_second,
+    "softmax over the batch": _softmax_over_the_batch,
     "a layer given numbers for each row": _operated(
         lambda x: layers.GRU(WIDTH)(layers.Reshape((2, 2))(x), initial_state=_A_NUMBER_FOR_EACH_ROW)
     ),

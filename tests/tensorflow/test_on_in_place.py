@@ -43,6 +43,7 @@ def holders(made):
     return {type(variable.value).__name__ for variable in every}
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("built", [False, *rest(True)])
 def test_moved_between_devices_and_back_in_the_middle_of_a_training(built):
     alone, made = model(built), model(built)

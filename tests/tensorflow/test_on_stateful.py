@@ -106,6 +106,7 @@ def test_another_number_of_rows_is_refused():
         made.fit(x[:9], y[:9], batch_size=ROWS, verbose=0)
 
 
+@pytest.mark.whole
 def test_a_state_that_is_no_matter_of_rows_is_not_split():
     """A layer of one's own around it is not proven, and runs whole."""
 

@@ -62,6 +62,7 @@ def test_a_model_leaves_its_devices_between_the_calls_of_other_threads():
     assert_same(made.predict(X, verbose=0), right)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("change", ["release", "distribute"])
 def test_a_callback_cannot_take_the_model_off_its_devices(change):
     class Changes(keras.callbacks.Callback):

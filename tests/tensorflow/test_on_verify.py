@@ -99,6 +99,7 @@ class DeviceReader(layers.Layer):
         return x * (1.5 if attached else 1.0)
 
 
+@pytest.mark.whole
 def test_a_layer_that_reads_the_devices_is_named(monkeypatch):
     made = with_layer(DeviceReader(name="culprit"))
     monkeypatch.setattr(DeviceReader, "model", made)

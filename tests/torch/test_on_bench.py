@@ -35,6 +35,7 @@ def test_what_is_measured(devices):
     lockstep.release(made)
 
 
+@pytest.mark.whole
 def test_the_command(tmp_path):
     (tmp_path / "made.py").write_text(
         "import keras, numpy as np\n"

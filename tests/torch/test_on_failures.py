@@ -276,6 +276,7 @@ def test_a_worker_that_dies_as_it_starts_ends_the_call(monkeypatch, shared_memor
     lockstep.release(many)
 
 
+@pytest.mark.whole
 def test_fifty_fits_leave_no_handle_behind(shared_memory):
     def handles():
         gc.collect()

@@ -617,6 +617,7 @@ def test_keras_s_own_step_of_a_model_that_looks_across_the_batch():
     assert_equal(*found)
 
 
+@pytest.mark.whole
 @SHARED
 def test_the_step_of_keras_s_guide_with_metrics_and_sample_weights():
     found = []

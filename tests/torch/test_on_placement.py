@@ -37,6 +37,7 @@ def test_devices_that_ranks_cannot_have(monkeypatch):
         check_placement(("gpu:1", "gpu:0"))
 
 
+@pytest.mark.whole
 def test_a_worker_imports_no_other_framework_with_keras():
     """JAX and scikit-learn were half of the time in which a worker starts."""
     script = (

@@ -14,6 +14,7 @@ import pytest
 from keras import layers, ops
 
 import lockstep
+from lockstep.engines.replicas.first_step import bounds_for
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from tests.conformance.zoo import ZOO
 from tests.precision import floats
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarni
 
 DEVICES = 3
 ROWS = 23
+PLACE = "lockstep.engines.replicas.first_step"
 
 
 class Does(layers.Layer):
@@ -267,8 +269,16 @@ def test_a_batch_norm_that_no_layer_holds_has_its_moving_averages_once():
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-10)
 
 
+def test_float32_within_a_model_of_float64_is_no_difference():
+    made = model_of()
+    with floats("float64"):
+        assert bounds_for(made, {"float64"}).value < 1e-8
+        with mock.patch(f"{PLACE}.computes_in_float64", return_value=False):
+            assert bounds_for(made, {"float64"}).value > 1e-5
+
+
 def test_a_model_of_keras_alone_is_not_compared():
-    with mock.patch("lockstep.engines.replicas.first_step.rows_to_check") as compared:
+    with mock.patch(f"{PLACE}.rows_to_check") as compared:
         made = lockstep.distribute(model_of(), DEVICES)
         two_steps(made, *data())
     assert not compared.called
@@ -285,7 +295,7 @@ def test_no_model_of_the_zoo_alarms(name, policy):
         x, y = case.data(24, np.random.default_rng(5))
         lockstep.distribute(made, DEVICES)
         with (
-            mock.patch("lockstep.engines.replicas.first_step.is_guessed", return_value=True),
+            mock.patch(f"{PLACE}.is_guessed", return_value=True),
             warnings.catch_warnings(record=True) as caught,
         ):
             warnings.simplefilter("always")

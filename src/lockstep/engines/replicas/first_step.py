@@ -25,6 +25,7 @@ from lockstep.keras_compat import (
     METRIC_FUNCTION,
     compiled_loss,
     compiled_metrics,
+    computes_in_float64,
     layers_in,
     module_in_keras,
     own_trainable_variables,
@@ -155,7 +156,8 @@ def bounds_for(model: Any, dtypes: Iterable[str]) -> Bounds:
     """Return the bounds for a step that computes in these types, besides those of the model."""
     found = {keras.config.floatx(), *dtypes, *(layer.compute_dtype for layer in layers_in(model))}
     floats = {name for name in found if name and "float" in name}
-    if floats <= {"float64"}:
+    # Keras on PyTorch computes parts of a model of float64 in float32.
+    if floats <= {"float64"} and computes_in_float64():
         return _BOUNDS["float64"]
     return _BOUNDS["float32" if floats <= {"float32", "float64"} else "half"]
 

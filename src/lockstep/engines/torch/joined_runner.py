@@ -124,6 +124,10 @@ class JoinedRunner(StepRunner):
             proven = self._proven(Plan(self._model))
             self._plan = self._planned(proven)
             self._state = ForwardState(self._model)
+            if self._in_epoch:  # callbacks may differ between processes
+                self.losses.follow_again()
+            else:
+                self.losses.forget()
         self._state.save()
         self._trained |= kind == "train"
         with self._together(rows) as replica, self._random_numbers(kind):

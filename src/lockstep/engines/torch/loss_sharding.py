@@ -14,9 +14,16 @@ import torch
 
 from lockstep.engines.patched import patched
 from lockstep.engines.replicas.first_step import states_of, unchanged_objects
-from lockstep.engines.replicas.rows_of_losses import losses_by_rows, metrics_by_rows, why_whole
+from lockstep.engines.replicas.rows_of_losses import (
+    is_of_keras,
+    losses_by_rows,
+    metrics_by_rows,
+    why_whole,
+    wrapped_function,
+)
 from lockstep.engines.torch.replica import Replica
 from lockstep.engines.torch.scratch import Scratch
+from lockstep.errors import ProcessesDisagree
 from lockstep.keras_compat import (
     METRIC_FUNCTION,
     compiled_loss,
@@ -187,10 +194,20 @@ class LossSharding:
         self.sent_metrics: list[Any] | None = None
         self._model = model
         self._reasons: dict[Any, tuple[Any, str | None]] = {}
+        self._unsure: set[Any] = set()
 
     def forget(self) -> None:
-        """Follow the code of all losses and metrics again: it may have changed."""
+        """Follow the code of all losses and metrics again, as every replica does now."""
         self._reasons.clear()
+        self._unsure.clear()
+
+    def follow_again(self) -> None:
+        """Follow the user's code again, and exchange nothing: this replica alone may do so."""
+        self._unsure |= {
+            key
+            for key, (owner, reason) in self._reasons.items()
+            if reason is None and not _is_by_keras(owner)
+        }
 
     def loss(self, outputs: Outputs, data: Any, *, training: bool) -> Any:
         """Return the loss of the global batch. Every replica has to call this."""
@@ -297,6 +314,15 @@ class LossSharding:
         if key not in self._reasons:  # the owner is kept, so that no other one gets its identity
             reason = self._followed(owner, function, options, y_true, y_pred)
             self._reasons[key] = owner, reason if asks else _agreed(reason, replica)
+        elif key in self._unsure:
+            reason = self._followed(owner, function, options, y_true, y_pred)
+            if reason is not None:
+                raise ProcessesDisagree(
+                    f"{owner.name!r} does not work row by row any more ({reason}), and several "
+                    "processes agree\non that at the start of an epoch. Change it between two "
+                    "epochs."
+                )
+            self._unsure.discard(key)
         return self._reasons[key][1]
 
     def _is_served(self, owner: Any, y_true: Any, y_pred: StandIn, targets: Any) -> bool:
@@ -317,6 +343,11 @@ class LossSharding:
             self.choices[owner.name] = reason
         if sum(math.prod(each.shape) * each.dtype.itemsize for each in wholes) >= _LARGE:
             self.large[owner.name] = reason
+
+
+def _is_by_keras(owner: Any) -> bool:
+    function = getattr(owner, METRIC_FUNCTION, None) or wrapped_function(owner, owner.call)
+    return is_of_keras(function)
 
 
 def _agreed(reason: str | None, replica: Replica) -> str | None:

@@ -129,7 +129,6 @@ PLACES_OF_PROOFS = {
     "torch": {
         "torch.row_proofs.refused": {},
         "torch.whole_batch_steps._refused": None,
-        "torch.loss_sharding.why_whole": None,
     },
     "tensorflow": {
         "tensorflow.steps.refused": {},
@@ -163,17 +162,6 @@ def test_a_layer_that_is_wrongly_proven_is_found_before_the_first_update(fault):
     # A layer whose outputs are right is not named, but a gradient.
     name = "the gradient of" if fault == "gradient of the mean" else "faulty"
     assert_found(lambda: model_of(LAYERS[fault]), name)
-
-
-@pytest.mark.parametrize("role", [{"loss": contrast}, {"metrics": [contrast]}])
-def test_a_loss_or_metric_that_is_wrongly_proven_is_computed_for_the_whole_batch(role):
-    assert_found(lambda: model_of(**role))
-
-
-def test_without_the_check_a_wrongly_proven_metric_is_not_found(monkeypatch):
-    monkeypatch.setenv("LOCKSTEP_CHECK", "0")
-    with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        assert_found(lambda: model_of(metrics=[contrast]))
 
 
 def test_a_loss_that_is_declared_wrongly_is_an_error():

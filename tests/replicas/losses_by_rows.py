@@ -184,31 +184,6 @@ def test_where_the_number_of_rows_is_known_while_tracing():
     assert gathered(with_lockstep) == set()
 
 
-def squares(y_true, y_pred):
-    return ops.mean(ops.square(ops.one_hot(ops.cast(y_true, "int32"), WORDS) - y_pred), axis=-1)
-
-
-def of_all(y_true, y_pred):
-    return ops.mean(squares(y_true, y_pred)) * ops.max(y_pred)
-
-
-@pytest.mark.parametrize(
-    ("loss", "metric", "gathers"),
-    [
-        (squares, squares, set()),
-        (of_all, squares, {"of_all"}),
-        (squares, of_all, {"of_all"}),
-    ],
-)
-def test_a_function_of_the_users_own_is_followed(loss, metric, gathers):
-    def make():
-        return steps_model(loss, metric)
-
-    with_lockstep = lockstep.distribute(make(), devices=3)
-    assert_same(leaves(with_lockstep, *words()), leaves(make(), *words()))
-    assert gathered(with_lockstep) == gathers
-
-
 class _Inner(layers.Layer):
     """Looks across the batch, and has a layer inside that makes a mask."""
 

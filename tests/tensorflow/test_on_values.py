@@ -11,16 +11,34 @@ from keras import layers, losses, metrics, ops
 import lockstep
 from lockstep.engines.tensorflow.replicas import Replica
 from lockstep.errors import UnsplitBatchWarning
+from tests.conformance.common import assert_same
 from tests.replicas.losses_by_rows import *  # noqa: F403
-from tests.replicas.losses_by_rows import (
-    ROWS,
-    WORDS,
-    gathered,
-    of_all,
-    squares,
-    steps_model,
-    words,
+from tests.replicas.losses_by_rows import ROWS, WORDS, gathered, leaves, steps_model, words
+
+
+def squares(y_true, y_pred):
+    return ops.mean(ops.square(ops.one_hot(ops.cast(y_true, "int32"), WORDS) - y_pred), axis=-1)
+
+
+def of_all(y_true, y_pred):
+    return ops.mean(squares(y_true, y_pred)) * ops.max(y_pred)
+
+
+@pytest.mark.parametrize(
+    ("loss", "metric", "gathers"),
+    [
+        (squares, squares, set()),
+        (of_all, squares, {"of_all"}),
+        (squares, of_all, {"of_all"}),
+    ],
 )
+def test_a_function_of_the_users_own_is_followed(loss, metric, gathers):
+    def make():
+        return steps_model(loss, metric)
+
+    with_lockstep = lockstep.distribute(make(), devices=3)
+    assert_same(leaves(with_lockstep, *words()), leaves(make(), *words()))
+    assert gathered(with_lockstep) == gathers
 
 
 @pytest.mark.parametrize(

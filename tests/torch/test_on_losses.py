@@ -1,10 +1,6 @@
 """Losses and metrics by rows on PyTorch: what a process holds and sends."""
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -19,7 +15,6 @@ from tests.replicas.losses_by_rows import ROWS, WORDS, gathered, leaves, steps_m
 from tests.torch.agreement import assert_equal, both
 
 MANY_WORDS, STEPS = 300, 8
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -211,63 +206,3 @@ def test_what_a_stand_in_is_asked():
     assert float((cast * 2)[3, 2]) == 22
     assert made.outputs.asked
     assert math.isclose(float(ops.sum(made)), 66)
-
-
-SCRIPT = """
-import keras, lockstep, numpy as np
-from lockstep.errors import ProcessesDisagree
-lockstep.initialize()
-import tests.torch.double
-from keras import layers, ops
-from tests.torch.agreement import assert_equal, values
-
-class Loss(keras.losses.Loss):
-    is_of_all = False
-
-    def call(self, y_true, y_pred):
-        each = ops.mean(ops.square(y_true - y_pred), axis=-1)
-        return each * ops.max(y_pred) if self.is_of_all else each
-
-class Changes(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        self.model.loss.is_of_all = True
-
-def made():
-    keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(6, "tanh"), layers.Dense(3)])
-    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), Loss(), metrics=["mae"])
-    return model
-
-rng = np.random.default_rng(0)
-x, y = rng.normal(size=(23, 4)), rng.normal(size=(23, 3))
-one, many = made(), lockstep.distribute(made())
-for is_of_all in (False, True):
-    logs = []
-    for model in (one, many):
-        model.loss.is_of_all = is_of_all
-        logs.append(model.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False).history)
-    assert_equal(*logs)
-    assert_equal(values(one), values(many))
-many.loss.is_of_all = False
-try:
-    many.fit(x, y, batch_size=8, verbose=0, callbacks=[Changes()])
-except ProcessesDisagree as error:
-    assert "does not work row by row any more (Max)" in str(error), error
-else:
-    raise AssertionError("no error")
-print("equal")
-"""
-
-
-@pytest.mark.whole
-def test_processes_of_a_launcher_agree_on_what_works_row_by_row(tmp_path):
-    """A loss that looks at all rows from the second batch on would stop both processes."""
-    (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "lockstep", "run", "--processes", "2", "train.py"]
-    path = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
-    environment = os.environ | {"PYTHONPATH": path, "LOCKSTEP_REHEARSE": "1"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("equal") == 2

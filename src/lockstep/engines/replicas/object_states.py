@@ -6,9 +6,19 @@ globals, closures and classes: counters, lists, generators of random numbers.
 
 import random
 import sys
+from argparse import Namespace
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import CellType, FunctionType, GeneratorType, MethodType, ModuleType
+from itertools import count
+from types import (
+    CellType,
+    FunctionType,
+    GeneratorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import keras
@@ -31,7 +41,8 @@ class ObjectStates:
     """The states of the objects that code reaches from some others.
 
     Attributes:
-        can_be_put_back: Whether no generator of Python's was met, which only runs forward.
+        can_be_put_back: Whether nothing was met that only runs forward: a generator of Python's, or
+            a counter of `itertools`.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
@@ -54,7 +65,7 @@ class ObjectStates:
         if isinstance(value, dict) and not issubclass(type(value), dict):
             # TensorFlow's modules wrap the dicts among their attributes.
             value = getattr(value, "__wrapped__", None)
-        if isinstance(value, list | dict | set):
+        if isinstance(value, list | dict | set | deque):
             self._keep_content(value)
         elif isinstance(value, tuple):
             self._waiting += value
@@ -68,7 +79,7 @@ class ObjectStates:
             self._undo.append(partial(value.setstate, value.getstate()))
         elif _top(type(value)) in ("numpy", "torch") and hasattr(value, "set_state"):
             self._undo.append(partial(value.set_state, value.get_state()))
-        elif isinstance(value, GeneratorType):
+        elif isinstance(value, GeneratorType | count):
             self.can_be_put_back = False
         elif isinstance(value, FunctionType):
             self._keep_function(value)
@@ -85,13 +96,22 @@ class ObjectStates:
     def _keep_object(self, value: Any) -> None:
         attributes = getattr(value, "__dict__", None)
         of_libraries = isinstance(value, _OF_KERAS) or _top(type(value)) == "torch"  # optimizers
-        if type(attributes) is dict and (of_libraries or _is_of_user(type(value))):
+        kind = type(value)
+        is_of_user = kind in (SimpleNamespace, Namespace) or _is_of_user(kind)
+        if type(attributes) is dict and (of_libraries or is_of_user):
             self._keep_content(attributes)
-            self._waiting.append(type(value))
+            self._waiting.append(kind)
+        if is_of_user:
+            bases = filter(_is_of_user, kind.__mro__)
+            for name in (name for base in bases for name in _slots_of(base)):
+                if hasattr(value, name):
+                    now = getattr(value, name)
+                    self._undo.append(partial(setattr, value, name, now))
+                    self._waiting.append(now)
 
     def _keep_content(self, value: Any) -> None:
         """Keep what is in a collection. Keras's own collections need no tracking for it."""
-        base: Any = next(kind for kind in (list, dict, set) if isinstance(value, kind))
+        base: Any = next(kind for kind in (list, dict, set, deque) if isinstance(value, kind))
         content = base(value)
         self._waiting += content.values() if base is dict else content
         self._undo.append(partial(_set_content, base, value, content))
@@ -103,6 +123,8 @@ class ObjectStates:
                 self._undo.append(partial(_assign, cell, "cell_contents", cell.cell_contents))
                 self._waiting.append(cell.cell_contents)
             self._waiting += [function.__defaults__, function.__kwdefaults__]
+            if vars(function):
+                self._keep_content(vars(function))
             names = [n for n in _names_in(function.__code__) if n in function.__globals__]
             self._undo.append(
                 partial(
@@ -138,7 +160,13 @@ def _set_content(base: Any, value: Any, content: Any) -> None:
         )
     if not same:
         base.clear(value)
-        (list.extend if base is list else base.update)(value, content)
+        (base.extend if base in (list, deque) else base.update)(value, content)
+
+
+def _slots_of(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if not name.startswith("__"))
 
 
 def _names_in(code: Any) -> set[str]:

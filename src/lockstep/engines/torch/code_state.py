@@ -26,7 +26,7 @@ State = dict[Place, dict[str, Any]]
 
 _MAIN = "__main__"
 _LARGEST = 1000
-"""The number of items up to which a container is compared item by item."""
+"""The number of items up to which a container or array is compared item by item."""
 
 _MISSING = object()
 
@@ -56,15 +56,21 @@ class CodeReads:
     def _look_into(self, value: Any) -> None:
         if _is_plain_object(value):
             value = vars(value)
-        if type(value) not in (list, dict, set) or id(value) in self._containers:
+        is_array = type(value) is np.ndarray and value.size <= _LARGEST and value.dtype != object
+        if not (is_array or type(value) in (list, dict, set)) or id(value) in self._containers:
             return
         self._containers[id(value)] = value, value.copy()
+        if is_array:
+            return
         if len(value) <= _LARGEST:
             for item in value.values() if isinstance(value, dict) else value:
                 self._look_into(item)
 
     def changed(self) -> bool:
-        """Return whether a name stands for another object, or a container has other items."""
+        """Return whether a name stands for another object, or a container has other items.
+
+        Arrays of NumPy of a few numbers are containers too.
+        """
         return any(_value(owner, name) is not value for owner, name, value in self._names) or (
             not all(_is_alike(*pair) for pair in self._containers.values())
         )
@@ -86,7 +92,11 @@ class CodeReads:
                 else:
                     setattr(owner, name, value)
         for container, before in self._containers.values():
-            if not _is_alike(container, before):
+            if _is_alike(container, before):
+                continue
+            if isinstance(container, np.ndarray):
+                np.copyto(container, before)
+            else:
                 container.clear()
                 (container.extend if isinstance(container, list) else container.update)(before)
 
@@ -106,6 +116,8 @@ def contents_of(cell: CellType) -> dict[str, Any]:
 
 
 def _is_alike(container: Any, before: Any) -> bool:
+    if isinstance(before, np.ndarray):
+        return bool(container.tobytes() == before.tobytes())
     if len(container) != len(before):
         return False
     if len(before) > _LARGEST:

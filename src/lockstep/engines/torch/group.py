@@ -153,10 +153,12 @@ class Group:
             own = rows.new_zeros((most, *rows.shape[1:]))
             own[: len(rows)] = rows
         sent = _bytes(own).to(self._device)
-        received = sent.new_empty(len(counts) * len(sent))
+        # No view: the user's code may write into it.
+        shape = (len(counts) * most, *rows.shape[1:])
+        whole = torch.empty(shape, dtype=rows.dtype, device=self._device)
+        received = _bytes(whole)
         self._compare("gather", sent)
         self._waited(lambda: self._backend._allgather_base(received, sent).wait())
-        whole = received.view(rows.dtype).view(len(counts) * most, *rows.shape[1:])
         if min(counts) < most:
             parts = zip(whole.split(most), counts, strict=True)
             whole = torch.cat([part[:count] for part, count in parts])

@@ -56,7 +56,6 @@ class JoinedRunner(StepRunner):
         """Run the steps of one epoch inside the context, and compare the weights at its end."""
         self.assigned.note()
         self._in_epoch, self._agreed_plan = True, None
-        self.losses.forget()
         try:
             with super().epoch(changes=changes):
                 yield
@@ -124,10 +123,6 @@ class JoinedRunner(StepRunner):
             proven = self._proven(Plan(self._model))
             self._plan = self._planned(proven)
             self._state = ForwardState(self._model)
-            if self._in_epoch:  # callbacks may differ between processes
-                self.losses.follow_again()
-            else:
-                self.losses.forget()
         self._state.save()
         self._trained |= kind == "train"
         with self._together(rows) as replica, self._random_numbers(kind):

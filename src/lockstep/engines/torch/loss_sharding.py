@@ -1,8 +1,8 @@
 """Losses and metrics that each replica computes on its own rows; see `rows_of_losses`.
 
-Keras's code of a step is given stand-ins for the outputs of the global batch. A loss or metric that
-works row by row takes the rows of this replica from them. Anything else gathers the rows of all
-replicas first, so an output that nothing uses whole is never gathered.
+Keras's code of a step is given stand-ins for the outputs of the global batch. A loss or metric of
+Keras that works row by row takes the rows of this replica from them. Anything else gathers the rows
+of all replicas first, so an output that nothing uses whole is never gathered.
 """
 
 import math
@@ -13,7 +13,6 @@ import keras
 import torch
 
 from lockstep.engines.patched import patched
-from lockstep.engines.replicas.first_step import states_of, unchanged_objects
 from lockstep.engines.replicas.rows_of_losses import (
     is_of_keras,
     losses_by_rows,
@@ -21,9 +20,9 @@ from lockstep.engines.replicas.rows_of_losses import (
     why_whole,
     wrapped_function,
 )
+from lockstep.engines.rowwise import is_declared
 from lockstep.engines.torch.replica import Replica
 from lockstep.engines.torch.scratch import Scratch
-from lockstep.errors import ProcessesDisagree
 from lockstep.keras_compat import (
     METRIC_FUNCTION,
     compiled_loss,
@@ -56,7 +55,7 @@ class Outputs:
         self.ask: Callable[..., None] | None = None
         self._own = keras.tree.flatten(own)
         self._name = name
-        self._whole: dict[int, Any] = {}
+        self._whole: dict[int, tuple[Any, int]] = {}
         made = [self._stand_in(number, each) for number, each in enumerate(self._own)]
         self.stand_ins = keras.tree.pack_sequence_as(own, made)
 
@@ -69,8 +68,14 @@ class Outputs:
         if number not in self._whole:
             if self.ask is not None:
                 self.ask("output", number)
-            self._whole[number] = self.replica.gather(self._own[number], self._name, for_loss=True)
-        return self._whole[number]
+            whole = self.replica.gather(self._own[number], self._name, for_loss=True)
+            self._whole[number] = whole, whole._version
+        return self._whole[number][0]
+
+    def is_written(self, number: int) -> bool:
+        """Return whether code has written into one output of the global batch."""
+        whole, version = self._whole.get(number, (None, 0))
+        return whole is not None and whole._version != version
 
     def values(self, function: Callable[..., Any], y_true: Any, own: Any, name: str) -> Any:
         """Return what a function gives for the rows of the global batch.
@@ -175,14 +180,16 @@ def gathered(nest: Any) -> Any:
 class LossSharding:
     """Shards the losses and metrics of one model over the replicas where this is exact.
 
-    Every replica decides alike: it has the same code and the same shapes, and one that takes the
-    outputs of the global batch lets all of them do so.
+    Functions of Keras that work row by row take the rows of each replica, and losses that are
+    declared to do so. Other code of the user's may keep what it is given, write into it, or have a
+    state: it is given the outputs of the global batch.
 
     Attributes:
         by_rows: Whether a loss or metric that works row by row takes its own rows.
         choices: For each name of a loss or metric: `None` if each replica takes its own rows,
             else why it takes the outputs of the global batch.
         large: Those choices that gather many bytes.
+        before_metrics: Called before metrics are computed, as other replicas do not.
         sent_metrics: The metrics whose functions the other replicas have, in their order; `None`
             where every replica computes metrics.
     """
@@ -191,23 +198,10 @@ class LossSharding:
         self.by_rows = by_rows
         self.choices: dict[str, str | None] = {}
         self.large: dict[str, str] = {}
+        self.before_metrics: Callable[[], None] | None = None
         self.sent_metrics: list[Any] | None = None
         self._model = model
         self._reasons: dict[Any, tuple[Any, str | None]] = {}
-        self._unsure: set[Any] = set()
-
-    def forget(self) -> None:
-        """Follow the code of all losses and metrics again, as every replica does now."""
-        self._reasons.clear()
-        self._unsure.clear()
-
-    def follow_again(self) -> None:
-        """Follow the user's code again, and exchange nothing: this replica alone may do so."""
-        self._unsure |= {
-            key
-            for key, (owner, reason) in self._reasons.items()
-            if reason is None and not _is_by_keras(owner)
-        }
 
     def loss(self, outputs: Outputs, data: Any, *, training: bool) -> Any:
         """Return the loss of the global batch. Every replica has to call this."""
@@ -226,6 +220,8 @@ class LossSharding:
         """
         x, y, sample_weight = data
         outputs.ask = outputs.replica.ask
+        if self.before_metrics is not None:
+            self.before_metrics()
         model, compiled = self._model, compiled_metrics(self._model)
         by_rows, y_pred = metrics_by_rows(model), outputs.stand_ins
         plain = is_keras(model, "compute_metrics") and (compiled is None or compiled.built)
@@ -233,7 +229,7 @@ class LossSharding:
             y_pred = gathered(y_pred)
         known = set(map(id, by_rows))
         others = [] if compiled is None else [m for m in compiled.metrics if id(m) not in known]
-        targets = keras.tree.flatten(y)
+        targets = [(each, getattr(each, "_version", 0)) for each in keras.tree.flatten(y)]
         changes = [
             (
                 each,
@@ -266,14 +262,17 @@ class LossSharding:
         return update_state
 
     def _taking_rows(
-        self, owner: Any, function: Callable[..., Any], targets: list[Any] | None = None
+        self,
+        owner: Any,
+        function: Callable[..., Any],
+        targets: list[tuple[Any, int]] | None = None,
     ) -> Callable[..., Any]:
         """Return a function of own rows in place of one of the global batch, where this is exact.
 
         Args:
             owner: A loss or metric.
             function: Its function.
-            targets: The targets of the batch, for a metric.
+            targets: The targets of the batch and their versions, for a metric.
         """
 
         def values(*given: Any, **options: Any) -> Any:
@@ -286,7 +285,7 @@ class LossSharding:
             outputs = y_pred.outputs
             if outputs.ask is not None:
                 number = list(map(id, self.sent_metrics or ())).index(id(owner))
-                target = list(map(id, targets or ())).index(id(y_true))
+                target = [id(each) for each, _ in targets or ()].index(id(y_true))
                 outputs.ask("metric", number, y_pred.number, target)
             return outputs.values(
                 lambda *own: function(*own, **options), y_true, y_pred.own(), owner.name
@@ -295,47 +294,46 @@ class LossSharding:
         return values
 
     def _why_gathered(
-        self, owner: Any, function: Any, options: Any, given: Any, targets: list[Any] | None
+        self,
+        owner: Any,
+        function: Any,
+        options: Any,
+        given: Any,
+        targets: list[tuple[Any, int]] | None,
     ) -> str | None:
         if len(given) != 2 or not isinstance(given[1], StandIn):
             return "what it is given are no outputs and targets of the model"
         y_true, y_pred = given
-        replica = y_pred.outputs.replica
-        if not (isinstance(y_true, torch.Tensor) and y_true.ndim) or len(y_true) != replica.rows:
+        outputs = y_pred.outputs
+        if not (isinstance(y_true, torch.Tensor) and y_true.ndim):
             return "its targets have no rows"
-        if replica.rows == 1:
+        if len(y_true) != outputs.replica.rows:
+            return "its targets have another number of rows"
+        if len(y_true) == 1:
             return "the batch has one row"
         if not self.by_rows:
             return "it gave another value in a first step"
-        asks = y_pred.outputs.ask is not None
-        if asks and not self._is_served(owner, y_true, y_pred, targets):
-            return "its function is not known to the other processes"
-        key = id(owner), *((part.shape, part.dtype) for part in (y_true, y_pred))
+        source = wrapped_function(owner, function)
+        declared = targets is None and (is_declared(owner) or is_declared(source))
+        if not (declared or is_of_keras(source)):
+            return "it is code of your own"
+        if outputs.is_written(y_pred.number):
+            return "code has written into the outputs"
+        if outputs.ask is not None and not self._is_served(owner, y_true, y_pred, targets):
+            return "the other processes cannot compute it"
+        key = id(owner), id(source), *((each.shape, each.dtype) for each in (y_true, y_pred))
         if key not in self._reasons:  # the owner is kept, so that no other one gets its identity
-            reason = self._followed(owner, function, options, y_true, y_pred)
-            self._reasons[key] = owner, reason if asks else _agreed(reason, replica)
-        elif key in self._unsure:
-            reason = self._followed(owner, function, options, y_true, y_pred)
-            if reason is not None:
-                raise ProcessesDisagree(
-                    f"{owner.name!r} does not work row by row any more ({reason}), and several "
-                    "processes agree\non that at the start of an epoch. Change it between two "
-                    "epochs."
-                )
-            self._unsure.discard(key)
+            reason = why_whole(owner, function, options, y_true, y_pred, Scratch)
+            if outputs.ask is None:
+                reason = _agreed(reason, outputs.replica)
+            self._reasons[key] = (owner, source), reason
         return self._reasons[key][1]
 
     def _is_served(self, owner: Any, y_true: Any, y_pred: StandIn, targets: Any) -> bool:
+        """Return whether the other replicas have the function of a metric and what it is given."""
         known = any(each is owner for each in self.sent_metrics or ())
-        return known and not y_pred.casts and any(each is y_true for each in targets or ())
-
-    def _followed(
-        self, owner: Any, function: Any, options: Any, y_true: Any, y_pred: Any
-    ) -> str | None:
-        if not states_of(self._model).can_be_put_back:
-            return "its code changes what cannot be put back"
-        with unchanged_objects(self._model):
-            return why_whole(owner, function, options, y_true, y_pred, Scratch)
+        unchanged = any(each is y_true and each._version == was for each, was in targets or ())
+        return known and unchanged and not y_pred.casts
 
     def _note(self, owner: Any, reason: str, given: Any) -> None:
         wholes = [each for each in given if isinstance(each, StandIn) and len(each) > 1]
@@ -343,11 +341,6 @@ class LossSharding:
             self.choices[owner.name] = reason
         if sum(math.prod(each.shape) * each.dtype.itemsize for each in wholes) >= _LARGE:
             self.large[owner.name] = reason
-
-
-def _is_by_keras(owner: Any) -> bool:
-    function = getattr(owner, METRIC_FUNCTION, None) or wrapped_function(owner, owner.call)
-    return is_of_keras(function)
 
 
 def _agreed(reason: str | None, replica: Replica) -> str | None:

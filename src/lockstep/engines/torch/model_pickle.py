@@ -13,7 +13,7 @@ import torch
 
 from lockstep.engines.left_out import LeftOut
 from lockstep.engines.model_pickle import ModelPickler, dumped, reason_of, trackers_mended
-from lockstep.engines.replicas.rows_of_losses import metrics_by_rows
+from lockstep.engines.replicas.rows_of_losses import is_of_keras, metrics_by_rows
 from lockstep.engines.torch.code_state import (
     CodeReads,
     SetCode,
@@ -28,7 +28,6 @@ from lockstep.keras_compat import (
     COMPILED_METRICS,
     METRIC_FUNCTION,
     layers_in,
-    module_in_keras,
     options_of,
 )
 from lockstep.training.overrides import is_keras
@@ -42,7 +41,7 @@ class Dumped(NamedTuple):
         tensors: The tensors that they name by their number.
         reads: What code of the model reads besides the model.
         in_modules: Whether attributes of the user's modules hold some of the tensors.
-        metrics: The metrics whose functions the bytes have, in their order.
+        metrics: The metrics of functions of Keras, which the bytes have in this order.
     """
 
     data: bytes
@@ -229,7 +228,7 @@ class _Pickler(TensorPickler):
         """Pickle a model, and after it the state of its code."""
         self._model = item
         metrics = metrics_by_rows(item) if isinstance(item, keras.Model) else []
-        self.metrics = [each for each in metrics if _function_travels(each)]
+        self.metrics = [each for each in metrics if is_of_keras(getattr(each, METRIC_FUNCTION))]
         super().dump((item, list(map(_function_of, self.metrics))))
         patched = patches(self._modules)
         state = state_of(self._modules, self._code, _travels)
@@ -272,10 +271,6 @@ class _Pickler(TensorPickler):
 def _function_of(metric: Any) -> Callable[..., Any]:
     """Return the function of targets and outputs that a metric averages."""
     return partial(getattr(metric, METRIC_FUNCTION), **options_of(metric))
-
-
-def _function_travels(metric: Any) -> bool:
-    return bool(module_in_keras(getattr(metric, METRIC_FUNCTION))) or _travels(_function_of(metric))
 
 
 def _has_keras_steps(model: Any) -> bool:

@@ -14,7 +14,7 @@ from lockstep.engines.torch.code_state import CodeReads
 from lockstep.engines.torch.first_step import recorded_step
 from lockstep.engines.torch.forward_state import ForwardState
 from lockstep.engines.torch.group import PeerLost
-from lockstep.engines.torch.layers import parts_of
+from lockstep.engines.torch.layers import Plan, parts_of
 from lockstep.engines.torch.loss_sharding import LossSharding
 from lockstep.engines.torch.placement import copies_on
 from lockstep.engines.torch.pool import Lease, Pool
@@ -67,6 +67,8 @@ class PoolRunner(StepRunner):
         self._age_of_casts = 0.0
         self._trained = False
         self._in_modules = False
+        self._random_numbers: Any = None
+        self._drawn_by_metrics = False
 
     def unsplit(self, x: Any) -> str | None:
         """Return why one device has to run batches like this one alone, `None` if not."""
@@ -102,7 +104,7 @@ class PoolRunner(StepRunner):
                     raise
             if self.draws_together:
                 self._streams.take_over()
-            self._note_state()
+            self._note_state(computed_metrics=kind in ("train", "test"))
         return result
 
     def recorded(self, kind: str, data: Any, rows: int) -> tuple[Recording, list[Sketches]]:
@@ -252,6 +254,8 @@ class PoolRunner(StepRunner):
             self.unchecked = self._changes
         else:
             self._send_values(pool, self._assigned())
+            if self._drawn_by_metrics:
+                self._send_seeds(pool)
 
     def _compare_all(self, pool: Pool) -> None:
         data, tensors, self._reads, in_modules, metrics = self._dumped()
@@ -288,6 +292,7 @@ class PoolRunner(StepRunner):
             if in_modules:
                 pool.in_modules = self._lease.key
         self.losses.sent_metrics = metrics
+        self.losses.before_metrics = self._note_before_metrics
         self._age_of_casts = settings["age_of_casts"]
         self._send_values(pool, differ)
         self._send_seeds(pool)
@@ -305,7 +310,7 @@ class PoolRunner(StepRunner):
 
     def _check_taken(self, every: list[list[str]]) -> None:
         """Raise if a worker has made another model of the bytes than this process has."""
-        mine = parts_of(self._plan)
+        mine = parts_of(Plan(self._model, draws_together=self.draws_together))
         for rank, theirs in enumerate(every, 1):
             if theirs != mine:
                 here, there = (sorted(set(a) - set(b)) for a, b in ((mine, theirs), (theirs, mine)))
@@ -339,6 +344,7 @@ class PoolRunner(StepRunner):
             pool.group.broadcast_in_place([self._tensors[number].grad for number in there])
 
     def _send_seeds(self, pool: Pool) -> None:
+        self._drawn_by_metrics = False
         seeds = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
         keras_seed = None if seeds is None else keras.ops.convert_to_numpy(seeds.state)
         pool.send("seeds", random.getstate(), np.random.get_state(), keras_seed)
@@ -351,9 +357,24 @@ class PoolRunner(StepRunner):
             self._plan_there = plan
             self._exchanged = set()
 
-    def _note_state(self) -> None:
-        """Note what a step has left, which is the same in every process."""
+    def _note_state(self, *, computed_metrics: bool = False) -> None:
+        """Note what a step has left, which is the same in every process.
+
+        Args:
+            computed_metrics: Whether this process alone has run code after the others.
+        """
         self._versions = [tensor._version for tensor in self._tensors]
+        if not computed_metrics:
+            self._renew_reads()
+        elif _states_of_random_numbers() != self._random_numbers:  # metrics have drawn some
+            self._drawn_by_metrics = True
+
+    def _note_before_metrics(self) -> None:
+        """Note what the code of a step has left in every process: metrics run in this one."""
+        self._renew_reads()
+        self._random_numbers = _states_of_random_numbers()
+
+    def _renew_reads(self) -> None:
         if self._reads.changed():  # by the code of the step
             self._reads.renew()
 
@@ -382,6 +403,11 @@ def _forms(nest: Any) -> Any:
     return keras.tree.map_structure(
         lambda leaf: None if leaf is None else (leaf.dtype, leaf.shape[1:]), nest
     )
+
+
+def _states_of_random_numbers() -> Any:
+    _, numbers, *rest = np.random.get_state()
+    return random.getstate(), np.asarray(numbers).tobytes(), rest
 
 
 def _is(a: Any, b: Any) -> bool:

@@ -1,0 +1,184 @@
+"""Losses and metrics with code of the user's own see what they see on one device, and only once."""
+
+import collections
+import itertools
+import random
+import types
+import warnings
+from functools import partial
+
+import keras
+import numpy as np
+import pytest
+import torch
+from keras import layers, ops
+
+from lockstep.errors import UnsplitBatchWarning
+from tests.replicas.losses_by_rows import leaves
+from tests.sampling import every
+from tests.torch.agreement import assert_equal, both
+
+LATE = 9
+"""Calls after which a function changes: later than the calls of any proof or check."""
+
+
+def squares(y_true, y_pred):
+    return ops.mean(ops.square(y_true - y_pred), axis=-1)
+
+
+def contrast(y_true, y_pred):
+    return squares(y_true, y_pred - ops.mean(y_pred, axis=0))
+
+
+def clamped(y_true, y_pred):
+    with torch.no_grad():
+        y_pred[-3:].clamp_(max=0.1)
+    return squares(y_true, y_pred)
+
+
+def late():
+    calls = []
+
+    def function(y_true, y_pred):
+        calls.append(0)
+        return (contrast if len(calls) > LATE else squares)(y_true, y_pred)
+
+    return function
+
+
+def targets_written(y_true, y_pred):
+    y_true[-3:] = 0.5
+    return squares(y_true, y_pred)
+
+
+def of_some_numbers_of_rows(y_true, y_pred):
+    return squares(y_true, y_pred) * (2 if 3 <= len(y_pred) <= 5 else 1)
+
+
+def noisy_by_python(y_true, y_pred):
+    return squares(y_true, y_pred) * random.random()
+
+
+def noisy_by_numpy(y_true, y_pred):
+    return squares(y_true, y_pred) * np.random.uniform()
+
+
+def noisy_by_keras(y_true, y_pred):
+    return squares(y_true, y_pred) * keras.random.uniform(ops.shape(y_pred)[:1], dtype="float64")
+
+
+def rare(y_true, y_pred):
+    return (contrast if random.random() < 0.1 else squares)(y_true, y_pred)
+
+
+def shared(kept):
+    """Return a loss that reads what a metric of the whole batch has written."""
+
+    def metric(y_true, y_pred):
+        kept[0] = float(ops.max(ops.abs(ops.stop_gradient(y_pred))))
+        return squares(y_true, y_pred)
+
+    def loss(y_true, y_pred):
+        return squares(y_true, y_pred) * (1 + float(kept[0]))
+
+    return {"loss": loss, "metrics": [metric, "mae"]}
+
+
+class Slots:
+    __slots__ = ("count",)
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self):
+        self.count += 1
+        return self.count
+
+
+def counts_in_a_namespace(space):
+    def count():
+        space.count += 1
+        return space.count
+
+    return count
+
+
+def counts_in_itself():
+    def count():
+        count.calls += 1
+        return count.calls
+
+    count.calls = 0
+    return count
+
+
+def counts_in_a_deque(kept):
+    def count():
+        kept.append(0)
+        return len(kept)
+
+    return count
+
+
+def times(count):
+    return {"loss": lambda y_true, y_pred: squares(y_true, y_pred) * count()}
+
+
+CASES = {
+    "outputs written by a loss": lambda: {"loss": clamped, "metrics": ["mae"]},
+    "outputs written by a metric": lambda: {"loss": "mse", "metrics": [clamped, "mae"]},
+    "targets written by a metric": lambda: {"loss": "mse", "metrics": [targets_written, "mae"]},
+    "a loss that changes late": lambda: {"loss": late()},
+    "a metric that changes late": lambda: {"loss": "mse", "metrics": [late()]},
+    "some numbers of rows": lambda: {"loss": of_some_numbers_of_rows},
+    "a rare branch": lambda: {"loss": rare},
+    "noise of Keras": lambda: {"loss": noisy_by_keras},
+    "noise of Python": lambda: {"loss": "mse", "metrics": [noisy_by_python]},
+    "noise of NumPy": lambda: {"loss": noisy_by_numpy, "metrics": [noisy_by_numpy]},
+    "a metric that a loss reads": lambda: shared([0.0]),
+    "an array that a metric writes": lambda: shared(np.zeros(1)),
+    "a namespace": lambda: times(counts_in_a_namespace(types.SimpleNamespace(count=0))),
+    "slots": lambda: times(Slots()),
+    "a deque": lambda: times(counts_in_a_deque(collections.deque(maxlen=50))),
+    "an attribute of a function": lambda: times(counts_in_itself()),
+    "a counter": lambda: times(partial(next, itertools.count(1))),
+}
+
+
+@pytest.mark.parametrize("name", every(2, CASES))
+def test_code_that_keeps_changes_or_writes_gives_what_one_device_gives(name):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(11, 4)), rng.normal(size=(11, 3))
+
+    def build():
+        made = keras.Sequential([keras.Input((4,)), layers.Dense(6, "tanh"), layers.Dense(3)])
+        options = CASES[name]()
+        made.compile(keras.optimizers.SGD(0.01, momentum=0.9), run_eagerly=False, **options)
+        return made
+
+    found = []
+    for made in both(build):
+        keras.utils.set_random_seed(5)
+        with warnings.catch_warnings(action="ignore", category=UnsplitBatchWarning):
+            found.append(leaves(made, x.copy(), y.copy()))
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("role", ["loss", "metrics"])
+def test_what_a_function_keeps_has_the_rows_of_the_batch(role):
+    kept = []
+
+    def keeping(y_true, y_pred):
+        kept.append((y_true, y_pred))
+        return squares(y_true, y_pred)
+
+    def build():
+        made = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
+        made.compile("sgd", **{"loss": "mse", role: [keeping]})
+        return made
+
+    rng = np.random.default_rng(0)
+    _, many = both(build)
+    many.fit(rng.normal(size=(11, 4)), rng.normal(size=(11, 3)), batch_size=11, verbose=0)
+    assert [len(each) for each in kept[-1]] == [11, 11]
+    assert not any(hasattr(each, "outputs") for each in kept[-1])

@@ -131,8 +131,7 @@ class PoolRunner(StepRunner):
         return recording, found
 
     def _replica(self, pool: Pool, rows: int) -> Replica:
-        ask = pool.send
-        return Replica(pool.group, rows, self._streams, self._device, ask=ask)
+        return Replica(pool.group, rows, self._streams, self._device, ask=pool.send)
 
     def unshared(self, batch: Any) -> str | None:
         """Return why the devices cannot share a step on the whole batch, `None` if they can."""

@@ -182,3 +182,39 @@ def test_what_a_function_keeps_has_the_rows_of_the_batch(role):
     many.fit(rng.normal(size=(11, 4)), rng.normal(size=(11, 3)), batch_size=11, verbose=0)
     assert [len(each) for each in kept[-1]] == [11, 11]
     assert not any(hasattr(each, "outputs") for each in kept[-1])
+
+
+def test_a_loss_reads_the_array_that_the_data_change():
+    """No callback is there, so that nothing else makes the processes compare the model."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(11, 4)), rng.normal(size=(11, 3))
+
+    class Data(keras.utils.PyDataset):
+        def __init__(self, factor):
+            super().__init__()
+            self.factor = factor
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, number):
+            self.factor[0] = 1 + number
+            return x, y
+
+    def build():
+        factor = np.ones(1)
+
+        def loss(y_true, y_pred):
+            return squares(y_true, y_pred) * float(factor[0])
+
+        made = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
+        made.compile(keras.optimizers.SGD(0.01), loss)
+        made.factor = factor
+        return made
+
+    found = []
+    for made in both(build):
+        with warnings.catch_warnings(action="ignore", category=UnsplitBatchWarning):
+            history = made.fit(Data(made.factor), epochs=2, shuffle=False, verbose=0).history
+        found.append([history, made.get_weights()])
+    assert_equal(*found)

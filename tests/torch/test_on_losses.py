@@ -179,11 +179,11 @@ def _largest_of_all(y_true, y_pred):
     return losses.sparse_categorical_crossentropy(y_true, y_pred) * ops.max(y_pred) / WORDS
 
 
-def test_what_a_stand_in_is_asked():
+def test_what_an_ungathered_output_is_asked():
     """Code of Keras sees the form of the global batch; values are gathered when they are read."""
     import torch
 
-    from lockstep.engines.torch.loss_sharding import StandIn
+    from lockstep.engines.torch.loss_sharding import UngatheredOutput
 
     class Rows:
         def __init__(self):
@@ -196,7 +196,7 @@ def test_what_a_stand_in_is_asked():
             self.asked += 1
             return torch.arange(12.0).reshape(4, 3)
 
-    made = StandIn.made((4, 3), torch.float32, torch.device("cpu"))
+    made = UngatheredOutput.made((4, 3), torch.float32, torch.device("cpu"))
     made.outputs, made.number = Rows(), 0
     cast = ops.convert_to_tensor(made, dtype="float64")
     assert (tuple(cast.shape), cast.dtype, len(cast), cast.ndim) == ((4, 3), torch.float64, 4, 2)

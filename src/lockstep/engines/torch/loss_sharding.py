@@ -1,8 +1,8 @@
 """Losses and metrics that each replica computes on its own rows; see `rows_of_losses`.
 
-Keras's code of a step is given stand-ins for the outputs of the global batch. A loss or metric of
-Keras that works row by row takes the rows of this replica from them. Anything else gathers the rows
-of all replicas first, so an output that nothing uses whole is never gathered.
+Keras's code of a step is given ungathered outputs of the global batch. A loss or metric of Keras
+that works row by row takes the rows of this replica from them. Anything else gathers the rows of
+all replicas first. So an output that nothing uses whole is never gathered.
 """
 
 import math
@@ -46,7 +46,7 @@ class Outputs:
 
     Attributes:
         replica: This replica.
-        stand_ins: What Keras's code is given for the outputs of the global batch.
+        ungathered: The outputs of the global batch, as Keras's code is given them.
         ask: Asks the other replicas for their part; `None` where they send it by themselves.
     """
 
@@ -56,8 +56,8 @@ class Outputs:
         self._own = keras.tree.flatten(own)
         self._name = name
         self._whole: dict[int, tuple[Any, int]] = {}
-        made = [self._stand_in(number, each) for number, each in enumerate(self._own)]
-        self.stand_ins = keras.tree.pack_sequence_as(own, made)
+        made = [self._ungathered(number, each) for number, each in enumerate(self._own)]
+        self.ungathered = keras.tree.pack_sequence_as(own, made)
 
     def own(self, number: int) -> Any:
         """Return the rows of this replica of one output."""
@@ -93,9 +93,9 @@ class Outputs:
             lambda part: self.replica.gather(part, f"What {name!r} gives", for_loss=True), found
         )
 
-    def _stand_in(self, number: int, own: Any) -> "StandIn":
+    def _ungathered(self, number: int, own: Any) -> "UngatheredOutput":
         self.replica.true_rows(own, self._name)
-        made = StandIn.made((self.replica.rows, *own.shape[1:]), own.dtype, own.device)
+        made = UngatheredOutput.made((self.replica.rows, *own.shape[1:]), own.dtype, own.device)
         made.outputs, made.number = self, number
         mask = get_keras_mask(own)
         if mask is not None:
@@ -103,8 +103,8 @@ class Outputs:
         return made
 
 
-class StandIn(torch.Tensor):  # type: ignore[misc]
-    """Stands for an output of the global batch: its shape and type, without values.
+class UngatheredOutput(torch.Tensor):  # type: ignore[misc]
+    """An output of the global batch that has a shape and a type, and no values yet.
 
     Any operation but a cast gathers the output first.
     """
@@ -114,9 +114,11 @@ class StandIn(torch.Tensor):  # type: ignore[misc]
     casts: tuple[tuple[Any, Any], ...] = ()
 
     @classmethod
-    def made(cls, shape: tuple[int, ...], dtype: Any, device: Any) -> "StandIn":
-        """Return a stand-in of this form."""
-        made: StandIn = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+    def made(cls, shape: tuple[int, ...], dtype: Any, device: Any) -> "UngatheredOutput":
+        """Return an ungathered output of this form."""
+        made: UngatheredOutput = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=device
+        )
         return made
 
     def own(self) -> Any:
@@ -136,7 +138,7 @@ class StandIn(torch.Tensor):  # type: ignore[misc]
         form = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
         if (form.dtype, form.device) == (self.dtype, self.device):
             return self
-        made = StandIn.made(tuple(self.shape), form.dtype, form.device)
+        made = UngatheredOutput.made(tuple(self.shape), form.dtype, form.device)
         made.outputs, made.number = self.outputs, self.number
         made.casts = (*self.casts, (args, kwargs))
         return made
@@ -155,7 +157,7 @@ class StandIn(torch.Tensor):  # type: ignore[misc]
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raise: there are no values to compute with."""
-        raise NotImplementedError(f"{func} of a stand-in")
+        raise NotImplementedError(f"{func} of an ungathered output")
 
 
 _OF_FORM = (
@@ -171,9 +173,9 @@ _OF_FORM = (
 
 
 def gathered(nest: Any) -> Any:
-    """Return a nest with the outputs of the global batch in place of their stand-ins."""
+    """Return a nest in which all outputs are gathered."""
     return keras.tree.map_structure(
-        lambda leaf: leaf.whole() if isinstance(leaf, StandIn) else leaf, nest
+        lambda leaf: leaf.whole() if isinstance(leaf, UngatheredOutput) else leaf, nest
     )
 
 
@@ -189,7 +191,7 @@ class LossSharding:
         choices: For each name of a loss or metric: `None` if each replica takes its own rows,
             else why it takes the outputs of the global batch.
         large: Those choices that gather many bytes.
-        before_metrics: Called before metrics are computed, as other replicas do not.
+        before_metrics: Called before this replica alone computes metrics.
         sent_metrics: The metrics whose functions the other replicas have, in their order; `None`
             where every replica computes metrics.
     """
@@ -207,7 +209,7 @@ class LossSharding:
         """Return the loss of the global batch. Every replica has to call this."""
         x, y, sample_weight = data
         losses = losses_by_rows(self._model)
-        y_pred = outputs.stand_ins
+        y_pred = outputs.ungathered
         if not self._are_all_losses(losses):
             y_pred = gathered(y_pred)
         with patched([(each, "call", self._taking_rows(each, each.call)) for each in losses]):
@@ -216,14 +218,14 @@ class LossSharding:
     def metrics(self, outputs: Outputs, data: Any) -> Any:
         """Return the logs of the global batch.
 
-        The replicas that do not call this serve what the others ask for; see `Outputs.ask`.
+        A replica that does not call this sends what `Outputs.ask` asks for.
         """
         x, y, sample_weight = data
         outputs.ask = outputs.replica.ask
         if self.before_metrics is not None:
             self.before_metrics()
         model, compiled = self._model, compiled_metrics(self._model)
-        by_rows, y_pred = metrics_by_rows(model), outputs.stand_ins
+        by_rows, y_pred = metrics_by_rows(model), outputs.ungathered
         plain = is_keras(model, "compute_metrics") and (compiled is None or compiled.built)
         if not plain:
             y_pred = gathered(y_pred)
@@ -255,7 +257,7 @@ class LossSharding:
         update = metric.update_state
 
         def update_state(*args: Any, **kwargs: Any) -> Any:
-            self._note(metric, "it is no function of one row", args)
+            self._note(metric, "it needs all rows", args)
             args, kwargs = gathered((args, kwargs))
             return update(*args, **kwargs)
 
@@ -301,7 +303,7 @@ class LossSharding:
         given: Any,
         targets: list[tuple[Any, int]] | None,
     ) -> str | None:
-        if len(given) != 2 or not isinstance(given[1], StandIn):
+        if len(given) != 2 or not isinstance(given[1], UngatheredOutput):
             return "what it is given are no outputs and targets of the model"
         y_true, y_pred = given
         outputs = y_pred.outputs
@@ -329,14 +331,14 @@ class LossSharding:
             self._reasons[key] = (owner, source), reason
         return self._reasons[key][1]
 
-    def _is_served(self, owner: Any, y_true: Any, y_pred: StandIn, targets: Any) -> bool:
+    def _is_served(self, owner: Any, y_true: Any, y_pred: UngatheredOutput, targets: Any) -> bool:
         """Return whether the other replicas have the function of a metric and what it is given."""
         known = any(each is owner for each in self.sent_metrics or ())
         unchanged = any(each is y_true and each._version == was for each, was in targets or ())
         return known and unchanged and not y_pred.casts
 
     def _note(self, owner: Any, reason: str, given: Any) -> None:
-        wholes = [each for each in given if isinstance(each, StandIn) and len(each) > 1]
+        wholes = [each for each in given if isinstance(each, UngatheredOutput) and len(each) > 1]
         if wholes:
             self.choices[owner.name] = reason
         if sum(math.prod(each.shape) * each.dtype.itemsize for each in wholes) >= _LARGE:

@@ -1,10 +1,12 @@
 """One accelerator: `fit` and `predict` under lockstep beside stock Keras, in time and memory.
 
     KERAS_BACKEND=jax python benchmarks/one_accelerator.py
+    KERAS_BACKEND=torch python benchmarks/one_accelerator.py
 
 ResNet-50 and a transformer of BERT-base's size, each library in a process of its own on the
-first device that JAX has, taking turns round after round. The clock on the wall is what
-counts here, from the call to its return; memory is the most that JAX had in use on the device.
+first device, taking turns round after round. The clock on the wall is what counts here, from
+the call to its return; memory is the most that the backend had in use on the device.
+`--policy mixed_bfloat16` computes as large models are trained.
 `--models mlp --steps 50` tries the command where there is no accelerator.
 """
 
@@ -23,15 +25,15 @@ SIDES = ("keras", "lockstep")
 CALLS = ("fit", "predict")
 
 
-def worker(side: str, name: str, steps: int) -> None:
+def worker(side: str, name: str, steps: int, policy: str) -> None:
     """One process: seconds of the call whose name comes in, and the device's memory."""
-    import jax
     import keras
     import models
     import numpy as np
 
     import lockstep
 
+    keras.config.set_dtype_policy(policy)
     keras.utils.set_random_seed(0)
     model = getattr(models, name)()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -51,13 +53,11 @@ def worker(side: str, name: str, steps: int) -> None:
         "fit": lambda: model.fit(x, y, **options),
         "predict": lambda: model.predict(x, **options),
     }
-    device = jax.devices()[0]
     memory = {}
     for call, run in calls.items():  # compiles
         run()
-        told = device.memory_stats() or {}
-        memory[call] = told.get("peak_bytes_in_use")
-    answer({"device": device.device_kind, "memory": memory})
+        device, memory[call] = first_device()
+    answer({"device": device, "memory": memory})
     with contextlib.suppress(EOFError):
         while True:
             run = calls[input()]
@@ -66,15 +66,28 @@ def worker(side: str, name: str, steps: int) -> None:
             answer((time.perf_counter() - start) / steps)
 
 
-def measure(name: str, rounds: int, steps: int) -> dict[str, Any]:
+def first_device() -> tuple[str, int | None]:
+    """The kind of the device, and the most bytes that were in use on it."""
+    if os.environ["KERAS_BACKEND"] == "torch":
+        import torch
+
+        if not torch.cuda.is_available():
+            return "cpu", None
+        return torch.cuda.get_device_name(0), torch.cuda.max_memory_allocated()
+    import jax
+
+    device = jax.devices()[0]
+    return device.device_kind, (device.memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def measure(name: str, rounds: int, steps: int, policy: str) -> dict[str, Any]:
     """Milliseconds per step of each call and side, lockstep's over Keras's, and memory."""
     before = os.getloadavg()[0]
     workers = {}
     for side in SIDES:
-        arguments = ("--worker", side, "--models", name, "--steps", steps)
+        arguments = ("--worker", side, "--models", name, "--steps", steps, "--policy", policy)
         # Two processes share the device: neither takes more of its memory than it needs.
-        shared = {"KERAS_BACKEND": "jax", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        workers[side] = Worker(__file__, *arguments, **shared)
+        workers[side] = Worker(__file__, *arguments, XLA_PYTHON_CLIENT_PREALLOCATE="false")
         workers[side].wait()
     turns = [(call, side) for call in CALLS for side in SIDES]
     times: dict[tuple[str, str], list[float]] = {turn: [] for turn in turns}
@@ -88,6 +101,7 @@ def measure(name: str, rounds: int, steps: int) -> dict[str, Any]:
     return {
         "model": name,
         "device": workers["keras"].said["device"],
+        "policy": policy,
         "rows per step": ROWS[name],
         "steps per round": steps,
         "rounds": rounds,
@@ -108,12 +122,15 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=ROWS, default=["resnet", "bert"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=30, help="steps per round")
+    parser.add_argument("--policy", default="float32", help="Keras's dtype policy")
     parser.add_argument("--worker", choices=SIDES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        worker(arguments.worker, arguments.models[0], arguments.steps)
+        worker(arguments.worker, arguments.models[0], arguments.steps, arguments.policy)
         return
-    results = [measure(name, arguments.rounds, arguments.steps) for name in arguments.models]
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    options = arguments.rounds, arguments.steps, arguments.policy
+    results = [measure(name, *options) for name in arguments.models]
     print(json.dumps({"results": results, "versions": versions()}, indent=1))
 
 

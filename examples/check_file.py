@@ -17,6 +17,8 @@ def check_file(path, model, x):
     """Compare the predictions of `model` with those of its file, or end the script."""
     import keras
 
+    import lockstep
+
     rows = len(keras.tree.flatten(x)[0])
     with tempfile.TemporaryDirectory() as folder:
         arrays = Path(folder) / "arrays.npz"
@@ -28,6 +30,9 @@ def check_file(path, model, x):
         )
         # One device: no rehearsal, and the CPU, because this process holds the GPUs.
         plain = {k: v for k, v in os.environ.items() if not k.startswith(("LOCKSTEP", "JAX_"))}
+        # GPUs multiply in a lower precision than CPUs (TF32) unless told otherwise.
+        on_cpu = lockstep.devices()[0].startswith("cpu")
+        plain.setdefault("CHECK_FILE_BOUND", "1e-5" if on_cpu else "1e-2")
         command = [sys.executable, __file__, str(path), str(arrays)]
         done = subprocess.run(command, env={**plain, "JAX_PLATFORMS": "cpu"}, check=False)
     if done.returncode != 0:
@@ -44,8 +49,7 @@ def main(path, arrays):
     difference = np.max(np.abs(predictions - arrays["predictions"]))
     imported = "lockstep" in sys.modules
     print(f"{Path(path).name} by plain Keras on one device: largest difference {difference:.1e}")
-    # Float32 on CPUs. GPUs multiply in a lower precision unless told otherwise.
-    bound = float(os.environ.get("CHECK_FILE_BOUND", "1e-5"))
+    bound = float(os.environ["CHECK_FILE_BOUND"])
     sys.exit(imported or not difference <= bound)
 
 

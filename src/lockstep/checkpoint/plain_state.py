@@ -76,6 +76,8 @@ def take_random_states() -> dict[str, Any]:
     torch = sys.modules.get("torch")
     if torch is not None:  # a DataLoader draws from it
         states["torch"] = torch.get_rng_state().numpy().copy()
+        if torch.cuda.is_initialized():  # dropout without a seed draws on the GPU
+            states["torch_gpus"] = [each.numpy() for each in torch.cuda.get_rng_state_all()]
     # keras/src/random/seed_generator.py: what keras.random.normal() draws from without a seed
     generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
     if generator is not None:  # somebody has drawn from it
@@ -94,3 +96,7 @@ def put_random_states(states: dict[str, Any]) -> None:
     torch = sys.modules.get("torch")
     if torch is not None and "torch" in states:
         torch.set_rng_state(torch.from_numpy(states["torch"].copy()))
+        if torch.cuda.is_available():
+            of_gpus = states.get("torch_gpus", [])[: torch.cuda.device_count()]
+            for gpu, state in enumerate(of_gpus):
+                torch.cuda.set_rng_state(torch.from_numpy(state.copy()), gpu)

@@ -103,6 +103,41 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         return self.data_adapter.get_numpy_iterator()
 
 
+class BatchesAhead:
+    """Puts each batch on the devices before the step of the batch before it begins.
+
+    JAX sends a batch once the device has done all steps that were begun: behind a step, the device
+    waits for the batch. Keras draws one batch ahead on accelerators too.
+
+    Args:
+        place: Puts a host batch on the devices.
+    """
+
+    # keras/src/backend/jax/trainer.py, JAXEpochIterator._one_batch_ahead_iterator
+
+    def __init__(self, place: Callable[[Any], Any]) -> None:
+        self._place = place
+        self._ready: tuple[Any, Any] | None = None
+
+    def over(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the host batches, each when the next one is under way."""
+        before: tuple[Any, Any] | None = None
+        for batch in batches:
+            ready = batch, self._place(batch)
+            if before is not None:
+                self._ready = before
+                yield before[0]
+            before = ready
+        if before is not None:
+            self._ready = before
+            yield before[0]
+
+    def placed(self, batch: Any) -> Any:
+        """Return the batch on the devices: as it was put there ahead, if it was."""
+        ready, self._ready = self._ready, None
+        return ready[1] if ready is not None and ready[0] is batch else self._place(batch)
+
+
 def check_times(times: object) -> None:
     """Check that `steps_per_execution` is a whole number of at least 1.
 

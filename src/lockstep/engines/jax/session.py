@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -38,6 +38,8 @@ from lockstep.keras_compat import (
     JAX_STATE,
     JAX_STATE_SYNCED,
     TAKE_JAX_STATE,
+    ArrayDataAdapter,
+    GeneratorDataAdapter,
     build_on_first_batch,
     forget_loss_ids,
     in_stateless_scope,
@@ -55,7 +57,7 @@ from lockstep.processes.variable_drift import VariableDrift
 from lockstep.state import named_variables, rnn_states, variables_of
 from lockstep.training.call_guard import CallGuard
 from lockstep.training.callbacks import see_every_batch
-from lockstep.training.input import HostIterator, check_times
+from lockstep.training.input import BatchesAhead, HostIterator, check_times
 from lockstep.training.overrides import is_keras
 from lockstep.training.session import PREDICT, TRAIN, Begin, Each, End, Kind, Session, recorded_type
 
@@ -234,8 +236,11 @@ class JaxSession(Session):
 
     def batches(self, kind: Kind, *, recorded: bool = False, **data: Any) -> Any:
         """Return an iterator over host batches."""
-        made = recorded_type(kind, MeshIterator) if recorded else MeshIterator
-        return made(**data)
+        iterator = (recorded_type(kind, MeshIterator) if recorded else MeshIterator)(**data)
+        iterator.recorded = recorded
+        if self.is_compiled():
+            iterator.ahead = self._steps.ahead
+        return iterator
 
     def build(self, batches: Any, kind: Kind) -> None:
         """Build what is not built yet on the first batch, and reset the iterator."""
@@ -293,9 +298,26 @@ class MeshIterator(HostIterator):
     """Iterate over host batches for a mesh.
 
     Keras's own iterator for JAX puts each batch on the first device of an accelerator.
+
+    Attributes:
+        ahead: Puts batches on the devices a step ahead, if steps are compiled.
     """
 
+    ahead: BatchesAhead | None = None
+
     # keras/src/backend/jax/trainer.py, JAXEpochIterator
+
+    def _batches(self) -> Iterator[Any]:
+        batches = super()._batches()
+        return self.ahead.over(batches) if self.ahead and self._may_draw_ahead() else batches
+
+    def _may_draw_ahead(self) -> bool:
+        """Return whether nobody notices: a generator would lose a batch at the end of a `fit`."""
+        if self.steps_per_execution > 1:
+            return False
+        if isinstance(self.data_adapter, ArrayDataAdapter):
+            return True
+        return not (self.recorded or isinstance(self.data_adapter, GeneratorDataAdapter))
 
     def _new_check(self) -> DataCheck | None:
         return DataCheck(every_pull=True) if process_group.several() else None

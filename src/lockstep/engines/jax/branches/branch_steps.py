@@ -44,6 +44,7 @@ class BranchSteps(Steps):
 
     def __init__(self, model: Any, layout: Layout) -> None:
         super().__init__(jax_devices.find(layout.devices))
+        self.ahead = None
         self.layout = layout
         self._model = model
         self._homes: dict[int, str] = {}

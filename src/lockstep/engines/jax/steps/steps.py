@@ -50,6 +50,7 @@ from lockstep.layout import Layout
 from lockstep.processes import process_group
 from lockstep.processes.agreement import DataCheck
 from lockstep.training.arrays import host_array, is_native
+from lockstep.training.input import BatchesAhead
 
 
 class Steps:
@@ -60,10 +61,12 @@ class Steps:
         by_rows: The layout of data: sharded along the first dim.
         devices: The devices, in order.
         platform: The platform of the devices: `"cpu"` or `"gpu"`.
+        ahead: Puts batches on the devices a step ahead; `None` on CPUs, which read host memory.
         layout: The devices of the layers; `None`, as every device runs all layers.
     """
 
     layout: Layout | None = None
+    ahead: BatchesAhead | None = None
 
     def __init__(self, devices: list[jax.Device]) -> None:
         self.devices = devices
@@ -79,6 +82,8 @@ class Steps:
         self._one_at_a_time = self._several and self.platform == "cpu" and here > 1
         self._put: Callable[[Any, Any], jax.Array] = jax_group.put if self._several else laid_out
         self._stacked_by_rows = NamedSharding(mesh, PartitionSpec(None, "batch"))
+        here_alone = self.platform != "cpu" and not self._several
+        self.ahead = BatchesAhead(self._shard) if here_alone else None
 
     def divides(self, rows: int) -> bool:
         """Return whether an array of `rows` rows can be sharded, on more than one device."""
@@ -184,7 +189,7 @@ class Steps:
             return (run_many, placed) if worth_it[0] else None
 
         return StepFunction(
-            place=self._shard,
+            place=self._shard if self.ahead is None else self.ahead.placed,
             settle=lambda state: self.settled(state, split()),
             run=run,
             finish=(whole_rows if stay_split else _as_they_are) if per_row_outputs else None,
@@ -275,13 +280,13 @@ class Steps:
     def _shard(self, batch: Any) -> Any:
         if self._replicas == 1:
             leaves = batch if type(batch) is tuple else (batch,)
-            if all(map(is_native, leaves)):
+            if self.ahead is None and all(map(is_native, leaves)):
                 return batch
             return keras.tree.map_structure(self._place_on_one, batch)
         return keras.tree.map_structure(self._shard_leaf, batch)
 
     def _place_on_one(self, leaf: Any) -> Any:
-        if leaf is None or is_native(leaf):
+        if leaf is None or (self.ahead is None and is_native(leaf)):
             return leaf
         placed = isinstance(leaf, jax.Array | sparse.JAXSparse)
         return jax.device_put(leaf if placed else host_array(leaf), self.replicated)

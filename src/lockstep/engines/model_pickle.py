@@ -228,6 +228,9 @@ _FILL: dict[type, Callable[[Any, Any], None]] = dict(
 )
 """Keras's tracked collections. Their own methods need attributes that are not there yet."""
 
+WITH_RULES = type, FunctionType, ModuleType, DynamicBackend, KerasSaveable, *_FILL
+"""The classes whose objects are not pickled as Python does it, here or by cloudpickle."""
+
 
 def _with_deep_stack(call: Callable[[], Result]) -> Result:
     """Run a call in a thread whose stack is large enough for a model of many layers."""

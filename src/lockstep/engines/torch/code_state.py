@@ -7,8 +7,9 @@ modules names them, and the functions that the user has put into Keras, PyTorch 
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, lru_cache
+from operator import is_
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -185,8 +186,7 @@ def patches(modules: Iterable[str]) -> State:
     owners, installed = _installed(len(sys.modules), frozenset(packages | {"keras", "torch.nn"}))
     found: State = {}
     for place, owner, looked_at in owners:
-        now = list(vars(owner).values())
-        if list(map(id, now)) == looked_at.identities:
+        if looked_at.has_only(vars(owner)):
             continue
         patched = {}
         for name, value in list(vars(owner).items()):
@@ -197,7 +197,7 @@ def patches(modules: Iterable[str]) -> State:
         if patched:
             found[place] = patched
         else:
-            looked_at.note(now)
+            looked_at.attributes = list(vars(owner).values())
     return found
 
 
@@ -205,15 +205,15 @@ class _LookedAt:
     """The attributes of a module or class among which no function of the user's was found.
 
     Attributes:
-        identities: Their identities. They are kept, so that nothing else gets one of these.
+        attributes: Their values.
     """
 
     def __init__(self) -> None:
-        self.identities: list[int] = []
-        self._kept: list[Any] = []
+        self.attributes: list[Any] = []
 
-    def note(self, attributes: list[Any]) -> None:
-        self.identities, self._kept = list(map(id, attributes)), attributes
+    def has_only(self, now: Mapping[str, Any]) -> bool:
+        """Return whether these are the attributes still."""
+        return len(now) == len(self.attributes) and all(map(is_, now.values(), self.attributes))
 
 
 @lru_cache(maxsize=1)

@@ -3,8 +3,9 @@
 import inspect
 import io
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,7 +13,13 @@ import keras
 import torch
 
 from lockstep.engines.left_out import LeftOut
-from lockstep.engines.model_pickle import ModelPickler, dumped, reason_of, trackers_mended
+from lockstep.engines.model_pickle import (
+    WITH_RULES,
+    ModelPickler,
+    dumped,
+    reason_of,
+    trackers_mended,
+)
 from lockstep.engines.replicas.rows_of_losses import is_of_keras, metrics_by_rows
 from lockstep.engines.torch.code_state import (
     CodeReads,
@@ -242,6 +249,11 @@ class _Pickler(TensorPickler):
 
     def reducer_override(self, item: Any) -> Any:
         """Return how one object is pickled, and note what its code reads."""
+        kind: Any = type(item)
+        if kind is OrderedDict and not item and not vars(item):  # a module has twelve, for hooks
+            return OrderedDict, ()
+        if _is_pickled_as_usual(kind):
+            return NotImplemented
         if isinstance(item, FunctionType) and claims_other_home(item):
             made = self._dynamic_function_reduce(item)  # cloudpickle: by value
         else:
@@ -266,6 +278,15 @@ class _Pickler(TensorPickler):
         if item is self._model and COMPILED_METRICS in state and _has_keras_steps(item):
             state[COMPILED_METRICS] = None  # rank 0 alone computes metrics
         return state
+
+
+@cache
+def _is_pickled_as_usual(kind: type) -> bool:
+    """Return whether no pickler here has a rule for objects of a class, such as a dict of hooks."""
+    return not issubclass(kind, (*_TENSORS, *WITH_RULES))
+
+
+_TENSORS = torch.Tensor, torch.Generator, torch.nn.ParameterList, torch.nn.ParameterDict
 
 
 def _function_of(metric: Any) -> Callable[..., Any]:

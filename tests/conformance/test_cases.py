@@ -24,11 +24,9 @@ LIKE_ANOTHER = [
 SAMPLE = {
     "tensorflow": {
         "scalar custom loss (Dice)": 2,
-        "batch norm": 4,
     },
     "torch": {
         "masked lstm, sgd": 3,
-        "scalar custom loss (Dice)": 3,
         "minibatch deviation": 3,
         "mixed_float16, loss scaled": 3,
     },

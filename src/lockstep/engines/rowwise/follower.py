@@ -21,6 +21,7 @@ from lockstep.engines.rowwise.known_layers import (
     is_declared,
     is_for_all_rows,
     is_known,
+    least_rank,
     stateful_rnns,
     untouched_random_numbers,
 )
@@ -450,8 +451,8 @@ class _Follower:
         for operand in operands:
             if operand.each is None and not is_for_all_rows(layer, operand.shape):
                 self.refuse(name)
-            if operand.each is not None and operand.rank < 2 and name not in OF_ANY_RANK:
-                self.refuse(name)  # the last dim is the batch
+            if operand.each is not None and operand.rank < least_rank(layer):
+                self.refuse(name)  # another dim is the batch
         if len(each) != 1 or (together and each != {1}):
             self.refuse(name)
         if name in OF_ANY_RANK and len(operands) > 1 and aligned(operands) is None:

@@ -60,6 +60,13 @@ _ANY_RANK = """
 OF_ANY_RANK = frozenset(_ANY_RANK.split())
 """Those that take a batch of scalars. The others may take the last dim, the batch, for another."""
 
+_OF_SEQUENCES = "AdditiveAttention Attention GroupedQueryAttention MultiHeadAttention"
+_OF_IMAGES = """
+    CenterCrop RandomBrightness RandomContrast RandomFlip RandomRotation RandomTranslation
+    RandomZoom Resizing
+"""
+_LEAST_RANKS = dict.fromkeys(_OF_SEQUENCES.split(), 3) | dict.fromkeys(_OF_IMAGES.split(), 4)
+
 _MASKED_ATTENTION = ("MultiHeadAttention", "GroupedQueryAttention")
 
 
@@ -93,7 +100,17 @@ def works_by_rows(layer: Any) -> bool:
     if not all(is_for_all_rows(layer, tuple(array.shape)) for array in arrays):
         return False
     ranks = [len(tensor.shape) for node in nodes for tensor in node.input_tensors]
-    return type(layer).__name__ in OF_ANY_RANK or all(rank > 1 for rank in ranks)
+    return all(rank >= least_rank(layer) for rank in ranks)
+
+
+def least_rank(layer: Any) -> int:
+    """Return the smallest rank of inputs with which one of these layers works row by row.
+
+    Attention takes a batch of vectors for one sequence, and a mask of rank 2 for that of all rows.
+    A layer of images takes a batch of matrices for one image.
+    """
+    name = type(layer).__name__
+    return 1 if name in OF_ANY_RANK else _LEAST_RANKS.get(name, 2)
 
 
 def stateful_rnns(layer: Any) -> list[Any]:

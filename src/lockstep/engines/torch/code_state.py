@@ -36,12 +36,28 @@ class AsDefined:
     """Stands for a function or class that is the one that its module has defined."""
 
 
+class Attributes:
+    """The attributes of an object, module or class at one moment."""
+
+    def __init__(self, attributes: Mapping[str, Any]) -> None:
+        self._values = list(attributes.values())
+
+    def are(self, now: Mapping[str, Any]) -> bool:
+        """Return whether these are the attributes still."""
+        return len(now) == len(self._values) and all(map(is_, now.values(), self._values))
+
+
 class CodeReads:
     """The values that code of a model read from outside of it, when it was pickled."""
 
     def __init__(self) -> None:
         self._names: list[tuple[Any, str, Any]] = []
         self._containers: dict[int, tuple[Any, Any]] = {}
+        self._objects: list[tuple[dict[str, Any], Attributes]] = []
+
+    def watch(self, attributes: dict[str, Any]) -> None:
+        """Note the attributes of an object: which objects they are, not what is in them."""
+        self._objects.append((attributes, Attributes(attributes)))
 
     def add(self, owner: Any, values: dict[str, Any]) -> None:
         """Note values by name.
@@ -55,7 +71,7 @@ class CodeReads:
             self._look_into(value)
 
     def _look_into(self, value: Any) -> None:
-        if _is_plain_object(value):
+        if is_plain_object(value):
             value = vars(value)
         is_array = type(value) is np.ndarray and value.size <= _LARGEST and value.dtype != object
         if not (is_array or type(value) in (list, dict, set)) or id(value) in self._containers:
@@ -72,8 +88,10 @@ class CodeReads:
 
         Arrays of NumPy of a few numbers are containers too.
         """
-        return any(_value(owner, name) is not value for owner, name, value in self._names) or (
-            not all(_is_alike(*pair) for pair in self._containers.values())
+        return (
+            any(_value(owner, name) is not value for owner, name, value in self._names)
+            or not all(_is_alike(*pair) for pair in self._containers.values())
+            or not all(noted.are(now) for now, noted in self._objects)
         )
 
     def renew(self) -> None:
@@ -83,6 +101,7 @@ class CodeReads:
             value = _value(owner, name)
             if value is not _MISSING:
                 self.add(owner, {name: value})
+        self._objects = [(now, Attributes(now)) for now, _ in self._objects]
 
     def put_back(self) -> None:
         """Give names and containers the objects that they had."""
@@ -131,7 +150,7 @@ def _is_alike(container: Any, before: Any) -> bool:
     return all(a is b for a, b in zip(*values, strict=True))
 
 
-def _is_plain_object(value: Any) -> bool:
+def is_plain_object(value: Any) -> bool:
     """Return whether a value has attributes alone: options, say, in a class of the user's."""
     owner = type(value)
     plain = owner.__module__ in (_MAIN, "argparse", "types") or _is_own_name(owner.__module__)
@@ -183,10 +202,12 @@ def patches(modules: Iterable[str]) -> State:
     """
     packages = {name.partition(".")[0] for name in modules if not _is_own_name(name)}
     packages -= {"torch", "numpy", "lockstep", _MAIN}
-    owners, installed = _installed(len(sys.modules), frozenset(packages | {"keras", "torch.nn"}))
+    owners, installed, unpatched = _installed(
+        len(sys.modules), frozenset(packages | {"keras", "torch.nn"})
+    )
     found: State = {}
-    for place, owner, looked_at in owners:
-        if looked_at.has_only(vars(owner)):
+    for place, owner in owners:
+        if place in unpatched and unpatched[place].are(vars(owner)):
             continue
         patched = {}
         for name, value in list(vars(owner).items()):
@@ -197,44 +218,31 @@ def patches(modules: Iterable[str]) -> State:
         if patched:
             found[place] = patched
         else:
-            looked_at.attributes = list(vars(owner).values())
+            unpatched[place] = Attributes(vars(owner))
     return found
-
-
-class _LookedAt:
-    """The attributes of a module or class among which no function of the user's was found.
-
-    Attributes:
-        attributes: Their values.
-    """
-
-    def __init__(self) -> None:
-        self.attributes: list[Any] = []
-
-    def has_only(self, now: Mapping[str, Any]) -> bool:
-        """Return whether these are the attributes still."""
-        return len(now) == len(self.attributes) and all(map(is_, now.values(), self.attributes))
 
 
 @lru_cache(maxsize=1)
 def _installed(
     number: int, packages: frozenset[str]
-) -> tuple[list[tuple[Place, Any, _LookedAt]], set[int]]:
+) -> tuple[list[tuple[Place, Any]], set[int], dict[Place, Attributes]]:
     """Return the modules and classes of packages, and the identities of their globals.
+
+    The dict is for the attributes of those in which no function of the user's was found.
 
     Args:
         number: The number of modules that are imported, with which the result changes.
         packages: The names of the packages.
     """
     starts = tuple(f"{name}." for name in packages)
-    owners: list[tuple[Place, Any, _LookedAt]] = []
+    owners: list[tuple[Place, Any]] = []
     namespaces = set()
     for name, module in list(sys.modules.items()):
         if isinstance(module, ModuleType) and f"{name}.".startswith(starts):
             namespaces.add(id(vars(module)))
             parts = [("", module), *((each.__qualname__, each) for each in _classes_of(module))]
-            owners += [((name, part), owner, _LookedAt()) for part, owner in parts]
-    return owners, namespaces
+            owners += [((name, part), owner) for part, owner in parts]
+    return owners, namespaces, {}
 
 
 def claims_other_home(function: FunctionType) -> bool:

@@ -275,6 +275,7 @@ class _Pickler(TensorPickler):
     def state(self, item: Any) -> dict[str, Any]:
         """Return the attributes of a Keras object that a worker needs."""
         state = super().state(item)
+        self.reads.watch(vars(item))
         if item is self._model and COMPILED_METRICS in state and _has_keras_steps(item):
             state[COMPILED_METRICS] = None  # rank 0 alone computes metrics
         return state

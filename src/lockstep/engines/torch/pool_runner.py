@@ -376,6 +376,7 @@ class PoolRunner(StepRunner):
     def _renew_reads(self) -> None:
         if self._reads.changed():  # by the code of the step
             self._reads.renew()
+            self.unchecked = True  # what was proven may hold no more
 
     def _structure_changed(self) -> bool:
         return _structure(self._tensors) != self._structure

@@ -23,6 +23,7 @@ from lockstep.engines.left_out import LeftOutUsed
 from lockstep.engines.patched import patched
 from lockstep.engines.replicas.first_step import watched
 from lockstep.engines.rowwise import call_refused, is_in_float8
+from lockstep.engines.torch.code_state import is_plain_object
 from lockstep.engines.torch.group import Group
 from lockstep.engines.torch.layers import Plan
 from lockstep.engines.torch.model_copy import copy_of
@@ -417,21 +418,23 @@ def _attributes(layer: Any, own_calls: dict[int, Any]) -> Iterator[Any]:
                 yield from _parts(value)
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _parts(value: Any, inside: tuple[Any, ...] = ()) -> Iterator[Any]:
     if isinstance(value, _PLAIN):
         yield value
     elif isinstance(value, dict):
         for name, part in value.items():
             yield str(name)
-            yield from _parts(part)
+            yield from _parts(part, inside)
     elif isinstance(value, list | tuple | set):
         yield len(value)
         for part in value:
-            yield from _parts(part)
+            yield from _parts(part, inside)
     elif isinstance(value, torch.Tensor):
         yield _NEEDS_GRADIENT if value.requires_grad else tuple(value.shape)
     else:
         yield type(value)
+        if is_plain_object(value) and not any(value is each for each in inside):
+            yield from _parts(vars(value), (*inside, value))
 
 
 def _refused(layer: Any, args: Any, kwargs: Any) -> str | None:

@@ -734,8 +734,9 @@ stored_value, store_value = _read_and_write(_Variable, "_value")
 
 It is an array on JAX, a variable on TensorFlow, and a parameter on PyTorch.
 """
-layout_of = _read(_Variable, "_layout")
-"""The layout that a `keras.distribution` gave to a variable on JAX, `None` without one."""
+layout_of, set_layout = _read_and_write(_Variable, "_layout")
+"""The layout that a variable has on JAX, to which each assigned value goes; `None` without one."""
+_named(_Variable, "_maybe_autocast", "_convert_to_tensor")
 _shape = _read(_Variable, "_shape")
 _DTYPE = _held(_Variable, "_dtype")
 _dtype = _read(None, _DTYPE)
@@ -750,6 +751,18 @@ def stores_as_it_is(variable: Any, shape: tuple[int, ...], dtype: str) -> bool:
     """
     plain = type(variable) is keras.Variable and layout_of(variable) is None
     return plain and shape == _shape(variable) and dtype == _dtype(variable)
+
+
+_CALL_CONTEXT = "current_call_ctx"
+"""The global attribute that Keras sets while a layer is called."""
+_enter_call = getattr(keras.layers.Layer, _named(keras.layers.Layer, "_get_call_context"))
+if _CALL_CONTEXT not in _enter_call.__code__.co_consts:
+    raise _missing(f"global attribute {_CALL_CONTEXT}")
+
+
+def in_layer_call() -> bool:
+    """Whether a layer is called in this thread. An optimizer is not one."""
+    return global_state.get_global_attribute(_CALL_CONTEXT) is not None
 
 
 @contextmanager

@@ -43,6 +43,7 @@ from lockstep.engines.jax.steps.scan import (
     repeated,
     stacked,
 )
+from lockstep.engines.jax.steps.state_layout import Replicated, hold_in_shards
 from lockstep.engines.jax.steps.step import Step, StepFunction
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.launch.status import STATUS_OF_PROCESS
@@ -56,21 +57,29 @@ class Steps:
     """Turn Keras's steps into step functions over one mesh.
 
     Attributes:
-        replicated: The layout of variables: a copy on every device.
+        replicated: The layout of arrays that every device has.
         by_rows: The layout of data: sharded along the first dim.
         devices: The devices, in order.
         platform: The platform of the devices: `"cpu"` or `"gpu"`.
         layout: The devices of the layers; `None`, as every device runs all layers.
+        state_layout: Where the variables are.
+
+    Args:
+        devices: The devices, in order.
+        state: Makes the layout of the variables from the mesh.
     """
 
     layout: Layout | None = None
 
-    def __init__(self, devices: list[jax.Device]) -> None:
+    def __init__(
+        self, devices: list[jax.Device], state: Callable[[Mesh], Replicated] = Replicated
+    ) -> None:
         self.devices = devices
         self.platform: str = devices[0].platform
         self._replicas = len(devices)
         mesh = Mesh(np.array(devices), ("batch",))
-        self.replicated = NamedSharding(mesh, PartitionSpec())
+        self.state_layout = state(mesh)
+        self.replicated = self.state_layout.replicated
         self.by_rows = NamedSharding(mesh, PartitionSpec("batch"))
         self._several = process_group.several()
         # JAX 0.10.2 over gloo deadlocks with some thirty steps in flight, if each of several
@@ -92,10 +101,20 @@ class Steps:
 
     def adopt(self) -> None:
         """Decide where variables are that were created since the last call."""
+        self.state_layout.adopt()
+
+    def hold(self, variables: list[Any]) -> None:
+        """Move the variables to their shards that have shards."""
+        for variable in variables:
+            home, value = self.home(variable), variable.value
+            if type(variable) is keras.Variable and _is_sharded(home):
+                hold_in_shards(
+                    variable, value if value.sharding == home else self.moved(value, home)
+                )
 
     def home(self, variable: Any) -> Sharding:
         """Return the layout of a variable outside a step."""
-        return self.replicated
+        return self.state_layout.home(variable)
 
     def call(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the model directly, outside its steps."""
@@ -253,7 +272,7 @@ class Steps:
         return self._put(own, layout)
 
     def _layouts(self, state: State, split: frozenset[int]) -> list[list[NamedSharding]]:
-        layouts = [[self.replicated] * len(group) for group in state]
+        layouts = self.state_layout.of_state(state)
         for position in split:
             layouts[1][position] = self.by_rows
         return layouts
@@ -370,6 +389,10 @@ class Steps:
         if why:
             warnings.warn(why, UnsplitBatchWarning, stacklevel=3)
         return bool(why)
+
+
+def _is_sharded(layout: Sharding) -> bool:
+    return isinstance(layout, NamedSharding) and not layout.is_fully_replicated
 
 
 def _laid_out(group: Any, layouts: list[NamedSharding]) -> Any:

@@ -1,7 +1,8 @@
 """The functions that distribute a model, release it, declare a layer, and list devices."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 from lockstep.devices import REPLICATED, SHARDED, parse_devices
@@ -143,6 +144,37 @@ def multi_gpu_model(
                 stacklevel=2,
             )
     return distribute(model, gpus)
+
+
+@contextmanager
+def sharded(devices: Devices | None = None) -> Iterator[None]:
+    """Build and load a model in shards, if it does not fit one device.
+
+    Each large variable that is made in the context goes to its shards at once, with the initial
+    value that it has on one device. No device holds more than its part and one variable. Weights
+    that are loaded, in the context or after it, go to the shards too. Then call
+    `lockstep.distribute(model, devices, state="sharded")`, which moves nothing, to train the model.
+
+    Args:
+        devices: As in `lockstep.distribute`.
+
+    Raises:
+        DeviceError: If `devices` names an unknown device, one device twice, or more devices
+            than there are.
+        UnsupportedBackend: If the engine of Keras's backend cannot shard.
+
+    Returns:
+        A context.
+
+    Example:
+        >>> with lockstep.sharded(devices=4):
+        ...     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+        >>> model = lockstep.distribute(model, devices=4, state="sharded")
+    """
+    engine = current_engine()
+    engine.check_shards()
+    with engine.made_in_shards(parse_devices(devices, engine.devices())):
+        yield
 
 
 def devices() -> list[str]:

@@ -744,6 +744,26 @@ DTYPES = ("dtype", _DTYPE)
 """The attributes of variables and symbolic tensors with their type, as text."""
 
 
+_INITIALIZE = _named(_Variable, "_initialize")
+
+
+@contextmanager
+def variables_reported(report: Callable[[Any], None]) -> Iterator[None]:
+    """Call `report` with each variable on JAX that gets its first value inside the context.
+
+    keras/src/backend/jax/core.py, JaxVariable._initialize
+    """
+    owner = next(base for base in keras.Variable.__mro__ if _INITIALIZE in vars(base))
+    initialize = vars(owner)[_INITIALIZE]
+
+    def initialize_and_report(variable: Any, value: Any) -> None:
+        initialize(variable, value)
+        report(variable)
+
+    with replaced([(owner, _INITIALIZE, initialize_and_report)]):
+        yield
+
+
 def stores_as_it_is(variable: Any, shape: tuple[int, ...], dtype: str) -> bool:
     """Whether `assign` on JAX would store an array of this shape and type as it is.
 

@@ -395,4 +395,41 @@ def test_several_processes_refuse(monkeypatch):
     monkeypatch.setattr(type(GROUP), "size", 2)
     monkeypatch.setattr("lockstep.processes.process_group.several", lambda: True)
     with pytest.raises(UnsupportedBackend, match="asked for, and JAX in several processes has"):
-        lockstep.engines.current_engine().session(network(), ("cpu:0", "cpu:1"), None, "sharded")
+        lockstep.engines.current_engine().check_shards()
+
+
+def test_a_model_is_built_and_loaded_in_shards(tmp_path):
+    one = network()
+    fit(one)
+    one.save(tmp_path / "one.keras")
+    with lockstep.sharded(4):
+        made = network()
+        loaded = keras.models.load_model(tmp_path / "one.keras")
+    initial = network().get_weights()
+    assert_same(made.get_weights(), initial, atol=0)
+    kernels = [layer.kernel.value for layer in made.layers[1:3]]
+    assert {value.addressable_shards[0].data.nbytes * 4 for value in kernels} == {4 * WIDE**2}
+    assert_same(values(loaded), values(one), atol=0)
+    for model in (made, loaded):
+        sharded(model)
+    after = [layer.kernel.value for layer in made.layers[1:3]]
+    assert list(map(id, after)) == list(map(id, kernels))  # nothing has moved
+    assert_in_shards(loaded)
+    fit(one)
+    fit(loaded)
+    assert_same(values(loaded), values(one))
+
+
+def test_a_model_built_in_shards_moves_to_another_layout():
+    one = network()
+    with lockstep.sharded(4):
+        made, recurrent_one = network(), recurrent()
+    lockstep.distribute(made, 2)
+    fit(made)
+    fit(one)
+    assert_same(values(made), values(one))
+    assert {type(v) for v in variables(made)} == {keras.Variable}
+    sharded(recurrent_one, 8)
+    kinds = [type(v).__name__ for v in recurrent_one.layers[0].weights]
+    assert kinds == ["Variable"] * 3
+    assert len(recurrent_one.layers[1].kernel.value.addressable_shards) == 8

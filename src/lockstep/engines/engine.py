@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lockstep.devices import REPLICATED, Device
+from lockstep.devices import REPLICATED, SHARDED, Device
 from lockstep.engines.attachment import Attachment, alone, attach, attachment_of, detach
 from lockstep.errors import UnsupportedBackend
 from lockstep.launch.environment import Place
@@ -75,10 +75,19 @@ class Engine(ABC):
             devices: The names of the devices.
             layout: The devices of the layers, `None` if every device runs all layers.
             state: How the variables are laid out, `"replicated"` or `"sharded"`.
+        """
+
+    @abstractmethod
+    def check_shards(self) -> None:
+        """Raise if variables cannot be sharded.
 
         Raises:
-            UnsupportedBackend: If the engine cannot shard the variables.
+            UnsupportedBackend: If the engine, or its mode, cannot.
         """
+
+    def made_in_shards(self, devices: tuple[str, ...]) -> AbstractContextManager[None]:
+        """Shard each large variable that is made inside the context; see `check_shards`."""
+        raise NotImplementedError
 
     @abstractmethod
     def exchanged(self, values: Any, source: str, target: str) -> tuple[Any, Any]:
@@ -130,6 +139,8 @@ class Engine(ABC):
     def _attach(
         self, model: Any, devices: tuple[str, ...], layout: Layout | None, state: str
     ) -> None:
+        if state == SHARDED:
+            self.check_shards()
         name = "distribute" if layout is None else "place"
         before = attachment_of(model)
         if before is not None and (before.session.layout is None) != (layout is None):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lockstep.devices import REPLICATED, SHARDED, Device
+from lockstep.devices import REPLICATED, Device
 from lockstep.engines.engine import Engine, no_shards
 from lockstep.engines.tensorflow import devices as tensorflow_devices
 from lockstep.engines.tensorflow.probe import TensorFlowProbe
@@ -42,13 +42,15 @@ class TensorFlowEngine(Engine):
         state: str = REPLICATED,
     ) -> TensorFlowSession:
         """Return a session of `model` on `devices`."""
-        if state == SHARDED:
-            raise no_shards(
-                "TensorFlow",
-                "A graph may hold the gathered weights of all layers at once: no memory is saved.",
-                "Run the same script with KERAS_BACKEND=jax.",
-            )
         return TensorFlowSession(model, devices, layout)
+
+    def check_shards(self) -> None:
+        """Raise: this engine cannot shard variables."""
+        raise no_shards(
+            "TensorFlow",
+            "A graph may hold the gathered weights of all layers at once: no memory is saved.",
+            "Run the same script with KERAS_BACKEND=jax.",
+        )
 
     def exchanged(self, values: Any, source: str, target: str) -> tuple[Any, Any]:
         """Copy integers from one device to another, and sum what both hold."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lockstep.devices import REPLICATED, SHARDED, Device
+from lockstep.devices import REPLICATED, Device
 from lockstep.engines.engine import Engine, no_shards
 from lockstep.engines.torch import devices as torch_devices
 from lockstep.engines.torch import joining
@@ -44,13 +44,15 @@ class TorchEngine(Engine):
         state: str = REPLICATED,
     ) -> TorchSession:
         """Return a session of `model` on `devices`."""
-        if state == SHARDED:
-            raise no_shards(
-                "PyTorch",
-                "Sharded variables on PyTorch are not there yet.",
-                "Run the same script with KERAS_BACKEND=jax.",
-            )
         return TorchSession(model, devices, layout)
+
+    def check_shards(self) -> None:
+        """Raise: this engine cannot shard variables."""
+        raise no_shards(
+            "PyTorch",
+            "Sharded variables on PyTorch are not there yet.",
+            "Run the same script with KERAS_BACKEND=jax.",
+        )
 
     def exchanged(self, values: Any, source: str, target: str) -> tuple[Any, Any]:
         """Copy integers from one device to another, and sum what both hold."""

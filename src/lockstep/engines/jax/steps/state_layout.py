@@ -21,6 +21,8 @@ from lockstep.keras_compat import (
     layout_of,
     set_layout,
     store_value,
+    stored_value,
+    variables_reported,
 )
 from lockstep.state import optimizers_of, rnn_states, variables_of
 
@@ -60,13 +62,14 @@ class Sharded(Replicated):
 
     def __init__(self, model: Any, mesh: Mesh) -> None:
         super().__init__(mesh)
-        self._model = model
+        self._model, self._mesh = model, mesh
         self._homes: dict[int, NamedSharding] = {}
 
     def adopt(self) -> None:
         """Decide where variables are that were created since the last call."""
-        model = self._model
-        homes = {id(v): self._by_shape(v) for v in [*model.variables, *model.trainable_variables]}
+        model, mesh = self._model, self._mesh
+        weights = [*model.variables, *model.trainable_variables]
+        homes = {id(variable): home_by_shape(variable, mesh) for variable in weights}
         for layer in layers_in(model):
             if isinstance(layer, keras.layers.RNN):
                 variables = [*layer.variables, *rnn_states(layer)]
@@ -75,7 +78,7 @@ class Sharded(Replicated):
             owners = owners_of_slots(optimizer, model.trainable_variables)
             for slot in optimizer.variables:
                 owner = owners.get(id(slot))
-                homes[id(slot)] = self._by_shape(slot) if owner is None else homes[id(owner)]
+                homes[id(slot)] = home_by_shape(slot, mesh) if owner is None else homes[id(owner)]
         self._homes = homes
 
     def home(self, variable: Any) -> NamedSharding:
@@ -86,12 +89,13 @@ class Sharded(Replicated):
         """Return the layout of each array in the state of a step."""
         return layouts_of_state(self._model, state, self.home, self.replicated)
 
-    def _by_shape(self, variable: Any) -> NamedSharding:
-        mesh = self.replicated.mesh
-        dim = sharded_dim(variable.shape, jnp.dtype(variable.dtype).itemsize, mesh.size)
-        if dim is None or type(variable) not in (keras.Variable, ShardedVariable):
-            return self.replicated
-        return NamedSharding(mesh, PartitionSpec(*[None] * dim, "batch"))
+
+def home_by_shape(variable: Any, mesh: Mesh) -> NamedSharding:
+    """Return the layout of a variable that may be sharded. It is replicated if it is small."""
+    dim = sharded_dim(variable.shape, jnp.dtype(variable.dtype).itemsize, mesh.size)
+    if dim is None or type(variable) not in (keras.Variable, ShardedVariable):
+        return NamedSharding(mesh, PartitionSpec())
+    return NamedSharding(mesh, PartitionSpec(*[None] * dim, "batch"))
 
 
 def layouts_of_state(
@@ -195,6 +199,23 @@ def drop_shards(variable: Any) -> None:
     if isinstance(layout_of(variable), ShardedLayout):
         set_layout(variable, None)
         variable.__class__ = keras.Variable
+
+
+@contextmanager
+def made_in_shards(devices: list[jax.Device]) -> Iterator[None]:
+    """Shard each large variable that is made inside the context.
+
+    Its initializer runs as on one device and gives the same bits. One variable at a time is whole.
+    """
+    mesh = Mesh(np.array(devices), ("batch",))
+
+    def shard(variable: Any) -> None:
+        home = home_by_shape(variable, mesh)
+        if not home.is_fully_replicated:  # a copy, as the script may hold the first value
+            hold_in_shards(variable, jax.device_put(jnp.copy(stored_value(variable)), home))
+
+    with variables_reported(shard):
+        yield
 
 
 @contextmanager

@@ -43,7 +43,12 @@ from lockstep.engines.jax.steps.scan import (
     repeated,
     stacked,
 )
-from lockstep.engines.jax.steps.state_layout import Replicated, hold_in_shards
+from lockstep.engines.jax.steps.state_layout import (
+    Replicated,
+    ShardedVariable,
+    drop_shards,
+    hold_in_shards,
+)
 from lockstep.engines.jax.steps.step import Step, StepFunction
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.launch.status import STATUS_OF_PROCESS
@@ -104,13 +109,16 @@ class Steps:
         self.state_layout.adopt()
 
     def hold(self, variables: list[Any]) -> None:
-        """Move the variables to their shards that have shards."""
+        """Move variables to their shards, and out of the shards of other devices."""
         for variable in variables:
             home, value = self.home(variable), variable.value
+            known = value.sharding == home
             if type(variable) is keras.Variable and _is_sharded(home):
-                hold_in_shards(
-                    variable, value if value.sharding == home else self.moved(value, home)
-                )
+                hold_in_shards(variable, value if known else self.moved(value, home))
+            elif isinstance(variable, ShardedVariable) and not known:
+                drop_shards(variable)
+                variable.assign(self.moved(value, home))
+                self.hold([variable])
 
     def home(self, variable: Any) -> Sharding:
         """Return the layout of a variable outside a step."""

@@ -27,9 +27,9 @@ from lockstep.engines.jax.steps.padded import fetched
 from lockstep.engines.jax.steps.state_layout import (
     Replicated,
     Sharded,
-    ShardedLayout,
     ShardedVariable,
     drop_shards,
+    is_held_in_shards,
     on_host,
     read_as_stored,
 )
@@ -519,9 +519,9 @@ def _check_layout(model: Any, variable: Any) -> None:
     """Raise if a variable already has a layout."""
     # keras/src/backend/jax/core.py, JaxVariable._initialize_layout
     layout = layout_of(variable)
-    if isinstance(layout, ShardedLayout):
-        return
     if layout is None and variable.value.sharding.is_fully_replicated:
+        return
+    if is_held_in_shards(variable):
         return
     raise LayoutConflict(
         f"Variable {variable.path!r} of {model.name!r} is laid out by another tool "

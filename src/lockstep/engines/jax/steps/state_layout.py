@@ -194,9 +194,14 @@ def hold_in_shards(variable: Any, value: Any) -> None:
     variable.__class__ = ShardedVariable
 
 
+def is_held_in_shards(variable: Any) -> bool:
+    """Return whether assigned values go to shards."""
+    return isinstance(layout_of(variable), ShardedLayout)
+
+
 def drop_shards(variable: Any) -> None:
     """Make a variable one of Keras again, whose value is still in shards."""
-    if isinstance(layout_of(variable), ShardedLayout):
+    if is_held_in_shards(variable):
         set_layout(variable, None)
         variable.__class__ = keras.Variable
 

@@ -48,6 +48,7 @@ from lockstep.engines.jax.steps.state_layout import (
     ShardedVariable,
     drop_shards,
     hold_in_shards,
+    is_held_in_shards,
 )
 from lockstep.engines.jax.steps.step import Step, StepFunction
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
@@ -112,13 +113,13 @@ class Steps:
         """Move variables to their shards, and out of the shards of other devices."""
         for variable in variables:
             home, value = self.home(variable), variable.value
-            known = value.sharding == home
-            if type(variable) is keras.Variable and _is_sharded(home):
-                hold_in_shards(variable, value if known else self.moved(value, home))
-            elif isinstance(variable, ShardedVariable) and not known:
+            splits = isinstance(home, NamedSharding) and not home.is_fully_replicated
+            if value.sharding != home and (splits or is_held_in_shards(variable)):
                 drop_shards(variable)
-                variable.assign(self.moved(value, home))
-                self.hold([variable])
+                value = self.moved(value, home)
+                variable.assign(value)
+            if splits and not isinstance(variable, ShardedVariable):
+                hold_in_shards(variable, value)
 
     def home(self, variable: Any) -> Sharding:
         """Return the layout of a variable outside a step."""
@@ -397,10 +398,6 @@ class Steps:
         if why:
             warnings.warn(why, UnsplitBatchWarning, stacklevel=3)
         return bool(why)
-
-
-def _is_sharded(layout: Sharding) -> bool:
-    return isinstance(layout, NamedSharding) and not layout.is_fully_replicated
 
 
 def _laid_out(group: Any, layouts: list[NamedSharding]) -> Any:

@@ -12,13 +12,10 @@ DEVICES = [2, 3, 4, 8]
 SAMPLE = {
     "attention, adamw": 4,
     "added losses, adamw": 8,
-    "gradient accumulation with Adam": 2,
     "global_clipnorm": 4,
     "Adafactor": 8,
-    "Lamb": 2,
     "Muon": 4,
     "mixed_float16, loss scaled": 2,
-    "steps_per_execution=3": 4,
 }
 """The cases of every test run, each with a number of devices."""
 

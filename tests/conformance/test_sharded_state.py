@@ -210,6 +210,7 @@ def test_files_and_copies_are_those_of_one_device(tmp_path):
     assert_in_shards(made)
 
 
+@pytest.mark.whole
 def test_an_exported_model_runs_on_one_device(tmp_path):
     made = sharded(network())
     fit(made)
@@ -251,6 +252,7 @@ def test_a_checkpoint_resumes_with_another_layout(tmp_path, first, second):
     assert_same(values(made), values(one))
 
 
+@pytest.mark.whole
 @pytest.mark.filterwarnings("ignore")  # Orbax's own, of which it drops the exceptions
 def test_orbax_gets_whole_arrays(tmp_path):
     made, one = sharded(network()), network()
@@ -352,6 +354,7 @@ def _first(variable):
     return variable.value.addressable_shards[:1]
 
 
+@pytest.mark.whole
 def test_verify_compares_shards_with_one_device_and_puts_the_layout_back():
     made = sharded(network())
     found = lockstep.verify(made, (X, Y), devices=2, steps=2, batch_size=6, state="sharded")

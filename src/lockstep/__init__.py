@@ -12,6 +12,7 @@ from lockstep.distribute import distribute as distribute
 from lockstep.distribute import multi_gpu_model as multi_gpu_model
 from lockstep.distribute import release as release
 from lockstep.distribute import rowwise as rowwise
+from lockstep.distribute import sharded as sharded
 from lockstep.initialize import initialize as initialize
 from lockstep.initialize import join_at_first_use as _join_at_first_use
 from lockstep.launch.status import report_from_environment as _report_from_environment
@@ -41,6 +42,7 @@ __all__ = [
     "release",
     "rescue",
     "rowwise",
+    "sharded",
     "verify",
 ]
 __version__ = "0.1.0"

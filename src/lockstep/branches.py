@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lockstep.devices import names_in_words, parse_devices
+from lockstep.devices import REPLICATED, SHARDED, names_in_words, parse_devices
 from lockstep.distribute import check_model
 from lockstep.engines import current_engine
 from lockstep.errors import DeviceError, SerialBranchesWarning, UnsupportedModel
@@ -169,21 +169,24 @@ def placement(model: Any) -> None:
 
 
 def _data_parallel(model: Any, devices: tuple[str, ...] | None) -> "Table":
-    """Return the table of a model whose variables are all on each of its devices."""
+    """Return the table of a model whose layers all run on each of its devices."""
     from rich.table import Table
 
     from lockstep.state import named_variables
     from lockstep.transfers import bytes_of
 
+    engine = current_engine()
     several = devices is not None and len(devices) > 1
-    layout = "data parallel, every variable on every device" if several else "one device"
-    names = devices or (current_engine().devices()[0].name,)
+    where = {REPLICATED: "every variable on every device", SHARDED: "variables in shards"}
+    layout = f"data parallel, {where[engine.state(model)]}" if several else "one device"
+    names = devices or (engine.devices()[0].name,)
     weights = slots = 0
     for name, variable in named_variables(model).items():
+        held = bytes_of(variable) // engine.shards(model, variable)
         if name.startswith(("trainable/", "non_trainable/")):
-            weights += bytes_of(variable)
+            weights += held
         elif name.startswith("optimizer/"):
-            slots += bytes_of(variable)
+            slots += held
     table = Table(title=f"{_name(model)} on {names_in_words(names)}: {layout}")
     for column in ("device", "weights (bytes)", "optimizer (bytes)"):
         table.add_column(column, justify="right" if "bytes" in column else "left")

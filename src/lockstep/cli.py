@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lockstep import __version__
-from lockstep.devices import rehearsed_devices
+from lockstep.devices import REPLICATED, SHARDED, rehearsed_devices
 from lockstep.errors import DeviceError, LockstepError, UnsupportedBackend
 from lockstep.launch.run_command import run_command
 from lockstep.package_versions import install_command
@@ -209,6 +209,13 @@ def _wrong_devices(backend: str) -> bool:
 @click.option("--batch-size", type=click.IntRange(min=1), help="Rows of a batch, for arrays.")
 @click.option("--rehearse", is_flag=True, help="Make as many virtual CPU devices.")
 @click.option("--float64", is_flag=True, help="Build the model in float64; equal is 1e-10.")
+@click.option(
+    "--state",
+    default=REPLICATED,
+    show_default=True,
+    type=click.Choice([REPLICATED, SHARDED]),
+    help="How weights and optimizer slots are laid out.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def verify(
     target: str,
@@ -217,6 +224,7 @@ def verify(
     batch_size: int | None,
     rehearse: bool,
     float64: bool,
+    state: str,
     as_json: bool,
 ) -> None:
     """Train on one device and on several, and compare every step.
@@ -236,7 +244,7 @@ def verify(
         lockstep.rehearse(asked)
     with stdout_for(as_json), _rehearsal_by_option(), _could_not_run():
         model, data = (float64_model_and_data if float64 else model_and_data)(target)
-        found = lockstep.verify(model, data, asked, steps, batch_size=batch_size)
+        found = lockstep.verify(model, data, asked, steps, batch_size=batch_size, state=state)
     print_report(found, as_json)
     sys.exit(VERDICTS[found.verdict])
 

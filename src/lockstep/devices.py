@@ -1,6 +1,7 @@
 """The values of `devices=`, the devices that they mean, and the rows that each of them gets."""
 
 import difflib
+import math
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -292,3 +293,31 @@ def _remedy(missing: str, known: Sequence[str]) -> str | None:
     if platform != "cpu" and virtual in known and len(known) > 1 and known[0] == "cpu:0":
         return f"Did you mean {virtual}? The virtual devices of a rehearsal are CPU devices."
     return None
+
+
+REPLICATED, SHARDED = "replicated", "sharded"
+"""The values of `state=`: each device has every variable whole, or a shard of each."""
+
+SHARDED_FROM = 64 * 1024
+"""The size of a variable, in bytes, from which it is sharded. A smaller one saves little memory,
+and costs a gather in every step."""
+
+
+def sharded_dim(shape: Sequence[int], item_bytes: int, devices: int) -> int | None:
+    """Return the dim along which a variable is sharded, `None` if it is replicated.
+
+    It is the largest dim that the number of devices divides, the first of equal ones.
+
+    Args:
+        shape: The shape of the variable.
+        item_bytes: The bytes of one element.
+        devices: The number of devices.
+
+    Example:
+        >>> sharded_dim((1000, 4096), 4, 8), sharded_dim((1000, 4096), 4, 3)
+        (1, None)
+    """
+    if devices == 1 or math.prod(shape) * item_bytes < SHARDED_FROM:
+        return None
+    fitting = [dim for dim, size in enumerate(shape) if size and size % devices == 0]
+    return max(fitting, key=lambda dim: shape[dim], default=None)

@@ -1,12 +1,13 @@
 """The functions that distribute a model, release it, declare a layer, and list devices."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
-from lockstep.devices import parse_devices
+from lockstep.devices import REPLICATED, SHARDED, parse_devices
 from lockstep.engines import current_engine
-from lockstep.errors import NotAModel, NothingToDoWarning
+from lockstep.errors import DeviceError, NotAModel, NothingToDoWarning
 from lockstep.initialize import join
 from lockstep.launch.status import STATUS_OF_PROCESS
 
@@ -17,7 +18,7 @@ Devices = int | str | Sequence[int] | Sequence[str]
 """The types that `devices=` accepts, besides `None`."""
 
 
-def distribute(model: Model, devices: Devices | None = None) -> Model:
+def distribute(model: Model, devices: Devices | None = None, *, state: str = REPLICATED) -> Model:
     """Make a Keras model train, evaluate and predict on several devices, in place.
 
     One training step over all devices equals that step on one device, for every batch size.
@@ -34,15 +35,18 @@ def distribute(model: Model, devices: Devices | None = None) -> Model:
         devices: The number of devices (`4` means the first four), or the devices themselves
             (`[0, 2]`, `"gpu:0,gpu:1"`, `["gpu:0", "gpu:1"]`). `None` means all devices of
             the default platform.
+        state: `"replicated"`: each device has all weights and optimizer slots. `"sharded"`:
+            each device has a part of each large one, for a model that does not fit one device.
+            Only JAX in one process can shard.
 
     Returns:
         The same `model`.
 
     Raises:
         DeviceError: If `devices` names an unknown device, one device twice, or more devices
-            than there are.
+            than there are; or if `state` is unknown.
         NotAModel: If `model` is not a Keras model.
-        UnsupportedBackend: If there is no engine for Keras's backend.
+        UnsupportedBackend: If there is no engine for Keras's backend, or it cannot shard.
         UnsupportedModel: If the engine cannot keep this model exact.
         LayoutConflict: If another tool has laid out a variable of the model, or the model
             shares a variable with a model on other devices.
@@ -55,9 +59,18 @@ def distribute(model: Model, devices: Devices | None = None) -> Model:
         True
     """
     check_model(model)
+    check_state(state)
     engine = current_engine()
     join(engine)
-    engine.attach(model, parse_devices(devices, engine.devices()))
+    names = parse_devices(devices, engine.devices())
+    if state == SHARDED and len(names) == 1:
+        warnings.warn(
+            f'state="sharded" has no effect on one device: {names[0]} has the whole state.\n'
+            "Give two devices or more, or remove the argument.",
+            NothingToDoWarning,
+            stacklevel=2,
+        )
+    engine.attach(model, names, state)
     STATUS_OF_PROCESS.distributed = True
     return model
 
@@ -133,6 +146,37 @@ def multi_gpu_model(
     return distribute(model, gpus)
 
 
+@contextmanager
+def sharded(devices: Devices | None = None) -> Iterator[None]:
+    """Build and load a model in shards, if it does not fit one device.
+
+    Each large variable that is made in the context goes to its shards at once, with the initial
+    value that it has on one device. No device holds more than its part and one variable. Weights
+    that are loaded, in the context or after it, go to the shards too. Then call
+    `lockstep.distribute(model, devices, state="sharded")`, which moves nothing, to train the model.
+
+    Args:
+        devices: As in `lockstep.distribute`.
+
+    Raises:
+        DeviceError: If `devices` names an unknown device, one device twice, or more devices
+            than there are.
+        UnsupportedBackend: If the engine of Keras's backend cannot shard.
+
+    Returns:
+        A context.
+
+    Example:
+        >>> with lockstep.sharded(devices=4):
+        ...     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+        >>> model = lockstep.distribute(model, devices=4, state="sharded")
+    """
+    engine = current_engine()
+    engine.check_shards()
+    with engine.made_in_shards(parse_devices(devices, engine.devices())):
+        yield
+
+
 def devices() -> list[str]:
     """Return the names of the available devices, those of the default platform first.
 
@@ -176,6 +220,15 @@ def check_model(model: object) -> None:
         f"A Keras model was expected, and this is {got}.\n"
         "Give an instance of keras.Model: Sequential, functional or subclassed."
     )
+
+
+def check_state(state: str) -> None:
+    """Raise `DeviceError` for any `state=` but those that `distribute` knows."""
+    if state not in (REPLICATED, SHARDED):
+        raise DeviceError(
+            f"state={state!r} was given, and the state of a model is replicated or sharded.\n"
+            'Give state="sharded", or leave it out.'
+        )
 
 
 def _legacy_keras(model: object) -> str | None:

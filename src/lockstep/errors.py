@@ -3,7 +3,7 @@
 ::
 
     LockstepError
-    ├── DeviceError (ValueError)      `devices=` is wrong
+    ├── DeviceError (ValueError)      `devices=` or `state=` is wrong
     │   ├── DeviceNotFound            a device is not available
     │   ├── DuplicateDevice           a device is named twice
     │   └── RehearsalTooLate          the backend had already started
@@ -38,7 +38,7 @@
     LockstepWarning (UserWarning)
     ├── CheckpointWarning             a save failed, a damaged one was skipped, a resume is slow
     ├── UnsplitBatchWarning           the result is exact, but devices repeat work
-    ├── NothingToDoWarning            an old argument has no effect
+    ├── NothingToDoWarning            an argument has no effect
     └── SerialBranchesWarning         two devices wait for each other
 
 Every message gives the two values that differ, the reason, and the one thing to do next, in at
@@ -51,7 +51,7 @@ class LockstepError(Exception):
 
 
 class DeviceError(LockstepError, ValueError):
-    """The value of `devices=` is wrong.
+    """The value of `devices=` or `state=` is wrong.
 
     Attributes:
         problem: The message without the remedy of a rehearsal.

@@ -2,7 +2,7 @@
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -119,4 +119,28 @@ def branches_line(backend: str, layout: Layout, given: Given, compiles: bool = F
     rehearsed = ", rehearsed" if rehearsed_devices(os.environ) else ""
     return f"lockstep: {backend}, layers on {names_in_words(layout.devices)}{rehearsed}" + (
         ", compiling the training step" if compiles else ""
+    )
+
+
+def sharded_words(sizes: Sequence[tuple[str, int, int]], devices: int) -> str:
+    """Return the state that each device holds, for a state in shards.
+
+    A sentence follows if a device holds more than twice its share.
+
+    Args:
+        sizes: The path, the bytes and the number of shards of each variable.
+        devices: The number of devices.
+    """
+    total = sum(size for _, size, _ in sizes)
+    held = sum(size // shards for _, size, shards in sizes)
+    if not total:
+        return ", state sharded"
+    words = f", state sharded: {held / 1e6:,.1f} of {total / 1e6:,.1f} MB each"
+    if held * devices <= 2 * total:
+        return words
+    path, size, _ = max((each for each in sizes if each[2] == 1), key=lambda each: each[1])
+    return (
+        f"{words}\nlockstep: each device holds {held / total:.0%} of the state, and its share is "
+        f"{1 / devices:.0%}. The largest variable that is not sharded is {path} "
+        f"({size / 1e6:,.1f} MB)."
     )

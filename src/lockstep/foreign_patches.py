@@ -73,6 +73,13 @@ PATCHES = (
         _KERAS,
     ),
     Patch(
+        "keras_compat.py: variables_reported",
+        ("keras/src/backend/jax/core: JaxVariable._initialize",),
+        _CONTEXT,
+        "A variable that is made inside `lockstep.sharded` goes to its shards at once.",
+        _KERAS,
+    ),
+    Patch(
         "keras_compat.py: nodes_reported",
         ("keras/src/ops/node: Node.__init__",),
         _CONTEXT,

@@ -734,13 +734,34 @@ stored_value, store_value = _read_and_write(_Variable, "_value")
 
 It is an array on JAX, a variable on TensorFlow, and a parameter on PyTorch.
 """
-layout_of = _read(_Variable, "_layout")
-"""The layout that a `keras.distribution` gave to a variable on JAX, `None` without one."""
+layout_of, set_layout = _read_and_write(_Variable, "_layout")
+"""The layout that a variable has on JAX, to which each assigned value goes; `None` without one."""
+_named(_Variable, "_maybe_autocast", "_convert_to_tensor")
 _shape = _read(_Variable, "_shape")
 _DTYPE = _held(_Variable, "_dtype")
 _dtype = _read(None, _DTYPE)
 DTYPES = ("dtype", _DTYPE)
 """The attributes of variables and symbolic tensors with their type, as text."""
+
+
+_INITIALIZE = _named(_Variable, "_initialize")
+
+
+@contextmanager
+def variables_reported(report: Callable[[Any], None]) -> Iterator[None]:
+    """Call `report` with each variable on JAX that gets its first value inside the context.
+
+    keras/src/backend/jax/core.py, JaxVariable._initialize
+    """
+    owner = next(base for base in keras.Variable.__mro__ if _INITIALIZE in vars(base))
+    initialize = vars(owner)[_INITIALIZE]
+
+    def initialize_and_report(variable: Any, value: Any) -> None:
+        initialize(variable, value)
+        report(variable)
+
+    with replaced([(owner, _INITIALIZE, initialize_and_report)]):
+        yield
 
 
 def stores_as_it_is(variable: Any, shape: tuple[int, ...], dtype: str) -> bool:
@@ -750,6 +771,18 @@ def stores_as_it_is(variable: Any, shape: tuple[int, ...], dtype: str) -> bool:
     """
     plain = type(variable) is keras.Variable and layout_of(variable) is None
     return plain and shape == _shape(variable) and dtype == _dtype(variable)
+
+
+_CALL_CONTEXT = "current_call_ctx"
+"""The global attribute that Keras sets while a layer is called."""
+_enter_call = getattr(keras.layers.Layer, _named(keras.layers.Layer, "_get_call_context"))
+if _CALL_CONTEXT not in _enter_call.__code__.co_consts:
+    raise _missing(f"global attribute {_CALL_CONTEXT}")
+
+
+def in_layer_call() -> bool:
+    """Whether a layer is called in this thread. An optimizer is not one."""
+    return global_state.get_global_attribute(_CALL_CONTEXT) is not None
 
 
 @contextmanager

@@ -53,10 +53,10 @@ def transformer():
 MODELS = {"mlp": mlp, "cnn": cnn, "transformer": transformer}
 
 
-def training_program(name, devices, rows, times=1):
+def training_program(model, devices, rows, times=1, **options):
     """The compiled training step, or that of several steps, and the model."""
-    model = MODELS[name]()
-    lockstep.distribute(model, devices)
+    model = MODELS[model]() if isinstance(model, str) else model
+    lockstep.distribute(model, devices, **options)
     model.compile(
         "adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
     )

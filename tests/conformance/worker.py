@@ -42,14 +42,15 @@ class Worker:
             text=True,
         )
 
-    def difference(self, family, name, devices, *, by_layer=False):
+    def difference(self, family, name, devices, *, by_layer=False, state="replicated"):
         """Return the largest difference of a case from one device, by quantity.
 
         Only quantities beyond the bound of the case are in it. `by_layer=True` places layers on
-        the devices instead of distributing the model.
+        the devices instead of distributing the model. With `state="sharded"` variables of any size
+        are sharded.
         """
         try:
-            call = json.dumps([family, name, devices, by_layer])
+            call = json.dumps([family, name, devices, by_layer, state])
             print(call, file=self._process.stdin, flush=True)
             answer = self._process.stdout.readline()
         except BrokenPipeError:
@@ -66,8 +67,9 @@ class Worker:
         self._process.stdout.close()
 
 
-def _differences(family, name, devices, by_layer):
+def _differences(family, name, devices, by_layer, state):
     import lockstep
+    from lockstep import devices as device_module
     from lockstep.errors import SerialBranchesWarning, UnsplitBatchWarning
     from tests.conformance.cases.case import gaps, play
 
@@ -81,7 +83,10 @@ def _differences(family, name, devices, by_layer):
         machine = simulated_gpus(devices)  # PyTorch cannot tell its CPU devices apart
     elif _backend() == "torch":
         _keep_processes_warm(devices)
+    device_module.SHARDED_FROM = 0  # the models of the cases are small
     lay_out = partial(spread if by_layer else lockstep.distribute, devices=devices)
+    if state == "sharded":
+        lay_out = partial(lay_out, state=state)
     with machine, warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always", UnsplitBatchWarning)
         warnings.simplefilter("ignore", SerialBranchesWarning)

@@ -8,7 +8,7 @@ from keras import layers
 import lockstep
 from lockstep.engines import current_engine
 from lockstep.engines.attachment import attachment_of
-from lockstep.errors import UnsupportedModel
+from lockstep.errors import UnsupportedBackend, UnsupportedModel
 
 
 def chain():
@@ -101,3 +101,26 @@ def test_reset_states_sets_the_states_of_every_stateful_layer_to_zero():
     assert np.abs(model.predict(x, verbose=0) - first).max() > 1e-4, "the state goes on"
     model.reset_states()
     np.testing.assert_allclose(model.predict(x, verbose=0), first, atol=1e-6)
+
+
+def test_state_in_shards_is_for_jax():
+    model = chain()
+
+    def distribute():
+        lockstep.distribute(model, 2, state="sharded")
+
+    if keras.backend.backend() == "jax":
+        distribute()
+        assert current_engine().state(model) == "sharded"
+        return
+
+    def build():
+        with lockstep.sharded(2):
+            pass
+
+    for call in (distribute, build):
+        with pytest.raises(UnsupportedBackend, match='state="sharded" was asked for') as refused:
+            call()
+        assert str(refused.value).count("\n") == 2
+        assert str(refused.value).endswith("Run the same script with KERAS_BACKEND=jax.")
+    assert current_engine().attached(model) is None

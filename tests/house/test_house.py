@@ -85,6 +85,7 @@ def test_the_public_names():
         "release",
         "rescue",
         "rowwise",
+        "sharded",
         "verify",
     }
 

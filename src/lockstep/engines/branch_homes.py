@@ -32,12 +32,13 @@ def variable_homes(model: Any, layout: Layout) -> dict[int, str]:
         for variable in [*layer.variables, *rnn_states(layer)]:
             homes.setdefault(id(variable), layout.home(layer))
     for _, optimizer in optimizers_of(model):
-        homes |= _slot_homes(optimizer, model.trainable_variables, homes)
+        owners = owners_of_slots(optimizer, model.trainable_variables)
+        homes |= {slot: homes[id(variable)] for slot, variable in owners.items()}
     return homes
 
 
-def _slot_homes(optimizer: Any, trained: Sequence[Any], homes: dict[int, str]) -> dict[int, str]:
-    """Return the device of each optimizer slot, by its `id`.
+def owners_of_slots(optimizer: Any, trained: Sequence[Any]) -> dict[int, Any]:
+    """Return the variable of each optimizer slot that has the shape of one, by the slot's `id`.
 
     Keras names a slot after its variable, with `_` for `/`. Variables may have the same name. Then
     slots of the same name are in the order of the variables.
@@ -58,7 +59,7 @@ def _slot_homes(optimizer: Any, trained: Sequence[Any], homes: dict[int, str]) -
         named_alike = [variable for name, variable in fitting if name == fitting[0][0]]
         if named_alike:
             variable = named_alike[earlier[slot.name] % len(named_alike)]
-            found[id(slot)] = homes[id(variable)]
+            found[id(slot)] = variable
             earlier[slot.name] += 1
     return found
 

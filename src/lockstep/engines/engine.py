@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lockstep.devices import Device
+from lockstep.devices import REPLICATED, SHARDED, Device
 from lockstep.engines.attachment import Attachment, alone, attach, attachment_of, detach
 from lockstep.errors import UnsupportedBackend
 from lockstep.launch.environment import Place
@@ -61,14 +61,33 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def session(self, model: Any, devices: tuple[str, ...], layout: Layout | None) -> Session:
+    def session(
+        self,
+        model: Any,
+        devices: tuple[str, ...],
+        layout: Layout | None,
+        state: str = REPLICATED,
+    ) -> Session:
         """Return a session of `model` on `devices`; nothing changes until it is opened.
 
         Args:
             model: A Keras model.
             devices: The names of the devices.
             layout: The devices of the layers, `None` if every device runs all layers.
+            state: How the variables are laid out, `"replicated"` or `"sharded"`.
         """
+
+    @abstractmethod
+    def check_shards(self) -> None:
+        """Raise if variables cannot be sharded.
+
+        Raises:
+            UnsupportedBackend: If the engine, or its mode, cannot.
+        """
+
+    def made_in_shards(self, devices: tuple[str, ...]) -> AbstractContextManager[None]:
+        """Shard each large variable that is made inside the context; see `check_shards`."""
+        raise NotImplementedError
 
     @abstractmethod
     def exchanged(self, values: Any, source: str, target: str) -> tuple[Any, Any]:
@@ -95,13 +114,13 @@ class Engine(ABC):
         """
         return nullcontext(Profile())
 
-    def attach(self, model: Any, devices: tuple[str, ...]) -> None:
+    def attach(self, model: Any, devices: tuple[str, ...], state: str = REPLICATED) -> None:
         """Make `model` run on `devices`, in place; on failure leave it unchanged.
 
         Raises:
             LayoutConflict: If layers of the model are placed, or another tool has laid it out.
         """
-        self._attach(model, devices, None)
+        self._attach(model, devices, None, state)
 
     def place(self, model: Any, layout: Layout) -> None:
         """Make the layers of `model` run on the devices of a layout; on failure leave it unchanged.
@@ -115,27 +134,33 @@ class Engine(ABC):
                 f"{model.name!r} was to have layers on several devices, and there are several "
                 "processes,\nwhere every device runs all layers. Start one process."
             )
-        self._attach(model, layout.devices, layout)
+        self._attach(model, layout.devices, layout, REPLICATED)
 
-    def _attach(self, model: Any, devices: tuple[str, ...], layout: Layout | None) -> None:
+    def _attach(
+        self, model: Any, devices: tuple[str, ...], layout: Layout | None, state: str
+    ) -> None:
+        if state == SHARDED:
+            self.check_shards()
         name = "distribute" if layout is None else "place"
         before = attachment_of(model)
         if before is not None and (before.session.layout is None) != (layout is None):
             raise both_layouts(model, name)
         several = process_group.several()
-        is_there = layout is None and self.attached(model) == devices
+        there = None if before is None else (before.session.devices, before.session.state)
+        is_there = layout is None and there == (devices, state)
         if is_there and not several:
             return
         with (
             CALLS.call(name) if several else nullcontext(),
             nullcontext() if is_there else alone(model, name),
         ):
-            session = self.session(model, devices, layout)  # processes compare their devices
+            # Processes compare their devices.
+            session = self.session(model, devices, layout, state)
             if not is_there:
-                attach(
-                    Attachment(session),
-                    lambda old: self.session(model, old.session.devices, old.session.layout),
-                )
+                attach(Attachment(session), lambda old: self._again(old.session))
+
+    def _again(self, old: Session) -> Session:
+        return self.session(old.model, old.devices, old.layout, old.state)
 
     def detach(self, model: Any) -> None:
         """Make `model` run on one device again; do nothing if it is not attached."""
@@ -151,6 +176,29 @@ class Engine(ABC):
         """Return the devices of `model`, or `None` if it is not attached."""
         attachment = attachment_of(model)
         return None if attachment is None else attachment.session.devices
+
+    def state(self, model: Any) -> str:
+        """Return how the variables of `model` are laid out."""
+        attachment = attachment_of(model)
+        return REPLICATED if attachment is None else attachment.session.state
+
+    def shards(self, model: Any, variable: Any) -> int:
+        """Return the number of shards of a variable of `model`, 1 if each device has it whole."""
+        attachment = attachment_of(model)
+        return 1 if attachment is None else attachment.session.shards(variable)
+
+
+def no_shards(what: str, why: str, remedy: str) -> UnsupportedBackend:
+    """Return the error for a state that the engine cannot shard.
+
+    Args:
+        what: Where the model runs.
+        why: The reason, as a sentence.
+        remedy: The one thing to do, as a sentence.
+    """
+    return UnsupportedBackend(
+        f'state="sharded" was asked for, and {what} has state="replicated" only.\n{why}\n{remedy}'
+    )
 
 
 @dataclass

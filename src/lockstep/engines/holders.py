@@ -3,7 +3,7 @@
 import weakref
 from typing import Any
 
-from lockstep.devices import names_in_words
+from lockstep.devices import SHARDED, names_in_words
 from lockstep.errors import LayoutConflict
 
 _HOLDERS = "_lockstep_holders"
@@ -39,9 +39,14 @@ def check_shared(attachment: Any, variable: Any) -> None:
     for other in holders_of(variable):
         if other.model is not model and other.home(variable) != home:
             raise LayoutConflict(
-                f"{model.name!r} was asked onto {names_in_words(attachment.devices)}, and its "
+                f"{model.name!r} was asked onto {_where(attachment)}, and its "
                 f"variable {variable.path!r} is shared with {other.model.name!r} on "
-                f"{names_in_words(other.devices)}.\n"
+                f"{_where(other)}.\n"
                 "A variable has one layout. Give both models the same devices, or call\n"
                 "lockstep.release on the other one first."
             )
+
+
+def _where(attachment: Any) -> str:
+    shards = " with state in shards" if attachment.state == SHARDED else ""
+    return names_in_words(attachment.devices) + shards

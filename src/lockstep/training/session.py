@@ -10,6 +10,7 @@ import numpy as np
 
 from lockstep.checkpoint.data_position import TrainingPosition, ValidationPosition
 from lockstep.checkpoint.fit_run import FitState
+from lockstep.devices import REPLICATED
 from lockstep.errors import BusyModel
 from lockstep.layout import Layout
 from lockstep.training.call_guard import LOOPS, CallGuard
@@ -79,11 +80,13 @@ class Session:
         model: The model.
         devices: The names of its devices.
         layout: The devices of the layers, `None` if every device runs all layers.
+        state: `"replicated"`, or `"sharded"` if each device has a shard of each variable.
 
     Attributes:
         model: The model.
         devices: The names of its devices.
         layout: The devices of the layers, `None` if every device runs all layers.
+        state: How the variables are laid out.
         loops: The methods that lockstep's loop may replace.
         array_type: The type of the arrays that a step returns and that never change.
         iterator_type: The type of the iterators that `run_epoch` takes.
@@ -96,10 +99,17 @@ class Session:
     finalizes_always = False
     loops: tuple[str, ...] = LOOPS
 
-    def __init__(self, model: Any, devices: tuple[str, ...], layout: Layout | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        devices: tuple[str, ...],
+        layout: Layout | None = None,
+        state: str = REPLICATED,
+    ) -> None:
         self.model = model
         self.devices = devices
         self.layout = layout
+        self.state = state
 
     # ------------------------------------------------------------ on and off the devices
 
@@ -124,6 +134,10 @@ class Session:
     def home(self, variable: Any) -> Any:
         """Return where a variable of the model is; equal values mean the same devices."""
         raise NotImplementedError
+
+    def shards(self, variable: Any) -> int:
+        """Return the number of shards of a variable, 1 if each device has it whole."""
+        return 1
 
     def step_function(self, kind: Kind) -> Any:
         """Make a step function in Keras's protocol.

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from lockstep.devices import parse_devices
-from lockstep.distribute import Devices, check_model
+from lockstep.devices import REPLICATED, parse_devices
+from lockstep.distribute import Devices, check_model, check_state
 from lockstep.engines import current_engine
 from lockstep.errors import DeviceError, UnusableData
 from lockstep.verify.verification import Verification
@@ -16,6 +16,7 @@ def verify(
     steps: int = 20,
     *,
     batch_size: int | None = None,
+    state: str = REPLICATED,
 ) -> Verification:
     """Train on one device and on several from the same start, and compare every step.
 
@@ -43,13 +44,15 @@ def verify(
         steps: Training steps, at least 1. The weights and optimizer slots after each step are
             on disk until the end of the call.
         batch_size: Rows of the global batch where `data` is arrays. Defaults to 32.
+        state: How weights and optimizer slots are laid out, as in `lockstep.distribute`.
 
     Returns:
         The result. `.verdict` is `"equal"`, `"different"` or `"cannot tell"`. `.equal` is true
         if the verdict is `"equal"`.
 
     Raises:
-        DeviceError: If a device is not available, or `devices` is one device.
+        DeviceError: If a device is not available, `devices` is one device, or `state` is
+            unknown.
         NotAModel: If `model` is not a Keras model.
         UnusableData: If the model is not compiled or cannot be built, or the data cannot be
             trained on.
@@ -60,6 +63,7 @@ def verify(
         True
     """
     check_model(model)
+    check_state(state)
     engine = current_engine()
     names = parse_devices(devices, engine.devices())
     if len(names) < 2:
@@ -82,4 +86,4 @@ def verify(
     # This imports NumPy, which `import lockstep` does not.
     from lockstep.verify.comparison import compare
 
-    return compare(engine, model, first_batches(data, number, batch_size), names)
+    return compare(engine, model, first_batches(data, number, batch_size), names, state)

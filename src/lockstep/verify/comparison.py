@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from lockstep.batches import Batch, rows_of
+from lockstep.devices import REPLICATED
 from lockstep.engines.engine import Engine, Probe
 from lockstep.engines.probe_helpers import SHORT_FLOATS
 from lockstep.errors import UnsplitBatchWarning, counted
@@ -24,7 +25,11 @@ from lockstep.verify.verification import BOUND, DOUBLE_BOUND, Difference, Verifi
 
 
 def compare(
-    engine: Engine, model: Any, batches: list[Batch], names: tuple[str, ...]
+    engine: Engine,
+    model: Any,
+    batches: list[Batch],
+    names: tuple[str, ...],
+    state: str = REPLICATED,
 ) -> Verification:
     """Compare training on several devices with training on one; restore the model afterwards.
 
@@ -36,6 +41,7 @@ def compare(
         model: A compiled Keras model.
         batches: The batches to train on, one for each step, as `fit` hands them over.
         names: The devices to compare with one, at least 2.
+        state: How the variables are laid out on them.
     """
     rows = [rows_of(batch) for batch in batches]
     probe = engine.probe(model)
@@ -45,7 +51,7 @@ def compare(
         process_group.values_of_first(model),
         probe.precise(),
     ):
-        comparison = _Comparison(engine, model, probe, batches, names, Path(folder), lowered)
+        comparison = _Comparison(engine, model, probe, batches, names, state, Path(folder), lowered)
         comparison.run()
     return Verification(
         backend=engine.name,
@@ -77,6 +83,7 @@ class _Comparison:
     probe: Probe
     batches: list[Batch]
     names: tuple[str, ...]
+    state: str
     folder: Path
     lowered: str | None
     differences: tuple[Difference, ...] = ()
@@ -221,7 +228,7 @@ class _Comparison:
             return f"float64 runs where no launcher has started several processes. {NEXT}"
         self._place(None)
         restore(self.model, self._start)
-        return compare_in_float64(self.engine, self.model, self.batches, self.names)
+        return compare_in_float64(self.engine, self.model, self.batches, self.names, self.state)
 
     # --------------------------------------------------------------------------- runs
 
@@ -263,7 +270,7 @@ class _Comparison:
         """Put the model on these devices, or back to stock Keras."""
         self.engine.detach(self.model)
         if devices is not None:
-            self.engine.attach(self.model, devices)
+            self.engine.attach(self.model, devices, self.state)
 
     def _loses_states(self) -> bool:
         """Return whether stock Keras drops RNN states between batches, and lockstep keeps them."""
@@ -389,7 +396,7 @@ def _untouched(engine: Engine, model: Any, probe: Probe, batch: Batch) -> Iterat
     Yields:
         What `Probe.build` returns.
     """
-    before = engine.attached(model)
+    before, state = engine.attached(model), engine.state(model)
     engine.detach(model)
     start: Values = {}
     try:
@@ -402,7 +409,7 @@ def _untouched(engine: Engine, model: Any, probe: Probe, batch: Batch) -> Iterat
             restore(model, start)
             model.reset_metrics()
         if before is not None:
-            engine.attach(model, before)
+            engine.attach(model, before, state)
 
 
 def _write(file: Path, values: Values) -> None:

@@ -30,7 +30,7 @@ NEXT = "lockstep verify file.py:function --float64 builds the model in float64, 
 
 
 def compare_in_float64(
-    engine: Engine, model: Any, batches: list[Batch], names: tuple[str, ...]
+    engine: Engine, model: Any, batches: list[Batch], names: tuple[str, ...], state: str
 ) -> Verification | str:
     """Do what `compare` does with a copy of the model that computes in float64.
 
@@ -39,6 +39,7 @@ def compare_in_float64(
         model: A compiled model that is built, has its values of the start, and is not attached.
         batches: The batches to train on, one for each step.
         names: The devices to compare with one.
+        state: How the variables are laid out on them.
 
     Returns:
         The result, or why there is none.
@@ -47,7 +48,7 @@ def compare_in_float64(
     settings = keras.config.image_data_format(), keras.config.epsilon()
     try:
         with _own_code_by_value():
-            packed = dumped((settings, model, batches, names), _Pickler).file.getvalue()
+            packed = dumped((settings, model, batches, names, state), _Pickler).file.getvalue()
     except Exception as error:
         return f"for float64 it cannot be sent to another process ({reason_of(error)}). {NEXT}"
     with (
@@ -142,10 +143,10 @@ def main(given: Path, found: Path) -> None:
 
     result: Verification | str
     try:
-        settings, model, batches, names = pickle.loads(given.read_bytes())
+        settings, model, batches, names, state = pickle.loads(given.read_bytes())
         keras.config.set_image_data_format(settings[0])
         keras.config.set_epsilon(settings[1])
-        result = compare(current_engine(), trackers_mended(model), batches, names)
+        result = compare(current_engine(), trackers_mended(model), batches, names, state)
     except Exception as error:
         result = f"the process of float64 ended with {type(error).__name__}: {reason_of(error)}."
     found.write_bytes(pickle.dumps(result))

@@ -3,16 +3,18 @@
 from contextlib import AbstractContextManager
 from typing import Any
 
-from lockstep.devices import Device
-from lockstep.engines.engine import Engine, Profile
+from lockstep.devices import REPLICATED, Device
+from lockstep.engines.engine import Engine, Profile, no_shards
 from lockstep.engines.jax import cache, jax_group, joining
 from lockstep.engines.jax import devices as jax_devices
 from lockstep.engines.jax.introspection import profile
 from lockstep.engines.jax.introspection.probe import JaxProbe
 from lockstep.engines.jax.session import JaxSession
+from lockstep.engines.jax.steps.state_layout import made_in_shards
 from lockstep.engines.jax.variable_sync import sync_to_variables
 from lockstep.launch.environment import Place
 from lockstep.layout import Layout
+from lockstep.processes import process_group
 
 
 class JaxEngine(Engine):
@@ -33,13 +35,32 @@ class JaxEngine(Engine):
         """Join the processes of a launcher, unless this has been done."""
         return joining.join(place)
 
-    def session(self, model: Any, devices: tuple[str, ...], layout: Layout | None) -> JaxSession:
+    def session(
+        self,
+        model: Any,
+        devices: tuple[str, ...],
+        layout: Layout | None,
+        state: str = REPLICATED,
+    ) -> JaxSession:
         """Return a session of `model` on `devices`."""
         jax_group.check_started()
         jax_group.check_devices(jax_devices.find(devices))
         cache.keep_programs()
         sync_to_variables(model)  # an unattached model may be in a fit
-        return JaxSession(model, devices, layout)
+        return JaxSession(model, devices, layout, state)
+
+    def check_shards(self) -> None:
+        """Raise if several processes run."""
+        if process_group.several():
+            raise no_shards(
+                "JAX in several processes",
+                "Each process has the whole model between two calls, for scripts and callbacks.",
+                "Start one process, which uses all GPUs of its machine.",
+            )
+
+    def made_in_shards(self, devices: tuple[str, ...]) -> AbstractContextManager[None]:
+        """Shard each large variable that is made inside the context."""
+        return made_in_shards(jax_devices.find(devices))
 
     def exchanged(self, values: Any, source: str, target: str) -> tuple[Any, Any]:
         """Copy integers from one device to another, and sum what both hold."""

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from lockstep.checkpoint.fit_run import Snapshot
+from lockstep.devices import REPLICATED, SHARDED
 from lockstep.engines.holders import check_shared, holders_of
 from lockstep.engines.jax import devices as jax_devices
 from lockstep.engines.jax import states as jax_states
@@ -23,6 +24,15 @@ from lockstep.engines.jax.snapshot_buffers import SnapshotBuffers
 from lockstep.engines.jax.steps.epoch import run_epoch
 from lockstep.engines.jax.steps.live_state import GROUPS_OF, State, take_out, with_values_back
 from lockstep.engines.jax.steps.padded import fetched
+from lockstep.engines.jax.steps.state_layout import (
+    Replicated,
+    Sharded,
+    ShardedVariable,
+    drop_shards,
+    is_held_in_shards,
+    on_host,
+    read_as_stored,
+)
 from lockstep.engines.jax.steps.step import StepFunction
 from lockstep.engines.jax.steps.steps import Steps
 from lockstep.engines.jax.variable_sync import (
@@ -34,6 +44,7 @@ from lockstep.engines.jax.variable_sync import (
     write_state,
 )
 from lockstep.errors import LayoutConflict, UnsupportedBackend, UnsupportedModel
+from lockstep.fit_lines import sharded_words
 from lockstep.keras_compat import (
     JAX_STATE,
     JAX_STATE_SYNCED,
@@ -68,13 +79,20 @@ class JaxSession(Session):
     array_type = jax.Array
     finalizes_always = True
 
-    def __init__(self, model: Any, devices: tuple[str, ...], layout: Layout | None = None) -> None:
-        super().__init__(model, devices, layout)
+    def __init__(
+        self,
+        model: Any,
+        devices: tuple[str, ...],
+        layout: Layout | None = None,
+        state: str = REPLICATED,
+    ) -> None:
+        super().__init__(model, devices, layout, state)
         self._several = process_group.several()
         self._many = len(devices) > 1 and not self._several
         self._assigned = VariableDrift(model, self._held) if self._several else None
         found = jax_devices.find(devices)
-        self._steps = Steps(found) if layout is None else BranchSteps(model, layout)
+        made = functools.partial(Sharded, model) if state == SHARDED else Replicated
+        self._steps = Steps(found, made) if layout is None else BranchSteps(model, layout)
         self._split: frozenset[int] = frozenset()
 
     # ------------------------------------------------------------ on and off the devices
@@ -94,7 +112,8 @@ class JaxSession(Session):
         self.adopt(first=True)
         if not self._several:  # outside a step, each process has them whole
             for variable in variables_of(self.model):  # one by one: each old array is freed
-                variable.assign(self._steps.moved(variable.value, self.home(variable)))
+                if layout_of(variable) is None:
+                    variable.assign(self._steps.moved(variable.value, self.home(variable)))
         self._steps.start()
 
     def close(self) -> None:
@@ -106,7 +125,10 @@ class JaxSession(Session):
             holders_of(variable).discard(self)
         if not any(holders_of(state) for state in rnn_states(self.model)):
             jax_states.drop_states(self.model)
-        to_default_device([variable for variable in variables if not holders_of(variable)])
+        free = [variable for variable in variables if not holders_of(variable)]
+        for variable in free:
+            drop_shards(variable)
+        to_default_device(free)
 
     def adopt(self, first: bool) -> None:
         """Take over variables created since the last call, before a fit, evaluate or predict.
@@ -127,6 +149,7 @@ class JaxSession(Session):
             holders_of(variable).add(self)
         unshare_arrays(variables)
         self._steps.adopt()
+        self._steps.hold(variables)
         others = self.model.non_trainable_variables if states else []
         self._split = frozenset(
             position
@@ -140,6 +163,23 @@ class JaxSession(Session):
     def home(self, variable: Any) -> Sharding:
         """Return the layout of a variable of the model."""
         return self._steps.home(variable)
+
+    def shards(self, variable: Any) -> int:
+        """Return the number of shards of a variable, 1 if each device has it whole."""
+        return len(self.devices) if isinstance(variable, ShardedVariable) else 1
+
+    def remarks(self) -> str:
+        """Return the state that each device holds, if it is sharded."""
+        if self.state == REPLICATED:
+            return ""
+        model = self.model
+        if is_built(model):
+            self.adopt(first=False)
+            if model.optimizer is not None and not model.optimizer.built:
+                model.optimizer.build(model.trainable_variables)  # as `fit` would now
+                self.adopt(first=False)
+        sizes = [(v.path, v.value.nbytes, self.shards(v)) for v in variables_of(model)]
+        return sharded_words(sizes, len(self.devices))
 
     def step_function(self, kind: Kind) -> StepFunction:
         """Make a step function over the devices."""
@@ -191,6 +231,8 @@ class JaxSession(Session):
             methods[state_sync_name()] = functools.partial(write_state, model)
         if hasattr(model, "get_state_tree"):  # a layer with Keras's Trainer has none
             methods["get_state_tree"] = _on_one_device_for_orbax(model.get_state_tree)
+        if self.state == SHARDED and hasattr(model, "export"):
+            methods["export"] = self._exporting(model.export)
         if self._assigned is None:
             return methods
         sync_name = state_sync_name()
@@ -213,6 +255,14 @@ class JaxSession(Session):
             return with_values_back(model, body, model.jax_state_sync)
 
         return method_with_values_back
+
+    def _exporting(self, export: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(export)
+        def export_plainly(*args: Any, **kwargs: Any) -> Any:
+            with read_as_stored(self.model):  # the program is for one device
+                return export(*args, **kwargs)
+
+        return export_plainly
 
     def _calling(self, call: Callable[..., Any], turns: CallGuard) -> Callable[..., Any]:
         @functools.wraps(call)
@@ -463,7 +513,7 @@ def _on_one_device_for_orbax(get_state_tree: Callable[..., Any]) -> Callable[...
 def _first_copy(value: Any) -> Any:
     if not isinstance(value, jax.Array) or len(value.devices()) == 1:
         return value
-    return value.addressable_data(0)
+    return value.addressable_data(0) if value.is_fully_replicated else on_host(value)
 
 
 def _check_mode() -> None:
@@ -492,6 +542,8 @@ def _check_layout(model: Any, variable: Any) -> None:
     # keras/src/backend/jax/core.py, JaxVariable._initialize_layout
     layout = layout_of(variable)
     if layout is None and variable.value.sharding.is_fully_replicated:
+        return
+    if is_held_in_shards(variable):
         return
     raise LayoutConflict(
         f"Variable {variable.path!r} of {model.name!r} is laid out by another tool "

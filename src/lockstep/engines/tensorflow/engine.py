@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from lockstep.devices import Device
-from lockstep.engines.engine import Engine
+from lockstep.devices import REPLICATED, Device
+from lockstep.engines.engine import Engine, no_shards
 from lockstep.engines.tensorflow import devices as tensorflow_devices
 from lockstep.engines.tensorflow.probe import TensorFlowProbe
 from lockstep.engines.tensorflow.session import TensorFlowSession
@@ -35,10 +35,22 @@ class TensorFlowEngine(Engine):
         return place.rank, place.size
 
     def session(
-        self, model: Any, devices: tuple[str, ...], layout: Layout | None
+        self,
+        model: Any,
+        devices: tuple[str, ...],
+        layout: Layout | None,
+        state: str = REPLICATED,
     ) -> TensorFlowSession:
         """Return a session of `model` on `devices`."""
         return TensorFlowSession(model, devices, layout)
+
+    def check_shards(self) -> None:
+        """Raise: this engine cannot shard variables."""
+        raise no_shards(
+            "TensorFlow",
+            "A graph may hold the gathered weights of all layers at once: no memory is saved.",
+            "Run the same script with KERAS_BACKEND=jax.",
+        )
 
     def exchanged(self, values: Any, source: str, target: str) -> tuple[Any, Any]:
         """Copy integers from one device to another, and sum what both hold."""

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from lockstep.devices import Device
-from lockstep.engines.engine import Engine
+from lockstep.devices import REPLICATED, Device
+from lockstep.engines.engine import Engine, no_shards
 from lockstep.engines.torch import devices as torch_devices
 from lockstep.engines.torch import joining
 from lockstep.engines.torch.probe import TorchProbe
@@ -36,9 +36,23 @@ class TorchEngine(Engine):
         """Join the processes of a launcher, unless this has been done."""
         return joining.join(place, torch_devices.rehearsed() or 1)
 
-    def session(self, model: Any, devices: tuple[str, ...], layout: Layout | None) -> TorchSession:
+    def session(
+        self,
+        model: Any,
+        devices: tuple[str, ...],
+        layout: Layout | None,
+        state: str = REPLICATED,
+    ) -> TorchSession:
         """Return a session of `model` on `devices`."""
         return TorchSession(model, devices, layout)
+
+    def check_shards(self) -> None:
+        """Raise: this engine cannot shard variables."""
+        raise no_shards(
+            "PyTorch",
+            "Sharded variables on PyTorch are not there yet.",
+            "Run the same script with KERAS_BACKEND=jax.",
+        )
 
     def exchanged(self, values: Any, source: str, target: str) -> tuple[Any, Any]:
         """Copy integers from one device to another, and sum what both hold."""

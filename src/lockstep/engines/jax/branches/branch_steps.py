@@ -18,10 +18,10 @@ from lockstep.engines.jax.branches.program_cut import (
     devices_in_loops,
 )
 from lockstep.engines.jax.branches.staged_program import StagedProgram
-from lockstep.engines.jax.steps.live_state import GROUPS_BY_NUMBER, State, uninterrupted
+from lockstep.engines.jax.steps.live_state import State, uninterrupted
+from lockstep.engines.jax.steps.state_layout import layouts_of_state
 from lockstep.engines.jax.steps.step import Step, StepFunction
 from lockstep.engines.jax.steps.steps import Steps
-from lockstep.engines.jax.variable_sync import group_of
 from lockstep.errors import SerialBranchesWarning, UnsupportedModel
 from lockstep.keras_compat import BUILD, in_stateless_scope, is_built, values_replaced
 from lockstep.launch.status import STATUS_OF_PROCESS
@@ -144,13 +144,8 @@ class BranchSteps(Steps):
         return getattr(type(model), BUILD)(model, *args, **kwargs)
 
     def _layouts(self, state: State, split: frozenset[int] = frozenset()) -> list[list[Any]]:
-        names = GROUPS_BY_NUMBER[len(state)]
         main = SingleDeviceSharding(self.devices[self._main])
-        layouts = []
-        for name, values in zip(names, state, strict=True):
-            homes = [self.home(variable) for variable in group_of(self._model, name)]
-            layouts.append([*homes, *[main] * len(values)][: len(values)])
-        return layouts
+        return layouts_of_state(self._model, state, self.home, main)
 
     def _program(
         self, step: Step, state: State, batch: Any, trains: bool

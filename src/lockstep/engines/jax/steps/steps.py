@@ -43,6 +43,13 @@ from lockstep.engines.jax.steps.scan import (
     repeated,
     stacked,
 )
+from lockstep.engines.jax.steps.state_layout import (
+    Replicated,
+    ShardedVariable,
+    drop_shards,
+    hold_in_shards,
+    is_held_in_shards,
+)
 from lockstep.engines.jax.steps.step import Step, StepFunction
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.launch.status import STATUS_OF_PROCESS
@@ -57,23 +64,31 @@ class Steps:
     """Turn Keras's steps into step functions over one mesh.
 
     Attributes:
-        replicated: The layout of variables: a copy on every device.
+        replicated: The layout of arrays that every device has.
         by_rows: The layout of data: sharded along the first dim.
         devices: The devices, in order.
         platform: The platform of the devices: `"cpu"` or `"gpu"`.
         ahead: Puts batches on the devices a step ahead; `None` on CPUs, which read host memory.
         layout: The devices of the layers; `None`, as every device runs all layers.
+        state_layout: Where the variables are.
+
+    Args:
+        devices: The devices, in order.
+        state: Makes the layout of the variables from the mesh.
     """
 
     layout: Layout | None = None
     ahead: BatchesAhead | None = None
 
-    def __init__(self, devices: list[jax.Device]) -> None:
+    def __init__(
+        self, devices: list[jax.Device], state: Callable[[Mesh], Replicated] = Replicated
+    ) -> None:
         self.devices = devices
         self.platform: str = devices[0].platform
         self._replicas = len(devices)
         mesh = Mesh(np.array(devices), ("batch",))
-        self.replicated = NamedSharding(mesh, PartitionSpec())
+        self.state_layout = state(mesh)
+        self.replicated = self.state_layout.replicated
         self.by_rows = NamedSharding(mesh, PartitionSpec("batch"))
         self._several = process_group.several()
         # JAX 0.10.2 over gloo deadlocks with some thirty steps in flight, if each of several
@@ -97,10 +112,23 @@ class Steps:
 
     def adopt(self) -> None:
         """Decide where variables are that were created since the last call."""
+        self.state_layout.adopt()
+
+    def hold(self, variables: list[Any]) -> None:
+        """Move variables to their shards, and out of the shards of other devices."""
+        for variable in variables:
+            home, value = self.home(variable), variable.value
+            splits = isinstance(home, NamedSharding) and not home.is_fully_replicated
+            if value.sharding != home and (splits or is_held_in_shards(variable)):
+                drop_shards(variable)
+                value = self.moved(value, home)
+                variable.assign(value)
+            if splits and not isinstance(variable, ShardedVariable):
+                hold_in_shards(variable, value)
 
     def home(self, variable: Any) -> Sharding:
         """Return the layout of a variable outside a step."""
-        return self.replicated
+        return self.state_layout.home(variable)
 
     def call(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the model directly, outside its steps."""
@@ -258,7 +286,7 @@ class Steps:
         return self._put(own, layout)
 
     def _layouts(self, state: State, split: frozenset[int]) -> list[list[NamedSharding]]:
-        layouts = [[self.replicated] * len(group) for group in state]
+        layouts = self.state_layout.of_state(state)
         for position in split:
             layouts[1][position] = self.by_rows
         return layouts

@@ -1,0 +1,440 @@
+"""State in shards on JAX: where the bytes are, what moves, and that files and copies stay plain."""
+
+import copy
+import pickle
+import re
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import lockstep
+from lockstep.devices import sharded_dim
+from lockstep.engines.jax.jax_group import GROUP
+from lockstep.errors import DeviceError, LayoutConflict, NothingToDoWarning, UnsupportedBackend
+from tests.conformance.common import assert_same
+from tests.conformance.test_communication import collectives, training_program
+from tests.sampling import rest
+
+WIDE = 256  # a kernel of 256 by 256 floats is large enough to be sharded
+ROWS = 21
+RNG = np.random.default_rng(4)
+X = RNG.normal(size=(ROWS, 32)).astype("float32")
+Y = RNG.normal(size=(ROWS, 3)).astype("float32")
+
+
+def network(optimizer=None, **options):
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(5)
+    made = keras.Sequential([keras.Input((32,))])
+    for width in (WIDE, WIDE, WIDE):
+        made.add(layers.Dense(width, activation="tanh"))
+    made.add(layers.Dense(3))
+    made.compile(optimizer or keras.optimizers.Adam(1e-3), "mse", metrics=["mae"], **options)
+    return made
+
+
+def sharded(made, devices=4):
+    return lockstep.distribute(made, devices, state="sharded")
+
+
+def fit(made, **options):
+    options = {"batch_size": 6, "verbose": 0, "shuffle": False, **options}
+    return made.fit(X, Y, **options).history
+
+
+def variables(made):
+    return [*made.variables, *made.optimizer.variables]
+
+
+def values(made):
+    return [np.array(variable.value) for variable in variables(made)]
+
+
+def large(made):
+    return [v for v in variables(made) if v.value.nbytes >= 2**16]
+
+
+def assert_in_shards(made, devices=4):
+    """Each device holds its share of the large variables, counted from the arrays themselves."""
+    held = dict.fromkeys(jax.devices()[:devices], 0)
+    for variable in large(made):
+        for shard in variable.value.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    every = sum(v.value.nbytes for v in large(made))
+    assert len(large(made)) >= 6
+    assert set(held.values()) == {every // devices}
+
+
+def test_a_variable_lies_on_the_first_of_its_largest_dims_that_the_devices_divide():
+    assert sharded_dim((256, 256), 4, 4) == 0
+    assert sharded_dim((1000, 4096), 4, 8) == 1
+    assert sharded_dim((4096, 1001), 4, 8) == 0
+    assert sharded_dim((1001, 1003), 4, 2) is None
+    assert sharded_dim((128, 128), 4, 2) == 0
+    assert sharded_dim((128, 127), 4, 2) is None  # below 64 KiB
+    assert sharded_dim((4096, 4096), 4, 1) is None
+
+
+def test_no_device_holds_more_than_its_share_after_any_call(tmp_path):
+    made = sharded(network())
+    made.optimizer.build(made.trainable_variables)
+    assert_in_shards(made)
+    fit(made, validation_data=(X, Y))
+    assert_in_shards(made)
+    made.save(tmp_path / "a.keras")
+    made.load_weights(tmp_path / "a.keras")
+    assert_in_shards(made)
+    made.set_weights([value + 1 for value in made.get_weights()])
+    assert_in_shards(made)
+    for variable in variables(made):
+        variable.assign(np.zeros(variable.shape, variable.dtype))
+        assert not np.any(np.array(variable.value))
+    assert_in_shards(made)
+
+
+def test_values_go_to_the_shards_without_a_whole_copy_on_a_device(monkeypatch, tmp_path):
+    made = sharded(network())
+    made.save_weights(tmp_path / "a.weights.h5")
+    expected = made.get_weights()
+    put = jax.Array
+    seen = []
+    plain = jax.numpy.asarray
+
+    def noted(value, *args, **kwargs):
+        if not isinstance(value, put) and np.size(value) * 4 >= 2**16:
+            seen.append(np.shape(value))
+        return plain(value, *args, **kwargs)
+
+    monkeypatch.setattr(jax.numpy, "asarray", noted)
+    made.load_weights(tmp_path / "a.weights.h5")
+    made.set_weights(expected)
+    made.layers[0].kernel.assign(expected[0].tolist())
+    assert not seen
+    monkeypatch.undo()
+    assert_same(made.get_weights(), expected, atol=0)
+
+
+def test_an_array_that_was_assigned_may_be_changed_afterwards():
+    made, value = sharded(network()), np.ones((WIDE, WIDE), "float32")
+    made.layers[1].kernel.assign(value)
+    value[:] = 7
+    assert np.all(np.array(made.layers[1].kernel.value) == 1)
+
+
+def test_reading_a_variable_leaves_no_copy_on_the_host_behind(tmp_path):
+    made = sharded(network())
+    fit(made)
+    made.save(tmp_path / "a.keras")
+    made.get_weights()
+    # jax/_src/array.py, ArrayImpl._value
+    assert [v.path for v in large(made) if v.value._npy_value is not None] == []
+
+
+def test_variables_of_rnns_and_metrics_are_replicated():
+    made = keras.Sequential(
+        [keras.Input((5, 8)), layers.Bidirectional(layers.LSTM(128)), layers.Dense(256)]
+    )
+    made.compile("adam", "mse", metrics=[keras.metrics.BinaryAccuracy()])
+    sharded(made, 2)
+    x, y = RNG.normal(size=(6, 5, 8)), RNG.normal(size=(6, 256))
+    made.fit(x, y, batch_size=6, verbose=0)
+    kernel = made.layers[-1].kernel
+    slots = [v for v in made.optimizer.variables if v.shape == kernel.shape]
+    split = [v for v in variables(made) if len(v.value.sharding.spec)]
+    assert list(map(id, split)) == list(map(id, [kernel, *slots]))
+    assert len(slots) == 2
+
+
+def wide():
+    """A model with a batch smaller than its weights: the compiler would move activations."""
+    made = [keras.Input((64,)), layers.Dense(512, "relu"), layers.Dense(512, "relu")]
+    return keras.Sequential([*made, layers.Dense(10)])
+
+
+def recurrent():
+    made = [keras.Input((5, 16)), layers.LSTM(128), layers.Dense(512), layers.Dense(10)]
+    return keras.Sequential(made)
+
+
+def test_each_weight_is_gathered_once_and_nothing_else_moves_but_gradients():
+    model, program = training_program(wide(), devices=8, rows=32, state="sharded")
+    sizes, counts = collectives(program.as_text())
+    weights = [v for v in model.trainable_variables if v.value.nbytes >= 2**16]
+    assert counts["all-gather"] == len(weights)
+    assert sizes["all-gather"] == sum(v.value.nbytes for v in weights)
+    # XLA for CPUs has no reduce-scatter: it reduces all, and each device takes its part.
+    assert set(counts) == {"all-gather", "all-reduce"}
+    assert sizes["all-reduce"] <= sum(v.value.nbytes for v in model.trainable_variables) + 64
+
+
+def test_no_collective_is_in_the_loop_of_an_rnn():
+    """XLA for CPUs leaves one all-reduce of gradients in it; that for GPUs moves it out."""
+    found = []
+    for state in ("replicated", "sharded"):
+        _, program = training_program(recurrent(), devices=8, rows=32, state=state)
+        text = program.as_text()
+        bodies = set(re.findall(r"body=%?([\w.-]+)", text))
+        parts = {part.split(" ")[0].lstrip("%"): part for part in re.split(r"\n(?=\S)", text)}
+        found.append([collectives(parts[body])[1] for body in sorted(bodies)])
+    assert found[0] == found[1]
+    assert "all-gather" in collectives(text)[1]  # of the large dense layer
+
+
+def test_files_and_copies_are_those_of_one_device(tmp_path):
+    one, made = network(), sharded(network())
+    for model, folder in ((one, tmp_path / "one"), (made, tmp_path / "many")):
+        folder.mkdir()
+        fit(model, callbacks=[keras.callbacks.ModelCheckpoint(folder / "checkpoint.keras")])
+        model.save_weights(folder / "some.weights.h5")
+    loaded = keras.models.load_model(tmp_path / "many" / "checkpoint.keras")
+    for copied in (
+        loaded,
+        pickle.loads(pickle.dumps(made)),
+        keras.models.clone_model(made),
+    ):
+        assert {type(v) for v in copied.variables} == {keras.Variable}
+        assert {v._layout for v in copied.variables} == {None}
+    assert_same(
+        values(keras.models.load_model(tmp_path / "many" / "checkpoint.keras")), values(one)
+    )
+    one.load_weights(tmp_path / "many" / "some.weights.h5")
+    assert_same(one.get_weights(), made.get_weights(), atol=0)
+    kernel = made.layers[1].kernel
+    for copied in (pickle.loads(pickle.dumps(kernel)), copy.deepcopy(kernel), copy.copy(kernel)):
+        assert (type(copied), copied._layout) == (keras.Variable, None)
+        assert len(copied.value.devices()) == 1
+        assert_same(copied.value, kernel.value, atol=0)
+    assert_in_shards(made)
+
+
+@pytest.mark.whole
+def test_an_exported_model_runs_on_one_device(tmp_path):
+    made = sharded(network())
+    fit(made)
+    made.export(tmp_path / "served", verbose=False)
+    served = pytest.importorskip("tensorflow").saved_model.load(str(tmp_path / "served"))
+    assert_same(served.serve(X).numpy(), made.predict(X, verbose=0))
+    assert_in_shards(made)
+
+
+def test_a_model_moves_between_layouts_and_back_to_keras():
+    made, one = network(), network()
+    for devices, state in ((3, "replicated"), (2, "sharded"), (4, "sharded")):
+        lockstep.distribute(made, devices, state=state)
+        fit(made, steps_per_epoch=1)
+        fit(one, steps_per_epoch=1)
+    assert_in_shards(made)
+    lockstep.release(made)
+    assert {type(v) for v in variables(made)} == {keras.Variable}
+    assert {v._layout for v in variables(made)} == {None}
+    assert {len(v.value.devices()) for v in variables(made)} == {1}
+    fit(made)
+    fit(one)
+    assert_same(values(made), values(one))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((4, "sharded"), (3, "replicated")),
+        *rest(((3, "replicated"), (8, "sharded")), ((4, "sharded"), (2, "sharded"))),
+    ],
+)
+def test_a_checkpoint_resumes_with_another_layout(tmp_path, first, second):
+    one = network()
+    fit(one, epochs=2)
+    for (devices, state), epochs in ((first, 1), (second, 2)):
+        made = lockstep.distribute(network(), devices, state=state)
+        fit(made, epochs=epochs, callbacks=[lockstep.Checkpoint(tmp_path / "run")])
+    assert_same(values(made), values(one))
+
+
+@pytest.mark.whole
+@pytest.mark.filterwarnings("ignore")  # Orbax's own, of which it drops the exceptions
+def test_orbax_gets_whole_arrays(tmp_path):
+    made, one = sharded(network()), network()
+    checkpoint = keras.callbacks.OrbaxCheckpoint(tmp_path)
+    fit(made, callbacks=[checkpoint])
+    checkpoint.wait_until_finished()
+    one.load_weights(tmp_path)
+    assert_same(one.get_weights(), made.get_weights(), atol=0)
+    assert {len(v.value.devices()) for v in one.variables} == {1}
+    assert_in_shards(made)
+
+
+@keras.saving.register_keras_serializable("conformance")
+class Penalized(keras.Model):
+    """A step of the user's own, over a model that has a weight of its own."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = layers.Dense(WIDE, activation="tanh")
+        self.outer = self.add_weight(shape=(WIDE, WIDE), name="outer")
+        self.last = layers.Dense(3)
+
+    def call(self, x, training=False):
+        return self.last(ops.matmul(self.inner(x), self.outer))
+
+    def train_step(self, state, data):
+        trainable, non_trainable, optimizer, metrics = state
+        x, y = data
+
+        def loss_of(trainable):
+            outputs, _ = self.stateless_call(trainable, non_trainable, x, training=True)
+            return ops.mean(ops.square(outputs - y)) + 1e-3 * ops.sum(ops.square(trainable[0]))
+
+        loss, gradients = jax.value_and_grad(loss_of)(trainable)
+        slope = jax.jvp(loss_of, (trainable,), (gradients,))[1]
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+        return {"loss": loss, "slope": slope / 100}, (trainable, non_trainable, optimizer, metrics)
+
+
+def test_a_step_of_ones_own_and_a_weight_of_the_model_itself():
+    runs = []
+    for distribute in (lambda made: made, sharded):
+        keras.utils.set_random_seed(3)
+        made = Penalized()
+        made(X[:1])
+        made.compile(keras.optimizers.AdamW(1e-3, global_clipnorm=0.1))
+        history = fit(distribute(made))
+        runs.append((history, values(made)))
+    assert isinstance(made.outer.value.sharding.spec[0], str)
+    assert_same(runs[1], runs[0], atol=2e-5)
+
+
+@pytest.mark.parametrize("quantized", [True, *rest(False)])
+def test_lora_on_a_frozen_backbone_in_shards(quantized, tmp_path):
+    runs = []
+    for name, distribute in (("one", lambda made: made), ("many", sharded)):
+        made = distribute(network())
+        for layer in made.layers if quantized else []:
+            layer.quantize("int8")
+        for layer in made.layers[:3]:
+            layer.enable_lora(4)
+            layer.lora_kernel_b.assign(np.full((4, WIDE), 0.01, "float32"))
+        made.compile("adam", "mse")
+        keras.utils.set_random_seed(8)
+        history = fit(made)
+        made.save(tmp_path / f"{name}.keras")
+        loaded = keras.models.load_model(tmp_path / f"{name}.keras")
+        predicted = made.predict(X, verbose=0), loaded.predict(X, verbose=0)
+        runs.append((history, made.get_weights(), predicted))
+    kernels = [layer._kernel for layer in made.layers[1:3]]
+    assert [kernel.dtype for kernel in kernels] == ["int8" if quantized else "float32"] * 2
+    assert all(len(kernel.value.sharding.spec) for kernel in kernels)
+    assert_same(runs[1], runs[0], atol=2e-5)
+
+
+def test_the_first_line_of_fit_gives_the_state_of_a_device(capsys):
+    fit(sharded(network()), verbose=2)
+    assert ", state sharded: 0.5 of 1.7 MB each\n" in capsys.readouterr().out
+    fit(sharded(network(), 3), verbose=2)
+    assert re.search(
+        r", state sharded: 1.7 of 1.7 MB each\n"
+        r"lockstep: each device holds 100% of the state, and its share is 33%. The largest "
+        r"variable that is not sharded is \S+/kernel \(0.3 MB\).\n",
+        capsys.readouterr().out,
+    )
+
+
+def test_placement_gives_the_bytes_of_a_device(capsys):
+    made = sharded(network())
+    fit(made)
+    lockstep.placement(made)
+    shown = capsys.readouterr().out
+    assert "variables in shards" in shown
+    held_weights = sum(shard.data.nbytes for v in made.variables for shard in _first(v))
+    assert f"{held_weights:,}" in shown
+
+
+def _first(variable):
+    return variable.value.addressable_shards[:1]
+
+
+@pytest.mark.whole
+def test_verify_compares_shards_with_one_device_and_puts_the_layout_back():
+    made = sharded(network())
+    found = lockstep.verify(made, (X, Y), devices=2, steps=2, batch_size=6, state="sharded")
+    assert found.verdict == "equal"
+    assert_in_shards(made)
+
+
+def test_one_device_has_the_whole_state_and_a_warning_says_so():
+    with pytest.warns(NothingToDoWarning, match="no effect on one device: cpu:0 has the whole"):
+        made = sharded(network(), 1)
+    fit(made)
+
+
+def test_an_unknown_state():
+    for call in (
+        lockstep.distribute,
+        lambda made, n, state: lockstep.verify(made, (X, Y), n, state=state),
+    ):
+        with pytest.raises(DeviceError, match="state='shared' was given, and the state of a model"):
+            call(network(), 2, state="shared")
+
+
+def test_a_model_with_placed_layers_cannot_be_sharded():
+    made = lockstep.place(network(), {"dense*": "cpu:1"})
+    with pytest.raises(LayoutConflict, match="has layers on several devices"):
+        sharded(made)
+
+
+def test_two_models_with_one_variable_need_one_layout():
+    made = network()
+    sharded(made)
+    other = keras.Sequential(made.layers[:2])
+    with pytest.raises(LayoutConflict, match="on cpu:0 to cpu:3 with state in shards"):
+        lockstep.distribute(other, 4)
+    sharded(other)
+    lockstep.release(made)
+    assert_same(other.predict(X, verbose=0), other(X))
+
+
+def test_several_processes_refuse(monkeypatch):
+    monkeypatch.setattr(type(GROUP), "size", 2)
+    monkeypatch.setattr("lockstep.processes.process_group.several", lambda: True)
+    with pytest.raises(UnsupportedBackend, match="asked for, and JAX in several processes has"):
+        lockstep.engines.current_engine().check_shards()
+
+
+def test_a_model_is_built_and_loaded_in_shards(tmp_path):
+    one = network()
+    fit(one)
+    one.save(tmp_path / "one.keras")
+    with lockstep.sharded(4):
+        made = network()
+        loaded = keras.models.load_model(tmp_path / "one.keras")
+    initial = network().get_weights()
+    assert_same(made.get_weights(), initial, atol=0)
+    kernels = [layer.kernel.value for layer in made.layers[1:3]]
+    assert {value.addressable_shards[0].data.nbytes * 4 for value in kernels} == {4 * WIDE**2}
+    assert_same(values(loaded), values(one), atol=0)
+    for model in (made, loaded):
+        sharded(model)
+    after = [layer.kernel.value for layer in made.layers[1:3]]
+    assert list(map(id, after)) == list(map(id, kernels))  # nothing has moved
+    assert_in_shards(loaded)
+    fit(one)
+    fit(loaded)
+    assert_same(values(loaded), values(one))
+
+
+def test_a_model_built_in_shards_moves_to_another_layout():
+    one = network()
+    with lockstep.sharded(4):
+        made, recurrent_one = network(), recurrent()
+    made.optimizer.build(made.trainable_variables)  # its slots are in shards too
+    lockstep.distribute(made, 2)
+    fit(made)
+    fit(one)
+    assert_same(values(made), values(one))
+    assert {v._layout for v in variables(made)} == {None}
+    assert {type(v) for v in variables(made)} == {keras.Variable}
+    sharded(recurrent_one, 8)
+    kinds = [type(v).__name__ for v in recurrent_one.layers[0].weights]
+    assert kinds == ["Variable"] * 3
+    assert len(recurrent_one.layers[1].kernel.value.addressable_shards) == 8

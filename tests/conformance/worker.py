@@ -71,7 +71,7 @@ def _differences(family, name, devices, by_layer):
     from lockstep.errors import SerialBranchesWarning, UnsplitBatchWarning
     from tests.conformance.cases.case import gaps, play
 
-    draws = by_layer or _backend() == "jax"  # the random numbers of one device
+    draws = by_layer or _backend() != "torch"  # the random numbers of one device
     xla = by_layer and _backend() == "tensorflow" and name in OF_UNKNOWN_LENGTH
     case, one = case_of(family, name, draws), _on_one_device(family, name, draws, xla)
     machine = nullcontext()

@@ -34,6 +34,12 @@ _BY_PARAMETERS = {
 """They take parameters of each row. Only a layer that is declared row-wise reaches them."""
 
 
+_OTHER_ROWS = (
+    "lockstep: a layer that is declared row-wise draws random numbers for other rows than its "
+    "own.\nRemove lockstep.rowwise from it."
+)
+
+
 @contextmanager
 def draws_of_one_device(team: ReplicaGroup) -> Iterator[None]:
     """Let the replicas of `team` draw the numbers of one device inside the context."""
@@ -57,6 +63,7 @@ def _by_rows(name: str, plain: Callable[..., Any], team: ReplicaGroup) -> Callab
         replica, drawn = team.current(), plain(shape, **options)
         if replica is None or not _has_rows(drawn):
             return drawn
+        options.pop("name", None)  # an operation above may have it
         with own_rows():
             first, count, total = _place_of(replica, shape)
             if name == _IN_ORDER:
@@ -88,11 +95,9 @@ def _place_of(replica: Replica, shape: Any) -> tuple[Any, Any, Any]:
         rows, start, size = (tf.cast(each, "int64") for each in sizes)
         count = tf.reduce_prod(tf.cast(shape, "int64"))
         of_row = count // tf.maximum(size, 1)
-        check = tf.debugging.assert_equal(
-            of_row * size,
-            count,
-            "lockstep: a layer that is declared row-wise draws random numbers for other rows than "
-            "its own.\nRemove lockstep.rowwise from it.",
+        # `tf.debugging` would trace two branches for each check.
+        check = tf.raw_ops.Assert(
+            condition=tf.equal(of_row * size, count), data=[_OTHER_ROWS, count]
         )
         with tf.control_dependencies([check]):
             return start * of_row, count, rows * of_row

@@ -130,7 +130,7 @@ def _with_xla(model):
 
 
 def case_of(family, name, draws):
-    """The case, without random numbers unless `draws`: replicas draw their own."""
+    """The case, without random numbers unless `draws`."""
     from dataclasses import replace
 
     from tests.conformance.cases import FAMILIES

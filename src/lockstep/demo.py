@@ -147,8 +147,7 @@ def run_demo(devices: int, epochs: int, folder: Path) -> DemoResult:
 
     if keras.backend.backend() != "jax":
         raise UnsupportedBackend(
-            f"The demo shows that dropout draws one device's numbers, as on JAX alone, and Keras "
-            f"runs on {keras.backend.backend()!r}.\n"
+            f"The demo is made for JAX, and Keras runs on {keras.backend.backend()!r}.\n"
             "Run it as KERAS_BACKEND=jax lockstep demo; `lockstep verify` compares your own model."
         )
     rehearse(devices)

@@ -125,6 +125,23 @@ PATCHES = (
         "TensorFlow 2.21.0",
     ),
     Patch(
+        "engines/tensorflow/draws_by_rows.py: draws_of_one_device",
+        (
+            "tensorflow/python/ops/gen_stateless_random_ops_v2: stateless_random_normal_v2",
+            "tensorflow/python/ops/gen_stateless_random_ops_v2: stateless_random_uniform_v2",
+            "tensorflow/python/ops/gen_stateless_random_ops_v2: stateless_random_uniform_int_v2",
+            "tensorflow/python/ops/gen_stateless_random_ops_v2: "
+            "stateless_random_uniform_full_int_v2 stateless_truncated_normal_v2 "
+            "stateless_random_gamma_v3",
+            "tensorflow/python/ops/gen_stateless_random_ops: stateless_multinomial "
+            "stateless_random_binomial stateless_random_poisson "
+            "stateless_parameterized_truncated_normal",
+        ),
+        _CONTEXT,
+        "A replica draws its rows of the random numbers that one device draws.",
+        "TensorFlow 2.21.0",
+    ),
+    Patch(
         "engines/jax/joining.py: at_first_use",
         ("jax/_src/xla_bridge: backends",),
         "until JAX starts its devices",

@@ -220,7 +220,7 @@ def _about(backend, versions):
         "command": f"python -m tests.conformance.table{option}",
         "title": f"Every case on {framework}",
         "framework": f"{framework} {versions[1]}",
-        "left_out": "" if backend == "jax" else _LEFT_OUT,
+        "left_out": _LEFT_OUT[backend],
     }
     return {
         **own,
@@ -262,10 +262,17 @@ devices.
   the cases of that name. `python -m pytest tests/conformance --whole` runs every case in float64.
 {left_out}{stock}"""
 
-_LEFT_OUT = """\
+_LEFT_OUT = {
+    "jax": "",
+    "tensorflow": """\
+- The models have no dropout here. `tests/tensorflow/test_on_random_numbers.py` compares random
+  numbers. A case that Keras cannot repeat on one device with this backend is left out.
+""",
+    "torch": """\
 - Cases of random numbers are left out, because replicas draw different ones, and so are a few
   that Keras cannot run or repeat on one device with this backend.
-"""
+""",
+}
 
 _ABOUT_STOCK = """\
 - *stock* is `{tool}` over {devices} devices on the same batches, or what it raised.

@@ -73,7 +73,7 @@ def _differences(family, name, devices, by_layer, state):
     from lockstep.errors import SerialBranchesWarning, UnsplitBatchWarning
     from tests.conformance.cases.case import gaps, play
 
-    draws = by_layer or _backend() == "jax"  # the random numbers of one device
+    draws = by_layer or _backend() != "torch"  # the random numbers of one device
     xla = by_layer and _backend() == "tensorflow" and name in OF_UNKNOWN_LENGTH
     case, one = case_of(family, name, draws), _on_one_device(family, name, draws, xla)
     machine = nullcontext()
@@ -135,7 +135,7 @@ def _with_xla(model):
 
 
 def case_of(family, name, draws):
-    """The case, without random numbers unless `draws`: replicas draw their own."""
+    """The case, without random numbers unless `draws`."""
     from dataclasses import replace
 
     from tests.conformance.cases import FAMILIES

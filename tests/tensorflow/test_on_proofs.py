@@ -225,15 +225,11 @@ def fit(made, batch_size=22):
     return [keras.ops.convert_to_numpy(v) for v in every]
 
 
-DRAWS = {"layers of Keras", "numbers drawn for each row", "numbers drawn without a seed"}
-
-
 @pytest.mark.parametrize("what", every(5, ROW_BY_ROW))
 def test_what_works_row_by_row_is_split(what):
     """A warning that it is not split would fail the test."""
     many = fit(lockstep.distribute(model(ROW_BY_ROW[what]), 2))
-    if what not in DRAWS:  # replicas draw for themselves
-        assert_same(many, fit(model(ROW_BY_ROW[what])))
+    assert_same(many, fit(model(ROW_BY_ROW[what])))
 
 
 @pytest.mark.parametrize("what", every(4, NOT_FOLLOWED))

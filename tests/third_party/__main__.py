@@ -38,7 +38,7 @@ of devices, or the last batch is smaller.
 *Weights* is the largest absolute difference of a variable of a model. *Rest* is the largest one of
 optimizer variables, logs, predictions and scores; generated texts and chosen classes are equal.
 The bound is 1e-10 in float64. A row runs in float32, with bound 1e-5, where its library computes in
-float32 inside. Dropout is 0.1 on JAX, where the models have it, and 0 elsewhere, where replicas
+float32 inside. Dropout is 0.1 where the models have it, and 0 on PyTorch, where replicas
 draw masks of their own. *Split* tells whether the devices share the work of a batch. Where they do
 not, lockstep warns, and the result is exact.
 """

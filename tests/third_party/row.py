@@ -20,8 +20,8 @@ PROCESSES = int(os.environ.get("LOCKSTEP_PROCESSES", "1"))
 DEVICES = {"jax": 4, "tensorflow": 2, "torch": 3}[BACKEND] if PROCESSES == 1 else 1
 """The devices of this process."""
 BOUNDS = {"float64": 1e-10, "float32": 1e-5}
-DROPOUT = 0.1 if BACKEND == "jax" else 0.0
-"""Replicas on TensorFlow and PyTorch draw dropout masks of their own; docs/tensorflow.md."""
+DROPOUT = 0.0 if BACKEND == "torch" else 0.1
+"""Replicas on PyTorch draw dropout masks of their own; docs/pytorch.md."""
 ALONE = "the first device runs every batch alone"
 
 _OF_OTHERS = (

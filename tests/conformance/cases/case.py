@@ -89,7 +89,7 @@ class Case:
         data: Draws `(x, y)` or `(x, y, weight)` with so many rows.
         live: Trains and uses the model; what it returns is compared, and the weights.
         bound: How far apart two runs in float64 may be. Half precision needs more.
-        make_plain: As `make`, without random numbers, for engines whose replicas draw their own.
+        make_plain: As `make`, without random numbers, for PyTorch, whose replicas draw their own.
         sizes: What the model makes of the sizes that are asked for.
     """
 

@@ -33,7 +33,6 @@ from lockstep.foreign_patches import replaced
 from lockstep.keras_compat import (
     added_losses,
     layers_in,
-    seed_generators,
 )
 
 Call = Callable[..., Any]
@@ -52,7 +51,6 @@ class CustomStep:
         team: ReplicaGroup,
         name: str,
         *,
-        draws_together: bool,
         distrusted: dict[int, str],
         watching: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -63,7 +61,6 @@ class CustomStep:
         self._model = model
         self._team = team
         self._name = name
-        self._draws_together = draws_together
         self._calls: dict[int, tuple[Any, Call]] = {}
         self._known: dict[Any, str | None] = {}
         self._splits = 0
@@ -122,7 +119,7 @@ class CustomStep:
             if replica is None or not replica.part or not replica.part.shares:
                 return call(*args, **kwargs)
             leaves = [leaf for leaf in keras.tree.flatten((args, kwargs)) if _has_rows(leaf)]
-            if not leaves or self._only_draws(layer):
+            if not leaves:
                 return call(*args, **kwargs)
             reason = self._why_whole(layer, args, kwargs)
             if reason == LOOKS_AT_ROWS:  # here it does not see the number that one device sees
@@ -134,14 +131,6 @@ class CustomStep:
             return self._split(replica, layer, call, args, kwargs, leaves)
 
         return split_call
-
-    def _only_draws(self, layer: Any) -> bool:
-        """Return whether a layer has random numbers and no weights, as an augmentation.
-
-        On the whole batch it draws what one device draws.
-        """
-        draws = any(seed_generators(inner) for inner in layers_in(layer))
-        return draws and (self._draws_together or not layer.weights)
 
     def _why_whole(self, layer: Any, args: Any, kwargs: Any) -> str | None:
         """Return why a call is not split, `None` if it is."""

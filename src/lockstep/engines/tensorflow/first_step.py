@@ -21,7 +21,7 @@ from lockstep.engines.replicas.first_step import (
     without_updates,
 )
 from lockstep.engines.tensorflow.mirrored_variables import mirrored_variables, shared_seeds
-from lockstep.keras_compat import same_draws_for_all_rows, stored_value
+from lockstep.keras_compat import stored_value
 from lockstep.state import optimizers_of
 
 
@@ -61,7 +61,7 @@ class RecordedSteps:
         def traced(data: Any) -> Any:
             # A name that is refused at the top of a program is none inside a scope.
             scope = tf.name_scope("first_step")
-            with scope, same_draws_for_all_rows(), without_updates(model, self._here):
+            with scope, without_updates(model, self._here):
                 logs = step(data)
             graph = tf.compat.v1.get_default_graph()
             self._replicas.setdefault(0, Recording(model)).logs(logs)

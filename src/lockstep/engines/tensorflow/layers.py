@@ -10,7 +10,7 @@ import tensorflow as tf
 from lockstep.engines.layer_plan import LayerPlan
 from lockstep.engines.patched import patched
 from lockstep.engines.rowwise import call_name
-from lockstep.engines.tensorflow.lookup_gradients import own_rows
+from lockstep.engines.tensorflow.draws_by_rows import draws_of_one_device
 from lockstep.engines.tensorflow.moments import moments_over
 from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer, tensors_in
 from lockstep.engines.tensorflow.replicas import ReplicaGroup
@@ -22,7 +22,6 @@ from lockstep.keras_compat import (
     change_added_losses,
     get_keras_mask,
     layers_in,
-    seed_generators,
     set_keras_mask,
 )
 from lockstep.state import unique
@@ -56,9 +55,7 @@ class Plan(LayerPlan):
         for layer in unique(self.every):
             if isinstance(layer, keras.layers.Embedding) and layer not in self.whole:
                 changes.append((layer, "call", _looking_up(layer, layer.call, team)))
-            for seeds in seed_generators(layer):
-                changes.append((seeds, "next", _of_this_replica(seeds.next, team)))
-        with patched(changes):
+        with patched(changes), draws_of_one_device(team):
             yield
 
 
@@ -202,20 +199,3 @@ def _of_global_outputs(layer: Any, regularizer: Any, team: ReplicaGroup) -> Call
         return tf.math.divide_no_nan(loss * rows, tf.cast(tf.shape(whole)[0], loss.dtype))
 
     return regularize
-
-
-def _of_this_replica(draw: Callable[..., Any], team: ReplicaGroup) -> Callable[..., Any]:
-    """Wrap `draw` to return a different seed on every replica, on the first one its own."""
-
-    def draw_here(*args: Any, **kwargs: Any) -> Any:
-        seed = draw(*args, **kwargs)
-        replica = team.current()
-        if replica is None:
-            return seed
-        with own_rows():
-            if replica.index == 0:
-                return tf.identity(seed)
-            folded = tf.random.experimental.stateless_fold_in(tf.cast(seed, "int32"), replica.index)
-            return tf.cast(folded, seed.dtype)
-
-    return draw_here

@@ -31,11 +31,7 @@ from lockstep.training.build import build, is_ready
 
 
 class TensorFlowProbe:
-    """Probes one model, attached or not; see `Probe` for the contract.
-
-    In training, replicas draw their own random numbers, which differ from those of one
-    device. In a probed step, every device draws those of the global batch.
-    """
+    """Probes one model, attached or not; see `Probe` for the contract."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -80,7 +76,6 @@ class TensorFlowProbe:
 
     def train(self, batch: Any, *, restart: bool = False) -> dict[str, Any]:
         """Train one step on a batch in the structure of `fit`, and return the logs."""
-        self._draw_together()
         if restart:
             self._model.make_train_function(force=True)
         return trained_once(self._model, batch)
@@ -94,11 +89,11 @@ class TensorFlowProbe:
         variables = mirrored_variables(self._model)
         before = [keras.ops.convert_to_numpy(variable) for variable in variables]
         data = tensors(batch)
-        steps = self._draw_together()
         try:
             try:
                 seen = tf.function(self._inspected_step, autograph=False)(data)
             except ReplicasDiffer as found:
+                steps = self._steps()
                 assert steps is not None
                 steps.give_up("train", str(found))
                 seen = tf.function(self._inspected_step, autograph=False)(data)
@@ -112,12 +107,6 @@ class TensorFlowProbe:
         attachment = attachment_of(self._model)
         session: Any = None if attachment is None else attachment.session
         return None if session is None else session.steps
-
-    def _draw_together(self) -> Steps | None:
-        steps = self._steps()
-        if steps is not None:
-            steps.draws_together = True
-        return steps
 
     def _inspected_step(self, data: Any) -> dict[str, Any]:
         steps = self._steps()

@@ -38,8 +38,6 @@ class Steps:
 
     Attributes:
         layout: Where the layers run, `None` if every device runs all layers.
-        draws_together: Whether every device draws the random numbers of the global batch,
-            as one device does. Otherwise each replica draws its own.
         choices: `LossSharding.choices` of the step that was traced last.
         distrusted: Why parts of the model run on the global batch although they were proven, by
             their number in `Plan.parts`: they gave other numbers in a first step.
@@ -55,7 +53,6 @@ class Steps:
         self._model = model
         self._strategy = strategy
         self._copies = copies
-        self.draws_together = False
         self.choices: dict[str, str | None] = {}
         self.distrusted: dict[int, str] = {}
         self.distrusted_layers: dict[int, str] = {}
@@ -176,7 +173,7 @@ class Steps:
         self.choices = values.choices
         self._check_strangers()
         if plan.whole:
-            names = ", ".join(f"{p.name!r} ({reasons.get(id(p), _DRAWS)})" for p in plan.whole)
+            names = ", ".join(f"{p.name!r} ({reasons[id(p)]})" for p in plan.whole)
             self._warn(f"every device runs {names} of {model.name!r} on the whole batch", _LAYERS)
         return outputs
 
@@ -188,7 +185,6 @@ class Steps:
             model,
             team,
             f"its {name}",
-            draws_together=self.draws_together,
             distrusted=self.distrusted_layers,
             watching=self.watching,
         )
@@ -214,12 +210,7 @@ class Steps:
             finally:
                 self._copies.take_off()
         proven = [number for number, part in enumerate(parts) if id(part) not in reasons]
-        plan = Plan(
-            self._model,
-            proven,
-            draws_together=self.draws_together,
-            distrusted=self.distrusted,
-        )
+        plan = Plan(self._model, proven, distrusted=self.distrusted)
         found = {id(plan.parts[number]): reason for number, reason in self.distrusted.items()}
         return plan, found | reasons
 
@@ -382,8 +373,6 @@ class Steps:
             stacklevel=2,
         )
 
-
-_DRAWS = "its random numbers"
 
 _LAYERS = "If each row depends on its own row alone, declare it: lockstep.rowwise. "
 

@@ -25,8 +25,8 @@ def ahead(monkeypatch):
     """The devices of this test count as accelerators."""
     prepared = Steps.__init__
 
-    def prepare(self, devices):
-        prepared(self, devices)
+    def prepare(self, *given):
+        prepared(self, *given)
         self.ahead = BatchesAhead(self._shard)
 
     monkeypatch.setattr(Steps, "__init__", prepare)

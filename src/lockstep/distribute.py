@@ -64,6 +64,8 @@ def distribute(model: Model, devices: Devices | None = None, *, state: str = REP
     join(engine)
     names = parse_devices(devices, engine.devices())
     if state == SHARDED and len(names) == 1:
+        engine.check_shards()
+        state = REPLICATED
         warnings.warn(
             f'state="sharded" has no effect on one device: {names[0]} has the whole state.\n'
             "Give two devices or more, or remove the argument.",

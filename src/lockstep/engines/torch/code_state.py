@@ -91,8 +91,12 @@ class CodeReads:
         return (
             any(_value(owner, name) is not value for owner, name, value in self._names)
             or not all(_is_alike(*pair) for pair in self._containers.values())
-            or not all(noted.are(now) for now, noted in self._objects)
+            or self.objects_changed()
         )
+
+    def objects_changed(self) -> bool:
+        """Return whether an attribute of an object is another one."""
+        return not all(noted.are(now) for now, noted in self._objects)
 
     def renew(self) -> None:
         """Note the values that names and containers have now."""

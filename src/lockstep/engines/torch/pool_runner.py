@@ -69,11 +69,15 @@ class PoolRunner(StepRunner):
         self._in_modules = False
         self._random_numbers: Any = None
         self._drawn_by_metrics = False
+        self._proofs_are_old = False
 
     def unsplit(self, x: Any) -> str | None:
         """Return why one device has to run batches like this one alone, `None` if not."""
         self.unchecked = self.unchecked or self._reads.changed()  # or a proof would be an old one
-        return super().unsplit(x)
+        differs, self.unchecked = self.unchecked, self.unchecked or self._proofs_are_old
+        reason = super().unsplit(x)
+        self.unchecked, self._proofs_are_old = differs, False
+        return reason
 
     def step(self, kind: str, data: Any, rows: int) -> Any:
         """Run one step on all devices, and return the logs or predictions."""
@@ -375,8 +379,8 @@ class PoolRunner(StepRunner):
 
     def _renew_reads(self) -> None:
         if self._reads.changed():  # by the code of the step
+            self._proofs_are_old |= self._reads.objects_changed()
             self._reads.renew()
-            self.unchecked = True  # what was proven may hold no more
 
     def _structure_changed(self) -> bool:
         return _structure(self._tensors) != self._structure

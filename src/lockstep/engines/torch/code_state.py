@@ -7,7 +7,7 @@ modules names them, and the functions that the user has put into Keras, PyTorch 
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache, lru_cache
 from operator import is_
 from types import CellType, CodeType, FunctionType, ModuleType
@@ -94,9 +94,11 @@ class CodeReads:
             or self.objects_changed()
         )
 
-    def objects_changed(self) -> bool:
-        """Return whether an attribute of an object is another one."""
-        return not all(noted.are(now) for now, noted in self._objects)
+    def objects_changed(self, owners: Collection[Any] | None = None) -> bool:
+        """Return whether an attribute of an object, of one of the owners if given, is another."""
+        among = None if owners is None else {id(vars(owner)) for owner in owners}
+        noted = (pair for pair in self._objects if among is None or id(pair[0]) in among)
+        return not all(before.are(now) for now, before in noted)
 
     def renew(self) -> None:
         """Note the values that names and containers have now."""

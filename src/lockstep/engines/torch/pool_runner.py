@@ -379,7 +379,12 @@ class PoolRunner(StepRunner):
 
     def _renew_reads(self) -> None:
         if self._reads.changed():  # by the code of the step
-            self._proofs_are_old |= self._reads.objects_changed()
+            followed = [
+                layer
+                for part in self._plan.candidates
+                for layer in (layers_in(part) if isinstance(part, keras.layers.Layer) else [part])
+            ]
+            self._proofs_are_old |= self._reads.objects_changed(followed)
             self._reads.renew()
 
     def _structure_changed(self) -> bool:

@@ -88,10 +88,11 @@ class CodeReads:
 
         Arrays of NumPy of a few numbers are containers too.
         """
-        return (
-            any(_value(owner, name) is not value for owner, name, value in self._names)
-            or not all(_is_alike(*pair) for pair in self._containers.values())
-            or self.objects_changed()
+        return self._code_changed() or self.objects_changed()
+
+    def _code_changed(self) -> bool:
+        return any(_value(owner, name) is not value for owner, name, value in self._names) or (
+            not all(_is_alike(*pair) for pair in self._containers.values())
         )
 
     def objects_changed(self, owners: Collection[Any] | None = None) -> bool:
@@ -102,12 +103,14 @@ class CodeReads:
 
     def renew(self) -> None:
         """Note the values that names and containers have now."""
+        self._objects = [(now, Attributes(now)) for now, _ in self._objects]
+        if not self._code_changed():
+            return
         names, self._names, self._containers = self._names, [], {}
         for owner, name, _ in names:
             value = _value(owner, name)
             if value is not _MISSING:
                 self.add(owner, {name: value})
-        self._objects = [(now, Attributes(now)) for now, _ in self._objects]
 
     def put_back(self) -> None:
         """Give names and containers the objects that they had."""

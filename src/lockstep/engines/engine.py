@@ -89,6 +89,17 @@ class Engine(ABC):
         """Shard each large variable that is made inside the context; see `check_shards`."""
         raise NotImplementedError
 
+    def sharded_dims(self, model: Any, devices: int) -> dict[int, int | None]:
+        """Return the dim along which each variable would be sharded, by `id`; see `check_shards`.
+
+        It is `None` for a variable that each device has whole, such as one that is not in the dict.
+        """
+        raise NotImplementedError
+
+    def empty_value(self, variable: Any) -> Any:
+        """Return what a variable without a value stores; it takes no memory."""
+        return None
+
     @abstractmethod
     def exchanged(self, values: Any, source: str, target: str) -> tuple[Any, Any]:
         """Copy integers from one device to another, and sum what both hold.

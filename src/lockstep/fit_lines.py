@@ -84,23 +84,31 @@ def fit_line(backend: str, devices: tuple[str, ...], given: Given, compiles: boo
     rehearsed = ", rehearsed" if rehearsed_devices(os.environ) else ""
     return (
         f"lockstep: {backend}, {counted(count, 'device')} ({names_in_words(devices)}{rehearsed}), "
-        + _batch_words(given.get("batch_size"), given.get("x"), given.get("steps_per_epoch"), count)
+        + _batch_words(given, count)
         + (", compiling the training step" if compiles else "")
     )
 
 
-def _batch_words(batch_size: Any, data: Any, steps: Any, replicas: int) -> str:
-    if not batch_size:  # 0 is None for Keras too
-        batch_size = getattr(data, "batch_size", None)
-    if batch_size is None and not steps and _is_arrays(data):
-        batch_size = 32  # what Keras takes for arrays where nothing is said
-    # An attribute of the user's own may be anything, and with steps_per_epoch arrays are cut so.
-    if type(batch_size) is bool or not isinstance(batch_size, Integral) or batch_size < 1:
+def _batch_words(given: Given, replicas: int) -> str:
+    batch_size = batch_size_of(given)
+    if batch_size is None:
         return f"batches as the data gives them, each split over {replicas}"
-    batch_size = int(batch_size)
     largest = len(shard_rows(batch_size, replicas)[0])
     up_to = "up to " if batch_size % replicas else ""
     return f"global batch {batch_size} = {up_to}{largest} per replica"
+
+
+def batch_size_of(given: Given) -> int | None:
+    """Return the rows of a batch in a call of `fit`, `None` if only the data know."""
+    batch_size, data = given.get("batch_size"), given.get("x")
+    if not batch_size:  # 0 is None for Keras too
+        batch_size = getattr(data, "batch_size", None)
+    if batch_size is None and not given.get("steps_per_epoch") and _is_arrays(data):
+        batch_size = 32  # what Keras takes for arrays where nothing is said
+    # An attribute of the user's own may be anything, and with steps_per_epoch arrays are cut so.
+    if type(batch_size) is bool or not isinstance(batch_size, Integral) or batch_size < 1:
+        return None
+    return int(batch_size)
 
 
 def _is_arrays(data: Any) -> bool:

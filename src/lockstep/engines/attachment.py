@@ -17,6 +17,7 @@ from lockstep.engines.atomic_save import atomic_saves
 from lockstep.errors import UnsupportedModel
 from lockstep.fit_lines import Given, arguments_of, branches_line, fit_line, wants_words
 from lockstep.keras_compat import trainer_module
+from lockstep.out_of_memory import is_out_of_memory, note_of
 from lockstep.processes import process_group
 from lockstep.state import rnn_states
 from lockstep.training.call_guard import STEPPING, CallGuard
@@ -91,9 +92,27 @@ class Attachment:
         return {
             **{f"make_{kind.function}": functools.partial(self._make, kind) for kind in KINDS},
             "reset_states": self._reset_states,
-            **{name: self.turns.guarded(name, method) for name, method in stepping.items()},
+            **{
+                name: self.turns.guarded(name, self._with_note(name, method))
+                for name, method in stepping.items()
+            },
             **atomic_saves(model),
         }
+
+    def _with_note(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a method: an error of a device without memory gets a note on what holds it."""
+
+        @functools.wraps(method)
+        def method_with_note(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except Exception as error:
+                has_note = any(each.startswith("lockstep") for each in _notes(error))
+                if is_out_of_memory(error) and self.session.layout is None and not has_note:
+                    error.add_note(note_of(self.session, name, arguments_of(method, args, kwargs)))
+                raise
+
+        return method_with_note
 
     def _make(self, kind: Kind, force: bool = False) -> Any:
         # keras/src/backend/*/trainer.py, make_train_function and the like
@@ -114,6 +133,10 @@ class Attachment:
         else:
             line = branches_line(backend, session.layout, given, compiles)
         return line + session.remarks()
+
+
+def _notes(error: Exception) -> list[str]:
+    return getattr(error, "__notes__", [])
 
 
 def attachment_of(model: Any) -> Attachment | None:

@@ -10,22 +10,12 @@ from lockstep.engines import current_engine
 from lockstep.errors import DeviceNotFound, LayoutConflict
 from tests.conformance import common
 from tests.conformance.common import data
-from tests.precision import floats
 from tests.sampling import rest
-
-ON_JAX = keras.backend.backend() == "jax"
-FLOATS, BOUND = ("float32", 1e-5) if ON_JAX else ("float64", 1e-10)
-
-
-@pytest.fixture(autouse=True)
-def _floats():
-    """JAX reads its type of floats as it starts: tests/conformance has its float64."""
-    with floats(FLOATS):
-        yield
 
 
 def assert_same(mine, theirs):
-    common.assert_same(mine, theirs, atol=BOUND)
+    """The tests of PyTorch make a process compute in float64."""
+    common.assert_same(mine, theirs, atol=1e-10 if keras.config.floatx() == "float64" else 1e-5)
 
 
 def model(built=True):

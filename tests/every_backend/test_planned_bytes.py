@@ -85,3 +85,27 @@ def test_no_value_is_made():
         return made[0]
 
     assert lockstep.plan(build, 2).layouts[0].weights == 4 * 3001 * 2_000_000  # 24 GB
+
+
+def test_code_that_needs_values_gets_a_remedy():
+    def build():
+        model = keras.Sequential([keras.Input((64,)), layers.Dense(64)])
+        keras.ops.convert_to_numpy(model.layers[0].kernel.value) @ "a product with a text"
+
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        lockstep.plan(build, 2)
+    assert "build it with model.build(shape)" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("rows", [None, 12])
+def test_rows_of_a_data_set(rows):
+    class Data(keras.utils.PyDataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, number):
+            return np.ones((8, 40), "float32"), np.ones((8, 3), "float32")
+
+    plan = lockstep.plan(lambda: (dense()[0], Data()), 2, batch_size=rows)
+    assert plan.batch_size == (rows or 8)
+    assert plan.layouts[0].batch == (rows or 8) // 2 * 43 * 4

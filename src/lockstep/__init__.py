@@ -16,6 +16,7 @@ from lockstep.distribute import sharded as sharded
 from lockstep.initialize import initialize as initialize
 from lockstep.initialize import join_at_first_use as _join_at_first_use
 from lockstep.launch.status import report_from_environment as _report_from_environment
+from lockstep.plan import plan as plan
 from lockstep.rehearsal import rehearse as rehearse
 from lockstep.rehearsal import rehearse_from_environment as _rehearse_from_environment
 from lockstep.rescue.api import inspect as inspect
@@ -38,6 +39,7 @@ __all__ = [
     "on",
     "place",
     "placement",
+    "plan",
     "rehearse",
     "release",
     "rescue",

@@ -172,8 +172,7 @@ def _data_parallel(model: Any, devices: tuple[str, ...] | None) -> "Table":
     """Return the table of a model whose layers all run on each of its devices."""
     from rich.table import Table
 
-    from lockstep.state import named_variables
-    from lockstep.transfers import bytes_of
+    from lockstep.state import bytes_of, named_variables
 
     engine = current_engine()
     several = devices is not None and len(devices) > 1

@@ -309,21 +309,52 @@ def bench(
     """
     from lockstep.bench import run_bench
 
-    counts = [part.strip() for part in devices.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in counts):
-        raise click.UsageError(
-            f"--devices={devices} was asked for; write numbers of devices, such as 1,2,4."
-        )
-    with _rehearsal_by_option(",".join(counts)):
+    counts = _counts(devices)
+    with _rehearsal_by_option(",".join(map(str, counts))):
         found = run_bench(
             target,
-            [int(part) for part in counts],
+            counts,
             steps=steps,
             rounds=rounds,
             batch_size=batch_size,
             rehearse=rehearse,
             say=lambda text: click.echo(text, err=True),
         )
+    print_report(found, as_json)
+
+
+def _counts(devices: str) -> list[int]:
+    parts = [part.strip() for part in devices.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise click.UsageError(
+            f"--devices={devices} was asked for; write numbers of devices, such as 1,2,4."
+        )
+    return [int(part) for part in parts]
+
+
+@main.command()
+@click.argument("target")
+@click.option("--devices", default="1,2,4,8", show_default=True, help="Numbers of devices.")
+@click.option("--memory", help="Of one device: 24GB, or 80GiB.")
+@click.option("--batch-size", type=click.IntRange(min=1), help="Rows of the global batch.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def plan(
+    target: str, devices: str, memory: str | None, batch_size: int | None, as_json: bool
+) -> None:
+    """Compute what each device holds and sends, before there are devices.
+
+    TARGET is file.py:function or package.module:function. The function returns a
+    compiled model, or (model, data). The values of the model are not made.
+
+    Example: lockstep plan train.py:build --devices 1,2,4 --memory 24GB
+    """
+    import lockstep
+
+    counts = _counts(devices)
+    if not rehearsed_devices(os.environ):
+        lockstep.rehearse(1)  # GPUs that are here have other work
+    with stdout_for(as_json):
+        found = lockstep.plan(target, counts, batch_size=batch_size, memory=memory)
     print_report(found, as_json)
 
 

@@ -3,7 +3,7 @@
 ::
 
     LockstepError
-    ├── DeviceError (ValueError)      `devices=` or `state=` is wrong
+    ├── DeviceError (ValueError)      `devices=`, `state=` or `memory=` is wrong
     │   ├── DeviceNotFound            a device is not available
     │   ├── DuplicateDevice           a device is named twice
     │   └── RehearsalTooLate          the backend had already started
@@ -51,7 +51,7 @@ class LockstepError(Exception):
 
 
 class DeviceError(LockstepError, ValueError):
-    """The value of `devices=` or `state=` is wrong.
+    """The value of `devices=`, `state=` or `memory=` is wrong.
 
     Attributes:
         problem: The message without the remedy of a rehearsal.

@@ -80,6 +80,16 @@ PATCHES = (
         _KERAS,
     ),
     Patch(
+        "keras_compat.py: variables_without_values",
+        (
+            "keras: Variable._initialize_with_initializer Variable._deferred_initialize",
+            "keras: Variable.assign Model.fit Model.evaluate Model.predict Model.train_on_batch",
+        ),
+        _CONTEXT,
+        "`lockstep.plan` needs the shapes of a model that may be larger than the memory here.",
+        _KERAS,
+    ),
+    Patch(
         "keras_compat.py: nodes_reported",
         ("keras/src/ops/node: Node.__init__",),
         _CONTEXT,

@@ -19,6 +19,7 @@ Raises:
 import functools
 import importlib
 import inspect
+import math
 import operator
 import re
 import time
@@ -764,6 +765,60 @@ def variables_reported(report: Callable[[Any], None]) -> Iterator[None]:
         yield
 
 
+_LARGE = 2**14
+"""Elements of a variable from which it can have no value. Code reads counters and statistics."""
+
+_MAKE = _named(_Variable, "_initialize_with_initializer")
+_MAKE_LATER = _named(_Variable, "_deferred_initialize")
+_, _set_initializer = _read_and_write(_Variable, "_initializer")
+autocasts = _read(_Variable, "_autocast")
+"""Whether layers read a variable in the type in which they compute."""
+
+
+@contextmanager
+def variables_without_values(
+    empty: Callable[[Any], Any], refuse: Callable[..., Any]
+) -> Iterator[None]:
+    """Let large variables have a shape and a type, and no value, inside the context.
+
+    keras/src/backend/common/variables.py, Variable.__init__: Keras makes such variables in a
+    stateless scope. What is assigned to one is dropped.
+
+    Args:
+        empty: Returns what such a variable stores. For `None`, code that reads it gets zeros.
+        refuse: Called instead of `fit` and the other methods that run a model.
+    """
+    kinds = (*[keras.Variable] * 3, *[keras.Model] * 4)
+    names = (_MAKE, _MAKE_LATER, "assign", "fit", "evaluate", "predict", "train_on_batch")
+    owners = [
+        next(base for base in kind.__mro__ if name in vars(base))
+        for kind, name in zip(kinds, names, strict=True)
+    ]
+    make, make_later, assign = (vars(owners[number])[names[number]] for number in range(3))
+    absent: dict[int, Any] = {}
+    zeros = keras.initializers.Zeros()
+
+    def make_without_value(variable: Any, initializer: Any) -> None:
+        if math.prod(_shape(variable)) < _LARGE:
+            make(variable, initializer)
+        else:
+            absent[id(variable)] = variable
+            store_value(variable, empty(variable))
+            _set_initializer(variable, zeros)
+
+    def make_without_value_later(variable: Any) -> None:
+        make_later(variable)  # which forgets the initializer
+        _set_initializer(variable, zeros if id(variable) in absent else None)
+
+    def assign_to_values(variable: Any, value: Any) -> Any:
+        drops = id(variable) in absent and not in_stateless_scope()
+        return value if drops else assign(variable, value)
+
+    changed = (make_without_value, make_without_value_later, assign_to_values, *[refuse] * 4)
+    with replaced([*zip(owners, names, changed, strict=True)]):
+        yield
+
+
 def stores_as_it_is(variable: Any, shape: tuple[int, ...], dtype: str) -> bool:
     """Whether `assign` on JAX would store an array of this shape and type as it is.
 
@@ -952,6 +1007,7 @@ RUN_GRAPH = _named(Functional, "_run_through_graph")
 _inner_graph = _read(keras.Sequential, "_functional", None)
 _operations = _read(_Function, "_operations", None)
 _nodes_by_depth = _read(_Function, "_nodes_by_depth")
+_structure_of_inputs = _read(_Function, "_inputs_struct")
 _structure_of_outputs = _read(_Function, "_outputs_struct")
 _history = _read(_Node, "_keras_history", None)
 calls_of = _read(keras.Operation, "_inbound_nodes", to=list)
@@ -976,6 +1032,11 @@ def functional_of(layer: Any) -> Any:
     A `Sequential` that is built has one inside.
     """
     return layer if isinstance(layer, Functional) else _inner_graph(layer)
+
+
+def inputs_and_outputs(function: Any) -> tuple[Any, Any]:
+    """The symbolic inputs and outputs of a functional graph, in their structures."""
+    return _structure_of_inputs(function), _structure_of_outputs(function)
 
 
 def nodes_of(function: Any) -> list[Any]:

@@ -1,5 +1,6 @@
 """The one list of a model's variables, and their values as arrays on the host."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,18 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
     a, b = a.astype("float64"), b.astype("float64")
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     return float(np.max(np.where(same, 0.0, np.abs(a - b)), initial=0.0))
+
+
+def bytes_of(variable: Any) -> int:
+    """Return the bytes of the value of a variable."""
+    return int(math.prod(variable.shape) * item_bytes(variable.dtype))
+
+
+def item_bytes(dtype: str) -> int:
+    """Return the bytes of one element of a type."""
+    if dtype.startswith("float8"):
+        return 1
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 
 def unique(items: list[Any]) -> list[Any]:

@@ -5,10 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from lockstep.keras_compat import calls_of, functional_of, layers_in, nodes_of
 from lockstep.layout import Layout, layers_by_path
+from lockstep.state import bytes_of, item_bytes
 
 
 @dataclass(frozen=True)
@@ -110,23 +109,14 @@ def _counts(layer: Any) -> bool:
     return not isinstance(layer, keras.layers.InputLayer)
 
 
-def bytes_of(variable: Any) -> int:
-    """Return the bytes of the value of a variable."""
-    return int(math.prod(variable.shape) * _itemsize(variable.dtype))
-
-
 def _row_bytes(outputs: Any) -> int | None:
     sizes = [_elements(tensor.shape) for tensor in outputs]
     if any(size is None for size in sizes):
         return None
     pairs = zip(sizes, outputs, strict=True)
-    return sum((size or 0) * _itemsize(tensor.dtype) for size, tensor in pairs)
+    return sum((size or 0) * item_bytes(tensor.dtype) for size, tensor in pairs)
 
 
 def _elements(shape: Any) -> int | None:
     rest = tuple(shape)[1:]
     return None if any(size is None for size in rest) else math.prod(rest)
-
-
-def _itemsize(dtype: str) -> int:
-    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize

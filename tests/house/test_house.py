@@ -81,6 +81,7 @@ def test_the_public_names():
         "on",
         "place",
         "placement",
+        "plan",
         "rehearse",
         "release",
         "rescue",

@@ -28,6 +28,8 @@ class Engine(ABC):
     """Whether stock Keras drops the states of stateful RNNs after each batch."""
     bench_in_several_processes = True
     """Whether a step can be measured in one of several processes."""
+    reduces_in_compute_type = False
+    """Whether gradients are summed over devices before they get the type of their variable."""
 
     def computes_in_caller(self, device: str) -> bool:
         """Return whether a step on this device computes in the thread that starts it."""
@@ -88,6 +90,17 @@ class Engine(ABC):
     def made_in_shards(self, devices: tuple[str, ...]) -> AbstractContextManager[None]:
         """Shard each large variable that is made inside the context; see `check_shards`."""
         raise NotImplementedError
+
+    def sharded_dims(self, model: Any, devices: int) -> dict[int, int | None]:
+        """Return the dim along which each variable would be sharded, by `id`; see `check_shards`.
+
+        It is `None` for a variable that each device has whole, such as one that is not in the dict.
+        """
+        raise NotImplementedError
+
+    def empty_value(self, variable: Any) -> Any:
+        """Return what a variable without a value stores; it takes no memory."""
+        return None
 
     @abstractmethod
     def exchanged(self, values: Any, source: str, target: str) -> tuple[Any, Any]:

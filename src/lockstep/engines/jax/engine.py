@@ -12,6 +12,7 @@ from lockstep.engines.jax.introspection.probe import JaxProbe
 from lockstep.engines.jax.session import JaxSession
 from lockstep.engines.jax.steps.state_layout import made_in_shards
 from lockstep.engines.jax.variable_sync import sync_to_variables
+from lockstep.engines.shard_rule import sharded_dims
 from lockstep.launch.environment import Place
 from lockstep.layout import Layout
 from lockstep.processes import process_group
@@ -22,6 +23,7 @@ class JaxEngine(Engine):
 
     name = "jax"
     keras_drops_states = True
+    reduces_in_compute_type = True
 
     def devices(self) -> tuple[Device, ...]:
         """Return JAX's devices, those of its default backend first."""
@@ -61,6 +63,10 @@ class JaxEngine(Engine):
     def made_in_shards(self, devices: tuple[str, ...]) -> AbstractContextManager[None]:
         """Shard each large variable that is made inside the context."""
         return made_in_shards(jax_devices.find(devices))
+
+    def sharded_dims(self, model: Any, devices: int) -> dict[int, int | None]:
+        """Return the dim along which each variable would be sharded, by `id`."""
+        return sharded_dims(model, devices)
 
     def exchanged(self, values: Any, source: str, target: str) -> tuple[Any, Any]:
         """Copy integers from one device to another, and sum what both hold."""

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
+
 from lockstep.devices import REPLICATED, Device
 from lockstep.engines.engine import Engine, no_shards
 from lockstep.engines.tensorflow import devices as tensorflow_devices
@@ -50,6 +52,12 @@ class TensorFlowEngine(Engine):
             "TensorFlow",
             "A graph may hold the gathered weights of all layers at once: no memory is saved.",
             "Run the same script with KERAS_BACKEND=jax.",
+        )
+
+    def empty_value(self, variable: Any) -> Any:
+        """Return a variable that was never initialized, as Keras asks it for its identity."""
+        return UninitializedVariable(
+            trainable=variable.trainable, shape=variable.shape, dtype=variable.dtype
         )
 
     def exchanged(self, values: Any, source: str, target: str) -> tuple[Any, Any]:

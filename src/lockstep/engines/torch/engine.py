@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import keras
+import torch
+
 from lockstep.devices import REPLICATED, Device
 from lockstep.engines.engine import Engine, no_shards
 from lockstep.engines.torch import devices as torch_devices
@@ -53,6 +56,12 @@ class TorchEngine(Engine):
             "Sharded variables on PyTorch are not there yet.",
             "Run the same script with KERAS_BACKEND=jax.",
         )
+
+    def empty_value(self, variable: Any) -> Any:
+        """Return a parameter on the device "meta", as Keras registers it with the layer."""
+        with keras.device("meta"):
+            value = keras.ops.zeros(variable.shape, variable.dtype)
+        return torch.nn.Parameter(value, requires_grad=variable.trainable)
 
     def exchanged(self, values: Any, source: str, target: str) -> tuple[Any, Any]:
         """Copy integers from one device to another, and sum what both hold."""

@@ -11,20 +11,18 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from lockstep.devices import sharded_dim
-from lockstep.engines.branch_homes import owners_of_slots
 from lockstep.engines.jax.steps.live_state import GROUPS_BY_NUMBER, State
 from lockstep.engines.jax.variable_sync import group_of
+from lockstep.engines.shard_rule import dim_by_shape, sharded_dims
 from lockstep.keras_compat import (
     in_layer_call,
-    layers_in,
     layout_of,
     set_layout,
     store_value,
     stored_value,
     variables_reported,
 )
-from lockstep.state import optimizers_of, rnn_states, variables_of
+from lockstep.state import variables_of
 
 
 class Replicated:
@@ -67,19 +65,9 @@ class Sharded(Replicated):
 
     def adopt(self) -> None:
         """Decide where variables are that were created since the last call."""
-        model, mesh = self._model, self._mesh
-        weights = [*model.variables, *model.trainable_variables]
-        homes = {id(variable): home_by_shape(variable, mesh) for variable in weights}
-        for layer in layers_in(model):
-            if isinstance(layer, keras.layers.RNN):
-                variables = [*layer.variables, *rnn_states(layer)]
-                homes |= dict.fromkeys(map(id, variables), self.replicated)
-        for _, optimizer in optimizers_of(model):
-            owners = owners_of_slots(optimizer, model.trainable_variables)
-            for slot in optimizer.variables:
-                owner = owners.get(id(slot))
-                homes[id(slot)] = home_by_shape(slot, mesh) if owner is None else homes[id(owner)]
-        self._homes = homes
+        mesh = self._mesh
+        dims = sharded_dims(self._model, mesh.size, _KINDS)
+        self._homes = {key: _along(dim, mesh) for key, dim in dims.items()}
 
     def home(self, variable: Any) -> NamedSharding:
         """Return the layout of a variable."""
@@ -90,12 +78,10 @@ class Sharded(Replicated):
         return layouts_of_state(self._model, state, self.home, self.replicated)
 
 
-def home_by_shape(variable: Any, mesh: Mesh) -> NamedSharding:
-    """Return the layout of a variable that may be sharded. It is replicated if it is small."""
-    dim = sharded_dim(variable.shape, jnp.dtype(variable.dtype).itemsize, mesh.size)
-    if dim is None or type(variable) not in (keras.Variable, ShardedVariable):
-        return NamedSharding(mesh, PartitionSpec())
-    return NamedSharding(mesh, PartitionSpec(*[None] * dim, "batch"))
+def _along(dim: int | None, mesh: Mesh) -> NamedSharding:
+    """Return the layout with shards along a dim, or with copies for `None`."""
+    spec = () if dim is None else (*[None] * dim, "batch")
+    return NamedSharding(mesh, PartitionSpec(*spec))
 
 
 def layouts_of_state(
@@ -173,6 +159,9 @@ class ShardedVariable(keras.Variable):  # type: ignore[misc]
         return _new_variable, (), vars(plain)
 
 
+_KINDS = (keras.Variable, ShardedVariable)
+
+
 def _new_variable() -> keras.Variable:
     return keras.Variable.__new__(keras.Variable)
 
@@ -215,7 +204,7 @@ def made_in_shards(devices: list[jax.Device]) -> Iterator[None]:
     mesh = Mesh(np.array(devices), ("batch",))
 
     def shard(variable: Any) -> None:
-        home = home_by_shape(variable, mesh)
+        home = _along(dim_by_shape(variable, mesh.size, _KINDS), mesh)
         if not home.is_fully_replicated:  # a copy, as the script may hold the first value
             hold_in_shards(variable, jax.device_put(jnp.copy(stored_value(variable)), home))
 

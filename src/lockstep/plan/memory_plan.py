@@ -1,0 +1,186 @@
+"""The result of a plan: the bytes of a device, by number of devices and layout."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import DeviceError, counted
+from lockstep.report import Report, print_table, table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+_BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+DOES_NOT_FIT = "state alone does not fit"
+
+_WIDE = 120
+"""Characters of a line that hold the table."""
+
+
+@dataclass(frozen=True)
+class LayoutBytes:
+    """What a device holds and sends in a training step, in bytes.
+
+    What it holds is that of the fullest device. What it sends is that of a ring: for an array of B
+    bytes on N devices, a device sends 2 B (N - 1) / N in an all-reduce, and half of it in an
+    all-gather or a reduce-scatter.
+
+    Attributes:
+        devices: The number of devices.
+        state: `"replicated"` or `"sharded"`.
+        weights: All variables of the layers, those that are not trained included.
+        optimizer: The optimizer slots and counters.
+        gradients: The gradients that the optimizer takes.
+        metrics: The state of metrics.
+        batch: The rows of the device with the most rows.
+        gathered: Sharded weights as their layers read them, which are among the temporaries.
+        all_reduce: Sent in each step, of the gradients of weights that are not sharded.
+        all_gather: Sent in each step, of sharded weights.
+        reduce_scatter: Sent in each step, of the gradients of sharded weights.
+    """
+
+    devices: int
+    state: str
+    weights: int
+    optimizer: int
+    gradients: int
+    metrics: int
+    batch: int
+    gathered: int
+    all_reduce: int
+    all_gather: int
+    reduce_scatter: int
+
+    @property
+    def held(self) -> int:
+        """The bytes that a device holds, without activations and temporaries."""
+        return self.weights + self.optimizer + self.gradients + self.metrics + self.batch
+
+    @property
+    def sent(self) -> int:
+        """The bytes that a device sends in each step."""
+        return self.all_reduce + self.all_gather + self.reduce_scatter
+
+
+@dataclass(frozen=True)
+class MemoryPlan(Report):
+    """The result of `plan`.
+
+    Attributes:
+        name: The name of the model.
+        backend: The backend that Keras ran on.
+        parameters: The number of elements of all weights.
+        batch_size: Rows of the global batch.
+        layouts: The bytes of a device for each number of devices and each layout.
+        memory: Bytes of memory of a device; `None` where not given.
+        notes: Further remarks, a sentence each.
+    """
+
+    name: str
+    backend: str
+    parameters: int
+    batch_size: int
+    layouts: tuple[LayoutBytes, ...]
+    memory: int | None = None
+    notes: tuple[str, ...] = ()
+
+    def verdict(self, layout: LayoutBytes) -> str:
+        """Return what the memory of a device means for one layout; `""` if it is not given."""
+        if self.memory is None:
+            return ""
+        return self._problem(layout) or f"leaves {amount(self._room(layout))} for activations"
+
+    def _problem(self, layout: LayoutBytes) -> str:
+        if self._room(layout) + layout.gradients < 0:
+            return DOES_NOT_FIT
+        # XLA may use a gradient before it computes the next one.
+        return "no room for all gradients" if self._room(layout) < 0 else ""
+
+    def _room(self, layout: LayoutBytes) -> int:
+        return (self.memory or 0) - layout.held
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the same as plain lists, numbers and strings."""
+        rows = [
+            {**asdict(each), "held": each.held, "sent": each.sent, "verdict": self.verdict(each)}
+            for each in self.layouts
+        ]
+        return {**asdict(self), "layouts": rows, "activations": None}
+
+    def __str__(self) -> str:
+        """The bytes of a device, one line for each layout."""
+        lines = [
+            f"{counted(each.devices, 'device')}, {each.state}: {amount(each.held)} each without "
+            f"activations{', ' * (self.memory is not None)}{self.verdict(each)}"
+            for each in self.layouts
+        ]
+        return "\n".join(lines)
+
+    def show(self, console: Console) -> None:
+        """Print a table, then what is in it."""
+        from rich.markup import escape
+
+        console.print(
+            escape(
+                f"{self.name} on {self.backend}: {self.parameters:,} parameters, "
+                f"a global batch of {counted(self.batch_size, 'row')}. Bytes of each device:"
+            ),
+            highlight=False,
+        )
+        heads = ["devices", "weights", "slots", "gradients", "batch", "together", "sent in a step"]
+        shown = table(*heads, *[] if self.memory is None else [f"of {amount(self.memory)}"])
+        for each in self.layouts:
+            sizes = (each.weights, each.optimizer, each.gradients, each.batch + each.metrics)
+            room = self._problem(each) or f"{amount(self._room(each))} left"
+            left = [] if self.memory is None else [room]
+            shown.add_row(
+                f"{each.devices} {each.state}",
+                *map(amount, (*sizes, each.held, each.sent)),
+                *left,
+                style="red" if left == [DOES_NOT_FIT] else "",
+            )
+        print_table(console, shown, narrow=_WIDE)
+        for note in self.notes:
+            console.print(escape(note), highlight=False)
+
+
+def amount(size: int) -> str:
+    """Return a number of bytes in words.
+
+    Example:
+        >>> amount(311352), amount(24_000_000_000), amount(96)
+        ('311 kB', '24.0 GB', '96 B')
+    """
+    for unit, factor in reversed(_UNITS.items()):
+        if size >= factor:
+            value = size / factor
+            digits = max(0, 2 - (len(str(int(value))) - 1))
+            return f"{value:,.{digits}f} {unit}"
+    return f"{size} B"
+
+
+def parse_memory(value: str | int) -> int:
+    """Return the bytes that a value of `memory=` means.
+
+    Raises:
+        DeviceError: If it means none.
+
+    Example:
+        >>> parse_memory("24GB"), parse_memory("80 GiB")
+        (24000000000, 85899345920)
+    """
+    factors = {unit.lower(): factor for unit, factor in (_UNITS | _BINARY).items()}
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", str(value).lower())
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    size = round(float(found[1]) * factors.get(found[2], 0)) if found else 0
+    if size < 1:
+        raise DeviceError(
+            f"memory={value!r} was given, and an amount with its unit was expected.\n"
+            "Write the memory of one device, such as 24GB or 80GiB."
+        )
+    return size

@@ -1,0 +1,123 @@
+"""A plan gives the bytes that the first device of each backend holds after a step."""
+
+import math
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import lockstep
+from lockstep.keras_compat import stored_value
+from lockstep.state import GROUPS, named_variables
+
+BACKEND = keras.backend.backend()
+
+
+def dense():
+    made = [keras.Input((40,)), layers.Dense(512, "relu"), layers.BatchNormalization()]
+    model = keras.Sequential([*made, layers.Dropout(0.1), layers.Dense(3)])
+    model.compile("adam", "mse", metrics=["mae"])
+    return model, (np.ones((14, 40), "float64"), np.ones((14, 3), "int64"))
+
+
+def recurrent():
+    tokens = keras.Input((6,), dtype="int32")
+    x = layers.LSTM(32)(layers.Embedding(2000, 16)(tokens))
+    model = keras.Model(tokens, layers.Dense(4)(x))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["accuracy"])
+    return model, (np.ones((14, 6), "int32"), np.zeros(14, "int64"))
+
+
+def mixed():
+    made = [keras.Input((64,)), *(layers.Dense(256, dtype="mixed_bfloat16") for _ in range(2))]
+    model = keras.Sequential(made)
+    model.layers[0].trainable = False
+    model.compile(keras.optimizers.AdamW(0.1, clipnorm=1.0), "mse")
+    return model, (np.ones((14, 64), "float32"), np.ones((14, 256), "float32"))
+
+
+def bytes_on_first_device(variable):
+    value = stored_value(variable)
+    if BACKEND == "jax":
+        return value.addressable_shards[0].data.nbytes
+    if BACKEND == "torch":
+        assert value.device.type != "meta"
+        return value.nbytes
+    value = getattr(value, "values", [value])[0]  # of a mirrored variable
+    return math.prod(value.shape) * value.dtype.size
+
+
+@pytest.mark.parametrize("build", [dense, recurrent, mixed])
+def test_planned_bytes_are_those_of_the_first_device(build):
+    plan = lockstep.plan(build, 2, batch_size=7)
+    planned = next(each for each in plan.layouts if each.state == "replicated")
+    model, (x, y) = build()
+    lockstep.distribute(model, 2)
+    model.fit(x, y, batch_size=7, verbose=0)
+    held = dict.fromkeys(GROUPS, 0)
+    for name, variable in named_variables(model).items():
+        held[name.split("/")[0]] += bytes_on_first_device(variable)
+    assert planned.weights == held["trainable"] + held["non_trainable"]
+    assert planned.optimizer == held["optimizer"]
+    assert planned.metrics == held["metrics"]
+    assert planned.gradients == held["trainable"]
+    if BACKEND == "torch":
+        gradients = [stored_value(variable).grad for variable in model.trainable_variables]
+        assert planned.gradients == sum(each.nbytes for each in gradients)
+    assert ("sharded" in {each.state for each in plan.layouts}) == (BACKEND == "jax")
+    assert bool([note for note in plan.notes if "no sharded state" in note]) == (BACKEND != "jax")
+
+
+def test_the_first_device_has_the_rows_of_a_ragged_batch():
+    """Four of seven rows. JAX stores 64 bits as 32; the type of the inputs is that of Keras."""
+    plan = lockstep.plan(dense, 2, batch_size=7)
+    assert plan.layouts[0].batch == 4 * (40 * 4 + 3 * (4 if BACKEND == "jax" else 8))
+
+
+def test_no_value_is_made():
+    made = []
+
+    def build():
+        made.append(keras.Sequential([keras.Input((3000,)), layers.Dense(2_000_000)]))
+        made[0].compile("adam", "mse")
+        return made[0]
+
+    assert lockstep.plan(build, 2).layouts[0].weights == 4 * 3001 * 2_000_000  # 24 GB
+
+
+def test_code_that_needs_values_gets_a_remedy():
+    def build():
+        model = keras.Sequential([keras.Input((64,)), layers.Dense(512)])
+        keras.ops.convert_to_numpy(model.layers[0].kernel.value) @ "a product with a text"
+
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        lockstep.plan(build, 2)
+    assert "build it with model.build(shape)" in caught.value.__notes__[0]
+
+
+def test_statistics_of_data_are_taken():
+    def build():
+        normal = layers.Normalization()
+        normal.adapt(np.ones((4, 2000)))
+        model = keras.Sequential([keras.Input((2000,)), normal, layers.Dense(16)])
+        model.compile("sgd", "mse")
+        return model
+
+    rows = 8 if BACKEND == "tensorflow" else 4  # an integer of the layer
+    assert lockstep.plan(build, 2).layouts[0].weights == 4 * (2001 * 16 + 2 * 2000) + rows
+
+
+@pytest.mark.parametrize("rows", [None, 12])
+def test_rows_of_a_data_set(rows):
+    class Data(keras.utils.PyDataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, number):
+            return np.ones((8, 40), "float32"), np.ones((8, 3), "float32")
+
+    plan = lockstep.plan(lambda: (dense()[0], Data()), 2, batch_size=rows)
+    assert plan.batch_size == (rows or 8)
+    assert plan.layouts[0].batch == (rows or 8) // 2 * 43 * 4

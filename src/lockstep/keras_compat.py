@@ -765,8 +765,8 @@ def variables_reported(report: Callable[[Any], None]) -> Iterator[None]:
         yield
 
 
-_LARGE = 1024
-"""Elements of a variable from which it can have no value. Code reads counters and seeds."""
+_LARGE = 2**14
+"""Elements of a variable from which it can have no value. Code reads counters and statistics."""
 
 _MAKE = _named(_Variable, "_initialize_with_initializer")
 _MAKE_LATER = _named(_Variable, "_deferred_initialize")

@@ -85,14 +85,19 @@ NARROW = 80
 """Characters of a line below which a table that does not fit is printed as lines."""
 
 
-def print_table(console: Console, table: Table) -> None:
+def print_table(console: Console, table: Table, narrow: int = NARROW) -> None:
     """Print a table; on a narrow console that cannot hold it, each row is a line.
 
     Nothing is cut: the first column, which has the names, wraps.
+
+    Args:
+        console: The console.
+        table: The table.
+        narrow: Characters of a line below which a console is narrow.
     """
     table.columns[0].overflow = "fold"
     needed = console.measure(table, options=console.options.update(max_width=10_000)).maximum
-    if console.width >= NARROW or needed <= console.width:
+    if console.width >= narrow or needed <= console.width:
         console.print(table)
         return
     if table.title:

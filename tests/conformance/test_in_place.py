@@ -574,6 +574,26 @@ def test_gan_trained_in_turn(keras, which):
     assert_same(train(generator, critic, both), truth)
 
 
+@pytest.mark.parametrize("call", ["predict", "train_on_batch"])
+def test_an_array_that_another_model_has_given_to_a_step_is_told(keras, call):
+    """XLA ended the process; Keras alone gives an error of JAX."""
+    x, y = data()
+    online, target = (lockstep.distribute(model(seed=seed), 3) for seed in (1, 2))
+    for mine, its in zip(target.weights, online.weights, strict=True):
+        mine.assign(its)
+    online.train_on_batch(x, y)
+    given = (x,) if call == "predict" else (x, y)
+    with pytest.raises(
+        lockstep.errors.UnsupportedModel, match="shares its array with another model"
+    ):
+        getattr(target, call)(*given)
+    for mine, its in zip(target.weights, online.weights, strict=True):
+        mine.assign(keras.ops.copy(its))
+    before = online.predict(x, verbose=0)
+    online.train_on_batch(x, y)
+    assert_same(target.predict(x, verbose=0), before)
+
+
 @pytest.mark.whole
 def test_a_distributed_model_inside_another(keras):
     def make():

@@ -1,6 +1,9 @@
 """A plan gives the bytes that the devices of JAX then hold, counted from the arrays themselves."""
 
 import gc
+import json
+import os
+import subprocess
 import sys
 
 import jax
@@ -13,8 +16,8 @@ import lockstep
 from lockstep import keras_compat
 from lockstep.engines.jax.steps.steps import Steps
 from lockstep.state import metric_variables
-from tests.conformance.test_communication import collectives, training_program
 from tests.conformance.zoo import OPTIMIZERS, ZOO
+from tests.sampling import rest
 
 STATES = ["replicated", "sharded"]
 LAYOUTS = [(1, "replicated"), *((n, state) for n in (2, 3, 4, 8) for state in STATES)]
@@ -139,13 +142,14 @@ def test_a_batch_is_counted_in_the_type_in_which_jax_stores_it():
 
 def test_a_model_that_is_larger_than_the_memory_here_takes_none():
     def build():
-        return_of_build.append(model := keras.Sequential([keras.Input((64,))]))
+        model = keras.Sequential([keras.Input((64,))])
+        made.append(model)
         for _ in range(12):
             model.add(layers.Dense(300_000))
         model.compile("adam", "mse")
         return model
 
-    return_of_build = []
+    made = []
     gc.collect()
     before = {id(array) for array in jax.live_arrays()}
     found = lockstep.plan(build, (1, 8), memory="80GB")
@@ -163,21 +167,53 @@ def test_after_a_plan_variables_have_values_again():
     model.fit(np.ones((4, 64)), np.ones((4, 64)), verbose=0)
 
 
+MOVED = """
+import json, sys
+import lockstep
+from pathlib import Path
+from tests.conformance.test_communication import collectives, training_program
+from tests.conformance.test_plan import to_send
+
+sys.stdout, out = sys.stderr, sys.stdout
+state, policy, folder = sys.argv[1:]
+(found,) = [each for each in lockstep.plan(lambda: to_send(policy), 8).layouts
+            if (each.devices, each.state) == (8, state)]
+training_program(to_send(policy), devices=8, rows=32, state=state)
+(file,) = Path(folder).glob("*jit_program*after_spmd-partitioning*")
+sizes, _ = collectives(file.read_text())
+print(json.dumps([sizes, found.all_reduce, found.reduce_scatter, found.all_gather]), file=out)
+"""
+
+
+def to_send(policy):
+    model = keras.Sequential(
+        [
+            keras.Input((64,)),
+            layers.Dense(512, "relu", dtype=policy),
+            layers.Dense(512, dtype=policy),
+            layers.Dense(10),
+        ]
+    )
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
 @pytest.mark.parametrize("state", STATES)
-def test_what_is_sent_is_what_the_compiled_step_moves(state):
-    """The sizes of collectives, apart from those of the loss and metrics."""
-    made = [keras.Input((64,)), layers.Dense(512, "relu"), layers.Dense(512), layers.Dense(10)]
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-    def build():
-        model = keras.Sequential([type(each).from_config(each.get_config()) for each in made[1:]])
-        model.compile("adam", loss)
-        return model, (np.ones((32, 64), "float32"), np.zeros(32, "int32"))
-
-    found = next(each for each in lockstep.plan(build, 8).layouts if each.state == state)
-    _, program = training_program(keras.Sequential(made), devices=8, rows=32, state=state)
-    sizes, _ = collectives(program.as_text())
-    # XLA for CPUs has no reduce-scatter: it reduces all, and each device takes its part.
-    reduced = found.all_reduce * 8 // 7 // 2 + found.reduce_scatter * 8 // 7
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", *rest("float32")])
+def test_what_is_sent_is_what_the_partitioned_step_moves(state, policy, tmp_path):
+    """The sizes of collectives before XLA fits them to CPUs, apart from the loss and metrics."""
+    dump = f"--xla_dump_to={tmp_path} --xla_dump_hlo_pass_re=spmd.*"
+    environment = {"LOCKSTEP_REHEARSE": "8", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    printed = subprocess.run(
+        [sys.executable, "-c", MOVED, state, policy, str(tmp_path)],
+        env={**os.environ, **environment, "XLA_FLAGS": dump},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout
+    sizes, all_reduce, reduce_scatter, all_gather = json.loads(printed)
+    # Of B bytes, a device of 8 sends 7/8 B in a ring, twice in an all-reduce. The partitioner
+    # writes a reduce-scatter as an all-reduce, of which each device takes its part.
+    reduced = all_reduce * 8 // 7 // 2 + reduce_scatter * 8 // 7
     assert abs(sizes["all-reduce"] - reduced) <= 64
-    assert sizes.get("all-gather", 0) == found.all_gather * 8 // 7
+    assert sizes.get("all-gather", 0) == all_gather * 8 // 7

@@ -15,7 +15,7 @@ BACKEND = keras.backend.backend()
 
 
 def dense():
-    made = [keras.Input((40,)), layers.Dense(64, "relu"), layers.BatchNormalization()]
+    made = [keras.Input((40,)), layers.Dense(512, "relu"), layers.BatchNormalization()]
     model = keras.Sequential([*made, layers.Dropout(0.1), layers.Dense(3)])
     model.compile("adam", "mse", metrics=["mae"])
     return model, (np.ones((14, 40), "float64"), np.ones((14, 3), "int64"))
@@ -23,7 +23,7 @@ def dense():
 
 def recurrent():
     tokens = keras.Input((6,), dtype="int32")
-    x = layers.LSTM(32)(layers.Embedding(100, 16)(tokens))
+    x = layers.LSTM(32)(layers.Embedding(2000, 16)(tokens))
     model = keras.Model(tokens, layers.Dense(4)(x))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["accuracy"])
@@ -31,11 +31,11 @@ def recurrent():
 
 
 def mixed():
-    made = [keras.Input((64,)), *(layers.Dense(64, dtype="mixed_bfloat16") for _ in range(2))]
+    made = [keras.Input((64,)), *(layers.Dense(256, dtype="mixed_bfloat16") for _ in range(2))]
     model = keras.Sequential(made)
     model.layers[0].trainable = False
     model.compile(keras.optimizers.AdamW(0.1, clipnorm=1.0), "mse")
-    return model, (np.ones((14, 64), "float32"), np.ones((14, 64), "float32"))
+    return model, (np.ones((14, 64), "float32"), np.ones((14, 256), "float32"))
 
 
 def bytes_on_first_device(variable):
@@ -85,3 +85,39 @@ def test_no_value_is_made():
         return made[0]
 
     assert lockstep.plan(build, 2).layouts[0].weights == 4 * 3001 * 2_000_000  # 24 GB
+
+
+def test_code_that_needs_values_gets_a_remedy():
+    def build():
+        model = keras.Sequential([keras.Input((64,)), layers.Dense(512)])
+        keras.ops.convert_to_numpy(model.layers[0].kernel.value) @ "a product with a text"
+
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        lockstep.plan(build, 2)
+    assert "build it with model.build(shape)" in caught.value.__notes__[0]
+
+
+def test_statistics_of_data_are_taken():
+    def build():
+        normal = layers.Normalization()
+        normal.adapt(np.ones((4, 2000)))
+        model = keras.Sequential([keras.Input((2000,)), normal, layers.Dense(16)])
+        model.compile("sgd", "mse")
+        return model
+
+    rows = 8 if BACKEND == "tensorflow" else 4  # an integer of the layer
+    assert lockstep.plan(build, 2).layouts[0].weights == 4 * (2001 * 16 + 2 * 2000) + rows
+
+
+@pytest.mark.parametrize("rows", [None, 12])
+def test_rows_of_a_data_set(rows):
+    class Data(keras.utils.PyDataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, number):
+            return np.ones((8, 40), "float32"), np.ones((8, 3), "float32")
+
+    plan = lockstep.plan(lambda: (dense()[0], Data()), 2, batch_size=rows)
+    assert plan.batch_size == (rows or 8)
+    assert plan.layouts[0].batch == (rows or 8) // 2 * 43 * 4

@@ -1,4 +1,4 @@
-"""The model stays the model: one object, plain files, back and forth between devices."""
+"""Copies on each device, steps in TensorFlow's form, its strategies, and XLA."""
 
 import warnings
 
@@ -10,18 +10,16 @@ from keras import layers
 
 import lockstep
 from lockstep.errors import (
-    DeviceNotFound,
     LayoutConflict,
     UnsplitBatchWarning,
 )
 from tests.conformance.common import assert_same, data
-from tests.sampling import rest
 
 
-def model(built=True):
+def model():
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(5)
-    made = keras.Sequential([keras.Input((4,))] if built else [])
+    made = keras.Sequential([keras.Input((4,))])
     made.add(layers.Dense(6, activation="tanh"))
     made.add(layers.BatchNormalization())
     made.add(layers.Dense(2))
@@ -36,29 +34,6 @@ def values(made):
 def fit(made, **kwargs):
     options = {"batch_size": 7, "verbose": 0, "shuffle": False, **kwargs}
     return made.fit(*data(), **options).history
-
-
-def holders(made):
-    every = [*made.variables, *made.optimizer.variables]
-    return {type(variable.value).__name__ for variable in every}
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("built", [False, *rest(True)])
-def test_moved_between_devices_and_back_in_the_middle_of_a_training(built):
-    alone, made = model(built), model(built)
-    for devices in (3, None, 2, 4):
-        if devices:
-            assert lockstep.distribute(made, devices) is made
-        else:
-            lockstep.release(made)
-        assert_same(fit(made), fit(alone))
-    assert_same(values(made), values(alone))
-    before = [v.path for v in made.variables]
-    lockstep.release(made)
-    assert holders(made) == {"ResourceVariable"}
-    assert [v.path for v in made.variables] == before
-    assert_same(fit(made), fit(alone))
 
 
 def test_every_device_has_the_same_copy_and_assignment_reaches_all():
@@ -77,46 +52,6 @@ def test_every_device_has_the_same_copy_and_assignment_reaches_all():
         "CPU:1",
         "CPU:2",
     ]
-
-
-@pytest.mark.whole
-def test_files_are_those_of_one_device(tmp_path):
-    alone, made = model(), lockstep.distribute(model(), 3)
-    for each, name in ((alone, "alone"), (made, "made")):
-        fit(each)
-        each.save(tmp_path / f"{name}.keras")
-        each.save_weights(tmp_path / f"{name}.weights.h5")
-    loaded = [keras.models.load_model(tmp_path / f"{name}.keras") for name in ("alone", "made")]
-    assert loaded[0].get_config() == loaded[1].get_config()
-    assert_same(values(loaded[1]), values(loaded[0]))
-    assert holders(loaded[1]) == {"ResourceVariable"}
-    made.load_weights(tmp_path / "alone.weights.h5")
-    assert_same(fit(made), fit(alone))
-
-
-@pytest.mark.whole
-def test_copies_are_not_distributed():
-    made = lockstep.distribute(model(), 2)
-    fit(made)
-    copy = keras.models.clone_model(made)
-    copy.set_weights(made.get_weights())
-    x, _ = data()
-    assert_same(copy(x), made(x))
-    assert_same(made.predict(x, verbose=0), made(x))
-    assert "_lockstep" not in vars(copy)
-
-
-@pytest.mark.parametrize("rows", [1, 5, *rest(2, 11)])
-def test_one_batch_of_any_size(rows):
-    alone, made = model(), lockstep.distribute(model(), 4)
-    x, y = data(rows)
-    for _ in range(2):
-        assert_same(made.train_on_batch(x, y), alone.train_on_batch(x, y))
-    assert_same(made.test_on_batch(x, y), alone.test_on_batch(x, y))
-    assert_same(values(made), values(alone))
-    predicted = made.predict_on_batch(x)
-    assert predicted.shape == (rows, 2)  # stock MirroredStrategy gives them twice on 2 devices
-    assert_same(predicted, alone.predict_on_batch(x))
 
 
 class CustomStep(keras.Model):
@@ -189,26 +124,6 @@ def test_a_model_of_a_strategy_is_refused():
 
 
 @pytest.mark.whole
-def test_shared_layers_go_to_the_same_devices():
-    shared = layers.Dense(2)
-    a, b = (keras.Sequential([keras.Input((4,)), shared]) for _ in range(2))
-    lockstep.distribute(a, 2)
-    with pytest.raises(LayoutConflict, match="is shared with"):
-        lockstep.distribute(b, 3)
-    lockstep.distribute(b, 2)
-    lockstep.release(a)
-    assert type(shared.kernel.value).__name__ == "MirroredVariable"
-    lockstep.release(b)
-    assert type(shared.kernel.value).__name__ == "ResourceVariable"
-
-
-def test_more_devices_than_are_here():
-    assert lockstep.devices() == ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
-    with pytest.raises(DeviceNotFound, match="4 are here"):
-        lockstep.distribute(model(), 5)
-
-
-@pytest.mark.whole
 @pytest.mark.parametrize("devices", [1, 3])
 def test_xla_serves_one_device_and_is_said_to_be_left_out_on_several(capsys, devices):
     alone, made = model(), lockstep.distribute(model(), devices)
@@ -217,32 +132,3 @@ def test_xla_serves_one_device_and_is_said_to_be_left_out_on_several(capsys, dev
     said = capsys.readouterr().out.splitlines()[0]
     rows, without = ("3", ", without XLA") if devices == 3 else ("7", "")
     assert said.endswith(f"{rows} per replica, compiling the training step{without}")
-
-
-class FailsToSave(layers.Dense):
-    """A layer whose variables cannot be written, as on a disk that is full."""
-
-    fails = False
-
-    def save_own_variables(self, store):
-        if self.fails:
-            raise OSError("no space left")
-        super().save_own_variables(store)
-
-
-@pytest.mark.parametrize("devices", [None, 2])
-def test_a_save_that_fails_leaves_the_file_before_it(devices, tmp_path):
-    keras.utils.clear_session(free_memory=False)
-    layer = FailsToSave(2)
-    made = keras.Sequential([keras.Input((4,)), layers.Dense(6), layer])
-    if devices is not None:
-        lockstep.distribute(made, devices)
-    path = tmp_path / "model.weights.h5"
-    made.save_weights(path)
-    before = path.read_bytes()
-    layer.fails = True
-    with pytest.raises(OSError, match="no space left"):
-        made.save_weights(path)
-    kept = path.exists() and path.read_bytes() == before
-    assert kept == (devices is not None), "stock Keras writes into the file that it replaces"
-    assert [each.name for each in tmp_path.iterdir()] in ([path.name], [])

@@ -18,9 +18,10 @@ from tests.conformance.metrics_property import (
     WithoutLossTracker,
     assert_trains_as_on_one_device,
 )
+from tests.sampling import rest
 
 
-@pytest.mark.parametrize("cls", [MadeInCompile, WithoutLossTracker, WithoutCompiledMetrics])
+@pytest.mark.parametrize("cls", [MadeInCompile, *rest(WithoutLossTracker, WithoutCompiledMetrics)])
 @pytest.mark.parametrize("before_compile", [True, False])
 def test_trains_as_on_one_device(cls, before_compile):
     """Metrics that the property leaves out were variables "that no layer of it has"."""
@@ -97,7 +98,7 @@ def trained(distribute=None, *, before_compile=False):
 
 
 @pytest.mark.filterwarnings("ignore:`shuffle=True` was passed:UserWarning")  # Keras's own
-@pytest.mark.parametrize("before_compile", [True, False])
+@pytest.mark.parametrize("before_compile", [True, *rest(False)])
 def test_a_gan_trains_as_on_one_device(before_compile):
     many = trained(partial(lockstep.distribute, devices=3), before_compile=before_compile)
     assert_same(many, trained())

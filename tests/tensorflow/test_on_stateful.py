@@ -70,8 +70,13 @@ class _ResetsAfterTwo(keras.callbacks.Callback):
                     layer.reset_states()
 
 
-SAMPLE = [("LSTM", True), ("both ways", True), ("stacked cells", False)]
-REST = [("LSTM", False), ("both ways", False), *((name, False) for name in list(RNNS)[1:3])]
+SAMPLE = [("LSTM", True), ("stacked cells", False)]
+REST = [
+    ("LSTM", False),
+    ("both ways", True),
+    ("both ways", False),
+    *((name, False) for name in list(RNNS)[1:3]),
+]
 REST += [("ConvLSTM1D", False)]
 
 

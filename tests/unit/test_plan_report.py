@@ -41,6 +41,10 @@ def trains():
     return model
 
 
+def distributes():
+    return lockstep.distribute(wide(), 2)
+
+
 def returns_history():
     return {"loss": [0.1]}
 
@@ -109,6 +113,13 @@ def not_traceable():
             "Let it return the compiled model, and call fit elsewhere.",
         ),
         (
+            distributes,
+            {},
+            UnusableData,
+            "distributes distributes 'wide', and a plan needs the model on one device.\n"
+            "Return it before lockstep.distribute.",
+        ),
+        (
             returns_history,
             {},
             TargetNotFound,
@@ -141,6 +152,12 @@ def test_a_model_without_data_has_the_batch_of_its_inputs():
     found = lockstep.plan(wide, 1, batch_size=8)
     assert found.layouts[0].batch == 8 * 512 * 4
     assert "wide returns no data: the batch is that of the inputs, without targets." in found.notes
+
+
+def test_an_input_may_have_a_fixed_number_of_rows():
+    found = lockstep.plan(lambda: compiled(keras.Input(batch_shape=(6, 512))), 4, batch_size=8)
+    assert found.batch_size == 6
+    assert found.layouts[0].batch == 2 * 512 * 4
 
 
 def test_targets_may_be_class_numbers_where_there_are_no_data():

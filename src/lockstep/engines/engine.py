@@ -28,6 +28,8 @@ class Engine(ABC):
     """Whether stock Keras drops the states of stateful RNNs after each batch."""
     bench_in_several_processes = True
     """Whether a step can be measured in one of several processes."""
+    reduces_in_compute_type = False
+    """Whether gradients are summed over devices before they get the type of their variable."""
 
     def computes_in_caller(self, device: str) -> bool:
         """Return whether a step on this device computes in the thread that starts it."""

@@ -83,24 +83,30 @@ def plan(
     name = build if isinstance(build, str) else getattr(build, "__name__", "build")
     function = partial(call_target, build) if isinstance(build, str) else build
     model, batch, has_targets = abstract_model(function, name, batch_size, engine.empty_value)
+    if engine.attached(model) is not None:
+        raise UnusableData(
+            f"{name} distributes {model.name!r}, and a plan needs the model on one device.\n"
+            "Return it before lockstep.distribute."
+        )
     notes = [EXACT, SENT]
     if not has_targets:
         notes.append(f"{name} returns no data: the batch is that of the inputs, without targets.")
     others = [each for each, optimizer in optimizers_of(model) if optimizer is not model.optimizer]
     if others:
         notes.append(f"The slots of {', '.join(others)} are not counted: a step makes them.")
-    shards = True
+    counts = sorted(set(counts))
+    layouts: list[tuple[int, Any]] = [(count, None) for count in counts]
     try:
         engine.check_shards()
+        layouts += [(n, engine.sharded_dims(model, n)) for n in counts if n > 1]
     except UnsupportedBackend as error:
-        shards = False
         notes.append(f"{engine.name} has no sharded state. {str(error).splitlines()[1]}")
-    layouts = []
-    for count in sorted(set(counts)):
-        layouts.append(layout_bytes(model, batch, count))
-        if shards and count > 1:
-            layouts.append(layout_bytes(model, batch, count, engine.sharded_dims(model, count)))
-    gathered = max(layout.gathered for layout in layouts)
+    in_compute_type = engine.reduces_in_compute_type
+    found = [
+        layout_bytes(model, batch, count, dims, in_compute_type)
+        for count, dims in sorted(layouts, key=lambda each: each[0])
+    ]
+    gathered = max(layout.gathered for layout in found)
     if gathered:
         notes.append(f"Sharded weights are gathered: {amount(gathered)} of temporaries.")
     return MemoryPlan(
@@ -108,7 +114,7 @@ def plan(
         backend=engine.name,
         parameters=model.count_params(),
         batch_size=max((shape[0] for shape, _ in batch if shape), default=0),
-        layouts=tuple(layouts),
+        layouts=tuple(found),
         memory=bytes_of_memory,
         notes=tuple(notes),
     )

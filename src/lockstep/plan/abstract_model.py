@@ -15,6 +15,10 @@ from lockstep.training.build import build as build_parts
 DEFAULT_ROWS = 32
 """Rows of a batch where nothing is said, as in Keras."""
 
+NO_VALUES = (
+    "A plan gives large variables no value. If the model is called on a batch here, build it with "
+    "model.build(shape), or return (model, data)."
+)
 
 Leaf = tuple[tuple[int, ...], int]
 """The shape of an array of a batch, and the bytes of one element."""
@@ -50,7 +54,13 @@ def abstract_model(
         )
 
     with variables_without_values(empty, refuse):
-        result = build()
+        try:
+            result = build()
+        except LockstepError:
+            raise
+        except Exception as error:
+            error.add_note(NO_VALUES)
+            raise
         model, data = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         _check(model, name)
         if data is None:
@@ -141,7 +151,7 @@ def _with_rows(leaf: Any, rows: int) -> Any:
             f"{leaf.name!r} has the shape {shape}, and a plan needs every size.\n"
             "Return (model, data) with a batch of the usual size."
         )
-    return keras.KerasTensor((rows, *shape[1:]), leaf.dtype)
+    return keras.KerasTensor((shape[0] or rows, *shape[1:]), leaf.dtype)
 
 
 def _stored_bytes(leaf: Any) -> int:

@@ -17,14 +17,17 @@ _BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 DOES_NOT_FIT = "state alone does not fit"
 
+_WIDE = 120
+"""Characters of a line that hold the table."""
+
 
 @dataclass(frozen=True)
 class LayoutBytes:
     """What a device holds and sends in a training step, in bytes.
 
-    The first five are of the fullest device. The last three are sent in each step, in a ring: for
-    an array of B bytes on N devices, a device sends 2 B (N - 1) / N in an all-reduce, and half of
-    it in an all-gather or a reduce-scatter.
+    What it holds is that of the fullest device. What it sends is that of a ring: for an array of B
+    bytes on N devices, a device sends 2 B (N - 1) / N in an all-reduce, and half of it in an
+    all-gather or a reduce-scatter.
 
     Attributes:
         devices: The number of devices.
@@ -35,9 +38,9 @@ class LayoutBytes:
         metrics: The state of metrics.
         batch: The rows of the device with the most rows.
         gathered: Sharded weights as their layers read them, which are among the temporaries.
-        all_reduce: Of gradients.
-        all_gather: Of sharded weights.
-        reduce_scatter: Of the gradients of sharded weights.
+        all_reduce: Sent in each step, of the gradients of weights that are not sharded.
+        all_gather: Sent in each step, of sharded weights.
+        reduce_scatter: Sent in each step, of the gradients of sharded weights.
     """
 
     devices: int
@@ -89,9 +92,9 @@ class MemoryPlan(Report):
         """Return what the memory of a device means for one layout; `""` if it is not given."""
         if self.memory is None:
             return ""
-        return self._left(layout) or f"leaves {amount(self._room(layout))} for activations"
+        return self._problem(layout) or f"leaves {amount(self._room(layout))} for activations"
 
-    def _left(self, layout: LayoutBytes) -> str:
+    def _problem(self, layout: LayoutBytes) -> str:
         if self._room(layout) + layout.gradients < 0:
             return DOES_NOT_FIT
         # XLA may use a gradient before it computes the next one.
@@ -129,17 +132,18 @@ class MemoryPlan(Report):
             highlight=False,
         )
         heads = ["devices", "weights", "slots", "gradients", "batch", "together", "sent in a step"]
-        shown = table(*heads, *[] if self.memory is None else [f"{amount(self.memory)} leave"])
+        shown = table(*heads, *[] if self.memory is None else [f"of {amount(self.memory)}"])
         for each in self.layouts:
             sizes = (each.weights, each.optimizer, each.gradients, each.batch + each.metrics)
-            left = [] if self.memory is None else [self._left(each) or amount(self._room(each))]
+            room = self._problem(each) or f"{amount(self._room(each))} left"
+            left = [] if self.memory is None else [room]
             shown.add_row(
                 f"{each.devices} {each.state}",
                 *map(amount, (*sizes, each.held, each.sent)),
                 *left,
                 style="red" if left == [DOES_NOT_FIT] else "",
             )
-        print_table(console, shown)
+        print_table(console, shown, narrow=_WIDE)
         for note in self.notes:
             console.print(escape(note), highlight=False)
 

@@ -8,11 +8,15 @@ from lockstep.devices import REPLICATED, SHARDED, shard_rows
 from lockstep.keras_compat import autocasts, layers_in, stored_value
 from lockstep.plan.abstract_model import Leaf
 from lockstep.plan.memory_plan import LayoutBytes
-from lockstep.state import GROUPS, bytes_of, item_bytes, named_variables, unique
+from lockstep.state import GROUPS, bytes_of, item_bytes, named_variables
 
 
 def layout_bytes(
-    model: Any, batch: Sequence[Leaf], devices: int, dims: Mapping[int, int | None] | None = None
+    model: Any,
+    batch: Sequence[Leaf],
+    devices: int,
+    dims: Mapping[int, int | None] | None,
+    reduces_in_compute_type: bool,
 ) -> LayoutBytes:
     """Return the bytes of the device that holds and sends most.
 
@@ -22,17 +26,23 @@ def layout_bytes(
         devices: The number of devices.
         dims: The dim along which each variable is sharded, by its `id`; `None` if the state is
             replicated.
+        reduces_in_compute_type: See `Engine`.
     """
     sharded = {key for key, dim in (dims or {}).items() if dim is not None}
     held = dict.fromkeys(GROUPS, 0)
-    names = {id(each): name for name, each in reversed(named_variables(model).items())}
-    for variable in unique(list(named_variables(model).values())):
-        group = names[id(variable)].split("/")[0]
-        held[group] += size_of(variable) // (devices if id(variable) in sharded else 1)
-    trained = {id(variable): size_of(variable) for variable in model.trainable_variables}
-    read = {key: size for key, size in _sizes_as_read(model).items() if key in sharded}
-    reduced = sum(size for key, size in trained.items() if key not in sharded)
-    scattered = sum(read.get(key, size) for key, size in trained.items() if key in sharded)
+    named = {id(each): (name, each) for name, each in reversed(named_variables(model).items())}
+    for key, (name, variable) in named.items():
+        held[name.split("/")[0]] += size_of(variable) // (devices if key in sharded else 1)
+    read = _sizes_as_read(model)
+    reduced = scattered = 0
+    for variable in model.trainable_variables:
+        size = size_of(variable)
+        as_read = read.get(id(variable), size) if reduces_in_compute_type else size
+        if id(variable) in sharded:
+            scattered += as_read
+        else:
+            reduced += as_read
+    gathered = sum(size for key, size in read.items() if key in sharded)
     return LayoutBytes(
         devices=devices,
         state=REPLICATED if dims is None else SHARDED,
@@ -41,9 +51,9 @@ def layout_bytes(
         gradients=held["trainable"],
         metrics=held["metrics"],
         batch=sum(_most(shape, devices) * each for shape, each in batch),
-        gathered=sum(read.values()),
+        gathered=gathered,
         all_reduce=2 * _part_in_ring(reduced, devices),
-        all_gather=_part_in_ring(sum(read.values()), devices),
+        all_gather=_part_in_ring(gathered, devices),
         reduce_scatter=_part_in_ring(scattered, devices),
     )
 

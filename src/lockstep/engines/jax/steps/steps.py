@@ -59,6 +59,12 @@ from lockstep.processes.agreement import DataCheck
 from lockstep.training.arrays import host_array, is_native
 from lockstep.training.input import BatchesAhead
 
+_DELETED = (
+    "A variable shares its array with another model that has trained since, as after `a.assign(b)`."
+    "\nJAX deletes the arrays that a training step is given, so the value is lost."
+    "\nAssign it again as a copy: `a.assign(keras.ops.copy(b))`."
+)
+
 
 class Steps:
     """Turn Keras's steps into step functions over one mesh.
@@ -263,10 +269,15 @@ class Steps:
 
         An array that a callback assigned is on one device and would cause a compilation. An array
         that two variables share cannot be donated.
+
+        Raises:
+            UnsupportedModel: If an array is deleted. XLA would end the process.
         """
         seen: set[int] = set()
 
         def settle(value: Any, layout: NamedSharding) -> Any:
+            if isinstance(value, jax.Array) and value.is_deleted():
+                raise UnsupportedModel(_DELETED)
             if id(value) in seen:
                 value = jnp.copy(value)
             seen.add(id(value))

@@ -6,14 +6,16 @@ from lockstep.fit_lines import Given, batch_size_of
 from lockstep.training.session import Session
 
 _TYPES = {"OutOfMemoryError", "ResourceExhaustedError"}  # of PyTorch and TensorFlow
-_WORDS = ("RESOURCE_EXHAUSTED", "OutOfMemoryError", "out of memory", "can't allocate memory", "OOM")
+_WORDS = ("resource_exhausted", "out of memory", "can't allocate memory", "oom when allocating")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error of a backend says that a device has no memory left."""
     # JAX, PyTorch on CPUs, and Keras for errors within a layer have types for errors of all kinds.
     named = any(each.__name__ in _TYPES for each in type(error).__mro__)
-    return named or (isinstance(error, RuntimeError) and any(each in str(error) for each in _WORDS))
+    return named or (
+        isinstance(error, RuntimeError) and any(each in str(error).lower() for each in _WORDS)
+    )
 
 
 def note_of(session: Session, name: str, given: Given) -> str:

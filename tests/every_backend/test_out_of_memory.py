@@ -25,25 +25,27 @@ def notes(error):
     return [each for each in getattr(error, "__notes__", []) if each.startswith("lockstep")]
 
 
+def too_large(state):
+    made = keras.Sequential([keras.Input((4,)), layers.Dense(4096), layers.Dense(4), Large()])
+    made.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    return lockstep.distribute(made, 2, state=state)
+
+
 @pytest.mark.parametrize("state", ["replicated", *["sharded"] * (BACKEND == "jax")])
 def test_the_note_has_the_bytes_of_a_device_and_what_to_try(state, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_CHECK", "0")
-    made = keras.Sequential([keras.Input((4,)), layers.Dense(4096), layers.Dense(4), Large()])
-    made.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
-    lockstep.distribute(made, 2, state=state)
     x = np.ones((64, 4), "float32")
     with pytest.raises(Exception, match=r"(?i)memory|OOM") as caught:
-        made.fit(x, x, batch_size=64, verbose=0)
+        too_large(state).fit(x, x, batch_size=64, verbose=0)
     (note,) = notes(caught.value)
-    floats = 4096 * 4 * 2 + 4096 + 4
-    size = floats * np.dtype(keras.config.floatx()).itemsize
+    size = (4096 * 4 * 2 + 4096 + 4) * np.dtype(keras.config.floatx()).itemsize
     assert len(note.splitlines()) == 3
     if state == "replicated":
         assert f"each of 2 devices holds {size / 1e3:.0f} kB of weights" in note
     assert "Try batch_size=32," in note
     assert ('state="sharded"' in note) == (BACKEND == "jax" and state == "replicated")
     with pytest.raises(Exception, match=r"(?i)memory|OOM") as caught:
-        made.train_on_batch(x, x)
+        keras.tree.map_structure(float, too_large(state).train_on_batch(x, x))
     assert "Try batches of fewer rows," in notes(caught.value)[0]
 
 

@@ -24,7 +24,7 @@ LAYERS = [
     {"old_script"},
     {"devices", "package_versions", "state"},
     {"launch", "ray"},
-    {"fit_lines", "layout"},
+    {"fit_lines", "layout", "step_bytes"},
     {"checkpoint", "processes", "training", "engines"},
     {"batches", "targets"},
     {

@@ -9,7 +9,8 @@ from keras import layers
 
 import lockstep
 from lockstep.errors import DeviceError, TargetNotFound, UnusableData
-from lockstep.plan.memory_plan import amount, parse_memory
+from lockstep.plan.memory_plan import parse_memory
+from lockstep.step_bytes import amount
 from tests.processes.common import warm_end
 
 

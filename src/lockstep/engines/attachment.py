@@ -14,10 +14,10 @@ import keras
 
 from lockstep.checkpoint.callback import fit_scope
 from lockstep.engines.atomic_save import atomic_saves
+from lockstep.engines.out_of_memory import is_out_of_memory, note_of
 from lockstep.errors import UnsupportedModel
 from lockstep.fit_lines import Given, arguments_of, branches_line, fit_line, wants_words
 from lockstep.keras_compat import trainer_module
-from lockstep.out_of_memory import is_out_of_memory, note_of
 from lockstep.processes import process_group
 from lockstep.state import rnn_states
 from lockstep.training.call_guard import STEPPING, CallGuard

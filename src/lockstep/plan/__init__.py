@@ -62,9 +62,9 @@ def plan(
     # These import NumPy and Keras, which `import lockstep` does not.
     from lockstep.batches import count_from_one
     from lockstep.plan.abstract_model import abstract_model
-    from lockstep.plan.memory_plan import MemoryPlan, amount, parse_memory
-    from lockstep.plan.step_bytes import layout_bytes
+    from lockstep.plan.memory_plan import MemoryPlan, parse_memory
     from lockstep.state import optimizers_of
+    from lockstep.step_bytes import amount, layout_bytes
     from lockstep.targets import call_target
 
     counts = [devices] if isinstance(devices, int) else list(devices)

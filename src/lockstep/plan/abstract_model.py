@@ -10,6 +10,7 @@ from lockstep.batches import first_batches, rows_of
 from lockstep.errors import LockstepError, TargetNotFound, UnsupportedModel, UnusableData
 from lockstep.keras_compat import functional_of, inputs_and_outputs, variables_without_values
 from lockstep.state import item_bytes
+from lockstep.step_bytes import Leaf
 from lockstep.training.build import build as build_parts
 
 DEFAULT_ROWS = 32
@@ -19,9 +20,6 @@ NO_VALUES = (
     "A plan gives large variables no value. If the model is called on a batch here, build it with "
     "model.build(shape), or return (model, data)."
 )
-
-Leaf = tuple[tuple[int, ...], int]
-"""The shape of an array of a batch, and the bytes of one element."""
 
 
 def abstract_model(

@@ -8,62 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import DeviceError, counted
 from lockstep.report import Report, print_table, table
+from lockstep.step_bytes import UNITS, LayoutBytes, amount
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 DOES_NOT_FIT = "state alone does not fit"
 
 _WIDE = 120
 """Characters of a line that hold the table."""
-
-
-@dataclass(frozen=True)
-class LayoutBytes:
-    """What a device holds and sends in a training step, in bytes.
-
-    What it holds is that of the fullest device. What it sends is that of a ring: for an array of B
-    bytes on N devices, a device sends 2 B (N - 1) / N in an all-reduce, and half of it in an
-    all-gather or a reduce-scatter.
-
-    Attributes:
-        devices: The number of devices.
-        state: `"replicated"` or `"sharded"`.
-        weights: All variables of the layers, those that are not trained included.
-        optimizer: The optimizer slots and counters.
-        gradients: The gradients that the optimizer takes.
-        metrics: The state of metrics.
-        batch: The rows of the device with the most rows.
-        gathered: Sharded weights as their layers read them, which are among the temporaries.
-        all_reduce: Sent in each step, of the gradients of weights that are not sharded.
-        all_gather: Sent in each step, of sharded weights.
-        reduce_scatter: Sent in each step, of the gradients of sharded weights.
-    """
-
-    devices: int
-    state: str
-    weights: int
-    optimizer: int
-    gradients: int
-    metrics: int
-    batch: int
-    gathered: int
-    all_reduce: int
-    all_gather: int
-    reduce_scatter: int
-
-    @property
-    def held(self) -> int:
-        """The bytes that a device holds, without activations and temporaries."""
-        return self.weights + self.optimizer + self.gradients + self.metrics + self.batch
-
-    @property
-    def sent(self) -> int:
-        """The bytes that a device sends in each step."""
-        return self.all_reduce + self.all_gather + self.reduce_scatter
 
 
 @dataclass(frozen=True)
@@ -148,21 +103,6 @@ class MemoryPlan(Report):
             console.print(escape(note), highlight=False)
 
 
-def amount(size: int) -> str:
-    """Return a number of bytes in words.
-
-    Example:
-        >>> amount(311352), amount(24_000_000_000), amount(96)
-        ('311 kB', '24.0 GB', '96 B')
-    """
-    for unit, factor in reversed(_UNITS.items()):
-        if size >= factor:
-            value = size / factor
-            digits = max(0, 2 - (len(str(int(value))) - 1))
-            return f"{value:,.{digits}f} {unit}"
-    return f"{size} B"
-
-
 def parse_memory(value: str | int) -> int:
     """Return the bytes that a value of `memory=` means.
 
@@ -173,7 +113,7 @@ def parse_memory(value: str | int) -> int:
         >>> parse_memory("24GB"), parse_memory("80 GiB")
         (24000000000, 85899345920)
     """
-    factors = {unit.lower(): factor for unit, factor in (_UNITS | _BINARY).items()}
+    factors = {unit.lower(): factor for unit, factor in (UNITS | _BINARY).items()}
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", str(value).lower())
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value

@@ -2,13 +2,77 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.devices import REPLICATED, SHARDED, shard_rows
 from lockstep.keras_compat import autocasts, layers_in, stored_value
-from lockstep.plan.abstract_model import Leaf
-from lockstep.plan.memory_plan import LayoutBytes
 from lockstep.state import GROUPS, bytes_of, item_bytes, named_variables
+
+UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+
+Leaf = tuple[tuple[int, ...], int]
+"""The shape of an array of a batch, and the bytes of one element."""
+
+
+@dataclass(frozen=True)
+class LayoutBytes:
+    """What a device holds and sends in a training step, in bytes.
+
+    What it holds is that of the fullest device. What it sends is that of a ring: for an array of B
+    bytes on N devices, a device sends 2 B (N - 1) / N in an all-reduce, and half of it in an
+    all-gather or a reduce-scatter.
+
+    Attributes:
+        devices: The number of devices.
+        state: `"replicated"` or `"sharded"`.
+        weights: All variables of the layers, those that are not trained included.
+        optimizer: The optimizer slots and counters.
+        gradients: The gradients that the optimizer takes.
+        metrics: The state of metrics.
+        batch: The rows of the device with the most rows.
+        gathered: Sharded weights as their layers read them, which are among the temporaries.
+        all_reduce: Sent in each step, of the gradients of weights that are not sharded.
+        all_gather: Sent in each step, of sharded weights.
+        reduce_scatter: Sent in each step, of the gradients of sharded weights.
+    """
+
+    devices: int
+    state: str
+    weights: int
+    optimizer: int
+    gradients: int
+    metrics: int
+    batch: int
+    gathered: int
+    all_reduce: int
+    all_gather: int
+    reduce_scatter: int
+
+    @property
+    def held(self) -> int:
+        """The bytes that a device holds, without activations and temporaries."""
+        return self.weights + self.optimizer + self.gradients + self.metrics + self.batch
+
+    @property
+    def sent(self) -> int:
+        """The bytes that a device sends in each step."""
+        return self.all_reduce + self.all_gather + self.reduce_scatter
+
+
+def amount(size: int) -> str:
+    """Return a number of bytes in words.
+
+    Example:
+        >>> amount(311352), amount(24_000_000_000), amount(96)
+        ('311 kB', '24.0 GB', '96 B')
+    """
+    for unit, factor in reversed(UNITS.items()):
+        if size >= factor:
+            value = size / factor
+            digits = max(0, 2 - (len(str(int(value))) - 1))
+            return f"{value:,.{digits}f} {unit}"
+    return f"{size} B"
 
 
 def layout_bytes(

@@ -1,8 +1,12 @@
 """What lockstep adds to the error of a backend whose device has no memory left."""
 
-from lockstep.devices import REPLICATED, SHARDED
-from lockstep.errors import UnsupportedBackend, counted
+from contextlib import suppress
+from typing import Any
+
+from lockstep.devices import SHARDED
+from lockstep.errors import UnsupportedBackend
 from lockstep.fit_lines import Given, batch_size_of
+from lockstep.step_bytes import LayoutBytes, amount, layout_bytes
 from lockstep.training.session import Session
 
 _TYPES = {"OutOfMemoryError", "ResourceExhaustedError"}  # of PyTorch and TensorFlow
@@ -26,27 +30,27 @@ def note_of(session: Session, name: str, given: Given) -> str:
         name: The method that was called.
         given: Its arguments.
     """
-    # They import Keras, which `import lockstep` does not.
-    from lockstep.engines import current_engine
-    from lockstep.plan.memory_plan import amount
-    from lockstep.plan.step_bytes import layout_bytes
+    from lockstep.engines import current_engine  # which imports this file
 
     engine, model, count = current_engine(), session.model, len(session.devices)
-    shards = {}
-    try:
+
+    def bytes_with(dims: Any) -> LayoutBytes:
+        return layout_bytes(model, (), count, dims, engine.reduces_in_compute_type)
+
+    held, sharded = bytes_with(None), None
+    with suppress(UnsupportedBackend):
         engine.check_shards()
-        shards[SHARDED] = layout_bytes(model, (), count, engine.sharded_dims(model, count))
-    except UnsupportedBackend:
-        pass
-    held = shards.get(session.state) or layout_bytes(model, (), count)
+        sharded = bytes_with(engine.sharded_dims(model, count))
+    if session.state == SHARDED and sharded is not None:
+        held = sharded
     rows = batch_size_of(given) if "on_batch" not in name else None
     tries = ["batches of fewer rows" if rows is None else f"batch_size={max(1, rows // 2)}"]
-    if session.state == REPLICATED and SHARDED in shards and count > 1:
-        of_state = amount(shards[SHARDED].held)
-        tries.append(f'state="sharded" in distribute (it leaves {of_state} on each)')
+    if sharded is not None and sharded.held < held.held:
+        tries.append(f'state="sharded" in distribute (then {amount(sharded.held)} each)')
     tries.append("more devices")
+    who = f"each of {count} devices" if count > 1 else "the device"
     return (
-        f"lockstep: each of {counted(count, 'device')} holds {amount(held.weights)} of weights, "
+        f"lockstep: {who} holds {amount(held.weights)} of weights, "
         f"{amount(held.optimizer)} of optimizer slots and, in training, {amount(held.gradients)} "
         "of gradients.\nThe rest are activations, which grow with the rows of a device.\n"
         f"Try {', '.join(tries[:-1])}, or {tries[-1]}; `lockstep plan` compares them."

@@ -154,12 +154,7 @@ class ShardedVariable(keras.Variable):  # type: ignore[misc]
         if not isinstance(value, jax.Array | keras.Variable | sparse.JAXSparse):
             host = np.asarray(value)
             if host.shape == tuple(self.shape):
-                return jax.make_array_from_callback(
-                    host.shape,
-                    layout_of(self).sharding,
-                    # A copy: on CPUs JAX may share the memory of a NumPy array.
-                    lambda part: np.array(host[part], jnp.dtype(dtype or host.dtype)),
-                )
+                return _in_shards(host, layout_of(self).sharding, dtype or host.dtype)
         return super()._convert_to_tensor(value, dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -175,6 +170,15 @@ class ShardedVariable(keras.Variable):  # type: ignore[misc]
 
 def _new_variable() -> keras.Variable:
     return keras.Variable.__new__(keras.Variable)
+
+
+def _in_shards(host: np.ndarray, layout: NamedSharding, dtype: Any) -> jax.Array:
+    """Copy an array of the host to its shards. No device gets it whole."""
+
+    def shard(part: Any) -> np.ndarray:  # a copy: on CPUs JAX may share memory with NumPy
+        return np.array(host[part], jnp.dtype(dtype))
+
+    return jax.make_array_from_callback(host.shape, layout, shard)
 
 
 def on_host(value: Any) -> np.ndarray:
@@ -216,8 +220,9 @@ def made_in_shards(devices: list[jax.Device]) -> Iterator[None]:
 
     def shard(variable: Any) -> None:
         home = home_by_shape(variable, mesh)
-        if not home.is_fully_replicated:  # a copy, as the script may hold the first value
-            hold_in_shards(variable, jax.device_put(jnp.copy(stored_value(variable)), home))
+        if not home.is_fully_replicated:
+            first = np.asarray(stored_value(variable))
+            hold_in_shards(variable, _in_shards(first, home, first.dtype))
 
     with variables_reported(shard):
         yield

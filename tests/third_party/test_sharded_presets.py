@@ -1,8 +1,10 @@
 """A preset of KerasHub that goes to shards while it loads is that of one device, on JAX."""
 
 import gc
+import re
 from collections import Counter
 
+import h5py
 import jax
 import keras
 import keras_hub
@@ -10,6 +12,8 @@ import numpy as np
 import pytest
 
 import lockstep
+from tests.examples.common import FOLDER
+from tests.processes.common import script
 from tests.third_party.keras_hub_models import byte_pairs, lines_of_text
 from tests.third_party.row import BOUNDS, DEVICES
 
@@ -145,3 +149,22 @@ def test_a_preset_trains_and_writes_text_as_on_one_device(tmp_path, one):
     for mine, theirs in zip(*map(keras.tree.flatten, left), strict=True):
         if not isinstance(mine, str):
             np.testing.assert_allclose(mine, theirs, rtol=0, atol=BOUNDS["float32"])
+
+
+@pytest.mark.parametrize(("frozen", "held"), [("int8", "0.4 of 1.0"), ("bfloat16", "0.7 of 1.8")])
+def test_the_example_trains_lora_on_a_backbone_in_shards(tmp_path, frozen, held):
+    options = f"--samples 33 --epochs 2 --frozen {frozen} --folder {tmp_path}".split()
+    printed = script(FOLDER / "finetune_sharded.py", *options, LOCKSTEP_REHEARSE=str(DEVICES))
+    assert f"state sharded: {held} MB each" in printed
+    (difference,) = re.findall(r"lora.h5 by plain Keras on one device: .* (\S+)", printed)
+    assert float(difference) <= BOUNDS["float32"]
+    with h5py.File(tmp_path / "trained.lora.h5") as file:
+        trained = [name for name in _datasets(file) if name.endswith("lora_kernel_b")]
+        assert len(trained) == 4
+        assert all(np.any(file[name][()]) for name in trained)
+
+
+def _datasets(file):
+    names = []
+    file.visititems(lambda name, found: names.append(name))
+    return names

@@ -37,7 +37,7 @@ def distribute(model: Model, devices: Devices | None = None, *, state: str = REP
             the default platform.
         state: `"replicated"`: each device has all weights and optimizer slots. `"sharded"`:
             each device has a part of each large one, for a model that does not fit one device.
-            Only JAX in one process can shard.
+            Only JAX can shard.
 
     Returns:
         The same `model`.
@@ -175,6 +175,7 @@ def sharded(devices: Devices | None = None) -> Iterator[None]:
     """
     engine = current_engine()
     engine.check_shards()
+    join(engine)
     with engine.made_in_shards(parse_devices(devices, engine.devices())):
         yield
 

@@ -12,8 +12,7 @@ from keras import layers, ops
 
 import lockstep
 from lockstep.devices import sharded_dim
-from lockstep.engines.jax.jax_group import GROUP
-from lockstep.errors import DeviceError, LayoutConflict, NothingToDoWarning, UnsupportedBackend
+from lockstep.errors import DeviceError, LayoutConflict, NothingToDoWarning
 from tests.conformance.common import assert_same
 from tests.conformance.test_communication import collectives, training_program
 from tests.sampling import rest
@@ -392,13 +391,6 @@ def test_two_models_with_one_variable_need_one_layout():
     sharded(other)
     lockstep.release(made)
     assert_same(other.predict(X, verbose=0), other(X))
-
-
-def test_several_processes_refuse(monkeypatch):
-    monkeypatch.setattr(type(GROUP), "size", 2)
-    monkeypatch.setattr("lockstep.processes.process_group.several", lambda: True)
-    with pytest.raises(UnsupportedBackend, match="asked for, and JAX in several processes has"):
-        lockstep.engines.current_engine().check_shards()
 
 
 def test_a_model_is_built_and_loaded_in_shards(tmp_path):

@@ -44,7 +44,12 @@ EXAMPLES = {
     ),
 }
 
-ELSEWHERE = {"check_file.py", "stateful_lstm.py", "shared_lstm_branches.py"}
+ELSEWHERE = {
+    "check_file.py",
+    "finetune_sharded.py",
+    "stateful_lstm.py",
+    "shared_lstm_branches.py",
+}
 """The helper, and the examples with tests of their own."""
 
 

@@ -37,7 +37,7 @@ def bert(distribute):
         metrics=["accuracy"],
     )
     distribute(model)
-    lines = _lines(22)
+    lines = lines_of_text(22)
     labels = np.array(["self" in line for line in lines], "int32")
     history = model.fit(lines, labels, batch_size=6, epochs=2, verbose=0).history
     return history, model.predict(lines, batch_size=6, verbose=0)
@@ -45,7 +45,7 @@ def bert(distribute):
 
 def gpt2(distribute):
     """Trains on text and writes text."""
-    vocabulary, merges = _byte_pairs()
+    vocabulary, merges = byte_pairs("<|endoftext|>")
     tokenizer = keras_hub.models.GPT2Tokenizer(vocabulary=vocabulary, merges=merges)
     model = keras_hub.models.GPT2CausalLM(
         keras_hub.models.GPT2Backbone(
@@ -66,7 +66,7 @@ def gpt2(distribute):
         sampler="greedy",
     )
     distribute(model)
-    history = model.fit(_lines(22), batch_size=6, epochs=2, verbose=0).history
+    history = model.fit(lines_of_text(22), batch_size=6, epochs=2, verbose=0).history
     return history, model.generate(["def ", "return self", "if"], max_length=12)
 
 
@@ -164,7 +164,7 @@ def _classify_digits(distribute, model):
     return history, model.evaluate(x[30:], y[30:], batch_size=8, verbose=0), model.predict(x)
 
 
-def _lines(count):
+def lines_of_text(count):
     """Lines of Python's own source text."""
     text = inspect.getsource(argparse).splitlines()
     return [line.strip() for line in text if 20 < len(line.strip()) < 60][:count]
@@ -181,19 +181,20 @@ def _tokens(rows, length, vocabulary=40):
 @cache
 def _word_pieces():
     """Letters and the most frequent words, in the same order in every process."""
-    words = re.findall(r"[a-z]+", " ".join(_lines(200)).lower())
+    text = lines_of_text(200)
+    words = re.findall(r"[a-z]+", " ".join(text).lower())
     frequent = sorted(set(words), key=lambda word: (-words.count(word), word))[:100]
-    signs = sorted({sign for line in _lines(200) for sign in line.lower() if not sign.isspace()})
+    signs = sorted({sign for line in text for sign in line.lower() if not sign.isspace()})
     pieces = [*signs, *(f"##{sign}" for sign in signs), *frequent]
     return ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *dict.fromkeys(pieces)]
 
 
 @cache
-def _byte_pairs():
+def byte_pairs(*special):
+    """Tokens by their number, and how longer ones are put together."""
     made = tokenizers.ByteLevelBPETokenizer()
-    special = ["<|endoftext|>"]
     made.train_from_iterator(
-        _lines(200), vocab_size=300, show_progress=False, special_tokens=special
+        lines_of_text(200), vocab_size=300, show_progress=False, special_tokens=[*special]
     )
     learned = json.loads(made.to_str())["model"]
     return learned["vocab"], [" ".join(pair) for pair in learned["merges"]]

@@ -163,7 +163,7 @@ class CheckpointRun:
         if self._fit.model.stop_training and not asked:
             return  # the epoch ends now, and its end is saved
         # While another save runs, this one is deferred to the next step.
-        if asked or (self._is_due() and not self._background.busy()):
+        if asked or self._all_save(self._is_due() and not self._background.busy()):
             self._save(self._epoch, step, logs, {"monitor": None})
         if asked:  # a signal that came after the question is answered after the next step
             self._leave(saved=True)
@@ -191,7 +191,7 @@ class CheckpointRun:
         settings = self._settings
         every_epoch = settings.steps is None and settings.seconds is None
         due = every_epoch or last or asked or better or self._is_due()
-        if due:
+        if self._all_save(due):
             finite = math.isfinite(float(logs.get("loss", 0.0)))
             self._save(epoch, 0, {}, {"monitor": monitored, "finite": finite})
         if asked:
@@ -211,9 +211,17 @@ class CheckpointRun:
             return self._since >= steps
         return seconds is not None and time.monotonic() - self._last_save >= seconds
 
+    def _all_save(self, due: bool) -> bool:
+        """Whether this process saves now; all do if a snapshot needs all, as the first one asks."""
+        if not self._fit.fit_state.is_spread:
+            return due
+        return process_group.any_asked(due and self._writes)
+
     def _save(self, epoch: int, step: int, logs: dict[str, Any], said: dict[str, Any]) -> None:
         """Wait for the previous save, copy the state and start to write it."""
         if not self._writes:
+            if self._fit.fit_state.is_spread:
+                self._fit.fit_state.follow()
             return
         self._background.finish()
         self._say_failure()

@@ -40,6 +40,13 @@ class FitState(Protocol):
         """
         ...
 
+    is_spread: bool = False
+    """Whether a snapshot needs every process."""
+
+    def follow(self) -> None:
+        """Take part in the snapshot of the first process, where it needs every process."""
+        return
+
     def sync(self) -> None:
         """Write the state of the running epoch to the variables."""
         ...

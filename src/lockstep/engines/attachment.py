@@ -274,8 +274,11 @@ def _announced_fit(
     def fit_in_scope(*args: Any, **kwargs: Any) -> Any:
         given = arguments_of(fit, args, kwargs)
         callbacks = given.get("callbacks")
-        if process_group.is_first() and wants_words(given):
-            print(line(given, not own_loop and loop.compiles()), flush=True)
+        prints = process_group.is_first() and wants_words(given)
+        if prints or process_group.several():  # the line may need optimizer slots of all processes
+            said = line(given, not own_loop and loop.compiles())
+        if prints:
+            print(said, flush=True)
         check_times(loop.model.steps_per_execution)
         if process_group.several():
             process_group.check_orbax(callbacks)

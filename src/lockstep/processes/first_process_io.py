@@ -25,11 +25,20 @@ from lockstep.processes.variable_drift import VariableDrift
 
 
 def methods_of_all_processes(
-    model: Any, hooks: dict[str, Callable[..., Any]], assigned: VariableDrift
+    model: Any,
+    hooks: dict[str, Callable[..., Any]],
+    assigned: VariableDrift,
+    shards: Any = None,
 ) -> dict[str, Callable[..., Any]]:
     """Return the methods of a model that several processes train: `hooks`, and more.
 
     Only the first process prints and writes files. `fit` returns when all processes have finished.
+
+    Args:
+        model: The model.
+        hooks: Its methods by name.
+        assigned: The values that this process assigns to variables.
+        shards: What the first process reads with the help of all; `None` if it has all variables.
     """
     methods = {name: hooks.get(name, getattr(model, name)) for name in (*_PRINTING, *_ON_BATCH)}
     places = {name: names_by_place(getattr(model, name)) for name in methods}
@@ -42,7 +51,10 @@ def methods_of_all_processes(
     for name in _WRITING:
         if hasattr(model, name):
             save = hooks.get(name, getattr(model, name))
-            methods[name] = _reporting_its_end(save) if is_first() else _written_by_first
+            if shards is None:
+                methods[name] = _reporting_its_end(save) if is_first() else _written_by_first
+            elif name != "export":  # which raises in every process
+                methods[name] = _read_from_all(save, shards)
     return {**hooks, **methods}
 
 
@@ -169,6 +181,19 @@ def _written_by_first(*args: Any, **kwargs: Any) -> None:
     name = CALLS.new_file(_path_of(*args, **kwargs))
     if name is not None:
         wait_for_first_process(name, CALLS.passed())
+
+
+def _read_from_all(save: Callable[..., Any], shards: Any) -> Callable[..., Any]:
+    """Wrap a saving method so that every process takes part in what the first one reads."""
+
+    @functools.wraps(save)
+    def save_with_all(*args: Any, **kwargs: Any) -> Any:
+        if not is_first():
+            return shards.follow()
+        with shards.read_with_all():
+            return save(*args, **kwargs)
+
+    return save_with_all
 
 
 def _path_of(filepath: Any = None, *_: Any, **__: Any) -> Any:

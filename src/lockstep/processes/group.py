@@ -53,6 +53,10 @@ class Group(Protocol):
         """
         ...
 
+    def is_spread(self, value: Any) -> bool:
+        """Return whether no process has this array whole."""
+        ...
+
     def to_host(self, value: Any) -> np.ndarray:
         """Return this process's copy as a NumPy array."""
         ...

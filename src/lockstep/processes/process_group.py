@@ -52,16 +52,28 @@ def share_random_numbers() -> None:
 
 
 def share_variables(variables: list[Any]) -> None:
-    """Give every process the values of the first one.
+    """Give every process the values of the first one. A variable in shards has them already.
 
     Raises:
         ProcessesDisagree: If another process has other variables, or none.
     """
+    variables = [each for each in variables if not current().is_spread(each.value)]
     mine = [current().to_host(variable.value) for variable in variables]
     _check_alike(mine)
     if variables:
         for variable, value in zip(variables, from_first(mine), strict=True):
             variable.assign(value)
+
+
+def agreed_array(value: np.ndarray) -> np.ndarray:
+    """Return the array of the first process. Every process calls this with an array.
+
+    Raises:
+        ProcessesDisagree: If an array of another process has another shape or type.
+    """
+    _check_alike([value])
+    least, greatest = once([digest([np.ascontiguousarray(value).reshape(-1).view("uint8").data])])
+    return value if least == greatest else from_first([value])[0]
 
 
 def _check_alike(values: list[np.ndarray]) -> None:

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from lockstep.devices import REPLICATED, parse_devices
+from lockstep.devices import REPLICATED, SHARDED, parse_devices
 from lockstep.distribute import Devices, check_model, check_state
 from lockstep.engines import current_engine
-from lockstep.errors import DeviceError, UnusableData
+from lockstep.errors import DeviceError, UnsupportedBackend, UnusableData
 from lockstep.verify.verification import Verification
 
 
@@ -54,6 +54,7 @@ def verify(
         DeviceError: If a device is not available, `devices` is one device, or `state` is
             unknown.
         NotAModel: If `model` is not a Keras model.
+        UnsupportedBackend: If the state is sharded, and several processes run.
         UnusableData: If the model is not compiled or cannot be built, or the data cannot be
             trained on.
 
@@ -62,6 +63,11 @@ def verify(
         >>> lockstep.verify(model, (x, y), devices=4).equal
         True
     """
+    # These import NumPy, which `import lockstep` does not.
+    from lockstep.batches import count_from_one, first_batches
+    from lockstep.processes.process_group import several
+    from lockstep.verify.comparison import compare
+
     check_model(model)
     check_state(state)
     engine = current_engine()
@@ -71,19 +77,20 @@ def verify(
             f"devices={devices!r} means {names[0]} alone, and verify needs at least 2 devices.",
             rehearse=2,
         )
+    if several() and SHARDED in (state, engine.state(model)):
+        raise UnsupportedBackend(
+            f"{model.name!r} was to be verified with its state in shards, and several processes "
+            "run.\nEach has a part of the variables, and verify compares whole ones.\n"
+            "Verify it in one process, on as many devices."
+        )
     if not getattr(model, "compiled", False):
         raise UnusableData(
             f"A compiled model was expected, and {model.name!r} is not compiled.\n"
             "Call model.compile(optimizer, loss) first: verify trains it."
         )
-    from lockstep.batches import count_from_one, first_batches
-
     number = count_from_one(steps)
     if number is None:
         raise UnusableData(
             f"steps={steps} was asked for, and a whole number of at least 1 was expected."
         )
-    # This imports NumPy, which `import lockstep` does not.
-    from lockstep.verify.comparison import compare
-
     return compare(engine, model, first_batches(data, number, batch_size), names, state)

@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from lockstep.devices import REPLICATED, Device
-from lockstep.engines.engine import Engine, Profile, no_shards
+from lockstep.engines.engine import Engine, Profile
 from lockstep.engines.jax import cache, jax_group, joining
 from lockstep.engines.jax import devices as jax_devices
 from lockstep.engines.jax.introspection import profile
@@ -15,7 +15,6 @@ from lockstep.engines.jax.variable_sync import sync_to_variables
 from lockstep.engines.shard_rule import sharded_dims
 from lockstep.launch.environment import Place
 from lockstep.layout import Layout
-from lockstep.processes import process_group
 
 
 class JaxEngine(Engine):
@@ -52,13 +51,7 @@ class JaxEngine(Engine):
         return JaxSession(model, devices, layout, state)
 
     def check_shards(self) -> None:
-        """Raise if several processes run."""
-        if process_group.several():
-            raise no_shards(
-                "JAX in several processes",
-                "Each process has the whole model between two calls, for scripts and callbacks.",
-                "Start one process, which uses all GPUs of its machine.",
-            )
+        """Do nothing: JAX shards in one process and in several."""
 
     def made_in_shards(self, devices: tuple[str, ...]) -> AbstractContextManager[None]:
         """Shard each large variable that is made inside the context."""

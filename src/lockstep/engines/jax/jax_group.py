@@ -11,10 +11,11 @@ from collections import Counter
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import distributed
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lockstep.errors import LockstepWarning, ProcessesDisagree, counted
 from lockstep.processes.coordination import once, patience
@@ -81,6 +82,11 @@ class JaxGroup:
                 "devices."
             )
         return value.addressable_data(0)
+
+    def is_spread(self, value: Any) -> bool:
+        """Return whether no process has this array whole."""
+        is_array = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+        return is_array and not (value.is_fully_addressable or value.is_fully_replicated)
 
     def to_host(self, value: Any) -> np.ndarray:
         """Return this process's copy as a NumPy array."""
@@ -163,6 +169,59 @@ def check_devices(devices: list[jax.Device]) -> None:
             f"process {jax.process_index()} it is {order}.\n"
             "Give devices= in the same order in every process, or leave it out."
         )
+
+
+FOLLOWS = -1
+"""The word of a process that takes part in the reads of the first one, or of their end."""
+
+
+def whole(value: Any, number: int = 0) -> Any:
+    """Return the whole of an array of which each process has a part. Every process calls this.
+
+    Args:
+        value: The array. Any other value is returned as it is.
+        number: Its number among the arrays that are read.
+
+    Raises:
+        ProcessesDisagree: If another process reads another array, or does not answer.
+    """
+    if not GROUP.is_spread(value):
+        return value
+    least, greatest = agree_on_read(number)
+    if not {least, greatest} <= {number, FOLLOWS}:
+        raise ProcessesDisagree(
+            "Two processes read different variables, of which each process has a part.\n"
+            "Let every process read the same variables, in the same order."
+        )
+    return gathered(value)
+
+
+def agree_on_read(number: int) -> tuple[int, int]:
+    """Return the least and the greatest number that a process reads.
+
+    In the gather itself, a process alone would wait without an end.
+
+    Raises:
+        ProcessesDisagree: If another process does not answer.
+    """
+    try:
+        (least,), (greatest,) = once([number])
+    except ProcessesDisagree as error:
+        if error.left_by is not None:
+            raise
+        raise ProcessesDisagree(
+            f"Process {GROUP.rank} reads a variable, of which each process has a part, and another "
+            "one does not.\nLet every process read it, or save the model, at the same point of the "
+            "script.\nA process waits for the others as long as LOCKSTEP_PATIENCE says, in seconds."
+        ) from error
+    return least, greatest
+
+
+def gathered(value: jax.Array) -> jax.Array:
+    """Gather an array of all processes, which have agreed on it."""
+    mesh = value.sharding.mesh  # type: ignore[attr-defined]  # a NamedSharding
+    every: jax.Array = jax.jit(jnp.copy, out_shardings=NamedSharding(mesh, PartitionSpec()))(value)
+    return every.addressable_data(0)
 
 
 def put(value: Any, layout: NamedSharding) -> jax.Array:

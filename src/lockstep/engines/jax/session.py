@@ -12,10 +12,11 @@ import keras
 import numpy as np
 from jax.sharding import Sharding
 
-from lockstep.checkpoint.fit_run import Snapshot
+from lockstep.checkpoint.fit_run import FitState, Snapshot
 from lockstep.devices import REPLICATED, SHARDED
 from lockstep.engines.holders import check_shared, holders_of
 from lockstep.engines.jax import devices as jax_devices
+from lockstep.engines.jax import jax_group
 from lockstep.engines.jax import states as jax_states
 from lockstep.engines.jax.branches.branch_steps import BranchSteps
 from lockstep.engines.jax.fit.on_batch import OnBatch
@@ -26,6 +27,7 @@ from lockstep.engines.jax.steps.live_state import GROUPS_OF, State, take_out, wi
 from lockstep.engines.jax.steps.padded import fetched
 from lockstep.engines.jax.steps.state_layout import (
     Replicated,
+    SavedShards,
     Sharded,
     ShardedVariable,
     drop_shards,
@@ -157,6 +159,9 @@ class JaxSession(Session):
             if id(variable) in states and self._steps.divides(variable.shape[0])
         )
 
+    def _several_have_shards(self) -> bool:
+        return self._several and self.state == SHARDED
+
     def _held(self) -> list[Any]:
         return [v for v in variables_of(self.model) if self in holders_of(v)]
 
@@ -239,7 +244,8 @@ class JaxSession(Session):
         sync = methods.get(sync_name, getattr(model, sync_name))
         methods[sync_name] = _synced_here(model, sync, self._assigned)
         methods[TAKE_JAX_STATE] = _noting(methods[TAKE_JAX_STATE], self._assigned)
-        return methods_of_all_processes(model, methods, self._assigned)
+        shards = SavedShards(model) if self._several_have_shards() else None
+        return methods_of_all_processes(model, methods, self._assigned, shards)
 
     def _with_values_back(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a method so that variables have values after an interrupt in a Keras loop."""
@@ -259,6 +265,8 @@ class JaxSession(Session):
     def _exporting(self, export: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(export)
         def export_plainly(*args: Any, **kwargs: Any) -> Any:
+            if self._several:
+                raise _no_export(self.model)
             with read_as_stored(self.model):  # the program is for one device
                 return export(*args, **kwargs)
 
@@ -302,7 +310,8 @@ class JaxSession(Session):
 
     def fit_state(self) -> "JaxFitState":
         """Return access to the variables, for a checkpoint of one `fit`."""
-        return JaxFitState(self.model, on_host=self.devices[0].startswith("cpu"))
+        on_host, is_spread = self.devices[0].startswith("cpu"), self._several_have_shards()
+        return JaxFitState(self.model, on_host, is_spread)
 
     def is_compiled(self) -> bool:
         """Return whether a step is one program."""
@@ -376,22 +385,24 @@ class MeshIterator(HostIterator):
         return self.data_adapter.get_jax_iterator()
 
 
-class JaxFitState:
+class JaxFitState(FitState):
     """Give access to the variables in a `fit` on JAX; see `lockstep.checkpoint.fit_run.FitState`.
 
     Args:
         model: The model.
         on_host: Whether its devices are CPUs.
+        is_spread: Whether each of several processes has a part of the variables.
     """
 
-    def __init__(self, model: Any, on_host: bool) -> None:
+    def __init__(self, model: Any, on_host: bool, is_spread: bool) -> None:
+        self.is_spread = is_spread
         self._model = model
         self._buffers = SnapshotBuffers(on_host)
 
     def snapshot(self, logs: dict[str, Any]) -> Snapshot:
         """Copy every variable and the logs of the last step; see `snapshot_buffers.py`."""
         names = list(named_variables(self._model))
-        values = [_on_one_device(value) for value in self._values()]
+        values = self._values()
         variables = len(values)
         # `dict.items` bypasses the fetch of `LazyLogs`. A step does not donate its logs.
         for name, value in dict.items(logs):
@@ -403,7 +414,12 @@ class JaxFitState:
             (name, str(value.dtype), tuple(value.shape))
             for name, value in zip(names, values, strict=True)
         ]
-        return Snapshot(variables, arrays, self._buffers.of(names, values))
+        return Snapshot(variables, arrays, self._buffers.of(names, map(_on_one_device, values)))
+
+    def follow(self) -> None:
+        """Take part in the snapshot of the first process."""
+        for value in self._values():
+            jax_group.whole(value)
 
     def sync(self) -> None:
         """Write the state of the step into the variables."""
@@ -422,6 +438,8 @@ class JaxFitState:
 
 
 def _on_one_device(value: Any) -> Any:
+    if GROUP.is_spread(value):  # at once: the next step may be a program of all processes
+        return np.asarray(jax_group.whole(value))
     value = GROUP.local(value)
     return value.addressable_data(0) if value.is_fully_replicated else value
 
@@ -449,7 +467,7 @@ def _synced_here(
             return
         groups = {name: state.get(name, None) for name in GROUPS}
         here = {
-            name: [GROUP.local(value) for value in group]
+            name: [value if GROUP.is_spread(value) else GROUP.local(value) for value in group]
             for name, group in groups.items()
             if group is not None
         }
@@ -549,6 +567,15 @@ def _check_layout(model: Any, variable: Any) -> None:
         f"Variable {variable.path!r} of {model.name!r} is laid out by another tool "
         f"({type(layout or variable.value.sharding).__name__}), and lockstep wants to lay it out.\n"
         "Distribute with one tool: build the model anew without the other one, and load its file."
+    )
+
+
+def _no_export(model: Any) -> UnsupportedModel:
+    """Return the error for an export by one process, which has a part of each variable."""
+    return UnsupportedModel(
+        f"{model.name!r} was to be exported, and each of several processes has a part of its "
+        "variables.\nAn exported program has all of them. Save the model, and export it in one "
+        "process."
     )
 
 

@@ -1,6 +1,6 @@
 """Copies of arrays that stay unchanged while training continues."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -29,14 +29,14 @@ class SnapshotBuffers:
         self._copy = jax.jit(lambda values: [jnp.copy(value) for value in values])
         self._kept: dict[str, np.ndarray] = {}
 
-    def of(self, names: list[str], values: list[Any]) -> Iterator[np.ndarray]:
+    def of(self, names: list[str], values: Iterable[Any]) -> Iterator[np.ndarray]:
         """Return the current values on the host, one after the other.
 
         Iterate once, in any thread. On CPU devices, iterate before the next copy.
         """
         if self._on_host:
             return iter([self._kept_copy(*each) for each in zip(names, values, strict=True)])
-        return _fetched(self._on_device(values))
+        return _fetched(self._on_device([*values]))
 
     def _kept_copy(self, name: str, value: Any) -> np.ndarray:
         seen = np.asarray(value)  # while this view exists, no step writes into it
@@ -47,9 +47,11 @@ class SnapshotBuffers:
         return kept
 
     def _on_device(self, values: list[Any]) -> list[Any]:
-        spread = {n for n, value in enumerate(values) if len(value.sharding.device_set) > 1}
-        copies = [jnp.copy(value) if n in spread else None for n, value in enumerate(values)]
-        whole = [n for n in range(len(values)) if n not in spread]
+        host = {n for n, value in enumerate(values) if isinstance(value, np.ndarray)}
+        several = [n for n in range(len(values)) if n not in host]
+        spread = {n for n in several if len(values[n].sharding.device_set) > 1}
+        copies = [jnp.copy(value) if n in spread else value for n, value in enumerate(values)]
+        whole = [n for n in several if n not in spread]
         for n, copy in zip(whole, self._copy([values[n] for n in whole]), strict=True):
             copies[n] = copy
         return copies
@@ -58,10 +60,15 @@ class SnapshotBuffers:
 def _fetched(copies: list[Any]) -> Iterator[np.ndarray]:
     """Yield the values on the host, and free each copy after its transfer."""
     for copy in copies[:_AHEAD]:
-        copy.copy_to_host_async()
+        _begin_to_fetch(copy)
     for n in range(len(copies)):
         if n + _AHEAD < len(copies):
-            copies[n + _AHEAD].copy_to_host_async()
+            _begin_to_fetch(copies[n + _AHEAD])
         value = np.asarray(copies[n])
         copies[n] = None
         yield value
+
+
+def _begin_to_fetch(copy: Any) -> None:
+    if isinstance(copy, jax.Array):  # a variable that all processes gathered is here already
+        copy.copy_to_host_async()

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lockstep.engines.jax import jax_group
 from lockstep.keras_compat import (
     JAX_STATE,
     JAX_STATE_SYNCED,
@@ -42,7 +43,7 @@ def to_default_device(variables: list[Any]) -> None:
     for variable in variables:
         if variable.value.committed:
             # Through the host: an array that JAX copies between devices stays committed.
-            variable.assign(jnp.asarray(np.asarray(variable.value)))
+            variable.assign(jnp.asarray(np.asarray(jax_group.whole(variable.value))))
 
 
 def write_state(model: Any) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lockstep.checkpoint.fit_run import Snapshot
+from lockstep.checkpoint.fit_run import FitState, Snapshot
 from lockstep.devices import names_in_words
 from lockstep.engines.holders import check_shared, holders_of
 from lockstep.engines.patched import patched
@@ -364,7 +364,7 @@ def _lazily(dataset: Any) -> Iterator[Any]:
     yield from dataset
 
 
-class TensorFlowFitState:
+class TensorFlowFitState(FitState):
     """Give access to the variables in a `fit`; see `lockstep.checkpoint.fit_run.FitState`."""
 
     def __init__(self, model: Any) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lockstep.checkpoint.fit_run import Snapshot
+from lockstep.checkpoint.fit_run import FitState, Snapshot
 from lockstep.engines.holders import check_shared, holders_of
 from lockstep.engines.left_out import LeftOutUsed
 from lockstep.engines.replicas.first_step import (
@@ -503,7 +503,7 @@ class ComparedLoader(ComparedIterator):
         return iter(self.data_adapter.get_torch_dataloader())
 
 
-class TorchFitState:
+class TorchFitState(FitState):
     """Give access to the variables in a `fit`; see `lockstep.checkpoint.fit_run.FitState`."""
 
     def __init__(self, model: Any) -> None:

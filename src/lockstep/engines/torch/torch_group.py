@@ -114,6 +114,10 @@ class TorchGroup:
         """Return the value: every process has all tensors whole."""
         return value
 
+    def is_spread(self, value: Any) -> bool:
+        """Return false: every process has all tensors whole."""
+        return False
+
     def to_host(self, value: Any) -> np.ndarray:
         """Return a tensor as a NumPy array."""
         return np.asarray(keras.ops.convert_to_numpy(value) if torch.is_tensor(value) else value)

@@ -11,17 +11,21 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from lockstep.engines.jax import jax_group
 from lockstep.engines.jax.steps.live_state import GROUPS_BY_NUMBER, State
 from lockstep.engines.jax.variable_sync import group_of
 from lockstep.engines.shard_rule import dim_by_shape, sharded_dims
+from lockstep.errors import ProcessesDisagree
 from lockstep.keras_compat import (
     in_layer_call,
+    in_stateless_scope,
     layout_of,
     set_layout,
     store_value,
     stored_value,
     variables_reported,
 )
+from lockstep.processes import process_group
 from lockstep.state import variables_of
 
 
@@ -103,11 +107,17 @@ def layouts_of_state(
 
 
 class ShardedLayout(keras.distribution.TensorLayout):  # type: ignore[misc]
-    """A layout that `distribute` gave to a variable. A copy of the variable has none."""
+    """A layout that `distribute` gave to a variable. A copy of the variable has none.
+
+    Attributes:
+        sharding: The layout in the terms of JAX.
+        number: The number of the variable among those in shards of its model.
+    """
 
     def __init__(self, sharding: NamedSharding) -> None:
         super().__init__([None])
         self.sharding = sharding
+        self.number = 0
 
     @property
     def backend_layout(self) -> NamedSharding:
@@ -127,9 +137,12 @@ class ShardedVariable(keras.Variable):  # type: ignore[misc]
     """
 
     def _maybe_autocast(self, value: Any) -> Any:
-        value = super()._maybe_autocast(value)
         if not in_layer_call():
-            return value
+            return super()._maybe_autocast(value)
+        if jax_group.GROUP.is_spread(value) and not in_stateless_scope():
+            # Outside a step, a process computes by itself.
+            return super()._maybe_autocast(jax_group.whole(value, layout_of(self).number))
+        value = super()._maybe_autocast(value)
         layout = layout_of(self).sharding
         # The first constraint lets the cast run on the shards. On GPUs, the gradient of both is one
         # reduce-scatter.
@@ -137,19 +150,17 @@ class ShardedVariable(keras.Variable):  # type: ignore[misc]
         return jax.lax.with_sharding_constraint(shards, NamedSharding(layout.mesh, PartitionSpec()))
 
     def _convert_to_tensor(self, value: Any, dtype: Any = None) -> Any:
-        if not isinstance(value, jax.Array | keras.Variable | sparse.JAXSparse):
+        if not isinstance(value, jax.Array | keras.Variable | sparse.JAXSparse) or (
+            process_group.several() and _is_here(value)
+        ):
             host = np.asarray(value)
             if host.shape == tuple(self.shape):
-                return jax.make_array_from_callback(
-                    host.shape,
-                    layout_of(self).sharding,
-                    # A copy: on CPUs JAX may share the memory of a NumPy array.
-                    lambda part: np.array(host[part], jnp.dtype(dtype or host.dtype)),
-                )
+                return _in_shards(host, layout_of(self).sharding, dtype or host.dtype)
         return super()._convert_to_tensor(value, dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return on_host(self.value).astype(dtype or self.value.dtype, copy=False)
+        host = on_host(self.value, layout_of(self).number)
+        return host.astype(dtype or host.dtype, copy=False)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = _new_variable()
@@ -166,8 +177,31 @@ def _new_variable() -> keras.Variable:
     return keras.Variable.__new__(keras.Variable)
 
 
-def on_host(value: Any) -> np.ndarray:
-    """Copy an array to the host. JAX itself would keep a second copy in the array."""
+def _in_shards(host: np.ndarray, layout: NamedSharding, dtype: Any) -> jax.Array:
+    """Copy an array of the host to its shards. No device gets it whole."""
+    if process_group.several():
+        host = process_group.agreed_array(np.asarray(host, jnp.dtype(dtype)))
+
+    def shard(part: Any) -> np.ndarray:  # a copy: on CPUs JAX may share memory with NumPy
+        return np.array(host[part], jnp.dtype(dtype))
+
+    return jax.make_array_from_callback(host.shape, layout, shard)
+
+
+def _is_here(value: Any) -> bool:
+    """Return whether a value is an array of this process alone."""
+    is_array = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    return is_array and value.is_fully_addressable
+
+
+def on_host(value: Any, number: int = 0) -> np.ndarray:
+    """Copy an array to the host. JAX itself would keep a second copy in the array.
+
+    Args:
+        value: The array.
+        number: Its number; see `jax_group.whole`.
+    """
+    value = jax_group.whole(value, number)
     if isinstance(value, jax.core.Tracer) or value.is_fully_replicated:
         return np.asarray(value)
     host = np.empty(value.shape, value.dtype)
@@ -201,15 +235,60 @@ def made_in_shards(devices: list[jax.Device]) -> Iterator[None]:
 
     Its initializer runs as on one device and gives the same bits. One variable at a time is whole.
     """
+    jax_group.check_devices(devices)
     mesh = Mesh(np.array(devices), ("batch",))
 
     def shard(variable: Any) -> None:
         home = _along(dim_by_shape(variable, mesh.size, _KINDS), mesh)
-        if not home.is_fully_replicated:  # a copy, as the script may hold the first value
-            hold_in_shards(variable, jax.device_put(jnp.copy(stored_value(variable)), home))
+        if not home.is_fully_replicated:
+            first = np.asarray(stored_value(variable))
+            hold_in_shards(variable, _in_shards(first, home, first.dtype))
 
     with variables_reported(shard):
         yield
+
+
+class SavedShards:
+    """The variables in shards of a model that the first of several processes writes to a file.
+
+    Every process has a part of each, and takes part in each read.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    @contextmanager
+    def read_with_all(self) -> Iterator[None]:
+        """Let the other processes follow what this process reads inside the context."""
+        numbered(variables_of(self._model))  # it may share variables with another model
+        try:
+            yield
+        except ProcessesDisagree:
+            raise  # they do not follow
+        except BaseException:
+            jax_group.agree_on_read(jax_group.FOLLOWS)
+            raise
+        jax_group.agree_on_read(jax_group.FOLLOWS)
+
+    def follow(self) -> None:
+        """Take part in what the first process reads, until it ends."""
+        variables = numbered(variables_of(self._model))
+        while True:
+            _, number = jax_group.agree_on_read(jax_group.FOLLOWS)
+            if number == jax_group.FOLLOWS:
+                return
+            jax_group.gathered(stored_value(variables[number]))
+
+
+def numbered(variables: list[Any]) -> list[Any]:
+    """Number the variables in shards, by which processes agree on what they read."""
+    found = [variable for variable in variables if is_held_in_shards(variable)]
+    for number, variable in enumerate(found):
+        layout_of(variable).number = number
+    return found
 
 
 @contextmanager

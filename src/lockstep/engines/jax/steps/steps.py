@@ -49,6 +49,7 @@ from lockstep.engines.jax.steps.state_layout import (
     drop_shards,
     hold_in_shards,
     is_held_in_shards,
+    numbered,
 )
 from lockstep.engines.jax.steps.step import Step, StepFunction
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
@@ -127,10 +128,13 @@ class Steps:
             splits = isinstance(home, NamedSharding) and not home.is_fully_replicated
             if value.sharding != home and (splits or is_held_in_shards(variable)):
                 drop_shards(variable)
-                value = self.moved(value, home)
+                value = jax_group.whole(value)
+                if splits or not self._several:  # outside a step, each process has it whole
+                    value = self.moved(value, home)
                 variable.assign(value)
             if splits and not isinstance(variable, ShardedVariable):
                 hold_in_shards(variable, value)
+        numbered(variables)
 
     def home(self, variable: Any) -> Sharding:
         """Return the layout of a variable outside a step."""

@@ -14,6 +14,11 @@ from lockstep.state import GROUPS, named_variables
 BACKEND = keras.backend.backend()
 
 
+def bytes_of_float():
+    """The tests of PyTorch make a process compute in float64."""
+    return np.dtype(keras.config.floatx()).itemsize
+
+
 def dense():
     made = [keras.Input((40,)), layers.Dense(512, "relu"), layers.BatchNormalization()]
     model = keras.Sequential([*made, layers.Dropout(0.1), layers.Dense(3)])
@@ -73,7 +78,8 @@ def test_planned_bytes_are_those_of_the_first_device(build):
 def test_the_first_device_has_the_rows_of_a_ragged_batch():
     """Four of seven rows. JAX stores 64 bits as 32; the type of the inputs is that of Keras."""
     plan = lockstep.plan(dense, 2, batch_size=7)
-    assert plan.layouts[0].batch == 4 * (40 * 4 + 3 * (4 if BACKEND == "jax" else 8))
+    targets = 3 * (4 if BACKEND == "jax" else 8)
+    assert plan.layouts[0].batch == 4 * (40 * bytes_of_float() + targets)
 
 
 def test_no_value_is_made():
@@ -84,7 +90,8 @@ def test_no_value_is_made():
         made[0].compile("adam", "mse")
         return made[0]
 
-    assert lockstep.plan(build, 2).layouts[0].weights == 4 * 3001 * 2_000_000  # 24 GB
+    weights = lockstep.plan(build, 2).layouts[0].weights
+    assert weights == bytes_of_float() * 3001 * 2_000_000  # 24 GB in float32
 
 
 def test_code_that_needs_values_gets_a_remedy():
@@ -106,7 +113,8 @@ def test_statistics_of_data_are_taken():
         return model
 
     rows = 8 if BACKEND == "tensorflow" else 4  # an integer of the layer
-    assert lockstep.plan(build, 2).layouts[0].weights == 4 * (2001 * 16 + 2 * 2000) + rows
+    weights = lockstep.plan(build, 2).layouts[0].weights
+    assert weights == bytes_of_float() * (2001 * 16 + 2 * 2000) + rows
 
 
 @pytest.mark.parametrize("rows", [None, 12])

@@ -77,6 +77,15 @@ made.layers[1].kernel.assign(jax.numpy.asarray(weights[2]))
 assert bytes_here(made) == held
 for name in ("last.keras", "saved-by-0.keras"):
     far.append(distance(values(keras.models.load_model(name)), weights))
+with lockstep.sharded():
+    again = keras.models.load_model("last.keras")  # with slots
+lockstep.distribute(again, state="sharded")
+far.append(distance(values(again), weights))
+again.layers[0].enable_lora(4)
+again.compile("sgd", "mse")
+again.save("lora.keras")  # the layer adds both parts
+plain = keras.models.load_model("lora.keras")
+far.append(distance(plain.predict(X, verbose=0), again.predict(X, verbose=0)))
 copied = keras.models.clone_model(made)
 copied.set_weights(made.get_weights())
 lockstep.release(made)
@@ -153,6 +162,7 @@ def test_a_checkpoint_of_two_processes_goes_on_in_one(tmp_path, devices, state):
 ALONE = """
 import time
 from lockstep.errors import LockstepError
+from lockstep.processes import process_group
 made = lockstep.distribute(network(), state="sharded")
 kernels = [layer.kernel for layer in made.layers[:2]]
 said = []
@@ -178,6 +188,8 @@ else:
     made.save_weights("missing/a.weights.h5")
 trained(made, epochs=1)
 ends(lambda: np.array(kernels[rank]))
+time.sleep(4 * rank)
+ends(lambda: process_group.wait_for_all() if rank else np.array(kernels[0]))
 ends(lambda: made.export("exported"))
 ends(lambda: lockstep.verify(made, (X, Y), steps=1))
 print("\\nREPORT", json.dumps([said, distance(predicted, one.predict(X, verbose=0))]))
@@ -188,7 +200,9 @@ def test_a_read_by_one_process_alone_ends_in_words(tmp_path):
     found, _ = run_both(BEGIN + ALONE, tmp_path, LOCKSTEP_PATIENCE="3")
     (said, far), (also_said, also_far) = found
     assert max(far, also_far) <= 1e-10
-    assert [words.split("\n")[0] for words in said] == [ALONE_READS, ALONE_READS, "missing", *BOTH]
+    alone = [ALONE_READS, ALONE_READS, "missing", BOTH[0], ALONE_READS, *BOTH[1:]]
+    assert [words.split("\n")[0] for words in said] == alone
+    assert "for process 0, which has ended" in also_said.pop(1)
     assert [words.split("\n")[0] for words in also_said] == BOTH
 
 

@@ -36,10 +36,13 @@ class Exchange:
     """Exchange words: every process sends one word and gets the extremes of all.
 
     Every process makes the same exchanges, in the same order.
+
+    Args:
+        kind: Words of another kind are none of this exchange.
     """
 
-    def __init__(self) -> None:
-        self._name = CALLS.new_name()
+    def __init__(self, kind: str = "") -> None:
+        self._name = CALLS.new_name() + kind
         self._block = 0
         self._count = 0
 
@@ -85,9 +88,9 @@ class Exchange:
             self.close()
 
 
-def once(word: Word) -> tuple[Word, Word]:
-    """Exchange one word."""
-    exchange = Exchange()
+def once(word: Word, kind: str = "") -> tuple[Word, Word]:
+    """Exchange one word; see `Exchange`."""
+    exchange = Exchange(kind)
     heard = exchange.send(word)
     exchange.close()
     return heard

@@ -205,7 +205,7 @@ def agree_on_read(number: int) -> tuple[int, int]:
         ProcessesDisagree: If another process does not answer.
     """
     try:
-        (least,), (greatest,) = once([number])
+        (least,), (greatest,) = once([number], kind="-read")
     except ProcessesDisagree as error:
         if error.left_by is not None:
             raise

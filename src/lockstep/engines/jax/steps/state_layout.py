@@ -112,12 +112,14 @@ class ShardedLayout(keras.distribution.TensorLayout):  # type: ignore[misc]
     Attributes:
         sharding: The layout in the terms of JAX.
         number: The number of the variable among those in shards of its model.
+        is_saved: Whether the process reads the variable to save it, and the others follow.
     """
 
     def __init__(self, sharding: NamedSharding) -> None:
         super().__init__([None])
         self.sharding = sharding
         self.number = 0
+        self.is_saved = False
 
     @property
     def backend_layout(self) -> NamedSharding:
@@ -138,6 +140,8 @@ class ShardedVariable(keras.Variable):  # type: ignore[misc]
 
     def _maybe_autocast(self, value: Any) -> Any:
         if not in_layer_call():
+            if layout_of(self).is_saved:  # a layer with LoRA computes what it saves
+                value = jax_group.whole(value, layout_of(self).number)
             return super()._maybe_autocast(value)
         if jax_group.GROUP.is_spread(value) and not in_stateless_scope():
             # Outside a step, a process computes by itself.
@@ -240,9 +244,12 @@ def made_in_shards(devices: list[jax.Device]) -> Iterator[None]:
 
     def shard(variable: Any) -> None:
         home = _along(dim_by_shape(variable, mesh.size, _KINDS), mesh)
-        if not home.is_fully_replicated:
-            first = np.asarray(stored_value(variable))
-            hold_in_shards(variable, _in_shards(first, home, first.dtype))
+        if home.is_fully_replicated:
+            return
+        first = stored_value(variable)
+        if not jax_group.GROUP.is_spread(first):  # Keras makes a slot like its variable
+            first = _in_shards(np.asarray(first), home, first.dtype)
+        hold_in_shards(variable, first)
 
     with variables_reported(shard):
         yield
@@ -263,7 +270,10 @@ class SavedShards:
     @contextmanager
     def read_with_all(self) -> Iterator[None]:
         """Let the other processes follow what this process reads inside the context."""
-        numbered(variables_of(self._model))  # it may share variables with another model
+        # They are numbered anew, as the model may share variables with another one.
+        layouts = [layout_of(each) for each in numbered(variables_of(self._model))]
+        for layout in layouts:
+            layout.is_saved = True
         try:
             yield
         except ProcessesDisagree:
@@ -271,6 +281,9 @@ class SavedShards:
         except BaseException:
             jax_group.agree_on_read(jax_group.FOLLOWS)
             raise
+        finally:
+            for layout in layouts:
+                layout.is_saved = False
         jax_group.agree_on_read(jax_group.FOLLOWS)
 
     def follow(self) -> None:

@@ -172,7 +172,7 @@ def check_devices(devices: list[jax.Device]) -> None:
 
 
 FOLLOWS = -1
-"""The word of a process that takes part in the reads of the first one, or of their end."""
+"""Sent in place of a number: a process reads what the first one reads, which ends with it."""
 
 
 def whole(value: Any, number: int = 0) -> Any:

@@ -112,6 +112,7 @@ def run(model):
 def test_an_error_at_a_message_comes_home_and_the_next_call_works(message, devices, monkeypatch):
     one, many = both(MESSAGES[message], devices)
     fault = f"_{message}", len(devices) - 1, 0
+    monkeypatch.setattr(pool, "_pools", {})  # no warm pool of a model of another test
     with monkeypatch.context() as patch:
         patch.setattr(pool, "_START", FAULTY.format(fault=fault))
         with pytest.raises(KeyError, match="planted") as caught:

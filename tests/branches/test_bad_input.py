@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.errors import DeviceError, DeviceNotFound, LayoutConflict, UnsupportedModel
-from tests.branches.test_branches import chain, rows
+from lockstep.errors import DeviceError, DeviceNotFound, UnsupportedModel
+from tests.every_backend.branch_models import chain, rows
 
 
 def test_a_name_that_matches_nothing():
@@ -46,24 +46,6 @@ def test_on_around_no_call_of_a_functional_model():
 def test_an_error_inside_on_comes_through():
     with pytest.raises(RuntimeError, match="mine"), lockstep.on("cpu:1"):
         raise RuntimeError("mine")
-
-
-def test_branches_and_copies_at_once():
-    model = lockstep.place(chain(), {"dense_1": 1})
-    with pytest.raises(LayoutConflict, match=r"lockstep\.distribute.*\n.*\n.*lockstep\.release"):
-        lockstep.distribute(model, 2)
-    lockstep.distribute(lockstep.release(model), 2)
-    with pytest.raises(LayoutConflict, match=r"lockstep\.place"):
-        lockstep.place(model, {"dense_1": 1})
-
-
-def test_a_variable_that_another_model_has_elsewhere():
-    model = chain()
-    lockstep.place(model, {"dense_1": 1})
-    part = keras.Sequential([keras.Input((8,)), model.get_layer("dense_1")])
-    with pytest.raises(LayoutConflict, match="shared with"):
-        lockstep.place(part, {"dense_1": 2})
-    lockstep.place(part, {"dense_1": 1})
 
 
 def test_operations_that_run_one_by_one():

@@ -1,6 +1,6 @@
-"""Branches on TensorFlow: the tests of JAX, and which device every operation really runs on.
+"""Which device every operation of branches really runs on.
 
-Only these tests ask TensorFlow what it ran: the graph of each device, after all optimizations.
+These tests ask TensorFlow what it ran: the graph of each device, after all optimizations.
 """
 
 import collections
@@ -13,9 +13,7 @@ from tensorflow.python.eager import context
 
 import lockstep
 from lockstep.errors import UnsupportedModel
-from tests.branches import test_bad_input, test_branches, test_where_layers_run
-from tests.branches.test_branches import (
-    DEVICES,
+from tests.every_backend.branch_models import (
     assert_equal_runs,
     chain,
     data,
@@ -24,44 +22,7 @@ from tests.branches.test_branches import (
     two_branches,
 )
 
-AS_ON_JAX = {
-    test_branches: """
-        test_the_old_recipe_equals_one_device_with_dropout
-        test_every_weight_and_slot_is_on_the_device_of_its_layer
-        test_slots_are_never_on_the_default_device_first
-        test_layers_are_placed_by_name
-        test_a_file_carries_no_device
-        test_a_direct_call_and_a_released_model_run_on_one_device
-        test_a_killed_run_goes_on
-        test_every_method_that_takes_one_batch
-        test_callbacks_read_and_write_weights
-        test_layers_that_go_back_and_forth_are_exact_and_warned_of
-    """,
-    test_where_layers_run: """
-        test_one_nested_model_on_two_devices
-        test_devices_inside_nested_models
-        test_a_layer_on_the_device_of_the_model_around_it
-        test_a_sequential_model_that_grows
-        test_a_model_of_layers_that_are_placed_is_placed_too
-        test_losses_that_a_direct_call_adds
-    """,
-    test_bad_input: """
-        test_branches_and_copies_at_once
-        test_a_variable_that_another_model_has_elsewhere
-    """,
-}
-IN_SAMPLE = [
-    "test_the_old_recipe_equals_one_device_with_dropout",
-    "test_a_killed_run_goes_on",
-    "test_devices_inside_nested_models",
-    "test_a_variable_that_another_model_has_elsewhere",
-]
-"""The others run with `--whole` alone."""
-
-for module, names in AS_ON_JAX.items():
-    for name in names.split():
-        function = getattr(module, name)
-        globals()[name] = function if name in IN_SAMPLE else pytest.mark.whole(function)
+DEVICES = ("cpu:0", "cpu:1", "cpu:2")
 
 
 def ran(call):
@@ -83,12 +44,6 @@ def ran(call):
 
 def products_of(nodes):
     return dict(collections.Counter(device for _, op, device in nodes if "MatMul" in op))
-
-
-@pytest.fixture
-def products():
-    """Return a function that predicts, and counts the products on each device."""
-    return lambda model, x: products_of(ran(lambda: model.predict(x, verbose=0)))
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,9 @@ from keras import layers
 
 import lockstep
 from lockstep.engines.torch.branches import branch_steps
-from lockstep.errors import CheckpointWarning, LayoutConflict, UnsupportedBackend, UnsupportedModel
+from lockstep.errors import LayoutConflict, UnsupportedBackend, UnsupportedModel
 from lockstep.processes import process_group
-from tests.branches.test_branches import (
-    DEVICES,
+from tests.every_backend.branch_models import (
     chain,
     config_in,
     data,
@@ -298,22 +297,6 @@ def test_a_failure_leaves_the_model_as_it_was(gpus, monkeypatch):
     assert {str(variable.value.device) for variable in model.variables} == {"lazy:0"}
 
 
-def test_every_slot_is_made_on_its_device(gpus, monkeypatch):
-    made = {}
-    make = keras.optimizers.Adam.add_variable_from_reference
-
-    def note(self, *args, **kwargs):
-        slot = make(self, *args, **kwargs)
-        made[slot.path] = device_of(slot)
-        return slot
-
-    monkeypatch.setattr(keras.optimizers.Adam, "add_variable_from_reference", note)
-    lockstep.place(chain(), APART).fit(*rows(), verbose=0)
-    homes = {path.split("_momentum")[0][-8:]: home for path, home in made.items() if "_mom" in path}
-    assert homes["1_kernel"] == homes["5_kernel"] == "gpu:1"
-    assert homes["0_kernel"] == homes["4_kernel"] == "gpu:0"
-
-
 def test_what_is_made_of_placed_layers(gpus):
     model = lockstep.place(two_branches_apart(), {"left": 0, "right": 1})
     x, y = data()
@@ -340,49 +323,6 @@ def test_a_model_around_one_that_is_placed(gpus):
     around.fit(rows()[0], np.zeros((22, 3)), verbose=0)
     homes = [device_of(layer.kernel) for layer in (*model.layers, around.get_layer("new"))]
     assert homes == ["gpu:2", "gpu:1", "gpu:0"]
-
-
-def test_every_method_that_takes_one_batch(gpus):
-    x, y = data()
-    results = []
-    for devices in (("gpu:0",) * 3, GPUS):
-        model = two_branches(devices)
-        keras.utils.set_random_seed(7)  # dropout without a seed draws from PyTorch's state
-        results.append(
-            [
-                *(model.train_on_batch(x, y) for _ in range(3)),
-                model.test_on_batch(x, y),
-                model.predict_on_batch(x),
-            ]
-        )
-    keras.tree.map_structure(
-        lambda one, many: np.testing.assert_allclose(many, one, rtol=0, atol=BOUND), *results
-    )
-
-
-class Killed(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        if self.model.optimizer.iterations == 9:
-            raise RuntimeError("killed")
-
-
-def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
-    x, y = data()
-    options = {"batch_size": 5, "epochs": 3, "verbose": 0, "shuffle": False}
-
-    def fit(folder, *callbacks):
-        model = two_branches(DEVICES)
-        saving = lockstep.Checkpoint(tmp_path / folder, steps=1)
-        model.fit(x, y, callbacks=[saving, *callbacks], **options)
-        return model
-
-    whole = fit("whole")
-    with pytest.raises(RuntimeError, match="killed"):
-        fit("run", Killed())
-    with pytest.warns(CheckpointWarning, match="Killed is gone"):
-        resumed = fit("run")
-    for mine, other in zip(resumed.get_weights(), whole.get_weights(), strict=True):
-        np.testing.assert_array_equal(mine, other)
 
 
 def test_what_is_refused():

@@ -66,10 +66,12 @@ def _call(layer: Any, product: Product) -> Callable[..., Any]:
         constants = zip(_FACTORS, map(ops.stop_gradient, values), strict=True)
         with patched([(layer, "activation", None), *((layer, *each) for each in constants)]):
             outputs = call(inputs, *args, **kwargs)
-        inputs = ops.cast(inputs, outputs.dtype)
-        outputs = _with_gradient(
-            lambda x, *factors: scale * product(x, *factors), outputs, inputs, *values
-        )
+        kind = outputs.dtype
+
+        def given(inputs: Any, *factors: Any) -> Any:
+            return ops.cast(scale * product(inputs, *factors), kind)
+
+        outputs = _with_gradient(given, outputs, ops.cast(inputs, kind), *values)
         return outputs if activation is None else activation(outputs)
 
     return call_by_factors

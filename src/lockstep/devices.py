@@ -303,6 +303,11 @@ SHARDED_FROM = 64 * 1024
 and costs a gather in every step."""
 
 
+def is_large(shape: Sequence[int], item_bytes: int, devices: int) -> bool:
+    """Return whether a variable is large enough to be sharded over so many devices."""
+    return devices > 1 and 0 < math.prod(shape) * item_bytes >= SHARDED_FROM
+
+
 def sharded_dim(shape: Sequence[int], item_bytes: int, devices: int) -> int | None:
     """Return the dim along which a variable is sharded, `None` if it is replicated.
 
@@ -317,7 +322,7 @@ def sharded_dim(shape: Sequence[int], item_bytes: int, devices: int) -> int | No
         >>> sharded_dim((1000, 4096), 4, 8), sharded_dim((1000, 4096), 4, 3)
         (1, None)
     """
-    if devices == 1 or math.prod(shape) * item_bytes < SHARDED_FROM:
+    if not is_large(shape, item_bytes, devices):
         return None
     fitting = [dim for dim, size in enumerate(shape) if size and size % devices == 0]
     return max(fitting, key=lambda dim: shape[dim], default=None)

@@ -88,7 +88,7 @@ try:
     from keras.src.backend.common import dtypes as _dtypes
     from keras.src.backend.common import global_state
     from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
-    from keras.src.backend.common.stateless_scope import in_stateless_scope
+    from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
     from keras.src.backend.common.variables import Variable as _Variable
     from keras.src.backend.config import is_nnx_enabled
     from keras.src.layers import layer as _layer_module
@@ -737,7 +737,9 @@ It is an array on JAX, a variable on TensorFlow, and a parameter on PyTorch.
 """
 layout_of, set_layout = _read_and_write(_Variable, "_layout")
 """The layout that a variable has on JAX, to which each assigned value goes; `None` without one."""
-_named(_Variable, "_maybe_autocast", "_convert_to_tensor")
+_named(_Variable, "_convert_to_tensor")
+autocast_value = _call(_Variable, "_maybe_autocast")
+"""A value of a variable in the type in which the layer computes that reads it."""
 _shape = _read(_Variable, "_shape")
 _DTYPE = _held(_Variable, "_dtype")
 _dtype = _read(None, _DTYPE)
@@ -828,6 +830,11 @@ def stores_as_it_is(variable: Any, shape: tuple[int, ...], dtype: str) -> bool:
     return plain and shape == _shape(variable) and dtype == _dtype(variable)
 
 
+def value_in_scope(variable: Any) -> Any:
+    """The value of a variable in Keras's stateless scope, `None` without one."""
+    return get_stateless_scope().get_current_value(variable) if in_stateless_scope() else None
+
+
 _CALL_CONTEXT = "current_call_ctx"
 """The global attribute that Keras sets while a layer is called."""
 _enter_call = getattr(keras.layers.Layer, _named(keras.layers.Layer, "_get_call_context"))
@@ -869,6 +876,7 @@ DECAY = _named(keras.optimizers.Optimizer, "_apply_weight_decay")
 ACCUMULATE = _named(keras.optimizers.Optimizer, "_backend_increment_gradient_accumulators")
 UPDATE_ALL = _named(keras.optimizers.Optimizer, "_backend_update_step")
 UPDATE_ONE = _named(keras.optimizers.Optimizer, "update_step")
+FINITE = _named(keras.optimizers.LossScaleOptimizer, "check_finite")
 _key = _call(keras.optimizers.Optimizer, "_var_key")
 counted_steps = _read(_BaseOptimizer, "_iterations", to=lambda count: int(count.value))
 """The steps, those included that only accumulate gradients. `iterations` counts updates."""

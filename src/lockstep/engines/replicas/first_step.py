@@ -308,10 +308,16 @@ class Recording:
         """Take the variables that a step changes besides the weights."""
         rnns = {id(state) for state in rnn_states(model)}
         for variable in model.non_trainable_variables:
-            if id(variable) not in rnns and "float" in variable.dtype:
+            if id(variable) in rnns or self.is_fixed(variable):
+                continue
+            if "float" in variable.dtype:
                 value = keras.ops.reshape(variable.value, (1, -1))
                 if has_entries(value):
                     self._add(STATE, variable.path, value)
+
+    def is_fixed(self, variable: Any) -> bool:
+        """Return whether no layer can change a variable in a step."""
+        return False
 
     def _add(self, kind: str, path: str, value: Any) -> None:
         count = sum(name.endswith(f"/{path}") for name in self.seen if name.startswith(kind))

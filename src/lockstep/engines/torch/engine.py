@@ -1,5 +1,6 @@
 """The PyTorch engine: the loop in this process, each step on several processes."""
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -11,7 +12,9 @@ from lockstep.engines.torch import devices as torch_devices
 from lockstep.engines.torch import joining
 from lockstep.engines.torch.probe import TorchProbe
 from lockstep.engines.torch.session import TorchSession
+from lockstep.engines.torch.sharded_variables import to_shard
 from lockstep.engines.torch.torch_group import joined
+from lockstep.errors import UnsupportedBackend
 from lockstep.launch.environment import Place
 from lockstep.layout import Layout
 
@@ -47,15 +50,28 @@ class TorchEngine(Engine):
         state: str = REPLICATED,
     ) -> TorchSession:
         """Return a session of `model` on `devices`."""
-        return TorchSession(model, devices, layout)
+        return TorchSession(model, devices, layout, state)
 
     def check_shards(self) -> None:
-        """Raise: this engine cannot shard variables."""
-        raise no_shards(
-            "PyTorch",
-            "Sharded variables on PyTorch are not there yet.",
-            "Run the same script with KERAS_BACKEND=jax.",
+        """Raise if this is one of several processes of a launcher."""
+        if joined() is not None:
+            raise no_shards(
+                "PyTorch in several processes of a launcher",
+                "A variable in parts can be read there by all processes together alone.",
+                "Start one process for all devices, or run it with KERAS_BACKEND=jax.",
+            )
+
+    def made_in_shards(self, devices: tuple[str, ...]) -> AbstractContextManager[None]:
+        """Raise: a variable on PyTorch is sharded when its model is distributed."""
+        raise UnsupportedBackend(
+            "lockstep.sharded was called, and PyTorch shards a model that is built.\n"
+            "Its weights have to fit the first device until then.\n"
+            'Build it, and call lockstep.distribute(model, state="sharded").'
         )
+
+    def sharded_dims(self, model: Any, devices: int) -> dict[int, int | None]:
+        """Return 0 for each variable of which every device has a flat part, by `id`."""
+        return {id(variable): 0 for variable in to_shard(model, devices)}
 
     def empty_value(self, variable: Any) -> Any:
         """Return a parameter on the device "meta", as Keras registers it with the layer."""

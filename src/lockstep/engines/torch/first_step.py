@@ -14,6 +14,7 @@ from lockstep.engines.replicas.first_step import (
     without_updates,
 )
 from lockstep.engines.torch.replica import random_state, set_random_state
+from lockstep.engines.torch.sharded_variables import was_sharded, whole_gradients
 from lockstep.engines.torch.steps import watching
 from lockstep.keras_compat import (
     GLOBAL_SEED_GENERATOR,
@@ -25,6 +26,16 @@ from lockstep.keras_compat import (
 from lockstep.state import optimizers_of, unique, variables_of
 
 Record = Callable[[Any, Any, Any], None]
+
+
+class _Recording(Recording):
+    """Records gradients of whole values, of which each process has a part."""
+
+    def gradients(self, variables: Any, gradients: Any) -> None:
+        super().gradients(variables, whole_gradients(variables, gradients))
+
+    def is_fixed(self, variable: Any) -> bool:
+        return was_sharded(variable)
 
 
 def recorded_step(
@@ -44,7 +55,7 @@ def recorded_step(
         tensors: Tensors that the code reaches besides the variables of the model.
         watch: Makes a context in which a function is given each layer, its arguments and outputs.
     """
-    recording = Recording(model)
+    recording = _Recording(model)
 
     def record(layer: Any, arguments: Any, outputs: Any) -> None:
         if torch_current_device() != "meta":  # Keras learns shapes

@@ -15,6 +15,7 @@ from lockstep.engines.torch.model_pickle import (
     pickled,
     tensor_of,
 )
+from lockstep.engines.torch.sharded_variables import ShardedVariable, without_value
 
 
 def copy_of(model: Any) -> Any:
@@ -47,6 +48,8 @@ class _Pickler(TensorPickler):
         return len(self.kept) - 1
 
     def reducer_override(self, item: Any) -> Any:
+        if isinstance(item, ShardedVariable):
+            return without_value(item)
         if isinstance(item, FunctionType) and item.__closure__:
             self._namespaces.add(id(item.__globals__))
             made = item.__code__, item.__globals__, item.__name__, None, item.__closure__

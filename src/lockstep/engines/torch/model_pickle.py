@@ -30,6 +30,7 @@ from lockstep.engines.torch.code_state import (
     patches,
     state_of,
 )
+from lockstep.engines.torch.sharded_variables import ShardedVariable
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
     COMPILED_METRICS,
@@ -144,6 +145,8 @@ class TensorPickler(ModelPickler):
         """Return how one object is pickled."""
         if isinstance(item, torch.Tensor):
             return tensor_of, self._described(item)
+        if isinstance(item, ShardedVariable):
+            return object.__new__, (type(item),), vars(item)
         if isinstance(item, torch.Generator):
             return _generator, (item.device.type, item.get_state().numpy().tobytes())
         if isinstance(item, torch.nn.ParameterList | torch.nn.ParameterDict):
@@ -287,7 +290,13 @@ def _is_pickled_as_usual(kind: type) -> bool:
     return not issubclass(kind, (*_TENSORS, *WITH_RULES))
 
 
-_TENSORS = torch.Tensor, torch.Generator, torch.nn.ParameterList, torch.nn.ParameterDict
+_TENSORS = (
+    ShardedVariable,
+    torch.Tensor,
+    torch.Generator,
+    torch.nn.ParameterList,
+    torch.nn.ParameterDict,
+)
 
 
 def _function_of(metric: Any) -> Callable[..., Any]:

@@ -337,10 +337,12 @@ class Lease:
 
     Attributes:
         key: The number of the model in the pool.
+        size: The number of devices.
     """
 
     def __init__(self, devices: tuple[str, ...]) -> None:
         self.key = next(_keys)
+        self.size = len(devices)
         self._devices = devices
         self._pool: Pool | None = None
 

@@ -20,6 +20,8 @@ from lockstep.engines.torch.placement import copies_on
 from lockstep.engines.torch.pool import Lease, Pool
 from lockstep.engines.torch.replica import Replica, random_state
 from lockstep.engines.torch.settings import CastsOfAutocast, checksum, current_settings
+from lockstep.engines.torch.sharded_updates import check_optimizers
+from lockstep.engines.torch.sharded_variables import Shards, is_sharded, shards_in, to_shard
 from lockstep.engines.torch.split_checks import replaced_class
 from lockstep.engines.torch.step_runner import StepRunner
 from lockstep.engines.torch.steps import run_step
@@ -37,6 +39,7 @@ from lockstep.keras_compat import (
     layers_in,
     stored_value,
 )
+from lockstep.state import variables_of
 
 
 class PoolRunner(StepRunner):
@@ -70,6 +73,8 @@ class PoolRunner(StepRunner):
         self._random_numbers: Any = None
         self._drawn_by_metrics = False
         self._proofs_are_old = False
+        self.shards = Shards(self)
+        self._parts: dict[int, int] = {}
 
     def unsplit(self, x: Any) -> str | None:
         """Return why one device has to run batches like this one alone, `None` if not."""
@@ -81,8 +86,7 @@ class PoolRunner(StepRunner):
 
     def step(self, kind: str, data: Any, rows: int) -> Any:
         """Run one step on all devices, and return the logs or predictions."""
-        pool = self._running_pool()
-        with pool.in_use():
+        with self._in_use() as pool:
             self._make_equal(pool)
             self._send_plan(pool)
             self._trained |= kind == "train"
@@ -113,8 +117,7 @@ class PoolRunner(StepRunner):
 
     def recorded(self, kind: str, data: Any, rows: int) -> tuple[Recording, list[Sketches]]:
         """Run one step on all devices without an update; see `StepRunner`."""
-        pool = self._running_pool()
-        with pool.in_use():
+        with self._in_use() as pool:
             self._make_equal(pool)
             self._send_plan(pool)
             description = pool.memory.write(data)
@@ -135,7 +138,9 @@ class PoolRunner(StepRunner):
         return recording, found
 
     def _replica(self, pool: Pool, rows: int) -> Replica:
-        return Replica(pool.group, rows, self._streams, self._device, ask=pool.send)
+        return Replica(
+            pool.group, rows, self._streams, self._device, ask=pool.send, shards=self.shards
+        )
 
     def unshared(self, batch: Any) -> str | None:
         """Return why the devices cannot share a step on the whole batch, `None` if they can."""
@@ -243,12 +248,82 @@ class PoolRunner(StepRunner):
     # -------------------------------------------------------- the same model everywhere
 
     def _running_pool(self) -> Pool:
+        if self.shards.variables and self._pool is not None and self._pool.closed:
+            raise self._lost("")
         pool = self._lease.pool()
         if pool is not self._pool:
             self._pool = pool
             self._sent = None
             self.unchecked = True
         return pool
+
+    @contextmanager
+    def _in_use(self) -> Iterator[Pool]:
+        """Hold the pool, as `Pool.in_use` does. With it end the parts of its processes."""
+        pool = self._running_pool()
+        try:
+            with pool.in_use():
+                yield pool
+        except BaseException as error:
+            if not (pool.closed and self.shards.variables):
+                raise
+            if isinstance(error, WorkerDied):
+                raise self._lost(str(error).splitlines()[0] + "\n") from error
+            error.add_note(f"lockstep: {self._lost('')}")
+            raise
+
+    def _lost(self, why: str) -> WorkerDied:
+        return WorkerDied(
+            f"{why}{self._model.name!r} is lost: its state was sharded, and the processes that had "
+            "parts of it have ended.\nBuild it anew, and resume from a lockstep.Checkpoint."
+        )
+
+    def lay_out(self) -> None:
+        """Shard the variables that are large and not sharded yet."""
+        model = self._model
+        found = to_shard(model, self._lease.size)
+        new = [variable for variable in found if not is_sharded(variable)]
+        if any(shards is not self.shards for shards in shards_in(variables_of(model))):
+            raise UnsupportedModel(
+                f"{model.name!r} has variables of another model, whose state is sharded.\n"
+                "The processes have a part of each for one model.\n"
+                "Call lockstep.release on the other one first."
+            )
+        if not new:
+            return
+        check_optimizers(model)
+        self.shards.group = self._running_pool().group
+        self.shards.take(new, model)
+        self._bytes_of_step = None
+        try:
+            if self.shards.share_memory(self._dumped().tensors):
+                raise UnsupportedModel(
+                    f"{model.name!r} holds a tensor of one of its large variables elsewhere too, "
+                    "and sharding\nwould part the two. Read the variable where its value is "
+                    'needed, or leave out state="sharded".'
+                )
+            with self._in_use() as pool:
+                self._compare_all(pool)
+                self.shards.send()
+        except BaseException:
+            self.shards.release(model, self.shards.new())
+            raise
+        finally:
+            self._bytes_of_step = None
+        self.unchecked = True
+
+    def gathered(self, part: Any) -> Any:
+        """Return the parts of all processes; see `Remote`."""
+        with self._in_use() as pool:
+            pool.send("gather", self._lease.key, self._parts[id(part)])
+            return pool.group.gather(part, [len(part)] * pool.group.size)
+
+    def scatter(self, part: Any, flat: Any) -> None:
+        """Give each process its part of a flat value; see `Remote`."""
+        with self._in_use() as pool, torch.no_grad():
+            pool.send("scatter", self._lease.key, self._parts[id(part)])
+            pool.group.broadcast_in_place([flat])
+            part.copy_(flat[: len(part)])
 
     def _make_equal(self, pool: Pool) -> None:
         moved = self._in_modules and pool.in_modules != self._lease.key
@@ -272,24 +347,28 @@ class PoolRunner(StepRunner):
         same = len(tensors) == len(self._tensors) and all(map(_is, tensors, self._tensors))
         sent = (data, self.draws_together)
         if same and self._sent == sent:
-            pool.send("compare", self._lease.key, [checksum(tensor) for tensor in tensors])
+            sums = [None if id(each) in self._parts else checksum(each) for each in tensors]
+            pool.send("compare", self._lease.key, sums)
             differ = sorted({number for answer in pool.receive() for number in answer})
         else:
             self._check_casts(settings["age_of_casts"])
             self._sent = None
-            pool.send("model", self._lease.key, data, self.draws_together)
+            sharded = {id(stored_value(variable)) for variable in self.shards.variables}
+            parts = {id(each): n for n, each in enumerate(tensors) if id(each) in sharded}
+            there = {parts[key]: n for key, n in self._parts.items() if key in parts}
+            pool.send("model", self._lease.key, data, self.draws_together, there)
             self._plan = self._planned(())
             self._check_taken(pool.receive())
             self._exchanged = set()
             self._plan_there = [], [], True
             self.times_sent += 1
             self._gradients = []
-            self._tensors = tensors
+            self._tensors, self._parts = tensors, parts
             self._structure = _structure(tensors)
             self._state = ForwardState(self._model)
             self.losses = LossSharding(self._model, by_rows=self.losses.by_rows)
             self.whole_batch = WholeBatchSteps(self._model, self.whole_batch.distrusted)
-            differ = list(range(len(tensors)))
+            differ = [n for n, each in enumerate(tensors) if id(each) not in parts]
             self._sent = sent
             self._in_modules = in_modules
             if in_modules:
@@ -395,7 +474,7 @@ class PoolRunner(StepRunner):
         return [
             number
             for number, (now, before) in enumerate(zip(versions, self._versions, strict=True))
-            if now != before
+            if now != before and id(self._tensors[number]) not in self._parts
         ]
 
     def _send_values(self, pool: Pool, numbers: list[int]) -> None:

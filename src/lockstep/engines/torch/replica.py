@@ -16,6 +16,7 @@ import torch
 from lockstep.devices import shard_rows
 from lockstep.engines.torch.gradient_buckets import summed_gradients
 from lockstep.engines.torch.group import Group
+from lockstep.engines.torch.sharded_variables import Shards
 from lockstep.errors import UnsupportedModel, counted
 from lockstep.keras_compat import get_keras_mask, set_keras_mask
 
@@ -121,6 +122,7 @@ class Replica:
             metrics, or where this one does not.
         has_updated: Whether the optimizer has begun to change variables in this step.
         streams: The random numbers of this replica.
+        shards: The variables of which each replica has a part.
     """
 
     def __init__(
@@ -132,11 +134,13 @@ class Replica:
         *,
         returns: bool = False,
         ask: Callable[..., None] | None = None,
+        shards: Shards | None = None,
     ) -> None:
-        shards = shard_rows(rows, group.size)
+        self.shards = shards or Shards()
+        ranges = shard_rows(rows, group.size)
         self.group = group
-        self._own = shards[group.rank]
-        self.counts = tuple(len(shard) for shard in shards)
+        self._own = ranges[group.rank]
+        self.counts = tuple(map(len, ranges))
         self.rows = rows
         self.device = device
         self.returns = returns or group.rank == 0

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.checkpoint.fit_run import FitState, Snapshot
+from lockstep.devices import REPLICATED, SHARDED
 from lockstep.engines.holders import check_shared, holders_of
 from lockstep.engines.left_out import LeftOutUsed
 from lockstep.engines.replicas.first_step import (
@@ -35,6 +36,7 @@ from lockstep.engines.torch.loss_sharding import LossSharding
 from lockstep.engines.torch.placement import check_placement, move_model, torch_device_of
 from lockstep.engines.torch.pool import Lease
 from lockstep.engines.torch.pool_runner import PoolRunner
+from lockstep.engines.torch.sharded_variables import STORED, is_sharded
 from lockstep.engines.torch.split_checks import rows_of, why_custom
 from lockstep.engines.torch.stateful import copied_states
 from lockstep.engines.torch.step_runner import StepRunner
@@ -47,6 +49,7 @@ from lockstep.errors import (
     UnsupportedModel,
     counted,
 )
+from lockstep.fit_lines import sharded_words
 from lockstep.keras_compat import (
     BUILD,
     EpochIterator,
@@ -54,6 +57,7 @@ from lockstep.keras_compat import (
     build_on_first_batch,
     is_built,
     layers_in,
+    stored_value,
     wrapped_by_keras,
 )
 from lockstep.launch.status import STATUS_OF_PROCESS, phase
@@ -61,8 +65,8 @@ from lockstep.layout import Layout
 from lockstep.processes import process_group
 from lockstep.processes.agreement import DataCheck
 from lockstep.processes.first_process_io import methods_of_all_processes
-from lockstep.state import named_variables, optimizers_of, variables_of
-from lockstep.training.build import is_ready, is_ready_for_custom_step
+from lockstep.state import bytes_of, named_variables, optimizers_of, unique, variables_of
+from lockstep.training.build import build, is_ready, is_ready_for_custom_step
 from lockstep.training.call_guard import CallGuard
 from lockstep.training.callbacks import may_write_between_steps, see_every_batch
 from lockstep.training.input import HostIterator
@@ -89,8 +93,14 @@ class TorchSession(Session):
     array_type = torch.Tensor
     iterator_type = EpochIterator
 
-    def __init__(self, model: Any, devices: tuple[str, ...], layout: Layout | None = None) -> None:
-        super().__init__(model, devices, layout)
+    def __init__(
+        self,
+        model: Any,
+        devices: tuple[str, ...],
+        layout: Layout | None = None,
+        state: str = REPLICATED,
+    ) -> None:
+        super().__init__(model, devices, layout, state)
         self._group = joined()
         self._lease = Lease(devices)
         self._device = torch_device_of(devices[0]) if self._group is None else self._group.device
@@ -140,6 +150,10 @@ class TorchSession(Session):
 
     def close(self) -> None:
         """Undo `open`, even if it failed halfway."""
+        shards = self._runner.shards
+        for variable in shards.variables:
+            holders_of(variable).discard(self)
+        shards.release(self.model, shards.variables)
         self._lease.end()
         if self._branches is not None:
             self._branches.stop()
@@ -149,13 +163,30 @@ class TorchSession(Session):
             to_default_device([variable for variable in variables if not holders_of(variable)])
 
     def adopt(self, first: bool) -> None:
-        """Compare new variables with those of the other processes."""
+        """Compare new variables with those of the other processes, or shard them."""
         if isinstance(self._runner, JoinedRunner):
             self._runner.adopt(first=first)
+        if self.state == SHARDED and is_built(self.model):
+            self._lay_out()
 
-    def home(self, variable: Any) -> str | None:
-        """Return the device of a variable of the model, `None` if it is on every device."""
+    def _lay_out(self) -> None:
+        assert isinstance(self._runner, PoolRunner), "the engine refuses others"
+        self._runner.lay_out()
+        for variable in self._runner.shards.variables:
+            holders_of(variable).add(self)
+
+    def home(self, variable: Any) -> Any:
+        """Return the device of a variable of the model, `None` if it is on every device.
+
+        A variable in shards belongs to one model.
+        """
+        if self.state == SHARDED:
+            return self
         return None if self._branches is None else self._branches.home(variable)
+
+    def shards(self, variable: Any) -> int:
+        """Return the number of shards of a variable, 1 if each device has it whole."""
+        return len(self.devices) if is_sharded(variable) else 1
 
     def methods(self, methods: dict[str, Any], turns: CallGuard) -> dict[str, Any]:
         """Return the methods of all engines, and those of several processes or of branches."""
@@ -171,8 +202,25 @@ class TorchSession(Session):
         if isinstance(self._runner, PoolRunner) and self._splits and not self._lease.runs():
             workers = len(self.devices) - 1
             line += f", starting {counted(workers, 'process')} for the other devices"
+        if self.state == SHARDED:
+            line += self._sharded_words()
         ignored = self._splits and self.model.jit_compile
         return line + (", without torch.compile" if ignored else "")
+
+    def _build_optimizer(self) -> None:
+        """Build the optimizer of a built model, as a training step would now."""
+        model = self.model
+        if model.optimizer is not None and is_built(model) and not model.optimizer.built:
+            with keras.name_scope(model.optimizer.name, caller=model.optimizer):
+                model.optimizer.build(model.trainable_variables)
+
+    def _sharded_words(self) -> str:
+        model = self.model
+        if is_built(model):
+            self._build_optimizer()
+            self._lay_out()
+        sizes = [(v.path, bytes_of(v), self.shards(v)) for v in variables_of(model)]
+        return sharded_words(sizes, len(self.devices))
 
     def step_function(self, kind: Kind) -> Callable[[Any], Any]:
         """Make the step function: on several devices, or on one where it cannot be split."""
@@ -250,12 +298,17 @@ class TorchSession(Session):
                         "call\nlockstep.release(model)."
                     ) from used
                 self._with_left_out[kind] = str(used)
-        self._warn_of_alone(f"uses {self._with_left_out[kind]}")
-        return plain([batch])
+        return self._step_alone(plain, batch, f"uses {self._with_left_out[kind]}")
 
     def _step(self, kind: str, plain: Callable[[Any], Any], batch: Any) -> Any:
         self._is_updating = False
-        if self._must_build(kind):
+        if self.state == SHARDED and (self._runner.unchecked or self._must_build(kind)):
+            if kind == "train":
+                self._build_optimizer()
+            with self._runner.shards.read_by(STORED):
+                build(self.model, kind, batch)
+            self._lay_out()
+        elif self._must_build(kind):
             if not isinstance(self._runner, JoinedRunner):
                 return plain([batch])  # which builds the model
             with torch.no_grad():  # each process builds it, and then takes the first one's values
@@ -268,8 +321,7 @@ class TorchSession(Session):
             return self._step_on_whole_batch(kind, plain, batch, reason)
         self._compare_first_step(kind, data, rows)
         if kind in self._first_steps.alone:
-            self._warn_of_alone(_NOT_THE_SAME + self._first_steps.alone[kind])
-            return plain([batch])
+            return self._step_alone(plain, batch, _NOT_THE_SAME + self._first_steps.alone[kind])
         self._is_updating = True
         result = self._runner.step(kind, data, rows)
         self._warn_of_whole(self._runner.whole_layers)
@@ -348,7 +400,8 @@ class TorchSession(Session):
 
     def _recorded_alone(self, kind: str, data: Any, *, is_custom: bool = False) -> Computed:
         tensors = self._runner.tensors()
-        with copied_states(self.model):
+        weights = [*self.model.variables, *self.model.trainable_variables]
+        with copied_states(self.model), self._runner.shards.whole_here(unique(weights)):
             one = recorded_step(
                 self.model,
                 # Keras multiplies sample weights by a mask in place.
@@ -364,6 +417,8 @@ class TorchSession(Session):
     ) -> Any:
         """Run a step that looks at the whole batch: on every device, or else on the first one."""
         runner = self._runner
+        if self.state == SHARDED:
+            return self._step_alone(plain, batch, reason)
         if kind not in self._unshared:
             unshared = runner.unshared(batch)
             if unshared is None:
@@ -381,6 +436,16 @@ class TorchSession(Session):
                 self._warn_of_alone(reason, unshared)
                 return result  # all devices have computed the same
             self._warn_of_alone(reason, unshared)
+        return plain([batch])
+
+    def _step_alone(self, plain: Callable[[Any], Any], batch: Any, reason: str) -> Any:
+        if self.state == SHARDED:
+            raise UnsupportedModel(
+                f"{self.model.name!r} {reason},\nso one device would have to run every batch "
+                "alone, and the state is sharded.\n"
+                'Leave out state="sharded", or set KERAS_BACKEND=jax.'
+            )
+        self._warn_of_alone(reason)
         return plain([batch])
 
     def _warn_of_alone(self, *reasons: str) -> None:
@@ -445,7 +510,10 @@ class TorchSession(Session):
                 batches.build(lambda: _call(model, batches))
         else:
             if kind is not PREDICT:
-                build_on_first_batch(model, batches)
+                if self.state == SHARDED:
+                    self._build_optimizer()
+                with self._runner.shards.read_by(STORED):
+                    build_on_first_batch(model, batches)
             batches.reset()
         if kind is not TRAIN:
             self.model.eval()
@@ -511,26 +579,31 @@ class TorchFitState(FitState):
 
     def snapshot(self, logs: dict[str, Any]) -> Snapshot:
         """Copy every variable and the logs of the last step; later steps write in place."""
-        named = {name: v.value for name, v in named_variables(self._model).items()}
+        named = {name: _copy_of(v) for name, v in named_variables(self._model).items()}
         variables = len(named)
         # `dict.items` bypasses the fetch of `LazyLogs`.
         for name, value in dict.items(logs):
             if value is not None and not isinstance(value, str | bytes):  # added by a callback
-                named[f"logs/{name}"] = torch.as_tensor(value)
-        tensors = [tensor.detach().clone() for tensor in named.values()]
+                named[f"logs/{name}"] = torch.as_tensor(value).detach().clone()
         arrays = [
             (name, keras.backend.standardize_dtype(tensor.dtype), tuple(tensor.shape))
-            for name, tensor in zip(named, tensors, strict=True)
+            for name, tensor in named.items()
         ]
-        return Snapshot(variables, arrays, map(keras.ops.convert_to_numpy, tensors))
+        return Snapshot(variables, arrays, map(keras.ops.convert_to_numpy, named.values()))
 
     def sync(self) -> None:
         """Do nothing: variables hold their values between two steps."""
 
 
+def _copy_of(variable: Any) -> Any:
+    """Copy the value of a variable: to the host, if no device has it whole."""
+    value = variable.value.detach()
+    return value.cpu() if is_sharded(variable) else value.clone()
+
+
 def _check_state(model: Any) -> None:
     """Raise if a step may change what a checkpoint does not save."""
-    saved = {id(variable.value) for variable in variables_of(model)}
+    saved = {id(stored_value(variable)) for variable in variables_of(model)}
     tensors = (*model.named_parameters(), *model.named_buffers())
     others = [f"{name} of {model.name!r}" for name, tensor in tensors if id(tensor) not in saved]
     for layer in layers_in(model):

@@ -14,6 +14,7 @@ from lockstep.keras_compat import (
     is_rematerialized,
     layers_in,
     module_in_keras,
+    stored_value,
 )
 from lockstep.training.overrides import is_keras
 
@@ -45,7 +46,7 @@ def unsplit_model(model: Any, reasons: ReasonsByNumber) -> str | None:
         if has_torch_hooks(layer):
             return f"has a hook or parametrization of PyTorch on layer {layer.name!r}"
     for variable in model.trainable_variables:
-        tensor = variable.value
+        tensor = stored_value(variable)
         if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
             return f"has a hook on the gradient of {variable.path!r}"
     return unknown_rows(model, whole) if is_container(model) else None

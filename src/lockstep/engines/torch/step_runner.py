@@ -13,6 +13,7 @@ from lockstep.engines.torch.loss_sharding import LossSharding
 from lockstep.engines.torch.model_pickle import Dumped, dump
 from lockstep.engines.torch.replica import RandomStreams
 from lockstep.engines.torch.row_proofs import ReasonsByNumber, RowProofs
+from lockstep.engines.torch.sharded_variables import Shards
 from lockstep.engines.torch.split_checks import unsplit_model
 from lockstep.engines.torch.whole_batch_steps import WholeBatchSteps
 from lockstep.errors import UnsupportedModel
@@ -35,6 +36,7 @@ class StepRunner:
         draws_together: Whether every device draws the random numbers of the global batch.
         losses: How losses and metrics are computed.
         whole_batch: The steps that run on the whole batch, in this process.
+        shards: The variables of which each process has a part.
     """
 
     _plan: Plan
@@ -52,6 +54,7 @@ class StepRunner:
         self._reasons: ReasonsByNumber = {}
         self._unsplit: str | None = None
         self._draws = 0
+        self.shards = Shards()
         self.losses = LossSharding(model)
         self.whole_batch = WholeBatchSteps(model)
         self._bytes_of_step: Dumped | None = None

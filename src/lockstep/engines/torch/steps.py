@@ -19,8 +19,10 @@ from lockstep.engines.torch.layers import Plan
 from lockstep.engines.torch.loss_sharding import LossSharding, Outputs
 from lockstep.engines.torch.placement import copies_on
 from lockstep.engines.torch.replica import Replica
+from lockstep.engines.torch.sharded_updates import update
+from lockstep.engines.torch.sharded_variables import STEP, is_sharded, whole_gradients
 from lockstep.engines.torch.stateful import copied_states
-from lockstep.keras_compat import loss_tracker, takes_training
+from lockstep.keras_compat import loss_tracker, stored_value, takes_training
 
 
 def run_step(
@@ -47,7 +49,8 @@ def run_step(
     with torch.no_grad():
         if kind == "test":
             return _test(model, plan, losses, replica, data)
-        own = _forward(model, plan, replica, data[0], training=False)
+        with replica.shards.read_by(STEP):
+            own = _forward(model, plan, replica, data[0], training=False)
         name = _name(model)
         outputs = keras.tree.map_structure(lambda each: replica.gather(each, name), own)
         return outputs if replica.returns else None
@@ -55,16 +58,17 @@ def run_step(
 
 def _train(model: Any, plan: Plan, losses: LossSharding, replica: Replica, data: Any) -> Any:
     # keras/src/backend/torch/trainer.py, TorchTrainer.train_step
-    outputs = _outputs(model, plan, replica, data, training=True)
-    loss = _global_loss(model, losses, outputs, data)
     weights = model.trainable_weights
-    if weights:
-        share = loss if model.optimizer is None else model.optimizer.scale_loss(loss)
-        parameters = _backward(weights, replica, share)
-        with torch.no_grad():
-            replica.check()
-            replica.has_updated = True
-            model.optimizer.apply([parameter.grad for parameter in parameters], weights)
+    with replica.shards.read_by(STEP):
+        outputs = _outputs(model, plan, replica, data, training=True)
+        loss = _global_loss(model, losses, outputs, data)
+        if weights:
+            share = loss if model.optimizer is None else model.optimizer.scale_loss(loss)
+            gradients = _backward(weights, replica, share)
+            with torch.no_grad():
+                replica.check()
+                replica.has_updated = True
+                update(replica.shards, model.optimizer, gradients, weights)
     if not replica.returns:
         return outputs
     if not weights:
@@ -77,31 +81,34 @@ def _inspect(model: Any, plan: Plan, losses: LossSharding, replica: Replica, dat
     def whole(output: Any) -> Any:
         return replica.gather(output.detach(), "A layer's output") if output.ndim else output
 
-    with recorded(model, whole) as seen:
-        outputs = _outputs(model, plan, replica, data, training=True)
-    loss = _global_loss(model, losses, outputs, data)
     weights = model.trainable_weights
-    if weights:
-        _backward(weights, replica, loss)
-    for weight in weights:
-        if weight.value.grad is not None:
-            seen[f"gradient/{weight.path}"] = weight.value.grad
+    with replica.shards.read_by(STEP):
+        with recorded(model, whole) as seen:
+            outputs = _outputs(model, plan, replica, data, training=True)
+        loss = _global_loss(model, losses, outputs, data)
+        gradients = _backward(weights, replica, loss) if weights else []
+        gradients = whole_gradients(weights, gradients)
+    for weight, gradient in zip(weights, gradients, strict=True):
+        if gradient is not None:
+            seen[f"gradient/{weight.path}"] = gradient
     return seen if replica.returns else None
 
 
 def _global_loss(model: Any, losses: LossSharding, outputs: Outputs, data: Any) -> Any:
     """Return the loss of the global batch, the same on every replica."""
     model.zero_grad()
+    for variable in outputs.replica.shards.variables:
+        stored_value(variable).grad = None
     with outputs.replica.streams.common():
         return losses.loss(outputs, data, training=True)
 
 
 def _backward(weights: list[Any], replica: Replica, loss: Any) -> list[Any]:
-    """Compute the gradients of the global loss, and return the parameters that have them."""
-    parameters = [weight.value for weight in weights]
+    """Return the gradients of the global loss; those of sharded weights are parts."""
+    parameters = [stored_value(weight) for weight in weights if not is_sharded(weight)]
     with replica.summed_gradients(parameters):
         (loss / replica.size).backward()
-    return parameters
+    return [stored_value(weight).grad for weight in weights]
 
 
 @contextmanager
@@ -136,8 +143,9 @@ def watching(layers: list[Any], record: Callable[[Any, Any, Any], None]) -> Iter
 
 def _test(model: Any, plan: Plan, losses: LossSharding, replica: Replica, data: Any) -> Any:
     # keras/src/backend/torch/trainer.py, TorchTrainer.test_step
-    outputs = _outputs(model, plan, replica, data, training=False)
-    loss = losses.loss(outputs, data, training=False)
+    with replica.shards.read_by(STEP):
+        outputs = _outputs(model, plan, replica, data, training=False)
+        loss = losses.loss(outputs, data, training=False)
     if not replica.returns:
         return outputs
     loss_tracker(model).update_state(loss, sample_weight=replica.rows)

@@ -65,7 +65,7 @@ def _report(rank_0: Any, error: BaseException) -> None:
         pass
 
 
-_OF_LAST_STEP = ("output", "metric", "exchanges", "sketches")
+_OF_LAST_STEP = ("output", "metric", "exchanges", "sketches", "gather", "scatter")
 """What rank 0 asks for that leaves the outputs of the last step in place."""
 
 
@@ -95,6 +95,7 @@ class _Copy:
     tensors: list[Any]
     functions: list[Any]
     whole_batch: Any
+    shards: Any
 
 
 class _Worker:
@@ -139,16 +140,22 @@ class _Worker:
 
         apply_settings(settings)
 
-    def _model(self, key: int, data: bytes, draws_together: bool) -> None:
+    def _model(self, key: int, data: bytes, draws_together: bool, kept: dict[int, int]) -> None:
+        """Take a model, with the parts of variables that the one before has, by their numbers."""
         from lockstep.engines.torch.layers import Plan, parts_of
         from lockstep.engines.torch.loss_sharding import LossSharding
         from lockstep.engines.torch.model_pickle import load
+        from lockstep.engines.torch.sharded_variables import shards_of
         from lockstep.engines.torch.whole_batch_steps import WholeBatchSteps
 
         model, tensors, functions = load(data, self._code)
+        for number, before in kept.items():
+            tensors[number].data = self._models[key].tensors[before].data
         plan = Plan(model, draws_together=draws_together)
+        shards = shards_of(model)
+        shards.group = self._group
         self._models[key] = _Copy(
-            model, plan, LossSharding(model), tensors, functions, WholeBatchSteps(model)
+            model, plan, LossSharding(model), tensors, functions, WholeBatchSteps(model), shards
         )
         self._rank_0.send_bytes(pickle.dumps(("taken", parts_of(plan), "")))
 
@@ -168,20 +175,33 @@ class _Worker:
     def _forget(self, key: int) -> None:
         self._models.pop(key, None)
 
-    def _compare(self, key: int, sums: list[int]) -> None:
+    def _compare(self, key: int, sums: list[int | None]) -> None:
         from lockstep.engines.torch.settings import checksum
 
         tensors = self._models[key].tensors
         differ = [
             number
             for number, (tensor, expected) in enumerate(zip(tensors, sums, strict=True))
-            if checksum(tensor) != expected
+            if expected is not None and checksum(tensor) != expected
         ]
         self._rank_0.send_bytes(pickle.dumps(("differ", differ, "")))
 
     def _values(self, key: int, numbers: list[int]) -> None:
         tensors = self._models[key].tensors
         self._group.broadcast_in_place([tensors[number] for number in numbers])
+
+    def _gather(self, key: int, number: int) -> None:
+        part = self._models[key].tensors[number]
+        self._group.gather(part, [len(part)] * self._group.size)
+
+    def _scatter(self, key: int, number: int) -> None:
+        import torch
+
+        part = self._models[key].tensors[number]
+        flat = part.new_empty(len(part) * self._group.size)
+        self._group.broadcast_in_place([flat])
+        with torch.no_grad():
+            part.copy_(flat[self._group.rank * len(part) :][: len(part)])
 
     def _gradients(self, key: int, changed: list[int], there: list[int]) -> None:
         import torch
@@ -241,7 +261,7 @@ class _Worker:
 
         if copy.model.training != training:
             copy.model.train(training)
-        replica = Replica(self._group, rows, self._streams, self._device)
+        replica = Replica(self._group, rows, self._streams, self._device, shards=copy.shards)
         data = self._own_copy(copy.model, batch)
 
         def step() -> Any:

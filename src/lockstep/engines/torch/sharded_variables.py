@@ -1,0 +1,447 @@
+"""Variables of which each process has a part.
+
+A part is a flat 1/N of the value, with zeros at the end so that all parts have one size. What reads
+a variable decides what it gets. A step of all processes gathers the whole value, and its backward
+pass sums the gradient into the parts. An optimizer sees the parts. Other code of rank 0 asks the
+workers for theirs.
+"""
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import keras
+import torch
+from torch.autograd.function import once_differentiable
+
+from lockstep.devices import is_large
+from lockstep.engines.branch_homes import owners_of_slots
+from lockstep.engines.torch.group import Group
+from lockstep.engines.torch.placement import computes
+from lockstep.errors import UnsupportedModel
+from lockstep.keras_compat import (
+    autocast_value,
+    in_layer_call,
+    layers_in,
+    own_trainable_variables,
+    store_value,
+    stored_value,
+    value_in_scope,
+)
+from lockstep.state import item_bytes, optimizers_of, rnn_states, unique, variables_of
+
+OUTSIDE, STEP, WHOLE, PARTS = "outside", "step", "whole", "parts"
+"""What reads a variable: code of one process; a step; an update of whole values, or of parts."""
+STORED = "stored"
+"""Keras reads a variable to register its tensor with a module of PyTorch."""
+
+
+class Remote(Protocol):
+    """Lets the other processes take part in what rank 0 does with a variable."""
+
+    def gathered(self, part: Any) -> Any:
+        """Return the parts of all processes, one after the other."""
+
+    def scatter(self, part: Any, flat: Any) -> None:
+        """Give each process its part of a flat value."""
+
+
+class Shards:
+    """The variables of one model of which this process has a part.
+
+    Attributes:
+        variables: The variables.
+        group: The processes, while a step runs.
+        remote: What lets the others take part outside of a step; `None` in a worker.
+    """
+
+    def __init__(self, remote: Remote | None = None) -> None:
+        self.variables: list[ShardedVariable] = []
+        self.group: Group | None = None
+        self.remote = remote
+        self._reads = OUTSIDE
+        self._thread = 0
+        self._held: dict[Any, tuple[Any, Any, int]] = {}
+        self._new: dict[int, Any] = {}
+
+    def __reduce__(self) -> Any:
+        return Shards, ()
+
+    @property
+    def reads(self) -> str:
+        """What reads variables now, in this thread."""
+        return self._reads if threading.get_ident() == self._thread else OUTSIDE
+
+    @contextmanager
+    def read_by(self, what: str) -> Iterator[None]:
+        """Let `STEP`, `WHOLE` or `PARTS` read variables inside the context.
+
+        After `WHOLE`, the parts are those of the whole values that it has read and changed.
+        """
+        before, self._reads, self._thread = self.reads, what, threading.get_ident()
+        held, self._held = self._held, {}
+        try:
+            yield
+            if what == WHOLE:
+                for variable, whole, _ in self._held.values():
+                    stored_value(variable).copy_(self._own(whole))
+            elif what == STEP:
+                self.drop()
+        finally:
+            self._reads, self._held = before, held
+
+    def drop(self) -> None:
+        """Free the whole values that the backward pass needs.
+
+        Raises:
+            UnsupportedModel: If code has written into one.
+        """
+        held, self._held = self._held, {}
+        for variable, whole, version in held.values():
+            if whole._version != version:
+                raise UnsupportedModel(
+                    f"A step writes into the value of {variable.path!r} in place, and its state is "
+                    "sharded:\nthe value is a copy for the step. Assign to a variable that is "
+                    'smaller than 64 KiB, or leave out state="sharded".'
+                )
+
+    # ------------------------------------------------------------ values
+
+    def value(self, variable: "ShardedVariable") -> Any:
+        """Return what code gets that reads a variable now."""
+        part, shape = stored_value(variable), variable.whole_shape
+        if self.reads in (PARTS, STORED):
+            return part
+        if id(variable) in self._new:
+            return self._new[id(variable)]
+        if self.reads == OUTSIDE:
+            return self._value_outside(variable)
+        key = id(variable), variable.dtype
+        if key in self._held:
+            whole = self._held[key][1]
+            return whole if torch.is_grad_enabled() or self.reads == WHOLE else whole.detach()
+        dtype = getattr(torch, variable.dtype)
+        if self.reads == WHOLE:
+            whole = self.gathered(part, shape)
+        elif torch.is_grad_enabled():
+            whole = _Gather.apply(part, self, shape, dtype)
+        else:
+            with torch.inference_mode():  # nothing can write into it
+                return self.gathered(part.detach().to(dtype), shape)
+        self._held[key] = variable, whole, whole._version
+        return whole
+
+    def _value_outside(self, variable: "ShardedVariable") -> Any:
+        assert self.remote is not None, f"a worker reads {variable.path} outside of a step"
+        part, shape = stored_value(variable), variable.whole_shape
+        differentiable = torch.is_grad_enabled() and in_layer_call()
+        with torch.inference_mode(not differentiable):  # nothing can write into it
+            flat = self.remote.gathered(part)
+            whole = autocast_value(variable, flat[: math.prod(shape)].view(shape))
+        if differentiable and part.requires_grad:
+            return _WithoutGradient.apply(part, whole, variable.path)
+        return whole
+
+    def assign(self, variable: "ShardedVariable", value: Any) -> None:
+        """Store a value of the form that `value` returns."""
+        part = stored_value(variable)
+        with torch.no_grad():
+            if self.reads == PARTS:
+                part.copy_(value)
+            elif self.reads == WHOLE:
+                self.value(variable).copy_(value)
+            elif self.reads == STEP:
+                raise UnsupportedModel(
+                    f"A step assigns to {variable.path!r}, whose state is sharded: another process "
+                    "may assign another value.\nOptimizers alone can change it. Make a variable "
+                    'with trainable=False, or leave out state="sharded".'
+                )
+            else:
+                assert self.remote is not None, f"a worker assigns to {variable.path}"
+                self.remote.scatter(part, self._padded(value, len(part)))
+
+    def gathered(self, part: Any, shape: Sequence[int]) -> Any:
+        """Return a whole value of this shape. Every process has to call this."""
+        assert self.group is not None, "a step has set it"
+        flat = self.group.gather(part, [len(part)] * self.group.size)
+        return flat[: math.prod(shape)].view(shape)
+
+    def summed(self, gradient: Any, size: int) -> Any:
+        """Return this process's part of the sum of a gradient over all processes."""
+        assert self.group is not None, "a step has set it"
+        (flat,) = self.group.start_sum([self._padded(gradient, size)])()
+        return flat[self.group.rank * size :][:size].clone()
+
+    def _padded(self, whole: Any, size: int) -> Any:
+        assert self.group is not None, "there are parts"
+        flat = whole.new_zeros(size * self.group.size)
+        flat[: whole.numel()] = whole.detach().reshape(-1)
+        return flat
+
+    def _own(self, whole: Any) -> Any:
+        assert self.group is not None, "there are parts"
+        size = -(-whole.numel() // self.group.size)
+        return self._padded(whole, size)[self.group.rank * size :][:size]
+
+    # ------------------------------------------------------------ from whole values, and back
+
+    def take(self, variables: list[Any], model: Any) -> None:
+        """Keep the parts of plain variables. Their whole values stay until `sent`."""
+        parts: dict[int, Any] = {}
+        for variable in variables:
+            whole = stored_value(variable)
+            part = torch.nn.Parameter(self._own(whole).clone(), requires_grad=whole.requires_grad)
+            self._new[id(variable)] = whole
+            parts[id(whole)] = part
+            store_value(variable, part)
+            vars(variable)["_shards"] = self
+            variable.__class__ = ShardedVariable
+        self.variables += variables
+        _exchange(model, parts)
+
+    def share_memory(self, tensors: list[Any]) -> bool:
+        """Return whether some of these tensors are in the memory of a new whole value."""
+        places = {whole.untyped_storage().data_ptr() for whole in self._new.values()}
+        return any(each.untyped_storage().data_ptr() in places for each in tensors)
+
+    def new(self) -> list["ShardedVariable"]:
+        """Return the variables whose whole values are still here."""
+        return [variable for variable in self.variables if id(variable) in self._new]
+
+    def send(self) -> None:
+        """Give the other processes their parts of what `take` has taken."""
+        assert self.remote is not None, "rank 0 has it"
+        for variable in self.new():
+            part, whole = stored_value(variable), self._new[id(variable)]
+            self.remote.scatter(part, self._padded(whole, len(part)))
+        self._new.clear()
+
+    def release(self, model: Any, variables: list["ShardedVariable"]) -> None:
+        """Make some variables plain ones again, with their whole values."""
+        wholes: dict[int, Any] = {}
+        for variable in variables:
+            part = stored_value(variable)
+            whole = self._new.get(id(variable))
+            if whole is None:
+                whole = _plain_value(variable)
+            wholes[id(part)] = whole
+            variable.__class__ = keras.Variable
+            store_value(variable, whole)
+            del vars(variable)["_shards"]
+            self._new.pop(id(variable), None)
+        known = set(map(id, variables))
+        self.variables = [each for each in self.variables if id(each) not in known]
+        _exchange(model, wholes)
+
+    @contextmanager
+    def whole_here(self, weights: list[Any]) -> Iterator[None]:
+        """Let this process have the whole values of some variables inside the context."""
+        found = [variable for variable in weights if is_sharded(variable)]
+        parts = list(map(stored_value, found))
+        try:
+            for variable in found:
+                whole = _plain_value(variable)
+                variable.__class__ = keras.Variable
+                store_value(variable, whole)
+            yield
+        finally:
+            for variable, part in zip(found, parts, strict=True):
+                store_value(variable, part)
+                variable.__class__ = ShardedVariable
+
+
+class _Gather(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, part: Any, shards: Shards, shape: Any, dtype: Any) -> Any:
+        ctx.shards, ctx.size, ctx.dtype = shards, len(part), part.dtype
+        return shards.gathered(part.to(dtype), shape)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return ctx.shards.summed(gradient.to(ctx.dtype), ctx.size), None, None, None
+
+
+class _WithoutGradient(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, part: Any, whole: Any, path: str) -> Any:
+        ctx.path = path
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        raise UnsupportedModel(
+            f"A backward pass of your own reaches {ctx.path!r}, whose state is sharded: the other "
+            "processes do not take part.\nTrain by fit or train_on_batch, or leave out "
+            'state="sharded".'
+        )
+
+
+class ShardedVariable(keras.Variable):  # type: ignore[misc]
+    """A variable of which each process has a part.
+
+    A variable gets this class when it is sharded, and loses it when it is released.
+    """
+
+    _shards: Shards
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the whole value."""
+        shape: tuple[int, ...] = super().shape
+        return shape
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what `value` returns."""
+        return self.whole_shape if self._shards.reads != PARTS else tuple(stored_value(self).shape)
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims of what `value` returns."""
+        return len(self.shape)
+
+    @property
+    def value(self) -> Any:
+        """The whole value, or in an update of parts this process's part."""
+        if not computes() or value_in_scope(self) is not None:
+            return super().value
+        return self._shards.value(self)
+
+    def _direct_assign(self, value: Any) -> None:
+        self._shards.assign(self, value)
+
+    @property
+    def constraint(self) -> Any:
+        """The constraint, which an update of parts does not see."""
+        return None if self._shards.reads == PARTS else super().constraint
+
+    @constraint.setter
+    def constraint(self, value: Any) -> None:
+        keras.Variable.constraint.fset(self, value)
+
+    def __repr__(self) -> str:
+        return f"<Variable path={self.path}, shape={self.shape}, dtype={self.dtype}, in shards>"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = {name: value for name, value in vars(self).items() if name != "_shards"}
+        plain = _new_variable()
+        vars(plain).update(state)
+        store_value(plain, _plain_value(self))
+        return _new_variable, (), vars(plain)
+
+
+def _new_variable() -> Any:
+    return keras.Variable.__new__(keras.Variable)
+
+
+def _plain_value(variable: ShardedVariable) -> Any:
+    """Return the whole value as Keras stores it."""
+    with torch.no_grad():
+        whole = variable.value.clone()
+    return torch.nn.Parameter(whole, requires_grad=stored_value(variable).requires_grad)
+
+
+def is_sharded(variable: Any) -> bool:
+    """Return whether each process has a part of a variable."""
+    return isinstance(variable, ShardedVariable)
+
+
+def was_sharded(variable: Any) -> bool:
+    """Return whether each process has a part, although `whole_here` may show the whole value."""
+    return "_shards" in vars(variable)
+
+
+def shards_in(variables: list[Any]) -> list[Shards]:
+    """Return the shards to which some variables belong, each once."""
+    return unique([variable._shards for variable in variables if is_sharded(variable)])
+
+
+def shards_of(model: Any) -> Shards:
+    """Return the shards of an unpickled model in a worker."""
+    found = [variable for variable in variables_of(model) if is_sharded(variable)]
+    shards = found[0]._shards if found else Shards()
+    shards.variables = found
+    return shards
+
+
+def without_value(variable: ShardedVariable) -> tuple[Any, ...]:
+    """Return how to pickle a plain variable of the same form, whose value takes no memory."""
+    part = stored_value(variable)
+    state = {name: value for name, value in vars(variable).items() if name != "_shards"}
+    form = variable.whole_shape, part.dtype, str(part.device), part.requires_grad
+    return _made_without_value, (state, *form)
+
+
+def _made_without_value(
+    state: dict[str, Any], shape: Any, dtype: Any, device: str, requires_grad: bool
+) -> Any:
+    variable = _new_variable()
+    vars(variable).update(state)
+    value = torch.zeros((), dtype=dtype, device=device).expand(shape)
+    store_value(variable, torch.nn.Parameter(value, requires_grad=requires_grad))
+    return variable
+
+
+def whole_gradients(variables: Any, gradients: Any) -> list[Any]:
+    """Return gradients of whole values. Every process has to call this."""
+    return [
+        variable._shards.gathered(gradient, variable.whole_shape)
+        if gradient is not None and is_sharded(variable)
+        else gradient
+        for variable, gradient in zip(variables, gradients, strict=True)
+    ]
+
+
+def _modules(model: Any) -> list[Any]:
+    """Return the modules of PyTorch in a model. Layers of Keras do not name those inside them."""
+    return unique([each for layer in layers_in(model) for each in layer.modules()])
+
+
+def _exchange(model: Any, tensors: dict[int, Any]) -> None:
+    """Let the modules of PyTorch in a model hold other tensors, which are given by `id`."""
+    for module in _modules(model):
+        for name, tensor in list(module.items()) if isinstance(module, _HOLDS_VARIABLES) else ():
+            if id(tensor) in tensors:
+                module[name] = tensors[id(tensor)]
+
+
+def to_shard(model: Any, devices: int) -> list[Any]:
+    """Return the variables of a built model that are sharded, or that are to be: weights and slots.
+
+    Whole are small ones, those of RNNs, those that a step may assign to, and parameters of modules
+    of PyTorch. A slot is sharded if it has the shape of a sharded weight.
+    """
+    layers = layers_in(model)
+    rnns = [layer for layer in layers if isinstance(layer, keras.layers.RNN)]
+    fixed = {id(v) for layer in rnns for v in [*layer.variables, *rnn_states(layer)]}
+    modules = [each for each in _modules(model) if not isinstance(each, _HOLDS_VARIABLES)]
+    others = {id(p) for each in modules for p in vars(each)["_parameters"].values()}
+    weights = [
+        variable
+        for variable in unique([v for layer in layers for v in own_trainable_variables(layer)])
+        if type(variable) in _KINDS
+        and is_large(_whole_shape(variable), item_bytes(variable.dtype), devices)
+        and id(variable) not in fixed
+        and id(stored_value(variable)) not in others
+    ]
+    known = set(map(id, weights))
+    slots = []
+    for _, optimizer in optimizers_of(model):
+        owners = owners_of_slots(optimizer, model.trainable_variables)
+        slots += [
+            slot
+            for slot in optimizer.variables
+            if type(slot) in _KINDS and id(owners.get(id(slot))) in known
+        ]
+    return [*weights, *slots]
+
+
+_KINDS = (keras.Variable, ShardedVariable)
+_HOLDS_VARIABLES = torch.nn.ParameterDict
+
+
+def _whole_shape(variable: Any) -> Any:
+    return variable.whole_shape if is_sharded(variable) else variable.shape

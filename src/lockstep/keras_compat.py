@@ -830,6 +830,21 @@ def stores_as_it_is(variable: Any, shape: tuple[int, ...], dtype: str) -> bool:
     return plain and shape == _shape(variable) and dtype == _dtype(variable)
 
 
+_REGISTER = tuple(
+    f"TorchLayer.{_named(keras.layers.Layer, name)}"
+    for name in ("_track_variables", "_post_track_variable")
+    if keras.backend.backend() == "torch"
+)
+
+
+def registers_tensors(frame: Any) -> bool:
+    """Whether the code of a frame gives a module of PyTorch the tensors of a layer's variables.
+
+    keras/src/backend/torch/layer.py, TorchLayer
+    """
+    return bool(_REGISTER) and frame.f_code.co_qualname.startswith(_REGISTER)
+
+
 def value_in_scope(variable: Any) -> Any:
     """The value of a variable in Keras's stateless scope, `None` without one."""
     return get_stateless_scope().get_current_value(variable) if in_stateless_scope() else None

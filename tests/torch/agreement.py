@@ -7,14 +7,14 @@ import lockstep
 from tests.torch.double import BOUND
 
 
-def both(build, devices=3):
+def both(build, devices=3, **options):
     """Two models of one seed: one for Keras alone, one on several devices."""
     made = []
     for _ in range(2):
         keras.utils.clear_session(free_memory=False)  # the same names
         keras.utils.set_random_seed(11)
         made.append(build())
-    return made[0], lockstep.distribute(made[1], devices)
+    return made[0], lockstep.distribute(made[1], devices, **options)
 
 
 def assert_equal(a, b):

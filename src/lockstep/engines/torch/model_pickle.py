@@ -50,6 +50,7 @@ class Dumped(NamedTuple):
         reads: What code of the model reads besides the model.
         in_modules: Whether attributes of the user's modules hold some of the tensors.
         metrics: The metrics of functions of Keras, which the bytes have in this order.
+        holders: The dicts by which layers give their tensors to PyTorch.
     """
 
     data: bytes
@@ -57,6 +58,7 @@ class Dumped(NamedTuple):
     reads: CodeReads
     in_modules: bool
     metrics: list[Any]
+    holders: list[Any]
 
 
 def dump(model: Any) -> Dumped:
@@ -82,6 +84,7 @@ def dump(model: Any) -> Dumped:
         pickler.reads,
         pickler.in_modules,
         pickler.metrics,
+        pickler.holders,
     )
 
 
@@ -129,11 +132,13 @@ class TensorPickler(ModelPickler):
 
     Attributes:
         tensors: The tensors, in the order of their numbers.
+        holders: The dicts by which layers give their tensors to PyTorch.
     """
 
     def __init__(self, file: io.BytesIO, left_out: "_LeftOutOf | None" = None) -> None:
         super().__init__(file)
         self.tensors: list[Any] = []
+        self.holders: list[Any] = []
         self._storages: dict[int, int] = {}
         self._left_out = left_out or {}
 
@@ -150,6 +155,8 @@ class TensorPickler(ModelPickler):
         if isinstance(item, torch.Generator):
             return _generator, (item.device.type, item.get_state().numpy().tobytes())
         if isinstance(item, torch.nn.ParameterList | torch.nn.ParameterDict):
+            if isinstance(item, torch.nn.ParameterDict):
+                self.holders.append(item)
             # A layer has one for its weights, and the mode of a step is sent with the step.
             return object.__new__, (type(item),), {**vars(item), "training": True}
         return super().reducer_override(item)

@@ -292,8 +292,9 @@ class PoolRunner(StepRunner):
         if not new:
             return
         check_optimizers(model)
+        self._bytes_of_step = None
         self.shards.group = self._running_pool().group
-        self.shards.take(new, model)
+        self.shards.take(new, self._dumped().holders)
         self._bytes_of_step = None
         try:
             if self.shards.share_memory(self._dumped().tensors):
@@ -306,11 +307,18 @@ class PoolRunner(StepRunner):
                 self._compare_all(pool)
                 self.shards.send()
         except BaseException:
-            self.shards.release(model, self.shards.new())
+            self.bring_home(self.shards.new())
             raise
         finally:
             self._bytes_of_step = None
         self.unchecked = True
+
+    def bring_home(self, variables: list[Any]) -> None:
+        """Make sharded variables plain ones again."""
+        if variables:
+            self._bytes_of_step = None
+            self.shards.release(self._dumped().holders, variables)
+            self._bytes_of_step = None
 
     def gathered(self, part: Any) -> Any:
         """Return the parts of all processes; see `Remote`."""
@@ -336,7 +344,7 @@ class PoolRunner(StepRunner):
                 self._send_seeds(pool)
 
     def _compare_all(self, pool: Pool) -> None:
-        data, tensors, self._reads, in_modules, metrics = self._dumped()
+        data, tensors, self._reads, in_modules, metrics, _ = self._dumped()
         if in_modules and pool.in_modules != self._lease.key:  # another model has put its own there
             self._sent = None
         settings = {**current_settings(), "age_of_casts": self._casts.age()}

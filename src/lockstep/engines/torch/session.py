@@ -36,7 +36,7 @@ from lockstep.engines.torch.loss_sharding import LossSharding
 from lockstep.engines.torch.placement import check_placement, move_model, torch_device_of
 from lockstep.engines.torch.pool import Lease
 from lockstep.engines.torch.pool_runner import PoolRunner
-from lockstep.engines.torch.sharded_variables import STORED, is_sharded
+from lockstep.engines.torch.sharded_variables import is_sharded
 from lockstep.engines.torch.split_checks import rows_of, why_custom
 from lockstep.engines.torch.stateful import copied_states
 from lockstep.engines.torch.step_runner import StepRunner
@@ -153,7 +153,8 @@ class TorchSession(Session):
         shards = self._runner.shards
         for variable in shards.variables:
             holders_of(variable).discard(self)
-        shards.release(self.model, shards.variables)
+        if isinstance(self._runner, PoolRunner):
+            self._runner.bring_home(shards.variables)
         self._lease.end()
         if self._branches is not None:
             self._branches.stop()
@@ -303,10 +304,7 @@ class TorchSession(Session):
     def _step(self, kind: str, plain: Callable[[Any], Any], batch: Any) -> Any:
         self._is_updating = False
         if self.state == SHARDED and (self._runner.unchecked or self._must_build(kind)):
-            if kind == "train":
-                self._build_optimizer()
-            with self._runner.shards.read_by(STORED):
-                build(self.model, kind, batch)
+            build(self.model, kind, batch)
             self._lay_out()
         elif self._must_build(kind):
             if not isinstance(self._runner, JoinedRunner):
@@ -510,10 +508,7 @@ class TorchSession(Session):
                 batches.build(lambda: _call(model, batches))
         else:
             if kind is not PREDICT:
-                if self.state == SHARDED:
-                    self._build_optimizer()
-                with self._runner.shards.read_by(STORED):
-                    build_on_first_batch(model, batches)
+                build_on_first_batch(model, batches)
             batches.reset()
         if kind is not TRAIN:
             self.model.eval()

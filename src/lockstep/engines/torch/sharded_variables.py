@@ -7,6 +7,7 @@ workers for theirs.
 """
 
 import math
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from lockstep.keras_compat import (
     in_layer_call,
     layers_in,
     own_trainable_variables,
+    registers_tensors,
     store_value,
     stored_value,
     value_in_scope,
@@ -34,8 +36,6 @@ from lockstep.state import item_bytes, optimizers_of, rnn_states, unique, variab
 
 OUTSIDE, STEP, WHOLE, PARTS = "outside", "step", "whole", "parts"
 """What reads a variable: code of one process; a step; an update of whole values, or of parts."""
-STORED = "stored"
-"""Keras reads a variable to register its tensor with a module of PyTorch."""
 
 
 class Remote(Protocol):
@@ -112,7 +112,7 @@ class Shards:
     def value(self, variable: "ShardedVariable") -> Any:
         """Return what code gets that reads a variable now."""
         part, shape = stored_value(variable), variable.whole_shape
-        if self.reads in (PARTS, STORED):
+        if self.reads == PARTS:
             return part
         if id(variable) in self._new:
             return self._new[id(variable)]
@@ -187,8 +187,13 @@ class Shards:
 
     # ------------------------------------------------------------ from whole values, and back
 
-    def take(self, variables: list[Any], model: Any) -> None:
-        """Keep the parts of plain variables. Their whole values stay until `sent`."""
+    def take(self, variables: list[Any], holders: list[Any]) -> None:
+        """Keep the parts of plain variables. Their whole values stay until `send`.
+
+        Args:
+            variables: The variables.
+            holders: The dicts of PyTorch's modules that hold tensors of variables too.
+        """
         parts: dict[int, Any] = {}
         for variable in variables:
             whole = stored_value(variable)
@@ -199,7 +204,7 @@ class Shards:
             vars(variable)["_shards"] = self
             variable.__class__ = ShardedVariable
         self.variables += variables
-        _exchange(model, parts)
+        _exchange(holders, parts)
 
     def share_memory(self, tensors: list[Any]) -> bool:
         """Return whether some of these tensors are in the memory of a new whole value."""
@@ -218,7 +223,7 @@ class Shards:
             self.remote.scatter(part, self._padded(whole, len(part)))
         self._new.clear()
 
-    def release(self, model: Any, variables: list["ShardedVariable"]) -> None:
+    def release(self, holders: list[Any], variables: list["ShardedVariable"]) -> None:
         """Make some variables plain ones again, with their whole values."""
         wholes: dict[int, Any] = {}
         for variable in variables:
@@ -229,11 +234,11 @@ class Shards:
             wholes[id(part)] = whole
             variable.__class__ = keras.Variable
             store_value(variable, whole)
-            del vars(variable)["_shards"]
+            del variable._shards
             self._new.pop(id(variable), None)
         known = set(map(id, variables))
         self.variables = [each for each in self.variables if id(each) not in known]
-        _exchange(model, wholes)
+        _exchange(holders, wholes)
 
     @contextmanager
     def whole_here(self, weights: list[Any]) -> Iterator[None]:
@@ -308,6 +313,8 @@ class ShardedVariable(keras.Variable):  # type: ignore[misc]
         """The whole value, or in an update of parts this process's part."""
         if not computes() or value_in_scope(self) is not None:
             return super().value
+        if registers_tensors(sys._getframe(1)):
+            return stored_value(self)
         return self._shards.value(self)
 
     def _direct_assign(self, value: Any) -> None:
@@ -395,17 +402,12 @@ def whole_gradients(variables: Any, gradients: Any) -> list[Any]:
     ]
 
 
-def _modules(model: Any) -> list[Any]:
-    """Return the modules of PyTorch in a model. Layers of Keras do not name those inside them."""
-    return unique([each for layer in layers_in(model) for each in layer.modules()])
-
-
-def _exchange(model: Any, tensors: dict[int, Any]) -> None:
-    """Let the modules of PyTorch in a model hold other tensors, which are given by `id`."""
-    for module in _modules(model):
-        for name, tensor in list(module.items()) if isinstance(module, _HOLDS_VARIABLES) else ():
+def _exchange(holders: list[Any], tensors: dict[int, Any]) -> None:
+    """Let dicts of PyTorch's modules hold other tensors, which are given by `id`."""
+    for holder in holders:
+        for name, tensor in list(holder.items()):
             if id(tensor) in tensors:
-                module[name] = tensors[id(tensor)]
+                holder[name] = tensors[id(tensor)]
 
 
 def to_shard(model: Any, devices: int) -> list[Any]:
@@ -417,8 +419,12 @@ def to_shard(model: Any, devices: int) -> list[Any]:
     layers = layers_in(model)
     rnns = [layer for layer in layers if isinstance(layer, keras.layers.RNN)]
     fixed = {id(v) for layer in rnns for v in [*layer.variables, *rnn_states(layer)]}
-    modules = [each for each in _modules(model) if not isinstance(each, _HOLDS_VARIABLES)]
-    others = {id(p) for each in modules for p in vars(each)["_parameters"].values()}
+    others = {
+        id(parameter)
+        for module in [each for layer in layers for each in layer.modules()]
+        if not isinstance(module, (keras.layers.Layer, torch.nn.ParameterDict))
+        for parameter in module.parameters(recurse=False)
+    }
     weights = [
         variable
         for variable in unique([v for layer in layers for v in own_trainable_variables(layer)])
@@ -440,7 +446,6 @@ def to_shard(model: Any, devices: int) -> list[Any]:
 
 
 _KINDS = (keras.Variable, ShardedVariable)
-_HOLDS_VARIABLES = torch.nn.ParameterDict
 
 
 def _whole_shape(variable: Any) -> Any:

@@ -1,0 +1,429 @@
+"""With sharded state each process has a part of each variable; the numbers are those of one."""
+
+import copy
+import os
+import pickle
+import signal
+import sys
+
+import keras
+import numpy as np
+import pytest
+import torch
+
+import lockstep
+from lockstep.engines.torch import pool
+from lockstep.engines.torch.sharded_variables import ShardedVariable
+from lockstep.errors import LayoutConflict, UnsupportedBackend, UnsupportedModel, WorkerDied
+from lockstep.keras_compat import stored_value
+from tests.torch.agreement import assert_equal, both
+from tests.torch.test_on_failures import failing
+
+
+@pytest.fixture(autouse=True)
+def _small_variables_are_sharded(monkeypatch):
+    monkeypatch.setattr(sys.modules["lockstep.devices"], "SHARDED_FROM", 0)
+
+
+def mlp():
+    return keras.Sequential(
+        [
+            keras.Input((13,)),
+            keras.layers.Dense(
+                37, "relu", kernel_regularizer="l2", kernel_constraint=keras.constraints.MaxNorm(1)
+            ),
+            keras.layers.Dense(11, "tanh"),
+            keras.layers.Dense(3),
+        ]
+    )
+
+
+def convolutions():
+    layers = [
+        keras.Input((8, 8, 2)),
+        keras.layers.Conv2D(5, 3, use_bias=False),
+        keras.layers.BatchNormalization(),
+        keras.layers.ReLU(),
+        keras.layers.DepthwiseConv2D(3),
+        keras.layers.Flatten(),
+        keras.layers.Dense(3),
+    ]
+    return keras.Sequential(layers)
+
+
+def transformer():
+    tokens = keras.Input((6,), dtype="int32")
+    embedding = keras.layers.ReversibleEmbedding(7, 8)
+    x = embedding(tokens)
+    x = keras.layers.LayerNormalization()(x + keras.layers.MultiHeadAttention(2, 4)(x, x))
+    x = x + keras.layers.EinsumDense("bti,io->bto", (None, 8))(x)
+    return keras.Model(tokens, embedding(x, reverse=True))
+
+
+def recurrent():
+    tokens = keras.Input((6,), dtype="int32")
+    x = keras.layers.Embedding(7, 5, mask_zero=True)(tokens)
+    x = keras.layers.Bidirectional(keras.layers.GRU(4))(x)
+    return keras.Model(tokens, keras.layers.Dense(3)(x))
+
+
+def lora():
+    model = keras.Sequential([keras.Input((13,)), *map(keras.layers.Dense, (37, 11, 3))])
+    for layer in model.layers[:2]:
+        layer.enable_lora(2)
+        for variable in (layer.lora_kernel_a, layer.lora_kernel_b):  # Keras makes them in float32
+            variable._dtype = "float64"
+            variable._value = torch.nn.Parameter(variable._value.double())
+        layer._track_variables()
+    return model
+
+
+MODELS = {made.__name__: made for made in (mlp, convolutions, transformer, recurrent, lora)}
+
+
+def data(name, rows=31):
+    draw = np.random.default_rng(5)
+    if name == "convolutions":
+        return draw.normal(size=(rows, 8, 8, 2)), draw.normal(size=(rows, 3))
+    if name == "transformer":
+        return draw.integers(1, 7, (rows, 6)), draw.integers(0, 7, (rows, 6))
+    if name == "recurrent":
+        return draw.integers(0, 7, (rows, 6)), draw.normal(size=(rows, 3))
+    return draw.normal(size=(rows, 13)), draw.normal(size=(rows, 3))
+
+
+optimizers = keras.optimizers
+OPTIMIZERS = {
+    "SGD": lambda: optimizers.SGD(0.05, momentum=0.9),
+    "AdamW": lambda: optimizers.AdamW(0.01, amsgrad=True),
+    "LAMB": lambda: optimizers.Lamb(0.01),
+    "Muon": lambda: optimizers.Muon(0.01),
+    "Adafactor": lambda: optimizers.Adafactor(0.01),
+    "global norm": lambda: optimizers.Adam(0.01, global_clipnorm=0.1),
+    "norm": lambda: optimizers.SGD(0.05, clipnorm=0.1),
+    "value": lambda: optimizers.SGD(0.05, clipvalue=0.01, weight_decay=0.01),
+    "average": lambda: optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=3),
+    "accumulation": lambda: optimizers.Adam(0.01, gradient_accumulation_steps=3),
+    "accumulation, LAMB": lambda: optimizers.Lamb(0.01, gradient_accumulation_steps=2),
+    "scaled": lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01), initial_scale=2.0**40),
+    "Nadam": lambda: optimizers.Nadam(0.01),
+    "Adamax": lambda: optimizers.Adamax(0.01),
+    "RMSprop": lambda: optimizers.RMSprop(0.01, centered=True, momentum=0.5),
+    "Adagrad": lambda: optimizers.Adagrad(0.05),
+    "Adadelta": lambda: optimizers.Adadelta(0.5),
+    "Lion": lambda: optimizers.Lion(0.001),
+    "Ftrl": lambda: optimizers.Ftrl(0.05, l2_shrinkage_regularization_strength=0.01),
+    "ScheduleFreeAdamW": lambda: optimizers.ScheduleFreeAdamW(0.01),
+}
+
+SAMPLE = [
+    *[("mlp", each) for each in OPTIMIZERS],
+    *[(each, "AdamW") for each in MODELS],
+    *[(each, "LAMB") for each in MODELS],
+    *[(each, "Muon") for each in MODELS],
+    *[(each, "global norm") for each in MODELS],
+]
+SAMPLE = list(dict.fromkeys(SAMPLE))
+
+
+@pytest.mark.parametrize(("name", "optimizer"), SAMPLE)
+def test_training_equals_one_device(name, optimizer):
+    def build():
+        model = MODELS[name]()
+        loss = "mse"
+        if name == "transformer":
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(OPTIMIZERS[optimizer](), loss)
+        return model
+
+    one, many = both(build, state="sharded")
+    x, y = data(name)
+    logs = [
+        model.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0).history
+        for model in (one, many)
+    ]
+    assert_equal(*logs)
+    assert_equal(one, many)
+    assert_equal(one.evaluate(x, y, verbose=0), many.evaluate(x, y, verbose=0))
+    assert_equal(one.predict(x, verbose=0), many.predict(x, verbose=0))
+
+
+def compiled():
+    model = mlp()
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    return model
+
+
+def pair(devices=3):
+    return both(compiled, devices, state="sharded")
+
+
+def variables(model):
+    return [*model.variables, *model.optimizer.variables]
+
+
+def fit(model, rows=31, **options):
+    x, y = data("mlp", rows)
+    return model.fit(x, y, **{"batch_size": 10, "shuffle": False, "verbose": 0} | options)
+
+
+def held(model):
+    return sum(stored_value(variable).numel() for variable in variables(model))
+
+
+def test_a_process_has_a_part_of_each_variable_after_any_call(tmp_path):
+    one, many = pair()
+
+    def assert_in_parts():
+        kinds = {type(v) for v in [*many.trainable_variables, *many.optimizer.variables[2:]]}
+        assert kinds == {ShardedVariable}
+        assert held(many) <= held(one) // 3 + 2 * len(variables(many))
+        assert {id(p) for p in many.parameters()} <= {id(stored_value(v)) for v in many.variables}
+
+    for model in (one, many):
+        fit(model)
+    assert_in_parts()
+    many.save(tmp_path / "a.keras")
+    fit(many, validation_data=data("mlp", 7))
+    many.load_weights(tmp_path / "a.keras")
+    many.set_weights([value + 1 for value in many.get_weights()])
+    one.set_weights([value + 1 for value in one.get_weights()])
+    assert_in_parts()
+    assert_equal(one.get_weights(), many.get_weights())
+    for variable in variables(many):
+        variable.assign(np.full(variable.shape, 3, variable.dtype))
+        assert np.all(np.array(variable) == 3)
+        assert (variable + 1).shape == variable.shape
+    assert_in_parts()
+
+
+def test_files_and_copies_are_those_of_one_device(tmp_path):
+    models = pair()
+    for model, folder in zip(models, (tmp_path / "one", tmp_path / "many"), strict=True):
+        folder.mkdir()
+        fit(model, callbacks=[keras.callbacks.ModelCheckpoint(folder / "checkpoint.keras")])
+        model.save_weights(folder / "some.weights.h5")
+    one, many = models
+    assert_equal(one, keras.models.load_model(tmp_path / "many" / "checkpoint.keras"))
+    one.load_weights(tmp_path / "many" / "some.weights.h5")
+    assert_equal(one.get_weights(), many.get_weights())
+    for copied in (pickle.loads(pickle.dumps(many)), keras.models.clone_model(many)):
+        assert {type(variable) for variable in copied.variables} == {keras.Variable}
+    kernel = many.layers[0].kernel
+    for copied in (pickle.loads(pickle.dumps(kernel)), copy.deepcopy(kernel), copy.copy(kernel)):
+        assert type(copied) is keras.Variable
+        assert_equal(copied.numpy(), kernel.numpy())
+
+
+def test_a_model_moves_between_layouts_and_back_to_keras():
+    one, many = pair()
+    fit(one)
+    fit(many)
+    for devices, state in ((3, "replicated"), (2, "sharded"), (3, "sharded")):
+        lockstep.distribute(many, devices, state=state)
+        fit(one)
+        fit(many)
+    lockstep.release(many)
+    assert {type(variable) for variable in variables(many)} == {keras.Variable}
+    assert {id(p) for p in many.parameters()} <= {id(v.value) for v in many.variables}
+    fit(one)
+    fit(many)
+    assert_equal(one, many)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((3, "sharded"), (2, "replicated")),
+        ((2, "replicated"), (3, "sharded")),
+        ((3, "sharded"), (2, "sharded")),
+        ((3, "sharded"), (1, "replicated")),
+    ],
+)
+def test_a_checkpoint_resumes_with_another_layout(tmp_path, first, second):
+    one, _ = both(compiled)
+    fit(one, epochs=2)
+    for (devices, state), epochs in ((first, 1), (second, 2)):
+        _, many = both(compiled, devices, state=state)
+        fit(many, epochs=epochs, callbacks=[lockstep.Checkpoint(tmp_path / "run")])
+    assert_equal(one, many)
+
+
+def test_callbacks_and_calls_between_steps_see_whole_values():
+    seen = []
+
+    class Halves(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            kernel = self.model.layers[0].kernel
+            seen.append(kernel.numpy())
+            kernel.assign(kernel * 0.5)
+
+    one, many = pair()
+    for model in (one, many):
+        fit(model, callbacks=[Halves()])
+        model.train_on_batch(*data("mlp", 5))
+        seen.append(model(data("mlp", 4)[0]).detach().numpy())
+    assert_equal(seen[: len(seen) // 2], seen[len(seen) // 2 :])
+    assert_equal(one, many)
+
+
+def test_a_model_that_is_built_and_compiled_later():
+    def build():
+        model = keras.Sequential([keras.layers.Dense(7, "relu"), keras.layers.Dense(3)])
+        model.compile(keras.optimizers.Lamb(0.01), "mse")
+        return model
+
+    one, many = both(build, state="sharded")
+    for model in (one, many):
+        fit(model)
+    assert isinstance(many.layers[0].kernel, ShardedVariable)
+    for model in (one, many):
+        model.layers[1].trainable = False
+        model.compile(keras.optimizers.Adam(0.01), "mae")
+        model.train_on_batch(*data("mlp", 8))
+        fit(model)
+    assert_equal(one, many)
+
+
+class Scaled(keras.layers.Layer):
+    """A layer of the user's own, which a first step compares with one device."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=shape[-1:], initializer="ones")
+
+    def call(self, x):
+        return x * self.scale
+
+
+def test_a_layer_of_ones_own_is_compared_in_a_first_step():
+    def build():
+        model = keras.Sequential([keras.Input((13,)), keras.layers.Dense(7), Scaled()])
+        model.add(keras.layers.Dense(3))
+        model.layers[0].trainable = False
+        model.compile(keras.optimizers.AdamW(0.01), "mse")
+        return model
+
+    one, many = both(build, state="sharded")
+    for model in (one, many):
+        fit(model)
+    assert_equal(one, many)
+    assert isinstance(many.layers[1].scale, ShardedVariable)
+
+
+def test_a_gathered_value_cannot_be_written_in_place():
+    _, many = pair()
+    kernel = many.layers[0].kernel
+    with pytest.raises(RuntimeError, match="Inplace update to inference tensor"), torch.no_grad():
+        kernel.value.mul_(2)
+    loss = keras.ops.sum(many(data("mlp", 4)[0]))
+    with pytest.raises(UnsupportedModel, match="A backward pass of your own reaches"):
+        loss.backward()
+
+
+class Writes(keras.layers.Dense):
+    """Writes into its weight in place."""
+
+    def call(self, x):
+        with torch.no_grad():
+            self.kernel.value.mul_(2)
+        return super().call(x)
+
+
+class MyAdam(keras.optimizers.Adam):
+    """Looks at the whole variable."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        size = keras.ops.max(keras.ops.abs(variable), axis=-1, keepdims=True)
+        super().update_step(gradient * size, variable, learning_rate)
+
+
+class MyApply(keras.optimizers.Adam):
+    """Has an update of its own for all variables."""
+
+    def apply(self, grads, trainable_variables=None):
+        super().apply(grads, trainable_variables)
+
+
+def test_an_update_step_of_ones_own_sees_whole_variables():
+    def build():
+        model = mlp()
+        model.compile(MyAdam(0.01), "mse")
+        return model
+
+    one, many = both(build, state="sharded")
+    for model in (one, many):
+        fit(model)
+    assert_equal(one, many)
+
+
+class MyStep(keras.Sequential):
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+def of_ones_own(optimizer="adam", kind=keras.Sequential, layer=keras.layers.Dense):
+    model = kind([keras.Input((13,)), layer(3)])
+    model.compile(optimizer, "mse")
+    return lockstep.distribute(model, 3, state="sharded")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: of_ones_own(MyApply()), "is MyApply, with its own apply, which is not known"),
+        (lambda: of_ones_own(kind=MyStep), "has a train_step of its own"),
+        (lambda: of_ones_own(layer=Writes), "Inplace update to inference tensor"),
+    ],
+)
+def test_what_is_not_known_to_be_exact_is_refused(make, words):
+    with pytest.raises((UnsupportedModel, RuntimeError), match=words) as refused:
+        fit(make())
+    if refused.type is UnsupportedModel:
+        assert str(refused.value).count("\n") == 2
+
+
+def test_a_variable_has_parts_for_one_model():
+    _, many = pair()
+    other = keras.Sequential(many.layers[:1])
+    assert_equal(other.predict(data("mlp")[0], verbose=0), other(data("mlp")[0]).detach())
+    for state in ("replicated", "sharded"):
+        with pytest.raises(LayoutConflict, match="with state in shards"):
+            lockstep.distribute(other, 3, state=state)
+
+
+def test_the_parts_of_a_killed_process_are_lost():
+    _, many = pair(2)
+    fit(many)
+    worker = pool._pools["cpu:0", "cpu:1"]._workers[0].process
+    os.kill(worker.pid, signal.SIGKILL)
+    for call in (lambda: fit(many), many.get_weights, lambda: many.layers[0].kernel.numpy()):
+        with pytest.raises(WorkerDied, match="is lost: its state was sharded") as died:
+            call()
+        assert "lockstep.Checkpoint" in str(died.value)
+    one, again = pair(2)
+    fit(one)
+    fit(again)
+    assert_equal(one, again)
+
+
+def test_an_error_in_a_step_says_that_the_model_is_lost():
+    _, many = both(failing("raise", 3), 2, state="sharded")
+    with pytest.raises(KeyError, match="no such thing") as caught:
+        many.fit(np.ones((31, 4)), np.ones((31, 2)), batch_size=4, verbose=0)
+    assert "is lost: its state was sharded" in caught.value.__notes__[-1]
+    with pytest.raises(WorkerDied, match="is lost"):
+        many.get_weights()
+
+
+def test_the_first_line_of_fit_gives_the_state_of_a_device(capsys):
+    _, many = pair()
+    fit(many, verbose=2)
+    assert ", state sharded: 0.0 of 0.0 MB each\n" in capsys.readouterr().out
+
+
+def test_the_context_is_refused():
+    with (
+        pytest.raises(UnsupportedBackend, match="PyTorch shards a model that is built"),
+        lockstep.sharded(3),
+    ):
+        pass

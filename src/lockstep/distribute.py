@@ -37,7 +37,7 @@ def distribute(model: Model, devices: Devices | None = None, *, state: str = REP
             the default platform.
         state: `"replicated"`: each device has all weights and optimizer slots. `"sharded"`:
             each device has a part of each large one, for a model that does not fit one device.
-            Only JAX can shard.
+            TensorFlow cannot shard.
 
     Returns:
         The same `model`.

@@ -96,7 +96,11 @@ def layout_bytes(
     held = dict.fromkeys(GROUPS, 0)
     named = {id(each): (name, each) for name, each in reversed(named_variables(model).items())}
     for key, (name, variable) in named.items():
-        held[name.split("/")[0]] += size_of(variable) // (devices if key in sharded else 1)
+        size = size_of(variable)
+        if key in sharded:  # a shard has as many elements as the largest one
+            item = item_bytes(variable.dtype)
+            size = -(-size // (item * devices)) * item
+        held[name.split("/")[0]] += size
     read = _sizes_as_read(model)
     reduced = scattered = 0
     for variable in model.trainable_variables:
@@ -125,7 +129,9 @@ def layout_bytes(
 def size_of(variable: Any) -> int:
     """Return the bytes of a variable as the backend stores it."""
     # PyTorch has no unsigned integers of 16 and 32 bits, and Keras takes longer ones.
-    size = getattr(stored_value(variable), "nbytes", None)
+    value = stored_value(variable)
+    is_whole = tuple(getattr(value, "shape", ())) == tuple(variable.shape)
+    size = getattr(value, "nbytes", None) if is_whole else None
     return bytes_of(variable) if size is None else int(size)
 
 

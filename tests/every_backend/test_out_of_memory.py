@@ -31,7 +31,7 @@ def too_large(state):
     return lockstep.distribute(made, 2, state=state)
 
 
-@pytest.mark.parametrize("state", ["replicated", *["sharded"] * (BACKEND == "jax")])
+@pytest.mark.parametrize("state", ["replicated", *["sharded"] * (BACKEND != "tensorflow")])
 def test_the_note_has_the_bytes_of_a_device_and_what_to_try(state, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_CHECK", "0")
     x = np.ones((64, 4), "float32")
@@ -43,7 +43,7 @@ def test_the_note_has_the_bytes_of_a_device_and_what_to_try(state, monkeypatch):
     if state == "replicated":
         assert f"each of 2 devices holds {size / 1e3:.0f} kB of weights" in note
     assert "Try batch_size=32," in note
-    assert ('state="sharded"' in note) == (BACKEND == "jax" and state == "replicated")
+    assert ('state="sharded"' in note) == (BACKEND != "tensorflow" and state == "replicated")
     with pytest.raises(Exception, match=r"(?i)memory|OOM") as caught:
         keras.tree.map_structure(float, too_large(state).train_on_batch(x, x))
     assert "Try batches of fewer rows," in notes(caught.value)[0]

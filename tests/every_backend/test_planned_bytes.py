@@ -1,6 +1,7 @@
 """A plan gives the bytes that the first device of each backend holds after a step."""
 
 import math
+import sys
 
 import keras
 import numpy as np
@@ -54,12 +55,18 @@ def bytes_on_first_device(variable):
     return math.prod(value.shape) * value.dtype.size
 
 
+SHARDS = BACKEND != "tensorflow"
+STATES = ["replicated", *["sharded"] * SHARDS]
+
+
+@pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("build", [dense, recurrent, mixed])
-def test_planned_bytes_are_those_of_the_first_device(build):
+def test_planned_bytes_are_those_of_the_first_device(build, state, monkeypatch):
+    monkeypatch.setattr(sys.modules["lockstep.devices"], "SHARDED_FROM", 64)
     plan = lockstep.plan(build, 2, batch_size=7)
-    planned = next(each for each in plan.layouts if each.state == "replicated")
+    planned = next(each for each in plan.layouts if each.state == state)
     model, (x, y) = build()
-    lockstep.distribute(model, 2)
+    lockstep.distribute(model, 2, state=state)
     model.fit(x, y, batch_size=7, verbose=0)
     held = dict.fromkeys(GROUPS, 0)
     for name, variable in named_variables(model).items():
@@ -71,8 +78,8 @@ def test_planned_bytes_are_those_of_the_first_device(build):
     if BACKEND == "torch":
         gradients = [stored_value(variable).grad for variable in model.trainable_variables]
         assert planned.gradients == sum(each.nbytes for each in gradients)
-    assert ("sharded" in {each.state for each in plan.layouts}) == (BACKEND == "jax")
-    assert bool([note for note in plan.notes if "no sharded state" in note]) == (BACKEND != "jax")
+    assert ("sharded" in {each.state for each in plan.layouts}) == SHARDS
+    assert bool([note for note in plan.notes if "no sharded state" in note]) != SHARDS
 
 
 def test_the_first_device_has_the_rows_of_a_ragged_batch():

@@ -39,11 +39,13 @@ class WorkerWatch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Look after the workers inside the context."""
+        before = self._busy.is_set()
         self._busy.set()
         try:
             yield
         finally:
-            self._busy.clear()
+            if not before:
+                self._busy.clear()
 
     def close(self) -> None:
         """End the thread."""

@@ -289,9 +289,12 @@ class PoolRunner(StepRunner):
                 "The processes have a part of each for one model.\n"
                 "Call lockstep.release on the other one first."
             )
+        for variable in found:
+            if is_sharded(variable):
+                self._number(stored_value(variable))
+        check_optimizers(model)
         if not new:
             return
-        check_optimizers(model)
         self._bytes_of_step = None
         self.shards.group = self._running_pool().group
         self.shards.take(new, self._dumped().holders)
@@ -322,16 +325,29 @@ class PoolRunner(StepRunner):
 
     def gathered(self, part: Any) -> Any:
         """Return the parts of all processes; see `Remote`."""
+        number = self._number(part)
         with self._in_use() as pool:
-            pool.send("gather", self._lease.key, self._parts[id(part)])
+            pool.send("gather", self._lease.key, number)
             return pool.group.gather(part, [len(part)] * pool.group.size)
 
     def scatter(self, part: Any, flat: Any) -> None:
         """Give each process its part of a flat value; see `Remote`."""
+        number = self._number(part)
         with self._in_use() as pool, torch.no_grad():
-            pool.send("scatter", self._lease.key, self._parts[id(part)])
+            pool.send("scatter", self._lease.key, number)
             pool.group.broadcast_in_place([flat])
             part.copy_(flat[: len(part)])
+
+    def _number(self, part: Any) -> int:
+        """Return the number of a part in the processes."""
+        number = self._parts.get(id(part))
+        if number is None:
+            raise UnsupportedModel(
+                f"This variable was one of {self._model.name!r} when its state was sharded, and is "
+                "not any more:\nthe other processes have dropped their parts, such as those of an "
+                "earlier optimizer.\nCopy its value before it leaves the model."
+            )
+        return number
 
     def _make_equal(self, pool: Pool) -> None:
         moved = self._in_modules and pool.in_modules != self._lease.key
@@ -372,6 +388,7 @@ class PoolRunner(StepRunner):
             self.times_sent += 1
             self._gradients = []
             self._tensors, self._parts = tensors, parts
+            self.shards.keep(parts)
             self._structure = _structure(tensors)
             self._state = ForwardState(self._model)
             self.losses = LossSharding(self._model, by_rows=self.losses.by_rows)

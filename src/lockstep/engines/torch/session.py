@@ -195,7 +195,16 @@ class TorchSession(Session):
             return methods_of_all_processes(self.model, methods, self._runner.assigned)
         if self._branches is not None:
             methods |= {"call": self._branches.calling(self.model.call), BUILD: self._build}
+        if self.state == SHARDED and hasattr(self.model, "export"):
+            methods["export"] = self._no_export
         return methods
+
+    def _no_export(self, *args: Any, **kwargs: Any) -> None:
+        raise UnsupportedModel(
+            f"{self.model.name!r} was to be exported, and each process has a part of its "
+            "variables.\nAn exported program has all of them.\n"
+            "Call lockstep.release(model) first, or save the model, and export the loaded one."
+        )
 
     def remarks(self) -> str:
         """Return the end of the line that `fit` prints."""

@@ -9,7 +9,7 @@ workers for theirs.
 import math
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -53,7 +53,7 @@ class Shards:
 
     Attributes:
         variables: The variables.
-        group: The processes, while a step runs.
+        group: The processes.
         remote: What lets the others take part outside of a step; `None` in a worker.
     """
 
@@ -103,8 +103,8 @@ class Shards:
             if whole._version != version:
                 raise UnsupportedModel(
                     f"A step writes into the value of {variable.path!r} in place, and its state is "
-                    "sharded:\nthe value is a copy for the step. Assign to a variable that is "
-                    'smaller than 64 KiB, or leave out state="sharded".'
+                    "sharded.\nThe value is a copy, which ends with the step.\nMake what a step "
+                    'writes a variable with trainable=False, or leave out state="sharded".'
                 )
 
     # ------------------------------------------------------------ values
@@ -153,11 +153,7 @@ class Shards:
             elif self.reads == WHOLE:
                 self.value(variable).copy_(value)
             elif self.reads == STEP:
-                raise UnsupportedModel(
-                    f"A step assigns to {variable.path!r}, whose state is sharded: another process "
-                    "may assign another value.\nOptimizers alone can change it. Make a variable "
-                    'with trainable=False, or leave out state="sharded".'
-                )
+                raise _assigned(variable)
             else:
                 assert self.remote is not None, f"a worker assigns to {variable.path}"
                 self.remote.scatter(part, self._padded(value, len(part)))
@@ -171,8 +167,7 @@ class Shards:
     def summed(self, gradient: Any, size: int) -> Any:
         """Return this process's part of the sum of a gradient over all processes."""
         assert self.group is not None, "a step has set it"
-        (flat,) = self.group.start_sum([self._padded(gradient, size)])()
-        return flat[self.group.rank * size :][:size].clone()
+        return self.group.sum_of_part(self._padded(gradient, size))
 
     def _padded(self, whole: Any, size: int) -> Any:
         assert self.group is not None, "there are parts"
@@ -223,6 +218,10 @@ class Shards:
             self.remote.scatter(part, self._padded(whole, len(part)))
         self._new.clear()
 
+    def keep(self, parts: Collection[int]) -> None:
+        """Forget the variables whose parts, given by `id`, the model does not have any more."""
+        self.variables = [each for each in self.variables if id(stored_value(each)) in parts]
+
     def release(self, holders: list[Any], variables: list["ShardedVariable"]) -> None:
         """Make some variables plain ones again, with their whole values."""
         wholes: dict[int, Any] = {}
@@ -250,11 +249,23 @@ class Shards:
                 whole = _plain_value(variable)
                 variable.__class__ = keras.Variable
                 store_value(variable, whole)
+            versions = [stored_value(variable)._version for variable in found]
             yield
+            for variable, version in zip(found, versions, strict=True):
+                if stored_value(variable)._version != version:
+                    raise _assigned(variable)
         finally:
             for variable, part in zip(found, parts, strict=True):
                 store_value(variable, part)
                 variable.__class__ = ShardedVariable
+
+
+def _assigned(variable: Any) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"A step assigns to {variable.path!r}, whose state is sharded.\nAnother process may assign "
+        "another value to its part.\nMake what a step writes a variable with trainable=False, or "
+        'leave out state="sharded".'
+    )
 
 
 class _Gather(torch.autograd.Function):  # type: ignore[misc]
@@ -278,7 +289,7 @@ class _WithoutGradient(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         raise UnsupportedModel(
-            f"A backward pass of your own reaches {ctx.path!r}, whose state is sharded: the other "
+            f"A backward pass of your own reaches {ctx.path!r}, whose state is sharded.\nThe other "
             "processes do not take part.\nTrain by fit or train_on_batch, or leave out "
             'state="sharded".'
         )
@@ -417,8 +428,8 @@ def to_shard(model: Any, devices: int) -> list[Any]:
     of PyTorch. A slot is sharded if it has the shape of a sharded weight.
     """
     layers = layers_in(model)
-    rnns = [layer for layer in layers if isinstance(layer, keras.layers.RNN)]
-    fixed = {id(v) for layer in rnns for v in [*layer.variables, *rnn_states(layer)]}
+    wholes = [layer for layer in layers if isinstance(layer, _WHOLE)]
+    fixed = {id(v) for layer in wholes for v in [*layer.variables, *rnn_states(layer)]}
     others = {
         id(parameter)
         for module in [each for layer in layers for each in layer.modules()]
@@ -446,6 +457,8 @@ def to_shard(model: Any, devices: int) -> list[Any]:
 
 
 _KINDS = (keras.Variable, ShardedVariable)
+_WHOLE = (keras.layers.RNN, keras.layers.SpectralNormalization)
+"""Layers that read a weight in each step of a loop, or assign to one."""
 
 
 def _whole_shape(variable: Any) -> Any:

@@ -830,10 +830,10 @@ def stores_as_it_is(variable: Any, shape: tuple[int, ...], dtype: str) -> bool:
     return plain and shape == _shape(variable) and dtype == _dtype(variable)
 
 
-_REGISTER = tuple(
-    f"TorchLayer.{_named(keras.layers.Layer, name)}"
-    for name in ("_track_variables", "_post_track_variable")
-    if keras.backend.backend() == "torch"
+_TORCH_LAYER = keras.layers.Layer if keras.backend.backend() == "torch" else None
+_REGISTER = (
+    _named(_TORCH_LAYER, "_track_variables"),
+    _named(_TORCH_LAYER, "_post_track_variable"),
 )
 
 
@@ -842,7 +842,8 @@ def registers_tensors(frame: Any) -> bool:
 
     keras/src/backend/torch/layer.py, TorchLayer
     """
-    return bool(_REGISTER) and frame.f_code.co_qualname.startswith(_REGISTER)
+    owner, _, method = str(frame.f_code.co_qualname).partition(".")
+    return owner == "TorchLayer" and method.startswith(_REGISTER)
 
 
 def value_in_scope(variable: Any) -> Any:

@@ -192,7 +192,7 @@ NOT_OF_KERAS = {
     *("_exit", "_getframe", "_cache", "_pool", "_set"),
     "_config",  # the end of the names of attributes in HDF5 files
     # PyTorch: process groups, storages, autograd, subclasses of tensors
-    "_make_wrapper_subclass",
+    *("_make_wrapper_subclass", "_reduce_scatter_base"),
     *("_Options", "_devices", "_timeout", "_allgather_base", "_cdata", "_schema", "_version"),
     *("_backward_hooks", "_post_accumulate_grad_hooks", "_foreach"),
     *("_forward_hooks", "_forward_pre_hooks", "_backward_pre_hooks", "_global"),

@@ -200,6 +200,17 @@ def test_a_process_has_a_part_of_each_variable_after_any_call(tmp_path):
     assert_in_parts()
 
 
+def test_variables_below_64_kib_are_whole(monkeypatch):
+    monkeypatch.undo()
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(128), keras.layers.Dense(127)])
+    model.compile(keras.optimizers.Adam(), "mse")
+    lockstep.distribute(model, 3, state="sharded")
+    kernel, *others = model.variables
+    assert isinstance(kernel, ShardedVariable)
+    assert stored_value(kernel).numel() == -(-64 * 128 // 3)
+    assert [type(variable) for variable in others[:1]] == [keras.Variable]
+
+
 def test_nobody_keeps_a_whole_value():
     model = compiled()
     model.optimizer.build(model.trainable_variables)
@@ -486,11 +497,17 @@ def test_what_is_not_known_to_be_exact_is_refused(make, words):
 
 def test_a_variable_has_parts_for_one_model():
     _, many = pair()
-    other = keras.Sequential(many.layers[:1])
+    other = keras.Sequential([keras.Input((13,)), many.layers[0]])
     assert_equal(other.predict(data("mlp")[0], verbose=0), other(data("mlp")[0]).detach())
     for state in ("replicated", "sharded"):
         with pytest.raises(LayoutConflict, match="with state in shards"):
             lockstep.distribute(other, 3, state=state)
+    lockstep.release(many)
+    lockstep.distribute(other, 3)
+    lockstep.distribute(many, 3, state="sharded")
+    with pytest.raises(UnsupportedModel, match="has variables of another model"):
+        other.predict(data("mlp")[0], verbose=0)
+    fit(many)
 
 
 def test_the_parts_of_a_killed_process_are_lost():

@@ -265,10 +265,13 @@ class PoolRunner(StepRunner):
             with pool.in_use():
                 yield pool
         except BaseException as error:
-            if not (pool.closed and self.shards.variables):
+            if not pool.closed or len(self.shards.variables) == len(self.shards.new()):
                 raise
             if isinstance(error, WorkerDied):
-                raise self._lost(str(error).splitlines()[0] + "\n") from error
+                lost = self._lost(str(error).splitlines()[0] + "\n")
+                for note in getattr(error, "__notes__", []):
+                    lost.add_note(note)
+                raise lost from None
             error.add_note(f"lockstep: {self._lost('')}")
             raise
 
@@ -283,12 +286,7 @@ class PoolRunner(StepRunner):
         model = self._model
         found = to_shard(model, self._lease.size)
         new = [variable for variable in found if not is_sharded(variable)]
-        if any(shards is not self.shards for shards in shards_in(variables_of(model))):
-            raise UnsupportedModel(
-                f"{model.name!r} has variables of another model, whose state is sharded.\n"
-                "The processes have a part of each for one model.\n"
-                "Call lockstep.release on the other one first."
-            )
+        self._check_parts()
         for variable in found:
             if is_sharded(variable):
                 self._number(stored_value(variable))
@@ -315,6 +313,15 @@ class PoolRunner(StepRunner):
         finally:
             self._bytes_of_step = None
         self.unchecked = True
+
+    def _check_parts(self) -> None:
+        """Raise if the model has a variable of which the processes have parts for another one."""
+        if any(shards is not self.shards for shards in shards_in(variables_of(self._model))):
+            raise UnsupportedModel(
+                f"{self._model.name!r} has variables of another model, whose state is sharded.\n"
+                "The processes have a part of each for one model.\n"
+                "Call lockstep.release on the other one first."
+            )
 
     def bring_home(self, variables: list[Any]) -> None:
         """Make sharded variables plain ones again."""
@@ -360,6 +367,7 @@ class PoolRunner(StepRunner):
                 self._send_seeds(pool)
 
     def _compare_all(self, pool: Pool) -> None:
+        self._check_parts()
         data, tensors, self._reads, in_modules, metrics, _ = self._dumped()
         if in_modules and pool.in_modules != self._lease.key:  # another model has put its own there
             self._sent = None

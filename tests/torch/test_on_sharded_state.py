@@ -417,6 +417,39 @@ def test_a_gathered_value_cannot_be_written_in_place():
         loss.backward()
 
 
+def test_pytorch_s_own_methods_are_refused_and_what_they_write_is_noticed():
+    def build():
+        model = mlp()
+        model.compile("sgd", "mse")
+        return model
+
+    one, many = both(build)
+    lockstep.distribute(lockstep.release(many), 3, state="sharded")
+    x, y = data("mlp")
+    for call in (
+        lambda: list(many.parameters()),
+        lambda: torch.optim.SGD(many.named_parameters()),
+        many.state_dict,
+        lambda: many.load_state_dict(one.state_dict()),
+    ):
+        with pytest.raises(UnsupportedModel, match="state is sharded"):
+            call()
+    many.fit(x, y, batch_size=7, verbose=0, shuffle=False)
+    one.fit(x, y, batch_size=7, verbose=0, shuffle=False)
+    with torch.no_grad():
+        for parameter in many.layers[0].parameters():  # a layer has PyTorch's own method
+            parameter.mul_(0.5)
+    for call in (many.get_weights, lambda: many.fit(x, y, verbose=0)):
+        with pytest.raises(UnsupportedModel, match="was written into in place"):
+            call()
+    many.set_weights(one.get_weights())
+    for model in (one, many):
+        model.fit(x, y, batch_size=7, verbose=0, shuffle=False)
+    assert_equal(one, many)
+    lockstep.release(many)
+    assert len(many.state_dict()) == len(one.state_dict())
+
+
 class Writes(keras.layers.Dense):
     """Writes into its weight in place."""
 

@@ -86,6 +86,7 @@ class PoolRunner(StepRunner):
 
     def step(self, kind: str, data: Any, rows: int) -> Any:
         """Run one step on all devices, and return the logs or predictions."""
+        self.shards.check_written()
         with self._in_use() as pool:
             self._make_equal(pool)
             self._send_plan(pool)
@@ -117,6 +118,7 @@ class PoolRunner(StepRunner):
 
     def recorded(self, kind: str, data: Any, rows: int) -> tuple[Recording, list[Sketches]]:
         """Run one step on all devices without an update; see `StepRunner`."""
+        self.shards.check_written()
         with self._in_use() as pool:
             self._make_equal(pool)
             self._send_plan(pool)
@@ -330,12 +332,13 @@ class PoolRunner(StepRunner):
             self.shards.release(self._dumped().holders, variables)
             self._bytes_of_step = None
 
-    def gathered(self, part: Any) -> Any:
+    def gathered(self, part: Any) -> tuple[Any, bool]:
         """Return the parts of all processes; see `Remote`."""
         number = self._number(part)
         with self._in_use() as pool:
             pool.send("gather", self._lease.key, number)
-            return pool.group.gather(part, [len(part)] * pool.group.size)
+            flat = pool.group.gather(part, [len(part)] * pool.group.size)
+            return flat, self.shards.is_written(part)
 
     def scatter(self, part: Any, flat: Any) -> None:
         """Give each process its part of a flat value; see `Remote`."""
@@ -344,6 +347,7 @@ class PoolRunner(StepRunner):
             pool.send("scatter", self._lease.key, number)
             pool.group.broadcast_in_place([flat])
             part.copy_(flat[: len(part)])
+            self.shards.note([part])
 
     def _number(self, part: Any) -> int:
         """Return the number of a part in the processes."""

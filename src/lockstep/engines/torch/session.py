@@ -1,10 +1,11 @@
 """One model on PyTorch devices: its step functions, and what the loop needs of it."""
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import keras
@@ -197,6 +198,8 @@ class TorchSession(Session):
             methods |= {"call": self._branches.calling(self.model.call), BUILD: self._build}
         if self.state == SHARDED and hasattr(self.model, "export"):
             methods["export"] = self._no_export
+        if self.state == SHARDED:
+            methods |= {name: self._not_for_users(name) for name in _GIVE_PARTS}
         return methods
 
     def _no_export(self, *args: Any, **kwargs: Any) -> None:
@@ -205,6 +208,22 @@ class TorchSession(Session):
             "variables.\nAn exported program has all of them.\n"
             "Call lockstep.release(model) first, or save the model, and export the loaded one."
         )
+
+    def _not_for_users(self, name: str) -> Callable[..., Any]:
+        method: Callable[..., Any] = getattr(self.model, name)
+
+        @wraps(method)
+        def called_by_frameworks(*args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
+            if caller in ("torch", "keras", "lockstep"):
+                return method(*args, **kwargs)
+            raise UnsupportedModel(
+                f"{name} of {self.model.name!r} was called, and its state is sharded.\n"
+                "PyTorch's methods see the parts of one process.\n"
+                "Use model.variables, variable.assign, save_weights and load_weights."
+            )
+
+        return called_by_frameworks
 
     def remarks(self) -> str:
         """Return the end of the line that `fit` prints."""
@@ -633,6 +652,9 @@ def _call(model: Any, batches: HostIterator) -> None:
 def _joined(*parts: Any) -> np.ndarray:
     return np.concatenate([keras.ops.convert_to_numpy(part) for part in parts])
 
+
+_GIVE_PARTS = "parameters", "named_parameters", "state_dict", "load_state_dict"
+"""Methods of PyTorch's modules that know the tensors of this process."""
 
 _MOST_SENT = 4
 """How often steps are compared again because the model was sent anew, at most."""

@@ -9,7 +9,7 @@ workers for theirs.
 import math
 import sys
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -41,8 +41,8 @@ OUTSIDE, STEP, WHOLE, PARTS = "outside", "step", "whole", "parts"
 class Remote(Protocol):
     """Lets the other processes take part in what rank 0 does with a variable."""
 
-    def gathered(self, part: Any) -> Any:
-        """Return the parts of all processes, one after the other."""
+    def gathered(self, part: Any) -> tuple[Any, bool]:
+        """Return the parts of all processes, and whether other code has written into this one."""
 
     def scatter(self, part: Any, flat: Any) -> None:
         """Give each process its part of a flat value."""
@@ -65,6 +65,7 @@ class Shards:
         self._thread = 0
         self._held: dict[Any, tuple[Any, Any, int]] = {}
         self._new: dict[int, Any] = {}
+        self._versions: dict[int, int] = {}
 
     def __reduce__(self) -> Any:
         return Shards, ()
@@ -91,6 +92,27 @@ class Shards:
                 self.drop()
         finally:
             self._reads, self._held = before, held
+            if before == OUTSIDE:
+                self.note(map(stored_value, self.variables))
+
+    def note(self, parts: Iterable[Any]) -> None:
+        """Note that some parts of this process are as lockstep has left them."""
+        self._versions.update((id(part), part._version) for part in parts)
+
+    def is_written(self, part: Any) -> bool:
+        """Return whether other code has written into a part of this process since."""
+        version: int = part._version
+        return self._versions.get(id(part), version) != version
+
+    def check_written(self) -> None:
+        """Raise before a step if other code has written into parts of this process.
+
+        Raises:
+            UnsupportedModel: If it has.
+        """
+        for variable in self.variables:
+            if self.is_written(stored_value(variable)):
+                raise _written(variable)
 
     def drop(self) -> None:
         """Free the whole values that the backward pass needs.
@@ -138,7 +160,9 @@ class Shards:
         part, shape = stored_value(variable), variable.whole_shape
         differentiable = torch.is_grad_enabled() and in_layer_call()
         with torch.inference_mode(not differentiable):  # nothing can write into it
-            flat = self.remote.gathered(part)
+            flat, is_written = self.remote.gathered(part)
+            if is_written:
+                raise _written(variable)
             whole = autocast_value(variable, flat[: math.prod(shape)].view(shape))
         if differentiable and part.requires_grad:
             return _WithoutGradient.apply(part, whole, variable.path)
@@ -258,6 +282,14 @@ class Shards:
             for variable, part in zip(found, parts, strict=True):
                 store_value(variable, part)
                 variable.__class__ = ShardedVariable
+
+
+def _written(variable: Any) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{variable.path!r} was written into in place, as by model.parameters(), and its state is "
+        "sharded.\nThat has changed the part of one process.\nLoad or assign its whole value, and "
+        "change it by variable.assign(...) from now on."
+    )
 
 
 def _assigned(variable: Any) -> UnsupportedModel:

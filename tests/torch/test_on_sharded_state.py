@@ -558,6 +558,17 @@ def test_the_parts_of_a_killed_process_are_lost():
     assert_equal(one, again)
 
 
+def test_a_signal_waits_for_the_end_of_a_step():
+    one, many = pair()
+    fit(many, rows=10)
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        fit(many, rows=10, epochs=1000)
+    fit(one, rows=10, epochs=int(many.optimizer.iterations))
+    assert_equal(one, many)
+
+
 def test_an_error_in_a_step_says_that_the_model_is_lost():
     _, many = both(failing("raise", 3), 2, state="sharded")
     with pytest.raises(KeyError, match="no such thing") as caught:

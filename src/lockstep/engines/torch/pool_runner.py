@@ -1,14 +1,16 @@
 """Runs the steps of one model on a pool, from rank 0, and keeps the workers' models equal to it."""
 
+import functools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import keras
 import numpy as np
 import torch
 
+from lockstep.engines.held_signals import HeldSignals
 from lockstep.engines.replicas.first_step import Recording, Sketches
 from lockstep.engines.torch.code_state import CodeReads
 from lockstep.engines.torch.first_step import recorded_step
@@ -40,6 +42,23 @@ from lockstep.keras_compat import (
     stored_value,
 )
 from lockstep.state import variables_of
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _uninterrupted(method: Method) -> Method:
+    """Let signals wait for the end of a call, if the other processes have parts of the model.
+
+    An exception within a call ends them, and their parts.
+    """
+
+    @functools.wraps(method)
+    def run(self: "PoolRunner", *args: Any) -> Any:
+        if self.shards.group is None:
+            return method(self, *args)
+        return HeldSignals(lambda: False).run(lambda: method(self, *args), lambda: None)
+
+    return cast(Method, run)
 
 
 class PoolRunner(StepRunner):
@@ -84,6 +103,7 @@ class PoolRunner(StepRunner):
         self.unchecked, self._proofs_are_old = differs, False
         return reason
 
+    @_uninterrupted
     def step(self, kind: str, data: Any, rows: int) -> Any:
         """Run one step on all devices, and return the logs or predictions."""
         self.shards.check_written()
@@ -116,6 +136,7 @@ class PoolRunner(StepRunner):
             self._note_state(computed_metrics=kind in ("train", "test"))
         return result
 
+    @_uninterrupted
     def recorded(self, kind: str, data: Any, rows: int) -> tuple[Recording, list[Sketches]]:
         """Run one step on all devices without an update; see `StepRunner`."""
         self.shards.check_written()
@@ -283,6 +304,7 @@ class PoolRunner(StepRunner):
             "parts of it have ended.\nBuild it anew, and resume from a lockstep.Checkpoint."
         )
 
+    @_uninterrupted
     def lay_out(self) -> None:
         """Shard the variables that are large and not sharded yet."""
         model = self._model
@@ -325,6 +347,7 @@ class PoolRunner(StepRunner):
                 "Call lockstep.release on the other one first."
             )
 
+    @_uninterrupted
     def bring_home(self, variables: list[Any]) -> None:
         """Make sharded variables plain ones again."""
         if variables:
@@ -332,6 +355,7 @@ class PoolRunner(StepRunner):
             self.shards.release(self._dumped().holders, variables)
             self._bytes_of_step = None
 
+    @_uninterrupted
     def gathered(self, part: Any) -> tuple[Any, bool]:
         """Return the parts of all processes; see `Remote`."""
         number = self._number(part)
@@ -340,6 +364,7 @@ class PoolRunner(StepRunner):
             flat = pool.group.gather(part, [len(part)] * pool.group.size)
             return flat, self.shards.is_written(part)
 
+    @_uninterrupted
     def scatter(self, part: Any, flat: Any) -> None:
         """Give each process its part of a flat value; see `Remote`."""
         number = self._number(part)

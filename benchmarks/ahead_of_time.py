@@ -1,6 +1,6 @@
 """Lockstep's training step, compiled for GPUs that are not here, and what it would do there.
 
-    pip install -e ".[ahead]"
+    pip install -e ".[plan]"
     KERAS_BACKEND=jax python benchmarks/ahead_of_time.py
 
 XLA compiles a program for GPUs on a machine without any. What comes out is the schedule
@@ -179,7 +179,7 @@ def _tools() -> dict[str, Any]:
     """Where NVIDIA's assembler lies, and no measuring of kernels, for which a GPU is needed."""
     found = importlib.util.find_spec("nvidia.cuda_nvcc")
     if found is None or not found.submodule_search_locations:
-        raise SystemExit('The CUDA compiler is not here: pip install -e ".[ahead]"')
+        raise SystemExit('The CUDA compiler is not here: pip install -e ".[plan]"')
     folder = found.submodule_search_locations[0]
     return {"xla_gpu_cuda_data_dir": folder, "xla_gpu_autotune_level": 0}
 

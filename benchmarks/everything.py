@@ -1,7 +1,7 @@
 """`python benchmarks/everything.py`: the benchmarks of loops and GPUs in docs/performance.md.
 
 Runs each benchmark in a process of its own and prints what it prints; nothing runs beside
-anything. What a benchmark needs beyond the package is in the extras `benchmarks` and `ahead`;
+anything. What a benchmark needs beyond the package is in the extras `benchmarks` and `plan`;
 one that lacks it fails and is named at the end, and the others run all the same.
 """
 

@@ -336,10 +336,16 @@ def _counts(devices: str) -> list[int]:
 @click.argument("target")
 @click.option("--devices", default="1,2,4,8", show_default=True, help="Numbers of devices.")
 @click.option("--memory", help="Of one device: 24GB, or 80GiB.")
+@click.option("--gpu", help="Compile for it, without having it: h100, for example.")
 @click.option("--batch-size", type=click.IntRange(min=1), help="Rows of the global batch.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def plan(
-    target: str, devices: str, memory: str | None, batch_size: int | None, as_json: bool
+    target: str,
+    devices: str,
+    memory: str | None,
+    gpu: str | None,
+    batch_size: int | None,
+    as_json: bool,
 ) -> None:
     """Compute what each device holds and sends, before there are devices.
 
@@ -354,7 +360,14 @@ def plan(
     if not rehearsed_devices(os.environ):
         lockstep.rehearse(1)  # GPUs that are here have other work
     with stdout_for(as_json):
-        found = lockstep.plan(target, counts, batch_size=batch_size, memory=memory)
+        found = lockstep.plan(
+            target,
+            counts,
+            batch_size=batch_size,
+            memory=memory,
+            gpu=gpu,
+            say=lambda text: click.echo(text, err=True),
+        )
     print_report(found, as_json)
 
 

@@ -35,6 +35,8 @@ class LayoutBytes:
         all_reduce: Sent in each step, of the gradients of weights that are not sharded.
         all_gather: Sent in each step, of sharded weights.
         reduce_scatter: Sent in each step, of the gradients of sharded weights.
+        temporaries: About the activations, gradients and other temporaries that are in memory
+            together; `None` if they are not known.
     """
 
     devices: int
@@ -48,11 +50,19 @@ class LayoutBytes:
     all_reduce: int
     all_gather: int
     reduce_scatter: int
+    temporaries: int | None = None
 
     @property
     def held(self) -> int:
         """The bytes that a device holds, without activations and temporaries."""
         return self.weights + self.optimizer + self.gradients + self.metrics + self.batch
+
+    @property
+    def peak(self) -> int | None:
+        """About the bytes that a device holds at the peak of a step; `None` if not known."""
+        if self.temporaries is None:
+            return None
+        return self.held - self.gradients + self.temporaries
 
     @property
     def sent(self) -> int:

@@ -1,6 +1,9 @@
 """A plan gives the bytes that the first device of each backend holds after a step."""
 
+import json
 import math
+import os
+import subprocess
 import sys
 
 import keras
@@ -9,6 +12,7 @@ import pytest
 from keras import layers
 
 import lockstep
+from lockstep.errors import UnsupportedBackend
 from lockstep.keras_compat import stored_value
 from lockstep.state import GROUPS, named_variables
 
@@ -136,3 +140,54 @@ def test_rows_of_a_data_set(rows):
     plan = lockstep.plan(lambda: (dense()[0], Data()), 2, batch_size=rows)
     assert plan.batch_size == (rows or 8)
     assert plan.layouts[0].batch == (rows or 8) // 2 * 43 * 4
+
+
+SCRIPT = """
+import keras
+
+def build():
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(512)])
+    model.compile("adam", "mse")
+    return model
+"""
+
+
+def test_activations_are_those_of_jax_and_say_so(tmp_path):
+    """The figures are those of a plan on JAX. A function without a name has no other process."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = [
+        "-m",
+        "lockstep",
+        "plan",
+        str(tmp_path / "train.py:build"),
+        "--devices",
+        "1,2",
+        "--json",
+    ]
+    found = []
+    for backend in ("jax", BACKEND):
+        printed = subprocess.run(
+            [sys.executable, *words],
+            cwd=tmp_path,
+            env=os.environ | {"KERAS_BACKEND": backend},
+            stdout=subprocess.PIPE,
+            check=True,
+        ).stdout
+        found.append(json.loads(printed))
+    sizes = [
+        [each["temporaries"] for each in plan["layouts"] if each["state"] == "replicated"]
+        for plan in found
+    ]
+    assert sizes[0] == sizes[1]
+    assert min(sizes[0]) > 0
+    label = f"Activations are as compiled by JAX. {BACKEND} may need more."
+    assert (label in found[1]["notes"]) == (BACKEND != "jax")
+    plan = lockstep.plan(dense, 2)
+    assert (plan.layouts[0].peak is None) == (BACKEND != "jax")
+    assert any("name the function" in note for note in plan.notes) == (BACKEND != "jax")
+
+
+def test_a_gpu_is_compiled_for_on_jax_alone():
+    if BACKEND != "jax":
+        with pytest.raises(UnsupportedBackend, match=r"(?s)that is not here\..*KERAS_BACKEND=jax"):
+            lockstep.plan(dense, 2, gpu="h100")

@@ -1,6 +1,10 @@
 """What `lockstep plan` says, and the one thing to do where it cannot plan."""
 
 import json
+import re
+import statistics
+from dataclasses import replace
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -8,7 +12,10 @@ import pytest
 from keras import layers
 
 import lockstep
-from lockstep.errors import DeviceError, TargetNotFound, UnusableData
+from lockstep.engines.jax.introspection import ahead_of_time
+from lockstep.errors import DeviceError, TargetNotFound, UnsupportedBackend, UnusableData
+from lockstep.plan.gpus import gpu_named
+from lockstep.plan.liveness import MEDIAN_ERROR, WORST_ERROR
 from lockstep.plan.memory_plan import parse_memory
 from lockstep.step_bytes import amount
 from tests.processes.common import warm_end
@@ -70,6 +77,13 @@ def not_traceable():
             DeviceError,
             "memory='24 parsecs' was given, and an amount with its unit was expected.\n"
             "Write the memory of one device, such as 24GB or 80GiB.",
+        ),
+        (
+            wide,
+            {"gpu": "h1000"},
+            DeviceError,
+            "gpu='h1000' was asked for, and its description is not known.\n"
+            "Known are a100, h100, h200, b200, l4, rtx4090.",
         ),
         (
             wide,
@@ -172,17 +186,81 @@ def test_the_report_says_what_the_memory_means():
     whole, replicated, sharded = found.layouts
     assert whole.weights == replicated.weights == 4 * 513 * 512
     assert sharded.weights == 4 * (512 * 512 // 4 + 512)
-    assert found.verdict(whole) == "no room for all gradients"
-    assert found.verdict(sharded).startswith("leaves 2.4")
+    assert found.verdict(whole) == f"about {amount(whole.peak - 3_500_000)} too much"
+    assert found.verdict(sharded) == f"about {amount(3_500_000 - sharded.peak)} left"
+    unknown = replace(found, layouts=(replace(whole, temporaries=None),))
+    assert unknown.verdict(unknown.layouts[0]) == "no room for all gradients"
+    assert str(unknown) == (
+        "1 device, replicated: 4.21 MB each without activations, no room for all gradients"
+    )
+    compiled = replace(found, gpu="NVIDIA H100", memory=round(whole.peak / 0.9))
+    words = [compiled.verdict(each) for each in compiled.layouts]
+    assert words[0] == f"may not fit: {amount(compiled.memory - whole.peak)} left"
+    assert words[2] == f"fits: {amount(compiled.memory - sharded.peak)} left"
+    compiled = replace(compiled, memory=whole.peak - 1000)
+    assert compiled.verdict(whole) == "does not fit: 1.00 kB too much"
     smaller = lockstep.plan(wide, 1, memory="3MB")
     assert smaller.verdict(smaller.layouts[0]) == "state alone does not fit"
     assert lockstep.plan(wide, 1).verdict(whole) == ""
     assert str(found).splitlines()[0] == (
-        "1 device, replicated: 4.21 MB each without activations, no room for all gradients"
+        "1 device, replicated: 4.21 MB each without activations, "
+        f"about {amount(whole.peak)} at the peak, {found.verdict(whole)}"
     )
     kernel = 512 * 512 * 4
     assert (sharded.gathered, sharded.all_gather) == (kernel, kernel * 3 // 4)
     assert sharded.sent == replicated.sent == 2 * 3 * whole.weights // 4
+
+
+def fixed_rows():
+    states = layers.LSTM(8, stateful=True)
+    return compiled(keras.Input(batch_shape=(6, 5, 3)), states)
+
+
+class NeedsValues(keras.Model):
+    def train_step(self, *args):
+        raise RuntimeError("needs real numbers\nand more")
+
+
+def needs_values():
+    given = keras.Input((4,))
+    model = NeedsValues(given, layers.Dense(1)(given))
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "why"), [(fixed_rows, ""), (needs_values, "RuntimeError: needs real")]
+)
+def test_a_step_that_is_not_traced_leaves_the_exact_part(build, why):
+    found = lockstep.plan(build, (1, 2), memory="1GB")
+    assert [each.peak for each in found.layouts] == [None] * 3
+    assert found.verdict(found.layouts[0]).endswith(" left for activations")
+    assert found.notes[1].startswith("Not included: activations and temporaries")
+    assert found.notes[2].startswith(f"The step could not be traced without data. {why}")
+    assert "more" not in found.notes[2].split("real")[-1]
+
+
+def test_the_error_of_the_estimate_is_that_of_the_page():
+    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    table = page.split("<!-- errors -->")[1].split("<!-- end -->")[0]
+    errors = [int(each) for each in re.findall(r"([+-]\d+)%", table)]
+    assert len(errors) > 30
+    assert statistics.median(map(abs, errors)) == pytest.approx(100 * MEDIAN_ERROR, abs=1)
+    assert (min(errors), max(errors)) == tuple(round(100 * each) for each in WORST_ERROR)
+
+
+def test_a_gpu_is_described_as_xla_reads_it():
+    described = gpu_named("RTX4090")
+    assert described["device_description_str"] == "NVIDIA GeForce RTX 4090"
+    assert described["gpu_device_info"]["cuda_compute_capability"] == {"major": 8, "minor": 9}
+    assert described["gpu_device_info"]["device_memory_size"] < 24 * 2**30
+
+
+def test_a_compiler_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setattr(ahead_of_time, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedBackend) as caught:
+        lockstep.plan(wide, 1, gpu="h100")
+    assert str(caught.value).splitlines()[1].startswith("Install it: pip install")
 
 
 def test_the_slots_of_other_optimizers_are_named():
@@ -227,8 +305,9 @@ def test_the_command_prints_a_table_or_json(tmp_path):
     assert (status, error.strip()) == (0, "made")
     found = json.loads(printed)
     assert [each["devices"] for each in found["layouts"]] == [1, 2, 2]
-    assert found["activations"] is None
-    assert found["layouts"][0]["verdict"] == "leaves 1,000 MB for activations"
+    one = found["layouts"][0]
+    assert one["peak"] == one["held"] - one["gradients"] + one["temporaries"]
+    assert one["verdict"] == "about 1,000 MB left"
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,41 @@ class Engine(ABC):
         """Return what a variable without a value stores; it takes no memory."""
         return None
 
+    def traced_step(self, model: Any, batch: Any) -> tuple[Any, list[Any]]:
+        """Return the jaxpr of a training step on shapes, and the variables that it takes first.
+
+        Args:
+            model: A model that is built. No value is read.
+            batch: The shapes of a batch.
+
+        Raises:
+            UnsupportedBackend: If the engine traces no jaxpr.
+        """
+        raise UnsupportedBackend(f"{self.name} traces no step without data.")
+
+    def compiled_bytes(
+        self, model: Any, batch: Any, devices: int, state: str, gpu: dict[str, Any]
+    ) -> tuple[int, int]:
+        """Compile a training step on shapes for GPUs that are not here.
+
+        Args:
+            model: A model that is built. No value is read.
+            batch: The shapes of a global batch.
+            devices: The number of GPUs.
+            state: How the variables are laid out, `"replicated"` or `"sharded"`.
+            gpu: What XLA has to know of the GPU.
+
+        Returns:
+            The bytes of the arguments of a device, and of its temporaries.
+
+        Raises:
+            UnsupportedBackend: If the engine, or what is installed, cannot.
+        """
+        raise UnsupportedBackend(
+            f"gpu= was given, and {self.name} compiles no step for a GPU that is not here.\n"
+            "Set KERAS_BACKEND=jax."
+        )
+
     @abstractmethod
     def exchanged(self, values: Any, source: str, target: str) -> tuple[Any, Any]:
         """Copy integers from one device to another, and sum what both hold.

@@ -1,6 +1,7 @@
 """What each device holds and sends in a training step, before there are devices."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,7 @@ from lockstep.errors import DeviceError, UnsupportedBackend, UnusableData
 if TYPE_CHECKING:
     from lockstep.plan.memory_plan import MemoryPlan
 
-EXACT = (
-    "These bytes are exact. Not included: activations and temporaries, which grow with the rows of "
-    "a device, and the backend itself."
-)
+EXACT = "The bytes of weights, slots, gradients and the batch are exact."
 SENT = (
     "Sent: gradients and weights, by a ring. Statistics of batch norm, the loss and metrics are "
     "not included."
@@ -26,12 +24,15 @@ def plan(
     *,
     batch_size: int | None = None,
     memory: str | int | None = None,
+    gpu: str | None = None,
+    say: Callable[[str], object] = lambda text: None,
 ) -> "MemoryPlan":
     """Compute what each device holds and sends in a training step, before there are devices.
 
     The bytes of weights, optimizer slots, gradients, metrics and the batch are those that
-    `distribute` then allocates. Activations and temporaries are not included. Large variables
-    of the model get a shape and no value, so a model may be larger than the memory here.
+    `distribute` then allocates. Those at the peak of a step, with activations, are an estimate.
+    Large variables of the model get a shape and no value, so a model may be larger than the
+    memory here.
 
     Args:
         build: A function that returns a compiled model, or `(model, data)` with data that `fit`
@@ -39,17 +40,21 @@ def plan(
             without data needs an input shape.
         devices: Numbers of devices.
         batch_size: Rows of the global batch. Defaults to those of a data set, and to 32 for arrays.
-        memory: The memory of one device, such as `"24GB"` (24e9 bytes) or `"80GiB"`.
+        memory: The memory of one device, such as `"24GB"` (24e9 bytes) or `"80GiB"`. Defaults to
+            that of `gpu`.
+        gpu: A GPU for which XLA compiles the step, such as `"h100"`. None has to be here. Needs
+            `keras-lockstep[plan]` and JAX.
+        say: Called with a line about the compilation that begins.
 
     Returns:
         The result. `.layouts` has the bytes of a device for each number of devices, and for
         replicated and sharded state. `str()` of it is a short text.
 
     Raises:
-        DeviceError: If `devices` or `memory` cannot be read.
+        DeviceError: If `devices` or `memory` cannot be read, or `gpu` is not known.
         TargetNotFound: If `build` is not found, trains the model, or returns no model.
         UnusableData: If the model is not compiled, or its shapes are not known without data.
-        UnsupportedBackend: If there is no engine for Keras's backend.
+        UnsupportedBackend: If there is no engine for Keras's backend, or no compiler for `gpu`.
 
     Example:
         >>> def build():
@@ -61,8 +66,10 @@ def plan(
     """
     # These import NumPy and Keras, which `import lockstep` does not.
     from lockstep.batches import count_from_one
-    from lockstep.plan.abstract_model import abstract_model
+    from lockstep.plan.abstract_model import abstract_model, arrays_of
+    from lockstep.plan.gpus import gpu_named
     from lockstep.plan.memory_plan import MemoryPlan, parse_memory
+    from lockstep.plan.temporaries import compiled_temporaries, estimated_temporaries
     from lockstep.state import optimizers_of
     from lockstep.step_bytes import amount, layout_bytes
     from lockstep.targets import call_target
@@ -78,7 +85,10 @@ def plan(
             f"batch_size={batch_size!r} was given, and a whole number of at least 1 was expected.\n"
             "Leave batch_size out for that of the data."
         )
+    target = None if gpu is None else gpu_named(gpu)
     bytes_of_memory = None if memory is None else parse_memory(memory)
+    if target and bytes_of_memory is None:
+        bytes_of_memory = target["gpu_device_info"]["device_memory_size"]
     engine = current_engine()
     name = build if isinstance(build, str) else getattr(build, "__name__", "build")
     function = partial(call_target, build) if isinstance(build, str) else build
@@ -88,7 +98,7 @@ def plan(
             f"{name} distributes {model.name!r}, and a plan needs the model on one device.\n"
             "Return it before lockstep.distribute."
         )
-    notes = [EXACT, SENT]
+    notes = [SENT]
     if not has_targets:
         notes.append(f"{name} returns no data: the batch is that of the inputs, without targets.")
     others = [each for each, optimizer in optimizers_of(model) if optimizer is not model.optimizer]
@@ -101,11 +111,16 @@ def plan(
         layouts += [(n, engine.sharded_dims(model, n)) for n in counts if n > 1]
     except UnsupportedBackend as error:
         notes.append(f"{engine.name} has no sharded state. {str(error).splitlines()[1]}")
+    arrays = arrays_of(batch if has_targets else batch[0])
     in_compute_type = engine.reduces_in_compute_type
-    found = [
-        layout_bytes(model, batch, count, dims, in_compute_type)
-        for count, dims in sorted(layouts, key=lambda each: each[0])
-    ]
+    layouts.sort(key=lambda each: each[0])
+    found = [layout_bytes(model, arrays, count, dims, in_compute_type) for count, dims in layouts]
+    if target is None:
+        sizes, words = estimated_temporaries(engine, model, batch, layouts, build, batch_size)
+    else:
+        sizes, words = compiled_temporaries(engine, model, batch, found, target, say)
+    pairs = zip(found, sizes, strict=True)
+    found = [replace(each, temporaries=size) for each, size in pairs]
     gathered = max(layout.gathered for layout in found)
     if gathered:
         notes.append(f"Sharded weights are gathered: {amount(gathered)} of temporaries.")
@@ -113,8 +128,9 @@ def plan(
         name=model.name,
         backend=engine.name,
         parameters=model.count_params(),
-        batch_size=max((shape[0] for shape, _ in batch if shape), default=0),
+        batch_size=max((shape[0] for shape, _ in arrays if shape), default=0),
         layouts=tuple(found),
         memory=bytes_of_memory,
-        notes=tuple(notes),
+        gpu=None if target is None else target["device_description_str"],
+        notes=(EXACT, *words, *notes),
     )

@@ -27,7 +27,7 @@ def abstract_model(
     name: str,
     batch_size: int | None,
     empty: Callable[[Any], Any],
-) -> tuple[Any, list[Leaf], bool]:
+) -> tuple[Any, Any, bool]:
     """Call a function that returns a model, and build the model without values.
 
     Args:
@@ -37,8 +37,8 @@ def abstract_model(
         empty: Returns what a variable without a value stores.
 
     Returns:
-        The model, the arrays of a global batch, and whether they include targets. Only data tell
-        the targets.
+        The model, the shapes of a global batch in the structure of a training step, and whether
+        data tell its targets. Otherwise they are some that the loss takes.
 
     Raises:
         TargetNotFound: If the function trains, or returns anything else.
@@ -62,13 +62,22 @@ def abstract_model(
         model, data = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         _check(model, name)
         if data is None:
-            inputs = _build_from_inputs(model, name, batch_size or DEFAULT_ROWS)
-            leaves = keras.tree.flatten(inputs)
+            batch = _build_from_inputs(model, name, batch_size or DEFAULT_ROWS)
         else:
             batch = _batch_of(data, batch_size)
             _build(model, batch, name)
-            leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
-    return model, [(tuple(leaf.shape), _stored_bytes(leaf)) for leaf in leaves], data is not None
+    return model, batch, data is not None
+
+
+def arrays_of(batch: Any) -> list[Leaf]:
+    """Return the shapes of the arrays of a batch. JAX stores 32 bits for 64."""
+    stored = [
+        (tuple(leaf.shape), keras.ops.convert_to_tensor(np.zeros(1, leaf.dtype)).dtype)
+        for leaf in keras.tree.flatten(batch)
+        if leaf is not None
+    ]
+    standard = keras.backend.standardize_dtype
+    return [(shape, item_bytes(standard(dtype))) for shape, dtype in stored]
 
 
 def _check(model: Any, name: str) -> None:
@@ -87,16 +96,21 @@ def _check(model: Any, name: str) -> None:
 def _batch_of(data: Any, batch_size: int | None) -> Any:
     """Return the shapes of a batch of the data, with as many rows as asked."""
     (batch,) = first_batches(data, 1, None)
-    rows = rows_of(batch)
+    return resized(batch, batch_size or rows_of(batch))
 
-    def resized(leaf: Any) -> Any:
+
+def resized(batch: Any, rows: int) -> Any:
+    """Return the shapes of a batch with another number of rows."""
+    before = rows_of(batch)
+
+    def with_rows(leaf: Any) -> Any:
         if leaf is None:
             return None
-        has_rows = leaf.ndim > 0 and leaf.shape[0] == rows
-        shape = ((batch_size or rows), *leaf.shape[1:]) if has_rows else leaf.shape
+        has_rows = leaf.ndim > 0 and leaf.shape[0] == before
+        shape = (rows, *leaf.shape[1:]) if has_rows else leaf.shape
         return keras.KerasTensor(shape, keras.backend.standardize_dtype(leaf.dtype))
 
-    return keras.tree.map_structure(resized, batch)
+    return keras.tree.map_structure(with_rows, batch)
 
 
 def _build(model: Any, batch: Any, name: str) -> None:
@@ -109,10 +123,10 @@ def _build(model: Any, batch: Any, name: str) -> None:
         ) from error
 
 
-def _build_from_inputs(model: Any, name: str, rows: int) -> Any:
-    """Build the metrics and the optimizer of a model without data, and return its inputs.
+def _build_from_inputs(model: Any, name: str, rows: int) -> tuple[Any, Any]:
+    """Build the metrics and the optimizer of a model without data, and return a batch.
 
-    The targets are like the outputs, or class numbers.
+    The targets are class numbers, or like the outputs.
     """
     function = functional_of(model)
     if function is None:
@@ -127,19 +141,23 @@ def _build_from_inputs(model: Any, name: str, rows: int) -> Any:
     numbers = keras.tree.map_structure(
         lambda leaf: keras.KerasTensor(leaf.shape[:-1], "int32"), outputs
     )
+    losses = [getattr(each, "name", None) or str(each) for each in keras.tree.flatten(model.loss)]
+    is_sparse = any("sparse" in each for each in losses)
+    targets, others = (numbers, outputs) if is_sparse else (outputs, numbers)
     try:
-        build_parts(model, "train", (inputs, outputs))
+        build_parts(model, "train", (inputs, targets))
+        return inputs, targets
     except LockstepError:
         raise
     except Exception:
         try:
-            build_parts(model, "train", (inputs, numbers))
+            build_parts(model, "train", (inputs, others))
+            return inputs, others
         except Exception as error:
             raise UnusableData(
                 f"{name} returned {model.name!r} without data, and its targets are not known.\n"
                 "Return (model, data): a few rows are enough."
             ) from error
-    return inputs
 
 
 def _with_rows(leaf: Any, rows: int) -> Any:
@@ -150,9 +168,3 @@ def _with_rows(leaf: Any, rows: int) -> Any:
             "Return (model, data) with a batch of the usual size."
         )
     return keras.KerasTensor((shape[0] or rows, *shape[1:]), leaf.dtype)
-
-
-def _stored_bytes(leaf: Any) -> int:
-    """Return the bytes of an element on a device: JAX stores 32 bits for 64."""
-    stored = keras.ops.convert_to_tensor(np.zeros(1, leaf.dtype))
-    return item_bytes(keras.backend.standardize_dtype(stored.dtype))

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import DeviceError, counted
+from lockstep.plan.liveness import MEDIAN_ERROR
 from lockstep.report import Report, print_table, table
 from lockstep.step_bytes import UNITS, LayoutBytes, amount
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 _BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 DOES_NOT_FIT = "state alone does not fit"
+
+FULL = 0.85
+"""The part of a memory that a compiled peak may take."""
 
 _WIDE = 120
 """Characters of a line that hold the table."""
@@ -32,6 +36,7 @@ class MemoryPlan(Report):
         batch_size: Rows of the global batch.
         layouts: The bytes of a device for each number of devices and each layout.
         memory: Bytes of memory of a device; `None` where not given.
+        gpu: The GPU for which the step was compiled; `None` if the peak is estimated.
         notes: Further remarks, a sentence each.
     """
 
@@ -41,19 +46,36 @@ class MemoryPlan(Report):
     batch_size: int
     layouts: tuple[LayoutBytes, ...]
     memory: int | None = None
+    gpu: str | None = None
     notes: tuple[str, ...] = ()
 
     def verdict(self, layout: LayoutBytes) -> str:
         """Return what the memory of a device means for one layout; `""` if it is not given."""
         if self.memory is None:
             return ""
-        return self._problem(layout) or f"leaves {amount(self._room(layout))} for activations"
+        if problem := self._problem(layout):
+            return problem
+        return f"{self._left(layout)}{' for activations' if layout.peak is None else ''}"
 
     def _problem(self, layout: LayoutBytes) -> str:
         if self._room(layout) + layout.gradients < 0:
             return DOES_NOT_FIT
+        if layout.peak is not None:
+            over = layout.peak - (self.memory or 0)
+            about = "does not fit:" if self.gpu else "about"
+            return f"{about} {amount(over)} too much" if over > 0 else ""
         # XLA may use a gradient before it computes the next one.
         return "no room for all gradients" if self._room(layout) < 0 else ""
+
+    def _left(self, layout: LayoutBytes) -> str:
+        if problem := self._problem(layout):
+            return problem
+        if layout.peak is None or self.memory is None:
+            return f"{amount(self._room(layout))} left"
+        about = "about" if self.gpu is None else "fits:"
+        if self.gpu and layout.peak > FULL * self.memory:
+            about = "may not fit:"
+        return f"{about} {amount(self.memory - layout.peak)} left"
 
     def _room(self, layout: LayoutBytes) -> int:
         return (self.memory or 0) - layout.held
@@ -61,16 +83,23 @@ class MemoryPlan(Report):
     def as_dict(self) -> dict[str, Any]:
         """Return the same as plain lists, numbers and strings."""
         rows = [
-            {**asdict(each), "held": each.held, "sent": each.sent, "verdict": self.verdict(each)}
+            {
+                **asdict(each),
+                "held": each.held,
+                "peak": each.peak,
+                "sent": each.sent,
+                "verdict": self.verdict(each),
+            }
             for each in self.layouts
         ]
-        return {**asdict(self), "layouts": rows, "activations": None}
+        return {**asdict(self), "layouts": rows}
 
     def __str__(self) -> str:
         """The bytes of a device, one line for each layout."""
         lines = [
             f"{counted(each.devices, 'device')}, {each.state}: {amount(each.held)} each without "
-            f"activations{', ' * (self.memory is not None)}{self.verdict(each)}"
+            f"activations{_at_the_peak(each)}{', ' * (self.memory is not None)}"
+            f"{self.verdict(each)}"
             for each in self.layouts
         ]
         return "\n".join(lines)
@@ -86,21 +115,30 @@ class MemoryPlan(Report):
             ),
             highlight=False,
         )
-        heads = ["devices", "weights", "slots", "gradients", "batch", "together", "sent in a step"]
+        heads = ["devices", "weights", "slots", "gradients", "batch", "together"]
+        has_peaks = any(each.peak is not None for each in self.layouts)
+        peak = "compiled peak" if self.gpu else f"peak, ±{MEDIAN_ERROR:.0%}"
+        heads += [peak] * has_peaks + ["sent in a step"]
         shown = table(*heads, *[] if self.memory is None else [f"of {amount(self.memory)}"])
         for each in self.layouts:
             sizes = (each.weights, each.optimizer, each.gradients, each.batch + each.metrics)
-            room = self._problem(each) or f"{amount(self._room(each))} left"
-            left = [] if self.memory is None else [room]
+            peaks = ["" if each.peak is None else amount(each.peak)] * has_peaks
+            left = [] if self.memory is None else [self._left(each)]
             shown.add_row(
                 f"{each.devices} {each.state}",
-                *map(amount, (*sizes, each.held, each.sent)),
+                *map(amount, (*sizes, each.held)),
+                *peaks,
+                amount(each.sent),
                 *left,
                 style="red" if left == [DOES_NOT_FIT] else "",
             )
         print_table(console, shown, narrow=_WIDE)
         for note in self.notes:
             console.print(escape(note), highlight=False)
+
+
+def _at_the_peak(layout: LayoutBytes) -> str:
+    return "" if layout.peak is None else f", about {amount(layout.peak)} at the peak"
 
 
 def parse_memory(value: str | int) -> int:

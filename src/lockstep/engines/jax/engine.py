@@ -7,7 +7,7 @@ from lockstep.devices import REPLICATED, Device
 from lockstep.engines.engine import Engine, Profile
 from lockstep.engines.jax import cache, jax_group, joining
 from lockstep.engines.jax import devices as jax_devices
-from lockstep.engines.jax.introspection import profile
+from lockstep.engines.jax.introspection import ahead_of_time, profile
 from lockstep.engines.jax.introspection.probe import JaxProbe
 from lockstep.engines.jax.session import JaxSession
 from lockstep.engines.jax.steps.state_layout import made_in_shards
@@ -60,6 +60,16 @@ class JaxEngine(Engine):
     def sharded_dims(self, model: Any, devices: int) -> dict[int, int | None]:
         """Return the dim along which each variable would be sharded, by `id`."""
         return sharded_dims(model, devices)
+
+    def traced_step(self, model: Any, batch: Any) -> tuple[Any, list[Any]]:
+        """Return the jaxpr of a training step on shapes, and the variables that it takes first."""
+        return ahead_of_time.traced_step(model, batch)
+
+    def compiled_bytes(
+        self, model: Any, batch: Any, devices: int, state: str, gpu: dict[str, Any]
+    ) -> tuple[int, int]:
+        """Compile a training step on shapes for GPUs that are not here."""
+        return ahead_of_time.compiled_bytes(model, batch, devices, state, gpu)
 
     def exchanged(self, values: Any, source: str, target: str) -> tuple[Any, Any]:
         """Copy integers from one device to another, and sum what both hold."""

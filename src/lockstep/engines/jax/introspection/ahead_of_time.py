@@ -1,0 +1,145 @@
+"""A training step on shapes, before there are devices or values."""
+
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import keras
+from jax.experimental import topologies
+from jax.sharding import Sharding
+
+from lockstep.devices import SHARDED, missing_rows
+from lockstep.engines.jax.steps.padded import PaddedArray
+from lockstep.engines.jax.steps.state_layout import (
+    Replicated,
+    Sharded,
+    drop_shards,
+    hold_in_shards,
+)
+from lockstep.engines.jax.steps.steps import Steps
+from lockstep.engines.jax.variable_sync import GROUPS, group_of
+from lockstep.errors import UnsupportedBackend
+from lockstep.keras_compat import store_value, stored_value
+from lockstep.state import variables_of
+
+
+def traced_step(model: Any, batch: Any) -> tuple[Any, list[Any]]:
+    """Return the jaxpr of the training step of `model`, and the variables that it takes first.
+
+    Args:
+        model: A model that is built.
+        batch: The shapes of a batch.
+    """
+    groups = [group_of(model, name) for name in GROUPS]
+    state = tuple([_shape(variable) for variable in group] for group in groups)
+    program = jax.make_jaxpr(model.train_step)(state, keras.tree.map_structure(_shape, batch))
+    return program.jaxpr, [variable for group in groups for variable in group]
+
+
+def compiled_bytes(
+    model: Any, batch: Any, devices: int, state: str, gpu: dict[str, Any]
+) -> tuple[int, int]:
+    """Compile the training step for GPUs that are not here.
+
+    Args:
+        model: A model that is built.
+        batch: The shapes of a global batch.
+        devices: The number of GPUs.
+        state: How the variables are laid out.
+        gpu: What XLA has to know of the GPU.
+
+    Returns:
+        The bytes of arguments of a device, and of temporaries.
+
+    Raises:
+        UnsupportedBackend: If the compiler is not installed.
+    """
+    compiler = find_spec("nvidia") and find_spec("nvidia.cuda_nvcc")
+    if not (find_spec("jax_cuda12_plugin") and compiler and compiler.submodule_search_locations):
+        raise UnsupportedBackend(
+            "A step was to be compiled for a GPU, and the compiler for NVIDIA GPUs is not here.\n"
+            'Install it: pip install "keras-lockstep[plan]". It needs no GPU.'
+        )
+    options = {"xla_gpu_cuda_data_dir": compiler.submodule_search_locations[0]}
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name="gpu",
+        topology=f"1x1x{devices}",
+        target_config=_text(gpu),
+    )
+    steps = Steps(
+        list(topology.devices), partial(Sharded, model) if state == SHARDED else Replicated
+    )
+    config: Any = jax.config
+    cached = config.jax_enable_compilation_cache
+    config.update("jax_enable_compilation_cache", False)  # it holds programs for this machine
+    try:
+        with _in_shards(model, steps):
+            program = _lowered(model, batch, steps)
+        memory = program.compile(
+            compiler_options={**options, "xla_gpu_autotune_level": 0}
+        ).memory_analysis()
+    finally:
+        config.update("jax_enable_compilation_cache", cached)
+    return memory.argument_size_in_bytes, memory.temp_size_in_bytes
+
+
+def _lowered(model: Any, batch: Any, steps: Steps) -> Any:
+    many = len(steps.devices) > 1
+
+    def placed(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        if not leaf.shape or not many:
+            return _shape(leaf, steps.replicated)
+        rows, *others = leaf.shape
+        padded = (rows + missing_rows(rows, len(steps.devices)), *others)
+        shape = _shape(keras.KerasTensor(padded, leaf.dtype), steps.by_rows)
+        return PaddedArray(shape, rows)
+
+    groups = [group_of(model, name) for name in GROUPS]
+    state = tuple([_shape(each, steps.home(each)) for each in group] for group in groups)
+    step = steps.compiled(model.train_step, frozenset, times=1, per_row_outputs=False, trains=True)
+    run: Any = step.run
+    return run.lower(state, keras.tree.map_structure(placed, batch))
+
+
+@contextmanager
+def _in_shards(model: Any, steps: Steps) -> Any:
+    """Let the layers of a model gather variables inside the context, as in a fit."""
+    steps.adopt()
+    before = []
+    for variable in variables_of(model):
+        home = steps.home(variable)
+        if not home.is_fully_replicated:
+            before.append((variable, stored_value(variable)))
+            hold_in_shards(variable, _shape(variable, home))
+    try:
+        yield
+    finally:
+        for variable, value in before:
+            drop_shards(variable)
+            store_value(variable, value)
+
+
+def _shape(leaf: Any, layout: Sharding | None = None) -> Any:
+    """Return the shape of an array, with the type in which JAX stores it."""
+    if leaf is None:
+        return None
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=layout)
+
+
+def _text(fields: dict[str, Any]) -> str:
+    """Return fields in the text format of protocol buffers."""
+    parts = [
+        f"{name} {{ {_text(value)} }}" if isinstance(value, dict) else f"{name}: {_quoted(value)}"
+        for name, value in fields.items()
+    ]
+    return " ".join(parts)
+
+
+def _quoted(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value)

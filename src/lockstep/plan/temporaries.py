@@ -1,0 +1,143 @@
+"""Activations, gradients and other temporaries of a step, by number of devices and layout."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from typing import Any
+
+from lockstep.batches import rows_of
+from lockstep.devices import REPLICATED, shard_rows
+from lockstep.engines.engine import Engine
+from lockstep.errors import LockstepError, UnsupportedBackend, UnusableData, counted
+from lockstep.plan.abstract_model import resized
+from lockstep.plan.liveness import MEDIAN_ERROR, WORST_ERROR, TracedProgram
+from lockstep.plan.memory_plan import FULL
+from lockstep.step_bytes import LayoutBytes
+
+ESTIMATE = (
+    f"The peak has activations and temporaries too. On other models it is {MEDIAN_ERROR:.0%} off "
+    f"what XLA compiles for GPUs in the median, and {WORST_ERROR[0]:+.0%} to {WORST_ERROR[1]:+.0%} "
+    "at worst. The backend itself is not included."
+)
+COMPILED = (
+    "The peak is that of the step that XLA compiles for the GPU. Not included: workspaces of tuned "
+    "kernels, buffers of collectives, the CUDA context and fragmentation. So a peak above "
+    f"{FULL:.0%} of the memory may not fit."
+)
+NO_ESTIMATE = (
+    "Not included: activations and temporaries, which grow with the rows of a device, and the "
+    "backend itself."
+)
+
+Layouts = Sequence[tuple[int, Mapping[int, int | None] | None]]
+"""Numbers of devices, and the dim along which each variable is sharded, by its `id`."""
+
+
+def estimated_temporaries(
+    engine: Engine, model: Any, batch: Any, layouts: Layouts, target: Any, batch_size: int | None
+) -> tuple[Sequence[int | None], list[str]]:
+    """Return the bytes of temporaries of a device for each layout, and what to say of them.
+
+    Args:
+        engine: The engine.
+        model: The model, whose variables may have no values.
+        batch: The shapes of a batch.
+        layouts: The layouts.
+        target: What made the model: a function, or its name.
+        batch_size: The rows of a global batch that were asked for.
+    """
+    try:
+        with suppress(UnsupportedBackend):
+            return _traced(engine, model, batch, layouts), [ESTIMATE]
+        counts = [devices for devices, _ in layouts]
+        label = f"Activations are as compiled by JAX. {engine.name} may need more."
+        return _on_jax(target, counts, batch_size), [ESTIMATE, label]
+    except Exception as error:  # the step is code of the user, which runs on shapes
+        return [None] * len(layouts), [
+            NO_ESTIMATE,
+            f"The step could not be traced without data. {_words(error)}",
+        ]
+
+
+def compiled_temporaries(
+    engine: Engine,
+    model: Any,
+    batch: Any,
+    layouts: Sequence[LayoutBytes],
+    gpu: dict[str, Any],
+    say: Callable[[str], object],
+) -> tuple[Sequence[int | None], list[str]]:
+    """Return the same from the step that XLA compiles for a GPU.
+
+    Args:
+        engine: The engine.
+        model: The model, whose variables may have no values.
+        batch: The shapes of a batch.
+        layouts: The layouts.
+        gpu: The GPU, from `gpu_named`.
+        say: Called with a line about each compilation.
+    """
+    notes, found = [COMPILED], list[int | None]()
+    for each in layouts:
+        began = time.monotonic()
+        say(f"XLA compiles the step of {counted(each.devices, 'device')}, {each.state} ...")
+        try:
+            used = engine.compiled_bytes(model, batch, each.devices, each.state, gpu)
+            found.append(sum(used) - each.held + each.gradients)
+        except LockstepError:
+            raise
+        except Exception as error:  # the step is code of the user, and XLA refuses some programs
+            notes.append(f"{each.devices} {each.state}: XLA did not compile it. {_words(error)}")
+            found.append(None)
+        say(f"    {time.monotonic() - began:.0f} s")
+    return found, notes
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+def _traced(engine: Engine, model: Any, batch: Any, layouts: Layouts) -> list[int]:
+    rows = rows_of(batch)
+    program, variables = engine.traced_step(model, batch)
+    other, _ = engine.traced_step(model, resized(batch, 2 * rows))
+    traced = TracedProgram(program, other, len(variables))
+    found = []
+    for devices, dims in layouts:
+        is_split = [(dims or {}).get(id(each)) is not None for each in variables]
+        shards = [devices if split else 1 for split in is_split]
+        share = len(shard_rows(rows, devices)[0]) / rows
+        found.append(round(traced.peak(share, shards, updates_early=devices == 1)))
+    return found
+
+
+def _on_jax(target: Any, counts: Sequence[int], batch_size: int | None) -> list[int]:
+    """Return the bytes of temporaries of the same model with replicated state on JAX."""
+    if not isinstance(target, str):
+        raise UnusableData(
+            'JAX needs a process of its own: name the function, as "train.py:build".'
+        )
+    if find_spec("jax") is None:
+        raise UnusableData("JAX is not installed.")
+    words = [sys.executable, "-m", "lockstep", "plan", target, "--json"]
+    words += ["--devices", ",".join(map(str, counts))]
+    words += [] if batch_size is None else ["--batch-size", str(batch_size)]
+    done = subprocess.run(
+        words,
+        env=os.environ | {"KERAS_BACKEND": "jax"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise UnusableData(next(iter(done.stderr.strip().splitlines()), "JAX gave no plan."))
+    found = json.loads(done.stdout)
+    known = {e["devices"]: e["temporaries"] for e in found["layouts"] if e["state"] == REPLICATED}
+    if None in known.values():
+        raise UnusableData(found["notes"][2])
+    return [known[devices] for devices in counts]

@@ -35,7 +35,7 @@ GPU = "h100"
 LAYOUTS = ((1, REPLICATED), (4, REPLICATED), (4, SHARDED))
 ROWS_OF_ZOO = 4096
 ROWS = {"mlp": 256, "words": 128, "pictures": 256, "text": 64, "transformer": 1024}
-APPLICATIONS = {"MobileNetV2": 32, "EfficientNetB0": 32, "DenseNet121": 16, "VGG16": 16}
+APPLICATIONS = {"MobileNetV2": 32, "EfficientNetB0": 32}
 
 
 def of_zoo(name):

@@ -9,6 +9,7 @@ from typing import Any
 from lockstep.devices import names_in_words, rehearsed_devices, shard_rows
 from lockstep.errors import counted
 from lockstep.layout import Layout
+from lockstep.step_bytes import amount
 
 Given = dict[str, Any]
 """The arguments of one call, by name."""
@@ -128,6 +129,18 @@ def branches_line(backend: str, layout: Layout, given: Given, compiles: bool = F
     return f"lockstep: {backend}, layers on {names_in_words(layout.devices)}{rehearsed}" + (
         ", compiling the training step" if compiles else ""
     )
+
+
+def replicated_words(held: int, has_slots: bool, memory: int | None) -> str:
+    """Return the bytes of the variables that each device holds.
+
+    Args:
+        held: The bytes.
+        has_slots: Whether the optimizer has made its slots, as it does in the first step.
+        memory: The memory of a device; `None` where unknown.
+    """
+    of = "" if memory is None else f" (memory {amount(memory)})"
+    return f", {amount(held)} of state each{of}{'' if has_slots else ', without slots'}"
 
 
 def sharded_words(sizes: Sequence[tuple[str, int, int]], devices: int) -> str:

@@ -3,7 +3,13 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.fit_lines import arguments_of, first_step_line, fit_line, wants_words
+from lockstep.fit_lines import (
+    arguments_of,
+    first_step_line,
+    fit_line,
+    replicated_words,
+    wants_words,
+)
 from lockstep.training import loop
 
 GPUS = ("gpu:0", "gpu:1", "gpu:2", "gpu:3")
@@ -117,6 +123,18 @@ def test_fit_says_one_line_at_its_start(capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_the_line_has_the_state_of_a_device(capsys):
+    """Adam makes two slots for each of 66,560 bytes in its first step."""
+    made = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256)])
+    made.compile("adam", "mse")
+    lockstep.distribute(made, 2)
+    for end in ("66.6 kB of state each, without slots", "200 kB of state each"):
+        made.fit(np.zeros((8, 64)), np.zeros((8, 256)), batch_size=4, verbose=2)
+        assert capsys.readouterr().out.splitlines()[0].endswith(f", {end}")
+    line = replicated_words(1_200_000_000, True, 24_000_000_000)
+    assert line == ", 1.20 GB of state each (memory 24.0 GB)"
+
+
 def test_fit_says_what_is_compiled_and_how_long_it_took(capsys, monkeypatch):
     monkeypatch.setattr(loop, "LONG", 0.0)
     made = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
@@ -128,7 +146,7 @@ def test_fit_says_what_is_compiled_and_how_long_it_took(capsys, monkeypatch):
         made.fit(np.zeros((8, 2)), np.zeros((8, 1)), batch_size=4, epochs=2, verbose=2)
         said = capsys.readouterr().out.splitlines()
         after = [line for line in said if "is under way after" in line]
-        told.append((said[0].endswith(", compiling the training step"), len(after)))
+        told.append((", compiling the training step, " in said[0], len(after)))
     assert told == [(True, 1), (False, 0), (True, 1), (False, 0), (False, 0)]
 
 

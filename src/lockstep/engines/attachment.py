@@ -13,13 +13,22 @@ from typing import Any
 import keras
 
 from lockstep.checkpoint.callback import fit_scope
+from lockstep.devices import SHARDED
 from lockstep.engines.atomic_save import atomic_saves
 from lockstep.engines.out_of_memory import is_out_of_memory, note_of
 from lockstep.errors import UnsupportedModel
-from lockstep.fit_lines import Given, arguments_of, branches_line, fit_line, wants_words
-from lockstep.keras_compat import trainer_module
+from lockstep.fit_lines import (
+    Given,
+    arguments_of,
+    branches_line,
+    fit_line,
+    replicated_words,
+    wants_words,
+)
+from lockstep.keras_compat import is_built, trainer_module
 from lockstep.processes import process_group
-from lockstep.state import rnn_states
+from lockstep.state import named_variables, optimizers_of, rnn_states
+from lockstep.step_bytes import size_of
 from lockstep.training.call_guard import STEPPING, CallGuard
 from lockstep.training.inner_fit import lead_to_loop
 from lockstep.training.input import check_times
@@ -132,7 +141,20 @@ class Attachment:
             line = fit_line(backend, session.devices, given, compiles)
         else:
             line = branches_line(backend, session.layout, given, compiles)
-        return line + session.remarks()
+        return line + session.remarks() + self._held_words()
+
+    def _held_words(self) -> str:
+        """Return the bytes that each device holds, if the state is replicated and built."""
+        from lockstep.engines import current_engine  # which imports this file
+
+        session, model = self.session, self.model
+        if session.layout is not None or session.state == SHARDED or not is_built(model):
+            return ""
+        named = named_variables(model)
+        held = sum(size_of(each) for each in {id(each): each for each in named.values()}.values())
+        has_slots = all(each.built for _, each in optimizers_of(model))
+        here = {each.name: each.memory for each in current_engine().devices()}
+        return replicated_words(held, has_slots, here.get(session.devices[0]))
 
 
 def _notes(error: Exception) -> list[str]:

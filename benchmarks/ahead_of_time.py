@@ -104,7 +104,7 @@ def training_step(name: str, devices: list[Any]) -> tuple[Any, Any, Any, int, in
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(1e-3), loss, metrics=["accuracy"])
     steps = Steps(devices)
-    vars(model)["_lockstep"]._steps = steps  # the mesh of devices that are not here
+    vars(model)["_lockstep"].session._steps = steps  # the mesh of devices that are not here
     shape, dtype = model.input_shape[1:], model.inputs[0].dtype
     model._symbolic_build(data_batch=(np.ones((2, *shape), dtype), np.zeros(2, "int32")))
     model.make_train_function()

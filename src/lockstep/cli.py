@@ -338,6 +338,7 @@ def _counts(devices: str) -> list[int]:
 @click.option("--memory", help="Of one device: 24GB, or 80GiB.")
 @click.option("--gpu", help="Compile for it, without having it: h100, for example.")
 @click.option("--batch-size", type=click.IntRange(min=1), help="Rows of the global batch.")
+@click.option("--largest-batch", is_flag=True, help="Compile until it is found. Takes longer.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def plan(
     target: str,
@@ -345,6 +346,7 @@ def plan(
     memory: str | None,
     gpu: str | None,
     batch_size: int | None,
+    largest_batch: bool,
     as_json: bool,
 ) -> None:
     """Compute what each device holds and sends, before there are devices.
@@ -366,6 +368,7 @@ def plan(
             batch_size=batch_size,
             memory=memory,
             gpu=gpu,
+            find_largest_batch=largest_batch,
             say=lambda text: click.echo(text, err=True),
         )
     print_report(found, as_json)

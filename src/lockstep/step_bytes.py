@@ -37,6 +37,8 @@ class LayoutBytes:
         reduce_scatter: Sent in each step, of the gradients of sharded weights.
         temporaries: About the activations, gradients and other temporaries that are in memory
             together; `None` if they are not known.
+        largest_batch: Rows of the largest global batch that fits, 0 if none does; `None` if not
+            asked for.
     """
 
     devices: int
@@ -51,6 +53,7 @@ class LayoutBytes:
     all_gather: int
     reduce_scatter: int
     temporaries: int | None = None
+    largest_batch: int | None = None
 
     @property
     def held(self) -> int:

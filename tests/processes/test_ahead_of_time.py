@@ -52,7 +52,7 @@ def test_a_plan_compiles_for_a_gpu(tmp_path):
     for each in found["layouts"]:
         assert each["peak"] > each["held"] - each["gradients"]
         assert each["verdict"].startswith("fits: ")
-    assert "XLA compiles the step of 4 devices, sharded ..." in said
+    assert "XLA compiles the step of 4 devices, sharded, 30 rows ..." in said
 
 
 def test_what_a_compiled_step_is_given_is_what_is_planned():

@@ -17,7 +17,8 @@ from lockstep.errors import DeviceError, TargetNotFound, UnsupportedBackend, Unu
 from lockstep.plan.gpus import gpu_named
 from lockstep.plan.liveness import MEDIAN_ERROR, WORST_ERROR
 from lockstep.plan.memory_plan import parse_memory
-from lockstep.step_bytes import amount
+from lockstep.plan.temporaries import largest_batch
+from lockstep.step_bytes import LayoutBytes, amount
 from tests.processes.common import warm_end
 
 
@@ -77,6 +78,13 @@ def not_traceable():
             DeviceError,
             "memory='24 parsecs' was given, and an amount with its unit was expected.\n"
             "Write the memory of one device, such as 24GB or 80GiB.",
+        ),
+        (
+            wide,
+            {"find_largest_batch": True},
+            DeviceError,
+            "The largest batch was asked for, and no GPU for which the step is compiled.\n"
+            'Name one, such as gpu="h100".',
         ),
         (
             wide,
@@ -228,8 +236,19 @@ def needs_values():
     return model
 
 
+def runs_eagerly():
+    model = wide()
+    model.compile("adam", "mse", run_eagerly=True)
+    return model
+
+
 @pytest.mark.parametrize(
-    ("build", "why"), [(fixed_rows, ""), (needs_values, "RuntimeError: needs real")]
+    ("build", "why"),
+    [
+        (fixed_rows, ""),
+        (runs_eagerly, "UnusableData: 'wide' runs eager"),
+        (needs_values, "RuntimeError: needs real"),
+    ],
 )
 def test_a_step_that_is_not_traced_leaves_the_exact_part(build, why):
     found = lockstep.plan(build, (1, 2), memory="1GB")
@@ -254,6 +273,46 @@ def test_a_gpu_is_described_as_xla_reads_it():
     assert described["device_description_str"] == "NVIDIA GeForce RTX 4090"
     assert described["gpu_device_info"]["cuda_compute_capability"] == {"major": 8, "minor": 9}
     assert described["gpu_device_info"]["device_memory_size"] < 24 * 2**30
+
+
+class Compiling:
+    """An engine that compiles a step of 1,000 bytes, and 10 more for each row of a device."""
+
+    def __init__(self, most=10**9):
+        self.most, self.tried = most, []
+
+    def compiled_bytes(self, model, batch, devices, state, gpu):
+        rows = batch[0].shape[0]
+        self.tried.append(rows)
+        if rows > self.most:
+            raise RuntimeError("XLA refuses\nthis")
+        return 1_000, 10 * rows // devices
+
+
+def layout_of(devices):
+    return LayoutBytes(devices, "replicated", *[0] * 9)
+
+
+@pytest.mark.parametrize(("rows", "memory"), [(32, 20_000), (4_000, 20_000), (1, 2_000_000)])
+@pytest.mark.parametrize("devices", [1, 3])
+def test_the_largest_batch_is_found_to_a_sixteenth(rows, memory, devices):
+    engine, layout = Compiling(), layout_of(devices)
+    batch = (keras.KerasTensor((rows, 4)), keras.KerasTensor((rows,)))
+    told = []
+    found = largest_batch(engine, None, batch, layout, {}, memory, told.append)
+    most = (0.85 * memory - 1_000) / 10 * devices
+    assert most * 15 / 16 - devices <= found <= most
+    assert found % devices == 0
+    assert len(engine.tried) == len(set(engine.tried)) < 16
+    assert f"{found:,}".replace(",", "") + " rows ..." in " ".join(told)
+
+
+def test_no_batch_may_fit_and_a_refused_one_ends_the_search():
+    layout, batch = layout_of(1), (keras.KerasTensor((8, 4)),)
+    assert largest_batch(Compiling(), None, batch, layout, {}, 900, print) == 0
+    told = []
+    assert largest_batch(Compiling(100), None, batch, layout, {}, 10**6, told.append) == 32
+    assert told[-1] == "RuntimeError: XLA refuses"
 
 
 def test_a_compiler_that_is_not_installed_is_named(monkeypatch):

@@ -25,6 +25,7 @@ def plan(
     batch_size: int | None = None,
     memory: str | int | None = None,
     gpu: str | None = None,
+    find_largest_batch: bool = False,
     say: Callable[[str], object] = lambda text: None,
 ) -> "MemoryPlan":
     """Compute what each device holds and sends in a training step, before there are devices.
@@ -44,6 +45,8 @@ def plan(
             that of `gpu`.
         gpu: A GPU for which XLA compiles the step, such as `"h100"`. None has to be here. Needs
             `keras-lockstep[plan]` and JAX.
+        find_largest_batch: Whether to compile for `gpu` with other numbers of rows too, until the
+            largest global batch is found whose peak is 85 % of the memory at most.
         say: Called with a line about the compilation that begins.
 
     Returns:
@@ -51,7 +54,7 @@ def plan(
         replicated and sharded state. `str()` of it is a short text.
 
     Raises:
-        DeviceError: If `devices` or `memory` cannot be read, or `gpu` is not known.
+        DeviceError: If `devices` or `memory` cannot be read, or `gpu` is not known or missing.
         TargetNotFound: If `build` is not found, trains the model, or returns no model.
         UnusableData: If the model is not compiled, or its shapes are not known without data.
         UnsupportedBackend: If there is no engine for Keras's backend, or no compiler for `gpu`.
@@ -69,7 +72,11 @@ def plan(
     from lockstep.plan.abstract_model import abstract_model, arrays_of
     from lockstep.plan.gpus import gpu_named
     from lockstep.plan.memory_plan import MemoryPlan, parse_memory
-    from lockstep.plan.temporaries import compiled_temporaries, estimated_temporaries
+    from lockstep.plan.temporaries import (
+        compiled_temporaries,
+        estimated_temporaries,
+        largest_batch,
+    )
     from lockstep.state import optimizers_of
     from lockstep.step_bytes import amount, layout_bytes
     from lockstep.targets import call_target
@@ -84,6 +91,11 @@ def plan(
         raise UnusableData(
             f"batch_size={batch_size!r} was given, and a whole number of at least 1 was expected.\n"
             "Leave batch_size out for that of the data."
+        )
+    if find_largest_batch and gpu is None:
+        raise DeviceError(
+            "The largest batch was asked for, and no GPU for which the step is compiled.\n"
+            'Name one, such as gpu="h100".'
         )
     target = None if gpu is None else gpu_named(gpu)
     bytes_of_memory = None if memory is None else parse_memory(memory)
@@ -121,6 +133,10 @@ def plan(
         sizes, words = compiled_temporaries(engine, model, batch, found, target, say)
     pairs = zip(found, sizes, strict=True)
     found = [replace(each, temporaries=size) for each, size in pairs]
+    if find_largest_batch and target and bytes_of_memory:
+        rest = (target, bytes_of_memory, say)
+        rows = [largest_batch(engine, model, batch, each, *rest) for each in found]
+        found = [replace(each, largest_batch=n) for each, n in zip(found, rows, strict=True)]
     gathered = max(layout.gathered for layout in found)
     if gathered:
         notes.append(f"Sharded weights are gathered: {amount(gathered)} of temporaries.")

@@ -21,7 +21,7 @@ DOES_NOT_FIT = "state alone does not fit"
 FULL = 0.85
 """The part of a memory that a compiled peak may take."""
 
-_WIDE = 120
+_WIDE = 136
 """Characters of a line that hold the table."""
 
 
@@ -119,6 +119,8 @@ class MemoryPlan(Report):
         has_peaks = any(each.peak is not None for each in self.layouts)
         peak = "compiled peak" if self.gpu else f"peak, ±{MEDIAN_ERROR:.0%}"
         heads += [peak] * has_peaks + ["sent in a step"]
+        has_rows = any(each.largest_batch is not None for each in self.layouts)
+        heads += ["largest batch"] * has_rows
         shown = table(*heads, *[] if self.memory is None else [f"of {amount(self.memory)}"])
         for each in self.layouts:
             sizes = (each.weights, each.optimizer, each.gradients, each.batch + each.metrics)
@@ -129,6 +131,7 @@ class MemoryPlan(Report):
                 *map(amount, (*sizes, each.held)),
                 *peaks,
                 amount(each.sent),
+                *[f"{each.largest_batch or 0:,} rows"] * has_rows,
                 *left,
                 style="red" if left == [DOES_NOT_FIT] else "",
             )

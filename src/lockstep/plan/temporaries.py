@@ -52,6 +52,7 @@ def estimated_temporaries(
         batch_size: The rows of a global batch that were asked for.
     """
     try:
+        _check_compiles(model)
         with suppress(UnsupportedBackend):
             return _traced(engine, model, batch, layouts), [ESTIMATE]
         counts = [devices for devices, _ in layouts]
@@ -82,20 +83,77 @@ def compiled_temporaries(
         gpu: The GPU, from `gpu_named`.
         say: Called with a line about each compilation.
     """
+    _check_compiles(model)
     notes, found = [COMPILED], list[int | None]()
     for each in layouts:
-        began = time.monotonic()
-        say(f"XLA compiles the step of {counted(each.devices, 'device')}, {each.state} ...")
         try:
-            used = engine.compiled_bytes(model, batch, each.devices, each.state, gpu)
-            found.append(sum(used) - each.held + each.gradients)
+            used = _compiled_peak(engine, model, batch, each, gpu, say)
+            found.append(used - each.held + each.gradients)
         except LockstepError:
             raise
         except Exception as error:  # the step is code of the user, and XLA refuses some programs
             notes.append(f"{each.devices} {each.state}: XLA did not compile it. {_words(error)}")
             found.append(None)
-        say(f"    {time.monotonic() - began:.0f} s")
     return found, notes
+
+
+def largest_batch(
+    engine: Engine,
+    model: Any,
+    batch: Any,
+    layout: LayoutBytes,
+    gpu: dict[str, Any],
+    memory: int,
+    say: Callable[[str], object],
+) -> int:
+    """Return the rows of the largest global batch whose step fits, to a sixteenth.
+
+    The peak of the batch itself is that of the layout, if it is there.
+
+    The step is compiled again for each number of rows: temporaries do not grow evenly with them.
+    The search ends where XLA compiles no step. 0 means that not even a row on each device fits.
+    """
+    step, limit = layout.devices, FULL * memory
+    fits, too_many = 0, 0
+    tried = max(step, rows_of(batch) // step * step)
+    while tried not in (fits, too_many):
+        known = layout.peak if tried == rows_of(batch) else None
+        try:
+            peak = known or _compiled_peak(engine, model, resized(batch, tried), layout, gpu, say)
+        except Exception as error:
+            say(_words(error))
+            return fits
+        if peak <= limit:
+            fits = tried
+        else:
+            too_many = tried
+        if too_many and too_many - fits <= fits // 16:
+            break
+        tried = (fits + too_many) // 2 // step * step if too_many else 4 * fits
+    return fits
+
+
+def _compiled_peak(
+    engine: Engine,
+    model: Any,
+    batch: Any,
+    layout: LayoutBytes,
+    gpu: dict[str, Any],
+    say: Callable[[str], object],
+) -> int:
+    began, devices = time.monotonic(), counted(layout.devices, "device")
+    say(f"XLA compiles the step of {devices}, {layout.state}, {rows_of(batch)} rows ...")
+    used = engine.compiled_bytes(model, batch, layout.devices, layout.state, gpu)
+    say(f"    {time.monotonic() - began:.0f} s")
+    return sum(used)
+
+
+def _check_compiles(model: Any) -> None:
+    if model.run_eagerly:
+        raise UnusableData(
+            f"{model.name!r} runs eagerly, and the memory of a compiled step was asked for.\n"
+            "Compile it without run_eagerly."
+        )
 
 
 def _words(error: Exception) -> str:

@@ -339,6 +339,7 @@ def _counts(devices: str) -> list[int]:
 @click.option("--gpu", help="Compile for it, without having it: h100, for example.")
 @click.option("--batch-size", type=click.IntRange(min=1), help="Rows of the global batch.")
 @click.option("--largest-batch", is_flag=True, help="Compile until it is found. Takes longer.")
+@click.option("--mixed-precision", is_flag=True, help="Add rows under mixed_bfloat16.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def plan(
     target: str,
@@ -347,6 +348,7 @@ def plan(
     gpu: str | None,
     batch_size: int | None,
     largest_batch: bool,
+    mixed_precision: bool,
     as_json: bool,
 ) -> None:
     """Compute what each device holds and sends, before there are devices.
@@ -369,6 +371,7 @@ def plan(
             memory=memory,
             gpu=gpu,
             find_largest_batch=largest_batch,
+            mixed_precision=mixed_precision,
             say=lambda text: click.echo(text, err=True),
         )
     print_report(found, as_json)

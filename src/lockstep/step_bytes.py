@@ -39,6 +39,7 @@ class LayoutBytes:
             together; `None` if they are not known.
         largest_batch: Rows of the largest global batch that fits, 0 if none does; `None` if not
             asked for.
+        policy: The dtype policy under which the model was made, empty for that of the script.
     """
 
     devices: int
@@ -54,6 +55,12 @@ class LayoutBytes:
     reduce_scatter: int
     temporaries: int | None = None
     largest_batch: int | None = None
+    policy: str = ""
+
+    @property
+    def name(self) -> str:
+        """The number of devices and the layout, for a table."""
+        return f"{self.devices} {self.state}{', ' * bool(self.policy)}{self.policy}"
 
     @property
     def held(self) -> int:

@@ -385,3 +385,44 @@ def test_the_command_refuses_what_it_cannot_read(words, status, said, tmp_path):
     done, _, error = warm_end(["-m", "lockstep", "plan", "train.py:build", *words], tmp_path)
     assert done == status
     assert said in error
+
+
+def test_mixed_precision_adds_rows_that_send_and_compute_half():
+    before = keras.config.dtype_policy().name
+    found = lockstep.plan(
+        lambda: compiled(keras.Input((512,)), layers.Dense(2048, "relu")),
+        (1, 4),
+        batch_size=4096,
+        mixed_precision=True,
+    )
+    assert keras.config.dtype_policy().name == before
+    rows = {each.name: each for each in found.layouts}
+    assert list(rows) == [
+        "1 replicated",
+        "1 replicated, mixed_bfloat16",
+        *("4 replicated", "4 sharded"),
+        *("4 replicated, mixed_bfloat16", "4 sharded, mixed_bfloat16"),
+    ]
+    for name in ("1 replicated", "4 replicated", "4 sharded"):
+        one, mixed = rows[name], rows[f"{name}, mixed_bfloat16"]
+        assert (mixed.weights, mixed.optimizer) == (one.weights, one.optimizer)
+        assert mixed.temporaries < one.temporaries
+        assert abs(2 * mixed.sent - one.sent) <= one.sent * 0.01
+    assert "4 devices, sharded, mixed_bfloat16: " in str(found)
+
+
+def test_a_notebook_shows_a_bar_for_each_layout_and_the_memory():
+    found = lockstep.plan(wide, (1, 2), memory="8MB")
+    html = found._repr_html_()
+    assert html.count("display:flex;position") == len(found.layouts) == 3
+    for each in found.layouts:
+        assert each.name in html
+        assert f'title="slots: {amount(each.optimizer)}"' in html
+    assert html.count('title="memory: 8.00 MB"') == 3
+    widths = [float(each) for each in re.findall(r"width:([\d.]+)%", html)]
+    longest = max(8_000_000, *(each.peak for each in found.layouts))
+    assert sum(widths[:4]) == pytest.approx(100 * found.layouts[0].peak / longest, abs=0.05)
+    without = lockstep.plan(wide, 2)
+    no_peak = replace(without, layouts=(replace(without.layouts[0], temporaries=None),))
+    assert 'title="gradients: ' in no_peak._repr_html_()
+    assert "memory: " not in no_peak._repr_html_()

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from lockstep.plan.memory_plan import MemoryPlan
 
 EXACT = "The bytes of weights, slots, gradients and the batch are exact."
+MIXED = "mixed_bfloat16"
+"""The policy of the rows that `mixed_precision` adds."""
 SENT = (
     "Sent: gradients and weights, by a ring. Statistics of batch norm, the loss and metrics are "
     "not included."
@@ -26,6 +28,7 @@ def plan(
     memory: str | int | None = None,
     gpu: str | None = None,
     find_largest_batch: bool = False,
+    mixed_precision: bool = False,
     say: Callable[[str], object] = lambda text: None,
 ) -> "MemoryPlan":
     """Compute what each device holds and sends in a training step, before there are devices.
@@ -47,6 +50,8 @@ def plan(
             `keras-lockstep[plan]` and JAX.
         find_largest_batch: Whether to compile for `gpu` with other numbers of rows too, until the
             largest global batch is found whose peak is 85 % of the memory at most.
+        mixed_precision: Whether to add the same rows for `build` under Keras's global policy
+            `mixed_bfloat16`, which layers with a policy of their own do not follow.
         say: Called with a line about the compilation that begins.
 
     Returns:
@@ -68,18 +73,11 @@ def plan(
         133120
     """
     # These import NumPy and Keras, which `import lockstep` does not.
+    import keras
+
     from lockstep.batches import count_from_one
-    from lockstep.plan.abstract_model import abstract_model, arrays_of
     from lockstep.plan.gpus import gpu_named
-    from lockstep.plan.memory_plan import MemoryPlan, parse_memory
-    from lockstep.plan.temporaries import (
-        compiled_temporaries,
-        estimated_temporaries,
-        largest_batch,
-    )
-    from lockstep.state import optimizers_of
-    from lockstep.step_bytes import amount, layout_bytes
-    from lockstep.targets import call_target
+    from lockstep.plan.memory_plan import parse_memory
 
     counts = [devices] if isinstance(devices, int) else list(devices)
     if not counts or any(count_from_one(count) is None for count in counts):
@@ -101,6 +99,42 @@ def plan(
     bytes_of_memory = None if memory is None else parse_memory(memory)
     if target and bytes_of_memory is None:
         bytes_of_memory = target["gpu_device_info"]["device_memory_size"]
+    counts = sorted(set(counts))
+    given = (counts, batch_size, bytes_of_memory, target, find_largest_batch, say)
+    found = _plan(build, *given)
+    if mixed_precision:
+        before = keras.config.dtype_policy()
+        keras.config.set_dtype_policy(MIXED)
+        try:
+            mixed = _plan(build, *given, policy=MIXED)
+        finally:
+            keras.config.set_dtype_policy(before)
+        found = found.with_rows_of(mixed)
+    return found
+
+
+def _plan(
+    build: Callable[[], Any] | str,
+    counts: list[int],
+    batch_size: int | None,
+    memory: int | None,
+    target: dict[str, Any] | None,
+    find_largest_batch: bool,
+    say: Callable[[str], object],
+    policy: str = "",
+) -> "MemoryPlan":
+    """Return the plan for one dtype policy; see `plan`."""
+    from lockstep.plan.abstract_model import abstract_model, arrays_of
+    from lockstep.plan.memory_plan import MemoryPlan
+    from lockstep.plan.temporaries import (
+        compiled_temporaries,
+        estimated_temporaries,
+        largest_batch,
+    )
+    from lockstep.state import optimizers_of
+    from lockstep.step_bytes import amount, layout_bytes
+    from lockstep.targets import call_target
+
     engine = current_engine()
     name = build if isinstance(build, str) else getattr(build, "__name__", "build")
     function = partial(call_target, build) if isinstance(build, str) else build
@@ -116,7 +150,6 @@ def plan(
     others = [each for each, optimizer in optimizers_of(model) if optimizer is not model.optimizer]
     if others:
         notes.append(f"The slots of {', '.join(others)} are not counted: a step makes them.")
-    counts = sorted(set(counts))
     layouts: list[tuple[int, Any]] = [(count, None) for count in counts]
     try:
         engine.check_shards()
@@ -128,13 +161,15 @@ def plan(
     layouts.sort(key=lambda each: each[0])
     found = [layout_bytes(model, arrays, count, dims, in_compute_type) for count, dims in layouts]
     if target is None:
-        sizes, words = estimated_temporaries(engine, model, batch, layouts, build, batch_size)
+        sizes, words = estimated_temporaries(
+            engine, model, batch, layouts, build, batch_size, policy
+        )
     else:
         sizes, words = compiled_temporaries(engine, model, batch, found, target, say)
     pairs = zip(found, sizes, strict=True)
-    found = [replace(each, temporaries=size) for each, size in pairs]
-    if find_largest_batch and target and bytes_of_memory:
-        rest = (target, bytes_of_memory, say)
+    found = [replace(each, temporaries=size, policy=policy) for each, size in pairs]
+    if find_largest_batch and target and memory:
+        rest = (target, memory, say)
         rows = [largest_batch(engine, model, batch, each, *rest) for each in found]
         found = [replace(each, largest_batch=n) for each, n in zip(found, rows, strict=True)]
     gathered = max(layout.gathered for layout in found)
@@ -146,7 +181,7 @@ def plan(
         parameters=model.count_params(),
         batch_size=max((shape[0] for shape, _ in arrays if shape), default=0),
         layouts=tuple(found),
-        memory=bytes_of_memory,
+        memory=memory,
         gpu=None if target is None else target["device_description_str"],
         notes=(EXACT, *words, *notes),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import DeviceError, counted
@@ -12,6 +12,8 @@ from lockstep.report import Report, print_table, table
 from lockstep.step_bytes import UNITS, LayoutBytes, amount
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
 
 _BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -48,6 +50,12 @@ class MemoryPlan(Report):
     memory: int | None = None
     gpu: str | None = None
     notes: tuple[str, ...] = ()
+
+    def with_rows_of(self, other: MemoryPlan) -> MemoryPlan:
+        """Return this plan with the layouts and remarks of another one besides its own."""
+        layouts = sorted([*self.layouts, *other.layouts], key=lambda each: each.devices)
+        notes = dict.fromkeys([*self.notes, *other.notes])
+        return replace(self, layouts=tuple(layouts), notes=tuple(notes))
 
     def verdict(self, layout: LayoutBytes) -> str:
         """Return what the memory of a device means for one layout; `""` if it is not given."""
@@ -97,9 +105,9 @@ class MemoryPlan(Report):
     def __str__(self) -> str:
         """The bytes of a device, one line for each layout."""
         lines = [
-            f"{counted(each.devices, 'device')}, {each.state}: {amount(each.held)} each without "
-            f"activations{_at_the_peak(each)}{', ' * (self.memory is not None)}"
-            f"{self.verdict(each)}"
+            f"{counted(each.devices, 'device')}, {each.name.partition(' ')[2]}: "
+            f"{amount(each.held)} each without activations{_at_the_peak(each)}"
+            f"{', ' * (self.memory is not None)}{self.verdict(each)}"
             for each in self.layouts
         ]
         return "\n".join(lines)
@@ -127,7 +135,7 @@ class MemoryPlan(Report):
             peaks = ["" if each.peak is None else amount(each.peak)] * has_peaks
             left = [] if self.memory is None else [self._left(each)]
             shown.add_row(
-                f"{each.devices} {each.state}",
+                each.name,
                 *map(amount, (*sizes, each.held)),
                 *peaks,
                 amount(each.sent),
@@ -138,6 +146,59 @@ class MemoryPlan(Report):
         print_table(console, shown, narrow=_WIDE)
         for note in self.notes:
             console.print(escape(note), highlight=False)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: a bar for each layout, then the table."""
+        return _bars(self.layouts, self.memory) + super()._repr_html_()
+
+
+_COLORS = {
+    "weights": "#4878a8",
+    "slots": "#7aa6c2",
+    "gradients": "#c9a13b",
+    "batch": "#8aa17c",
+    "activations and temporaries": "#b5655b",
+}
+
+
+def _parts(layout: LayoutBytes) -> dict[str, int]:
+    """Return what a device holds at the peak, by kind; without a peak, all gradients."""
+    if layout.temporaries is None:
+        last = {"gradients": layout.gradients}
+    else:
+        last = {"activations and temporaries": layout.temporaries}
+    state = {"weights": layout.weights, "slots": layout.optimizer}
+    return state | {"batch": layout.batch + layout.metrics} | last
+
+
+def _bars(layouts: Sequence[LayoutBytes], memory: int | None) -> str:
+    """Return a picture of the bytes of a device as HTML; a line is the memory of a device."""
+    longest = max(memory or 0, *(sum(_parts(each).values()) for each in layouts), 1)
+    kinds = dict.fromkeys(kind for each in layouts for kind in _parts(each))
+    key = "".join(
+        f'<span style="margin-right:1em"><span style="background:{_COLORS[kind]}">&emsp;</span> '
+        f"{kind}</span>"
+        for kind in kinds
+    )
+    line = ""
+    if memory is not None:
+        line = (
+            f'<div style="position:absolute;top:0;bottom:0;left:{100 * memory / longest:.2f}%;'
+            f'border-left:2px solid #a00" title="memory: {amount(memory)}"></div>'
+        )
+    rows = []
+    for each in layouts:
+        parts = "".join(
+            f'<div style="width:{100 * size / longest:.2f}%;background:{_COLORS[kind]}" '
+            f'title="{kind}: {amount(size)}"></div>'
+            for kind, size in _parts(each).items()
+        )
+        rows.append(
+            f'<div style="display:flex"><div style="width:16em">{each.name}</div>'
+            f'<div style="flex:1;display:flex;position:relative;height:1.2em">{parts}{line}</div>'
+            "</div>"
+        )
+    return f'<div style="max-width:60em">{"".join(rows)}<div>{key}</div></div>'
 
 
 def _at_the_peak(layout: LayoutBytes) -> str:

@@ -39,7 +39,13 @@ Layouts = Sequence[tuple[int, Mapping[int, int | None] | None]]
 
 
 def estimated_temporaries(
-    engine: Engine, model: Any, batch: Any, layouts: Layouts, target: Any, batch_size: int | None
+    engine: Engine,
+    model: Any,
+    batch: Any,
+    layouts: Layouts,
+    target: Any,
+    batch_size: int | None,
+    policy: str = "",
 ) -> tuple[Sequence[int | None], list[str]]:
     """Return the bytes of temporaries of a device for each layout, and what to say of them.
 
@@ -50,6 +56,7 @@ def estimated_temporaries(
         layouts: The layouts.
         target: What made the model: a function, or its name.
         batch_size: The rows of a global batch that were asked for.
+        policy: The dtype policy under which the model was made; see `LayoutBytes`.
     """
     try:
         _check_compiles(model)
@@ -57,7 +64,7 @@ def estimated_temporaries(
             return _traced(engine, model, batch, layouts), [ESTIMATE]
         counts = [devices for devices, _ in layouts]
         label = f"Activations are as compiled by JAX. {engine.name} may need more."
-        return _on_jax(target, counts, batch_size), [ESTIMATE, label]
+        return _on_jax(target, counts, batch_size, policy), [ESTIMATE, label]
     except Exception as error:  # the step is code of the user, which runs on shapes
         return [None] * len(layouts), [
             NO_ESTIMATE,
@@ -174,7 +181,7 @@ def _traced(engine: Engine, model: Any, batch: Any, layouts: Layouts) -> list[in
     return found
 
 
-def _on_jax(target: Any, counts: Sequence[int], batch_size: int | None) -> list[int]:
+def _on_jax(target: Any, counts: Sequence[int], batch_size: int | None, policy: str) -> list[int]:
     """Return the bytes of temporaries of the same model with replicated state on JAX."""
     if not isinstance(target, str):
         raise UnusableData(
@@ -185,6 +192,7 @@ def _on_jax(target: Any, counts: Sequence[int], batch_size: int | None) -> list[
     words = [sys.executable, "-m", "lockstep", "plan", target, "--json"]
     words += ["--devices", ",".join(map(str, counts))]
     words += [] if batch_size is None else ["--batch-size", str(batch_size)]
+    words += ["--mixed-precision"] * bool(policy)
     done = subprocess.run(
         words,
         env=os.environ | {"KERAS_BACKEND": "jax"},
@@ -195,7 +203,8 @@ def _on_jax(target: Any, counts: Sequence[int], batch_size: int | None) -> list[
     if done.returncode:
         raise UnusableData(next(iter(done.stderr.strip().splitlines()), "JAX gave no plan."))
     found = json.loads(done.stdout)
-    known = {e["devices"]: e["temporaries"] for e in found["layouts"] if e["state"] == REPLICATED}
+    rows = [each for each in found["layouts"] if each["policy"] == policy]
+    known = {e["devices"]: e["temporaries"] for e in rows if e["state"] == REPLICATED}
     if None in known.values():
         raise UnusableData(found["notes"][2])
     return [known[devices] for devices in counts]

@@ -29,7 +29,11 @@ FIGURES = (
     "ahead_of_time.py --target a100 --devices 8",
     "ahead_of_time.py --models bert resnet --devices 8 64 512",
 )
-ON_ONE_GPU = ("peers.py --platform gpu", "JAX_PLATFORMS=cuda one_accelerator.py")
+ON_ONE_GPU = (
+    "peers.py --platform gpu",
+    "JAX_PLATFORMS=cuda one_accelerator.py",
+    "plan_on_a_gpu.py",
+)
 ON_TWO_GPUS = ("two_processes.py --platform gpu --steps 400",)
 
 

@@ -59,10 +59,8 @@ def make_virtual(count: int) -> None:
 
 
 def _gpus() -> list[Device]:
-    return [
-        Device(f"gpu:{number}", torch.cuda.get_device_name(number))
-        for number in range(torch.cuda.device_count())
-    ]
+    every = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [Device(f"gpu:{n}", each.name, each.total_memory) for n, each in enumerate(every)]
 
 
 def exchanged(values: Any, source: str, target: str) -> tuple[Any, Any]:

@@ -204,16 +204,17 @@ def test_they_are_gathered_again_if_they_take_a_quarter_of_the_memory(monkeypatc
     made = sharded(network())
     size = sum(v.value.nbytes for v in made.weights if v.value.nbytes >= 2**16)
 
-    def device(memory, platform="gpu"):
+    def devices(memory, platform="gpu"):
         statistics = None if memory is None else {"bytes_limit": memory}
-        return SimpleNamespace(memory_stats=lambda: statistics, platform=platform)
+        given = {"memory_stats": lambda: statistics, "platform": platform, "process_index": 0}
+        return [SimpleNamespace(**given)]
 
-    found = [gathers_again(made, device(memory)) for memory in (None, 4 * size, 4 * size - 1)]
+    found = [gathers_again(made, devices(memory)) for memory in (None, 4 * size, 4 * size - 1)]
     assert found == [False, False, True]
-    assert len(compiler_options(made, device(1))) == 2
-    assert compiler_options(made, device(1, "cpu")) is None
+    assert len(compiler_options(made, devices(1))) == 2
+    assert compiler_options(made, devices(1, "cpu")) is None
     monkeypatch.setenv("LOCKSTEP_GATHER_AGAIN", "0")
-    assert not gathers_again(made, device(1))
+    assert not gathers_again(made, devices(1))
 
 
 def test_no_collective_is_in_the_loop_of_an_rnn():

@@ -215,7 +215,7 @@ class JaxSession(Session):
 
         options = None
         if kind is TRAIN and self.state == SHARDED:
-            options = compiler_options(model, self._steps.devices[0])
+            options = compiler_options(model, self._steps.devices)
         make: Any = functools.partial(
             self._steps.compiled,
             trains=kind is TRAIN,
@@ -262,8 +262,8 @@ class JaxSession(Session):
         if self.state == SHARDED and hasattr(model, "export"):
             methods["export"] = self._exporting(model.export)
         if self.state == SHARDED:
-            device = self._steps.devices[0]
-            methods["compute_loss_and_updates"] = gathering_again(model, device)
+            again = gathering_again(model, self._steps.devices)
+            methods["compute_loss_and_updates"] = again
         if self._assigned is None:
             return methods
         sync_name = state_sync_name()

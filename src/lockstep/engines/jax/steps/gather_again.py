@@ -20,40 +20,43 @@ _ONE_BY_ONE = {
 """Let XLA gather and reduce each array by itself. In one collective, all are there at once."""
 
 
-def gathers_again(model: Any, device: jax.Device) -> bool:
+def gathers_again(model: Any, devices: list[jax.Device]) -> bool:
     """Return whether a training step gathers weights again for its backward pass.
 
     It then sends half as much again, and a device need not have all weights at once.
 
     Args:
         model: The model.
-        device: A device, whose memory decides unless the user does. CPUs do not tell theirs.
+        devices: The devices. The memory of the first one of this process decides, unless the user
+            does. CPUs do not tell theirs.
     """
     chosen = os.environ.get(GATHER_AGAIN, "").strip()
     if chosen:
         return chosen != "0"
-    memory = (device.memory_stats() or {}).get("bytes_limit")
+    here = next(each for each in devices if each.process_index == jax.process_index())
+    memory = (here.memory_stats() or {}).get("bytes_limit")
     gathered = sum(bytes_of(variable) for variable in _sharded(model))
     return memory is not None and gathered > _KEPT_PART * memory
 
 
-def compiler_options(model: Any, device: jax.Device) -> dict[str, str] | None:
-    """Return the options with which XLA compiles a training step for devices like this one."""
-    return _ONE_BY_ONE if device.platform == "gpu" and gathers_again(model, device) else None
+def compiler_options(model: Any, devices: list[jax.Device]) -> dict[str, str] | None:
+    """Return the options with which XLA compiles a training step for these devices."""
+    is_for_gpus = devices[0].platform == "gpu"
+    return _ONE_BY_ONE if is_for_gpus and gathers_again(model, devices) else None
 
 
-def gathering_again(model: Any, device: jax.Device) -> Callable[..., Any]:
+def gathering_again(model: Any, devices: list[jax.Device]) -> Callable[..., Any]:
     """Return the model's `compute_loss_and_updates`, of which a training step takes the gradient.
 
     Args:
         model: The model, with a shard of each large variable on each device.
-        device: One of the devices.
+        devices: The devices.
     """
     compute: Callable[..., Any] = model.compute_loss_and_updates
 
     @functools.wraps(compute)
     def compute_again(*args: Any, **kwargs: Any) -> Any:
-        if not (kwargs.get("training") and gathers_again(model, device)):
+        if not (kwargs.get("training") and gathers_again(model, devices)):
             return compute(*args, **kwargs)
         fixed = functools.partial(compute, training=kwargs.pop("training"))
         return jax.checkpoint(fixed, policy=_all_but(_sharded(model)))(*args, **kwargs)

@@ -1,5 +1,6 @@
 """What `lockstep plan` says, and the one thing to do where it cannot plan."""
 
+import io
 import json
 import re
 import statistics
@@ -10,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
+from rich.console import Console
 
 import lockstep
 from lockstep.engines.jax.introspection import ahead_of_time
@@ -426,3 +428,16 @@ def test_a_notebook_shows_a_bar_for_each_layout_and_the_memory():
     no_peak = replace(without, layouts=(replace(without.layouts[0], temporaries=None),))
     assert 'title="gradients: ' in no_peak._repr_html_()
     assert "memory: " not in no_peak._repr_html_()
+
+
+def test_what_to_try_is_said_if_no_layout_fits():
+    def shown(memory):
+        console = Console(width=200, file=io.StringIO(), record=True)
+        lockstep.plan(wide, (1, 2), memory=memory).show(console)
+        return console.export_text()
+
+    least = min(each.peak for each in lockstep.plan(wide, (1, 2)).layouts)
+    said = shown(least - 1)
+    assert f"No layout fits {amount(least - 1)}: the least is {amount(least)}, of 2 sharded" in said
+    assert "Try more devices, a smaller batch, or mixed precision." in said
+    assert "No layout fits" not in shown(least)

@@ -144,8 +144,21 @@ class MemoryPlan(Report):
                 style="red" if left == [DOES_NOT_FIT] else "",
             )
         print_table(console, shown, narrow=_WIDE)
-        for note in self.notes:
+        for note in (*self.notes, *self._remedy()):
             console.print(escape(note), highlight=False)
+
+    def _remedy(self) -> list[str]:
+        """Return what to try if the memory of a device is given and no layout fits."""
+        if self.memory is None or not all(map(self._problem, self.layouts)):
+            return []
+        least = min(self.layouts, key=lambda each: each.peak or each.held)
+        needed, room = amount(least.peak or least.held), amount(self.memory)
+        state = amount(least.weights + least.optimizer)
+        return [
+            f"No layout fits {room}: the least is {needed}, of {least.name}.",
+            f"Weights and slots are {state} of it. Activations grow with the rows of a device.",
+            "Try more devices, a smaller batch, or mixed precision.",
+        ]
 
     def _repr_html_(self) -> str:
         """What a notebook shows: a bar for each layout, then the table."""

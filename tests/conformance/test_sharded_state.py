@@ -3,7 +3,6 @@
 import copy
 import pickle
 import re
-from types import SimpleNamespace
 
 import jax
 import keras
@@ -13,7 +12,6 @@ from keras import layers, ops
 
 import lockstep
 from lockstep.devices import sharded_dim
-from lockstep.engines.jax.steps.gather_again import compiler_options, gathers_again
 from lockstep.errors import DeviceError, LayoutConflict, NothingToDoWarning
 from tests.conformance.common import assert_same
 from tests.conformance.test_communication import collectives, training_program
@@ -169,52 +167,6 @@ def test_each_weight_is_gathered_once_and_nothing_else_moves_but_gradients():
     # XLA for CPUs has no reduce-scatter: it reduces all, and each device takes its part.
     assert set(counts) == {"all-gather", "all-reduce"}
     assert sizes["all-reduce"] <= sum(v.value.nbytes for v in model.trainable_variables) + 64
-
-
-def adapted():
-    """LoRA computes its kernels from what is gathered, and relu has a gradient of its own."""
-    made = network()
-    for layer in made.layers[:-1]:
-        layer.enable_lora(4)
-        layer.activation = keras.activations.relu
-    made.compile("adam", "mse", metrics=["mae"])
-    return made
-
-
-@pytest.mark.parametrize("build", [network, adapted])
-def test_weights_may_be_gathered_again_for_the_backward_pass(build, monkeypatch):
-    one, kept = build(), sharded(build())
-    found = [fit(one), fit(kept)]
-    monkeypatch.setenv("LOCKSTEP_GATHER_AGAIN", "1")
-    again = sharded(build())
-    found.append(fit(again))
-    for made, history in zip((kept, again), found[1:], strict=True):
-        assert_same(values(made), values(one))
-        assert_same(history, found[0])
-    gathered = []
-    for choice in "01":
-        monkeypatch.setenv("LOCKSTEP_GATHER_AGAIN", choice)
-        _, program = training_program(build(), devices=4, rows=32, state="sharded")
-        gathered.append(collectives(program.as_text())[1]["all-gather"])
-    weights = sum(v.value.nbytes >= 2**16 for v in again.weights)
-    assert gathered == [weights, 2 * weights]
-
-
-def test_they_are_gathered_again_if_they_take_a_quarter_of_the_memory(monkeypatch):
-    made = sharded(network())
-    size = sum(v.value.nbytes for v in made.weights if v.value.nbytes >= 2**16)
-
-    def devices(memory, platform="gpu"):
-        statistics = None if memory is None else {"bytes_limit": memory}
-        given = {"memory_stats": lambda: statistics, "platform": platform, "process_index": 0}
-        return [SimpleNamespace(**given)]
-
-    found = [gathers_again(made, devices(memory)) for memory in (None, 4 * size, 4 * size - 1)]
-    assert found == [False, False, True]
-    assert len(compiler_options(made, devices(1))) == 2
-    assert compiler_options(made, devices(1, "cpu")) is None
-    monkeypatch.setenv("LOCKSTEP_GATHER_AGAIN", "0")
-    assert not gathers_again(made, devices(1))
 
 
 def test_no_collective_is_in_the_loop_of_an_rnn():

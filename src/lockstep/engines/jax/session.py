@@ -23,9 +23,7 @@ from lockstep.engines.jax.fit.on_batch import OnBatch
 from lockstep.engines.jax.jax_group import GROUP
 from lockstep.engines.jax.snapshot_buffers import SnapshotBuffers
 from lockstep.engines.jax.steps.epoch import run_epoch
-from lockstep.engines.jax.steps.gather_again import compiler_options, gathering_again
 from lockstep.engines.jax.steps.live_state import GROUPS_OF, State, take_out, with_values_back
-from lockstep.engines.jax.steps.lora import lora_by_factors
 from lockstep.engines.jax.steps.padded import fetched
 from lockstep.engines.jax.steps.state_layout import (
     Replicated,
@@ -74,17 +72,7 @@ from lockstep.training.call_guard import CallGuard
 from lockstep.training.callbacks import see_every_batch
 from lockstep.training.input import BatchesAhead, HostIterator, check_times
 from lockstep.training.overrides import is_keras
-from lockstep.training.session import (
-    PREDICT,
-    TEST,
-    TRAIN,
-    Begin,
-    Each,
-    End,
-    Kind,
-    Session,
-    recorded_type,
-)
+from lockstep.training.session import PREDICT, TRAIN, Begin, Each, End, Kind, Session, recorded_type
 
 
 class JaxSession(Session):
@@ -204,23 +192,12 @@ class JaxSession(Session):
         model = self.model
         step = getattr(model, f"{kind.name}_step")
 
-        def train_step(state: State, data: Any) -> tuple[Any, State]:
-            with lora_by_factors(model):
-                outputs: tuple[Any, State] = step(state, data)
-            return outputs
-
         def predict_step(state: State, data: Any) -> tuple[Any, State]:
             outputs, non_trainable_variables = model.predict_step(state, data)
             return outputs, (state[0], non_trainable_variables)
 
-        options = None
-        if kind is TRAIN and self.state == SHARDED:
-            options = compiler_options(model, self._steps.devices)
         make: Any = functools.partial(
-            self._steps.compiled,
-            trains=kind is TRAIN,
-            complete=self._is_complete,
-            options=options,
+            self._steps.compiled, trains=kind is TRAIN, complete=self._is_complete
         )
         if model.run_eagerly or not model.jit_compile:
             if self._several:
@@ -229,7 +206,7 @@ class JaxSession(Session):
         times = model.steps_per_execution
         check_times(times)
         made: StepFunction = make(
-            {TRAIN: train_step, TEST: step, PREDICT: predict_step}[kind],
+            predict_step if kind is PREDICT else step,
             lambda: self._split,
             times=times,
             per_row_outputs=kind is PREDICT,
@@ -261,9 +238,6 @@ class JaxSession(Session):
             methods["get_state_tree"] = _on_one_device_for_orbax(model.get_state_tree)
         if self.state == SHARDED and hasattr(model, "export"):
             methods["export"] = self._exporting(model.export)
-        if self.state == SHARDED:
-            again = gathering_again(model, self._steps.devices)
-            methods["compute_loss_and_updates"] = again
         if self._assigned is None:
             return methods
         sync_name = state_sync_name()

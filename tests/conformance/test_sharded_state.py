@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+from types import SimpleNamespace
 
 import jax
 import keras
@@ -12,6 +13,11 @@ from keras import layers, ops
 
 import lockstep
 from lockstep.devices import sharded_dim
+from lockstep.engines.jax.steps.gather_again import (
+    compiler_options,
+    gathers_again,
+    room_for_gathered,
+)
 from lockstep.errors import DeviceError, LayoutConflict, NothingToDoWarning
 from tests.conformance.common import assert_same
 from tests.conformance.test_communication import collectives, training_program
@@ -167,6 +173,76 @@ def test_each_weight_is_gathered_once_and_nothing_else_moves_but_gradients():
     # XLA for CPUs has no reduce-scatter: it reduces all, and each device takes its part.
     assert set(counts) == {"all-gather", "all-reduce"}
     assert sizes["all-reduce"] <= sum(v.value.nbytes for v in model.trainable_variables) + 64
+
+
+def adapted():
+    """LoRA computes its kernels from what is gathered, and relu has a gradient of its own."""
+    made = network()
+    for layer in made.layers[:-1]:
+        layer.enable_lora(4)
+        layer.activation = keras.activations.relu
+    made.compile("adam", "mse", metrics=["mae"])
+    return made
+
+
+@pytest.mark.parametrize("build", [network, adapted])
+def test_weights_may_be_gathered_again_for_the_backward_pass(build, monkeypatch):
+    one, kept = build(), sharded(build())
+    found = [fit(one), fit(kept)]
+    monkeypatch.setenv("LOCKSTEP_GATHER_AGAIN", "1")
+    again = sharded(build())
+    found.append(fit(again))
+    for made, history in zip((kept, again), found[1:], strict=True):
+        assert_same(values(made), values(one))
+        assert_same(history, found[0])
+    gathered = []
+    for choice in "01":
+        monkeypatch.setenv("LOCKSTEP_GATHER_AGAIN", choice)
+        _, program = training_program(build(), devices=4, rows=32, state="sharded")
+        gathered.append(collectives(program.as_text())[1]["all-gather"])
+    weights = sum(v.value.nbytes >= 2**16 for v in again.weights)
+    assert gathered == [weights, 2 * weights]
+
+
+def test_a_metric_of_gathered_again_outputs_sees_the_mask_that_keras_keeps(monkeypatch):
+    """JAX keeps attributes of an output without a gradient, such as the mask of a frozen layer."""
+    monkeypatch.setenv("LOCKSTEP_GATHER_AGAIN", "1")
+    words = np.where(np.arange(6) < 4, np.random.default_rng(0).integers(1, 300, (16, 6)), 0)
+
+    def build():
+        keras.utils.set_random_seed(5)
+        inputs = keras.Input((6,), dtype="int32")
+        frozen = layers.Embedding(300, 64, mask_zero=True, trainable=False, name="frozen")(inputs)
+        trained = layers.Dense(256, name="trained")(frozen)
+        made = keras.Model(inputs, {"frozen": frozen, "trained": trained})
+        both = {name: ["mae"] for name in ("frozen", "trained")}
+        made.compile("sgd", "mse", metrics=both)
+        return made
+
+    targets = {"frozen": np.ones((16, 6, 64)), "trained": np.ones((16, 6, 256))}
+    found = []
+    for made in (build(), sharded(build())):
+        made.fit(words, targets, batch_size=8, shuffle=False, verbose=0)
+        found.append(made.evaluate(words, targets, verbose=0, return_dict=True))
+        found[-1] |= {f"fit_{k}": v[0] for k, v in made.history.history.items()}
+    assert_same(found[1], found[0])
+
+
+def test_they_are_gathered_again_if_they_take_a_quarter_of_the_memory(monkeypatch):
+    made = sharded(network())
+    size = sum(v.value.nbytes for v in made.weights if v.value.nbytes >= 2**16)
+
+    def devices(memory, platform="gpu"):
+        statistics = None if memory is None else {"bytes_limit": memory}
+        given = {"memory_stats": lambda: statistics, "platform": platform, "process_index": 0}
+        return [SimpleNamespace(**given)]
+
+    rooms = [room_for_gathered(devices(memory)) for memory in (None, 4 * size, 4 * size - 1)]
+    assert [gathers_again(made, room) for room in rooms] == [False, False, True]
+    assert len(compiler_options(made, devices(1), 0)) == 2
+    assert compiler_options(made, devices(1, "cpu"), 0) is None
+    monkeypatch.setenv("LOCKSTEP_GATHER_AGAIN", "0")
+    assert not gathers_again(made, room_for_gathered(devices(1)))
 
 
 def test_no_collective_is_in_the_loop_of_an_rnn():

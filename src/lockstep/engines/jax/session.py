@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +24,11 @@ from lockstep.engines.jax.fit.on_batch import OnBatch
 from lockstep.engines.jax.jax_group import GROUP
 from lockstep.engines.jax.snapshot_buffers import SnapshotBuffers
 from lockstep.engines.jax.steps.epoch import run_epoch
+from lockstep.engines.jax.steps.gather_again import (
+    compiler_options,
+    gathering_again,
+    room_for_gathered,
+)
 from lockstep.engines.jax.steps.live_state import GROUPS_OF, State, take_out, with_values_back
 from lockstep.engines.jax.steps.padded import fetched
 from lockstep.engines.jax.steps.state_layout import (
@@ -96,6 +102,7 @@ class JaxSession(Session):
         made = functools.partial(Sharded, model) if state == SHARDED else Replicated
         self._steps = Steps(found, made) if layout is None else BranchSteps(model, layout)
         self._split: frozenset[int] = frozenset()
+        self._room = math.inf
 
     # ------------------------------------------------------------ on and off the devices
 
@@ -117,6 +124,8 @@ class JaxSession(Session):
                 if layout_of(variable) is None:
                     variable.assign(self._steps.moved(variable.value, self.home(variable)))
         self._steps.start()
+        if self.state == SHARDED:
+            self._room = room_for_gathered(self._steps.devices)
 
     def close(self) -> None:
         """Undo `open`, even if it failed halfway."""
@@ -196,8 +205,14 @@ class JaxSession(Session):
             outputs, non_trainable_variables = model.predict_step(state, data)
             return outputs, (state[0], non_trainable_variables)
 
+        options = None
+        if kind is TRAIN and self.state == SHARDED:
+            options = compiler_options(model, self._steps.devices, self._room)
         make: Any = functools.partial(
-            self._steps.compiled, trains=kind is TRAIN, complete=self._is_complete
+            self._steps.compiled,
+            trains=kind is TRAIN,
+            complete=self._is_complete,
+            options=options,
         )
         if model.run_eagerly or not model.jit_compile:
             if self._several:
@@ -238,6 +253,8 @@ class JaxSession(Session):
             methods["get_state_tree"] = _on_one_device_for_orbax(model.get_state_tree)
         if self.state == SHARDED and hasattr(model, "export"):
             methods["export"] = self._exporting(model.export)
+        if self.state == SHARDED:
+            methods["compute_loss_and_updates"] = gathering_again(model, self._room)
         if self._assigned is None:
             return methods
         sync_name = state_sync_name()

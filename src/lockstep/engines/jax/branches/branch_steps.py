@@ -81,6 +81,7 @@ class BranchSteps(Steps):
         per_row_outputs: bool,
         trains: bool = False,
         complete: Callable[[], bool] = lambda: True,
+        options: dict[str, str] | None = None,
     ) -> StepFunction:
         """Return a step function whose program runs in stages; see `Steps.compiled`."""
         programs: dict[Any, tuple[StagedProgram, Any]] = {}

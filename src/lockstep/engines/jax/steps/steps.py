@@ -156,6 +156,7 @@ class Steps:
         per_row_outputs: bool,
         trains: bool = False,
         complete: Callable[[], bool] = lambda: True,
+        options: dict[str, str] | None = None,
     ) -> StepFunction:
         """Return a compiled step function.
 
@@ -169,6 +170,7 @@ class Steps:
             trains: Whether the step trains: it then donates its state. Any other step returns only
                 the groups of variables that it changes. JAX would copy all others.
             complete: Returns whether every metric is built. A step that builds metrics runs alone.
+            options: Options of the compiler.
         """
 
         def program(state: State, batch: Any) -> tuple[Any, Any]:
@@ -191,6 +193,7 @@ class Steps:
             jax.jit,
             donate_argnums=0 if trains else (),
             out_shardings=(outputs_layout, None),
+            compiler_options=options,
         )
         one: Any = jit(program)
         many: Any = jit(repeated(program, every_row if per_row_outputs else last))

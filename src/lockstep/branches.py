@@ -14,6 +14,7 @@ from lockstep.errors import DeviceError, SerialBranchesWarning, UnsupportedModel
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from lockstep.training.session import Session
     from lockstep.transfers import Transfer
 
 Model = TypeVar("Model")
@@ -137,13 +138,14 @@ def placement(model: Any) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from lockstep.engines.attachment import session_of
     from lockstep.report import print_table
     from lockstep.transfers import placed_layers
 
-    engine = current_engine()
-    layout = engine.layout(model)
+    session = session_of(model)
+    layout = None if session is None else session.layout
     if layout is None:
-        print_table(Console(), _data_parallel(model, engine.attached(model)))
+        print_table(Console(), _data_parallel(model, session))
         return
     table = Table(title=f"{_name(model)} on {names_in_words(layout.devices)}")
     for column in ("layer", "device", "weights (bytes)", "outputs (bytes a row)", "receives"):
@@ -168,20 +170,19 @@ def placement(model: Any) -> None:
     print_table(Console(), table)
 
 
-def _data_parallel(model: Any, devices: tuple[str, ...] | None) -> "Table":
+def _data_parallel(model: Any, session: "Session | None") -> "Table":
     """Return the table of a model whose layers all run on each of its devices."""
     from rich.table import Table
 
     from lockstep.state import bytes_of, named_variables
 
-    engine = current_engine()
-    several = devices is not None and len(devices) > 1
     where = {REPLICATED: "every variable on every device", SHARDED: "variables in shards"}
-    layout = f"data parallel, {where[engine.state(model)]}" if several else "one device"
-    names = devices or (engine.devices()[0].name,)
+    names = (current_engine().devices()[0].name,) if session is None else session.devices
+    several = session is not None and len(names) > 1
+    layout = f"data parallel, {where[session.state]}" if session and several else "one device"
     weights = slots = 0
     for name, variable in named_variables(model).items():
-        held = bytes_of(variable) // engine.shards(model, variable)
+        held = bytes_of(variable) // (1 if session is None else session.shards(variable))
         if name.startswith(("trainable/", "non_trainable/")):
             weights += held
         elif name.startswith("optimizer/"):
@@ -221,6 +222,7 @@ def _known(model: Any) -> dict[str, str]:
 
 
 def _place(model: Any, chosen: dict[str, str]) -> None:
+    from lockstep.engines.attachment import attach
     from lockstep.keras_compat import report_functional_models
     from lockstep.layout import lay_out, marked
     from lockstep.transfers import cycle, transfers
@@ -230,7 +232,7 @@ def _place(model: Any, chosen: dict[str, str]) -> None:
     default = min([*marked(model), *chosen.values()], key=order.index)
     layout = lay_out(model, chosen, default)
     both = cycle(transfers(model, layout))
-    engine.place(model, layout)
+    attach(engine, model, layout.devices, layout)
     report_functional_models(_place_new)
     if both is not None:
         warnings.warn(_in_turns(*both), SerialBranchesWarning, stacklevel=3)

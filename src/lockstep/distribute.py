@@ -72,7 +72,9 @@ def distribute(model: Model, devices: Devices | None = None, *, state: str = REP
             NothingToDoWarning,
             stacklevel=2,
         )
-    engine.attach(model, names, state)
+    from lockstep.engines.attachment import attach  # which imports Keras
+
+    attach(engine, model, names, state=state)
     STATUS_OF_PROCESS.distributed = True
     return model
 
@@ -98,7 +100,9 @@ def release(model: Model) -> Model:
         True
     """
     check_model(model)
-    current_engine().detach(model)
+    from lockstep.engines.attachment import detach
+
+    detach(model)
     return model
 
 

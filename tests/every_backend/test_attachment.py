@@ -7,7 +7,7 @@ from keras import layers
 
 import lockstep
 from lockstep.engines import current_engine
-from lockstep.engines.attachment import attachment_of
+from lockstep.engines.attachment import session_of
 from lockstep.errors import UnsupportedBackend, UnsupportedModel
 
 
@@ -24,6 +24,11 @@ def fit(model):
     return [*model.get_weights(), *map(np.array, model.optimizer.variables[:1])]
 
 
+def devices_of(model):
+    session = session_of(model)
+    return None if session is None else session.devices
+
+
 def assert_same(one, other):
     for mine, its in zip(one, other, strict=True):
         np.testing.assert_allclose(mine, its, atol=1e-6)
@@ -36,7 +41,7 @@ def test_a_maker_of_the_users_own_is_refused(name):
     vars(model)[name] = lambda force=False: None
     with pytest.raises(UnsupportedModel, match=f"has its own {name}"):
         lockstep.distribute(model, 2)
-    assert current_engine().attached(model) is None
+    assert session_of(model) is None
 
 
 def test_a_step_function_of_the_users_own_is_refused():
@@ -66,7 +71,7 @@ def test_a_failure_while_it_gets_on_devices_leaves_it_as_it_was(monkeypatch, bef
     if before is not None:
         lockstep.distribute(model, before)
     assert_same(fit(model), fit(alone))
-    names, devices = {*vars(model)}, current_engine().attached(model)
+    names, devices = {*vars(model)}, devices_of(model)
     session = type(current_engine().session(model, ("cpu:0", "cpu:1"), None))
     step = "methods" if after == "methods" else "open"
     plain, failed = getattr(session, step), []
@@ -83,10 +88,10 @@ def test_a_failure_while_it_gets_on_devices_leaves_it_as_it_was(monkeypatch, bef
     with pytest.raises(OSError, match="no more memory"):
         lockstep.distribute(model, 2)
     assert {*vars(model)} == names
-    assert current_engine().attached(model) == devices
+    assert devices_of(model) == devices
     assert_same(fit(model), fit(alone))
     lockstep.distribute(model, 2)
-    assert len(attachment_of(model).session.devices) == 2
+    assert len(session_of(model).devices) == 2
     assert_same(fit(model), fit(alone))
 
 
@@ -111,7 +116,7 @@ def test_tensorflow_has_no_state_in_shards():
 
     if keras.backend.backend() != "tensorflow":
         distribute()
-        assert current_engine().state(model) == "sharded"
+        assert session_of(model).state == "sharded"
         return
 
     def build():
@@ -123,4 +128,4 @@ def test_tensorflow_has_no_state_in_shards():
             call()
         assert str(refused.value).count("\n") == 2
         assert str(refused.value).endswith("Run the same script with KERAS_BACKEND=jax.")
-    assert current_engine().attached(model) is None
+    assert session_of(model) is None

@@ -6,7 +6,7 @@ import pytest
 from keras import layers
 
 import lockstep
-from lockstep.engines import current_engine
+from lockstep.engines.attachment import session_of
 from lockstep.errors import DeviceNotFound, LayoutConflict
 from tests.conformance import common
 from tests.conformance.common import data
@@ -124,7 +124,7 @@ def test_shared_layers_go_to_the_same_devices():
         lockstep.distribute(b, 3)
     lockstep.distribute(b, 2)
     lockstep.release(a)
-    assert len(current_engine().attached(b)) == 2
+    assert len(session_of(b).devices) == 2
     lockstep.release(b)
     assert not traces(a)
     assert not traces(b)

@@ -10,6 +10,7 @@ import torch
 from keras import layers
 
 import lockstep
+from lockstep.engines.attachment import attach, session_of
 from lockstep.engines.torch.branches import branch_steps
 from lockstep.errors import UnsupportedBackend, UnsupportedModel
 from lockstep.processes import process_group
@@ -334,7 +335,7 @@ def test_compilation_by_pytorch_is_refused():
 
 def test_several_processes_are_refused(monkeypatch):
     engine = lockstep.engines.current_engine()
-    layout = engine.layout(lockstep.place(chain(), {"dense_1": 1}))
+    layout = session_of(lockstep.place(chain(), {"dense_1": 1})).layout
     monkeypatch.setattr(process_group, "several", lambda: True)
     with pytest.raises(UnsupportedBackend, match=r"several processes,\n.*Start one process"):
-        engine.place(chain(), layout)
+        attach(engine, chain(), layout.devices, layout)

@@ -19,7 +19,7 @@ from rich.console import Console
 import lockstep
 from lockstep import keras_compat
 from lockstep.cli import main
-from lockstep.engines import current_engine
+from lockstep.engines.attachment import session_of
 from lockstep.errors import DeviceError, TargetNotFound, UnsupportedBackend, UnusableData
 from lockstep.targets import model_and_data
 from lockstep.verify.verification import Difference, Verification
@@ -271,7 +271,7 @@ def test_stateful_rnns_are_compared_with_one_device_that_carries_their_state(mon
     assert found.equal, found.cause
     assert "drops the states of stateful RNNs" in found.notes[0]
     assert all(d.bound < 1e-3 for d in found.differences if "lstm" in d.name)
-    on = current_engine().attached
+    on = session_of
     monkeypatch.setattr(
         DeviceReader, "call", lambda self, x: x * (1.5 if len(on(made) or ()) == 4 else 1.0)
     )
@@ -406,7 +406,7 @@ def test_a_step_of_its_own_that_differs_is_reported_where_the_model_has_no_call(
         def train_step(self, state, x):
             trainable = state[0]
             outputs, _ = self.dense.stateless_call(trainable, [], x)
-            times = 1 if current_engine().attached(self) is None else 2
+            times = 1 if session_of(self) is None else 2
             return {"loss": times * keras.ops.mean(outputs)}, state
 
     made = NoCall()

@@ -17,7 +17,7 @@ from lockstep.bench.scaling import Measurement
 from lockstep.bench.step_clock import EXECUTIONS, StepClock
 from lockstep.distribute import distribute
 from lockstep.engines import current_engine
-from lockstep.engines.attachment import attachment_of
+from lockstep.engines.attachment import session_of
 from lockstep.errors import LockstepError, UnsupportedBackend, UnusableData
 from lockstep.processes import process_group
 from lockstep.targets import model_and_data
@@ -85,7 +85,8 @@ def measure(
     every = [clock.wall / clock.steps for clock in clocks]
     # The inclusive method: the exclusive one extrapolates beyond the measured rounds.
     quartiles = statistics.quantiles(every, n=4, method="inclusive") if rounds > 1 else every * 3
-    devices_used = engine.attached(model) or ()
+    session = session_of(model)
+    devices_used = () if session is None else session.devices
     starts = not engine.computes_in_caller(devices_used[0])
     return Measurement(
         devices=devices_used,
@@ -120,9 +121,8 @@ def draw(model: Any, data: Parts, batch_size: int | None, most: int) -> tuple[fl
         The mean time of a batch in seconds, and the rows of each batch.
     """
     x, y, sample_weight = data
-    attachment = attachment_of(model)
-    assert attachment is not None
-    session = attachment.session
+    session = session_of(model)
+    assert session is not None
     batches = session.batches(
         TRAIN, x=x, y=y, sample_weight=sample_weight, batch_size=batch_size, shuffle=True
     )

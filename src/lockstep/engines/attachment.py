@@ -13,10 +13,11 @@ from typing import Any
 import keras
 
 from lockstep.checkpoint.callback import fit_scope
-from lockstep.devices import SHARDED
+from lockstep.devices import REPLICATED, SHARDED
 from lockstep.engines.atomic_save import atomic_saves
+from lockstep.engines.engine import Engine
 from lockstep.engines.out_of_memory import is_out_of_memory, note_of
-from lockstep.errors import UnsupportedModel
+from lockstep.errors import UnsupportedBackend, UnsupportedModel
 from lockstep.fit_lines import (
     Given,
     arguments_of,
@@ -26,7 +27,9 @@ from lockstep.fit_lines import (
     wants_words,
 )
 from lockstep.keras_compat import is_built, trainer_module
+from lockstep.layout import Layout, both_layouts
 from lockstep.processes import process_group
+from lockstep.processes.call_scope import CALLS
 from lockstep.state import named_variables, optimizers_of, rnn_states
 from lockstep.step_bytes import size_of
 from lockstep.training.call_guard import STEPPING, CallGuard
@@ -167,7 +170,64 @@ def attachment_of(model: Any) -> Attachment | None:
     return attachment
 
 
-def alone(model: Any, name: str) -> AbstractContextManager[None]:
+def session_of(model: Any) -> Session | None:
+    """Return the session of a model on its devices, `None` if it is not attached."""
+    attachment = attachment_of(model)
+    return None if attachment is None else attachment.session
+
+
+def attach(
+    engine: Engine,
+    model: Any,
+    devices: tuple[str, ...],
+    layout: Layout | None = None,
+    state: str = REPLICATED,
+) -> None:
+    """Make `model` run on `devices`, in place; on failure leave it unchanged.
+
+    Args:
+        engine: The engine.
+        model: A Keras model.
+        devices: The names of the devices.
+        layout: The devices of the layers, `None` if every device runs all layers.
+        state: How the variables are laid out, `"replicated"` or `"sharded"`.
+
+    Raises:
+        LayoutConflict: If the model is laid out in another way.
+        UnsupportedBackend: If the engine cannot, or layers are placed in several processes.
+    """
+    several = process_group.several()
+    if layout is not None and several:
+        raise UnsupportedBackend(
+            f"{model.name!r} was to have layers on several devices, and there are several "
+            "processes,\nwhere every device runs all layers. Start one process."
+        )
+    if state == SHARDED:
+        engine.check_shards()
+    name = "distribute" if layout is None else "place"
+    before = session_of(model)
+    if before is not None and (before.layout is None) != (layout is None):
+        raise both_layouts(model, name)
+    there = None if before is None else (before.devices, before.state)
+    is_there = layout is None and there == (devices, state)
+    if is_there and not several:
+        return
+    with (
+        CALLS.call(name) if several else nullcontext(),
+        nullcontext() if is_there else _alone(model, name),
+    ):
+        session = engine.session(model, devices, layout, state)  # processes compare their devices
+        if not is_there:
+            _replace(Attachment(session), engine)
+
+
+def detach(model: Any) -> None:
+    """Make a model run on one device again; do nothing if it is not attached."""
+    with _alone(model, "release"):
+        _give_back(model)
+
+
+def _alone(model: Any, name: str) -> AbstractContextManager[None]:
     """Keep an attached model out of all calls inside the context.
 
     Args:
@@ -181,28 +241,23 @@ def alone(model: Any, name: str) -> AbstractContextManager[None]:
     return nullcontext() if attachment is None else attachment.turns.alone(name)
 
 
-def attach(new: Attachment, again: Callable[[Attachment], Session]) -> None:
-    """Replace the attachment of a model; on failure restore the old one.
-
-    Args:
-        new: The new attachment.
-        again: Returns a session like that of the old one, to restore it.
-    """
-    before = attachment_of(new.model)
+def _replace(new: Attachment, engine: Engine) -> None:
+    """Replace the attachment of a model; on failure restore the old one."""
+    before = session_of(new.model)
     new.check()
-    detach(new.model)
+    _give_back(new.model)
     try:
         new.take_over()
     except BaseException:
         new.give_back()
         if before is not None:
+            again = engine.session(before.model, before.devices, before.layout, before.state)
             with warnings.catch_warnings(action="ignore"):  # the first attach has warned
-                Attachment(again(before)).take_over()
+                Attachment(again).take_over()
         raise
 
 
-def detach(model: Any) -> None:
-    """Make a model run on one device again; do nothing if it is not attached."""
+def _give_back(model: Any) -> None:
     attachment = attachment_of(model)
     if attachment is not None:
         attachment.give_back()

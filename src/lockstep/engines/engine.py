@@ -1,24 +1,21 @@
-"""The interface of an engine, which `distribute` uses."""
+"""The interface of an engine: what only its framework can do."""
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lockstep.devices import REPLICATED, SHARDED, Device
-from lockstep.engines.attachment import Attachment, alone, attach, attachment_of, detach
+from lockstep.devices import REPLICATED, Device
 from lockstep.errors import UnsupportedBackend
 from lockstep.launch.environment import Place
-from lockstep.layout import Layout, both_layouts
-from lockstep.processes import process_group
-from lockstep.processes.call_scope import CALLS
+from lockstep.layout import Layout
 from lockstep.training.session import Session
 
 
 class Engine(ABC):
     """Runs Keras models of one backend on several devices.
 
-    The contract is a post-condition: after `attach`, one training step over all devices
+    The contract is a post-condition: with a session open, one training step over all devices
     equals that step on one device. The conformance suite tests it.
     """
 
@@ -161,79 +158,6 @@ class Engine(ABC):
             devices: Whether to profile the work of the devices too.
         """
         return nullcontext(Profile())
-
-    def attach(self, model: Any, devices: tuple[str, ...], state: str = REPLICATED) -> None:
-        """Make `model` run on `devices`, in place; on failure leave it unchanged.
-
-        Raises:
-            LayoutConflict: If layers of the model are placed, or another tool has laid it out.
-        """
-        self._attach(model, devices, None, state)
-
-    def place(self, model: Any, layout: Layout) -> None:
-        """Make the layers of `model` run on the devices of a layout; on failure leave it unchanged.
-
-        Raises:
-            UnsupportedBackend: If there are several processes.
-            LayoutConflict: If the model is distributed in another way.
-        """
-        if process_group.several():
-            raise UnsupportedBackend(
-                f"{model.name!r} was to have layers on several devices, and there are several "
-                "processes,\nwhere every device runs all layers. Start one process."
-            )
-        self._attach(model, layout.devices, layout, REPLICATED)
-
-    def _attach(
-        self, model: Any, devices: tuple[str, ...], layout: Layout | None, state: str
-    ) -> None:
-        if state == SHARDED:
-            self.check_shards()
-        name = "distribute" if layout is None else "place"
-        before = attachment_of(model)
-        if before is not None and (before.session.layout is None) != (layout is None):
-            raise both_layouts(model, name)
-        several = process_group.several()
-        there = None if before is None else (before.session.devices, before.session.state)
-        is_there = layout is None and there == (devices, state)
-        if is_there and not several:
-            return
-        with (
-            CALLS.call(name) if several else nullcontext(),
-            nullcontext() if is_there else alone(model, name),
-        ):
-            # Processes compare their devices.
-            session = self.session(model, devices, layout, state)
-            if not is_there:
-                attach(Attachment(session), lambda old: self._again(old.session))
-
-    def _again(self, old: Session) -> Session:
-        return self.session(old.model, old.devices, old.layout, old.state)
-
-    def detach(self, model: Any) -> None:
-        """Make `model` run on one device again; do nothing if it is not attached."""
-        with alone(model, "release"):
-            detach(model)
-
-    def layout(self, model: Any) -> Layout | None:
-        """Return the layout that `place` was given, `None` if the layers are not placed."""
-        attachment = attachment_of(model)
-        return None if attachment is None else attachment.session.layout
-
-    def attached(self, model: Any) -> tuple[str, ...] | None:
-        """Return the devices of `model`, or `None` if it is not attached."""
-        attachment = attachment_of(model)
-        return None if attachment is None else attachment.session.devices
-
-    def state(self, model: Any) -> str:
-        """Return how the variables of `model` are laid out."""
-        attachment = attachment_of(model)
-        return REPLICATED if attachment is None else attachment.session.state
-
-    def shards(self, model: Any, variable: Any) -> int:
-        """Return the number of shards of a variable of `model`, 1 if each device has it whole."""
-        attachment = attachment_of(model)
-        return 1 if attachment is None else attachment.session.shards(variable)
 
 
 def no_shards(what: str, why: str, remedy: str) -> UnsupportedBackend:

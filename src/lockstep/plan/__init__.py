@@ -124,6 +124,7 @@ def _plan(
     policy: str = "",
 ) -> "MemoryPlan":
     """Return the plan for one dtype policy; see `plan`."""
+    from lockstep.engines.attachment import session_of
     from lockstep.plan.abstract_model import abstract_model, arrays_of
     from lockstep.plan.memory_plan import MemoryPlan
     from lockstep.plan.temporaries import (
@@ -139,7 +140,7 @@ def _plan(
     name = build if isinstance(build, str) else getattr(build, "__name__", "build")
     function = partial(call_target, build) if isinstance(build, str) else build
     model, batch, has_targets = abstract_model(function, name, batch_size, engine.empty_value)
-    if engine.attached(model) is not None:
+    if session_of(model) is not None:
         raise UnusableData(
             f"{name} distributes {model.name!r}, and a plan needs the model on one device.\n"
             "Return it before lockstep.distribute."

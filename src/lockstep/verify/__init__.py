@@ -77,7 +77,10 @@ def verify(
             f"devices={devices!r} means {names[0]} alone, and verify needs at least 2 devices.",
             rehearse=2,
         )
-    if several() and SHARDED in (state, engine.state(model)):
+    from lockstep.engines.attachment import session_of  # which imports Keras
+
+    session = session_of(model)
+    if several() and SHARDED in (state, session and session.state):
         raise UnsupportedBackend(
             f"{model.name!r} was to be verified with its state in shards, and several processes "
             "run.\nEach has a part of the variables, and verify compares whole ones.\n"

@@ -13,6 +13,7 @@ import numpy as np
 
 from lockstep.batches import Batch, rows_of
 from lockstep.devices import REPLICATED
+from lockstep.engines.attachment import attach, detach, session_of
 from lockstep.engines.engine import Engine, Probe
 from lockstep.engines.probe_helpers import SHORT_FLOATS
 from lockstep.errors import UnsplitBatchWarning, counted
@@ -268,9 +269,9 @@ class _Comparison:
 
     def _place(self, devices: tuple[str, ...] | None) -> None:
         """Put the model on these devices, or back to stock Keras."""
-        self.engine.detach(self.model)
+        detach(self.model)
         if devices is not None:
-            self.engine.attach(self.model, devices, self.state)
+            attach(self.engine, self.model, devices, state=self.state)
 
     def _loses_states(self) -> bool:
         """Return whether stock Keras drops RNN states between batches, and lockstep keeps them."""
@@ -396,20 +397,20 @@ def _untouched(engine: Engine, model: Any, probe: Probe, batch: Batch) -> Iterat
     Yields:
         What `Probe.build` returns.
     """
-    before, state = engine.attached(model), engine.state(model)
-    engine.detach(model)
+    before = session_of(model)
+    detach(model)
     start: Values = {}
     try:
         lowered = probe.build(batch)
         start = snapshot(model)
         yield lowered
     finally:
-        engine.detach(model)
+        detach(model)
         if start:
             restore(model, start)
             model.reset_metrics()
         if before is not None:
-            engine.attach(model, before, state)
+            attach(engine, model, before.devices, before.layout, before.state)
 
 
 def _write(file: Path, values: Values) -> None:

@@ -40,6 +40,7 @@ PATCHES = (
             "keras/src/layers/layer: Node",
             "keras/ops keras/src/ops: shape full broadcast_to repeat tile ones zeros",
             "keras/random keras/src/random: normal randint truncated_normal uniform dropout",
+            "keras/src/backend/torch/core: custom_gradient.__call__",
         ),
         _CONTEXT,
         "The code of a user's layer is followed to find out whether it works row by row.",

@@ -267,7 +267,8 @@ COMPILED_METRICS = _held(_Trainer, "_compile_metrics")
 compiled_metrics = _read(_Trainer, COMPILED_METRICS)
 """What `compile` has made of the metrics, `None` without one."""
 _entries_of_losses = _read(_CompileLoss, "_flat_losses")
-loss_tracker = _read(_Trainer, "_loss_tracker")
+LOSS_TRACKER = _held(_Trainer, "_loss_tracker")
+loss_tracker = _read(_Trainer, LOSS_TRACKER)
 """The metric with the mean of the loss, to which Keras's steps add each batch."""
 _own_metrics = _call(keras.Model, "_get_own_metrics")
 loss_of = _call(keras.Model, "_compute_loss")
@@ -427,6 +428,8 @@ def symbolic_calls(hooks: Any) -> Iterator[None]:
         *((module, name, hooks.filled) for module in ops for name in ("ones", "zeros")),
         *((m, name, functools.partial(hooks.drawn, name)) for m in draws for name in hooks.random),
     ]
+    if keras.backend.backend() == "torch":  # elsewhere it is no class
+        changes.append((keras.src.backend.core.custom_gradient, "__call__", hooks.custom_gradient))
     with replaced([(owner, name, make(vars(owner)[name])) for owner, name, make in changes]):
         yield
 

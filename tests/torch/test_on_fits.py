@@ -311,3 +311,29 @@ def test_no_warning_and_no_words_where_nothing_is_to_be_said(capfd):
     assert capfd.readouterr().out == ""
     many.fit(x, y, batch_size=8, verbose=2)
     assert "lockstep: torch, 3 devices (cpu:0 to cpu:2, rehearsed)" in capfd.readouterr().out
+
+
+class Shuffled(keras.utils.PyDataset):
+    """Rows in another order after each epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.order, self.ends = np.arange(8), 0
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, number):
+        return np.arange(32.0).reshape(8, 4)[self.order[4 * number : 4 * number + 4]]
+
+    def on_epoch_end(self):
+        self.ends += 1
+        self.order = np.random.default_rng(self.ends).permutation(8)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_predict_draws_data_that_count_epochs_as_keras_does(devices):
+    one, many = both(network, devices)
+    data = Shuffled(), Shuffled()
+    assert_equal(one.predict(data[0], verbose=0), many.predict(data[1], verbose=0))
+    assert data[0].ends == data[1].ends == 1

@@ -218,3 +218,68 @@ def test_a_loss_reads_the_array_that_the_data_change():
             history = made.fit(Data(made.factor), epochs=2, shuffle=False, verbose=0).history
         found.append([history, made.get_weights()])
     assert_equal(*found)
+
+
+class Weighted(keras.losses.Loss):
+    """A squared error, weighted by the running error of the epoch."""
+
+    def __init__(self, metric):
+        super().__init__()
+        self.metric = metric
+
+    def call(self, y_true, y_pred):
+        return ops.square(y_true - y_pred) * (1 + self.metric.result())
+
+
+class ReadsMetrics(keras.Model):
+    """A `compute_loss` that reads the metrics of `compile`, or one of its own."""
+
+    def __init__(self, own):
+        super().__init__()
+        self.dense = layers.Dense(1)
+        self.running = keras.metrics.MeanAbsoluteError(name="running") if own else None
+
+    def call(self, x):
+        return self.dense(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        read = self.running.result() if self.running else self.get_metrics_result().get("mae", 0)
+        return ops.mean(ops.square(y - y_pred)) * (1 + read)
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        if self.running:
+            self.running.update_state(y, y_pred)
+        return super().compute_metrics(x, y, y_pred, sample_weight)
+
+
+def _weighted():
+    made = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
+    metric = keras.metrics.MeanAbsoluteError(name="running")
+    made.compile("adam", Weighted(metric), metrics=[metric])
+    return made
+
+
+def _reading(own, **compiled):
+    made = ReadsMetrics(own)
+    made.compile("adam", metrics=["mae"], **compiled)
+    return made
+
+
+@pytest.mark.parametrize(
+    "build",
+    [_weighted, partial(_reading, True, loss="mse"), partial(_reading, False)],
+    ids=["loss", "own", "compiled"],
+)
+def test_a_loss_that_reads_a_metric_reads_the_values_of_one_device(build):
+    """Only the first process computes metrics. At first they are zero, and all is equal."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(22, 6)), rng.normal(size=(22, 1))
+    one, many = both(build)
+    options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", UnsplitBatchWarning)
+        found = [made.fit(x, y, **options).history for made in (one, many)]
+    assert_equal(*found)
+    assert_equal(one, many)
+    runs_alone = [each for each in said if "runs every batch alone" in str(each.message)]
+    assert len(runs_alone) == (build is not _weighted and not build.args[0])

@@ -317,3 +317,72 @@ def test_verify_draws_the_numbers_of_one_device_in_a_model_that_is_split():
     found = lockstep.verify(made, data(), devices=3, steps=4, batch_size=10)
     assert found.equal, found.cause
     assert found.notes == ()
+
+
+def _clipped(layer, x):
+    """Clip the gradient of all rows by their norm, as `keras.ops` knows it."""
+
+    @ops.custom_gradient
+    def identity(x):
+        def grad(*args, upstream=None):
+            norm = ops.sqrt(ops.sum(upstream * upstream))
+            return upstream * ops.minimum(1.0, 0.1 / norm)
+
+        return x, grad
+
+    return identity(x)
+
+
+def _hooked(layer, x):
+    if x.requires_grad:
+        x = x * 1.0
+        x.register_hook(lambda gradient: gradient * min(1.0, 0.1 / float(gradient.norm())))
+    return x
+
+
+class _Clip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (0.1 / gradient.norm()).clamp(max=1.0)
+
+
+def _own_function(layer, x):
+    return _Clip.apply(x)
+
+
+def _reversed(layer, x):
+    @ops.custom_gradient
+    def identity(x):
+        def grad(*args, upstream=None):
+            return -0.5 * upstream
+
+        return x, grad
+
+    return identity(x)
+
+
+@pytest.mark.parametrize("what", [_clipped, _hooked, _own_function, _reversed])
+def test_code_that_acts_on_a_gradient_has_that_of_all_rows_or_works_row_by_row(what):
+    def build():
+        made = keras.Sequential(
+            [keras.Input((5,)), layers.Dense(5), Does(what, name="does"), layers.Dense(1)],
+            name="acts",
+        )
+        made.compile(keras.optimizers.SGD(0.05), "mse")
+        return made
+
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(size=(22, 5)), rng.normal(size=(22, 1))
+    y[8:] += 8  # the gradient of the first batch is small
+    one, many = both(build)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", UnsplitBatchWarning)
+        for made in (one, many):
+            made.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    assert_equal(one, many)
+    told = any("the gradient within layer 'does'" in str(each.message) for each in said)
+    assert told == (what is not _reversed)

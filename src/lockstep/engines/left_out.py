@@ -4,7 +4,7 @@ A tokenizer, an open file or a lock may hang on a layer, and no step uses it. A 
 does without it. A use of it raises: the copy would not compute what the model computes.
 """
 
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 
 class LeftOutUsed(BaseException):
@@ -46,3 +46,16 @@ radd rsub rmul rmatmul rtruediv rfloordiv rmod rpow rand ror rxor
 """
 for _name in _USES.split():  # Python finds these in the class, without `__getattr__`
     setattr(LeftOut, f"__{_name}__", _used)
+
+
+class LeftOutMetric(LeftOut):
+    """A metric that only the first process computes. Elsewhere the model has no variables of it."""
+
+    variables: ClassVar[list[Any]] = []
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__("a metric, which the first process alone computes")
+
+    def __reduce__(self) -> Any:
+        return LeftOutMetric, ()

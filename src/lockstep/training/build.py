@@ -57,13 +57,16 @@ def build(model: Any, step: str, batch: Any) -> None:
 
 def is_ready(model: Any, step: str) -> bool:
     """Return whether everything that `step` of `model` needs is built."""
-    if not is_built(model):
-        return False
-    if step == "predict":
-        return True
-    parts = [compiled_metrics(model), compiled_loss(model)]
+    return not unbuilt(model, step)
+
+
+def unbuilt(model: Any, step: str) -> list[Any]:
+    """Return what Keras's `step` of `model` may need and is not built yet."""
+    parts = [] if is_built(model) else [model]
+    if step != "predict":
+        parts += [compiled_metrics(model), compiled_loss(model)]
     parts += [model.optimizer] if step == "train" else []
-    return all(part is None or part.built for part in parts)
+    return [part for part in parts if part is model or not (part is None or part.built)]
 
 
 def is_ready_for_custom_step(model: Any, step: str) -> bool:

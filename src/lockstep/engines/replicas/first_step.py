@@ -16,6 +16,7 @@ import keras
 import numpy as np
 
 from lockstep.devices import shard_rows
+from lockstep.engines.left_out import LeftOutMetric
 from lockstep.engines.patched import patched
 from lockstep.engines.probe_helpers import watched_layers
 from lockstep.engines.replicas.object_states import ObjectStates
@@ -68,7 +69,8 @@ def is_guessed(model: Any, kind: str, followed: Iterable[Any]) -> bool:
 def _compiled_parts(model: Any) -> list[Any]:
     loss, metrics = compiled_loss(model), compiled_metrics(model)
     losses = [] if loss is None or not loss.built else single_losses(loss)
-    measured = [] if metrics is None or not metrics.built else list(metrics.metrics)
+    are_here = not (metrics is None or isinstance(metrics, LeftOutMetric))
+    measured = list(metrics.metrics) if are_here and metrics.built else []
     functions = [getattr(part, "fn", None) for part in losses]
     functions += [getattr(part, METRIC_FUNCTION, None) for part in measured]
     optimizers = [optimizer for _, optimizer in optimizers_of(model)]

@@ -24,7 +24,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep.engines.left_out import LeftOut
+from lockstep.engines.left_out import LeftOut, LeftOutMetric
 from lockstep.engines.own_code import is_own
 
 _MOST = 20_000
@@ -33,7 +33,7 @@ _MOST = 20_000
 _LARGEST = 2**16
 """The numbers of an array that is kept, at most."""
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), LeftOut)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), LeftOut, LeftOutMetric)
 _OF_KERAS = (keras.layers.Layer, keras.optimizers.Optimizer, keras.losses.Loss, keras.Metric)
 
 

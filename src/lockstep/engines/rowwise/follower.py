@@ -480,6 +480,23 @@ class _Follower:
                     follow(tensor)._lockstep_each = each
         return outputs
 
+    def with_own_gradient(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the outputs of a function that `keras.ops.custom_gradient` wraps.
+
+        Its gradient is followed too: it is given that of the rows of one replica.
+        """
+        outputs, gradient = function(*args, **kwargs)
+        each = each_of(outputs)
+        upstream = self._rows_like(keras.KerasTensor(outputs.shape, outputs.dtype), each)
+        found = gradient(*args, upstream=upstream)
+        found = found if isinstance(found, tuple) else (found,)
+        for given, its in zip(args, found, strict=True):
+            if its is not None and each_of(its) != each_of(given):
+                self.refuse("a gradient of its own")
+        return outputs
+
     # ------------------------------------------------------------------- calls without rows
 
     def shape(self, x: Any) -> tuple[Any, ...]:
@@ -726,6 +743,17 @@ class _Hooks:
             return plain(generator, *args, **kwargs)
 
         return next
+
+    @staticmethod
+    def custom_gradient(plain: Any) -> Any:
+        @functools.wraps(plain)
+        def __call__(wrapped: Any, *args: Any, **kwargs: Any) -> Any:
+            follower = _follower()
+            if follower is None:
+                return plain(wrapped, *args, **kwargs)
+            return follower.with_own_gradient(wrapped.forward_fn, args, kwargs)
+
+        return __call__
 
     @staticmethod
     def shape(plain: Any) -> Any:

@@ -6,8 +6,11 @@ from typing import Any
 
 import keras
 import torch
+from torch.autograd.function import BackwardCFunction
+from torch.overrides import TorchFunctionMode
 
 from lockstep.engines.layer_plan import LayerPlan
+from lockstep.engines.left_out import LeftOutUsed
 from lockstep.engines.patched import patched
 from lockstep.engines.rowwise import (
     arrays_in,
@@ -131,11 +134,51 @@ def _on_global_batch(layer: Any, call: Callable[..., Any], replica: Replica) -> 
 
     def gathered_call(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = keras.tree.map_structure(whole, (args, kwargs))
-        with replica.streams.common():
+        with replica.streams.common(), _Hooks() as hooks:
             outputs = call(*args, **kwargs)
+        if hooks.found or _has_own_gradient((args, kwargs), outputs):
+            raise LeftOutUsed(
+                f"the gradient within layer {layer.name!r} in its code, and a device has that of "
+                "its rows"
+            )
         return keras.tree.map_structure(own, outputs)
 
     return gathered_call
+
+
+class _Hooks(TorchFunctionMode):  # type: ignore[misc]
+    """Notes whether code asks for the gradient of a tensor inside the context."""
+
+    found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= getattr(func, "__name__", "") in _HOOKS
+        return func(*args, **(kwargs or {}))
+
+
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
+
+
+def _has_own_gradient(inputs: Any, outputs: Any) -> bool:
+    """Return whether a user's `torch.autograd.Function` is between inputs and outputs."""
+    seen = {node for node in map(_node_of, keras.tree.flatten(inputs)) if node is not None}
+    waiting = list(map(_node_of, keras.tree.flatten(outputs)))
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions]
+        if isinstance(node, BackwardCFunction):
+            # Keras has one for `keras.ops.custom_gradient`, with the function of the user.
+            function = getattr(node, "grad_fn", None) or type(node)._forward_cls
+            if function.__module__.partition(".")[0] not in ("keras", "lockstep", "torch"):
+                return True
+    return False
+
+
+def _node_of(value: Any) -> Any:
+    return value.grad_fn if isinstance(value, torch.Tensor) else None
 
 
 def _of_global_outputs(layer: Any, regularizer: Any, replica: Replica) -> Callable[[Any], Any]:

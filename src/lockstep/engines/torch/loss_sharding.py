@@ -29,6 +29,7 @@ from lockstep.keras_compat import (
     compiled_metrics,
     get_keras_mask,
     loss_of,
+    loss_tracker,
     set_keras_mask,
     single_losses,
 )
@@ -215,8 +216,8 @@ class LossSharding:
         with patched([(each, "call", self._taking_rows(each, each.call)) for each in losses]):
             return loss_of(self._model, x, y, y_pred, sample_weight, training=training)
 
-    def metrics(self, outputs: Outputs, data: Any) -> Any:
-        """Return the logs of the global batch.
+    def metrics(self, outputs: Outputs, data: Any, loss: Any) -> Any:
+        """Return the logs of the global batch, given its loss.
 
         A replica that does not call this sends what `Outputs.ask` asks for.
         """
@@ -225,6 +226,7 @@ class LossSharding:
         if self.before_metrics is not None:
             self.before_metrics()
         model, compiled = self._model, compiled_metrics(self._model)
+        loss_tracker(model).update_state(loss, sample_weight=outputs.replica.rows)
         by_rows, y_pred = metrics_by_rows(model), outputs.ungathered
         plain = is_keras(model, "compute_metrics") and (compiled is None or compiled.built)
         if not plain:

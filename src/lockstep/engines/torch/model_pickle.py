@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import keras
 import torch
 
-from lockstep.engines.left_out import LeftOut
+from lockstep.engines.left_out import LeftOut, LeftOutMetric
 from lockstep.engines.model_pickle import (
     WITH_RULES,
     ModelPickler,
@@ -34,6 +34,7 @@ from lockstep.engines.torch.sharded_variables import ShardedVariable
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
     COMPILED_METRICS,
+    LOSS_TRACKER,
     METRIC_FUNCTION,
     layers_in,
     options_of,
@@ -286,8 +287,10 @@ class _Pickler(TensorPickler):
         """Return the attributes of a Keras object that a worker needs."""
         state = super().state(item)
         self.reads.watch(vars(item))
-        if item is self._model and COMPILED_METRICS in state and _has_keras_steps(item):
-            state[COMPILED_METRICS] = None  # rank 0 alone computes metrics
+        if item is self._model and _has_keras_steps(item):  # rank 0 alone computes metrics
+            for name in (COMPILED_METRICS, LOSS_TRACKER):
+                if state.get(name) is not None:
+                    state[name] = LeftOutMetric()
         return state
 
 

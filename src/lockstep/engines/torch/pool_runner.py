@@ -507,14 +507,18 @@ class PoolRunner(StepRunner):
         Args:
             computed_metrics: Whether this process alone has run code after the others.
         """
-        self._versions = [tensor._version for tensor in self._tensors]
         if not computed_metrics:
+            self._versions = [tensor._version for tensor in self._tensors]
             self._renew_reads()
         elif _states_of_random_numbers() != self._random_numbers:  # metrics have drawn some
             self._drawn_by_metrics = True
 
     def _note_before_metrics(self) -> None:
-        """Note what the code of a step has left in every process: metrics run in this one."""
+        """Note what the code of a step has left in every process: metrics run in this one.
+
+        What metrics write, the next step sends: a loss may read the variables of a metric.
+        """
+        self._versions = [tensor._version for tensor in self._tensors]
         self._renew_reads()
         self._random_numbers = _states_of_random_numbers()
 

@@ -67,7 +67,7 @@ from lockstep.processes import process_group
 from lockstep.processes.agreement import DataCheck
 from lockstep.processes.first_process_io import methods_of_all_processes
 from lockstep.state import bytes_of, named_variables, optimizers_of, unique, variables_of
-from lockstep.training.build import build, is_ready, is_ready_for_custom_step
+from lockstep.training.build import build, is_ready_for_custom_step, unbuilt
 from lockstep.training.call_guard import CallGuard
 from lockstep.training.callbacks import may_write_between_steps, see_every_batch
 from lockstep.training.input import HostIterator
@@ -111,6 +111,7 @@ class TorchSession(Session):
         self._changes = True
         self._warned: set[str] = set()
         self._begun: set[str] = set()
+        self._left_unbuilt: dict[str, list[Any]] = {}
         self._unshared: set[str] = set()
         self._with_left_out: dict[str, str] = {}
         self._is_updating = False
@@ -323,7 +324,7 @@ class TorchSession(Session):
                 if self._is_updating:
                     raise UnsupportedModel(
                         f"A {kind} step of {self.model.name!r} uses {used}.\n"
-                        "The processes of its devices do without it. Keep it out of the step, or "
+                        "The processes of its devices cannot do so. Keep it out of the step, or "
                         "call\nlockstep.release(model)."
                     ) from used
                 self._with_left_out[kind] = str(used)
@@ -357,7 +358,13 @@ class TorchSession(Session):
     def _must_build(self, kind: str) -> bool:
         """Return whether one device has to run the next step, as it makes variables."""
         if why_custom(self.model, kind) is None:
-            return self._runner.unchecked and not is_ready(self.model, kind)
+            if not self._runner.unchecked:
+                return False
+            parts = unbuilt(self.model, kind)
+            before = self._left_unbuilt.get(kind, [])
+            self._left_unbuilt[kind] = parts
+            # A step that left them unbuilt does without them, such as a `compute_loss` of its own.
+            return bool(parts) and list(map(id, parts)) != list(map(id, before))
         # A GAN, say, has no `call` and is never built: the first batch builds its parts.
         first = kind not in self._begun
         self._begun.add(kind)
@@ -535,9 +542,9 @@ class TorchSession(Session):
             elif not is_built(model):
                 batches.build(lambda: _call(model, batches))
         else:
-            if kind is not PREDICT:
+            if kind is not PREDICT:  # Keras's `predict` resets nothing: data may count the resets
                 build_on_first_batch(model, batches)
-            batches.reset()
+                batches.reset()
         if kind is not TRAIN:
             self.model.eval()
 

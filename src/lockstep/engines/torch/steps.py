@@ -22,7 +22,7 @@ from lockstep.engines.torch.replica import Replica
 from lockstep.engines.torch.sharded_updates import update
 from lockstep.engines.torch.sharded_variables import STEP, is_sharded, whole_gradients
 from lockstep.engines.torch.stateful import copied_states
-from lockstep.keras_compat import loss_tracker, stored_value, takes_training
+from lockstep.keras_compat import stored_value, takes_training
 
 
 def run_step(
@@ -73,8 +73,7 @@ def _train(model: Any, plan: Plan, losses: LossSharding, replica: Replica, data:
         return outputs
     if not weights:
         warnings.warn("The model does not have any trainable weights.", stacklevel=2)
-    loss_tracker(model).update_state(loss, sample_weight=replica.rows)
-    return losses.metrics(outputs, data)
+    return losses.metrics(outputs, data, loss)
 
 
 def _inspect(model: Any, plan: Plan, losses: LossSharding, replica: Replica, data: Any) -> Any:
@@ -148,8 +147,7 @@ def _test(model: Any, plan: Plan, losses: LossSharding, replica: Replica, data: 
         loss = losses.loss(outputs, data, training=False)
     if not replica.returns:
         return outputs
-    loss_tracker(model).update_state(loss, sample_weight=replica.rows)
-    return losses.metrics(outputs, data)
+    return losses.metrics(outputs, data, loss)
 
 
 def _outputs(model: Any, plan: Plan, replica: Replica, data: Any, *, training: bool) -> Outputs:

@@ -537,6 +537,23 @@ def test_code_that_would_get_wrong_gradients_is_refused(monkeypatch, make, error
         fit(model)
 
 
+def test_an_autocast_that_lasts_several_steps_is_refused():
+    """PyTorch would compute with casts of the weights from before the first of them."""
+    _, many = pair()
+    x, y = data("mlp", 10)
+    for cache in (True, False, True):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+            many.train_on_batch(x, y)
+            if not cache:
+                many.train_on_batch(x, y)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(UnsupportedModel, match=r"torch\.autocast computes with the weights from"),
+    ):
+        fit(many)
+    fit(many)
+
+
 def test_a_backward_pass_after_its_step_is_refused():
     kept = []
 

@@ -51,10 +51,8 @@ class GatheredValues:
         if whole is None:
             with torch.inference_mode(mode=False):  # which enables gradients
                 whole = self._gather(variable, dtype)
-                counter = whole.detach()
-                counter.data = whole.new_empty(
-                    0
-                )  # it counts the changes of the value, and is small
+                counter = whole.detach()  # counts the changes of the value
+                counter.data = whole.new_empty(0)  # keeps no memory, and still counts
             self._versions.append((variable, counter, counter._version))
             storage = StorageWeakRef(whole.untyped_storage())
             self._storages[storage.cdata] = storage, variable, dtype

@@ -130,9 +130,10 @@ class Shards:
             UnsupportedModel: If code has written into one.
         """
         gathered, self._gathered = self._gathered, None
-        for variable in [] if gathered is None else gathered.end():
+        written = [] if gathered is None else gathered.end()
+        if written:
             raise UnsupportedModel(
-                f"A step writes into the value of {variable.path!r} in place, and its state is "
+                f"A step writes into the value of {written[0].path!r} in place, and its state is "
                 "sharded.\nThe value is a copy, which ends with the step.\nMake what a step "
                 'writes a variable with trainable=False, or leave out state="sharded".'
             )

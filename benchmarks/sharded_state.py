@@ -1,17 +1,27 @@
-"""The part of its state that a device holds with `state="sharded"`, and the host's peak of a save.
+"""The part of its state that a device holds with `state="sharded"`; what a save and a step take.
 
 python benchmarks/sharded_state.py            # needs keras-hub
 LOCKSTEP_REHEARSE=4 python benchmarks/sharded_state.py --save
+KERAS_BACKEND=torch LOCKSTEP_REHEARSE=2 python benchmarks/sharded_state.py --step
 
 The first table follows from the shapes of the variables. Adam's slots have the shapes of theirs, so
 their part is the same. Virtual devices are host memory: the second figure is what a save adds.
+
+The third is of PyTorch. It counts, in the first process, the bytes of the variables, and the most
+bytes that forward and backward pass hold besides them: gradients, activations, gathered weights. On
+a CPU it sees each tensor that an operation makes, and on a GPU PyTorch's allocator counts. The time
+is that of whole steps without counting; replicated and sharded take turns.
 """
 
 import argparse
+import contextlib
+import statistics
 import threading
 import time
+import weakref
 
 import keras
+import numpy as np
 
 import lockstep
 from lockstep.devices import sharded_dim
@@ -90,10 +100,108 @@ def peak_of_a_save(layers, file="/tmp/sharded_state.weights.h5"):
     print(f"{whole:.0f} MiB in variables of 16 MiB: a save adds {most[0] - before:.0f} MiB")
 
 
+def blocks(width=384, layers=8):
+    """The blocks of a transformer."""
+    inputs = x = keras.Input((32, width))
+    for _ in range(layers):
+        y = keras.layers.LayerNormalization()(x)
+        x = x + keras.layers.MultiHeadAttention(8, width // 8)(y, y)
+        y = keras.layers.LayerNormalization()(x)
+        x = x + keras.layers.Dense(width)(keras.layers.Dense(4 * width, "gelu")(y))
+    return keras.Model(inputs, x)
+
+
+def peak_of_passes(model, batch):
+    """The most bytes that a step holds before its update, besides what it begins with."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from lockstep.engines.torch import steps
+    from lockstep.keras_compat import stored_value
+    from lockstep.state import variables_of
+
+    on_gpu = stored_value(model.variables[0]).is_cuda
+    known = {stored_value(v).untyped_storage()._cdata for v in variables_of(model)}
+    now, most, found = 0, 0, []
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **kwargs or {})
+            for each in keras.tree.flatten(made):
+                if isinstance(each, torch.Tensor):
+                    count(each.untyped_storage())
+            return made
+
+    def count(storage):
+        nonlocal now, most
+        key, size = storage._cdata, storage.nbytes()
+        if key not in known and size:
+            known.add(key)
+            now += size
+            most = max(most, now)
+            weakref.finalize(storage, gone, key, size)
+
+    def gone(key, size):
+        nonlocal now
+        known.discard(key)
+        now -= size
+
+    def update(*args, _update=steps.update):
+        found.append(torch.cuda.max_memory_allocated() - before if on_gpu else most)
+        _update(*args)
+
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    plain, steps.update = steps.update, update
+    try:
+        with contextlib.nullcontext() if on_gpu else Counting():
+            model.train_on_batch(*batch)
+    finally:
+        steps.update = plain
+    return found[0]
+
+
+def steps_on_pytorch(devices, rows, rounds=15):
+    from lockstep.keras_compat import stored_value
+    from lockstep.state import variables_of
+
+    batch = np.random.default_rng(0).normal(size=(2, rows, 32, 384)).astype("float32")
+    teams = {}
+    for state in ("replicated", "sharded"):
+        model = blocks()
+        model.compile("adam", "mse")
+        teams[state] = lockstep.distribute(model, devices, state=state)
+        for _ in range(2):
+            model.train_on_batch(*batch)
+    seconds = {state: [] for state in teams}
+    for number in range(rounds):
+        for state in list(teams) if number % 2 else reversed(teams):
+            start = time.perf_counter()
+            teams[state].train_on_batch(*batch)
+            seconds[state].append(time.perf_counter() - start)
+    for state, model in teams.items():
+        held = sum(stored_value(v).nbytes for v in variables_of(model)) / 2**20
+        peak = peak_of_passes(model, batch) / 2**20
+        step = statistics.median(seconds[state]) * 1e3
+        print(
+            f"{state}: state {held:.0f} MiB, passes {peak:.0f} MiB, step {step:.0f} ms", flush=True
+        )
+    each = [a / b for a, b in zip(seconds["sharded"], seconds["replicated"], strict=True)]
+    low, median, high = statistics.quantiles(each, n=4)
+    print(f"time of sharded over replicated: {median:.2f} [{low:.2f}, {high:.2f}]")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true")
-    if parser.parse_args().save:
+    parser.add_argument("--step", action="store_true")
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=8)
+    options = parser.parse_args()
+    if options.step:
+        steps_on_pytorch(options.devices, options.rows)
+    elif options.save:
         for layers in (4, 16, 32):
             peak_of_a_save(layers)
     else:

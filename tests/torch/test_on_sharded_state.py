@@ -13,10 +13,11 @@ import keras
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import lockstep
 from lockstep.engines.torch import pool
-from lockstep.engines.torch.sharded_variables import ShardedVariable
+from lockstep.engines.torch.sharded_variables import ShardedVariable, Shards
 from lockstep.errors import LayoutConflict, UnsupportedBackend, UnsupportedModel, WorkerDied
 from lockstep.keras_compat import stored_value
 from tests.torch.agreement import assert_equal, both
@@ -381,6 +382,191 @@ def test_another_thread_reads_variables_during_a_fit():
     assert_equal(one, many)
     assert len(read) > 3
     assert {each.shape for each in read} == {(13, 37)}
+
+
+def test_the_backward_pass_gathers_weights_again(monkeypatch):
+    def build():
+        layers = [keras.layers.Dense(37, "tanh", use_bias=False) for _ in range(7)]
+        model = keras.Sequential([keras.Input((37,)), *layers])
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        return model
+
+    one, many = both(build, state="sharded")
+    batch = np.random.default_rng(5).normal(size=(2, 10, 37))
+    wholes, there = [], []
+
+    def gathered(*args, _gathered=Shards.gathered):
+        wholes.append(StorageWeakRef((whole := _gathered(*args)).untyped_storage()))
+        there.append(sum(not each.expired() for each in wholes))
+        return whole
+
+    monkeypatch.setattr(Shards, "gathered", gathered)
+    for model in (one, many):
+        for _ in range(2):
+            wholes.clear()
+            model.train_on_batch(*batch)
+    # The backward pass begins with the two that are still there, and does not need the first one.
+    assert len(wholes) == 7 + 4
+    assert max(there) == 3  # two of them, and a new one
+    assert_equal(one, many)
+
+
+def pytorch_s_own(make):
+    """A layer of the user's own, with four weights, out of a function of its input and weights."""
+
+    @lockstep.rowwise
+    class OwnLayer(keras.layers.Layer):
+        def build(self, shape):
+            size = shape[-1]
+            self.weights_in_turn = [self.add_weight(shape=(size, size)) for _ in range(4)]
+
+        def call(self, x):
+            if x.device.type == "meta":
+                return x
+            return make(x, self.weights_in_turn)
+
+        def compute_output_shape(self, shape):
+            return shape
+
+    return OwnLayer()
+
+
+class OwnProduct(torch.autograd.Function):
+    """Saves views of a weight."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight.T, weight[1:, ::2])
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight, view = ctx.saved_tensors
+        assert torch.equal(view, weight.T[1:, ::2])
+        return gradient @ weight, x.T @ gradient
+
+
+def views(x, weights):
+    for weight in weights:
+        x = torch.tanh(OwnProduct.apply(x, weight.value))
+    return x
+
+
+def loop(x, weights):
+    for _ in range(2):
+        for weight in weights:
+            x = torch.tanh(x @ weight.value.T) + x @ (2 * weight.value)
+    with torch.no_grad():
+        norm = weights[0].value.norm()
+    return x / norm
+
+
+def in_place(x, weights):
+    for weight in weights:
+        x = torch.relu_((x @ weight.value).add_(1)) * weight.value[0]
+    return x
+
+
+def second_derivative(x, weights):
+    y = x
+    for weight in weights:
+        y = torch.tanh(y @ weight.value)
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return y + gradient**2
+
+
+def checkpoint(x, weights):
+    return torch.utils.checkpoint.checkpoint(loop, x, weights, use_reentrant=False)
+
+
+@pytest.mark.parametrize("make", [views, loop, in_place, second_derivative, checkpoint])
+def test_code_in_pytorch_uses_weights_as_on_one_device(make):
+    def build():
+        layers = [keras.layers.Dense(13), pytorch_s_own(make), keras.layers.Dense(3)]
+        model = keras.Sequential([keras.Input((13,)), *layers])
+        model.compile(keras.optimizers.AdamW(0.01), "mse")
+        return model
+
+    one, many = both(build, state="sharded")
+    assert_equal(fit(one).history, fit(many).history)
+    assert_equal(one, many)
+    assert {type(variable) for variable in many.layers[1].variables} == {ShardedVariable}
+
+
+def writes_a_saved_tensor(x, weights):
+    y = torch.tanh(x @ weights[0].value)
+    y.mul_(2)
+    return y
+
+
+def writes_a_part(x, weights):
+    y = views(x, weights)
+    with torch.no_grad():
+        stored_value(weights[0]).mul_(2)
+    return y
+
+
+def writes_a_value(x, weights):
+    value = weights[0].value
+    y = views(x, weights)
+    with torch.no_grad():
+        value.mul_(2)
+    return y
+
+
+def takes_a_function_s_gradient(x, weights):
+    value = weights[0].value
+    return torch.func.grad(lambda x: (x @ value).sum())(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (writes_a_saved_tensor, RuntimeError, "modified by an inplace operation"),
+        (writes_a_part, UnsupportedModel, "was written into in place"),
+        (writes_a_value, UnsupportedModel, "A step writes into the value of"),
+        (takes_a_function_s_gradient, UnsupportedModel, "takes derivatives by torch.func"),
+    ],
+)
+def test_code_that_would_get_wrong_gradients_is_refused(monkeypatch, make, error, words):
+    monkeypatch.setenv("LOCKSTEP_CHECK", "0")  # the comparison with one device would see it first
+    model = keras.Sequential([keras.Input((13,)), pytorch_s_own(make), keras.layers.Dense(3)])
+    model.compile("sgd", "mse")
+    lockstep.distribute(model, 3, state="sharded")
+    with pytest.raises(error, match=words):
+        fit(model)
+
+
+def test_an_autocast_that_lasts_several_steps_is_refused():
+    """PyTorch would compute with casts of the weights from before the first of them."""
+    _, many = pair()
+    x, y = data("mlp", 10)
+    for cache in (True, False, True):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+            many.train_on_batch(x, y)
+            if not cache:
+                many.train_on_batch(x, y)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(UnsupportedModel, match=r"torch\.autocast computes with the weights from"),
+    ):
+        fit(many)
+    fit(many)
+
+
+def test_a_backward_pass_after_its_step_is_refused():
+    kept = []
+
+    def keep(x, weights):
+        kept.append(views(x, weights))
+        return views(x, weights)
+
+    model = keras.Sequential([keras.Input((13,)), pytorch_s_own(keep), keras.layers.Dense(3)])
+    model.compile("sgd", "mse")
+    lockstep.distribute(model, 3, state="sharded")
+    fit(model, rows=10)
+    with pytest.raises(UnsupportedModel, match="A backward pass of your own reaches"):
+        kept[-1].sum().backward()
 
 
 class Scaled(keras.layers.Layer):

@@ -87,6 +87,7 @@ class PoolRunner(StepRunner):
         self._reads = CodeReads()
         self._casts = CastsOfAutocast(device)
         self._age_of_casts = 0.0
+        self._age_at_update = 0.0
         self._trained = False
         self._in_modules = False
         self._random_numbers: Any = None
@@ -110,6 +111,7 @@ class PoolRunner(StepRunner):
         with self._in_use() as pool:
             self._make_equal(pool)
             self._send_plan(pool)
+            self._check_casts_of_parts(kind)
             self._trained |= kind == "train"
             description = pool.memory.write(data)
             base: Any
@@ -451,6 +453,18 @@ class PoolRunner(StepRunner):
                 "mixed precision without it."
             )
         self._trained = False
+
+    def _check_casts_of_parts(self, kind: str) -> None:
+        """Raise if autocast computes with weights from before an update, and nobody has them."""
+        age = self._casts.age() if self.shards.variables else 0.0
+        if age and age == self._age_at_update:
+            raise UnsupportedModel(
+                "torch.autocast computes with the weights from before the first update as long as "
+                f"it lasts,\nand the state of {self._model.name!r} is sharded: nobody keeps whole "
+                "weights.\nGive it cache_enabled=False, or call keras.config.set_dtype_policy."
+            )
+        if kind == "train":
+            self._age_at_update = age
 
     def _check_taken(self, every: list[list[str]]) -> None:
         """Raise if a worker has made another model of the bytes than this process has."""

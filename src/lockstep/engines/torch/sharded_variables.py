@@ -10,7 +10,7 @@ import math
 import sys
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import keras
@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from lockstep.devices import is_large
 from lockstep.engines.branch_homes import owners_of_slots
+from lockstep.engines.torch.gathered_values import GatheredValues, backward_of_own
 from lockstep.engines.torch.group import Group
 from lockstep.engines.torch.placement import computes
 from lockstep.errors import UnsupportedModel
@@ -63,7 +64,8 @@ class Shards:
         self.remote = remote
         self._reads = OUTSIDE
         self._thread = 0
-        self._held: dict[Any, tuple[Any, Any, int]] = {}
+        self._held: dict[int, tuple[Any, Any]] = {}
+        self._gathered: GatheredValues | None = None
         self._new: dict[int, Any] = {}
         self._versions: dict[int, int] = {}
 
@@ -83,14 +85,21 @@ class Shards:
         """
         before, self._reads, self._thread = self.reads, what, threading.get_ident()
         held, self._held = self._held, {}
+        if what == STEP and self.variables and torch.is_grad_enabled():
+            self.note(map(stored_value, self.variables))
+            self._gathered = GatheredValues(self._gathered_for)
         try:
-            yield
+            with nullcontext() if self._gathered is None else self._gathered.saved_by_form():
+                yield
             if what == WHOLE:
-                for variable, whole, _ in self._held.values():
+                for variable, whole in self._held.values():
                     stored_value(variable).copy_(self._own(whole))
             elif what == STEP:
                 self.drop()
         finally:
+            if what == STEP and self._gathered is not None:
+                self._gathered.end()
+                self._gathered = None
             self._reads, self._held = before, held
             if before == OUTSIDE:
                 self.note(map(stored_value, self.variables))
@@ -115,19 +124,19 @@ class Shards:
                 raise _written(variable)
 
     def drop(self) -> None:
-        """Free the whole values that the backward pass needs.
+        """Free the whole values of a training step, after its backward pass.
 
         Raises:
             UnsupportedModel: If code has written into one.
         """
-        held, self._held = self._held, {}
-        for variable, whole, version in held.values():
-            if whole._version != version:
-                raise UnsupportedModel(
-                    f"A step writes into the value of {variable.path!r} in place, and its state is "
-                    "sharded.\nThe value is a copy, which ends with the step.\nMake what a step "
-                    'writes a variable with trainable=False, or leave out state="sharded".'
-                )
+        gathered, self._gathered = self._gathered, None
+        written = [] if gathered is None else gathered.end()
+        if written:
+            raise UnsupportedModel(
+                f"A step writes into the value of {written[0].path!r} in place, and its state is "
+                "sharded.\nThe value is a copy, which ends with the step.\nMake what a step "
+                'writes a variable with trainable=False, or leave out state="sharded".'
+            )
 
     # ------------------------------------------------------------ values
 
@@ -140,20 +149,23 @@ class Shards:
             return self._new[id(variable)]
         if self.reads == OUTSIDE:
             return self._value_outside(variable)
-        key = id(variable), variable.dtype
-        if key in self._held:
-            whole = self._held[key][1]
-            return whole if torch.is_grad_enabled() or self.reads == WHOLE else whole.detach()
-        dtype = getattr(torch, variable.dtype)
         if self.reads == WHOLE:
-            whole = self.gathered(part, shape)
-        elif torch.is_grad_enabled():
-            whole = _Gather.apply(part, self, shape, dtype)
-        else:
+            if id(variable) not in self._held:
+                self._held[id(variable)] = variable, self.gathered(part, shape)
+            return self._held[id(variable)][1]
+        dtype = getattr(torch, variable.dtype)
+        if self._gathered is None:
             with torch.inference_mode():  # nothing can write into it
                 return self.gathered(part.detach().to(dtype), shape)
-        self._held[key] = variable, whole, whole._version
-        return whole
+        whole = self._gathered.value(variable, dtype)
+        return whole if torch.is_grad_enabled() else whole.detach()
+
+    def _gathered_for(self, variable: "ShardedVariable", dtype: Any) -> Any:
+        """Return a whole value in a type, whose gradient goes to the parts."""
+        part = stored_value(variable)
+        if self.is_written(part):
+            raise _written(variable)
+        return _Gather.apply(part, self, variable.whole_shape, dtype)
 
     def _value_outside(self, variable: "ShardedVariable") -> Any:
         assert self.remote is not None, f"a worker reads {variable.path} outside of a step"
@@ -320,11 +332,7 @@ class _WithoutGradient(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        raise UnsupportedModel(
-            f"A backward pass of your own reaches {ctx.path!r}, whose state is sharded.\nThe other "
-            "processes do not take part.\nTrain by fit or train_on_batch, or leave out "
-            'state="sharded".'
-        )
+        raise backward_of_own(ctx.path)
 
 
 class ShardedVariable(keras.Variable):  # type: ignore[misc]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from lockstep.engines.torch.group import Group
 from lockstep.engines.torch.replica import random_state, set_random_state
+from lockstep.engines.torch.sharded_variables import is_sharded
 from lockstep.errors import ProcessesDisagree
 from lockstep.processes.coordination import patience
 from lockstep.processes.group import use
@@ -111,12 +112,12 @@ class TorchGroup:
         set_random_state((shared[0], shared[1] if len(shared) > 1 else None))
 
     def local(self, value: Any) -> Any:
-        """Return the value: every process has all tensors whole."""
+        """Return the value: a tensor is of one process."""
         return value
 
-    def is_spread(self, value: Any) -> bool:
-        """Return false: every process has all tensors whole."""
-        return False
+    def has_part(self, variable: Any) -> bool:
+        """Return whether no process has the value of this variable whole."""
+        return is_sharded(variable)
 
     def to_host(self, value: Any) -> np.ndarray:
         """Return a tensor as a NumPy array."""

@@ -38,7 +38,7 @@ def test_models_and_optimizers(tmp_path):
 
 @pytest.mark.whole
 def test_callbacks_and_variables_that_are_made_later(tmp_path):
-    run(3, tmp_path, "callbacks", "built_and_compiled_later")
+    run(3, tmp_path, "callbacks", "built_and_compiled_later", "built_and_loaded_in_shards")
 
 
 @pytest.mark.whole

@@ -237,6 +237,26 @@ def goes_on_replicated():
     goes_on("replicated")
 
 
+def built_and_loaded_in_shards():
+    """Each process holds its values on the host until it has those of process 0."""
+    one, _ = pair(mlp)
+    keras.utils.set_random_seed(11 + RANK)
+    with lockstep.sharded():
+        many = mlp()
+    assert held(many) == 0
+    lockstep.distribute(many, state="sharded")
+    assert all(map(np.array_equal, one.get_weights(), many.get_weights()))
+    assert_equal(fit(one), fit(many))
+    many.save(FOLDER / "built.keras")
+    with lockstep.sharded():
+        loaded = keras.models.load_model(FOLDER / "built.keras")
+    assert {stored_value(slot).numel() for slot in loaded.optimizer.variables[2:]} == {0}
+    for state in ("sharded", "replicated"):
+        lockstep.distribute(loaded, state=state)
+        assert_equal(fit(one), fit(loaded))
+    assert_equal(one, loaded)
+
+
 def words(call):
     """The first line of an error."""
     try:

@@ -1,6 +1,6 @@
 """The PyTorch engine: the loop in this process, each step on several processes."""
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -56,7 +56,7 @@ class TorchEngine(Engine):
 
     def made_in_shards(self, devices: tuple[str, ...]) -> AbstractContextManager[None]:
         """Hold each large variable that is made inside the context on the host."""
-        return made_on_host(len(devices)) if len(devices) > 1 else nullcontext()
+        return made_on_host(len(devices))
 
     def sharded_dims(self, model: Any, devices: int) -> dict[int, int | None]:
         """Return 0 for each variable of which every device has a flat part, by `id`."""

@@ -37,7 +37,7 @@ from lockstep.engines.torch.loss_sharding import LossSharding
 from lockstep.engines.torch.placement import check_placement, move_model, torch_device_of
 from lockstep.engines.torch.pool import Lease
 from lockstep.engines.torch.pool_runner import PoolRunner
-from lockstep.engines.torch.sharded_variables import is_sharded
+from lockstep.engines.torch.sharded_variables import is_sharded, made_on_host
 from lockstep.engines.torch.split_checks import rows_of, why_custom
 from lockstep.engines.torch.stateful import copied_states
 from lockstep.engines.torch.step_runner import StepRunner
@@ -241,7 +241,8 @@ class TorchSession(Session):
         """Build the optimizer of a built model, as a training step would now."""
         model = self.model
         if model.optimizer is not None and is_built(model) and not model.optimizer.built:
-            with keras.name_scope(model.optimizer.name, caller=model.optimizer):
+            scope = keras.name_scope(model.optimizer.name, caller=model.optimizer)
+            with scope, made_on_host(len(self.devices)):
                 model.optimizer.build(model.trainable_variables)
 
     def _sharded_words(self) -> str:
@@ -333,7 +334,8 @@ class TorchSession(Session):
     def _step(self, kind: str, plain: Callable[[Any], Any], batch: Any) -> Any:
         self._is_updating = False
         if self.state == SHARDED and (self._runner.unchecked or self._must_build(kind)):
-            build(self.model, kind, batch)
+            with made_on_host(len(self.devices)):
+                build(self.model, kind, batch)
             self.adopt(first=False)
         elif self._must_build(kind):
             if not isinstance(self._runner, JoinedRunner):
@@ -530,15 +532,16 @@ class TorchSession(Session):
         if kind is TRAIN and isinstance(batches, HostIterator):
             _check_state(self.model)
         model = self.model
-        if isinstance(batches, ComparedIterator):
-            if kind is not PREDICT:
-                batches.build(lambda: build_on_first_batch(model, batches))
-            elif not is_built(model):
-                batches.build(lambda: _call(model, batches))
-        else:
-            if kind is not PREDICT:
-                build_on_first_batch(model, batches)
-            batches.reset()
+        with made_on_host(len(self.devices)) if self.state == SHARDED else nullcontext():
+            if isinstance(batches, ComparedIterator):
+                if kind is not PREDICT:
+                    batches.build(lambda: build_on_first_batch(model, batches))
+                elif not is_built(model):
+                    batches.build(lambda: _call(model, batches))
+            else:
+                if kind is not PREDICT:
+                    build_on_first_batch(model, batches)
+                batches.reset()
         if kind is not TRAIN:
             self.model.eval()
 

@@ -42,6 +42,11 @@ def test_callbacks_and_variables_that_are_made_later(tmp_path):
 
 
 @pytest.mark.whole
+def test_other_models_and_other_code_that_writes(tmp_path):
+    run(2, tmp_path, "two_models", "writes_in_place")
+
+
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("then", "case"),
     [("2 processes", "goes_on"), ("3 devices", "goes_on"), ("3 devices", "goes_on_replicated")],

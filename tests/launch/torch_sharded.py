@@ -13,6 +13,7 @@ from pathlib import Path
 
 import keras
 import numpy as np
+import torch
 
 import lockstep
 import tests.torch.double  # noqa: F401  (double precision)
@@ -264,6 +265,30 @@ def words(call):
     except LockstepError as error:
         return str(error).splitlines()[0]
     return "nothing"
+
+
+def writes_in_place():
+    _, many = pair(mlp)
+    with torch.no_grad():
+        for parameter in many.layers[0].parameters():
+            parameter.mul_(0.5)
+    for call in (many.get_weights, lambda: fit(many)):
+        assert "was written into in place" in words(call)
+
+
+def two_models():
+    """All of them read the same one."""
+    (one, many), (uno, dos) = pair(mlp), pair(mlp)
+    x, y = data("mlp")
+    for rows in (31, 5):
+        assert_equal(*[model.train_on_batch(x[:rows], y[:rows]) for model in (one, many)])
+        assert_equal(*[model.train_on_batch(x[:rows], y[:rows]) for model in (uno, dos)])
+    assert "Two processes read different" in words((many, dos)[RANK > 0].layers[0].kernel.numpy)
+    assert_equal(fit(one), fit(many))
+    encoders = [keras.Sequential([keras.Input((13,)), model.layers[0]]) for model in (one, many)]
+    assert_equal(*[encoder.predict(x, verbose=0) for encoder in encoders])
+    assert_equal(one, many)
+    assert_equal(uno, dos)
 
 
 def alone():

@@ -56,11 +56,11 @@ class ReadsOfFirst:
     """The variables in parts of a model that the first of several processes writes to a file.
 
     Args:
-        variables: Returns the variables, in the order of their numbers.
+        variables: Returns the variables by their numbers.
         gather: Takes part in the gather of one.
     """
 
-    def __init__(self, variables: Callable[[], list[Any]], gather: Callable[[Any], object]) -> None:
+    def __init__(self, variables: Callable[[], Any], gather: Callable[[Any], object]) -> None:
         self._variables = variables
         self._gather = gather
 

@@ -1,5 +1,6 @@
 """Runs the steps of one model in one of several processes of a launcher."""
 
+import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -28,6 +29,9 @@ from lockstep.processes.reads_of_all import ReadsOfFirst, agree_on_variable
 from lockstep.processes.variable_drift import VariableDrift
 from lockstep.state import variables_of
 
+_MOST_VARIABLES = 1 << 32
+"""The numbers of the variables of one model do not reach those of the next one."""
+
 
 class JoinedRunner(StepRunner):
     """Runs the steps of one model, each process on its rows of the same batch.
@@ -43,8 +47,11 @@ class JoinedRunner(StepRunner):
         self._shared: dict[int, Any] = {}  # the variables that all processes have, by their `id`
         self.assigned = VariableDrift(model, self._held)
         self.shards = Shards(self)
+        self._number_of_first = next(group.models) * _MOST_VARIABLES
+        self._turn = threading.RLock()
         self.saved = ReadsOfFirst(
-            lambda: self.shards.variables, lambda variable: self._gather(stored_value(variable))
+            lambda: dict(enumerate(self.shards.variables, self._number_of_first)),
+            lambda variable: self._gather(stored_value(variable)),
         )
         self._in_epoch = self._trained = False
         self._agreed_plan: list[Any] | None = None
@@ -166,15 +173,30 @@ class JoinedRunner(StepRunner):
     @contextmanager
     def _connected(self) -> Iterator[Group]:
         """Exchange tensors with the other processes inside the context."""
+        with self._in_turn():
+            try:
+                self.shards.group = self._group.ranks
+                yield self.shards.group
+            except BaseException as error:
+                self.shards.group = None
+                self._group.leave_ranks()
+                if isinstance(error, PeerLost):
+                    raise lost_connection_error() from None
+                raise
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """Keep other threads out: each process would exchange something else at a time."""
+        if not self._turn.acquire(blocking=False):
+            raise UnsupportedModel(
+                f"Two threads use {self._model.name!r}, whose processes exchange what it has.\n"
+                "They have to do so in the same order in every process.\n"
+                "Read variables and run steps in one thread."
+            )
         try:
-            self.shards.group = self._group.ranks
-            yield self.shards.group
-        except BaseException as error:
-            self.shards.group = None
-            self._group.leave_ranks()
-            if isinstance(error, PeerLost):
-                raise lost_connection_error() from None
-            raise
+            yield
+        finally:
+            self._turn.release()
 
     # -------------------------------------------------------- variables in parts
 
@@ -182,7 +204,8 @@ class JoinedRunner(StepRunner):
         return self._group.size
 
     def _ranks(self) -> Group:
-        return self._group.ranks
+        with self._connected() as ranks:
+            return ranks
 
     def _give_parts(self, found: list[Any]) -> None:
         """Keep those of this process: each has the whole values, which `adopt` has shared.
@@ -196,7 +219,7 @@ class JoinedRunner(StepRunner):
         self.shards.forget_new()
 
     def _number(self, part: Any) -> int:
-        for number, variable in enumerate(self.shards.variables):
+        for number, variable in enumerate(self.shards.variables, self._number_of_first):
             if stored_value(variable) is part:
                 return number
         raise self._dropped()
@@ -204,8 +227,9 @@ class JoinedRunner(StepRunner):
     def gathered(self, part: Any) -> tuple[Any, bool]:
         """Return the parts of all processes, which call this together; see `Remote`."""
         self._check_parts_are_of_one_step()
-        agree_on_variable(self._number(part))
-        return self._gather(part), self.shards.is_written(part)
+        with self._in_turn():
+            agree_on_variable(self._number(part))
+            return self._gather(part), self.shards.is_written(part)
 
     def _gather(self, part: Any) -> Any:
         with self._connected() as ranks:
@@ -216,11 +240,12 @@ class JoinedRunner(StepRunner):
     def scatter(self, part: Any, whole: Any) -> None:
         """Give each process its part of the value that the first one has; see `Remote`."""
         self._check_parts_are_of_one_step()
-        agree_on_variable(self._number(part), "assigns to")
-        with self._connected() as ranks, torch.no_grad():
-            flat = self.shards.padded(whole, len(part))
-            ranks.broadcast_in_place([flat])
-            ranks.check()
+        with self._in_turn(), torch.no_grad():
+            agree_on_variable(self._number(part), "assigns to")
+            with self._connected() as ranks:
+                flat = self.shards.padded(whole, len(part))
+                ranks.broadcast_in_place([flat])
+                ranks.check()
             part.copy_(flat[ranks.rank * len(part) :][: len(part)])
             self.shards.note([part])
 

@@ -236,6 +236,7 @@ class Shards:
             vars(variable)["_shards"] = self
             variable.__class__ = ShardedVariable
         self.variables += variables
+        self.note(parts.values())
         _exchange(holders, parts)
 
     def share_memory(self, tensors: list[Any]) -> bool:

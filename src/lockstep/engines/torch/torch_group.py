@@ -5,6 +5,7 @@ of each batch.
 """
 
 import atexit
+import itertools
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -39,6 +40,9 @@ class TorchGroup:
         size: The number of processes.
         device: The PyTorch device of this process.
         local: Whether all processes are on this host.
+
+    Attributes:
+        models: Numbers for the models, which are the same in every process.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class TorchGroup:
         self.rank = rank
         self.size = size
         self.device = device
+        self.models = itertools.count()
         self._store = store
         self._local = local
         self._keys: set[str] = set()

@@ -11,12 +11,12 @@ from tests.launch.test_torch_training import environment, in_processes
 SCRIPT = "torch_sharded.py"
 
 
-def run(count, folder, *cases):
-    return in_processes(count, SCRIPT, str(folder), *cases)
+def run(count, folder, *cases, patience=60):
+    return in_processes(count, SCRIPT, str(folder), *cases, patience=patience)
 
 
 def test_every_process_ends_in_words_what_one_does_alone(tmp_path):
-    first, second = run(2, tmp_path, "calls_between_steps", "files", "alone")
+    first, second = run(2, tmp_path, "calls_between_steps", "files", "alone", patience=5)
     alone = "Process 0 {} a variable, of which each process has a part, and another one does not."
     read, assigned = alone.format("reads"), alone.format("assigns to")
     both = [

@@ -141,12 +141,12 @@ def in_two_processes(script, *arguments):
     return in_processes(2, script, *arguments)
 
 
-def in_processes(count, script, *arguments):
+def in_processes(count, script, *arguments, patience=5):
     """What each process of a script has printed; none has failed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    names = {"PROCESSES": str(count), "COORDINATOR": address, "PATIENCE": "5"}
+    names = {"PROCESSES": str(count), "COORDINATOR": address, "PATIENCE": str(patience)}
     ours = {f"LOCKSTEP_{name}": value for name, value in names.items()}
     running = [
         subprocess.Popen(

@@ -157,9 +157,10 @@ def sharded(devices: Devices | None = None) -> Iterator[None]:
     """Build and load a model in shards, if it does not fit one device.
 
     Each large variable that is made in the context goes to its shards at once, with the initial
-    value that it has on one device. No device holds more than its part and one variable. Weights
-    that are loaded, in the context or after it, go to the shards too. Then call
-    `lockstep.distribute(model, devices, state="sharded")`, which moves nothing, to train the model.
+    value that it has on one device. On PyTorch it goes to the host, and to its shards when the
+    model is distributed. No device holds more than its part and one variable. Weights that are
+    loaded, in the context or after it, go there too. Then call
+    `lockstep.distribute(model, devices, state="sharded")` to train the model.
 
     Args:
         devices: As in `lockstep.distribute`.

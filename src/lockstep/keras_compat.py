@@ -755,9 +755,9 @@ _INITIALIZE = _named(_Variable, "_initialize")
 
 @contextmanager
 def variables_reported(report: Callable[[Any], None]) -> Iterator[None]:
-    """Call `report` with each variable on JAX that gets its first value inside the context.
+    """Call `report` with each variable that gets its first value inside the context.
 
-    keras/src/backend/jax/core.py, JaxVariable._initialize
+    keras/src/backend/*/core.py, JaxVariable._initialize and Variable._initialize
     """
     owner = next(base for base in keras.Variable.__mro__ if _INITIALIZE in vars(base))
     initialize = vars(owner)[_INITIALIZE]

@@ -138,10 +138,15 @@ WHAT_DIFFERS = {
 
 def in_two_processes(script, *arguments):
     """What both processes of a script have printed; neither has failed."""
+    return in_processes(2, script, *arguments)
+
+
+def in_processes(count, script, *arguments, patience=5):
+    """What each process of a script has printed; none has failed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    names = {"PROCESSES": "2", "COORDINATOR": address, "PATIENCE": "5"}
+    names = {"PROCESSES": str(count), "COORDINATOR": address, "PATIENCE": str(patience)}
     ours = {f"LOCKSTEP_{name}": value for name, value in names.items()}
     running = [
         subprocess.Popen(
@@ -151,10 +156,10 @@ def in_two_processes(script, *arguments):
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in (0, 1)
+        for rank in range(count)
     ]
     try:
-        said = [process.communicate(timeout=300) for process in running]
+        said = [process.communicate(timeout=400) for process in running]
     finally:
         for process in running:
             process.kill()

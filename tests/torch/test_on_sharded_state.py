@@ -1,5 +1,6 @@
 """With sharded state each process has a part of each variable; the numbers are those of one."""
 
+import contextlib
 import copy
 import gc
 import os
@@ -17,8 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import lockstep
 from lockstep.engines.torch import pool
-from lockstep.engines.torch.sharded_variables import ShardedVariable, Shards
-from lockstep.errors import LayoutConflict, UnsupportedBackend, UnsupportedModel, WorkerDied
+from lockstep.engines.torch.pool_runner import PoolRunner
+from lockstep.engines.torch.sharded_variables import ShardedVariable, Shards, is_sharded
+from lockstep.errors import LayoutConflict, UnsupportedModel, WorkerDied
 from lockstep.keras_compat import stored_value
 from tests.torch.agreement import assert_equal, both
 from tests.torch.test_on_failures import failing
@@ -771,9 +773,71 @@ def test_the_first_line_of_fit_gives_the_state_of_a_device(capsys):
     assert ", state sharded: 0.0 of 0.0 MB each\n" in capsys.readouterr().out
 
 
-def test_the_context_is_refused():
-    with (
-        pytest.raises(UnsupportedBackend, match="PyTorch shards a model that is built"),
-        lockstep.sharded(3),
-    ):
-        pass
+def on_device(model):
+    """The elements that this process has on its device, of weights and slots in parts."""
+    return sum(stored_value(each).numel() for each in variables(model) if is_sharded(each))
+
+
+@pytest.mark.parametrize(("name", "optimizer"), [("mlp", "AdamW"), ("recurrent", "LAMB")])
+def test_a_model_is_built_and_loaded_in_shards(name, optimizer, tmp_path):
+    def build():
+        model = MODELS[name]()
+        model.compile(OPTIMIZERS[optimizer](), "mse")
+        return model
+
+    one, _ = both(build)
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(11)
+    with lockstep.sharded(3):
+        many = build()
+    assert on_device(many) == 0
+    assert all(map(np.array_equal, one.get_weights(), many.get_weights()))
+    x, y = data(name)
+    assert_equal(one.predict(x, verbose=0), many.predict(x, verbose=0))
+    lockstep.distribute(many, 3, state="sharded")
+    assert all(map(np.array_equal, one.get_weights(), many.get_weights()))
+    assert 0 < on_device(many) < one.count_params() / 2
+    options = {"batch_size": 10, "epochs": 2, "shuffle": False, "verbose": 0}
+    assert_equal(*[model.fit(x, y, **options).history for model in (one, many)])
+    one.save(tmp_path / "one.keras")
+    with lockstep.sharded(3):
+        loaded = keras.models.load_model(tmp_path / "one.keras")
+        loaded.load_weights(tmp_path / "one.keras")
+    assert on_device(loaded) == 0
+    loaded.layers[-1].bias.assign(one.layers[-1].bias)
+    loaded.set_weights(many.get_weights())
+    for devices, state in ((2, "replicated"), (2, "sharded")):  # none of the context
+        lockstep.distribute(loaded, devices, state=state)
+        assert_equal(*[model.fit(x, y, **options).history for model in (one, loaded)])
+    lockstep.release(loaded)
+    assert {type(variable) for variable in variables(loaded)} == {keras.Variable}
+    assert_equal(one.get_weights(), loaded.get_weights())
+
+
+def test_a_model_in_shards_that_is_not_distributed(monkeypatch):
+    with lockstep.sharded(3):
+        model = compiled()
+        kernel = keras.Variable(np.ones((40, 3)))  # Keras has the array whole
+    assert type(kernel) is keras.Variable
+    before = model.get_weights()
+    with pytest.raises(UnsupportedModel, match="which was made in lockstep"):
+        fit(model)
+    for value in (model.layers[0].kernel.value, model.layers[0].kernel.numpy()):
+        with contextlib.suppress(RuntimeError):
+            value *= 2  # a copy
+    monkeypatch.setattr(PoolRunner, "_compare_all", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lockstep.distribute(model, 3, state="sharded")
+    assert_equal(before, model.get_weights())
+    assert on_device(model) == 0
+    for copied in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert {type(variable) for variable in copied.variables} == {keras.Variable}
+    monkeypatch.undo()
+    lockstep.release(model)
+    lockstep.distribute(model, 1)
+    assert {type(variable) for variable in model.variables} == {keras.Variable}
+    assert_equal(before, model.get_weights())
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt

@@ -105,9 +105,13 @@ class FitRun:
 
     def variables(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """Return the name, dtype and shape of every variable, in snapshot order."""
-        values = zip(named_variables(self.model), self._values(), strict=True)
         kind = keras.backend.standardize_dtype
-        return [(name, kind(value.dtype), tuple(value.shape)) for name, value in values]
+
+        def described(name: str, value: Any) -> tuple[str, str, tuple[int, ...]]:
+            return name, kind(value.dtype), tuple(value.shape)
+
+        # One by one: a value that is in parts is whole for this time alone.
+        return [described(name, each.value) for name, each in named_variables(self.model).items()]
 
     def state(self, step: int) -> dict[str, Any]:
         """Return all other state of the run after `step` steps of the epoch."""
@@ -151,7 +155,3 @@ class FitRun:
             variable.assign(value)
         renew_normalization(self.model)
         return callback_states.put_states(self._callbacks, states)
-
-    def _values(self) -> list[Any]:
-        """Return the values of the variables before the first step."""
-        return [variable.value for variable in named_variables(self.model).values()]

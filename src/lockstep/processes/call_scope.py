@@ -30,7 +30,7 @@ class Calls:
         self.steps = 0
         self._number = 0
         self.name = ""
-        self._within = self._ended = False
+        self._within = self._ended = self._left = False
         self._names = itertools.count()
         self._moves = 0
         self._files: Counter[str] = Counter()
@@ -42,13 +42,15 @@ class Calls:
             yield False
             return
         self._number, self.name, self._within = self._number + 1, name, True
-        self._ended, self._names, self._moves = False, itertools.count(), 0
+        self._ended = self._left = False
+        self._names, self._moves = itertools.count(), 0
         self._files.clear()
         try:
             yield True
         except BaseException as error:
             by = error.left_by if isinstance(error, ProcessesDisagree) else None
             self._record_end(_LEFT, current().rank if by is None else by)
+            self._left, self._names = True, itertools.count()
             raise
         finally:
             self._within = False
@@ -56,9 +58,11 @@ class Calls:
     def new_name(self) -> str:
         """Return a name that is unique, and equal in all processes at the same point of a call.
 
-        After an error in one process, the next call begins with the same names in all processes.
+        After an error, the names are the same again in all processes that have left the call, and
+        in the next call.
         """
-        return f"lockstep/{self._number}/{self.name}/{next(self._names)}"
+        part = "after" if self._left else "in"
+        return f"lockstep/{self._number}/{self.name}/{part}/{next(self._names)}"
 
     def new_file(self, path: object) -> str | None:
         """Return a name for a file to be written; `None` if no other process waits for it.
@@ -99,6 +103,8 @@ class Calls:
             return None  # it has left no call
         number, how, by = json.loads(said)
         if number < self._number or (how == _ENDED and self._ended):
+            return None
+        if self._left and number == self._number:  # both have left it, and may do more
             return None
         me, name = current().rank, self.name
         if how == _ENDED:

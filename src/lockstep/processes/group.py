@@ -53,8 +53,8 @@ class Group(Protocol):
         """
         ...
 
-    def is_spread(self, value: Any) -> bool:
-        """Return whether no process has this array whole."""
+    def has_part(self, variable: Any) -> bool:
+        """Return whether no process has the value of this variable whole."""
         ...
 
     def to_host(self, value: Any) -> np.ndarray:

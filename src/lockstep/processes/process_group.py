@@ -1,5 +1,6 @@
 """What several processes have in common: variables, random numbers, the run that they resume."""
 
+import math
 import random
 import signal
 from collections.abc import Iterator
@@ -52,14 +53,14 @@ def share_random_numbers() -> None:
 
 
 def share_variables(variables: list[Any]) -> None:
-    """Give every process the values of the first one. A variable in shards has them already.
+    """Give every process the values of the first one. One in parts has them already.
 
     Raises:
         ProcessesDisagree: If another process has other variables, or none.
     """
-    variables = [each for each in variables if not current().is_spread(each.value)]
+    variables = [each for each in variables if not current().has_part(each)]
     mine = [current().to_host(variable.value) for variable in variables]
-    _check_alike(mine)
+    check_alike(mine)
     if variables:
         for variable, value in zip(variables, from_first(mine), strict=True):
             variable.assign(value)
@@ -71,15 +72,21 @@ def agreed_array(value: np.ndarray) -> np.ndarray:
     Raises:
         ProcessesDisagree: If an array of another process has another shape or type.
     """
-    _check_alike([value])
+    check_alike([value])
     least, greatest = once([digest([np.ascontiguousarray(value).reshape(-1).view("uint8").data])])
     return value if least == greatest else from_first([value])[0]
 
 
-def _check_alike(values: list[np.ndarray]) -> None:
-    # With lists that differ, the broadcast would wait forever or end Python inside gloo.
-    kinds = repr([(value.shape, str(value.dtype)) for value in values])
-    numbers = sum(value.size for value in values)
+def check_alike(values: list[Any]) -> None:
+    """Check that every process has arrays of the same shapes and types, or tensors.
+
+    With lists that differ, a broadcast would wait forever or end Python inside gloo.
+
+    Raises:
+        ProcessesDisagree: If another process has others.
+    """
+    kinds = repr([(tuple(value.shape), str(value.dtype)) for value in values])
+    numbers = sum(math.prod(value.shape) for value in values)
     word = [len(values), numbers, digest([kinds.encode()]), current().rank]
     least, greatest = once(word)
     if least[:3] != greatest[:3]:

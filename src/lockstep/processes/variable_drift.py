@@ -42,7 +42,7 @@ class VariableDrift:
         """Record arrays that a step left in variables, in every process."""
         left = {id(array) for array in arrays}
         for variable in variables_of(self._model):
-            if id(variable.value) in left:
+            if not current().has_part(variable) and id(variable.value) in left:
                 self._know(variable)
 
     def note(self, whole: bool = False) -> None:
@@ -53,9 +53,9 @@ class VariableDrift:
         """
         for position, variable in enumerate(variables_of(self._model)):
             array, version = self._known.get(id(variable), (None, None))
-            # The same array of one version has the same values.
-            if current().is_spread(variable.value):  # the processes agree in each assignment
+            if current().has_part(variable):  # the processes agree in each assignment
                 continue
+            # The same array of one version has the same values.
             if array is None or array() is not variable.value or version != _version(array()):
                 value = current().to_host(variable.value)
                 of = repr((position, value.shape, str(value.dtype))).encode()

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from lockstep.errors import LockstepWarning, ProcessesDisagree, counted
 from lockstep.processes.coordination import once, patience
 from lockstep.processes.group import use
+from lockstep.processes.reads_of_all import agree_on_variable
 
 
 class JaxGroup:
@@ -87,6 +88,10 @@ class JaxGroup:
         """Return whether no process has this array whole."""
         is_array = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
         return is_array and not (value.is_fully_addressable or value.is_fully_replicated)
+
+    def has_part(self, variable: Any) -> bool:
+        """Return whether no process has the value of this variable whole."""
+        return self.is_spread(variable.value)
 
     def to_host(self, value: Any) -> np.ndarray:
         """Return this process's copy as a NumPy array."""
@@ -171,10 +176,6 @@ def check_devices(devices: list[jax.Device]) -> None:
         )
 
 
-FOLLOWS = -1
-"""Sent in place of a number: a process reads what the first one reads, which ends with it."""
-
-
 def whole(value: Any, number: int = 0) -> Any:
     """Return the whole of an array of which each process has a part. Every process calls this.
 
@@ -187,34 +188,8 @@ def whole(value: Any, number: int = 0) -> Any:
     """
     if not GROUP.is_spread(value):
         return value
-    least, greatest = agree_on_read(number)
-    if not {least, greatest} <= {number, FOLLOWS}:
-        raise ProcessesDisagree(
-            "Two processes read different variables, of which each process has a part.\n"
-            "Let every process read the same variables, in the same order."
-        )
+    agree_on_variable(number)
     return gathered(value)
-
-
-def agree_on_read(number: int) -> tuple[int, int]:
-    """Return the least and the greatest number that a process reads.
-
-    In the gather itself, a process alone would wait without an end.
-
-    Raises:
-        ProcessesDisagree: If another process does not answer.
-    """
-    try:
-        (least,), (greatest,) = once([number], kind="-read")
-    except ProcessesDisagree as error:
-        if error.left_by is not None:
-            raise
-        raise ProcessesDisagree(
-            f"Process {GROUP.rank} reads a variable, of which each process has a part, and another "
-            "one does not.\nLet every process read it, or save the model, at the same point of the "
-            "script.\nA process waits for the others as long as LOCKSTEP_PATIENCE says, in seconds."
-        ) from error
-    return least, greatest
 
 
 def gathered(value: jax.Array) -> jax.Array:

@@ -7,14 +7,13 @@ import keras
 import torch
 
 from lockstep.devices import REPLICATED, Device
-from lockstep.engines.engine import Engine, no_shards
+from lockstep.engines.engine import Engine
 from lockstep.engines.torch import devices as torch_devices
 from lockstep.engines.torch import joining
 from lockstep.engines.torch.probe import TorchProbe
 from lockstep.engines.torch.session import TorchSession
-from lockstep.engines.torch.sharded_variables import to_shard
+from lockstep.engines.torch.sharded_variables import made_on_host, to_shard
 from lockstep.engines.torch.torch_group import joined
-from lockstep.errors import UnsupportedBackend
 from lockstep.launch.environment import Place
 from lockstep.layout import Layout
 
@@ -53,21 +52,11 @@ class TorchEngine(Engine):
         return TorchSession(model, devices, layout, state)
 
     def check_shards(self) -> None:
-        """Raise if this is one of several processes of a launcher."""
-        if joined() is not None:
-            raise no_shards(
-                "PyTorch in several processes of a launcher",
-                "A variable in parts can be read there by all processes together alone.",
-                "Start one process for all devices, or run it with KERAS_BACKEND=jax.",
-            )
+        """Do nothing: variables can be sharded."""
 
     def made_in_shards(self, devices: tuple[str, ...]) -> AbstractContextManager[None]:
-        """Raise: a variable on PyTorch is sharded when its model is distributed."""
-        raise UnsupportedBackend(
-            "lockstep.sharded was called, and PyTorch shards a model that is built.\n"
-            "Its weights have to fit the first device until then.\n"
-            'Build it, and call lockstep.distribute(model, state="sharded").'
-        )
+        """Hold each large variable that is made inside the context on the host."""
+        return made_on_host(len(devices))
 
     def sharded_dims(self, model: Any, devices: int) -> dict[int, int | None]:
         """Return 0 for each variable of which every device has a flat part, by `id`."""

@@ -122,7 +122,8 @@ class Group:
     def broadcast_in_place(self, tensors: Sequence[Any]) -> None:
         """Replace each tensor by that of rank 0."""
         for bucket in buckets_of(tensors):
-            flat = torch.cat([_bytes(tensor).to(self._device) for tensor in bucket])
+            parts = [_bytes(tensor).to(self._device) for tensor in bucket]
+            flat = parts[0] if len(parts) == 1 else torch.cat(parts)
             self._waited(partial(self._broadcast, flat))
             if self.rank:
                 _copy_out_bytes(flat, bucket)

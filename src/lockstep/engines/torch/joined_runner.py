@@ -1,27 +1,36 @@
 """Runs the steps of one model in one of several processes of a launcher."""
 
+import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
+
 from lockstep.engines.replicas.first_step import Difference, Recording, Sketches
 from lockstep.engines.torch.first_step import recorded_step
 from lockstep.engines.torch.forward_state import ForwardState
-from lockstep.engines.torch.group import PeerLost
+from lockstep.engines.torch.group import Group, PeerLost
 from lockstep.engines.torch.layers import Plan
 from lockstep.engines.torch.replica import Replica
 from lockstep.engines.torch.settings import checksum
-from lockstep.engines.torch.step_runner import StepRunner
+from lockstep.engines.torch.sharded_variables import Shards, is_sharded
+from lockstep.engines.torch.step_runner import StepRunner, uninterrupted
 from lockstep.engines.torch.steps import run_step
 from lockstep.engines.torch.torch_group import TorchGroup
-from lockstep.errors import ProcessesDisagree
+from lockstep.errors import ProcessesDisagree, UnsupportedModel
+from lockstep.keras_compat import stored_value
 from lockstep.processes.agreement import DataCheck
 from lockstep.processes.constants import constants_of
 from lockstep.processes.coordination import digest, lost_connection_error, once
-from lockstep.processes.process_group import share_variables
+from lockstep.processes.process_group import check_alike, share_variables
+from lockstep.processes.reads_of_all import ReadsOfFirst, agree_on_variable
 from lockstep.processes.variable_drift import VariableDrift
 from lockstep.state import variables_of
+
+_MOST_VARIABLES = 1 << 32
+"""The numbers of the variables of one model do not reach those of the next one."""
 
 
 class JoinedRunner(StepRunner):
@@ -29,6 +38,7 @@ class JoinedRunner(StepRunner):
 
     Attributes:
         assigned: What this process has assigned to variables.
+        saved: Lets the others follow what the first process reads for a file.
     """
 
     def __init__(self, model: Any, group: TorchGroup) -> None:
@@ -36,8 +46,16 @@ class JoinedRunner(StepRunner):
         self._group = group
         self._shared: dict[int, Any] = {}  # the variables that all processes have, by their `id`
         self.assigned = VariableDrift(model, self._held)
+        self.shards = Shards(self)
+        self._number_of_first = next(group.models) * _MOST_VARIABLES
+        self._turn = threading.RLock()
+        self.saved = ReadsOfFirst(
+            lambda: dict(enumerate(self.shards.variables, self._number_of_first)),
+            lambda variable: self._gather(stored_value(variable)),
+        )
         self._in_epoch = self._trained = False
         self._agreed_plan: list[Any] | None = None
+        self._is_first = False
 
     def adopt(self, *, first: bool) -> None:
         """Give every process the first one's values of new variables.
@@ -105,6 +123,7 @@ class JoinedRunner(StepRunner):
                 "Give every process the same layers. Code that depends on the process cannot be "
                 "split."
             )
+        self._is_first = bool(self.shards.variables)  # each layer exchanges the weights it reads
 
     def noted(self) -> VariableDrift:
         """Return what this process has assigned up to now."""
@@ -117,8 +136,12 @@ class JoinedRunner(StepRunner):
         if self._changes:
             self._know()
 
+    @uninterrupted
     def step(self, kind: str, data: Any, rows: int) -> Any:
         """Run one step in every process, and return the logs or predictions in each."""
+        self._check_parts_are_of_one_step()
+        self.shards.check_written()
+        self._check_casts_of_parts(kind)
         if self.unchecked:
             proven = self._proven(Plan(self._model))
             self._plan = self._planned(proven)
@@ -127,24 +150,114 @@ class JoinedRunner(StepRunner):
         self._trained |= kind == "train"
         with self._together(rows) as replica, self._random_numbers(kind):
             result = run_step(kind, self._model, self._plan, self.losses, replica, data)
+        self._is_first = False
         self.unchecked = self._changes
         return result
 
     @contextmanager
     def _together(self, rows: int) -> Iterator[Replica]:
         """Exchange rows with the other processes inside the context."""
-        replica = Replica(self._group.ranks, rows, self._streams, self._device, returns=True)
+        with self._connected() as ranks:
+            ranks.compares = self._is_first
+            replica = Replica(
+                ranks, rows, self._streams, self._device, returns=True, shards=self.shards
+            )
+            try:
+                yield replica
+                replica.check()
+            except PeerLost:
+                if not replica.has_updated:  # else the metrics alone are lost
+                    self._state.put_back()
+                raise
+            ranks.compares = False
+
+    @contextmanager
+    def _connected(self) -> Iterator[Group]:
+        """Exchange tensors with the other processes inside the context."""
+        with self._in_turn():
+            try:
+                self.shards.group = self._group.ranks
+                yield self.shards.group
+            except BaseException as error:
+                self.shards.group = None
+                self._group.leave_ranks()
+                if isinstance(error, PeerLost):
+                    raise lost_connection_error() from None
+                raise
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """Keep other threads out: each process would exchange something else at a time."""
+        if not self._turn.acquire(blocking=False):
+            raise UnsupportedModel(
+                f"Two threads use {self._model.name!r}, whose processes exchange what it has.\n"
+                "They have to do so in the same order in every process.\n"
+                "Read variables and run steps in one thread."
+            )
         try:
-            yield replica
-            replica.check()
-        except PeerLost:
-            self._group.leave_ranks()
-            if not replica.has_updated:  # else the metrics alone are lost
-                self._state.put_back()
-            raise lost_connection_error() from None
-        except BaseException:
-            self._group.leave_ranks()
-            raise
+            yield
+        finally:
+            self._turn.release()
+
+    # -------------------------------------------------------- variables in parts
+
+    def _processes(self) -> int:
+        return self._group.size
+
+    def _ranks(self) -> Group:
+        with self._connected() as ranks:
+            return ranks
+
+    def _give_parts(self, found: list[Any]) -> None:
+        """Keep those of this process: each has the whole values, which `adopt` has shared.
+
+        Those on the host are sent by the first process.
+        """
+        self.shards.keep([id(stored_value(variable)) for variable in found])
+        if any(map(self.shards.is_from_host, found)):
+            check_alike(self.shards.new())
+            self.shards.send()
+        self.shards.forget_new()
+
+    def _number(self, part: Any) -> int:
+        for number, variable in enumerate(self.shards.variables, self._number_of_first):
+            if stored_value(variable) is part:
+                return number
+        raise self._dropped()
+
+    def gathered(self, part: Any) -> tuple[Any, bool]:
+        """Return the parts of all processes, which call this together; see `Remote`."""
+        self._check_parts_are_of_one_step()
+        with self._in_turn():
+            agree_on_variable(self._number(part))
+            return self._gather(part), self.shards.is_written(part)
+
+    def _gather(self, part: Any) -> Any:
+        with self._connected() as ranks:
+            flat = ranks.gather(part, [len(part)] * ranks.size)
+            ranks.check()
+        return flat
+
+    def scatter(self, part: Any, whole: Any) -> None:
+        """Give each process its part of the value that the first one has; see `Remote`."""
+        self._check_parts_are_of_one_step()
+        with self._in_turn(), torch.no_grad():
+            agree_on_variable(self._number(part), "assigns to")
+            with self._connected() as ranks:
+                flat = self.shards.padded(whole, len(part))
+                ranks.broadcast_in_place([flat])
+                ranks.check()
+            part.copy_(flat[ranks.rank * len(part) :][: len(part)])
+            self.shards.note([part])
+
+    def _check_parts_are_of_one_step(self) -> None:
+        """Raise if an error has ended an update of the parts before its end."""
+        if self.shards.is_updating:
+            raise UnsupportedModel(
+                f"{self._model.name!r} is lost: its state was sharded, and an error has ended an "
+                "update,\nso that the processes have parts of two steps.\n"
+                "Build it anew, and resume from a lockstep.Checkpoint."
+            )
 
     def recorded(self, kind: str, data: Any, rows: int) -> tuple[Recording, list[Sketches]]:
         """Run one step in every process without an update; see `StepRunner`.
@@ -180,13 +293,18 @@ class JoinedRunner(StepRunner):
         return self._streams.apart(self._draw_base(kind), self._group.rank)
 
     def _held(self) -> list[Any]:
-        return [v for v in variables_of(self._model) if id(v) in self._shared]
+        return [v for v in self._whole() if id(v) in self._shared]
+
+    def _whole(self) -> list[Any]:
+        """Return the variables that every process has whole."""
+        return [v for v in variables_of(self._model) if not is_sharded(v)]
 
     def _know(self) -> None:
-        self.assigned.left([variable.value for variable in variables_of(self._model)])
+        self.assigned.left([variable.value for variable in self._whole()])
 
     def _compare_weights(self) -> None:
-        sums = [checksum(variable.value) for variable in self._model.trainable_variables]
+        weights = [v for v in self._model.trainable_variables if not is_sharded(v)]
+        sums = [checksum(weight.value) for weight in weights]
         mine = digest([zlib.crc32(repr(sums).encode()).to_bytes(4, "little")])
         least, greatest = once([mine, self._group.rank])
         if least[0] != greatest[0]:

@@ -10,7 +10,7 @@ import keras
 import torch
 
 from lockstep.errors import DeviceError
-from lockstep.keras_compat import torch_current_device
+from lockstep.keras_compat import stored_value, torch_current_device
 from lockstep.state import variables_of
 
 
@@ -74,7 +74,7 @@ def make_current(device: torch.device) -> None:
 def move_model(model: Any, device: torch.device) -> None:
     """Move the variables of a model, in place: their tensors stay the same objects."""
     for variable in variables_of(model):
-        tensor = variable.value
+        tensor = stored_value(variable)
         if tensor.device != device:
             tensor.data = tensor.data.to(device)
 

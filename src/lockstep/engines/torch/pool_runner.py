@@ -1,31 +1,28 @@
 """Runs the steps of one model on a pool, from rank 0, and keeps the workers' models equal to it."""
 
-import functools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import keras
 import numpy as np
 import torch
 
-from lockstep.engines.held_signals import HeldSignals
 from lockstep.engines.replicas.first_step import Recording, Sketches
 from lockstep.engines.torch.code_state import CodeReads
 from lockstep.engines.torch.first_step import recorded_step
 from lockstep.engines.torch.forward_state import ForwardState
-from lockstep.engines.torch.group import PeerLost
+from lockstep.engines.torch.group import Group, PeerLost
 from lockstep.engines.torch.layers import Plan, parts_of
 from lockstep.engines.torch.loss_sharding import LossSharding
 from lockstep.engines.torch.placement import copies_on
 from lockstep.engines.torch.pool import Lease, Pool
 from lockstep.engines.torch.replica import Replica, random_state
-from lockstep.engines.torch.settings import CastsOfAutocast, checksum, current_settings
-from lockstep.engines.torch.sharded_updates import check_optimizers
-from lockstep.engines.torch.sharded_variables import Shards, is_sharded, shards_in, to_shard
+from lockstep.engines.torch.settings import checksum, current_settings
+from lockstep.engines.torch.sharded_variables import Shards
 from lockstep.engines.torch.split_checks import replaced_class
-from lockstep.engines.torch.step_runner import StepRunner
+from lockstep.engines.torch.step_runner import StepRunner, uninterrupted
 from lockstep.engines.torch.steps import run_step
 from lockstep.engines.torch.whole_batch_steps import (
     SUM_OF_WEIGHTS,
@@ -41,24 +38,6 @@ from lockstep.keras_compat import (
     layers_in,
     stored_value,
 )
-from lockstep.state import variables_of
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _uninterrupted(method: Method) -> Method:
-    """Let signals wait for the end of a call, if the other processes have parts of the model.
-
-    An exception within a call ends them, and their parts.
-    """
-
-    @functools.wraps(method)
-    def run(self: "PoolRunner", *args: Any) -> Any:
-        if self.shards.group is None:
-            return method(self, *args)
-        return HeldSignals(lambda: False).run(lambda: method(self, *args), lambda: None)
-
-    return cast(Method, run)
 
 
 class PoolRunner(StepRunner):
@@ -85,9 +64,7 @@ class PoolRunner(StepRunner):
         self._gradients: list[Any] = []
         self._exchanged: set[str] = set()
         self._reads = CodeReads()
-        self._casts = CastsOfAutocast(device)
         self._age_of_casts = 0.0
-        self._age_at_update = 0.0
         self._trained = False
         self._in_modules = False
         self._random_numbers: Any = None
@@ -104,7 +81,7 @@ class PoolRunner(StepRunner):
         self.unchecked, self._proofs_are_old = differs, False
         return reason
 
-    @_uninterrupted
+    @uninterrupted
     def step(self, kind: str, data: Any, rows: int) -> Any:
         """Run one step on all devices, and return the logs or predictions."""
         self.shards.check_written()
@@ -138,7 +115,7 @@ class PoolRunner(StepRunner):
             self._note_state(computed_metrics=kind in ("train", "test"))
         return result
 
-    @_uninterrupted
+    @uninterrupted
     def recorded(self, kind: str, data: Any, rows: int) -> tuple[Recording, list[Sketches]]:
         """Run one step on all devices without an update; see `StepRunner`."""
         self.shards.check_written()
@@ -306,58 +283,21 @@ class PoolRunner(StepRunner):
             "parts of it have ended.\nBuild it anew, and resume from a lockstep.Checkpoint."
         )
 
-    @_uninterrupted
-    def lay_out(self) -> None:
-        """Shard the variables that are large and not sharded yet."""
-        model = self._model
-        found = to_shard(model, self._lease.size)
-        new = [variable for variable in found if not is_sharded(variable)]
-        self._check_parts()
-        for variable in found:
-            if is_sharded(variable):
-                self._number(stored_value(variable))
-        check_optimizers(model)
-        if not new:
-            return
-        self._bytes_of_step = None
-        self.shards.group = self._running_pool().group
-        self.shards.take(new, self._dumped().holders)
-        self._bytes_of_step = None
-        try:
-            if self.shards.share_memory(self._dumped().tensors):
-                raise UnsupportedModel(
-                    f"{model.name!r} holds a tensor of one of its large variables elsewhere too, "
-                    "and sharding\nwould part the two. Read the variable where its value is "
-                    'needed, or leave out state="sharded".'
-                )
-            with self._in_use() as pool:
-                self._compare_all(pool)
-                self.shards.send()
-        except BaseException:
-            self.bring_home(self.shards.new())
-            raise
-        finally:
-            self._bytes_of_step = None
-        self.unchecked = True
+    lay_out = uninterrupted(StepRunner.lay_out)
+    bring_home = uninterrupted(StepRunner.bring_home)
 
-    def _check_parts(self) -> None:
-        """Raise if the model has a variable of which the processes have parts for another one."""
-        if any(shards is not self.shards for shards in shards_in(variables_of(self._model))):
-            raise UnsupportedModel(
-                f"{self._model.name!r} has variables of another model, whose state is sharded.\n"
-                "The processes have a part of each for one model.\n"
-                "Call lockstep.release on the other one first."
-            )
+    def _processes(self) -> int:
+        return self._lease.size
 
-    @_uninterrupted
-    def bring_home(self, variables: list[Any]) -> None:
-        """Make sharded variables plain ones again."""
-        if variables:
-            self._bytes_of_step = None
-            self.shards.release(self._dumped().holders, variables)
-            self._bytes_of_step = None
+    def _ranks(self) -> Group:
+        return self._running_pool().group
 
-    @_uninterrupted
+    def _give_parts(self, found: list[Any]) -> None:
+        with self._in_use() as pool:
+            self._compare_all(pool)
+            self.shards.send()
+
+    @uninterrupted
     def gathered(self, part: Any) -> tuple[Any, bool]:
         """Return the parts of all processes; see `Remote`."""
         number = self._number(part)
@@ -366,25 +306,21 @@ class PoolRunner(StepRunner):
             flat = pool.group.gather(part, [len(part)] * pool.group.size)
             return flat, self.shards.is_written(part)
 
-    @_uninterrupted
-    def scatter(self, part: Any, flat: Any) -> None:
-        """Give each process its part of a flat value; see `Remote`."""
+    @uninterrupted
+    def scatter(self, part: Any, whole: Any) -> None:
+        """Give each process its part of a whole value; see `Remote`."""
         number = self._number(part)
         with self._in_use() as pool, torch.no_grad():
+            flat = self.shards.padded(whole, len(part))
             pool.send("scatter", self._lease.key, number)
             pool.group.broadcast_in_place([flat])
             part.copy_(flat[: len(part)])
             self.shards.note([part])
 
     def _number(self, part: Any) -> int:
-        """Return the number of a part in the processes."""
         number = self._parts.get(id(part))
         if number is None:
-            raise UnsupportedModel(
-                f"This variable was one of {self._model.name!r} when its state was sharded, and is "
-                "not any more:\nthe other processes have dropped their parts, such as those of an "
-                "earlier optimizer.\nCopy its value before it leaves the model."
-            )
+            raise self._dropped()
         return number
 
     def _make_equal(self, pool: Pool) -> None:
@@ -453,18 +389,6 @@ class PoolRunner(StepRunner):
                 "mixed precision without it."
             )
         self._trained = False
-
-    def _check_casts_of_parts(self, kind: str) -> None:
-        """Raise if autocast computes with weights from before an update, and nobody has them."""
-        age = self._casts.age() if self.shards.variables else 0.0
-        if age and age == self._age_at_update:
-            raise UnsupportedModel(
-                "torch.autocast computes with the weights from before the first update as long as "
-                f"it lasts,\nand the state of {self._model.name!r} is sharded: nobody keeps whole "
-                "weights.\nGive it cache_enabled=False, or call keras.config.set_dtype_policy."
-            )
-        if kind == "train":
-            self._age_at_update = age
 
     def _check_taken(self, every: list[list[str]]) -> None:
         """Raise if a worker has made another model of the bytes than this process has."""

@@ -37,7 +37,7 @@ from lockstep.engines.torch.loss_sharding import LossSharding
 from lockstep.engines.torch.placement import check_placement, move_model, torch_device_of
 from lockstep.engines.torch.pool import Lease
 from lockstep.engines.torch.pool_runner import PoolRunner
-from lockstep.engines.torch.sharded_variables import is_sharded
+from lockstep.engines.torch.sharded_variables import is_sharded, made_on_host
 from lockstep.engines.torch.split_checks import rows_of, why_custom
 from lockstep.engines.torch.stateful import copied_states
 from lockstep.engines.torch.step_runner import StepRunner
@@ -155,8 +155,7 @@ class TorchSession(Session):
         shards = self._runner.shards
         for variable in shards.variables:
             holders_of(variable).discard(self)
-        if isinstance(self._runner, PoolRunner):
-            self._runner.bring_home(shards.variables)
+        self._runner.bring_home(shards.variables)
         self._lease.end()
         if self._branches is not None:
             self._branches.stop()
@@ -167,13 +166,13 @@ class TorchSession(Session):
 
     def adopt(self, first: bool) -> None:
         """Compare new variables with those of the other processes, or shard them."""
+        self._runner.leave_host(sharded=self.state == SHARDED)
         if isinstance(self._runner, JoinedRunner):
             self._runner.adopt(first=first)
         if self.state == SHARDED and is_built(self.model):
             self._lay_out()
 
     def _lay_out(self) -> None:
-        assert isinstance(self._runner, PoolRunner), "the engine refuses others"
         self._runner.lay_out()
         for variable in self._runner.shards.variables:
             holders_of(variable).add(self)
@@ -193,14 +192,16 @@ class TorchSession(Session):
 
     def methods(self, methods: dict[str, Any], turns: CallGuard) -> dict[str, Any]:
         """Return the methods of all engines, and those of several processes or of branches."""
-        if isinstance(self._runner, JoinedRunner):
-            return methods_of_all_processes(self.model, methods, self._runner.assigned)
         if self._branches is not None:
             methods |= {"call": self._branches.calling(self.model.call), BUILD: self._build}
         if self.state == SHARDED and hasattr(self.model, "export"):
             methods["export"] = self._no_export
         if self.state == SHARDED:
             methods |= {name: self._not_for_users(name) for name in _GIVE_PARTS}
+        runner = self._runner
+        if isinstance(runner, JoinedRunner):
+            saved = runner.saved if self.state == SHARDED else None
+            return methods_of_all_processes(self.model, methods, runner.assigned, saved)
         return methods
 
     def _no_export(self, *args: Any, **kwargs: Any) -> None:
@@ -241,14 +242,15 @@ class TorchSession(Session):
         """Build the optimizer of a built model, as a training step would now."""
         model = self.model
         if model.optimizer is not None and is_built(model) and not model.optimizer.built:
-            with keras.name_scope(model.optimizer.name, caller=model.optimizer):
+            scope = keras.name_scope(model.optimizer.name, caller=model.optimizer)
+            with scope, made_on_host(len(self.devices)):
                 model.optimizer.build(model.trainable_variables)
 
     def _sharded_words(self) -> str:
         model = self.model
         if is_built(model):
             self._build_optimizer()
-            self._lay_out()
+            self.adopt(first=False)
         sizes = [(v.path, bytes_of(v), self.shards(v)) for v in variables_of(model)]
         return sharded_words(sizes, len(self.devices))
 
@@ -333,8 +335,9 @@ class TorchSession(Session):
     def _step(self, kind: str, plain: Callable[[Any], Any], batch: Any) -> Any:
         self._is_updating = False
         if self.state == SHARDED and (self._runner.unchecked or self._must_build(kind)):
-            build(self.model, kind, batch)
-            self._lay_out()
+            with made_on_host(len(self.devices)):
+                build(self.model, kind, batch)
+            self.adopt(first=False)
         elif self._must_build(kind):
             if not isinstance(self._runner, JoinedRunner):
                 return plain([batch])  # which builds the model
@@ -536,13 +539,13 @@ class TorchSession(Session):
         if kind is TRAIN and isinstance(batches, HostIterator):
             _check_state(self.model)
         model = self.model
-        if isinstance(batches, ComparedIterator):
-            if kind is not PREDICT:
-                batches.build(lambda: build_on_first_batch(model, batches))
-            elif not is_built(model):
-                batches.build(lambda: _call(model, batches))
-        else:
-            if kind is not PREDICT:  # Keras's `predict` resets nothing: data may count the resets
+        with made_on_host(len(self.devices)) if self.state == SHARDED else nullcontext():
+            if isinstance(batches, ComparedIterator):
+                if kind is not PREDICT:
+                    batches.build(lambda: build_on_first_batch(model, batches))
+                elif not is_built(model):
+                    batches.build(lambda: _call(model, batches))
+            elif kind is not PREDICT:  # Keras's `predict` resets nothing: data may count the resets
                 build_on_first_batch(model, batches)
                 batches.reset()
         if kind is not TRAIN:
@@ -550,7 +553,7 @@ class TorchSession(Session):
 
     def fit_state(self) -> "TorchFitState":
         """Return access to the variables, for a checkpoint of one `fit`."""
-        return TorchFitState(self.model)
+        return TorchFitState(self.model, self._group is not None and self.state == SHARDED)
 
     def is_compiled(self) -> bool:
         """Return whether the first call of a step function compiles it."""
@@ -602,9 +605,15 @@ class ComparedLoader(ComparedIterator):
 
 
 class TorchFitState(FitState):
-    """Give access to the variables in a `fit`; see `lockstep.checkpoint.fit_run.FitState`."""
+    """Give access to the variables in a `fit`; see `lockstep.checkpoint.fit_run.FitState`.
 
-    def __init__(self, model: Any) -> None:
+    Args:
+        model: The model.
+        is_spread: Whether each of several processes of a launcher has a part of the variables.
+    """
+
+    def __init__(self, model: Any, is_spread: bool) -> None:
+        self.is_spread = is_spread
         self._model = model
 
     def snapshot(self, logs: dict[str, Any]) -> Snapshot:
@@ -620,6 +629,11 @@ class TorchFitState(FitState):
             for name, tensor in named.items()
         ]
         return Snapshot(variables, arrays, map(keras.ops.convert_to_numpy, named.values()))
+
+    def follow(self) -> None:
+        """Take part in the snapshot of the first process."""
+        for variable in filter(is_sharded, named_variables(self._model).values()):
+            _ = variable.value
 
     def sync(self) -> None:
         """Do nothing: variables hold their values between two steps."""

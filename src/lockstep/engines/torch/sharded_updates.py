@@ -105,12 +105,14 @@ def update(shards: Shards, optimizer: Any, gradients: list[Any], weights: list[A
     constrained = [w for w in trained if is_sharded(w) and w.constraint is not None]
     before = counted_steps(owner) if constrained else 0
     shards.drop()
+    shards.is_updating = True
     with shards.read_by(PARTS), patched(_changes(shards, optimizer, owner, trained)):
         optimizer.apply(gradients, weights)
     if constrained and counted_steps(owner) != before:
         for weight in constrained:
             with shards.read_by(WHOLE):
                 weight.assign(weight.constraint(weight))
+    shards.is_updating = False
 
 
 def _changes(

@@ -32,6 +32,7 @@ from lockstep.keras_compat import (
     store_value,
     stored_value,
     value_in_scope,
+    variables_reported,
 )
 from lockstep.state import item_bytes, optimizers_of, rnn_states, unique, variables_of
 
@@ -45,8 +46,8 @@ class Remote(Protocol):
     def gathered(self, part: Any) -> tuple[Any, bool]:
         """Return the parts of all processes, and whether other code has written into this one."""
 
-    def scatter(self, part: Any, flat: Any) -> None:
-        """Give each process its part of a flat value."""
+    def scatter(self, part: Any, whole: Any) -> None:
+        """Give each process its part of a whole value of rank 0."""
 
 
 class Shards:
@@ -56,12 +57,16 @@ class Shards:
         variables: The variables.
         group: The processes.
         remote: What lets the others take part outside of a step; `None` in a worker.
+        is_updating: Whether an update has begun that has not come to its end.
+        host: The whole value of the one variable, on the host, until its model is distributed.
     """
 
-    def __init__(self, remote: Remote | None = None) -> None:
+    def __init__(self, remote: Remote | None = None, host: Any = None) -> None:
         self.variables: list[ShardedVariable] = []
         self.group: Group | None = None
         self.remote = remote
+        self.is_updating = False
+        self.host = host
         self._reads = OUTSIDE
         self._thread = 0
         self._held: dict[int, tuple[Any, Any]] = {}
@@ -168,16 +173,19 @@ class Shards:
         return _Gather.apply(part, self, variable.whole_shape, dtype)
 
     def _value_outside(self, variable: "ShardedVariable") -> Any:
-        assert self.remote is not None, f"a worker reads {variable.path} outside of a step"
         part, shape = stored_value(variable), variable.whole_shape
         differentiable = torch.is_grad_enabled() and in_layer_call()
         with torch.inference_mode(not differentiable):  # nothing can write into it
-            flat, is_written = self.remote.gathered(part)
+            if self.host is not None:
+                flat, is_written = self.host.to(part.device, copy=True).reshape(-1), False
+            else:
+                assert self.remote is not None, f"a worker reads {variable.path} outside of a step"
+                flat, is_written = self.remote.gathered(part)
             if is_written:
                 raise _written(variable)
             whole = autocast_value(variable, flat[: math.prod(shape)].view(shape))
         if differentiable and part.requires_grad:
-            return _WithoutGradient.apply(part, whole, variable.path)
+            return _WithoutGradient.apply(part, whole, variable.path, self.host is not None)
         return whole
 
     def assign(self, variable: "ShardedVariable", value: Any) -> None:
@@ -190,9 +198,11 @@ class Shards:
                 self.value(variable).copy_(value)
             elif self.reads == STEP:
                 raise _assigned(variable)
+            elif self.host is not None:
+                self.host.copy_(value)
             else:
                 assert self.remote is not None, f"a worker assigns to {variable.path}"
-                self.remote.scatter(part, self._padded(value, len(part)))
+                self.remote.scatter(part, value)
 
     def gathered(self, part: Any, shape: Sequence[int]) -> Any:
         """Return a whole value of this shape. Every process has to call this."""
@@ -203,9 +213,10 @@ class Shards:
     def summed(self, gradient: Any, size: int) -> Any:
         """Return this process's part of the sum of a gradient over all processes."""
         assert self.group is not None, "a step has set it"
-        return self.group.sum_of_part(self._padded(gradient, size))
+        return self.group.sum_of_part(self.padded(gradient, size))
 
-    def _padded(self, whole: Any, size: int) -> Any:
+    def padded(self, whole: Any, size: int) -> Any:
+        """Return a flat copy of a whole value, made of parts of this size."""
         assert self.group is not None, "there are parts"
         flat = whole.new_zeros(size * self.group.size)
         flat[: whole.numel()] = whole.detach().reshape(-1)
@@ -214,12 +225,12 @@ class Shards:
     def _own(self, whole: Any) -> Any:
         assert self.group is not None, "there are parts"
         size = -(-whole.numel() // self.group.size)
-        return self._padded(whole, size)[self.group.rank * size :][:size]
+        return self.padded(whole, size)[self.group.rank * size :][:size]
 
     # ------------------------------------------------------------ from whole values, and back
 
     def take(self, variables: list[Any], holders: list[Any]) -> None:
-        """Keep the parts of plain variables. Their whole values stay until `send`.
+        """Keep the parts of whole variables. Their whole values stay until `send`.
 
         Args:
             variables: The variables.
@@ -227,20 +238,28 @@ class Shards:
         """
         parts: dict[int, Any] = {}
         for variable in variables:
-            whole = stored_value(variable)
-            part = torch.nn.Parameter(self._own(whole).clone(), requires_grad=whole.requires_grad)
+            before = stored_value(variable)
+            whole = variable._shards.host if is_on_host(variable) else before
+            own = self._own(whole).to(before.device, copy=True)
+            part = torch.nn.Parameter(own, requires_grad=before.requires_grad)
             self._new[id(variable)] = whole
-            parts[id(whole)] = part
+            parts[id(before)] = part
             store_value(variable, part)
             vars(variable)["_shards"] = self
             variable.__class__ = ShardedVariable
         self.variables += variables
+        self.note(parts.values())
         _exchange(holders, parts)
 
     def share_memory(self, tensors: list[Any]) -> bool:
         """Return whether some of these tensors are in the memory of a new whole value."""
         places = {whole.untyped_storage().data_ptr() for whole in self._new.values()}
         return any(each.untyped_storage().data_ptr() in places for each in tensors)
+
+    def is_from_host(self, variable: Any) -> bool:
+        """Return whether `take` has taken a variable from the host."""
+        whole = self._new.get(id(variable))
+        return whole is not None and not isinstance(whole, torch.nn.Parameter)
 
     def new(self) -> list["ShardedVariable"]:
         """Return the variables whose whole values are still here."""
@@ -250,8 +269,11 @@ class Shards:
         """Give the other processes their parts of what `take` has taken."""
         assert self.remote is not None, "rank 0 has it"
         for variable in self.new():
-            part, whole = stored_value(variable), self._new[id(variable)]
-            self.remote.scatter(part, self._padded(whole, len(part)))
+            self.remote.scatter(stored_value(variable), self._new[id(variable)])
+        self.forget_new()
+
+    def forget_new(self) -> None:
+        """Free what `take` has taken: the other processes have their parts."""
         self._new.clear()
 
     def keep(self, parts: Collection[int]) -> None:
@@ -259,11 +281,18 @@ class Shards:
         self.variables = [each for each in self.variables if id(stored_value(each)) in parts]
 
     def release(self, holders: list[Any], variables: list["ShardedVariable"]) -> None:
-        """Make some variables plain ones again, with their whole values."""
+        """Make some variables plain ones again, with their whole values.
+
+        Those that `take` has taken from the host go back to it.
+        """
         wholes: dict[int, Any] = {}
         for variable in variables:
             part = stored_value(variable)
             whole = self._new.get(id(variable))
+            if self.is_from_host(variable):
+                self._new.pop(id(variable))
+                wholes[id(part)] = hold_on_host(variable, whole)
+                continue
             if whole is None:
                 whole = _plain_value(variable)
             wholes[id(part)] = whole
@@ -326,12 +355,18 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]
 
 class _WithoutGradient(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, part: Any, whole: Any, path: str) -> Any:
-        ctx.path = path
+    def forward(ctx: Any, part: Any, whole: Any, path: str, on_host: bool) -> Any:
+        ctx.path, ctx.on_host = path, on_host
         return whole.view_as(whole)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
+        if ctx.on_host:
+            raise UnsupportedModel(
+                f"A backward pass reaches {ctx.path!r}, which was made in lockstep.sharded and is "
+                "on the host.\nIts devices have no parts of it yet.\n"
+                'Call lockstep.distribute(model, state="sharded") first.'
+            )
         raise backward_of_own(ctx.path)
 
 
@@ -405,6 +440,40 @@ def _plain_value(variable: ShardedVariable) -> Any:
 def is_sharded(variable: Any) -> bool:
     """Return whether each process has a part of a variable."""
     return isinstance(variable, ShardedVariable)
+
+
+def is_on_host(variable: Any) -> bool:
+    """Return whether a variable is on the host, until its model is distributed."""
+    return is_sharded(variable) and variable._shards.host is not None
+
+
+def hold_on_host(variable: Any, whole: Any) -> Any:
+    """Hold the value of a variable on the host, and return its empty part on the device."""
+    before = stored_value(variable)
+    part = torch.nn.Parameter(before.new_empty(0), requires_grad=before.requires_grad)
+    store_value(variable, part)
+    vars(variable)["_shards"] = Shards(host=whole)
+    variable.__class__ = ShardedVariable
+    return part
+
+
+@contextmanager
+def made_on_host(devices: int) -> Iterator[None]:
+    """Move each large variable to the host that is made inside the context.
+
+    Its initializer runs on the device, where one variable at a time is whole.
+    """
+
+    def move(variable: Any) -> None:
+        whole = stored_value(variable)
+        # Keras learns the shape of a variable that is made of an array from its value.
+        if type(variable) is not keras.Variable or variable.shape is None or whole.is_meta:
+            return
+        if is_large(variable.shape, item_bytes(variable.dtype), devices):
+            hold_on_host(variable, whole.detach().cpu())
+
+    with variables_reported(move):
+        yield
 
 
 def was_sharded(variable: Any) -> bool:

@@ -1,23 +1,52 @@
 """What a step on several devices needs, whoever has started their processes."""
 
+import functools
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
+from lockstep.engines.held_signals import HeldSignals
 from lockstep.engines.replicas.first_step import Difference, Recording, Sketches
+from lockstep.engines.torch.group import Group
 from lockstep.engines.torch.layers import Plan
 from lockstep.engines.torch.loss_sharding import LossSharding
 from lockstep.engines.torch.model_pickle import Dumped, dump
 from lockstep.engines.torch.replica import RandomStreams
 from lockstep.engines.torch.row_proofs import ReasonsByNumber, RowProofs
-from lockstep.engines.torch.sharded_variables import Shards
+from lockstep.engines.torch.settings import CastsOfAutocast
+from lockstep.engines.torch.sharded_updates import check_optimizers
+from lockstep.engines.torch.sharded_variables import (
+    Shards,
+    is_on_host,
+    is_sharded,
+    shards_in,
+    to_shard,
+)
 from lockstep.engines.torch.split_checks import unsplit_model
 from lockstep.engines.torch.whole_batch_steps import WholeBatchSteps
 from lockstep.errors import UnsupportedModel
-from lockstep.keras_compat import counted_steps
+from lockstep.keras_compat import counted_steps, stored_value
+from lockstep.state import variables_of
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def uninterrupted(method: Method) -> Method:
+    """Let signals wait for the end of a call, if the other processes have parts of the model.
+
+    An exception within a call ends them, and their parts.
+    """
+
+    @functools.wraps(method)
+    def run(self: "StepRunner", *args: Any) -> Any:
+        if not self.shards.variables:
+            return method(self, *args)
+        return HeldSignals(lambda: False).run(lambda: method(self, *args), lambda: None)
+
+    return cast(Method, run)
 
 
 class StepRunner:
@@ -58,6 +87,8 @@ class StepRunner:
         self.losses = LossSharding(model)
         self.whole_batch = WholeBatchSteps(model)
         self._bytes_of_step: Dumped | None = None
+        self._casts = CastsOfAutocast(device)
+        self._age_at_update = 0.0
 
     @contextmanager
     def epoch(self, *, changes: bool) -> Iterator[None]:
@@ -80,6 +111,18 @@ class StepRunner:
             self._reasons = reasons
             self._unsplit = unsplit_model(self._model, reasons)
         return self._unsplit
+
+    def _check_casts_of_parts(self, kind: str) -> None:
+        """Raise if autocast computes with weights from before an update, and nobody has them."""
+        age = self._casts.age() if self.shards.variables else 0.0
+        if age and age == self._age_at_update:
+            raise UnsupportedModel(
+                "torch.autocast computes with the weights from before the first update as long as "
+                f"it lasts,\nand the state of {self._model.name!r} is sharded: nobody keeps whole "
+                "weights.\nGive it cache_enabled=False, or call keras.config.set_dtype_policy."
+            )
+        if kind == "train":
+            self._age_at_update = age
 
     def step(self, kind: str, data: Any, rows: int) -> Any:
         """Run one step on all devices, and return the logs or predictions.
@@ -153,6 +196,100 @@ class StepRunner:
         plan = self._plan
         found = {plan.candidates[number].name: reason for number, reason in self._reasons.items()}
         return {plan.parts[n].name: reason for n, reason in self.distrusted.items()} | found
+
+    # -------------------------------------------------------- variables in parts
+
+    def lay_out(self) -> None:
+        """Shard the variables that are large and not sharded yet."""
+        model = self._model
+        found = to_shard(model, self._processes())
+        new = [each for each in found if not is_sharded(each) or is_on_host(each)]
+        self._check_parts()
+        for variable in found:
+            if is_sharded(variable) and not is_on_host(variable):
+                self._number(stored_value(variable))
+        check_optimizers(model)
+        if not new:
+            return
+        self._bytes_of_step = None
+        self.shards.group = self._ranks()
+        self.shards.take(new, self._dumped().holders)
+        self._bytes_of_step = None
+        try:
+            if self.shards.share_memory(self._dumped().tensors):
+                raise UnsupportedModel(
+                    f"{model.name!r} holds a tensor of one of its large variables elsewhere too, "
+                    "and sharding\nwould part the two. Read the variable where its value is "
+                    'needed, or leave out state="sharded".'
+                )
+            self._give_parts(found)
+        except BaseException:
+            self.bring_home(self.shards.new())
+            raise
+        finally:
+            self._bytes_of_step = None
+        self.unchecked = True
+
+    def leave_host(self, *, sharded: bool) -> None:
+        """Move variables from the host to the device that `lay_out` will not shard.
+
+        Args:
+            sharded: Whether it will shard some.
+        """
+        waiting = [each for each in variables_of(self._model) if is_on_host(each)]
+        if waiting:
+            kept = to_shard(self._model, self._processes()) if sharded else []
+            known = set(map(id, kept))
+            self.bring_home([each for each in waiting if id(each) not in known])
+
+    def bring_home(self, variables: list[Any]) -> None:
+        """Make sharded variables plain ones again."""
+        if variables:
+            self._bytes_of_step = None
+            self.shards.release(self._dumped().holders, variables)
+            self._bytes_of_step = None
+
+    def _processes(self) -> int:
+        """Return the number of processes that have parts."""
+        raise NotImplementedError
+
+    def _ranks(self) -> Group:
+        """Return the processes that have parts."""
+        raise NotImplementedError
+
+    def _give_parts(self, found: list[Any]) -> None:
+        """Let every process have its parts of new variables.
+
+        Args:
+            found: All variables that are sharded.
+        """
+        raise NotImplementedError
+
+    def _number(self, part: Any) -> int:
+        """Return the number of a part in the processes.
+
+        Raises:
+            UnsupportedModel: If the processes have dropped it.
+        """
+        raise NotImplementedError
+
+    def _check_parts(self) -> None:
+        """Raise if the model has a variable of which the processes have parts for another one."""
+        found = shards_in(variables_of(self._model))
+        if any(shards is not self.shards and shards.host is None for shards in found):
+            raise UnsupportedModel(
+                f"{self._model.name!r} has variables of another model, whose state is sharded.\n"
+                "The processes have a part of each for one model.\n"
+                "Call lockstep.release on the other one first."
+            )
+
+    def _dropped(self) -> UnsupportedModel:
+        """Return the error for a part that the processes do not have any more."""
+        return UnsupportedModel(
+            f"This variable was one of {self._model.name!r} when its state was sharded, and is "
+            "not any more:\nthe other processes have dropped their parts, such as those of an "
+            "earlier optimizer.\nCopy its value before it leaves the model."
+        )
 
     def _dumped(self) -> Dumped:
         """Return the model as bytes: made at most once in a step."""

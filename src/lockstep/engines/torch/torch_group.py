@@ -5,6 +5,7 @@ of each batch.
 """
 
 import atexit
+import itertools
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from lockstep.engines.torch.group import Group
 from lockstep.engines.torch.replica import random_state, set_random_state
+from lockstep.engines.torch.sharded_variables import is_sharded
 from lockstep.errors import ProcessesDisagree
 from lockstep.processes.coordination import patience
 from lockstep.processes.group import use
@@ -38,6 +40,9 @@ class TorchGroup:
         size: The number of processes.
         device: The PyTorch device of this process.
         local: Whether all processes are on this host.
+
+    Attributes:
+        models: Numbers for the models, which are the same in every process.
     """
 
     def __init__(
@@ -46,6 +51,7 @@ class TorchGroup:
         self.rank = rank
         self.size = size
         self.device = device
+        self.models = itertools.count()
         self._store = store
         self._local = local
         self._keys: set[str] = set()
@@ -111,12 +117,12 @@ class TorchGroup:
         set_random_state((shared[0], shared[1] if len(shared) > 1 else None))
 
     def local(self, value: Any) -> Any:
-        """Return the value: every process has all tensors whole."""
+        """Return the value: a tensor is of one process."""
         return value
 
-    def is_spread(self, value: Any) -> bool:
-        """Return false: every process has all tensors whole."""
-        return False
+    def has_part(self, variable: Any) -> bool:
+        """Return whether no process has the value of this variable whole."""
+        return is_sharded(variable)
 
     def to_host(self, value: Any) -> np.ndarray:
         """Return a tensor as a NumPy array."""

@@ -15,7 +15,6 @@ from lockstep.engines.jax import jax_group
 from lockstep.engines.jax.steps.live_state import GROUPS_BY_NUMBER, State
 from lockstep.engines.jax.variable_sync import group_of
 from lockstep.engines.shard_rule import dim_by_shape, sharded_dims
-from lockstep.errors import ProcessesDisagree
 from lockstep.keras_compat import (
     in_layer_call,
     in_stateless_scope,
@@ -26,6 +25,7 @@ from lockstep.keras_compat import (
     variables_reported,
 )
 from lockstep.processes import process_group
+from lockstep.processes.reads_of_all import ReadsOfFirst
 from lockstep.state import variables_of
 
 
@@ -255,45 +255,32 @@ def made_in_shards(devices: list[jax.Device]) -> Iterator[None]:
         yield
 
 
-class SavedShards:
+class SavedShards(ReadsOfFirst):
     """The variables in shards of a model that the first of several processes writes to a file.
-
-    Every process has a part of each, and takes part in each read.
 
     Args:
         model: The model.
     """
 
     def __init__(self, model: Any) -> None:
-        self._model = model
+        # They are numbered anew, as the model may share variables with another one.
+        super().__init__(
+            lambda: numbered(variables_of(model)),
+            lambda variable: jax_group.gathered(stored_value(variable)),
+        )
 
     @contextmanager
     def read_with_all(self) -> Iterator[None]:
         """Let the other processes follow what this process reads inside the context."""
-        # They are numbered anew, as the model may share variables with another one.
-        layouts = [layout_of(each) for each in numbered(variables_of(self._model))]
+        layouts = list(map(layout_of, self._variables()))
         for layout in layouts:
             layout.is_saved = True
         try:
-            yield
-        except ProcessesDisagree:
-            raise  # they do not follow
-        except BaseException:
-            jax_group.agree_on_read(jax_group.FOLLOWS)
-            raise
+            with super().read_with_all():
+                yield
         finally:
             for layout in layouts:
                 layout.is_saved = False
-        jax_group.agree_on_read(jax_group.FOLLOWS)
-
-    def follow(self) -> None:
-        """Take part in what the first process reads, until it ends."""
-        variables = numbered(variables_of(self._model))
-        while True:
-            _, number = jax_group.agree_on_read(jax_group.FOLLOWS)
-            if number == jax_group.FOLLOWS:
-                return
-            jax_group.gathered(stored_value(variables[number]))
 
 
 def numbered(variables: list[Any]) -> list[Any]:

@@ -206,6 +206,7 @@ NOT_OF_KERAS = {
         "_get_function",
         "_gradient_op_type",
         "_seed2",
+        "_forward_cls",
     ),
     # cloudpickle
     *("_make_skeleton_class", "_make_skeleton_enum", "_make_typevar"),

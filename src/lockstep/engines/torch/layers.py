@@ -171,7 +171,7 @@ def _has_own_gradient(inputs: Any, outputs: Any) -> bool:
         waiting += [before for before, _ in node.next_functions]
         if isinstance(node, BackwardCFunction):
             # Keras has one for `keras.ops.custom_gradient`, with the function of the user.
-            function = getattr(node, "grad_fn", None) or vars(type(node))["_forward_cls"]
+            function = getattr(node, "grad_fn", None) or type(node)._forward_cls
             if function.__module__.partition(".")[0] not in ("keras", "lockstep", "torch"):
                 return True
     return False

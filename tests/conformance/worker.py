@@ -69,7 +69,6 @@ class Worker:
 
 def _differences(family, name, devices, by_layer, state):
     import lockstep
-    from lockstep import devices as device_module
     from lockstep.errors import SerialBranchesWarning, UnsplitBatchWarning
     from tests.conformance.cases.case import gaps, play
 
@@ -83,17 +82,32 @@ def _differences(family, name, devices, by_layer, state):
         machine = simulated_gpus(devices)  # PyTorch cannot tell its CPU devices apart
     elif _backend() == "torch":
         _keep_processes_warm(devices)
-    device_module.SHARDED_FROM = 0  # the models of the cases are small
+    # `lockstep.devices` is a function; its module has the same name. The models are small.
+    sys.modules["lockstep.devices"].SHARDED_FROM = 0
     lay_out = partial(spread if by_layer else lockstep.distribute, devices=devices)
+    laid_out = []
     if state == "sharded":
         lay_out = partial(lay_out, state=state)
     with machine, warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always", UnsplitBatchWarning)
         warnings.simplefilter("ignore", SerialBranchesWarning)
-        many = play(case, lay_out)
+        many = play(case, lambda model: laid_out.append(lay_out(model)))
+    if state == "sharded":
+        _check_shards(laid_out[0], devices)
     if _backend() == "jax" and not by_layer:
         assert not given
     return {key: gap for key, gap in gaps(one, many).items() if not gap <= case.bound}
+
+
+def _check_shards(model, devices):
+    """Raise if each device has every variable whole, and could have a part of one."""
+    from lockstep.devices import sharded_dim
+    from lockstep.engines.attachment import session_of
+
+    session, variables = session_of(model), model.variables
+    forms = [(tuple(each.shape), 8, devices) for each in variables]
+    can = _backend() == "torch" or any(sharded_dim(*form) is not None for form in forms)
+    assert not can or any(session.shards(each) > 1 for each in variables), "nothing in shards"
 
 
 def spread(model, devices):

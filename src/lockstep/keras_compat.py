@@ -267,8 +267,7 @@ COMPILED_METRICS = _held(_Trainer, "_compile_metrics")
 compiled_metrics = _read(_Trainer, COMPILED_METRICS)
 """What `compile` has made of the metrics, `None` without one."""
 _entries_of_losses = _read(_CompileLoss, "_flat_losses")
-LOSS_TRACKER = _held(_Trainer, "_loss_tracker")
-loss_tracker = _read(_Trainer, LOSS_TRACKER)
+loss_tracker = _read(_Trainer, "_loss_tracker")
 """The metric with the mean of the loss, to which Keras's steps add each batch."""
 _own_metrics = _call(keras.Model, "_get_own_metrics")
 loss_of = _call(keras.Model, "_compute_loss")

@@ -191,6 +191,7 @@ class DiesInBackward(torch.autograd.Function):
         return gradient, None
 
 
+@lockstep.rowwise  # a function of PyTorch with a gradient would run on the first device alone
 class FailsInBackward(layers.Layer):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)

@@ -34,7 +34,6 @@ from lockstep.engines.torch.sharded_variables import ShardedVariable
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
     COMPILED_METRICS,
-    LOSS_TRACKER,
     METRIC_FUNCTION,
     layers_in,
     options_of,
@@ -287,10 +286,9 @@ class _Pickler(TensorPickler):
         """Return the attributes of a Keras object that a worker needs."""
         state = super().state(item)
         self.reads.watch(vars(item))
-        if item is self._model and _has_keras_steps(item):  # rank 0 alone computes metrics
-            for name in (COMPILED_METRICS, LOSS_TRACKER):
-                if state.get(name) is not None:
-                    state[name] = LeftOutMetric()
+        has_metrics = item is self._model and state.get(COMPILED_METRICS) is not None
+        if has_metrics and _has_keras_steps(item):
+            state[COMPILED_METRICS] = LeftOutMetric()  # rank 0 alone computes metrics
         return state
 
 

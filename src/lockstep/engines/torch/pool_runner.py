@@ -36,8 +36,10 @@ from lockstep.keras_compat import (
     global_state,
     is_rematerialized,
     layers_in,
+    loss_tracker,
     stored_value,
 )
+from lockstep.training.overrides import is_keras
 
 
 class PoolRunner(StepRunner):
@@ -61,6 +63,7 @@ class PoolRunner(StepRunner):
         self._sent: Any = None
         self._tensors: list[Any] = []
         self._versions: list[Any] = []
+        self._of_loss: list[int] = []
         self._gradients: list[Any] = []
         self._exchanged: set[str] = set()
         self._reads = CodeReads()
@@ -365,6 +368,7 @@ class PoolRunner(StepRunner):
             self._tensors, self._parts = tensors, parts
             self.shards.keep(parts)
             self._structure = _structure(tensors)
+            self._of_loss = self._numbers_of_loss(tensors)
             self._state = ForwardState(self._model)
             self.losses = LossSharding(self._model, by_rows=self.losses.by_rows)
             self.whole_batch = WholeBatchSteps(self._model, self.whole_batch.distrusted)
@@ -448,8 +452,17 @@ class PoolRunner(StepRunner):
         if not computed_metrics:
             self._versions = [tensor._version for tensor in self._tensors]
             self._renew_reads()
-        elif _states_of_random_numbers() != self._random_numbers:  # metrics have drawn some
+            return
+        for number in self._of_loss:
+            self._versions[number] = self._tensors[number]._version
+        if _states_of_random_numbers() != self._random_numbers:  # metrics have drawn some
             self._drawn_by_metrics = True
+
+    def _numbers_of_loss(self, tensors: list[Any]) -> list[int]:
+        """Return the numbers of the variables with the mean of the loss, if no step reads them."""
+        tracker = loss_tracker(self._model) if is_keras(self._model, "compute_loss") else None
+        found = {id(stored_value(each)) for each in tracker.variables} if tracker else set()
+        return [number for number, tensor in enumerate(tensors) if id(tensor) in found]
 
     def _note_before_metrics(self) -> None:
         """Note what the code of a step has left in every process: metrics run in this one.

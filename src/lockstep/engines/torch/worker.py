@@ -302,8 +302,11 @@ class _Worker:
         self, key: int, kind: str, training: bool, batch: Any, state: Any, distrusted: list[int]
     ) -> Any:
         """Return the model, and a function that runs a step on the whole batch."""
+        from lockstep.engines.left_out import LeftOutMetric
+        from lockstep.engines.patched import patched
         from lockstep.engines.torch.placement import copies_on
         from lockstep.engines.torch.replica import set_random_state
+        from lockstep.keras_compat import COMPILED_METRICS, compiled_metrics
 
         copy = self._models[key]
         model, steps = copy.model, copy.whole_batch
@@ -313,11 +316,19 @@ class _Worker:
         set_random_state(state)
         steps.distrusted = dict.fromkeys(distrusted, "")
 
+        def compute_metrics(*args: Any, **kwargs: Any) -> Any:
+            with patched([(model, COMPILED_METRICS, None)]):
+                return type(model).compute_metrics(model, *args, **kwargs)
+
+        left_out = isinstance(compiled_metrics(model), LeftOutMetric)
+        changes = [(model, "compute_metrics", compute_metrics)] if left_out else []
+
         def run() -> Any:
             together = copy.plan.draws_together
-            return steps.run(
-                kind, data, self._group, self._streams, self._device, draws_together=together
-            )
+            with patched(changes):
+                return steps.run(
+                    kind, data, self._group, self._streams, self._device, draws_together=together
+                )
 
         return model, run
 

@@ -135,7 +135,7 @@ def check_started() -> None:
             "on all rows.\nTo train together, call jax.distributed.initialize(...) before the "
             "first Keras operation.\nFor trainings that are meant to be apart, unset PMI_SIZE.",
             LockstepWarning,
-            stacklevel=6,
+            stacklevel=5,
         )
 
 

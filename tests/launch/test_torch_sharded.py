@@ -31,7 +31,6 @@ def test_every_process_ends_in_words_what_one_does_alone(tmp_path):
     assert all(words.startswith(("Process 0 ", "Process 1 ")) for words in of_fit), of_fit
 
 
-@pytest.mark.whole
 def test_models_and_optimizers(tmp_path):
     run(3, tmp_path, "every_model_and_optimizer")
 

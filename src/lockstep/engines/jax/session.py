@@ -102,7 +102,7 @@ class JaxSession(Session):
         made = functools.partial(Sharded, model) if state == SHARDED else Replicated
         self._steps = Steps(found, made) if layout is None else BranchSteps(model, layout)
         self._split: frozenset[int] = frozenset()
-        self._room = math.inf
+        self._room_for_gathered = math.inf
 
     # ------------------------------------------------------------ on and off the devices
 
@@ -125,7 +125,7 @@ class JaxSession(Session):
                     variable.assign(self._steps.moved(variable.value, self.home(variable)))
         self._steps.start()
         if self.state == SHARDED:
-            self._room = room_for_gathered(self._steps.devices)
+            self._room_for_gathered = room_for_gathered(self._steps.devices)
 
     def close(self) -> None:
         """Undo `open`, even if it failed halfway."""
@@ -207,7 +207,7 @@ class JaxSession(Session):
 
         options = None
         if kind is TRAIN and self.state == SHARDED:
-            options = compiler_options(model, self._steps.devices, self._room)
+            options = compiler_options(model, self._steps.devices, self._room_for_gathered)
         make: Any = functools.partial(
             self._steps.compiled,
             trains=kind is TRAIN,
@@ -254,7 +254,7 @@ class JaxSession(Session):
         if self.state == SHARDED and hasattr(model, "export"):
             methods["export"] = self._exporting(model.export)
         if self.state == SHARDED:
-            methods["compute_loss_and_updates"] = gathering_again(model, self._room)
+            methods["compute_loss_and_updates"] = gathering_again(model, self._room_for_gathered)
         if self._assigned is None:
             return methods
         sync_name = state_sync_name()

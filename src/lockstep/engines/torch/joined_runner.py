@@ -55,7 +55,7 @@ class JoinedRunner(StepRunner):
         )
         self._in_epoch = self._trained = False
         self._agreed_plan: list[Any] | None = None
-        self._is_first = False
+        self._compares_exchanges = False
 
     def adopt(self, *, first: bool) -> None:
         """Give every process the first one's values of new variables.
@@ -123,7 +123,9 @@ class JoinedRunner(StepRunner):
                 "Give every process the same layers. Code that depends on the process cannot be "
                 "split."
             )
-        self._is_first = bool(self.shards.variables)  # each layer exchanges the weights it reads
+        self._compares_exchanges = bool(
+            self.shards.variables
+        )  # each layer exchanges the weights it reads
 
     def noted(self) -> VariableDrift:
         """Return what this process has assigned up to now."""
@@ -150,7 +152,7 @@ class JoinedRunner(StepRunner):
         self._trained |= kind == "train"
         with self._together(rows) as replica, self._random_numbers(kind):
             result = run_step(kind, self._model, self._plan, self.losses, replica, data)
-        self._is_first = False
+        self._compares_exchanges = False
         self.unchecked = self._changes
         return result
 
@@ -158,7 +160,7 @@ class JoinedRunner(StepRunner):
     def _together(self, rows: int) -> Iterator[Replica]:
         """Exchange rows with the other processes inside the context."""
         with self._connected() as ranks:
-            ranks.compares = self._is_first
+            ranks.compares = self._compares_exchanges
             replica = Replica(
                 ranks, rows, self._streams, self._device, returns=True, shards=self.shards
             )

@@ -134,7 +134,7 @@ def _on_global_batch(layer: Any, call: Callable[..., Any], replica: Replica) -> 
 
     def gathered_call(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = keras.tree.map_structure(whole, (args, kwargs))
-        with replica.streams.common(), _Hooks() as hooks:
+        with replica.streams.common(), _HookWatch() as hooks:
             outputs = call(*args, **kwargs)
         if hooks.found or _has_own_gradient((args, kwargs), outputs):
             raise LeftOutUsed(
@@ -146,17 +146,17 @@ def _on_global_batch(layer: Any, call: Callable[..., Any], replica: Replica) -> 
     return gathered_call
 
 
-class _Hooks(TorchFunctionMode):  # type: ignore[misc]
+class _HookWatch(TorchFunctionMode):  # type: ignore[misc]
     """Notes whether code asks for the gradient of a tensor inside the context."""
 
     found = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found |= getattr(func, "__name__", "") in _HOOKS
+        self.found |= getattr(func, "__name__", "") in _HOOK_METHODS
         return func(*args, **(kwargs or {}))
 
 
-_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
+_HOOK_METHODS = ("register_hook", "register_post_accumulate_grad_hook")
 
 
 def _has_own_gradient(inputs: Any, outputs: Any) -> bool:

@@ -63,7 +63,7 @@ class PoolRunner(StepRunner):
         self._sent: Any = None
         self._tensors: list[Any] = []
         self._versions: list[Any] = []
-        self._of_loss: list[int] = []
+        self._loss_numbers: list[int] = []
         self._gradients: list[Any] = []
         self._exchanged: set[str] = set()
         self._reads = CodeReads()
@@ -368,7 +368,7 @@ class PoolRunner(StepRunner):
             self._tensors, self._parts = tensors, parts
             self.shards.keep(parts)
             self._structure = _structure(tensors)
-            self._of_loss = self._numbers_of_loss(tensors)
+            self._loss_numbers = self._numbers_of_loss(tensors)
             self._state = ForwardState(self._model)
             self.losses = LossSharding(self._model, by_rows=self.losses.by_rows)
             self.whole_batch = WholeBatchSteps(self._model, self.whole_batch.distrusted)
@@ -453,7 +453,7 @@ class PoolRunner(StepRunner):
             self._versions = [tensor._version for tensor in self._tensors]
             self._renew_reads()
             return
-        for number in self._of_loss:
+        for number in self._loss_numbers:
             self._versions[number] = self._tensors[number]._version
         if _states_of_random_numbers() != self._random_numbers:  # metrics have drawn some
             self._drawn_by_metrics = True

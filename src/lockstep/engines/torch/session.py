@@ -340,9 +340,12 @@ class TorchSession(Session):
             self.adopt(first=False)
         elif self._must_build(kind):
             if not isinstance(self._runner, JoinedRunner):
-                return plain([batch])  # which builds the model
+                result = plain([batch])  # which builds the model
+                self._left_unbuilt[kind] = unbuilt(self.model, kind)
+                return result
             with torch.no_grad():  # each process builds it, and then takes the first one's values
                 self.model(keras.utils.unpack_x_y_sample_weight(batch)[0])
+            self._left_unbuilt[kind] = unbuilt(self.model, kind)
             self._runner.adopt(first=False)
         reason, data, rows = self._split(kind, batch)
         if isinstance(self._runner, JoinedRunner):
@@ -363,11 +366,9 @@ class TorchSession(Session):
         if why_custom(self.model, kind) is None:
             if not self._runner.unchecked:
                 return False
-            parts = unbuilt(self.model, kind)
-            before = self._left_unbuilt.get(kind, [])
-            self._left_unbuilt[kind] = parts
-            # A step that left them unbuilt does without them, such as a `compute_loss` of its own.
-            return bool(parts) and list(map(id, parts)) != list(map(id, before))
+            # What a step has left unbuilt, it does without, such as a `compute_loss` of its own.
+            left = set(map(id, self._left_unbuilt.get(kind, [])))
+            return any(id(part) not in left for part in unbuilt(self.model, kind))
         # A GAN, say, has no `call` and is never built: the first batch builds its parts.
         first = kind not in self._begun
         self._begun.add(kind)

@@ -123,9 +123,8 @@ class JoinedRunner(StepRunner):
                 "Give every process the same layers. Code that depends on the process cannot be "
                 "split."
             )
-        self._compares_exchanges = bool(
-            self.shards.variables
-        )  # each layer exchanges the weights it reads
+        # Each layer exchanges the weights that it reads.
+        self._compares_exchanges = bool(self.shards.variables)
 
     def noted(self) -> VariableDrift:
         """Return what this process has assigned up to now."""

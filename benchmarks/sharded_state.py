@@ -1,8 +1,11 @@
-"""The part of its state that a device holds with `state="sharded"`; what a save and a step take.
+"""What a device holds with `state="sharded"`, and what a save, a step and fine-tuning take.
 
 python benchmarks/sharded_state.py            # needs keras-hub
 LOCKSTEP_REHEARSE=4 python benchmarks/sharded_state.py --save
 KERAS_BACKEND=torch LOCKSTEP_REHEARSE=2 python benchmarks/sharded_state.py --step
+LOCKSTEP_REHEARSE=4 LOCKSTEP_GATHER_AGAIN=1 \\
+    XLA_FLAGS=--xla_cpu_enable_concurrency_optimized_scheduler=false \\
+    python benchmarks/sharded_state.py --fine-tune
 
 The first table follows from the shapes of the variables. Adam's slots have the shapes of theirs, so
 their part is the same. Virtual devices are host memory: the second figure is what a save adds.
@@ -11,10 +14,15 @@ The third is of PyTorch. It counts, in the first process, the bytes of the varia
 bytes that forward and backward pass hold besides them: gradients, activations, gathered weights. On
 a CPU it sees each tensor that an operation makes, and on a GPU PyTorch's allocator counts. The time
 is that of whole steps without counting; replicated and sharded take turns.
+
+The fourth builds 1.1 B parameters in bfloat16 in shards, and takes one step of LoRA. The host's
+memory holds all virtual devices. XLA's default order of operations on CPUs favours concurrency, and
+gathers many weights at once; the flag asks for the order that needs less memory.
 """
 
 import argparse
 import contextlib
+import resource
 import statistics
 import threading
 import time
@@ -192,14 +200,45 @@ def steps_on_pytorch(devices, rows, rounds=15):
     print(f"time of sharded over replicated: {median:.2f} [{low:.2f}, {high:.2f}]")
 
 
+def fine_tune():
+    from keras_hub import models as hub
+
+    keras.config.set_dtype_policy("bfloat16")
+    devices = len(lockstep.devices())
+    with lockstep.sharded(devices=devices):
+        backbone = hub.LlamaBackbone(
+            vocabulary_size=32000,
+            num_layers=22,
+            num_query_heads=32,
+            num_key_value_heads=4,
+            hidden_dim=2048,
+            intermediate_dim=5632,
+        )
+        backbone.enable_lora(8)
+        model = hub.LlamaCausalLM(backbone=backbone, preprocessor=None)
+    print(f"{model.count_params() / 1e9:.2f} B parameters; peak {most_resident():.1f} GB")
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    lockstep.distribute(model, devices=devices, state="sharded")
+    tokens = np.ones((devices, 16), "int32")
+    model.fit({"token_ids": tokens, "padding_mask": tokens}, tokens, batch_size=devices, verbose=2)
+    print(f"after one step: peak {most_resident():.1f} GB")
+
+
+def most_resident():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--step", action="store_true")
+    parser.add_argument("--fine-tune", action="store_true")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--rows", type=int, default=8)
     options = parser.parse_args()
-    if options.step:
+    if options.fine_tune:
+        fine_tune()
+    elif options.step:
         steps_on_pytorch(options.devices, options.rows)
     elif options.save:
         for layers in (4, 16, 32):

@@ -1,10 +1,11 @@
 """`python -m tests.conformance.table` measures every case, and writes docs/exactness.md.
 
 With `--backend tensorflow` or `--backend torch` it writes docs/exactness-tensorflow.md or
-docs/exactness-torch.md. A process for each measures lockstep in float32, lockstep in float64, and
-stock Keras, whose distribution is global (it has none on PyTorch). The figures of each case are
-kept in a folder, so that a run that was stopped continues. That takes about 100 minutes on two
-cores; `--only "batch norm"` measures the cases of that name, and keeps the rest of the page.
+docs/exactness-torch.md. A process for each measures lockstep in float32, lockstep in float64,
+sharded state in float64, and stock Keras, whose distribution is global (it has none on PyTorch).
+The figures of each case are kept in a folder, so that a run that was stopped continues. That takes
+about 100 minutes on two cores; `--only "batch norm"` measures the cases of that name,
+`--kind sharded` one kind of figures, and both keep the rest of the page.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 COUNTS = {"jax": [1, 2, 3, 4, 8], "tensorflow": [1, 2, 4], "torch": [1, 2, 3]}
+SHARDED_COUNTS = {"jax": [2, 3, 4, 8], "torch": [2, 3]}
 STOCK_DEVICES = {"jax": 4, "tensorflow": 2}
 
 
@@ -32,6 +34,27 @@ def measure_lockstep(case):
     for devices in COUNTS[_backend()]:
         far = gaps(one, play(case, partial(lockstep.distribute, devices=devices)))
         row[str(devices)] = max(far.values())
+    return row
+
+
+def measure_sharded(case):
+    """The largest difference for every number of devices, or None if nothing can be in shards."""
+    import lockstep
+    from tests.conformance.cases.case import gaps, play
+    from tests.conformance.worker import check_shards, keep_processes_warm, shard_small_variables
+
+    one, row = play(case), {}
+    shard_small_variables()
+    for devices in SHARDED_COUNTS[_backend()]:
+        if _backend() == "torch":
+            keep_processes_warm(devices)
+        models = []
+
+        def lay_out(model, devices=devices, models=models):
+            models.append(lockstep.distribute(model, devices, state="sharded"))
+
+        far = gaps(one, play(case, lay_out))
+        row[str(devices)] = max(far.values()) if check_shards(models[0], devices) else None
     return row
 
 
@@ -89,6 +112,8 @@ def mirrored(case, sizes):
         return play(inside, before=lambda: stack.enter_context(scope), sizes=sizes)
 
 
+KINDS = ("lockstep", "float64", "sharded", "stock")
+FLOAT64 = ("float64", "sharded")
 STOCK = {"jax": data_parallel, "tensorflow": mirrored}
 
 
@@ -110,6 +135,8 @@ def _backend():
 def measures(backend):
     """What is measured on this backend, by name."""
     found = {"lockstep": measure_lockstep, "float64": measure_lockstep}
+    if backend in SHARDED_COUNTS:
+        found["sharded"] = measure_sharded
     return {**found, "stock": measure_stock} if backend in STOCK else found
 
 
@@ -119,7 +146,7 @@ def measure(what, folder, only):
     from tests.conformance.worker import case_of
 
     warnings.simplefilter("ignore")
-    if what == "float64":
+    if what in FLOAT64:
         compute_in_float64()
     for family, members in names(_backend()).items():
         for name in members:
@@ -138,7 +165,8 @@ def _file(family, name):
 def columns(backend):
     """The columns of figures."""
     stock = ["stock", "stock, even"] if backend in STOCK else []
-    return ["float64", *map(str, COUNTS[backend]), *stock]
+    sharded = ["sharded"] if backend in SHARDED_COUNTS else []
+    return ["float64", *sharded, *map(str, COUNTS[backend]), *stock]
 
 
 def measured(folder, backend):
@@ -152,6 +180,9 @@ def measured(folder, backend):
                 figures = json.loads(file.read_text()) if file.exists() else {}
                 if what == "float64" and figures:
                     figures = {"float64": max(figures.values())}
+                elif what == "sharded" and figures:
+                    in_shards = [value for value in figures.values() if value is not None]
+                    figures = {"sharded": max(in_shards, default="whole")}
                 elif what == "stock" and figures:
                     figures = {"stock": figures["ragged"], "stock, even": figures["even"]}
                 row |= {column: _number(value) for column, value in figures.items()}
@@ -228,12 +259,19 @@ def _about(backend, versions):
         "bound": f"{BOUND:.0e}",
         "last": COUNTS[backend][-1],
         "ragged": _batches(RAGGED),
+        "sharded": _ABOUT_SHARDED.format(counts=_counts(SHARDED_COUNTS[backend]))
+        if backend in SHARDED_COUNTS
+        else "",
         "stock": _ABOUT_STOCK.format(
             tool=tools[backend], devices=STOCK_DEVICES[backend], even=_batches(EVEN)
         )
         if backend in STOCK
         else "\nStock Keras has no distribution on PyTorch to compare with.\n",
     }
+
+
+def _counts(numbers):
+    return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
 
 
 def _batches(sizes):
@@ -255,12 +293,18 @@ devices.
 
 - *float64* is the proof: the largest difference over 1 to {last} devices when everything is
   computed in float64. It is at most {bound}, except where layers compute in half precision.
+{sharded}\
 - The columns 1 to {last} are numbers of devices in float32, as users run it. Several devices add
   up the same numbers in another order. Usually that gives 1e-7. Kinks of ReLU and max pooling,
   and Adam on gradients near zero, turn the same rounding into more.
 - An empty cell was not measured. `{command} --only "NAME"` measures
   the cases of that name. `python -m pytest tests/conformance --whole` runs every case in float64.
 {left_out}{stock}"""
+
+_ABOUT_SHARDED = """\
+- *sharded* is the same with `state="sharded"` on {counts} devices. A variable of any size is in
+  shards here, if its shape can be divided. `whole`: no variable of the case can be.
+"""
 
 _LEFT_OUT = {
     "jax": "",
@@ -282,10 +326,11 @@ _ABOUT_STOCK = """\
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--measure", choices=("lockstep", "float64", "stock"))
+    parser.add_argument("--measure", choices=KINDS, help="what this process measures")
     parser.add_argument("--backend", choices=COUNTS, default="jax")
     parser.add_argument("--folder", type=Path, help="where what is measured is kept")
     parser.add_argument("--page", type=Path, help="the page to write")
+    parser.add_argument("--kind", choices=KINDS, help="the one kind of figures to measure")
     parser.add_argument("--only", default="", help="a part of the names of the cases to measure")
     options = parser.parse_args()
     own = "" if options.backend == "jax" else f"-{options.backend}"
@@ -298,23 +343,24 @@ def main():
     if options.measure:
         measure(options.measure, folder, options.only)
         return
-    for what in measures(options.backend):
+    kinds = [options.kind] if options.kind else [*measures(options.backend)]
+    for what in kinds:
         (folder / what).mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "tests.conformance.table", "--backend", options.backend]
     command += ["--folder", str(folder), "--only", options.only]
     running = [
         subprocess.Popen(
             [*command, "--measure", what],
-            env={**os.environ, "JAX_ENABLE_X64": str(int(what == "float64"))},
+            env={**os.environ, "JAX_ENABLE_X64": str(int(what in FLOAT64))},
         )
-        for what in measures(options.backend)
+        for what in kinds
     ]
     failed = [process.wait() for process in running]
     if any(failed):
         sys.exit("A measurement failed; its traceback is above.")
     page.parent.mkdir(exist_ok=True)
     versions, rows = versions_here(options.backend), measured(folder, options.backend)
-    if options.only:
+    if options.only or options.kind:
         before, kept = read(page.read_text())
         if before != versions:
             sys.exit(f"{page} is of {before}, and {versions} is here: measure every case.")

@@ -31,10 +31,14 @@ from lockstep.keras_compat import (
     validates_after,
     values_in_order,
 )
-from lockstep.launch.status import STATUS_OF_PROCESS
+from lockstep.launch.status import STATUS_OF_PROCESS, phase
 from lockstep.training.callbacks import Callbacks, see_every_batch
+from lockstep.training.input import HostIterator
 from lockstep.training.overrides import is_keras, knows_arguments
-from lockstep.training.session import NO_BATCH, PREDICT, TEST, TRAIN, Begin, End, Session
+from lockstep.training.session import NO_BATCH, PREDICT, TEST, TRAIN, Execute, Kind, Session
+
+Begin = Callable[[int], None]
+End = Callable[[int, Any], None]
 
 
 class Loop:
@@ -142,12 +146,11 @@ class Loop:
                 model.reset_metrics()
                 STATUS_OF_PROCESS.detail = f"epoch {epoch + 1}"
                 callbacks.on_epoch_begin(epoch)
-                session.plan_epoch(batches, callbacks, TRAIN)
                 begin, end = callbacks.on_train_batch_begin, callbacks.on_train_batch_end
                 if self.compiles():
                     begin, end = _reporting_first_step(begin, end) if verbose != 0 else (begin, end)
                     self._ran = model.train_function
-                logs = session.run_epoch(TRAIN, batches, begin, end)
+                logs = self._epoch(TRAIN, batches, callbacks, begin, end)
                 if run is not None:
                     logs = run.epoch_logs(logs)
                 if logs is not NO_BATCH:
@@ -248,11 +251,9 @@ class Loop:
         model.make_test_function()
         model.stop_evaluating = False
         callbacks.on_test_begin()
-        session.plan_epoch(batches, callbacks, TEST)
         model.reset_metrics()
-        logs = session.run_epoch(
-            TEST, batches, callbacks.on_test_batch_begin, callbacks.on_test_batch_end
-        )
+        begin, end = callbacks.on_test_batch_begin, callbacks.on_test_batch_end
+        logs = self._epoch(TEST, batches, callbacks, begin, end)
         if logs is NO_BATCH:
             raise _no_batch("evaluate")
         logs = pythonify_logs(self._results(logs))
@@ -289,15 +290,15 @@ class Loop:
         model.stop_predicting = False
         every: list[Any] = []
         callbacks.on_predict_begin()
-        session.plan_epoch(batches, callbacks, PREDICT)
         sees = see_every_batch(callbacks, "predict")
 
         def end(step: int, outputs: Any) -> None:
+            every.append(outputs)
             outputs = session.fetched(outputs) if sees else outputs
             callbacks.on_predict_batch_end(step, {"outputs": outputs})
 
         begin = callbacks.on_predict_batch_begin
-        session.run_epoch(PREDICT, batches, begin, end, each=every.append)
+        self._epoch(PREDICT, batches, callbacks, begin, end)
         session.sync()
         if not every:
             raise _no_batch("predict")
@@ -305,6 +306,35 @@ class Loop:
         callbacks.on_predict_end()
         session.clear()
         return predictions
+
+    def _epoch(self, kind: Kind, batches: Any, callbacks: Any, begin: Begin, end: End) -> Any:
+        """Run the steps of one epoch, and return the outputs of the last one, or `NO_BATCH`.
+
+        Args:
+            kind: The kind of steps.
+            batches: The iterator over the batches.
+            callbacks: Keras's list of callbacks.
+            begin: Called before an execution with the number of its first step.
+            end: Called after an execution with the number of its last step and its outputs.
+        """
+
+        def run(execute: Execute) -> Any:
+            outputs: Any = NO_BATCH
+            with batches.catch_stop_iteration():
+                for first, last, iterator in batches:
+                    begin(first)
+                    outputs = execute(iterator, last - first + 1)
+                    end(last, outputs)
+                    if getattr(self.model, kind.stop):
+                        break
+            if isinstance(batches, HostIterator):
+                batches.check_epoch()
+            return outputs
+
+        if isinstance(batches, HostIterator):
+            batches.watch(see_every_batch(callbacks, kind.name))
+        with phase(kind.phase, compiles=True):
+            return self._session.epoch(kind, batches, callbacks, run)
 
     def _results(self, logs: dict[str, Any]) -> dict[str, Any]:
         """Return the logs of an epoch. Metrics compute them operation by operation."""

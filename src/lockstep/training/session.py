@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -58,9 +59,8 @@ KINDS = (TRAIN, TEST, PREDICT)
 NO_BATCH: dict[str, Any] = {}
 """The outputs of an epoch without a step."""
 
-Begin = Callable[[int], None]
-End = Callable[[int, Any], None]
-Each = Callable[[Any], None]
+Execute = Callable[[Iterator[Any], int], Any]
+"""Runs so many steps, or fewer if the batches end first, and returns the outputs."""
 
 
 @functools.cache
@@ -74,7 +74,7 @@ class Session:
     """One model on its devices.
 
     This class serves an engine whose variables hold the state between two steps. Another engine
-    overrides `run_epoch` and the methods that move the state.
+    overrides `epoch` and the methods that move the state.
 
     Args:
         model: The model.
@@ -89,7 +89,7 @@ class Session:
         state: How the variables are laid out.
         loops: The methods that lockstep's loop may replace.
         array_type: The type of the arrays that a step returns and that never change.
-        iterator_type: The type of the iterators that `run_epoch` takes.
+        iterator_type: The type of the iterators that `epoch` takes.
         finalizes_always: Whether Keras's `fit` on this backend also calls the optimizer's
             `finalize_variable_values` after an error.
     """
@@ -193,52 +193,29 @@ class Session:
         """Return whether the first call of a step function compiles it."""
         return not self.model.run_eagerly
 
-    def plan_epoch(self, batches: Any, callbacks: Any, kind: Kind) -> None:
-        """Decide what the next epoch has to expect of the hooks of the callbacks.
-
-        Args:
-            batches: The iterator.
-            callbacks: Keras's list of callbacks.
-            kind: The kind of steps.
-        """
-
-    def run_epoch(
-        self, kind: Kind, batches: Any, begin: Begin, end: End, each: Each | None = None
-    ) -> Any:
-        """Run the steps of one epoch.
+    def epoch(self, kind: Kind, batches: Any, callbacks: Any, run: Callable[[Execute], Any]) -> Any:
+        """Run the steps of one epoch, and return what `run` returns.
 
         Args:
             kind: The kind of steps.
             batches: The iterator over the batches.
-            begin: Called before an execution with the number of its first step.
-            end: Called after an execution with the number of its last step and its outputs.
-            each: Called with the outputs of every execution.
-
-        Returns:
-            The outputs of the last step, or `NO_BATCH`.
+            callbacks: Keras's list of callbacks, whose hooks run between steps.
+            run: Runs the steps, given the function for one execution.
         """
-        model = self.model
-        outputs: Any = NO_BATCH
-        with batches.catch_stop_iteration():
-            for first, last, iterator in batches:
-                begin(first)
-                if isinstance(batches, HostIterator):
-                    iterator = self.drawn(batches, iterator)
-                outputs = kind.function_of(model)(iterator)
-                if each is not None:
-                    each(outputs)
-                end(last, outputs)
-                if getattr(model, kind.stop):
-                    break
-        return outputs
+        return run(partial(self._execute, kind, batches))
 
-    def drawn(self, batches: HostIterator, iterator: Iterator[Any]) -> Iterator[Any]:
+    def _execute(self, kind: Kind, batches: Any, iterator: Iterator[Any], times: int) -> Any:
+        if isinstance(batches, HostIterator):
+            iterator = self._drawn(batches, iterator, times)
+        return kind.function_of(self.model)(iterator)
+
+    def _drawn(self, batches: HostIterator, iterator: Iterator[Any], times: int) -> Iterator[Any]:
         """Draw the batches of one execution.
 
         Raises:
             StopIteration: If no batch is left.
         """
-        drawn = list(islice(iterator, batches.steps_per_execution))
+        drawn = list(islice(iterator, times))
         if not drawn:
             raise StopIteration
         return iter(drawn)

@@ -75,10 +75,9 @@ from lockstep.processes.first_process_io import methods_of_all_processes
 from lockstep.processes.variable_drift import VariableDrift
 from lockstep.state import named_variables, rnn_states, variables_of
 from lockstep.training.call_guard import CallGuard
-from lockstep.training.callbacks import see_every_batch
 from lockstep.training.input import BatchesAhead, HostIterator, check_times
 from lockstep.training.overrides import is_keras
-from lockstep.training.session import PREDICT, TRAIN, Begin, Each, End, Kind, Session, recorded_type
+from lockstep.training.session import PREDICT, TRAIN, Execute, Kind, Session, recorded_type
 
 
 class JaxSession(Session):
@@ -334,15 +333,9 @@ class JaxSession(Session):
         """Return whether a step is one program."""
         return not self.model.run_eagerly and bool(self.model.jit_compile)
 
-    def plan_epoch(self, batches: Any, callbacks: Any, kind: Kind) -> None:
-        """Note whether callbacks run between two steps of the next epoch."""
-        batches.watch(see_every_batch(callbacks, kind.name))
-
-    def run_epoch(
-        self, kind: Kind, batches: Any, begin: Begin, end: End, each: Each | None = None
-    ) -> Any:
-        """Run the steps of one epoch."""
-        return run_epoch(self.model, kind, batches, begin, end, each)
+    def epoch(self, kind: Kind, batches: Any, callbacks: Any, run: Callable[[Execute], Any]) -> Any:
+        """Run the steps of one epoch, with the state out of the variables."""
+        return run_epoch(self.model, kind, batches, run)
 
     def sync(self) -> None:
         """Write the state of a running epoch into the variables."""

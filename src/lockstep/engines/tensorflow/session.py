@@ -64,6 +64,7 @@ from lockstep.keras_compat import (
     takes_batch_before_trace,
     taking_optionals,
 )
+from lockstep.launch.status import STATUS_OF_PROCESS
 from lockstep.layout import Layout
 from lockstep.state import named_variables, optimizers_of
 from lockstep.training.build import build, is_ready_for_custom_step
@@ -213,12 +214,14 @@ class TensorFlowSession(Session):
             iterator, batches = self._compare_first_step(name, step, iterator, batches, spec)
             try:
                 with assertions_in_words():
-                    return function(iterator if batches is None else iter(batches))
+                    outputs = function(iterator if batches is None else iter(batches))
             except ReplicasDiffer as found:  # raised by the trace, before anything runs
                 self._before_trace.put_back()  # what the code has counted while it was traced
                 self.steps.give_up(name, str(found))
                 function = self._function(name, step)
-                return function(iterator if batches is None else iter(batches))
+                outputs = function(iterator if batches is None else iter(batches))
+            STATUS_OF_PROCESS.stepped()
+            return outputs
 
         return run
 

@@ -61,7 +61,7 @@ from lockstep.keras_compat import (
     stored_value,
     wrapped_by_keras,
 )
-from lockstep.launch.status import STATUS_OF_PROCESS, phase
+from lockstep.launch.status import STATUS_OF_PROCESS
 from lockstep.layout import Layout
 from lockstep.processes import process_group
 from lockstep.processes.agreement import DataCheck
@@ -69,18 +69,9 @@ from lockstep.processes.first_process_io import methods_of_all_processes
 from lockstep.state import bytes_of, named_variables, optimizers_of, unique, variables_of
 from lockstep.training.build import build, is_ready_for_custom_step, unbuilt
 from lockstep.training.call_guard import CallGuard
-from lockstep.training.callbacks import may_write_between_steps, see_every_batch
+from lockstep.training.callbacks import may_write_between_steps
 from lockstep.training.input import HostIterator
-from lockstep.training.session import (
-    PREDICT,
-    TRAIN,
-    Begin,
-    Each,
-    End,
-    Kind,
-    Session,
-    recorded_type,
-)
+from lockstep.training.session import PREDICT, TRAIN, Execute, Kind, Session, recorded_type
 
 
 class TorchSession(Session):
@@ -108,7 +99,6 @@ class TorchSession(Session):
         self._branches = None if layout is None else BranchSteps(model, layout)
         self._runner = self._branches or self._new_runner()
         self._splits = layout is None and len(devices) > 1
-        self._changes = True
         self._warned: set[str] = set()
         self._begun: set[str] = set()
         self._left_unbuilt: dict[str, list[Any]] = {}
@@ -560,29 +550,19 @@ class TorchSession(Session):
         """Return whether the first call of a step function compiles it."""
         return len(self.devices) == 1 and bool(self.model.jit_compile)
 
-    def plan_epoch(self, batches: Any, callbacks: Any, kind: Kind) -> None:
-        """Decide whether the model may change between two steps of the next epoch."""
-        self._changes = may_write_between_steps(callbacks, kind.name)
-        if isinstance(batches, ComparedIterator):
-            batches.watch(see_every_batch(callbacks, kind.name))
-
-    def run_epoch(
-        self, kind: Kind, batches: Any, begin: Begin, end: End, each: Each | None = None
-    ) -> Any:
+    def epoch(self, kind: Kind, batches: Any, callbacks: Any, run: Callable[[Execute], Any]) -> Any:
         """Run the steps of one epoch, in the mode of `torch.nn.Module` that Keras sets."""
         if kind is TRAIN:
             self.model.train()
-        with phase(kind.phase, compiles=True), self._runner.epoch(changes=self._changes):
-            outputs = super().run_epoch(kind, batches, begin, end, each)
-            if isinstance(batches, ComparedIterator):
-                batches.check_epoch()
+        with self._runner.epoch(changes=may_write_between_steps(callbacks, kind.name)):
+            outputs = super().epoch(kind, batches, callbacks, run)
         self.model.eval()
         return outputs
 
-    def drawn(self, batches: HostIterator, iterator: Iterator[Any]) -> Iterator[Any]:
+    def _drawn(self, batches: HostIterator, iterator: Iterator[Any], times: int) -> Iterator[Any]:
         """Draw the batches of one execution, once every process has as many."""
         if not isinstance(self._runner, JoinedRunner):
-            return super().drawn(batches, iterator)
+            return super()._drawn(batches, iterator, times)
         return iter(batches.agreed(lambda: [next(iterator)], self._runner.noted()))
 
     def joined(self, every: list[Any]) -> Any:

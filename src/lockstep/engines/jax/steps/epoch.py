@@ -1,50 +1,30 @@
-"""The loop over the steps of one epoch, with little Python per step."""
+"""The executions of one epoch on JAX, with little Python for each."""
 
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from lockstep.engines.jax.steps.live_state import GROUPS_OF, LiveState, with_values_back
 from lockstep.engines.jax.steps.step import StepFunction
 from lockstep.keras_compat import JAX_STATE_SYNCED, empty_variables, take_jax_state
-from lockstep.launch.status import phase
 from lockstep.training.input import HostIterator
-from lockstep.training.session import NO_BATCH, Begin, Each, End, Kind
+from lockstep.training.session import Execute, Kind
 
 
-def run_epoch(
-    model: Any,
-    kind: Kind,
-    batches: HostIterator,
-    begin: Begin,
-    end: End,
-    each: Each | None = None,
-) -> Any:
-    """Run the steps of one epoch; see `Session.run_epoch`."""
+def run_epoch(model: Any, kind: Kind, batches: HostIterator, run: Callable[[Execute], Any]) -> Any:
+    """Run the steps of one epoch; see `Session.epoch`."""
     live = LiveState(model, GROUPS_OF[kind.name])
     # Bypass Keras's attribute tracking, which visits every array at every step.
     vars(model)[JAX_STATE_SYNCED] = True
 
-    def body() -> Any:
-        outputs: Any = NO_BATCH
-        with batches.catch_stop_iteration():
-            for first, last, iterator in batches:
-                begin(first)
-                step = kind.function_of(model)
-                if isinstance(step, StepFunction):
-                    outputs = _execute(model, step, live, batches, iterator, last - first + 1)
-                else:  # user code wraps a step function
-                    _take_out_if_synced(model, live)
-                    outputs = live.run(step, iterator)
-                if each is not None:
-                    each(outputs)
-                end(last, outputs)
-                if getattr(model, kind.stop):
-                    break
-        batches.check_epoch()
-        return outputs
+    def execute(iterator: Iterator[Any], times: int) -> Any:
+        step = kind.function_of(model)
+        if isinstance(step, StepFunction):
+            return _execute(model, step, live, batches, iterator, times)
+        _take_out_if_synced(model, live)  # user code wraps a step function
+        return live.run(step, iterator)
 
-    with phase(kind.phase, compiles=True):
-        return with_values_back(model, body, model.jax_state_sync)
+    return with_values_back(model, partial(run, execute), model.jax_state_sync)
 
 
 def _execute(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lockstep.devices import REPLICATED, SHARDED, names_in_words, parse_devices
+from lockstep.devices import names_in_words, parse_devices
 from lockstep.distribute import check_model
 from lockstep.engines import current_engine
 from lockstep.errors import DeviceError, SerialBranchesWarning, UnsupportedModel
@@ -139,12 +139,13 @@ def placement(model: Any) -> None:
     from rich.table import Table
 
     from lockstep.engines.attachment import session_of
+    from lockstep.layout import Branches
     from lockstep.report import print_table
     from lockstep.transfers import placed_layers
 
     session = session_of(model)
     layout = None if session is None else session.layout
-    if layout is None:
+    if not isinstance(layout, Branches):
         print_table(Console(), _data_parallel(model, session))
         return
     table = Table(title=f"{_name(model)} on {names_in_words(layout.devices)}")
@@ -176,10 +177,12 @@ def _data_parallel(model: Any, session: "Session | None") -> "Table":
 
     from lockstep.state import bytes_of, named_variables
 
-    where = {REPLICATED: "every variable on every device", SHARDED: "variables in shards"}
     names = (current_engine().devices()[0].name,) if session is None else session.devices
-    several = session is not None and len(names) > 1
-    layout = f"data parallel, {where[session.state]}" if session and several else "one device"
+    layout = "one device"
+    if session is not None and len(names) > 1:
+        is_sharded = session.layout.is_sharded
+        where = "variables in shards" if is_sharded else "every variable on every device"
+        layout = f"data parallel, {where}"
     weights = slots = 0
     for name, variable in named_variables(model).items():
         held = bytes_of(variable) // (1 if session is None else session.shards(variable))
@@ -210,13 +213,13 @@ def _place_new(model: Any) -> None:
 def _known(model: Any) -> dict[str, str]:
     """Return the devices of layers that another model has placed, by their path."""
     from lockstep.engines.holders import holders_of
-    from lockstep.layout import layers_by_path
+    from lockstep.layout import Branches, layers_by_path
 
     found = {}
     for path, layer in layers_by_path(model).items():
         for variable in layer.weights:
             for holder in holders_of(variable):
-                if holder.model is not model and getattr(holder, "layout", None) is not None:
+                if holder.model is not model and isinstance(holder.layout, Branches):
                     found[path] = holder.layout.home(layer)
     return found
 
@@ -232,7 +235,7 @@ def _place(model: Any, chosen: dict[str, str]) -> None:
     default = min([*marked(model), *chosen.values()], key=order.index)
     layout = lay_out(model, chosen, default)
     both = cycle(transfers(model, layout))
-    attach(engine, model, layout.devices, layout)
+    attach(engine, model, layout)
     report_functional_models(_place_new)
     if both is not None:
         warnings.warn(_in_turns(*both), SerialBranchesWarning, stacklevel=3)

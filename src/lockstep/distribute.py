@@ -73,8 +73,9 @@ def distribute(model: Model, devices: Devices | None = None, *, state: str = REP
             stacklevel=2,
         )
     from lockstep.engines.attachment import attach  # which imports Keras
+    from lockstep.layout import DataParallel
 
-    attach(engine, model, names, state=state)
+    attach(engine, model, DataParallel(names, state))
     STATUS_OF_PROCESS.distributed = True
     return model
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.devices import names_in_words, rehearsed_devices, shard_rows
 from lockstep.errors import counted
-from lockstep.layout import Layout
+from lockstep.layout import Branches, Layout
 from lockstep.step_bytes import amount
 
 Given = dict[str, Any]
@@ -72,22 +72,23 @@ def first_step_line(seconds: float) -> str:
     )
 
 
-def fit_line(backend: str, devices: tuple[str, ...], given: Given, compiles: bool = False) -> str:
+def fit_line(backend: str, layout: Layout, given: Given, compiles: bool = False) -> str:
     """Return one line with the backend, the devices, and the global and per-replica batch.
 
     Args:
         backend: The name of the backend.
-        devices: The names of the devices.
+        layout: How the model is laid out.
         given: What `fit` is called with.
         compiles: Whether the training step is compiled first.
     """
-    count = len(devices)
-    rehearsed = ", rehearsed" if rehearsed_devices(os.environ) else ""
-    return (
-        f"lockstep: {backend}, {counted(count, 'device')} ({names_in_words(devices)}{rehearsed}), "
-        + _batch_words(given, count)
-        + (", compiling the training step" if compiles else "")
-    )
+    count = len(layout.devices)
+    names = names_in_words(layout.devices)
+    names += ", rehearsed" if rehearsed_devices(os.environ) else ""
+    if isinstance(layout, Branches):
+        what = f"layers on {names}"
+    else:
+        what = f"{counted(count, 'device')} ({names}), {_batch_words(given, count)}"
+    return f"lockstep: {backend}, {what}" + (", compiling the training step" if compiles else "")
 
 
 def _batch_words(given: Given, replicas: int) -> str:
@@ -114,21 +115,6 @@ def batch_size_of(given: Given) -> int | None:
 
 def _is_arrays(data: Any) -> bool:
     return hasattr(data, "shape") or isinstance(data, list | tuple | dict)
-
-
-def branches_line(backend: str, layout: Layout, given: Given, compiles: bool = False) -> str:
-    """Return the line for a model whose layers run on several devices.
-
-    Args:
-        backend: The name of the backend.
-        layout: The devices of the layers.
-        given: The arguments of `fit`.
-        compiles: Whether the training step is compiled first.
-    """
-    rehearsed = ", rehearsed" if rehearsed_devices(os.environ) else ""
-    return f"lockstep: {backend}, layers on {names_in_words(layout.devices)}{rehearsed}" + (
-        ", compiling the training step" if compiles else ""
-    )
 
 
 def replicated_words(held: int, has_slots: bool, memory: int | None) -> str:

@@ -1,10 +1,11 @@
-"""Where the layers of one model run."""
+"""How one model is laid out: with all layers on every device, or with branches on devices."""
 
 import fnmatch
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.devices import REPLICATED, SHARDED
 from lockstep.errors import LayoutConflict
 from lockstep.keras_compat import functional_of, layers_in, nodes_of, sublayers_of
 
@@ -13,7 +14,26 @@ _DEVICE = "_lockstep_device"
 
 
 @dataclass(frozen=True)
-class Layout:
+class DataParallel:
+    """Every device runs all layers, on its rows of a batch.
+
+    Attributes:
+        devices: The names of the devices.
+        state: How the variables are laid out, `"replicated"` or `"sharded"`.
+    """
+
+    devices: tuple[str, ...]
+    state: str = REPLICATED
+    made_by = "distribute"
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each device has a shard of each large variable."""
+        return self.state == SHARDED
+
+
+@dataclass(frozen=True)
+class Branches:
     """The device of every layer of one model, and of every call in its functional graphs.
 
     A layer that is called on two devices has its weights on the device of its first call.
@@ -30,10 +50,15 @@ class Layout:
     layers: Mapping[int, str]
     calls: Mapping[int, str]
     fixed: frozenset[int]
+    is_sharded = False
+    made_by = "place"
 
     def home(self, layer: Any) -> str:
         """Return the device of a layer; the first device for a layer that is not known."""
         return self.layers.get(id(layer), self.devices[0])
+
+
+Layout = DataParallel | Branches
 
 
 def mark_node(node: Any, device: str) -> None:
@@ -79,7 +104,7 @@ def matches(pattern: str, path: str) -> bool:
     return fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(name, pattern)
 
 
-def lay_out(model: Any, chosen: Mapping[str, str], default: str) -> Layout:
+def lay_out(model: Any, chosen: Mapping[str, str], default: str) -> Branches:
     """Give every layer of a model a device.
 
     A layer has the device that was chosen for it, else that of its first input, else that of the
@@ -94,7 +119,7 @@ def lay_out(model: Any, chosen: Mapping[str, str], default: str) -> Layout:
     walk = _Walk({id(paths[path]): device for path, device in chosen.items()})
     walk.visit(model, default, fixed=True)
     used = dict.fromkeys([*walk.calls.values(), *walk.layers.values()])
-    return Layout(tuple(used) or (default,), walk.layers, walk.calls, frozenset(walk.fixed))
+    return Branches(tuple(used) or (default,), walk.layers, walk.calls, frozenset(walk.fixed))
 
 
 class _Walk:

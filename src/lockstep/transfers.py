@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.keras_compat import calls_of, functional_of, layers_in, nodes_of
-from lockstep.layout import Layout, layers_by_path
+from lockstep.layout import Branches, layers_by_path
 from lockstep.state import bytes_of, item_bytes
 
 
@@ -48,7 +48,7 @@ class PlacedLayer:
     receives: tuple[Transfer, ...]
 
 
-def placed_layers(model: Any, layout: Layout) -> list[PlacedLayer]:
+def placed_layers(model: Any, layout: Branches) -> list[PlacedLayer]:
     """Return the layers of a model with their devices, those inside of nested models too."""
     found = transfers(model, layout)
     paths = layers_by_path(model)
@@ -71,7 +71,7 @@ def placed_layers(model: Any, layout: Layout) -> list[PlacedLayer]:
     return lines
 
 
-def transfers(model: Any, layout: Layout) -> list[Transfer]:
+def transfers(model: Any, layout: Branches) -> list[Transfer]:
     """Return what goes from one device to another in the functional graphs of a model."""
     return [each for layer in layers_in(model) for each in _transfers(layer, layout)]
 
@@ -86,7 +86,7 @@ def cycle(found: Sequence[Transfer]) -> tuple[Transfer, Transfer] | None:
     return None
 
 
-def _transfers(layer: Any, layout: Layout) -> Iterator[Transfer]:
+def _transfers(layer: Any, layout: Branches) -> Iterator[Transfer]:
     function = functional_of(layer)
     for node in nodes_of(function) if function is not None else []:
         to_device = layout.calls.get(id(node))
@@ -98,7 +98,7 @@ def _transfers(layer: Any, layout: Layout) -> Iterator[Transfer]:
                 yield Transfer(source, target, str(from_device), str(to_device), size)
 
 
-def _devices(layer: Any, layout: Layout) -> list[str]:
+def _devices(layer: Any, layout: Branches) -> list[str]:
     calls = [layout.calls.get(id(node)) for node in calls_of(layer)]
     return list(dict.fromkeys([layout.home(layer), *(each for each in calls if each)]))
 

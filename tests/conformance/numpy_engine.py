@@ -30,8 +30,8 @@ class NumPyEngine(Engine):
     def join(self, place):
         return 0, 1
 
-    def session(self, model, devices, layout, state="replicated"):
-        return NumPySession(model, devices, layout, state)
+    def session(self, model, layout):
+        return NumPySession(model, layout)
 
     def check_shards(self):
         raise no_shards("NumPy", "There is one device.", 'Leave out state="sharded".')

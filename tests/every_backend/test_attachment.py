@@ -9,6 +9,7 @@ import lockstep
 from lockstep.engines import current_engine
 from lockstep.engines.attachment import session_of
 from lockstep.errors import UnsupportedBackend, UnsupportedModel
+from lockstep.layout import DataParallel
 
 
 def chain():
@@ -72,7 +73,7 @@ def test_a_failure_while_it_gets_on_devices_leaves_it_as_it_was(monkeypatch, bef
         lockstep.distribute(model, before)
     assert_same(fit(model), fit(alone))
     names, devices = {*vars(model)}, devices_of(model)
-    session = type(current_engine().session(model, ("cpu:0", "cpu:1"), None))
+    session = type(current_engine().session(model, DataParallel(("cpu:0", "cpu:1"))))
     step = "methods" if after == "methods" else "open"
     plain, failed = getattr(session, step), []
 
@@ -116,7 +117,7 @@ def test_tensorflow_has_no_state_in_shards():
 
     if keras.backend.backend() != "tensorflow":
         distribute()
-        assert session_of(model).state == "sharded"
+        assert session_of(model).layout.state == "sharded"
         return
 
     def build():

@@ -338,4 +338,4 @@ def test_several_processes_are_refused(monkeypatch):
     layout = session_of(lockstep.place(chain(), {"dense_1": 1})).layout
     monkeypatch.setattr(process_group, "several", lambda: True)
     with pytest.raises(UnsupportedBackend, match=r"several processes,\n.*Start one process"):
-        attach(engine, chain(), layout.devices, layout)
+        attach(engine, chain(), layout)

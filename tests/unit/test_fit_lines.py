@@ -10,6 +10,7 @@ from lockstep.fit_lines import (
     replicated_words,
     wants_words,
 )
+from lockstep.layout import DataParallel
 from lockstep.training import loop
 
 GPUS = ("gpu:0", "gpu:1", "gpu:2", "gpu:3")
@@ -48,7 +49,7 @@ def _no_rehearsal(monkeypatch):
     ],
 )
 def test_the_line_says_what_runs(args, kwargs, batch):
-    line = fit_line("jax", GPUS, arguments_of(fit, args, kwargs))
+    line = fit_line("jax", DataParallel(GPUS), arguments_of(fit, args, kwargs))
     assert line == f"lockstep: jax, 4 devices (gpu:0 to gpu:3), {batch}"
 
 
@@ -58,7 +59,7 @@ def test_a_fit_that_takes_whatever_it_is_given():
 
     given = {"x": np.zeros((9, 2)), "batch_size": 8, "verbose": 0}
     given = arguments_of(fit, (), given)
-    assert fit_line("jax", GPUS, given).endswith("global batch 8 = 2 per replica")
+    assert fit_line("jax", DataParallel(GPUS), given).endswith("global batch 8 = 2 per replica")
     assert not wants_words(given)
 
 
@@ -85,13 +86,13 @@ def test_a_data_loader_knows_its_batch():
     class Loader:
         batch_size = 8
 
-    line = fit_line("jax", GPUS[:1], arguments_of(fit, (Loader(),), {}))
+    line = fit_line("jax", DataParallel(GPUS[:1]), arguments_of(fit, (Loader(),), {}))
     assert line == "lockstep: jax, 1 device (gpu:0), global batch 8 = 8 per replica"
 
 
 def test_a_rehearsal_is_named(monkeypatch):
     monkeypatch.setenv("LOCKSTEP_REHEARSE", "2")
-    line = fit_line("jax", ("cpu:0", "cpu:1"), {"batch_size": 2})
+    line = fit_line("jax", DataParallel(("cpu:0", "cpu:1")), {"batch_size": 2})
     assert line == (
         "lockstep: jax, 2 devices (cpu:0, cpu:1, rehearsed), global batch 2 = 1 per replica"
     )
@@ -107,7 +108,7 @@ def test_a_fit_that_hands_its_arguments_on():
         return fit(*args, **kwargs)
 
     assert not wants_words(arguments_of(own_fit, (), {"verbose": 0}))
-    line = fit_line("jax", GPUS, arguments_of(own_fit, (), {"batch_size": 256}))
+    line = fit_line("jax", DataParallel(GPUS), arguments_of(own_fit, (), {"batch_size": 256}))
     assert line.endswith("global batch 256 = 64 per replica")
 
 

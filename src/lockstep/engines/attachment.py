@@ -13,7 +13,6 @@ from typing import Any
 import keras
 
 from lockstep.checkpoint.callback import fit_scope
-from lockstep.devices import REPLICATED, SHARDED
 from lockstep.engines.atomic_save import atomic_saves
 from lockstep.engines.engine import Engine
 from lockstep.engines.out_of_memory import is_out_of_memory, note_of
@@ -21,13 +20,12 @@ from lockstep.errors import UnsupportedBackend, UnsupportedModel
 from lockstep.fit_lines import (
     Given,
     arguments_of,
-    branches_line,
     fit_line,
     replicated_words,
     wants_words,
 )
 from lockstep.keras_compat import is_built, trainer_module
-from lockstep.layout import Layout, both_layouts
+from lockstep.layout import Branches, DataParallel, Layout, both_layouts
 from lockstep.processes import process_group
 from lockstep.processes.call_scope import CALLS
 from lockstep.state import named_variables, optimizers_of, rnn_states
@@ -119,8 +117,9 @@ class Attachment:
             try:
                 return method(*args, **kwargs)
             except Exception as error:
+                is_data_parallel = isinstance(self.session.layout, DataParallel)
                 has_note = any(each.startswith("lockstep") for each in _notes(error))
-                if is_out_of_memory(error) and self.session.layout is None and not has_note:
+                if is_out_of_memory(error) and is_data_parallel and not has_note:
                     error.add_note(note_of(self.session, name, arguments_of(method, args, kwargs)))
                 raise
 
@@ -139,11 +138,8 @@ class Attachment:
         self.session.reset(rnn_states(self.model))
 
     def _fit_line(self, given: Given, compiles: bool) -> str:
-        session, backend = self.session, keras.backend.backend()
-        if session.layout is None:
-            line = fit_line(backend, session.devices, given, compiles)
-        else:
-            line = branches_line(backend, session.layout, given, compiles)
+        session = self.session
+        line = fit_line(keras.backend.backend(), session.layout, given, compiles)
         return line + session.remarks() + self._held_words()
 
     def _held_words(self) -> str:
@@ -151,7 +147,7 @@ class Attachment:
         from lockstep.engines import current_engine  # which imports this file
 
         session, model = self.session, self.model
-        if session.layout is not None or session.state == SHARDED or not is_built(model):
+        if session.layout != DataParallel(session.devices) or not is_built(model):
             return ""
         named = named_variables(model)
         held = sum(size_of(each) for each in {id(each): each for each in named.values()}.values())
@@ -176,47 +172,37 @@ def session_of(model: Any) -> Session | None:
     return None if attachment is None else attachment.session
 
 
-def attach(
-    engine: Engine,
-    model: Any,
-    devices: tuple[str, ...],
-    layout: Layout | None = None,
-    state: str = REPLICATED,
-) -> None:
-    """Make `model` run on `devices`, in place; on failure leave it unchanged.
+def attach(engine: Engine, model: Any, layout: Layout) -> None:
+    """Lay out `model` on devices, in place; on failure leave it unchanged.
 
     Args:
         engine: The engine.
         model: A Keras model.
-        devices: The names of the devices.
-        layout: The devices of the layers, `None` if every device runs all layers.
-        state: How the variables are laid out, `"replicated"` or `"sharded"`.
+        layout: How it is to be laid out.
 
     Raises:
         LayoutConflict: If the model is laid out in another way.
         UnsupportedBackend: If the engine cannot, or layers are placed in several processes.
     """
     several = process_group.several()
-    if layout is not None and several:
+    if isinstance(layout, Branches) and several:
         raise UnsupportedBackend(
             f"{model.name!r} was to have layers on several devices, and there are several "
             "processes,\nwhere every device runs all layers. Start one process."
         )
-    if state == SHARDED:
+    if layout.is_sharded:
         engine.check_shards()
-    name = "distribute" if layout is None else "place"
-    before = session_of(model)
-    if before is not None and (before.layout is None) != (layout is None):
+    before, name = session_of(model), layout.made_by
+    if before is not None and type(before.layout) is not type(layout):
         raise both_layouts(model, name)
-    there = None if before is None else (before.devices, before.state)
-    is_there = layout is None and there == (devices, state)
+    is_there = isinstance(layout, DataParallel) and before is not None and before.layout == layout
     if is_there and not several:
         return
     with (
         CALLS.call(name) if several else nullcontext(),
         nullcontext() if is_there else _alone(model, name),
     ):
-        session = engine.session(model, devices, layout, state)  # processes compare their devices
+        session = engine.session(model, layout)  # processes compare their devices
         if not is_there:
             _replace(Attachment(session), engine)
 
@@ -251,7 +237,7 @@ def _replace(new: Attachment, engine: Engine) -> None:
     except BaseException:
         new.give_back()
         if before is not None:
-            again = engine.session(before.model, before.devices, before.layout, before.state)
+            again = engine.session(before.model, before.layout)
             with warnings.catch_warnings(action="ignore"):  # the first attach has warned
                 Attachment(again).take_over()
         raise

@@ -9,11 +9,11 @@ import keras
 
 from lockstep.engines.patched import patched
 from lockstep.keras_compat import ADD_SLOT, layers_in, node_of
-from lockstep.layout import Layout
+from lockstep.layout import Branches
 from lockstep.state import optimizers_of, rnn_states
 
 
-def output_device(model: Any, layout: Layout) -> str:
+def output_device(model: Any, layout: Branches) -> str:
     """Return the device of the first output, which also has metrics and counters."""
     outputs = getattr(model, "outputs", None)
     node = node_of(outputs[0]) if outputs else None
@@ -22,7 +22,7 @@ def output_device(model: Any, layout: Layout) -> str:
     return layout.devices[0]
 
 
-def variable_homes(model: Any, layout: Layout) -> dict[int, str]:
+def variable_homes(model: Any, layout: Branches) -> dict[int, str]:
     """Return the device of each variable that has one, by its `id`.
 
     A variable is on the device of its layer, and an optimizer slot on the device of its variable.

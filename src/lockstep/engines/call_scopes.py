@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lockstep.keras_compat import RUN_GRAPH, functional_of, run_graph, sublayers_of
-from lockstep.layout import Layout
+from lockstep.layout import Branches
 
 Scope = Callable[[str, Any], AbstractContextManager[Any]]
 """Makes the context of one call of an operation, such as a layer, on the device with this name."""
@@ -21,7 +21,7 @@ class CallScopes:
         scope: Makes the scopes.
     """
 
-    def __init__(self, model: Any, layout: Layout, scope: Scope) -> None:
+    def __init__(self, model: Any, layout: Branches, scope: Scope) -> None:
         self._layout = layout
         self._scope = scope
         self._replaced: list[tuple[Any, str, Any, Any]] = []

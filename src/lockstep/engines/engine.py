@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lockstep.devices import REPLICATED, Device
+from lockstep.devices import Device
 from lockstep.errors import UnsupportedBackend
 from lockstep.launch.environment import Place
 from lockstep.layout import Layout
@@ -60,20 +60,12 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def session(
-        self,
-        model: Any,
-        devices: tuple[str, ...],
-        layout: Layout | None,
-        state: str = REPLICATED,
-    ) -> Session:
-        """Return a session of `model` on `devices`; nothing changes until it is opened.
+    def session(self, model: Any, layout: Layout) -> Session:
+        """Return a session of `model` on its devices; nothing changes until it is opened.
 
         Args:
             model: A Keras model.
-            devices: The names of the devices.
-            layout: The devices of the layers, `None` if every device runs all layers.
-            state: How the variables are laid out, `"replicated"` or `"sharded"`.
+            layout: How it is laid out on its devices.
         """
 
     @abstractmethod

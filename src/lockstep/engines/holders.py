@@ -3,7 +3,7 @@
 import weakref
 from typing import Any
 
-from lockstep.devices import SHARDED, names_in_words
+from lockstep.devices import names_in_words
 from lockstep.errors import LayoutConflict
 
 _HOLDERS = "_lockstep_holders"
@@ -48,5 +48,5 @@ def check_shared(attachment: Any, variable: Any) -> None:
 
 
 def _where(attachment: Any) -> str:
-    shards = " with state in shards" if attachment.state == SHARDED else ""
+    shards = " with state in shards" if attachment.layout.is_sharded else ""
     return names_in_words(attachment.devices) + shards

@@ -3,7 +3,6 @@
 from contextlib import suppress
 from typing import Any
 
-from lockstep.devices import SHARDED
 from lockstep.errors import UnsupportedBackend
 from lockstep.fit_lines import Given, batch_size_of
 from lockstep.step_bytes import LayoutBytes, amount, layout_bytes
@@ -41,7 +40,7 @@ def note_of(session: Session, name: str, given: Given) -> str:
     with suppress(UnsupportedBackend):
         engine.check_shards()
         sharded = bytes_with(engine.sharded_dims(model, count))
-    if session.state == SHARDED and sharded is not None:
+    if session.layout.is_sharded and sharded is not None:
         held = sharded
     rows = batch_size_of(given) if "on_batch" not in name else None
     tries = ["batches of fewer rows" if rows is None else f"batch_size={max(1, rows // 2)}"]

@@ -11,7 +11,6 @@ import numpy as np
 
 from lockstep.checkpoint.data_position import TrainingPosition, ValidationPosition
 from lockstep.checkpoint.fit_run import FitState
-from lockstep.devices import REPLICATED
 from lockstep.errors import BusyModel
 from lockstep.layout import Layout
 from lockstep.training.call_guard import LOOPS, CallGuard
@@ -78,15 +77,12 @@ class Session:
 
     Args:
         model: The model.
-        devices: The names of its devices.
-        layout: The devices of the layers, `None` if every device runs all layers.
-        state: `"replicated"`, or `"sharded"` if each device has a shard of each variable.
+        layout: How the model is laid out on its devices.
 
     Attributes:
         model: The model.
+        layout: How it is laid out on its devices.
         devices: The names of its devices.
-        layout: The devices of the layers, `None` if every device runs all layers.
-        state: How the variables are laid out.
         loops: The methods that lockstep's loop may replace.
         array_type: The type of the arrays that a step returns and that never change.
         iterator_type: The type of the iterators that `epoch` takes.
@@ -99,17 +95,10 @@ class Session:
     finalizes_always = False
     loops: tuple[str, ...] = LOOPS
 
-    def __init__(
-        self,
-        model: Any,
-        devices: tuple[str, ...],
-        layout: Layout | None = None,
-        state: str = REPLICATED,
-    ) -> None:
+    def __init__(self, model: Any, layout: Layout) -> None:
         self.model = model
-        self.devices = devices
         self.layout = layout
-        self.state = state
+        self.devices = layout.devices
 
     # ------------------------------------------------------------ on and off the devices
 

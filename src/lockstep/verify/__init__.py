@@ -80,7 +80,7 @@ def verify(
     from lockstep.engines.attachment import session_of  # which imports Keras
 
     session = session_of(model)
-    if several() and SHARDED in (state, session and session.state):
+    if several() and (state == SHARDED or (session and session.layout.is_sharded)):
         raise UnsupportedBackend(
             f"{model.name!r} was to be verified with its state in shards, and several processes "
             "run.\nEach has a part of the variables, and verify compares whole ones.\n"

@@ -18,6 +18,7 @@ from lockstep.engines.engine import Engine, Probe
 from lockstep.engines.probe_helpers import SHORT_FLOATS
 from lockstep.errors import UnsplitBatchWarning, counted
 from lockstep.keras_compat import computes_in_float64, layers_in, layers_not_in_float64
+from lockstep.layout import DataParallel
 from lockstep.processes import process_group
 from lockstep.progress import progress
 from lockstep.state import Values, distance, restore, rnn_states, snapshot
@@ -271,7 +272,7 @@ class _Comparison:
         """Put the model on these devices, or back to stock Keras."""
         detach(self.model)
         if devices is not None:
-            attach(self.engine, self.model, devices, state=self.state)
+            attach(self.engine, self.model, DataParallel(devices, self.state))
 
     def _loses_states(self) -> bool:
         """Return whether stock Keras drops RNN states between batches, and lockstep keeps them."""
@@ -410,7 +411,7 @@ def _untouched(engine: Engine, model: Any, probe: Probe, batch: Batch) -> Iterat
             restore(model, start)
             model.reset_metrics()
         if before is not None:
-            attach(engine, model, before.devices, before.layout, before.state)
+            attach(engine, model, before.layout)
 
 
 def _write(file: Path, values: Values) -> None:

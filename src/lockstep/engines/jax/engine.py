@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager
 from typing import Any
 
-from lockstep.devices import REPLICATED, Device
+from lockstep.devices import Device
 from lockstep.engines.engine import Engine, Profile
 from lockstep.engines.jax import cache, jax_group, joining
 from lockstep.engines.jax import devices as jax_devices
@@ -36,19 +36,13 @@ class JaxEngine(Engine):
         """Join the processes of a launcher, unless this has been done."""
         return joining.join(place)
 
-    def session(
-        self,
-        model: Any,
-        devices: tuple[str, ...],
-        layout: Layout | None,
-        state: str = REPLICATED,
-    ) -> JaxSession:
-        """Return a session of `model` on `devices`."""
+    def session(self, model: Any, layout: Layout) -> JaxSession:
+        """Return a session of `model`; see `Engine`."""
         jax_group.check_started()
-        jax_group.check_devices(jax_devices.find(devices))
+        jax_group.check_devices(jax_devices.find(layout.devices))
         cache.keep_programs()
         sync_to_variables(model)  # an unattached model may be in a fit
-        return JaxSession(model, devices, layout, state)
+        return JaxSession(model, layout)
 
     def check_shards(self) -> None:
         """Do nothing: JAX shards in one process and in several."""

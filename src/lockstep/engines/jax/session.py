@@ -14,7 +14,6 @@ import numpy as np
 from jax.sharding import Sharding
 
 from lockstep.checkpoint.fit_run import FitState, Snapshot
-from lockstep.devices import REPLICATED, SHARDED
 from lockstep.engines.holders import check_shared, holders_of
 from lockstep.engines.jax import devices as jax_devices
 from lockstep.engines.jax import jax_group
@@ -68,7 +67,7 @@ from lockstep.keras_compat import (
     layout_of,
     state_sync_name,
 )
-from lockstep.layout import Layout
+from lockstep.layout import Branches, Layout
 from lockstep.processes import constants, process_group
 from lockstep.processes.agreement import DataCheck
 from lockstep.processes.first_process_io import methods_of_all_processes
@@ -86,20 +85,16 @@ class JaxSession(Session):
     array_type = jax.Array
     finalizes_always = True
 
-    def __init__(
-        self,
-        model: Any,
-        devices: tuple[str, ...],
-        layout: Layout | None = None,
-        state: str = REPLICATED,
-    ) -> None:
-        super().__init__(model, devices, layout, state)
+    def __init__(self, model: Any, layout: Layout) -> None:
+        super().__init__(model, layout)
         self._several = process_group.several()
-        self._many = len(devices) > 1 and not self._several
+        self._many = len(self.devices) > 1 and not self._several
         self._assigned = VariableDrift(model, self._held) if self._several else None
-        found = jax_devices.find(devices)
-        made = functools.partial(Sharded, model) if state == SHARDED else Replicated
-        self._steps = Steps(found, made) if layout is None else BranchSteps(model, layout)
+        if isinstance(layout, Branches):
+            self._steps: Steps = BranchSteps(model, layout)
+        else:
+            made = functools.partial(Sharded, model) if layout.is_sharded else Replicated
+            self._steps = Steps(jax_devices.find(self.devices), made)
         self._split: frozenset[int] = frozenset()
         self._room_for_gathered = math.inf
 
@@ -123,7 +118,7 @@ class JaxSession(Session):
                 if layout_of(variable) is None:
                     variable.assign(self._steps.moved(variable.value, self.home(variable)))
         self._steps.start()
-        if self.state == SHARDED:
+        if self.layout.is_sharded:
             self._room_for_gathered = room_for_gathered(self._steps.devices)
 
     def close(self) -> None:
@@ -168,7 +163,7 @@ class JaxSession(Session):
         )
 
     def _several_have_shards(self) -> bool:
-        return self._several and self.state == SHARDED
+        return self._several and self.layout.is_sharded
 
     def _held(self) -> list[Any]:
         return [v for v in variables_of(self.model) if self in holders_of(v)]
@@ -183,7 +178,7 @@ class JaxSession(Session):
 
     def remarks(self) -> str:
         """Return the state that each device holds, if it is sharded."""
-        if self.state == REPLICATED:
+        if not self.layout.is_sharded:
             return ""
         model = self.model
         if is_built(model):
@@ -205,7 +200,7 @@ class JaxSession(Session):
             return outputs, (state[0], non_trainable_variables)
 
         options = None
-        if kind is TRAIN and self.state == SHARDED:
+        if kind is TRAIN and self.layout.is_sharded:
             options = compiler_options(model, self._steps.devices, self._room_for_gathered)
         make: Any = functools.partial(
             self._steps.compiled,
@@ -250,9 +245,9 @@ class JaxSession(Session):
             methods[state_sync_name()] = functools.partial(write_state, model)
         if hasattr(model, "get_state_tree"):  # a layer with Keras's Trainer has none
             methods["get_state_tree"] = _on_one_device_for_orbax(model.get_state_tree)
-        if self.state == SHARDED and hasattr(model, "export"):
+        if self.layout.is_sharded and hasattr(model, "export"):
             methods["export"] = self._exporting(model.export)
-        if self.state == SHARDED:
+        if self.layout.is_sharded:
             methods["compute_loss_and_updates"] = gathering_again(model, self._room_for_gathered)
         if self._assigned is None:
             return methods

@@ -20,7 +20,7 @@ from lockstep.keras_compat import (
     stored_value,
     values_replaced,
 )
-from lockstep.layout import Layout
+from lockstep.layout import Branches
 from lockstep.state import unique
 
 
@@ -34,9 +34,9 @@ class BranchSteps(Steps):
         layout: Where the layers run.
     """
 
-    layout: Layout
+    layout: Branches
 
-    def __init__(self, model: Any, layout: Layout) -> None:
+    def __init__(self, model: Any, layout: Branches) -> None:
         strategy = tf.distribute.get_strategy()  # that of one replica
         super().__init__(model, strategy, MirroredVariables(strategy, self))  # none is mirrored
         self.layout = layout

@@ -4,7 +4,7 @@ from typing import Any
 
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
-from lockstep.devices import REPLICATED, Device
+from lockstep.devices import Device
 from lockstep.engines.engine import Engine, no_shards
 from lockstep.engines.tensorflow import devices as tensorflow_devices
 from lockstep.engines.tensorflow.probe import TensorFlowProbe
@@ -36,15 +36,9 @@ class TensorFlowEngine(Engine):
             )
         return place.rank, place.size
 
-    def session(
-        self,
-        model: Any,
-        devices: tuple[str, ...],
-        layout: Layout | None,
-        state: str = REPLICATED,
-    ) -> TensorFlowSession:
-        """Return a session of `model` on `devices`."""
-        return TensorFlowSession(model, devices, layout)
+    def session(self, model: Any, layout: Layout) -> TensorFlowSession:
+        """Return a session of `model`; see `Engine`."""
+        return TensorFlowSession(model, layout)
 
     def check_shards(self) -> None:
         """Raise: this engine cannot shard variables."""

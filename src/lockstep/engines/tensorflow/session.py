@@ -65,7 +65,7 @@ from lockstep.keras_compat import (
     taking_optionals,
 )
 from lockstep.launch.status import STATUS_OF_PROCESS
-from lockstep.layout import Layout
+from lockstep.layout import Branches, Layout
 from lockstep.state import named_variables, optimizers_of
 from lockstep.training.build import build, is_ready_for_custom_step
 from lockstep.training.input import HostIterator
@@ -87,20 +87,20 @@ class TensorFlowSession(Session):
     iterator_type = EpochIterator
     loops = ("fit", "evaluate")
 
-    def __init__(self, model: Any, devices: tuple[str, ...], layout: Layout | None = None) -> None:
-        super().__init__(model, devices, layout)
+    def __init__(self, model: Any, layout: Layout) -> None:
+        super().__init__(model, layout)
         self._copies: MirroredVariables | PlacedVariables
         self.steps: Steps
-        if layout is None:
-            strategy = strategy_of(devices)
-            self._copies = MirroredVariables(strategy, self)
-            self.steps = Steps(model, strategy, self._copies)
-        else:
+        if isinstance(layout, Branches):
             self.steps = BranchSteps(model, layout)
             self._copies = PlacedVariables(self.steps.home, self)
+        else:
+            strategy = strategy_of(self.devices)
+            self._copies = MirroredVariables(strategy, self)
+            self.steps = Steps(model, strategy, self._copies)
         self._first_steps = FirstSteps(model)
         self._before_trace = ObjectStates(())
-        self._alone = len(devices) == 1
+        self._alone = len(self.devices) == 1
 
     # ------------------------------------------------------------ on and off the devices
 

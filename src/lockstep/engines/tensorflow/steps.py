@@ -29,7 +29,6 @@ from lockstep.engines.tensorflow.split_checks import unsplit_reason, why_custom
 from lockstep.engines.tensorflow.tensor_metadata import known_rows
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.keras_compat import added_losses, layers_in, loss_of, loss_tracker, takes_training
-from lockstep.layout import Layout
 from lockstep.training.build import is_ready_for_custom_step
 
 
@@ -37,7 +36,6 @@ class Steps:
     """The steps of one model on the devices of one strategy.
 
     Attributes:
-        layout: Where the layers run, `None` if every device runs all layers.
         choices: `LossSharding.choices` of the step that was traced last.
         distrusted: Why parts of the model run on the global batch although they were proven, by
             their number in `Plan.parts`: they gave other numbers in a first step.
@@ -46,8 +44,6 @@ class Steps:
         losses_by_rows: Whether a loss or metric that works row by row takes its own rows.
         watching: Makes a context that records what the layers give, while a step is traced.
     """
-
-    layout: Layout | None = None
 
     def __init__(self, model: Any, strategy: Any, copies: MirroredVariables) -> None:
         self._model = model

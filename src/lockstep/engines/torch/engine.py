@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import torch
 
-from lockstep.devices import REPLICATED, Device
+from lockstep.devices import Device
 from lockstep.engines.engine import Engine
 from lockstep.engines.torch import devices as torch_devices
 from lockstep.engines.torch import joining
@@ -41,15 +41,9 @@ class TorchEngine(Engine):
         """Join the processes of a launcher, unless this has been done."""
         return joining.join(place, torch_devices.rehearsed() or 1)
 
-    def session(
-        self,
-        model: Any,
-        devices: tuple[str, ...],
-        layout: Layout | None,
-        state: str = REPLICATED,
-    ) -> TorchSession:
-        """Return a session of `model` on `devices`."""
-        return TorchSession(model, devices, layout, state)
+    def session(self, model: Any, layout: Layout) -> TorchSession:
+        """Return a session of `model`; see `Engine`."""
+        return TorchSession(model, layout)
 
     def check_shards(self) -> None:
         """Do nothing: variables can be sharded."""

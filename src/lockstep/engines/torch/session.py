@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from lockstep.checkpoint.fit_run import FitState, Snapshot
-from lockstep.devices import REPLICATED, SHARDED
 from lockstep.engines.holders import check_shared, holders_of
 from lockstep.engines.left_out import LeftOutUsed
 from lockstep.engines.replicas.first_step import (
@@ -62,7 +61,7 @@ from lockstep.keras_compat import (
     wrapped_by_keras,
 )
 from lockstep.launch.status import STATUS_OF_PROCESS
-from lockstep.layout import Layout
+from lockstep.layout import Branches, Layout
 from lockstep.processes import process_group
 from lockstep.processes.agreement import DataCheck
 from lockstep.processes.first_process_io import methods_of_all_processes
@@ -85,20 +84,15 @@ class TorchSession(Session):
     array_type = torch.Tensor
     iterator_type = EpochIterator
 
-    def __init__(
-        self,
-        model: Any,
-        devices: tuple[str, ...],
-        layout: Layout | None = None,
-        state: str = REPLICATED,
-    ) -> None:
-        super().__init__(model, devices, layout, state)
+    def __init__(self, model: Any, layout: Layout) -> None:
+        super().__init__(model, layout)
+        devices = self.devices
         self._group = joined()
         self._lease = Lease(devices)
         self._device = torch_device_of(devices[0]) if self._group is None else self._group.device
-        self._branches = None if layout is None else BranchSteps(model, layout)
+        self._branches = BranchSteps(model, layout) if isinstance(layout, Branches) else None
         self._runner = self._branches or self._new_runner()
-        self._splits = layout is None and len(devices) > 1
+        self._splits = self._branches is None and len(devices) > 1
         self._warned: set[str] = set()
         self._begun: set[str] = set()
         self._left_unbuilt: dict[str, list[Any]] = {}
@@ -156,10 +150,10 @@ class TorchSession(Session):
 
     def adopt(self, first: bool) -> None:
         """Compare new variables with those of the other processes, or shard them."""
-        self._runner.leave_host(sharded=self.state == SHARDED)
+        self._runner.leave_host(sharded=self.layout.is_sharded)
         if isinstance(self._runner, JoinedRunner):
             self._runner.adopt(first=first)
-        if self.state == SHARDED and is_built(self.model):
+        if self.layout.is_sharded and is_built(self.model):
             self._lay_out()
 
     def _lay_out(self) -> None:
@@ -172,7 +166,7 @@ class TorchSession(Session):
 
         A variable in shards belongs to one model.
         """
-        if self.state == SHARDED:
+        if self.layout.is_sharded:
             return self
         return None if self._branches is None else self._branches.home(variable)
 
@@ -184,13 +178,13 @@ class TorchSession(Session):
         """Return the methods of all engines, and those of several processes or of branches."""
         if self._branches is not None:
             methods |= {"call": self._branches.calling(self.model.call), BUILD: self._build}
-        if self.state == SHARDED and hasattr(self.model, "export"):
+        if self.layout.is_sharded and hasattr(self.model, "export"):
             methods["export"] = self._no_export
-        if self.state == SHARDED:
+        if self.layout.is_sharded:
             methods |= {name: self._not_for_users(name) for name in _GIVE_PARTS}
         runner = self._runner
         if isinstance(runner, JoinedRunner):
-            saved = runner.saved if self.state == SHARDED else None
+            saved = runner.saved if self.layout.is_sharded else None
             return methods_of_all_processes(self.model, methods, runner.assigned, saved)
         return methods
 
@@ -223,7 +217,7 @@ class TorchSession(Session):
         if isinstance(self._runner, PoolRunner) and self._splits and not self._lease.runs():
             workers = len(self.devices) - 1
             line += f", starting {counted(workers, 'process')} for the other devices"
-        if self.state == SHARDED:
+        if self.layout.is_sharded:
             line += self._sharded_words()
         ignored = self._splits and self.model.jit_compile
         return line + (", without torch.compile" if ignored else "")
@@ -324,7 +318,7 @@ class TorchSession(Session):
 
     def _step(self, kind: str, plain: Callable[[Any], Any], batch: Any) -> Any:
         self._is_updating = False
-        if self.state == SHARDED and (self._runner.unchecked or self._must_build(kind)):
+        if self.layout.is_sharded and (self._runner.unchecked or self._must_build(kind)):
             with made_on_host(len(self.devices)):
                 build(self.model, kind, batch)
             self.adopt(first=False)
@@ -444,7 +438,7 @@ class TorchSession(Session):
     ) -> Any:
         """Run a step that looks at the whole batch: on every device, or else on the first one."""
         runner = self._runner
-        if self.state == SHARDED:
+        if self.layout.is_sharded:
             return self._step_alone(plain, batch, reason)
         if kind not in self._unshared:
             unshared = runner.unshared(batch)
@@ -466,7 +460,7 @@ class TorchSession(Session):
         return plain([batch])
 
     def _step_alone(self, plain: Callable[[Any], Any], batch: Any, reason: str) -> Any:
-        if self.state == SHARDED:
+        if self.layout.is_sharded:
             raise UnsupportedModel(
                 f"{self.model.name!r} {reason},\nso one device would have to run every batch "
                 "alone, and the state is sharded.\n"
@@ -530,7 +524,7 @@ class TorchSession(Session):
         if kind is TRAIN and isinstance(batches, HostIterator):
             _check_state(self.model)
         model = self.model
-        with made_on_host(len(self.devices)) if self.state == SHARDED else nullcontext():
+        with made_on_host(len(self.devices)) if self.layout.is_sharded else nullcontext():
             if isinstance(batches, ComparedIterator):
                 if kind is not PREDICT:
                     batches.build(lambda: build_on_first_batch(model, batches))
@@ -544,7 +538,7 @@ class TorchSession(Session):
 
     def fit_state(self) -> "TorchFitState":
         """Return access to the variables, for a checkpoint of one `fit`."""
-        return TorchFitState(self.model, self._group is not None and self.state == SHARDED)
+        return TorchFitState(self.model, self._group is not None and self.layout.is_sharded)
 
     def is_compiled(self) -> bool:
         """Return whether the first call of a step function compiles it."""

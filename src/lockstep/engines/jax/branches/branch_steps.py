@@ -25,7 +25,7 @@ from lockstep.engines.jax.steps.steps import Steps
 from lockstep.errors import SerialBranchesWarning, UnsupportedModel
 from lockstep.keras_compat import BUILD, in_stateless_scope, is_built, values_replaced
 from lockstep.launch.status import STATUS_OF_PROCESS
-from lockstep.layout import Layout
+from lockstep.layout import Branches
 from lockstep.state import variables_of
 from lockstep.training.arrays import host_array
 
@@ -40,9 +40,9 @@ class BranchSteps(Steps):
         layout: Where the layers run.
     """
 
-    layout: Layout
+    layout: Branches
 
-    def __init__(self, model: Any, layout: Layout) -> None:
+    def __init__(self, model: Any, layout: Branches) -> None:
         super().__init__(jax_devices.find(layout.devices))
         self.ahead = None
         self.layout = layout

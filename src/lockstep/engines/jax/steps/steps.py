@@ -54,7 +54,6 @@ from lockstep.engines.jax.steps.state_layout import (
 from lockstep.engines.jax.steps.step import Step, StepFunction
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.launch.status import STATUS_OF_PROCESS
-from lockstep.layout import Layout
 from lockstep.processes import process_group
 from lockstep.processes.agreement import DataCheck
 from lockstep.training.arrays import host_array, is_native
@@ -76,7 +75,6 @@ class Steps:
         devices: The devices, in order.
         platform: The platform of the devices: `"cpu"` or `"gpu"`.
         ahead: Puts batches on the devices a step ahead; `None` on CPUs, which read host memory.
-        layout: The devices of the layers; `None`, as every device runs all layers.
         state_layout: Where the variables are.
 
     Args:
@@ -84,7 +82,6 @@ class Steps:
         state: Makes the layout of the variables from the mesh.
     """
 
-    layout: Layout | None = None
     ahead: BatchesAhead | None = None
 
     def __init__(

@@ -16,7 +16,7 @@ from lockstep.engines.torch.branches.mixed_devices import mixed_devices
 from lockstep.engines.torch.placement import computes, torch_device_of
 from lockstep.engines.torch.step_runner import StepRunner
 from lockstep.keras_compat import layers_in, stored_value, torch_default_device
-from lockstep.layout import Layout
+from lockstep.layout import Branches
 from lockstep.state import optimizers_of, unique, variables_of
 
 
@@ -32,7 +32,7 @@ class BranchSteps(StepRunner):
         layout: Where the layers run.
     """
 
-    def __init__(self, model: Any, layout: Layout) -> None:
+    def __init__(self, model: Any, layout: Branches) -> None:
         self.layout = layout
         self._main = output_device(model, layout)
         super().__init__(model, torch_device_of(self._main))

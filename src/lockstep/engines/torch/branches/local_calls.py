@@ -24,7 +24,7 @@ from lockstep.keras_compat import (
     sublayers_of,
     values_replaced,
 )
-from lockstep.layout import Layout
+from lockstep.layout import Branches
 
 
 def tensors_on(device: torch.device, tensors: Any) -> Any:
@@ -85,7 +85,7 @@ class LocalCalls:
         layout: Where its layers run.
     """
 
-    def __init__(self, model: Any, layout: Layout) -> None:
+    def __init__(self, model: Any, layout: Branches) -> None:
         self._model = model
         self._layout = layout
         self._replaced: list[tuple[Any, Any, Any]] = []

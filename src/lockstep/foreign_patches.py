@@ -153,6 +153,16 @@ PATCHES = (
         "TensorFlow 2.21.0",
     ),
     Patch(
+        "keras_compat.py: wrap_methods_of_torch",
+        (
+            "keras/src/backend/torch/layer: TorchLayer.parameters TorchLayer.named_parameters",
+            "keras/src/backend/torch/layer: TorchLayer.state_dict TorchLayer.load_state_dict",
+        ),
+        _PROCESS,
+        "The tensors of a layer with sharded variables are the parts of one process.",
+        _KERAS,
+    ),
+    Patch(
         "engines/jax/joining.py: at_first_use",
         ("jax/_src/xla_bridge: backends",),
         "until JAX starts its devices",

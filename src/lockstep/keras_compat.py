@@ -848,6 +848,19 @@ def registers_tensors(frame: Any) -> bool:
     return owner == "TorchLayer" and method.startswith(_REGISTER)
 
 
+def wrap_methods_of_torch(wrapped: Callable[[str, Any], Any], names: tuple[str, ...]) -> None:
+    """Replace methods that a Keras layer has as a module of PyTorch.
+
+    Args:
+        wrapped: Returns the new method, given its name and the old one.
+        names: The names of the methods.
+    """
+    from keras.src.backend.torch.layer import TorchLayer
+
+    for name in names:
+        setattr(TorchLayer, name, wrapped(name, getattr(TorchLayer, name)))
+
+
 def value_in_scope(variable: Any) -> Any:
     """The value of a variable in Keras's stateless scope, `None` without one."""
     return get_stateless_scope().get_current_value(variable) if in_stateless_scope() else None

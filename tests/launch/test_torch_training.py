@@ -177,7 +177,7 @@ def test_models_and_data_of_many_kinds(tmp_path):
     in_two_processes("torch_cases.py", str(tmp_path / "two"))
     names = ("alone-0", "two-0", "two-1")
     alone, first, second = (np.load(tmp_path / f"{name}.npz") for name in names)
-    assert len({name.split()[0] for name in alone.files}) == 11
+    assert len({name.split()[0] for name in alone.files}) == 12
     for name in alone.files:
         np.testing.assert_array_equal(first[name], second[name], err_msg=name)
         np.testing.assert_allclose(first[name], alone[name], rtol=0, atol=BOUND, err_msg=name)

@@ -46,6 +46,26 @@ def a_model_that_predict_builds():
     return results(model, predicted, model.fit(x, y, **QUIET).history["loss"])
 
 
+class AddsBuffer(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("added", torch.ones(3, dtype=torch.float64))
+
+    def call(self, x):
+        return x + self.added
+
+
+def a_buffer_and_a_quantized_layer():
+    model = dense()
+    x, y = data()
+    model.layers[0].quantize("int8")
+    model.layers[0].enable_lora(2)
+    model.compile("sgd", "mse")
+    other = made(keras.Input((4,)), layers.Dense(3), AddsBuffer(), layers.Dense(2))
+    losses = [each.fit(x, y, batch_size=7, **QUIET).history["loss"] for each in (model, other)]
+    return results(other, *losses, *(each.value for each in model.trainable_variables))
+
+
 def a_model_that_predict_on_batch_builds():
     model = made(layers.Dense(5, "tanh"), layers.Dense(2))
     x, y = data()
@@ -157,6 +177,7 @@ def a_state_from_batch_to_batch():
 CASES = [
     a_model_that_predict_builds,
     a_model_that_predict_on_batch_builds,
+    a_buffer_and_a_quantized_layer,
     a_fit_of_its_own,
     a_step_of_its_own,
     one_row_and_fewer_rows_than_processes,

@@ -184,7 +184,7 @@ def test_a_process_has_a_part_of_each_variable_after_any_call(tmp_path):
         kinds = {type(v) for v in [*many.trainable_variables, *many.optimizer.variables[2:]]}
         assert kinds == {ShardedVariable}
         assert held(many) <= held(one) // 3 + 2 * len(variables(many))
-        registered = {id(tensor) for tensor in type(many).parameters(many)}
+        registered = {id(tensor) for tensor in torch.nn.Module.parameters(many)}
         assert registered <= {id(stored_value(variable)) for variable in many.variables}
 
     for model in (one, many):
@@ -619,6 +619,8 @@ def test_pytorch_s_own_methods_are_refused_and_what_they_write_is_noticed():
         lambda: list(many.parameters()),
         lambda: torch.optim.SGD(many.named_parameters()),
         many.state_dict,
+        lambda: list(many.layers[0].parameters()),
+        many.layers[0].state_dict,
         lambda: many.load_state_dict(one.state_dict()),
     ):
         with pytest.raises(UnsupportedModel, match="state is sharded"):
@@ -626,7 +628,7 @@ def test_pytorch_s_own_methods_are_refused_and_what_they_write_is_noticed():
     many.fit(x, y, batch_size=7, verbose=0, shuffle=False)
     one.fit(x, y, batch_size=7, verbose=0, shuffle=False)
     with torch.no_grad():
-        for parameter in many.layers[0].parameters():  # a layer has PyTorch's own method
+        for parameter in torch.nn.Module.parameters(many.layers[0]):  # around the guard
             parameter.mul_(0.5)
     for call in (many.get_weights, lambda: many.fit(x, y, verbose=0)):
         with pytest.raises(UnsupportedModel, match="was written into in place"):
@@ -637,6 +639,66 @@ def test_pytorch_s_own_methods_are_refused_and_what_they_write_is_noticed():
     assert_equal(one, many)
     lockstep.release(many)
     assert len(many.state_dict()) == len(one.state_dict())
+
+
+class Twice(keras.layers.Layer):
+    """Has one value in two variables."""
+
+    def __init__(self, make=keras.ops.convert_to_tensor):
+        super().__init__()
+        self._make = make
+
+    def build(self, shape):
+        self.first = self.add_weight(shape=(shape[-1], shape[-1]), name="first")
+        self.second = self.add_weight(
+            shape=(shape[-1], shape[-1]), name="second", initializer=self._of_first
+        )
+
+    def _of_first(self, shape, dtype=None):
+        return self._make(self.first)
+
+    def call(self, x):
+        return x @ self.first @ self.second
+
+
+def test_variables_that_share_their_memory_are_refused():
+    model = keras.Sequential([keras.Input((13,)), Twice(), keras.layers.Dense(3)])
+    before = model.get_weights()
+    with pytest.raises(UnsupportedModel, match="such as in another"):
+        lockstep.distribute(model, 3, state="sharded")
+    assert_equal(before, model.get_weights())
+
+
+def test_a_variable_made_of_a_view_of_another_one_is_refused_in_shards():
+    with pytest.raises(UnsupportedModel, match="Make it of a copy"), lockstep.sharded(3):
+        keras.Sequential([keras.Input((13,)), Twice(keras.ops.transpose)])
+    with lockstep.sharded(3):
+        twice = Twice(lambda value: keras.ops.copy(keras.ops.transpose(value)))
+        keras.Sequential([keras.Input((13,)), twice])
+    assert_equal(twice.first.numpy().T, twice.second.numpy())
+
+
+def test_statistics_adapted_in_shards_are_those_of_one_device(monkeypatch):
+    monkeypatch.setattr(sys.modules["lockstep.devices"], "SHARDED_FROM", 16)
+    x = np.random.default_rng(0).normal(size=(8, 5, 7))
+
+    def build():
+        normalization = keras.layers.Normalization(axis=(1, 2))
+        normalization.adapt(x)
+        layers = [keras.Input((5, 7)), normalization, keras.layers.Flatten()]
+        made = keras.Sequential([*layers, keras.layers.Dense(3)])
+        made.compile("adam", "mse")
+        return made
+
+    keras.utils.set_random_seed(11)
+    one = build()
+    keras.utils.set_random_seed(11)
+    with lockstep.sharded(3):
+        many = build()
+    lockstep.distribute(many, 3, state="sharded")
+    for model in (one, many):
+        model.fit(x, np.ones((8, 3)), batch_size=3, epochs=2, verbose=0, shuffle=False)
+    assert_equal(one, many)
 
 
 class Writes(keras.layers.Dense):

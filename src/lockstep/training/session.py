@@ -66,7 +66,7 @@ Execute = Callable[[Iterator[Any], int], Any]
 def recorded_type(kind: Kind, iterator: type[HostIterator]) -> Any:
     """Return a subclass of an iterator that records the position in the data for a checkpoint."""
     position = TrainingPosition if kind is TRAIN else ValidationPosition
-    return type(f"Recorded{iterator.__name__}", (position, iterator), {})
+    return type(f"Recorded{iterator.__name__}", (position, iterator), {"recorded": True})
 
 
 class Session:

@@ -306,7 +306,6 @@ class JaxSession(Session):
     def batches(self, kind: Kind, *, recorded: bool = False, **data: Any) -> Any:
         """Return an iterator over host batches."""
         iterator = (recorded_type(kind, MeshIterator) if recorded else MeshIterator)(**data)
-        iterator.recorded = recorded
         if self.is_compiled():
             iterator.ahead = self._steps.ahead
         return iterator

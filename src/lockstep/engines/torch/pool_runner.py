@@ -450,11 +450,11 @@ class PoolRunner(StepRunner):
             computed_metrics: Whether this process alone has run code after the others.
         """
         if not computed_metrics:
-            self._versions = [tensor._version for tensor in self._tensors]
+            self._versions = list(map(_version_of, self._tensors))
             self._renew_reads()
             return
         for number in self._loss_numbers:
-            self._versions[number] = self._tensors[number]._version
+            self._versions[number] = _version_of(self._tensors[number])
         if _states_of_random_numbers() != self._random_numbers:  # metrics have drawn some
             self._drawn_by_metrics = True
 
@@ -469,7 +469,7 @@ class PoolRunner(StepRunner):
 
         What metrics write, the next step sends: a loss may read the variables of a metric.
         """
-        self._versions = [tensor._version for tensor in self._tensors]
+        self._versions = list(map(_version_of, self._tensors))
         self._renew_reads()
         self._random_numbers = _states_of_random_numbers()
 
@@ -487,7 +487,7 @@ class PoolRunner(StepRunner):
         return _structure(self._tensors) != self._structure
 
     def _assigned(self) -> list[int]:
-        versions = [tensor._version for tensor in self._tensors]
+        versions = map(_version_of, self._tensors)
         return [
             number
             for number, (now, before) in enumerate(zip(versions, self._versions, strict=True))
@@ -517,6 +517,11 @@ def _states_of_random_numbers() -> Any:
 
 def _is(a: Any, b: Any) -> bool:
     return a is b
+
+
+def _version_of(tensor: Any) -> int:
+    """Return the number of changes of a tensor. PyTorch counts none of an inference tensor."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _version_of_gradient(tensor: Any) -> Any:

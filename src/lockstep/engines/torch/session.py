@@ -1,11 +1,10 @@
 """One model on PyTorch devices: its step functions, and what the loop needs of it."""
 
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import keras
@@ -180,8 +179,6 @@ class TorchSession(Session):
             methods |= {"call": self._branches.calling(self.model.call), BUILD: self._build}
         if self.layout.is_sharded and hasattr(self.model, "export"):
             methods["export"] = self._no_export
-        if self.layout.is_sharded:
-            methods |= {name: self._not_for_users(name) for name in _GIVE_PARTS}
         runner = self._runner
         if isinstance(runner, JoinedRunner):
             saved = runner.saved if self.layout.is_sharded else None
@@ -194,22 +191,6 @@ class TorchSession(Session):
             "variables.\nAn exported program has all of them.\n"
             "Call lockstep.release(model) first, or save the model, and export the loaded one."
         )
-
-    def _not_for_users(self, name: str) -> Callable[..., Any]:
-        method: Callable[..., Any] = getattr(self.model, name)
-
-        @wraps(method)
-        def called_by_frameworks(*args: Any, **kwargs: Any) -> Any:
-            caller = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
-            if caller in ("torch", "keras", "lockstep"):
-                return method(*args, **kwargs)
-            raise UnsupportedModel(
-                f"{name} of {self.model.name!r} was called, and its state is sharded.\n"
-                "PyTorch's methods see the parts of one process.\n"
-                "Use model.variables, variable.assign, save_weights and load_weights."
-            )
-
-        return called_by_frameworks
 
     def remarks(self) -> str:
         """Return the end of the line that `fit` prints."""
@@ -521,7 +502,7 @@ class TorchSession(Session):
 
     def build(self, batches: Any, kind: Kind) -> None:
         """Build what the first step needs, and reset the iterator, as Keras does."""
-        if kind is TRAIN and isinstance(batches, HostIterator):
+        if kind is TRAIN and isinstance(batches, HostIterator) and batches.recorded:
             _check_state(self.model)
         model = self.model
         with made_on_host(len(self.devices)) if self.layout.is_sharded else nullcontext():
@@ -624,6 +605,9 @@ def _check_state(model: Any) -> None:
     """Raise if a step may change what a checkpoint does not save."""
     saved = {id(stored_value(variable)) for variable in variables_of(model)}
     tensors = (*model.named_parameters(), *model.named_buffers())
+    # Among what Keras gives to PyTorch are kernels that `quantize` has replaced: nobody reads them.
+    layers = [each for each in model.modules() if isinstance(each, keras.layers.Layer)]
+    saved |= {id(tensor) for layer in layers for tensor in layer.torch_params.values()}
     others = [f"{name} of {model.name!r}" for name, tensor in tensors if id(tensor) not in saved]
     for layer in layers_in(model):
         names = (name for name, _ in optimizers_of(layer))
@@ -648,9 +632,6 @@ def _call(model: Any, batches: HostIterator) -> None:
 def _joined(*parts: Any) -> np.ndarray:
     return np.concatenate([keras.ops.convert_to_numpy(part) for part in parts])
 
-
-_GIVE_PARTS = "parameters", "named_parameters", "state_dict", "load_state_dict"
-"""Methods of PyTorch's modules that know the tensors of this process."""
 
 _MOST_SENT = 4
 """How often steps are compared again because the model was sent anew, at most."""

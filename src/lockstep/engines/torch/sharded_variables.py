@@ -9,8 +9,9 @@ workers for theirs.
 import math
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import wraps
 from typing import Any, Protocol
 
 import keras
@@ -33,6 +34,7 @@ from lockstep.keras_compat import (
     stored_value,
     value_in_scope,
     variables_reported,
+    wrap_methods_of_torch,
 )
 from lockstep.state import item_bytes, optimizers_of, rnn_states, unique, variables_of
 
@@ -236,6 +238,7 @@ class Shards:
             variables: The variables.
             holders: The dicts of PyTorch's modules that hold tensors of variables too.
         """
+        guard_layers()
         parts: dict[int, Any] = {}
         for variable in variables:
             before = stored_value(variable)
@@ -252,9 +255,10 @@ class Shards:
         _exchange(holders, parts)
 
     def share_memory(self, tensors: list[Any]) -> bool:
-        """Return whether some of these tensors are in the memory of a new whole value."""
-        places = {whole.untyped_storage().data_ptr() for whole in self._new.values()}
-        return any(each.untyped_storage().data_ptr() in places for each in tensors)
+        """Return whether some of these tensors, or two new whole values, share their memory."""
+        places = [whole.untyped_storage().data_ptr() for whole in self._new.values()]
+        others = {each.untyped_storage().data_ptr() for each in tensors}
+        return len(set(places)) < len(places) or not others.isdisjoint(places)
 
     def is_from_host(self, variable: Any) -> bool:
         """Return whether `take` has taken a variable from the host."""
@@ -472,8 +476,46 @@ def made_on_host(devices: int) -> Iterator[None]:
         if is_large(variable.shape, item_bytes(variable.dtype), devices):
             hold_on_host(variable, whole.detach().cpu())
 
-    with variables_reported(move):
-        yield
+    guard_layers()
+    try:
+        with variables_reported(move):
+            yield
+    except RuntimeError as error:
+        if "inference tensor" not in str(error):
+            raise
+        raise UnsupportedModel(
+            "A variable was made of a view of another one, and in lockstep.sharded the value of a "
+            "variable is\na copy that cannot be written to.\n"
+            "Make it of a copy of the view: keras.ops.copy(...)."
+        ) from error
+
+
+def guard_layers() -> None:
+    """Let methods of PyTorch's modules raise that would give code of the user parts of weights."""
+    wrap_methods_of_torch(_for_frameworks, _GIVE_TENSORS)
+
+
+_GIVE_TENSORS = "parameters", "named_parameters", "state_dict", "load_state_dict"
+_GUARDED = "_lockstep_guarded"
+
+
+def _for_frameworks(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    if hasattr(plain, _GUARDED):
+        return plain
+
+    @wraps(plain)
+    def called_by_frameworks(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
+        if caller in ("torch", "keras", "lockstep") or not any(map(is_sharded, layer.variables)):
+            return plain(layer, *args, **kwargs)
+        raise UnsupportedModel(
+            f"{name} of {layer.name!r} was called, and its state is sharded.\n"
+            "PyTorch's methods see the parts of one process.\n"
+            "Use the variables, variable.assign, save_weights and load_weights of Keras."
+        )
+
+    setattr(called_by_frameworks, _GUARDED, True)
+    return called_by_frameworks
 
 
 def was_sharded(variable: Any) -> bool:
@@ -488,6 +530,7 @@ def shards_in(variables: list[Any]) -> list[Shards]:
 
 def shards_of(model: Any) -> Shards:
     """Return the shards of an unpickled model in a worker."""
+    guard_layers()
     found = [variable for variable in variables_of(model) if is_sharded(variable)]
     shards = found[0]._shards if found else Shards()
     shards.variables = found

@@ -219,8 +219,8 @@ class StepRunner:
             if self.shards.share_memory(self._dumped().tensors):
                 raise UnsupportedModel(
                     f"{model.name!r} holds a tensor of one of its large variables elsewhere too, "
-                    "and sharding\nwould part the two. Read the variable where its value is "
-                    'needed, or leave out state="sharded".'
+                    "such as in another\nvariable, and sharding would part the two. Read the "
+                    'variable where its value is needed, or leave out state="sharded".'
                 )
             self._give_parts(found)
         except BaseException:

@@ -621,6 +621,8 @@ def test_pytorch_s_own_methods_are_refused_and_what_they_write_is_noticed():
         many.state_dict,
         lambda: list(many.layers[0].parameters()),
         many.layers[0].state_dict,
+        torch.nn.ModuleDict({"model": many}).state_dict,
+        lambda: torch.optim.swa_utils.AveragedModel(one).update_parameters(many),
         lambda: many.load_state_dict(one.state_dict()),
     ):
         with pytest.raises(UnsupportedModel, match="state is sharded"):
@@ -670,7 +672,7 @@ def test_variables_that_share_their_memory_are_refused():
 
 
 def test_a_variable_made_of_a_view_of_another_one_is_refused_in_shards():
-    with pytest.raises(UnsupportedModel, match="Make it of a copy"), lockstep.sharded(3):
+    with pytest.raises(UnsupportedModel, match="Make the variable of a copy"), lockstep.sharded(3):
         keras.Sequential([keras.Input((13,)), Twice(keras.ops.transpose)])
     with lockstep.sharded(3):
         twice = Twice(lambda value: keras.ops.copy(keras.ops.transpose(value)))
@@ -783,8 +785,8 @@ def test_a_variable_has_parts_for_one_model():
     _, many = pair()
     other = keras.Sequential([keras.Input((13,)), many.layers[0]])
     assert_equal(other.predict(data("mlp")[0], verbose=0), other(data("mlp")[0]).detach())
-    for state in ("replicated", "sharded"):
-        with pytest.raises(LayoutConflict, match="with state in shards"):
+    for state, remedy in (("replicated", "the same devices"), ("sharded", "both replicated")):
+        with pytest.raises(LayoutConflict, match=f"with state in shards.\n.*{remedy}"):
             lockstep.distribute(other, 3, state=state)
     lockstep.release(many)
     lockstep.distribute(other, 3)

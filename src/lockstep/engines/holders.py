@@ -38,12 +38,15 @@ def check_shared(attachment: Any, variable: Any) -> None:
     model, home = attachment.model, attachment.home(variable)
     for other in holders_of(variable):
         if other.model is not model and other.home(variable) != home:
+            rule = "A variable has one layout. Give both models the same devices, or call"
+            if other.layout == attachment.layout:
+                rule = (
+                    "Its shards are those of one model. Keep the state of both replicated, or call"
+                )
             raise LayoutConflict(
                 f"{model.name!r} was asked onto {_where(attachment)}, and its "
                 f"variable {variable.path!r} is shared with {other.model.name!r} on "
-                f"{_where(other)}.\n"
-                "A variable has one layout. Give both models the same devices, or call\n"
-                "lockstep.release on the other one first."
+                f"{_where(other)}.\n{rule}\nlockstep.release on the other one first."
             )
 
 

@@ -484,9 +484,8 @@ def made_on_host(devices: int) -> Iterator[None]:
         if "inference tensor" not in str(error):
             raise
         raise UnsupportedModel(
-            "A variable was made of a view of another one, and in lockstep.sharded the value of a "
-            "variable is\na copy that cannot be written to.\n"
-            "Make it of a copy of the view: keras.ops.copy(...)."
+            "A variable was made of the value of another one, and in lockstep.sharded nothing can "
+            "write into\nthat value.\nMake the variable of a copy: keras.ops.copy(...)."
         ) from error
 
 
@@ -505,8 +504,12 @@ def _for_frameworks(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(plain)
     def called_by_frameworks(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
-        if caller in ("torch", "keras", "lockstep") or not any(map(is_sharded, layer.variables)):
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        # PyTorch's own `parameters` and `zero_grad` call another one; `state_dict` of a module
+        # around the layer was called by code of the user.
+        by_pytorch = caller == torch.nn.Module.__module__ and name.endswith("parameters")
+        by_framework = by_pytorch or caller.split(".")[0] in ("keras", "lockstep")
+        if by_framework or not any(map(is_sharded, layer.variables)):
             return plain(layer, *args, **kwargs)
         raise UnsupportedModel(
             f"{name} of {layer.name!r} was called, and its state is sharded.\n"

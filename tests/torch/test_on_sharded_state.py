@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import weakref
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -22,6 +23,7 @@ from lockstep.engines.torch.pool_runner import PoolRunner
 from lockstep.engines.torch.sharded_variables import ShardedVariable, Shards, is_sharded
 from lockstep.errors import LayoutConflict, UnsupportedModel, WorkerDied
 from lockstep.keras_compat import stored_value
+from tests.processes.common import script
 from tests.torch.agreement import assert_equal, both
 from tests.torch.test_on_failures import failing
 
@@ -641,6 +643,19 @@ def test_pytorch_s_own_methods_are_refused_and_what_they_write_is_noticed():
     assert_equal(one, many)
     lockstep.release(many)
     assert len(many.state_dict()) == len(one.state_dict())
+
+
+@pytest.mark.whole
+def test_a_model_trains_in_shards_that_is_too_large_for_a_process():
+    def run(state):
+        settings = {"LOCKSTEP_REHEARSE": "4", "MALLOC_MMAP_THRESHOLD_": "1000000"}
+        file = Path(__file__).with_name("limited_memory.py")
+        settings["PYTHONPATH"] = os.pathsep.join(sys.path)
+        said = script(file, state, KERAS_BACKEND="torch", **settings)
+        return said.splitlines()[-1]
+
+    assert "allocate" in run("replicated")
+    assert float(run("sharded")) == pytest.approx(float(run("alone")), rel=1e-5)
 
 
 class Twice(keras.layers.Layer):

@@ -1,7 +1,12 @@
 """The check of the first step on TensorFlow, where losses and metrics may work by rows too."""
 
+import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
+import lockstep
+from lockstep.errors import UnsplitBatchWarning
 from tests.precision import floats
 from tests.replicas.first_steps import *  # noqa: F403
 from tests.replicas.first_steps import assert_found, contrast, model_of
@@ -22,3 +27,32 @@ def test_without_the_check_a_wrongly_proven_metric_is_not_found(monkeypatch):
     monkeypatch.setenv("LOCKSTEP_CHECK", "0")
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         assert_found(lambda: model_of(metrics=[contrast]))
+
+
+class ByStaticRows(keras.Sequential):
+    """Divides by the rows of a batch, if Python knows their number."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            total = tf.reduce_sum(tf.square(self(x, training=True) - y))
+            loss = total / (x.shape[0] or 32)
+        weights = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("loss", [None, "mse"])
+def test_a_step_that_does_not_use_the_loss_of_compile_is_compared(loss):
+    x, y = np.random.default_rng(0).normal(size=(2, 12, 4))
+
+    def losses(lay_out):
+        keras.utils.set_random_seed(3)
+        model = lay_out(ByStaticRows([keras.Input((4,)), keras.layers.Dense(4)]))
+        model.compile("sgd", loss)
+        rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(6, drop_remainder=True)
+        return model.fit(rows, epochs=2, verbose=0, shuffle=False).history["loss"]
+
+    with pytest.warns(UnsplitBatchWarning, match="so the first device runs every batch alone"):
+        many = losses(lambda model: lockstep.distribute(model, 2))
+    np.testing.assert_allclose(many, losses(lambda model: model), rtol=1e-10)

@@ -172,7 +172,12 @@ class CustomStep:
         outer = replica.shards
         with replica.apart() as part:
             rows = tf.shape(leaves[0])[0]
-            same = [tf.debugging.assert_equal(tf.shape(x)[0], rows, what) for x in leaves[1:]]
+            words = (
+                f"lockstep: layer {layer.name!r} ({type(layer).__name__}) is given tensors of "
+                "different numbers of rows in a step of your own.\nlockstep.release(model) trains "
+                "it on one device."
+            )
+            same = [tf.debugging.assert_equal(tf.shape(x)[0], rows, words) for x in leaves[1:]]
             with tf.control_dependencies(same):
                 rows = tf.identity(rows)
             replica.shards = Shards(rows, self._team.size)

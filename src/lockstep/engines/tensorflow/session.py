@@ -67,7 +67,7 @@ from lockstep.keras_compat import (
 from lockstep.launch.status import STATUS_OF_PROCESS
 from lockstep.layout import Branches, Layout
 from lockstep.state import named_variables, optimizers_of
-from lockstep.training.build import build, is_ready_for_custom_step
+from lockstep.training.build import build
 from lockstep.training.input import HostIterator
 from lockstep.training.session import PREDICT, TRAIN, Kind, Session, recorded_type
 
@@ -236,7 +236,7 @@ class TensorFlowSession(Session):
         model, steps = self.model, self.steps
         is_custom = why_custom(model, f"{name}_step") is not None
         may_split = steps.is_split(name) and not model.run_eagerly
-        if not may_split or (is_custom and not is_ready_for_custom_step(model, name)):
+        if not may_split or (is_custom and steps.makes_variables(name)):
             return iterator, batches  # one device runs it
         if not self._first_steps.is_due(name, form_of(spec), lambda: steps.plan().candidates):
             return iterator, batches

@@ -90,6 +90,14 @@ class Steps:
         """Undo `give_up`: the model may be compiled differently by now."""
         self._not_alike.pop(f"{step}_step", None)
 
+    def makes_variables(self, step: str) -> bool:
+        """Return whether the first device runs the next step of the user's own alone.
+
+        That is so once: such a step may never build a loss of `compile` that it does not use.
+        """
+        is_ready = is_ready_for_custom_step(self._model, step)
+        return self._began.get(f"{step}_step", not is_ready)
+
     def is_to_be_traced_again(self, step: str) -> bool:
         """Return whether the first device ran this step to make variables; once."""
         again = self._began.get(f"{step}_step", False)

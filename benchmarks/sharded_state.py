@@ -225,7 +225,7 @@ def fine_tune():
 
 
 def most_resident():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Each proof is forced to say that all code works row by row. The check has to see
 before the first update: after one step, several devices have the weights of one.
 """
 
+import itertools
 import warnings
 from contextlib import ExitStack
 from unittest import mock
@@ -145,7 +146,7 @@ def two_steps(made, x, y):
 
 
 def assert_found(build, name=None):
-    """Several devices give what one gives, and a warning has this name in it."""
+    """Several devices give what one gives, and a warning has this name in it; its words."""
     x, y = data()
     expected = two_steps(build(), x, y)
     with everything_proven(), warnings.catch_warnings(record=True) as caught:
@@ -155,6 +156,7 @@ def assert_found(build, name=None):
     assert name is None or any(name in each and " differs by " in each for each in said), said
     for a, b in zip(keras.tree.flatten(mine), keras.tree.flatten(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-10)
+    return said
 
 
 @pytest.mark.parametrize("fault", every(6, LAYERS))
@@ -162,6 +164,16 @@ def test_a_layer_that_is_wrongly_proven_is_found_before_the_first_update(fault):
     # A layer whose outputs are right is not named, but a gradient.
     name = "the gradient of" if fault == "gradient of the mean" else "faulty"
     assert_found(lambda: model_of(LAYERS[fault]), name)
+
+
+def test_a_model_with_a_counter_that_cannot_be_set_back_runs_alone():
+    def build():
+        made = model_of(LAYERS["mean of the batch"])
+        made.get_layer("faulty").numbers = itertools.count()
+        return made
+
+    said = assert_found(build)
+    assert any("cannot be tried and compared" in each for each in said), said
 
 
 def test_a_loss_that_is_declared_wrongly_is_an_error():

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import lockstep
-from lockstep.errors import UnsplitBatchWarning
+from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from tests.precision import floats
 from tests.replicas.first_steps import *  # noqa: F403
 from tests.replicas.first_steps import assert_found, contrast, model_of
@@ -56,3 +56,43 @@ def test_a_step_that_does_not_use_the_loss_of_compile_is_compared(loss):
     with pytest.warns(UnsplitBatchWarning, match="so the first device runs every batch alone"):
         many = losses(lambda model: lockstep.distribute(model, 2))
     np.testing.assert_allclose(many, losses(lambda model: model), rtol=1e-10)
+
+
+class Matches(keras.layers.Layer):
+    """Adds a row to each row."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(4)
+
+    def call(self, x, row):
+        return self.dense(x) + self.dense(row)
+
+
+class MatchesFirstRow(keras.Model):
+    """Calls a layer with a batch and with one row of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.matches = Matches()
+
+    def call(self, x):
+        return self.matches(x, x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            found = self.matches(x, x[: tf.minimum(tf.shape(x)[0], 1)])
+            loss = tf.reduce_mean(tf.square(found - y))
+        weights = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"loss": loss}
+
+
+def test_a_layer_that_a_step_gives_other_numbers_of_rows_is_refused_in_words():
+    x, y = np.random.default_rng(0).normal(size=(2, 12, 4))
+    model = lockstep.distribute(MatchesFirstRow(), 2)
+    model.compile("sgd")
+    with pytest.raises(UnsupportedModel, match="different numbers of rows") as refused:
+        model.fit(x, y, batch_size=6, verbose=0)
+    assert "lockstep.release" in str(refused.value)

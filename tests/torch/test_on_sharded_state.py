@@ -689,6 +689,8 @@ def test_variables_that_share_their_memory_are_refused():
 def test_a_variable_made_of_a_view_of_another_one_is_refused_in_shards():
     with pytest.raises(UnsupportedModel, match="Make the variable of a copy"), lockstep.sharded(3):
         keras.Sequential([keras.Input((13,)), Twice(keras.ops.transpose)])
+    with pytest.raises(RuntimeError, match="Inplace update"), lockstep.sharded(3):
+        mlp().layers[0].kernel.value.mul_(2)
     with lockstep.sharded(3):
         twice = Twice(lambda value: keras.ops.copy(keras.ops.transpose(value)))
         keras.Sequential([keras.Input((13,)), twice])

@@ -525,6 +525,8 @@ class FirstSteps:
     def is_due(self, kind: str, form: Any, followed: Callable[[], Iterable[Any]]) -> bool:
         """Return whether a step has to be compared: once for each form, if code was guessed.
 
+        If it would have to be and cannot be undone, `alone` has the kind from then on.
+
         Args:
             kind: The kind of the step.
             form: The form of its batch.
@@ -533,7 +535,15 @@ class FirstSteps:
         if (kind, form) in self._compared or not is_checked():
             return False
         self._compared.add((kind, form))
-        return is_guessed(self._model, kind, followed()) and states_of(self._model).can_be_put_back
+        if not is_guessed(self._model, kind, followed()):
+            return False
+        if states_of(self._model).can_be_put_back:
+            return True
+        self.alone[kind] = (
+            "has code of your own, and holds a generator or an itertools.count, which cannot be "
+            f"set back:\na first {kind} step cannot be tried and compared with one device"
+        )
+        return False
 
     def settle(
         self,
@@ -559,7 +569,9 @@ class FirstSteps:
             found = find()
             if found == before:
                 break
-        self.alone[kind] = f"in its first {kind} step, {found} from one device"
+        self.alone[kind] = (
+            f"is not the same on every device: in its first {kind} step, {found} from one device"
+        )
 
 
 _MOST_PARTS = 8

@@ -239,6 +239,8 @@ class TensorFlowSession(Session):
         if not may_split or (is_custom and steps.makes_variables(name)):
             return iterator, batches  # one device runs it
         if not self._first_steps.is_due(name, form_of(spec), lambda: steps.plan().candidates):
+            if name in self._first_steps.alone:
+                steps.run_alone(name, self._first_steps.alone[name])
             return iterator, batches
         self._before_trace = states_of(model)
         if batches is None:
@@ -293,7 +295,7 @@ class TensorFlowSession(Session):
         except ReplicasDiffer:
             return iterator, batches  # the step finds it too
         if name in self._first_steps.alone:
-            steps.give_up(name, self._first_steps.alone[name])
+            steps.run_alone(name, self._first_steps.alone[name])
         return iterator, batches
 
     def _prepare(self, name: str, batch: Any) -> None:

@@ -79,12 +79,16 @@ class Steps:
         """Make optimizer slots on their devices inside the context."""
         return nullcontext()
 
-    def give_up(self, step: str, reason: str) -> None:
+    def run_alone(self, step: str, reason: str) -> None:
         """Run this step on the first device alone from now on; `reason` goes into a warning."""
+        self._not_alike[f"{step}_step"] = reason
+
+    def give_up(self, step: str, found: str) -> None:
+        """Run a step alone in which the replicas would not do the same, as was found."""
         # keras/src/utils/traceback_utils.py, inject_argument_info_in_traceback, wraps an
         # error message from a layer's call in bold, once for each enclosing layer.
-        reason = reason.split("\x1b[1m")[-1].split("\x1b[0m")[0]
-        self._not_alike[f"{step}_step"] = f"is not the same on every device: {reason}"
+        found = found.split("\x1b[1m")[-1].split("\x1b[0m")[0]
+        self.run_alone(step, f"is not the same on every device: {found}")
 
     def try_again(self, step: str) -> None:
         """Undo `give_up`: the model may be compiled differently by now."""

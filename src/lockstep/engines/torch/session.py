@@ -319,7 +319,7 @@ class TorchSession(Session):
             return self._step_on_whole_batch(kind, plain, batch, reason)
         self._compare_first_step(kind, data, rows)
         if kind in self._first_steps.alone:
-            return self._step_alone(plain, batch, _NOT_THE_SAME + self._first_steps.alone[kind])
+            return self._step_alone(plain, batch, self._first_steps.alone[kind])
         self._is_updating = True
         result = self._runner.step(kind, data, rows)
         self._warn_of_whole(self._runner.whole_layers)
@@ -426,7 +426,7 @@ class TorchSession(Session):
             if unshared is None:
                 self._compare_first_custom_step(kind, batch)
                 if kind in self._first_steps.alone:
-                    self._warn_of_alone(_NOT_THE_SAME + self._first_steps.alone[kind])
+                    self._warn_of_alone(self._first_steps.alone[kind])
                     return plain([batch])
                 self._is_updating = True
                 result = runner.step_on_whole_batch(kind, batch)
@@ -635,8 +635,6 @@ def _joined(*parts: Any) -> np.ndarray:
 
 _MOST_SENT = 4
 """How often steps are compared again because the model was sent anew, at most."""
-
-_NOT_THE_SAME = "is not the same on every device: "
 
 _DECLARE = "If each row depends on its own row alone, declare it: lockstep.rowwise. "
 

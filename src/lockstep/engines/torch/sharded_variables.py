@@ -481,11 +481,11 @@ def made_on_host(devices: int) -> Iterator[None]:
         with variables_reported(move):
             yield
     except RuntimeError as error:
-        if "inference tensor" not in str(error):
+        if "requires_grad=True on inference tensor" not in str(error):
             raise
         raise UnsupportedModel(
-            "A variable was made of the value of another one, and in lockstep.sharded nothing can "
-            "write into\nthat value.\nMake the variable of a copy: keras.ops.copy(...)."
+            "A variable was made of the value of another one in lockstep.sharded.\n"
+            "That value is read-only there.\nMake the variable of a copy: keras.ops.copy(...)."
         ) from error
 
 

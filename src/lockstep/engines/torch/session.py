@@ -604,12 +604,18 @@ def _copy_of(variable: Any) -> Any:
 def _check_state(model: Any) -> None:
     """Raise if a step may change what a checkpoint does not save."""
     saved = {id(stored_value(variable)) for variable in variables_of(model)}
-    tensors = (*model.named_parameters(), *model.named_buffers())
+    # Layers of a Sequential or functional model are no modules of the model.
+    layers = layers_in(model)
+    modules = [module for layer in layers for module in layer.modules()]
     # Among what Keras gives to PyTorch are kernels that `quantize` has replaced: nobody reads them.
-    layers = [each for each in model.modules() if isinstance(each, keras.layers.Layer)]
-    saved |= {id(tensor) for layer in layers for tensor in layer.torch_params.values()}
-    others = [f"{name} of {model.name!r}" for name, tensor in tensors if id(tensor) not in saved]
-    for layer in layers_in(model):
+    of_keras = [module for module in modules if isinstance(module, keras.layers.Layer)]
+    saved |= {id(tensor) for layer in of_keras for tensor in layer.torch_params.values()}
+    found: dict[int, str] = {}
+    for layer in layers:
+        for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+            found.setdefault(id(tensor), f"{name} of {layer.name!r}")
+    others = [name for tensor, name in found.items() if tensor not in saved]
+    for layer in layers:
         names = (name for name, _ in optimizers_of(layer))
         others += [f"{name} of {layer.name!r}" for name in names if name != "optimizer"]
     if others:

@@ -20,7 +20,6 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import argparse
 import importlib.metadata
-import importlib.util
 import json
 import time
 from typing import Any
@@ -33,6 +32,7 @@ import numpy as np
 from jax.experimental import topologies
 
 import lockstep
+from lockstep.engines.jax.introspection.ahead_of_time import cuda_folder
 from lockstep.engines.jax.steps.padded import PaddedArray
 from lockstep.engines.jax.steps.steps import Steps
 
@@ -177,11 +177,7 @@ def compiled(name: str, target: str, count: int, extra: dict[str, Any]) -> dict[
 
 def _tools() -> dict[str, Any]:
     """Where NVIDIA's assembler lies, and no measuring of kernels, for which a GPU is needed."""
-    found = importlib.util.find_spec("nvidia.cuda_nvcc")
-    if found is None or not found.submodule_search_locations:
-        raise SystemExit('The CUDA compiler is not here: pip install -e ".[plan]"')
-    folder = found.submodule_search_locations[0]
-    return {"xla_gpu_cuda_data_dir": folder, "xla_gpu_autotune_level": 0}
+    return {"xla_gpu_cuda_data_dir": cuda_folder(), "xla_gpu_autotune_level": 0}
 
 
 def _value(text: str) -> Any:
@@ -207,8 +203,7 @@ def main() -> None:
             results.append(compiled(name, arguments.target, count, extra))
             if not arguments.json:
                 show(results[-1])
-    names = ("jax", "jaxlib", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12", "keras")
-    versions = {name: importlib.metadata.version(name) for name in names}
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "keras")}
     if arguments.json:
         print(json.dumps({"results": results, "versions": versions}, indent=1))
     else:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import lockstep
+from lockstep.engines.jax.session import MeshIterator
 from lockstep.engines.jax.steps.steps import Steps
 from lockstep.training.input import BatchesAhead
 from tests.conformance import common
@@ -124,3 +125,16 @@ def test_no_bit_depends_on_when_a_batch_is_drawn(devices, request, tmp_path):
     in_turn = trained(devices, tmp_path / "in turn")
     request.getfixturevalue("ahead")
     assert_same(trained(devices, tmp_path / "ahead"), in_turn, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("is_ahead", "watched", "shared"),
+    [(True, False, True), (True, True, False), (False, False, False)],
+)
+def test_rows_are_copied_where_code_may_write_into_them(is_ahead, watched, shared):
+    batches = MeshIterator(x=X, batch_size=BATCH, shuffle=False)
+    batches.ahead = BatchesAhead(lambda batch: batch) if is_ahead else None
+    batches.watch(watched)
+    drawn = [leaf for *_, iterator in batches for leaf in keras.tree.flatten(next(iterator))]
+    assert np.array_equal(np.concatenate(drawn), X)
+    assert [np.shares_memory(leaf, X) for leaf in drawn] == [shared] * 7

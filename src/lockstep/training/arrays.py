@@ -35,10 +35,11 @@ class Arrays:
     leaves: tuple[np.ndarray, ...]
     pack: Callable[[tuple[Any, ...]], Any]
 
-    def batch(self, rows: Rows) -> Any:
-        """Return a batch of these rows, as copies."""
+    def batch(self, rows: Rows, *, copied: bool = True) -> Any:
+        """Return a batch of these rows, as copies, or as views where rows follow each other."""
         if isinstance(rows, slice):
-            return self.pack(tuple([array[rows].copy() for array in self.leaves]))
+            views = tuple([array[rows] for array in self.leaves])
+            return self.pack(tuple([view.copy() for view in views]) if copied else views)
         return self.pack(tuple([array.take(rows, axis=0) for array in self.leaves]))
 
 

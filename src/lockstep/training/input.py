@@ -24,10 +24,12 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         skip: The number of batches that the next pass skips. The order and the random numbers are
             those of a full pass.
         recorded: Whether a checkpoint records the position of the trained batches.
+        watched: Whether callbacks run between steps. They may write into the arrays.
     """
 
     skip = 0
     recorded = False
+    watched = True
 
     # keras/src/trainers/epoch_iterator.py, EpochIterator
 
@@ -84,6 +86,7 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
 
     def watch(self, watched: bool) -> None:
         """Set whether callbacks run between steps. They may stop or fail in one process alone."""
+        self.watched = watched
         if self._seen is not None:
             self._seen.watched = watched
 
@@ -95,9 +98,14 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
     def _batches(self) -> Iterator[Any]:
         arrays = plain_arrays(self.data_adapter)
         if arrays is not None:
-            return map(arrays.batch, row_numbers(self.data_adapter, self.skip))
+            every = row_numbers(self.data_adapter, self.skip)
+            return (arrays.batch(rows, copied=self._copies()) for rows in every)
         batches = self._source()
         return _fresh(islice(batches, self.skip, None) if self.skip else batches)
+
+    def _copies(self) -> bool:
+        """Return whether code could write into rows of the data set that a step still reads."""
+        return True
 
     def _source(self) -> Any:
         return self.data_adapter.get_numpy_iterator()

@@ -1,8 +1,10 @@
 """A training step on shapes, before there are devices or values."""
 
+import os
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -56,13 +58,7 @@ def compiled_bytes(
     Raises:
         UnsupportedBackend: If the compiler is not installed.
     """
-    compiler = find_spec("nvidia") and find_spec("nvidia.cuda_nvcc")
-    if not (find_spec("jax_cuda12_plugin") and compiler and compiler.submodule_search_locations):
-        raise UnsupportedBackend(
-            "A step was to be compiled for a GPU, and the compiler for NVIDIA GPUs is not here.\n"
-            'Install it: pip install "keras-lockstep[plan]". It needs no GPU.'
-        )
-    options = {"xla_gpu_cuda_data_dir": compiler.submodule_search_locations[0]}
+    options = {"xla_gpu_cuda_data_dir": cuda_folder()}
     topology = topologies.get_topology_desc(
         platform="cuda",
         topology_name="gpu",
@@ -84,6 +80,31 @@ def compiled_bytes(
     finally:
         config.update("jax_enable_compilation_cache", cached)
     return memory.argument_size_in_bytes, memory.temp_size_in_bytes
+
+
+def cuda_folder() -> str:
+    """Return the folder of CUDA, with the assembler and the library that XLA compiles with.
+
+    Raises:
+        UnsupportedBackend: If JAX has no plugin for NVIDIA GPUs, or CUDA is not installed.
+    """
+    folders = [os.environ.get("CUDA_ROOT"), *_folders_of("cu13"), *_folders_of("cuda_nvcc")]
+    folders += [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    of_cuda_13 = find_spec("jax_cuda13_plugin")
+    if of_cuda_13 or find_spec("jax_cuda12_plugin"):
+        for folder in filter(None, folders):
+            if Path(folder, "bin/ptxas").exists() and Path(folder, "nvvm/libdevice").exists():
+                return folder
+    package = "jax[cuda13]" if of_cuda_13 else "keras-lockstep[plan]"
+    raise UnsupportedBackend(
+        "A step was to be compiled for a GPU, and the compiler for NVIDIA GPUs is not here.\n"
+        f'Install it: pip install "{package}". It needs no GPU.'
+    )
+
+
+def _folders_of(package: str) -> list[str]:
+    found = find_spec("nvidia") and find_spec(f"nvidia.{package}")
+    return list(found.submodule_search_locations or ()) if found else []
 
 
 def _lowered(model: Any, batch: Any, steps: Steps) -> Any:

@@ -270,8 +270,11 @@ def words(call):
 
 def writes_in_place():
     _, many = pair(mlp)
+    assert words(many.layers[0].parameters) == (
+        "parameters of 'dense' was called, and its state is sharded."
+    )
     with torch.no_grad():
-        for parameter in many.layers[0].parameters():
+        for parameter in torch.nn.Module.parameters(many.layers[0]):  # around that guard
             parameter.mul_(0.5)
     for call in (many.get_weights, lambda: fit(many)):
         assert "was written into in place" in words(call)

@@ -14,7 +14,7 @@ class Large(layers.Layer):
     """Sorts hundreds of gigabytes, which no compiler leaves out."""
 
     def call(self, x):
-        many = ops.repeat(ops.stop_gradient(x), 500_000_000, axis=1)
+        many = ops.tile(ops.stop_gradient(x), (1, 500_000_000))
         return x + 0 * ops.sort(many, axis=1)[:, :4]
 
     def compute_output_shape(self, shape):
@@ -22,7 +22,7 @@ class Large(layers.Layer):
 
 
 def notes(error):
-    return [each for each in getattr(error, "__notes__", []) if each.startswith("lockstep")]
+    return [each for each in getattr(error, "__notes__", []) if "of optimizer slots" in each]
 
 
 def too_large(state):
@@ -44,6 +44,8 @@ def test_the_note_has_the_bytes_of_a_device_and_what_to_try(state, monkeypatch):
         assert f"each of 2 devices holds {size / 1e3:.0f} kB of weights" in note
     assert "Try batch_size=32," in note
     assert ('state="sharded"' in note) == (BACKEND != "tensorflow" and state == "replicated")
+    if BACKEND == "tensorflow":  # which waits 10 seconds for memory on each device
+        return
     with pytest.raises(Exception, match=r"(?i)memory|OOM") as caught:
         keras.tree.map_structure(float, too_large(state).train_on_batch(x, x))
     assert "Try batches of fewer rows," in notes(caught.value)[0]

@@ -15,7 +15,7 @@ import keras
 from lockstep.checkpoint.callback import fit_scope
 from lockstep.engines.atomic_save import atomic_saves
 from lockstep.engines.engine import Engine
-from lockstep.engines.out_of_memory import is_out_of_memory, note_of
+from lockstep.engines.out_of_memory import has_note, is_out_of_memory, note_of
 from lockstep.errors import UnsupportedBackend, UnsupportedModel
 from lockstep.fit_lines import (
     Given,
@@ -118,8 +118,7 @@ class Attachment:
                 return method(*args, **kwargs)
             except Exception as error:
                 is_data_parallel = isinstance(self.session.layout, DataParallel)
-                has_note = any(each.startswith("lockstep") for each in _notes(error))
-                if is_out_of_memory(error) and is_data_parallel and not has_note:
+                if is_out_of_memory(error) and is_data_parallel and not has_note(error):
                     error.add_note(note_of(self.session, name, arguments_of(method, args, kwargs)))
                 raise
 
@@ -154,10 +153,6 @@ class Attachment:
         has_slots = all(each.built for _, each in optimizers_of(model))
         here = {each.name: each.memory for each in current_engine().devices()}
         return replicated_words(held, has_slots, here.get(session.devices[0]))
-
-
-def _notes(error: Exception) -> list[str]:
-    return getattr(error, "__notes__", [])
 
 
 def attachment_of(model: Any) -> Attachment | None:

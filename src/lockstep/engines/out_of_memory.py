@@ -10,6 +10,7 @@ from lockstep.training.session import Session
 
 _TYPES = {"OutOfMemoryError", "ResourceExhaustedError"}  # of PyTorch and TensorFlow
 _WORDS = ("resource_exhausted", "out of memory", "can't allocate memory", "oom when allocating")
+_END = "`lockstep plan` compares them."
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -19,6 +20,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return named or (
         isinstance(error, RuntimeError) and any(each in str(error).lower() for each in _WORDS)
     )
+
+
+def has_note(error: BaseException) -> bool:
+    """Return whether an inner call has added the note; a note on something else may be there."""
+    return any(each.endswith(_END) for each in getattr(error, "__notes__", ()))
 
 
 def note_of(session: Session, name: str, given: Given) -> str:
@@ -52,5 +58,5 @@ def note_of(session: Session, name: str, given: Given) -> str:
         f"lockstep: {who} holds {amount(held.weights)} of weights, "
         f"{amount(held.optimizer)} of optimizer slots and, in training, {amount(held.gradients)} "
         "of gradients.\nThe rest are activations, which grow with the rows of a device.\n"
-        f"Try {', '.join(tries[:-1])}, or {tries[-1]}; `lockstep plan` compares them."
+        f"Try {', '.join(tries[:-1])}, or {tries[-1]}; {_END}"
     )

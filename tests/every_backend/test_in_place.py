@@ -60,7 +60,7 @@ def test_moved_between_devices_and_back_in_the_middle_of_a_training(built):
     assert_same(fit(made), fit(alone))
 
 
-@pytest.mark.parametrize("rows", [1, 5, *rest(2, 11)])
+@pytest.mark.parametrize("rows", [5, *rest(1, 2, 11)])
 def test_batches_of_any_size(rows):
     """Of fewer rows than devices too; stock MirroredStrategy predicts such rows twice."""
     alone, made = model(), lockstep.distribute(model(), 3)

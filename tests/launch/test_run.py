@@ -11,6 +11,7 @@ import pytest
 
 from lockstep.launch.rank import Failure, Output, cause_of
 from lockstep.launch.status import Status
+from tests.sampling import rest
 
 SOURCE = Path(__file__).parents[2] / "src"
 SOON = 60
@@ -140,7 +141,7 @@ raise error
     none_left(tmp_path)
 
 
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [0, *rest(1)])
 def test_a_killed_process_ends_the_run_and_what_the_others_have_started(tmp_path, killed):
     body = """
 if rank == 0:  # a worker of the script, in the group of its process

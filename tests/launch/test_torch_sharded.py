@@ -16,7 +16,8 @@ def run(count, folder, *cases, patience=60):
 
 
 def test_every_process_ends_in_words_what_one_does_alone(tmp_path):
-    first, second = run(2, tmp_path, "calls_between_steps", "files", "alone", patience=5)
+    cases = "a_sample", "calls_between_steps", "files", "alone"
+    first, second = run(2, tmp_path, *cases, patience=5)
     alone = "Process 0 {} a variable, of which each process has a part, and another one does not."
     read, assigned = alone.format("reads"), alone.format("assigns to")
     both = [
@@ -31,6 +32,7 @@ def test_every_process_ends_in_words_what_one_does_alone(tmp_path):
     assert all(words.startswith(("Process 0 ", "Process 1 ")) for words in of_fit), of_fit
 
 
+@pytest.mark.whole
 def test_models_and_optimizers(tmp_path):
     run(3, tmp_path, "every_model_and_optimizer")
 

@@ -18,6 +18,7 @@ from lockstep.package_versions import install_command
 from tests.launch.test_run import HEAD, none_left, pids, wait_until
 from tests.launch.test_training import SCRIPT, assert_one_set, assert_trained, truth  # noqa: F401
 from tests.launch.two_ray_nodes import SOON, Cluster, clean_environment
+from tests.sampling import rest
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -92,7 +93,7 @@ def test_a_run_goes_on_with_the_numbers_of_one_device_when_a_node_is_lost(
     assert_one_set(tmp_path, out)
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGTERM, *rest(signal.SIGKILL)])
 def test_the_end_of_the_launcher_ends_the_processes_and_what_they_have_started(
     how, cluster, tmp_path
 ):

@@ -196,6 +196,7 @@ print("\\nREPORT", json.dumps([said, distance(predicted, one.predict(X, verbose=
 """
 
 
+@pytest.mark.whole
 def test_a_read_by_one_process_alone_ends_in_words(tmp_path):
     found, _ = run_both(BEGIN + ALONE, tmp_path, LOCKSTEP_PATIENCE="3")
     (said, far), (also_said, also_far) = found

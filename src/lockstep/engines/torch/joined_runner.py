@@ -166,7 +166,7 @@ class JoinedRunner(StepRunner):
             try:
                 yield replica
                 replica.check()
-            except PeerLost:
+            except BaseException:  # such as KeyboardInterrupt
                 if not replica.has_updated:  # else the metrics alone are lost
                     self._state.put_back()
                 raise

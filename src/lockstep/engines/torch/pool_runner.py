@@ -109,7 +109,7 @@ class PoolRunner(StepRunner):
                 try:
                     result = run_step(kind, self._model, self._plan, self.losses, replica, data)
                     replica.check()
-                except PeerLost:
+                except BaseException:  # such as KeyboardInterrupt
                     if not replica.has_updated:  # else the metrics alone are lost
                         self._state.put_back()
                     raise

@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import torch
 
+from lockstep.engines.held_signals import HeldSignals
 from lockstep.engines.probe_helpers import watched_layers
 from lockstep.engines.torch.layers import Plan
 from lockstep.engines.torch.loss_sharding import LossSharding, Outputs
@@ -67,13 +68,22 @@ def _train(model: Any, plan: Plan, losses: LossSharding, replica: Replica, data:
             gradients = _backward(weights, replica, share)
             with torch.no_grad():
                 replica.check()
-                replica.has_updated = True
-                update(replica.shards, model.optimizer, gradients, weights)
+                _update(model, replica, gradients, weights)
     if not replica.returns:
         return outputs
     if not weights:
         warnings.warn("The model does not have any trainable weights.", stacklevel=2)
     return losses.metrics(outputs, data, loss)
+
+
+def _update(model: Any, replica: Replica, gradients: list[Any], weights: list[Any]) -> None:
+    """Let the optimizer change the weights; signals wait for the end of it."""
+
+    def run() -> None:
+        replica.has_updated = True
+        update(replica.shards, model.optimizer, gradients, weights)
+
+    HeldSignals(lambda: False).run(run, lambda: None)
 
 
 def _inspect(model: Any, plan: Plan, losses: LossSharding, replica: Replica, data: Any) -> Any:

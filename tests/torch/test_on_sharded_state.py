@@ -24,6 +24,7 @@ from lockstep.engines.torch.sharded_variables import ShardedVariable, Shards, is
 from lockstep.errors import LayoutConflict, UnsupportedModel, WorkerDied
 from lockstep.keras_compat import stored_value
 from tests.processes.common import script
+from tests.sampling import rest
 from tests.torch.agreement import assert_equal, both
 from tests.torch.test_on_failures import failing
 
@@ -307,6 +308,23 @@ def test_a_checkpoint_resumes_with_another_layout(tmp_path, first, second):
     for (devices, state), epochs in ((first, 1), (second, 2)):
         _, many = both(compiled, devices, state=state)
         fit(many, epochs=epochs, callbacks=[lockstep.Checkpoint(tmp_path / "run")])
+    assert_equal(one, many)
+
+
+@pytest.mark.parametrize("optimizer", ["Nadam", *rest("Adafactor")])
+@pytest.mark.parametrize("verbose", [0, 2])
+def test_a_checkpoint_resumes_however_the_optimizer_was_built(tmp_path, optimizer, verbose):
+    def build():
+        model = MODELS["mlp"]()
+        model.compile(getattr(keras.optimizers, optimizer)(0.01), "mse")
+        return model
+
+    one, _ = both(build)
+    fit(one, epochs=2)
+    for state, epochs in (("sharded", 1), ("replicated", 2)):
+        _, many = both(build, 2, state=state)
+        callbacks = [lockstep.Checkpoint(tmp_path / "run")]
+        fit(many, epochs=epochs, callbacks=callbacks, verbose=verbose)
     assert_equal(one, many)
 
 

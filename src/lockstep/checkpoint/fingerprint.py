@@ -11,6 +11,7 @@ from lockstep.errors import CheckpointMismatch
 _UNKNOWN = (NotImplementedError, TypeError, ValueError, OSError)
 """Errors for a model without a configuration, or a lambda without source lines."""
 _COUNTED = re.compile(r"_\d+(?=$|/|_)")
+_SCOPE = re.compile(r"^optimizer/.*/")
 _NOT_COMPARED = {
     # how it was built, and how Keras finds a class: another script may name its module otherwise
     *("module", "registered_name", "build_config", "compile_config", "shared_object_id"),
@@ -53,7 +54,8 @@ def check_variables(path: str, written: list[Entry], here: list[Entry]) -> None:
     """Raise if the variables of a checkpoint are not those of this model and optimizer.
 
     The numbers that Keras appends to names are ignored: they count the earlier layers of a
-    process.
+    process. So are the scopes of an optimizer's variables, which depend on whether Keras builds it
+    in its first update or before.
 
     Raises:
         CheckpointMismatch: With the first difference.
@@ -122,7 +124,11 @@ def _refuse(path: str, what: str, name: str, written: str, here: str) -> None:
 
 
 def _said(entry: Entry | None) -> Any:
-    return entry and (_COUNTED.sub("", entry.name.rstrip("'")), entry.dtype, entry.shape)
+    return entry and (
+        _COUNTED.sub("", _SCOPE.sub("optimizer/", entry.name.rstrip("'"))),
+        entry.dtype,
+        entry.shape,
+    )
 
 
 def _words(entry: Entry | None) -> str:

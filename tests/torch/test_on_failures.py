@@ -118,6 +118,25 @@ def test_a_killed_worker_ends_the_call_and_the_model_stands_as_after_the_last_st
     lockstep.release(many)
 
 
+def test_the_worker_that_was_killed_between_two_steps_is_named():
+    """The other one ends too, by the connection to it."""
+    before = set(workers(os.getpid()))
+    _, many = both(failing("raise", 1000), devices=["cpu:0", "cpu:1", "cpu:3"])
+    x, y = data()
+    killed = []
+
+    def kill(batch, logs):
+        if batch == 1:
+            killed.append(max(set(workers(os.getpid())) - before))
+            os.kill(killed[0], signal.SIGKILL)
+
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=kill)
+    with pytest.raises(WorkerDied) as caught:
+        many.fit(x, y, batch_size=5, callbacks=[callback], **QUIET)
+    named = f"replica 2 (cpu:3) has ended by signal 9; it was process {killed[0]}"
+    assert named in str(caught.value)
+
+
 @pytest.mark.whole
 def test_the_end_of_a_worker_between_two_calls_is_noticed_at_the_next_one():
     _, many = both(failing("raise", 1000), devices=2)

@@ -206,7 +206,10 @@ class Pool:
             for worker, report in zip(self._workers, reports, strict=True)
             if report[0] != "lost"
         ]
-        return self._death_of((dead or self._workers)[0])
+        # A signal is negative. Others end by a connection that its end has broken.
+        ended = [worker for worker in dead if worker.process.poll() is not None]
+        first = min(ended, key=lambda worker: worker.process.returncode, default=None)
+        return self._death_of(first or (dead or self._workers)[0])
 
     def _error_of(self, worker: "_Worker", sent: bytes | None, text: str) -> BaseException:
         where = f"replica {worker.rank} ({self._devices[worker.rank]})"

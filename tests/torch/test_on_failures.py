@@ -16,7 +16,7 @@ import torch
 from keras import layers
 
 import lockstep
-from lockstep.engines.torch import pool
+from lockstep.engines.torch import pool, steps
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel, WorkerDied
 from tests.torch.agreement import assert_equal, both, values
 
@@ -115,6 +115,29 @@ def test_a_killed_worker_ends_the_call_and_the_model_stands_as_after_the_last_st
     del caught
     assert_equal(values(one), values(many))
     assert set(workers(os.getpid())) <= before
+    lockstep.release(many)
+
+
+def test_an_interrupt_within_a_step_leaves_what_was_before_it(monkeypatch):
+    """The forward pass has moved the means of batch normalization."""
+    one, many = both(failing("raise", 1000), devices=2)
+    x, y = data()
+    lost, left = steps._global_loss, [3]
+
+    def interrupted(*given):
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return lost(*given)
+
+    monkeypatch.setattr(steps, "_global_loss", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        many.fit(x, y, batch_size=5, **QUIET)
+    done = 5 * int(many.optimizer.iterations)
+    assert 0 < done < 20
+    one.fit(x[:done], y[:done], batch_size=5, **QUIET)
+    assert_equal(values(one), values(many))
+    assert_equal(one.fit(x, y, **QUIET).history, many.fit(x, y, **QUIET).history)
     lockstep.release(many)
 
 

@@ -83,7 +83,10 @@ def _update(model: Any, replica: Replica, gradients: list[Any], weights: list[An
         replica.has_updated = True
         update(replica.shards, model.optimizer, gradients, weights)
 
-    HeldSignals(lambda: False).run(run, lambda: None)
+    if replica.shards.variables:  # signals wait for the end of the step already
+        run()
+    else:
+        HeldSignals(lambda: False).run(run, lambda: None)
 
 
 def _inspect(model: Any, plan: Plan, losses: LossSharding, replica: Replica, data: Any) -> Any:

@@ -1,11 +1,10 @@
-"""One script from a laptop to a cluster. It runs unchanged in each of these six ways:
+"""One script from a laptop to a cluster. It runs unchanged in each of these ways:
 
 python anywhere.py
 lockstep run --processes 2 anywhere.py
 torchrun --nproc-per-node 2 anywhere.py
-lockstep run --on slurm --nodes 2 --gpus-per-node 4 anywhere.py
-lockstep run --on kubernetes --image IMAGE --nodes 2 --gpus-per-node 4 anywhere.py
-lockstep run --on ray --nodes 2 anywhere.py
+sbatch slurm.sh
+kubectl apply -f train_job.yaml
 
 On several machines, --folder is one that they share. Without GPUs, set LOCKSTEP_REHEARSE=2.
 """

@@ -57,20 +57,13 @@ _join_at_first_use(_os.environ)
 if not _typing.TYPE_CHECKING:  # which would take every name for one that is here
 
     def __getattr__(name: str) -> object:
-        """`Checkpoint`, a Keras callback, is made when asked for: Keras is slow to import.
-
-        `lockstep.ray` is a module that few need.
-        """
+        """`Checkpoint`, a Keras callback, is made when asked for: Keras is slow to import."""
         if name == "Checkpoint":
             from lockstep.checkpoint import Checkpoint
 
             return Checkpoint
-        if name == "ray":
-            import importlib
-
-            return importlib.import_module("lockstep.ray")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__", "ray"])
+    return sorted([*__all__, "__version__"])

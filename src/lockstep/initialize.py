@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.engines import current_engine
 from lockstep.errors import ProcessesDisagree
+from lockstep.launch import ray_train
 from lockstep.launch.environment import ALONE, Place, find_place
 from lockstep.rehearsal import choose_backend
 
@@ -49,11 +50,20 @@ def join(engine: "Engine") -> tuple[int, int]:
 
 
 def place_of_this_process(environ: Mapping[str, str]) -> Place:
-    """Return the place of this process. A child of a process of the run is alone."""
-    started_by_another = environ.get(_JOINED, str(os.getpid())) != str(os.getpid())
-    if started_by_another or multiprocessing.parent_process() is not None:
+    """Return the place of this process. A child of a process of the run is alone.
+
+    In Ray Train, all workers make this call.
+    """
+    if _is_child(environ):
         return ALONE
-    return find_place(environ)
+    worker = ray_train.worker_place()
+    return find_place(environ, worker and ray_train.with_address(worker))
+
+
+def _is_child(environ: Mapping[str, str]) -> bool:
+    """Return whether a process of the run has started this one."""
+    started_by_another = environ.get(_JOINED, str(os.getpid())) != str(os.getpid())
+    return started_by_another or multiprocessing.parent_process() is not None
 
 
 def join_at_first_use(environ: MutableMapping[str, str]) -> None:
@@ -64,7 +74,7 @@ def join_at_first_use(environ: MutableMapping[str, str]) -> None:
     error here: `import lockstep` has to work in every command. `distribute` raises it.
     """
     try:
-        place = place_of_this_process(environ)
+        place = ALONE if _is_child(environ) else ray_train.worker_place() or find_place(environ)
     except ProcessesDisagree:
         return
     if place.size == 1 or choose_backend(environ)[0] != "jax":

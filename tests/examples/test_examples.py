@@ -46,6 +46,7 @@ EXAMPLES = {
 
 ELSEWHERE = {
     "check_file.py",
+    "ray_train.py",
     "finetune_sharded.py",
     "stateful_lstm.py",
     "shared_lstm_branches.py",

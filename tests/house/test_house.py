@@ -23,7 +23,7 @@ LAYERS = [
     {"errors", "files", "foreign_patches", "keras_compat", "progress", "report"},
     {"old_script"},
     {"devices", "package_versions", "state"},
-    {"launch", "ray"},
+    {"launch"},
     {"fit_lines", "layout", "step_bytes"},
     {"checkpoint", "processes", "training", "engines"},
     {"batches", "targets"},
@@ -55,8 +55,6 @@ def test_importing_lockstep_imports_no_framework():
     assert python(script, LOCKSTEP_REHEARSE="4") == "[]"
     # `lockstep run` starts scripts on any machine.
     assert python(f"import lockstep.launch.run_command\n{script}") == "[]"
-    # `lockstep.ray` imports Ray when it runs something.
-    assert python(f"import lockstep\nlockstep.ray.run\n{script}") == "[]"
 
 
 def test_the_public_names():
@@ -97,7 +95,6 @@ def test_every_public_function_tells_the_whole_story():
         for name, item in vars(lockstep).items()
         if inspect.isfunction(item) and not name.startswith("_")
     ]
-    functions.append(lockstep.ray.run)
     for function in functions:
         sections = ["Raises:", "Example:"]
         sections += ["Args:"] if inspect.signature(function).parameters else []

@@ -1,26 +1,152 @@
-"""Runs on a Ray cluster of two nodes, which are on this machine."""
+"""Ray Train starts the processes: what is read of it, and trainings on two nodes."""
 
-import re
-import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
+import keras
+import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from lockstep.cli import main
-from lockstep.launch.environment import find_place
-from lockstep.launch.ray_run import passed_on
-from lockstep.launch.shares import place_of_each
-from lockstep.package_versions import install_command
-from tests.launch.test_run import HEAD, none_left, pids, wait_until
-from tests.launch.test_training import SCRIPT, assert_one_set, assert_trained, truth  # noqa: F401
+from lockstep.errors import ProcessesDisagree
+from lockstep.initialize import place_of_this_process
+from lockstep.launch import ray_train
+from tests.launch.test_training import assert_one_set, assert_trained, truth  # noqa: F401
 from tests.launch.two_ray_nodes import SOON, Cluster, clean_environment
-from tests.sampling import rest
 
-pytestmark = pytest.mark.xdist_group("ray")
+ROOT = Path(__file__).parents[2]
+
+
+class Worker:
+    """The second worker of four, on the first of two nodes, as Ray Train and Ray show it."""
+
+    def __init__(self):
+        self.version = "2.60.0"
+        self.size = 4
+        self.assigned = []
+        self.share = None
+        self.addresses = []
+
+    def get_world_size(self):
+        return self.size
+
+    def get_world_rank(self):
+        return min(1, self.size - 1)
+
+    def get_local_rank(self):
+        return min(1, self.size - 1)
+
+    def get_local_world_size(self):
+        return min(2, self.size)
+
+    def get_accelerator_ids(self):
+        return {"GPU": self.assigned}
+
+    def get_assigned_resources(self):
+        return {} if self.share is None else {"GPU": self.share}
+
+    def broadcast_from_rank_zero(self, address):
+        self.addresses.append(address)
+        return "10.0.0.1:5000"
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    """A stand-in of Ray in a worker of Ray Train."""
+    found = Worker()
+    modules = {name: ModuleType(name) for name in ("ray", "ray.train", "ray.train.collective")}
+    ray, train, collective = modules.values()
+    ray.__version__, ray.train = found.version, train
+    ray.util = SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
+    ray.get_runtime_context = lambda: found
+    train.get_context = lambda: found
+    collective.broadcast_from_rank_zero = found.broadcast_from_rank_zero
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    ray_train.with_address.cache_clear()
+    yield found
+    ray_train.with_address.cache_clear()
+
+
+def test_the_place_is_that_of_ray_train_and_the_workers_meet_once(worker):
+    place = place_of_this_process({})
+    assert place_of_this_process({}) == place
+    assert (place.rank, place.size, place.local_rank, place.local_size) == (1, 4, 1, 2)
+    assert (place.coordinator, place.launcher) == ("10.0.0.1:5000", "Ray Train")
+    assert len(worker.addresses) == 1
+    assert worker.addresses[0].startswith("127.0.0.1:")
+    named = place_of_this_process({"LOCKSTEP_COORDINATOR": "10.0.0.9:7"})
+    assert named.coordinator == "10.0.0.9:7"
+    assert place_of_this_process({"LOCKSTEP_PROCESSES": "1"}).size == 1
+
+
+def test_one_worker_is_alone_and_makes_no_call(worker):
+    worker.size = 1
+    slurm = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "2"}
+    assert place_of_this_process(slurm).size == 1
+    assert not worker.addresses
+
+
+def test_a_process_that_is_no_worker_is_read_by_its_variables(worker, monkeypatch):
+    def outside():
+        raise RuntimeError("`get_context` cannot be used outside of a Ray Train function.")
+
+    monkeypatch.setattr(sys.modules["ray.train"], "get_context", outside)
+    assert place_of_this_process({}).size == 1
+
+
+def test_a_scheduler_that_has_started_the_nodes_of_ray_is_not_followed(worker):
+    slurm = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_NODELIST": "gpu[07-08]",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_PROCID": "0",
+    }
+    assert place_of_this_process(slurm).rank == 1
+
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4"}
+REFUSED = {
+    "another launcher": (
+        {},
+        TORCHRUN | {"RANK": "1"},
+        "process 1 of 4 (Ray Train: ray.train.get_context()), and process 1 of 2 (torchrun: RANK",
+    ),
+    "an old Ray": ({"version": "2.40.0"}, {}, "Ray 2.40.0 has started this process"),
+    "a part of a GPU": (
+        {"assigned": ["3"], "share": 0.5},
+        {"CUDA_VISIBLE_DEVICES": "3"},
+        "Ray has assigned 0.5 of GPU 3 to it: two workers would train on one GPU",
+    ),
+    "the GPUs of another worker": (  # as JaxTrainer sets them without `jax_config`
+        {"assigned": ["2", "3"]},
+        {"CUDA_VISIBLE_DEVICES": "0,1"},
+        "It sees the GPUs 0,1 (CUDA_VISIBLE_DEVICES), and Ray has assigned 2,3\nto it",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_contradicts_ray_train_is_refused_with_both_values(case, worker, monkeypatch):
+    state, environ, text = REFUSED[case]
+    vars(worker).update(state)
+    sys.modules["ray"].__version__ = worker.version
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ProcessesDisagree) as caught:
+        place_of_this_process(environ)
+    assert text in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 3
+
+
+@pytest.mark.parametrize(("seen", "own"), [("2", True), ("0,2", False)])
+def test_workers_that_see_all_gpus_of_their_node_divide_them(seen, own, worker, monkeypatch):
+    """TorchTrainer shows them all; the other trainers show a worker its own."""
+    worker.assigned = ["2"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    assert place_of_this_process({}).divides_devices is own
 
 
 @pytest.fixture(scope="module")
@@ -30,217 +156,109 @@ def cluster():
     made.end()
 
 
-def launch(cluster, command, folder, **environment):
+def run(cluster, script, *arguments, **environment):
+    """Run a script that starts workers; return the exit status and what was printed."""
     more = {
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "KERAS_BACKEND": "jax",
         "LOCKSTEP_REHEARSE": "2",
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
         "RAY_ADDRESS": cluster.address,
         "RAY_DEDUP_LOGS": "0",
+        "RAY_TRAIN_V2_ENABLED": "1",
     }
-    return subprocess.Popen(
-        [sys.executable, *command],
-        cwd=folder,
+    done = subprocess.run(
+        [sys.executable, str(script), *map(str, arguments)],
         env={**clean_environment(), **more, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        capture_output=True,
         text=True,
+        timeout=SOON,
+        check=False,
     )
+    return done.returncode, done.stdout, done.stderr
 
 
-def launch_script(cluster, body, folder, *options, **environment):
-    (folder / "script.py").write_text(HEAD + body)
-    command = ["-m", "lockstep", "run", "--on", "ray", *options, "script.py"]
-    return launch(cluster, command, folder, **environment)
-
-
-def end_of(process):
-    try:
-        out, error = process.communicate(timeout=SOON)
-    finally:
-        process.kill()
-    return process.returncode, out, error
-
-
-def numbered(out):
-    """The lines that Ray has forwarded: the number of the process, and what it has printed."""
-    found = (re.match(r"\(process (\d+) [^)]*\) (.*)", line) for line in plain(out).splitlines())
-    return [(int(each[1]), each[2]) for each in found if each]
-
-
-def plain(text):
-    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+CASES = Path(__file__).with_name("ray_cases.py")
 
 
 @pytest.mark.whole
-def test_a_run_goes_on_with_the_numbers_of_one_device_when_a_node_is_lost(
-    cluster,
-    tmp_path,
-    truth,  # noqa: F811
-):
-    run = ["-m", "lockstep", "run", "--on", "ray", "--nodes", "2", "--restarts", "1"]
-    process = launch(cluster, [*run, str(SCRIPT), str(tmp_path), "waits", "1"], tmp_path)
-    wait_until(lambda: (tmp_path / "failed").exists() or process.poll() is not None, SOON)
-    cluster.remove_node()
-    cluster.add_node()
-    status, out, error = end_of(process)
+@pytest.mark.parametrize("fault", [(), ("killed", 1)], ids=["", "a killed worker"])
+def test_two_nodes_train_what_one_device_trains(fault, cluster, tmp_path, truth):  # noqa: F811
+    folder = tmp_path / "run"
+    folder.mkdir()
+    status, out, error = run(cluster, CASES, "train", folder, 2, *fault)
     assert status == 0, out + error
-    assert error.count("Ray, 2 nodes: ") == 2
-    assert "process 1 of 2 failed first: the process on the node" in error, error
-    assert out.count("jax, 4 devices") == 2
+    assert "returned (0, 2)" in out
+    assert "jax, 4 devices" in out
+    assert ("lockstep: goes on from" in out) is bool(fault)
+    assert_trained(folder, truth)
+    assert_one_set(folder, out.replace("(RayTrainWorker", "\n(RayTrainWorker"))
+
+
+@pytest.mark.whole
+def test_two_nodes_train_what_one_process_trains_on_pytorch_in_double_precision(cluster, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    on_torch = {"KERAS_BACKEND": "torch", "LOCKSTEP_REHEARSE": "1"}
+    status, out, error = run(cluster, CASES, "train", folder, 2, **on_torch)
+    assert status == 0, out + error
+    one = tmp_path / "one"
+    one.mkdir()
+    script = Path(__file__).with_name("torch_train.py")
+    status, out, error = run(cluster, script, one, **on_torch)
+    assert status == 0, out + error
+    alone, together = (np.load(tmp_path / f"{name}-0.npz") for name in ("one", "run"))
+    assert alone.files == together.files
+    for name in alone.files:
+        assert np.abs(alone[name] - together[name]).max() <= 1e-10, name
+
+
+@pytest.mark.whole
+def test_a_torch_trainer_is_refused_as_it_has_made_a_process_group(cluster, tmp_path):
+    on_torch = {"KERAS_BACKEND": "torch", "LOCKSTEP_REHEARSE": "1"}
+    status, out, error = run(cluster, CASES, "TorchTrainer", tmp_path / "run", 2, **on_torch)
+    assert status != 0
+    assert "has called torch.distributed.init_process_group" in out + error
+    assert "In Ray Train, use DataParallelTrainer" in out + error
+
+
+@pytest.mark.whole
+def test_the_example_goes_on_with_another_number_of_workers(cluster, tmp_path):
+    small = ["--samples", 203, "--batch", 50, "--save-every", 2, "--folder", tmp_path / "run"]
+    example = ROOT / "examples" / "ray_train.py"
+    status, out, error = run(cluster, example, "--workers", 2, "--epochs", 1, *small)
+    assert status == 0, out + error
+    assert "jax, 4 devices" in out
+    status, out, error = run(cluster, example, "--workers", 1, "--epochs", 2, *small)
+    assert status == 0, out + error
     assert "lockstep: goes on from" in out
-    assert_trained(tmp_path, truth)
-    assert_one_set(tmp_path, out)
-
-
-@pytest.mark.parametrize("how", [signal.SIGTERM, *rest(signal.SIGKILL)])
-def test_the_end_of_the_launcher_ends_the_processes_and_what_they_have_started(
-    how, cluster, tmp_path
-):
-    """After SIGTERM they save first."""
-    body = """
-def save(number, _):
-    Path(f"saved-{rank}").write_text(str(number))
-    sys.exit(143)
-signal.signal(signal.SIGTERM, save)
-worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-Path(f"pid-worker-{rank}").write_text(str(worker.pid))
-print("ready", rank, Path.cwd().name, sys.argv[1:])
-while True:
-    time.sleep(0.1)
-"""
-    process = launch_script(cluster, body, tmp_path, "--nodes", "2")
-    wait_until(lambda: len(pids(tmp_path)) == 4)
-    if how == signal.SIGTERM:
-        wait_until(lambda: "ready" in process.stdout.readline())
-    process.send_signal(how)
-    status, _, error = end_of(process)
-    assert len(none_left(tmp_path)) == 4
-    if how == signal.SIGTERM:
-        assert status == 128 + how, error
-        assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == ["15", "15"]
-        assert "failed" not in error
-
-
-SEEN = {
-    "jax": ["2 0,1 data"] * 2,
-    "torch": ["4 0 data", "4 0 data", "4 1 data", "4 1 data"],  # a process for each GPU
-}
-
-
-@pytest.mark.parametrize("backend", SEEN)
-def test_a_process_sees_the_gpus_that_ray_gives_it_and_the_folder_that_ray_copies(
-    backend, cluster, tmp_path
-):
-    body = f"""
-gpus, size = os.environ["CUDA_VISIBLE_DEVICES"], os.environ["LOCKSTEP_PROCESSES"]
-print(size, gpus, Path("data.txt").read_text())
-assert Path.cwd() != Path({str(tmp_path)!r})
-"""
-    (tmp_path / "data.txt").write_text("data")
-    options = ("--nodes", "2", "--working-dir", str(tmp_path))
-    given = {"LOCKSTEP_REHEARSE": "", "KERAS_BACKEND": backend}
-    status, out, error = end_of(launch_script(cluster, body, tmp_path, *options, **given))
+    assert "4 devices then, 2 now" in out
+    whole = ["--workers", 1, "--epochs", 2, *small[:-1], tmp_path / "whole"]
+    status, out, error = run(cluster, example, *whole, LOCKSTEP_REHEARSE="1")
     assert status == 0, out + error
-    assert sorted(line for _, line in numbered(out)) == SEEN[backend]
-    assert sorted(rank for rank, _ in numbered(out)) == [*range(len(SEEN[backend]))]
-    assert "Ray, 2 nodes with 2 GPUs each: " in error
+    models = [keras.models.load_model(tmp_path / name / "model.keras") for name in ("run", "whole")]
+    for mine, expected in zip(*(model.get_weights() for model in models), strict=True):
+        assert np.abs(mine.astype("float64") - expected).max() <= 1e-5
 
 
-FUNCTIONS = """
-import lockstep.ray
-
-def place():
-    import os
-
-    print("out", os.environ["LOCKSTEP_PROCESS"], os.environ["CUDA_VISIBLE_DEVICES"] or "no GPU")
-    return ("value", os.environ["LOCKSTEP_PROCESS"])
-
-def fails():
-    import os
-
-    if os.environ["LOCKSTEP_PROCESS"] == "1":
-        raise FileNotFoundError(2, "no such thing")
-
-if __name__ == "__main__":
-    print(lockstep.ray.run(place, nodes=2))
-    try:
-        lockstep.ray.run(fails, nodes=2)
-    except lockstep.errors.LaunchError as error:
-        print(error)
-        print(repr(error.__cause__))
-    try:
-        lockstep.ray.run(lambda: iter(x for x in ()), nodes=2)
-    except lockstep.errors.LaunchError as error:
-        print(error)
-"""
+@pytest.mark.whole
+def test_a_worker_that_has_started_jax_too_early_is_told_the_call_to_make(cluster, tmp_path):
+    status, out, error = run(cluster, CASES, "late", tmp_path / "run", 2)
+    assert status != 0
+    assert "(Ray Train: ray.train.get_context()), and JAX started its devices" in out + error
+    assert "Call lockstep.initialize() before the first Keras operation" in out + error
 
 
-def test_a_function_returns_its_value_and_its_exception_comes_home(cluster, tmp_path):
-    (tmp_path / "functions.py").write_text(FUNCTIONS)
-    status, out, error = end_of(launch(cluster, ["functions.py"], tmp_path))
-    assert status == 0, out + error
-    lines = out.splitlines()
-    assert {(0, "out 0 no GPU"), (1, "out 1 no GPU")} <= set(numbered(out))
-    assert "('value', '0')" in lines
-    words = "FileNotFoundError: [Errno 2] no such thing"
-    assert f"fails failed in process 1 of 2: {words}." in lines
-    assert "FileNotFoundError(2, 'no such thing')" in lines
-    assert (1, words) in numbered(error)  # the end of the traceback
-    assert any(line.startswith("<lambda> failed in process 0 of 2: TypeError") for line in lines)
-
-
-def test_more_nodes_than_there_are_are_refused_with_those_that_are_there(cluster, tmp_path):
-    (tmp_path / "impatient.py").write_text(
-        "from lockstep.cli import main\n"
-        "from lockstep.launch import ray_run\n"
-        "ray_run.STARTS_WITHIN = 2.0\n"
-        "main(['run', '--on', 'ray', '--nodes', '3', __file__])\n"
-    )
-    status, _, error = end_of(launch(cluster, ["impatient.py"], tmp_path))
-    assert status == 1
-    assert "3 nodes of Ray: no room within 2 s. Alive are: " in error
-    assert error.count("(2 GPUs)") == 2
-
-
-def test_a_dry_run_says_what_it_would_take_and_starts_nothing(cluster, tmp_path):
-    options = ("--nodes", "2", "--dry-run")
-    process = launch_script(cluster, "", tmp_path, *options, LOCKSTEP_REHEARSE="")
-    status, _, error = end_of(process)
-    assert status == 0
-    assert "Ray, 2 nodes with 2 GPUs each, would run: python script.py" in error
-    assert not pids(tmp_path)
-
-
-def test_what_cannot_be_reached_or_is_not_copied_is_refused_in_words(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    Path("script.py").write_text("")
-    Path("other").mkdir()
-
-    def refusal(*options):
-        done = CliRunner().invoke(main, ["run", "--on", *options])
-        assert done.exit_code == 1
-        assert len(done.output.strip().splitlines()) <= 3
-        return done.output
-
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        address = f"ray://127.0.0.1:{silent.getsockname()[1]}"
-        assert f"No server at {address}, the address of Ray: [Errno 111]" in refusal(
-            address, "script.py"
-        )
-    assert "none.py was to be run, and there is no such file in" in refusal("ray", "none.py")
-    said = refusal("ray", "--working-dir", "other", "script.py")
-    assert "--working-dir=other is copied to the nodes, and script.py is not in it" in said
-    monkeypatch.setitem(sys.modules, "ray", None)
-    assert f"Install it: {install_command('ray')}" in refusal("ray", "script.py")
-
-
-def test_a_process_on_a_node_knows_its_place_and_no_other_launcher_of_its_cluster():
-    """Slurm has started the three nodes of a cluster, and Ray the launcher on the second one."""
-    slurm = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "1", "KERAS_BACKEND": "jax", "HOME": "/"}
-    given = passed_on({**slurm, "LOCKSTEP_REHEARSE": "2", "LOCKSTEP_JOINED": "7"})
-    assert given == {"KERAS_BACKEND": "jax", "LOCKSTEP_REHEARSE": "2"}
-    place = find_place({**given, **place_of_each(2, "10.0.0.1:5000")[1]})
-    assert (place.rank, place.size, place.coordinator) == (1, 2, "10.0.0.1:5000")
-    assert (place.local_rank, place.local_size) == (0, 1)
+@pytest.mark.whole
+def test_workers_of_a_trainer_that_see_the_same_gpus_are_refused(cluster, tmp_path):
+    status, out, error = run(cluster, CASES, "gpus of JaxTrainer", tmp_path / "run", 2)
+    assert status != 0
+    assert "Use DataParallelTrainer, or JaxTrainer with jax_config=JaxConfig()" in out + error
+    for case in ("gpus", "gpus of JaxTrainer with JaxConfig()"):
+        status, out, error = run(cluster, CASES, case, tmp_path / "run", 2)
+        assert status == 0, out + error
+        assert {word for line in out.splitlines() for word in line.split("takes ")[1:]} == {
+            "0",
+            "1",
+        }

@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lockstep.launch.progress_watch import ProgressWatch
 from lockstep.launch.rank import Failure, Output, cause_of
 from lockstep.launch.status import Status
 from tests.sampling import rest
@@ -289,6 +291,55 @@ with phase("training", compiles=True):
 def test_a_script_may_take_its_time_outside_of_the_calls_of_a_model(tmp_path):
     status, _, _ = run(tmp_path, "import lockstep; time.sleep(3)", "--hang-timeout", "0.5")
     assert status == 0
+
+
+class Process:
+    """A process of a run for `ProgressWatch`."""
+
+    reports = False
+
+    def __init__(self, number, **status):
+        self.number = number
+        self.now = Status(**status)
+
+    def status(self):
+        return replace(self.now)
+
+    def has_ended(self):
+        return False
+
+    def is_stopped(self):
+        return False
+
+
+def test_a_run_without_progress_is_noted_each_five_minutes_and_goes_on(monkeypatch, capsys):
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    slow, fast = Process(0, phase="training", detail="epoch 3", step=4), Process(1, step=4)
+    watch = ProgressWatch([slow, fast], None)
+
+    def minutes(count):
+        for _ in range(count * 60):
+            clock[0] += 1.0
+            assert not watch.look()
+        return capsys.readouterr().err.splitlines()
+
+    assert minutes(5) == []  # the clock begins with the first status
+    slow.now.step += 1
+    assert minutes(5) == []
+    assert minutes(4) == [
+        "lockstep run: no step for 5 minutes: process 0 in training, epoch 3, after 5 steps; "
+        "process 1 in no call of a model"
+    ]
+    slow.now.phase = ""
+    assert minutes(20) == []
+    slow.now.phase = "training"
+    watch = ProgressWatch([slow, fast], 100.0)
+    clock[0] += 1.0
+    assert not watch.look()
+    clock[0] += 101.0
+    assert watch.look()
+    assert watch.hanging.exit_status == 124
 
 
 CAUSES = {

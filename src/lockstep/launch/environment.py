@@ -57,7 +57,7 @@ class Place:
 ALONE = Place()
 
 
-def find_place(environ: Environment) -> Place:
+def find_place(environ: Environment, worker: Place | None = None) -> Place:
     """Return the place of this process, from the variables of its launcher.
 
     In this order: `LOCKSTEP_*`, the three variables of JAX, torchrun (or its `PET_*` options
@@ -66,6 +66,8 @@ def find_place(environ: Environment) -> Place:
 
     Args:
         environ: The environment, usually `os.environ`.
+        worker: The place that Ray Train gives this process, which sets no variables. It comes
+            first. Schedulers such as Slurm are not read then: they have started the nodes of Ray.
 
     Returns:
         The place; of one process where no launcher started several.
@@ -82,6 +84,8 @@ def find_place(environ: Environment) -> Place:
     if _is_apart(environ):
         return replace(ALONE, launcher="lockstep", variables=(PROCESSES,))
     found = [place for reader in _READERS if (place := reader(environ)) and place.size > 1]
+    if worker is not None:
+        found = [worker, *(place for place in found if place.trains_together)]
     if not found:
         return ALONE
     first, *others = found
@@ -90,42 +94,12 @@ def find_place(environ: Environment) -> Place:
     if environ.get(COORDINATOR) and COORDINATOR not in first.variables:
         variables = (*first.variables, COORDINATOR)
         first = replace(first, coordinator=_address(environ, COORDINATOR), variables=variables)
-    if first.coordinator is None:
+    if first.coordinator is None and first.size > 1:
         raise ProcessesDisagree(
             f"This is {first}, and no variable says where the processes meet.\n"
             f"Set {COORDINATOR}=host:port in every process: a free port of the host of process 0."
         )
     return first
-
-
-_SAYS_WHO = (
-    PROCESSES,
-    PROCESS,
-    LOCAL_PROCESS,
-    LOCAL_PROCESSES,
-    COORDINATOR,
-    "JAX_NUM_PROCESSES",
-    "JAX_PROCESS_ID",
-    "RANK",
-    "WORLD_SIZE",
-    "PET_NNODES",
-    "PET_NODE_RANK",
-    "SLURM_STEP_NUM_TASKS",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_RANK",
-)
-
-
-def without_launchers(environ: Environment) -> dict[str, str]:
-    """Return the environment without the places of other launchers.
-
-    Slurm, say, has started the nodes of a Ray cluster, and a run takes some of them.
-
-    Example:
-        >>> without_launchers({"RANK": "1", "WORLD_SIZE": "2", "HOME": "/root"})
-        {'HOME': '/root'}
-    """
-    return {name: value for name, value in environ.items() if name not in _SAYS_WHO}
 
 
 # ---------------------------------------------------------------------- one launcher each

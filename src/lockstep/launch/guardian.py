@@ -20,13 +20,11 @@ class Guard:
     Args:
         seconds: How long the processes have to end by themselves.
         folder: A folder to remove at the end.
-        detached: Whether the guardian is to be no child of this process. A Ray worker kills its
-            children when it ends.
     """
 
-    def __init__(self, seconds: float, folder: str, detached: bool = False) -> None:
+    def __init__(self, seconds: float, folder: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, str(seconds), folder, str(int(detached))],
+            [sys.executable, "-I", "-S", __file__, str(seconds), folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -83,6 +81,4 @@ def guard(seconds: float, folder: str) -> None:
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    if sys.argv[3] == "1" and os.fork():
-        os._exit(0)
     guard(float(sys.argv[1]), sys.argv[2])

@@ -1,17 +1,20 @@
 """One process of a run as its launcher sees it: its output, and how it has failed."""
 
-import codecs
+import contextlib
+import os
 import signal
+import subprocess
 import sys
-from abc import ABC, abstractmethod
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import IO
+from pathlib import Path
+from typing import IO, TextIO
 
 import click
 
-from lockstep.launch.status import Status
+from lockstep.launch.status import STATUS, Status, read
 
 _LAST_LINES = 20
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_red")
@@ -30,22 +33,17 @@ class Output:
         last: The last lines.
     """
 
-    def __init__(self, rank: int, stream: IO[str]) -> None:
+    def __init__(self, rank: int, stream: TextIO) -> None:
         self.last: deque[str] = deque(maxlen=_LAST_LINES)
         self._stream = stream
         self._begun = b""
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         colour = _COLOURS[(rank - 1) % len(_COLOURS)]
         self._prefix = click.style(f"[{rank}] ", fg=colour) if rank else None
 
     def write(self, data: bytes) -> None:
         """Pass on what the process has written."""
         if self._prefix is None:
-            buffer = getattr(self._stream, "buffer", None)
-            if buffer is None:  # the output of a notebook
-                self._stream.write(self._decoder.decode(data))
-            else:
-                buffer.write(data)
+            self._stream.buffer.write(data)
             self._stream.flush()
         *lines, self._begun = (self._begun + data).split(b"\n")
         for line in lines:
@@ -131,56 +129,104 @@ def cause_of(failures: list[Failure]) -> Failure:
     return min(failures, key=order)
 
 
-class Rank(ABC):
-    """One process of the run, on this machine or another one.
+class RankProcess:
+    """One process of the run.
+
+    Args:
+        number: Its number.
+        command: The program and its arguments.
+        variables: Its environment.
+        file: The file for its status.
+        out: Takes its output; `None` for the output of this process.
+        error: Takes its errors.
 
     Attributes:
         number: Its number.
+        process: The process.
+        sinks: What takes the output of each of its pipes, its errors last.
         code: Its exit status, `None` while it runs.
         ended_at: The time of its end, in seconds since 1970.
         killed: Whether the launcher has killed it.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(
+        self,
+        number: int,
+        command: list[str],
+        variables: Mapping[str, str],
+        file: Path,
+        out: Output | None,
+        error: Output,
+    ) -> None:
         self.number = number
         self.code: int | None = None
         self.ended_at = 0.0
         self.killed = False
+        self._file = file
+        self._seen = Status()
+        # A session of its own: the terminal's Ctrl-C reaches the launcher alone.
+        self.process = subprocess.Popen(
+            command,
+            env={**variables, STATUS: str(file)},
+            stdin=subprocess.DEVNULL,
+            stdout=None if out is None else subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.sinks: dict[IO[bytes], Output] = {}
+        for pipe, sink in ((self.process.stdout, out), (self.process.stderr, error)):
+            if pipe is not None and sink is not None:
+                os.set_blocking(pipe.fileno(), False)
+                self.sinks[pipe] = sink
 
     @property
-    @abstractmethod
-    def shown(self) -> Sequence[Output]:
-        """What the launcher shows of its output, its errors last; nothing if Ray shows it."""
-
-    @property
-    @abstractmethod
     def reports(self) -> bool:
         """Whether it has imported lockstep. Then it writes its stacks on `DUMP_STACKS`."""
+        return self._file.exists()
 
-    @abstractmethod
     def status(self) -> Status:
         """Return what the process last said about itself."""
+        self._seen = read(self._file) or self._seen
+        return self._seen
 
-    @abstractmethod
     def has_ended(self) -> bool:
-        """Return whether the process has ended."""
+        """Return whether the process has ended. It is not reaped, so nothing else gets its id."""
+        if self.code is None:
+            self.code = self._exit_status()
+            self.ended_at = time.time()
+        return self.code is not None
 
-    @abstractmethod
+    def _exit_status(self) -> int | None:
+        if not hasattr(os, "waitid"):  # macOS before Python 3.13
+            return self.process.poll()
+        found = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None:
+            return None
+        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
     def is_stopped(self) -> bool:
-        """Return whether a signal has stopped the process, as SIGSTOP does."""
+        """Return whether a signal has stopped the process; false where unknown."""
+        try:
+            text = Path(f"/proc/{self.process.pid}/stat").read_text()
+        except OSError:
+            return False
+        return text.rpartition(")")[2].split()[0] in ("T", "t")
 
-    @abstractmethod
     def send(self, number: int) -> None:
         """Send a signal to the process, and not to the workers that it has started."""
+        if not self.has_ended():
+            os.kill(self.process.pid, number)
 
-    @abstractmethod
     def kill(self) -> None:
         """End the process and all that it has started."""
+        self.killed |= not self.has_ended()
+        with contextlib.suppress(OSError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def last_lines(self) -> list[str]:
         """Return the last lines of its errors, or else of its output."""
-        last = [[*each.last] for each in self.shown]
-        return (last[-1] or [line for each in last for line in each]) if last else []
+        last = [[*each.last] for each in self.sinks.values()]
+        return last[-1] or [line for each in last for line in each]
 
     def failure(self) -> Failure | None:
         """Return how the process has failed, `None` if it has not, or was killed here."""

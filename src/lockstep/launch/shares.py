@@ -115,23 +115,21 @@ def _fitting(visible: int, most: int) -> int:
     return max(size for size in range(1, most + 1) if visible % size == 0)
 
 
-def place_of_each(processes: int, address: str | None = None) -> list[dict[str, str]]:
-    """Return for each process the variables that `find_place` reads.
+def place_of_each(processes: int) -> list[dict[str, str]]:
+    """Return for each process of this host the variables that `find_place` reads.
 
     Args:
         processes: The number of processes.
-        address: Where they meet, one process on each host; `None` for processes on this host.
     """
     if processes == 1:
         return [{PROCESSES: "1"}]
-    here = address is None
-    address = address or free_address("127.0.0.1")
+    address = free_address("127.0.0.1")
     return [
         {
             PROCESSES: str(processes),
             PROCESS: str(rank),
-            LOCAL_PROCESSES: str(processes if here else 1),
-            LOCAL_PROCESS: str(rank if here else 0),
+            LOCAL_PROCESSES: str(processes),
+            LOCAL_PROCESS: str(rank),
             COORDINATOR: address,
             # JAX would listen on all interfaces.
             "JAX_COORDINATOR_BIND_ADDRESS": address,

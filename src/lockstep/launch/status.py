@@ -78,7 +78,7 @@ STATUS_OF_PROCESS = Status()
 
 @contextmanager
 def phase(name: str, compiles: bool = False) -> Iterator[None]:
-    """Be in a phase inside the context. A process that stands still there is ended."""
+    """Be in a phase inside the context. A process that stands still there may be stuck."""
     status = STATUS_OF_PROCESS
     before = status.phase, status.compiles
     status.phase, status.compiles = name, compiles

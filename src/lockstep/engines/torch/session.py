@@ -699,7 +699,8 @@ def _check_reduced_once(model: Any) -> None:
         raise UnsupportedBackend(
             "Several devices were asked for on 'torch' in a process that has called "
             "torch.distributed.init_process_group.\nOn PyTorch, lockstep connects the processes by "
-            "itself, also those of torchrun: leave that call out."
+            "itself, also those of torchrun: leave that call out.\n"
+            "In Ray Train, use DataParallelTrainer in place of TorchTrainer."
         )
     if keras.distribution.distribution() is not None:
         raise LayoutConflict(

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.docs.test_pages import slurm
-from tests.launch.two_ray_nodes import SOON, Cluster, clean_environment
+from tests.launch.two_ray_nodes import SOON, clean_environment
 
-pytestmark = [pytest.mark.whole, pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.whole
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "anywhere.py"
 LOCKSTEP_RUN = [sys.executable, "-m", "lockstep", "run"]
@@ -56,41 +56,35 @@ def free_port():
         return str(free.getsockname()[1])
 
 
-def by_python(_request):
+def by_python():
     return [([sys.executable], {"LOCKSTEP_REHEARSE": "4"})]
 
 
-def by_lockstep_run(_request):
+def by_lockstep_run():
     return [([*LOCKSTEP_RUN, "--processes", "2"], {})]
 
 
-def by_torchrun(_request):
+def by_torchrun():
     options = ["--nproc-per-node", "2", "--master-port", free_port()]
     return [([sys.executable, "-m", "torch.distributed.run", *options], {})]
 
 
-def by_slurm(_request):
+def by_slurm():
     """The variables of Slurm, without Slurm."""
     return [([sys.executable], each) for each in slurm(2)]
 
 
-def by_kubernetes(_request):
+def by_kubernetes():
     """The variables of Kubeflow's runtime `jax-distributed`."""
     at = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
     return [([sys.executable], {**at, "JAX_PROCESS_ID": str(rank)}) for rank in (0, 1)]
 
 
-def by_ray(request):
-    cluster = Cluster()
-    request.addfinalizer(cluster.end)
-    return [([*LOCKSTEP_RUN, "--on", "ray", "--nodes", "2"], {"RAY_ADDRESS": cluster.address})]
-
-
 @pytest.mark.parametrize(
-    "launcher", [by_python, by_lockstep_run, by_torchrun, by_slurm, by_kubernetes, by_ray]
+    "launcher", [by_python, by_lockstep_run, by_torchrun, by_slurm, by_kubernetes]
 )
-def test_the_script_trains_the_same_model_in_each_way(launcher, one_device, tmp_path, request):
-    printed = "".join(run(tmp_path, launcher(request)))
+def test_the_script_trains_the_same_model_in_each_way(launcher, one_device, tmp_path):
+    printed = "".join(run(tmp_path, launcher()))
     assert printed.count("jax, 4 devices") == 1
     assert printed.count("Epoch 2/2") == 1
     assert printed.count("model.keras by plain Keras on one device") == 1

@@ -44,7 +44,7 @@ def run_command(
     script: Path,
     arguments: tuple[str, ...],
 ) -> None:
-    """Run a script in several processes of this machine that train one model.
+    """Run a script in several processes of this machine.
 
     In the script, lockstep.distribute joins the processes by itself. Process 0 prints as without
     a launcher. The exit status is that of the process that failed first.

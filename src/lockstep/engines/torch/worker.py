@@ -227,13 +227,23 @@ class _Worker:
         else:
             global_seed_generator().state.assign(keras_seed)
 
-    def _step(self, key: int, kind: str, training: bool, rows: int, batch: Any, base: Any) -> None:
+    def _step(
+        self,
+        key: int,
+        kind: str,
+        training: bool,
+        rows: int,
+        batch: Any,
+        base: Any,
+        shares_draws: bool,
+    ) -> None:
         copy = self._models[key]
         if copy.plan.draws_together:
             self._streams.share(base)
         else:
             self._streams.seed(base, self._group.rank)
-        self._last_step = self._prepared(copy, kind, training, rows, batch)()
+        step = self._prepared(copy, kind, training, rows, batch, shares_draws=shares_draws)
+        self._last_step = step()
 
     def _recorded(
         self, key: int, kind: str, training: bool, rows: int, batch: Any, state: Any
@@ -254,14 +264,30 @@ class _Worker:
         self._rank_0.send_bytes(pickle.dumps(("recorded", self._recording.sketches(), "")))
         self._recording = None
 
-    def _prepared(self, copy: _Copy, kind: str, training: bool, rows: int, batch: Any) -> Any:
+    def _prepared(
+        self,
+        copy: _Copy,
+        kind: str,
+        training: bool,
+        rows: int,
+        batch: Any,
+        *,
+        shares_draws: bool = False,
+    ) -> Any:
         """Return a function that runs a step, and returns what metrics may ask for after it."""
         from lockstep.engines.torch.replica import Replica
         from lockstep.engines.torch.steps import run_step
 
         if copy.model.training != training:
             copy.model.train(training)
-        replica = Replica(self._group, rows, self._streams, self._device, shards=copy.shards)
+        replica = Replica(
+            self._group,
+            rows,
+            self._streams,
+            self._device,
+            shards=copy.shards,
+            shares_draws=shares_draws,
+        )
         data = self._own_copy(copy.model, batch)
 
         def step() -> Any:

@@ -54,7 +54,9 @@ _FIXED = """
     decimal fractions importlib inspect ipaddress logging numbers operator pathlib re struct types
     typing uuid warnings zoneinfo
 """
-_ENTERED = "_thread collections contextlib dataclasses enum functools os string weakref"
+_ENTERED = (
+    "_collections _thread collections contextlib dataclasses enum functools os string weakref"
+)
 _OF_PYTHON = dict.fromkeys(_FIXED.split(), False) | dict.fromkeys(_ENTERED.split(), True)
 """The modules of Python whose objects have no state, or have it in their attributes alone."""
 

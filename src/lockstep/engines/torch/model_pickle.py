@@ -5,7 +5,8 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import cache, partial
+from contextlib import suppress
+from functools import _lru_cache_wrapper, cache, partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,6 +32,7 @@ from lockstep.engines.torch.code_state import (
     state_of,
 )
 from lockstep.engines.torch.sharded_variables import ShardedVariable
+from lockstep.engines.travelling_objects import reduced
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
     COMPILED_METRICS,
@@ -73,9 +75,9 @@ def dump(model: Any) -> Dumped:
         pickler = pickled(model, _Pickler)
     except Exception as error:
         raise UnsupportedModel(
-            f"{model.name!r} cannot be sent to the processes of its devices: {_holder(model)}"
-            f"{reason_of(error)}.\n"
-            "Files, locks, data sets and the like cannot be in globals or closures of a model of "
+            f"{model.name!r} cannot be sent to the processes of its devices: "
+            f"{_name_of(model) or _holder(model)}{reason_of(error)}.\n"
+            "Files, threads, data sets and the like cannot be in globals or closures of a model of "
             "several processes.\nMake them attributes of a layer, or keep them out of its code."
         ) from error
     return Dumped(
@@ -105,6 +107,22 @@ def load(data: bytes, code: SetCode) -> tuple[Any, list[Any], list[Any]]:
     code.apply(*unpickler.load())
     tensors = [unpickler.tensors[number] for number in range(len(unpickler.tensors))]
     return model, tensors, functions
+
+
+def _name_of(model: Any) -> str:
+    """Return the name in the code of a model whose value cannot be pickled, for a message."""
+    pickler = _Pickler(io.BytesIO())
+    with suppress(Exception):
+        pickler.dump(model)
+    code = (type, FunctionType, ModuleType, keras.layers.Layer)
+    found = pickler.reads.last(lambda value: not isinstance(value, code) and not _travels(value))
+    if found is None:
+        return ""
+    name, value = found
+    kind = type(value).__qualname__
+    if name == "cell_contents":
+        return f"a closure of its code has an object of {kind}: "
+    return f"its code reads {name!r}, an object of {kind}: "
 
 
 def _holder(model: Any) -> str:
@@ -264,6 +282,11 @@ class _Pickler(TensorPickler):
             return OrderedDict, ()
         if _is_pickled_as_usual(kind):
             return NotImplemented
+        if isinstance(item, _lru_cache_wrapper):
+            self._modules.add(item.__module__)
+        made = reduced(item)
+        if made is not NotImplemented:
+            return made
         if isinstance(item, FunctionType) and claims_other_home(item):
             made = self._dynamic_function_reduce(item)  # cloudpickle: by value
         else:

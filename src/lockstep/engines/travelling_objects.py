@@ -13,10 +13,10 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import FunctionType, MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 _LOCK, _RLOCK = type(_thread.allocate_lock()), type(_thread.RLock())
-_DISPATCHER = functools.singledispatch(lambda: None).__code__
+_DISPATCHER = cast(FunctionType, functools.singledispatch(len)).__code__
 
 
 def reduced(item: Any) -> Any:

@@ -345,7 +345,7 @@ class LossSharding:
             return "code has written into the outputs"
         if outputs.ask is not None and not self._is_served(owner, y_true, y_pred, targets):
             return "the other processes cannot compute it"
-        key = id(owner), id(source), *((each.shape, each.dtype) for each in (y_true, y_pred))
+        key = id(owner), id(source), str(_form(y_true, y_pred))
         if key not in self._reasons:  # the owner is kept, so that no other one gets its identity
             reason = why_whole(owner, function, options, y_true, y_pred, Scratch)
             if outputs.ask is None:
@@ -365,6 +365,15 @@ class LossSharding:
             self.choices[owner.name] = reason
         if sum(math.prod(each.shape) * each.dtype.itemsize for each in wholes) >= _LARGE:
             self.large[owner.name] = reason
+
+
+def _form(*tensors: Any) -> Any:
+    """Return what Keras's functions ask of shapes: ranks, dims of 1, equal dims; no rows."""
+    names: dict[int, int] = {0: 0, 1: 1}
+    return [
+        (each.dtype, [names.setdefault(dim, len(names)) for dim in each.shape[1:]])
+        for each in tensors
+    ]
 
 
 def _agreed(reason: str | None, replica: Replica) -> str | None:

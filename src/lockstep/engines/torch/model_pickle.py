@@ -76,7 +76,7 @@ def dump(model: Any) -> Dumped:
     except Exception as error:
         raise UnsupportedModel(
             f"{model.name!r} cannot be sent to the processes of its devices: "
-            f"{_name_of(model) or _holder(model)}{reason_of(error)}.\n"
+            f"{_holder(model)}{_name_of(model)}{reason_of(error)}.\n"
             "Files, threads, data sets and the like cannot be in globals or closures of a model of "
             "several processes.\nMake them attributes of a layer, or keep them out of its code."
         ) from error

@@ -11,6 +11,7 @@ from keras import layers, ops
 
 import lockstep
 from lockstep.engines.torch import pool
+from lockstep.engines.torch.replica import RandomStreams
 from lockstep.errors import ProcessesDisagree
 from tests.torch.agreement import assert_equal, both
 
@@ -150,15 +151,43 @@ def test_states_that_nobody_has_moved_are_not_sent(monkeypatch):
     lockstep.release(many)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_update_in_a_process_of_a_launcher_draws_from_the_state_of_the_script(rank):
+    torch.manual_seed(1)
+    expected = torch.rand(2)
+    torch.manual_seed(1)
+    streams = RandomStreams()
+    with streams.apart(b"base", rank):
+        torch.rand(3)  # by a layer
+        with streams.of_update():
+            drawn = torch.rand(())
+        torch.rand(3)
+    assert [drawn, torch.rand(())] == expected.tolist()
+
+
 class Drifts(keras.optimizers.SGD):
     """Has another rate in another process."""
 
+    by = 1e-6
+
     def update_step(self, gradient, variable, learning_rate):
-        super().update_step(gradient, variable, learning_rate * (1 + 1e-6 * os.getpid()))
+        rate = learning_rate * (1 + self.by * os.getpid())
+        super().update_step(gradient, variable, rate)
+
+
+class Rounds(Drifts):
+    """Rounds otherwise in another process, as a norm of other threads does."""
+
+    by = 1e-17
 
 
 def test_weights_that_have_parted_are_an_error_at_the_end_of_the_epoch():
     _, many = both(lambda: model(Drifts(0.05)))
-    with pytest.raises(ProcessesDisagree, match=r"replica 1 of .* has another '.*dense.*/kernel'"):
+    with pytest.raises(
+        ProcessesDisagree, match=r"dense.*/kernel' of .* differs by .* on replica 1"
+    ):
         many.fit(*data(), **QUIET)
+    lockstep.release(many)
+    _, many = both(lambda: model(Rounds(0.05)))
+    many.fit(*data(), **QUIET)
     lockstep.release(many)

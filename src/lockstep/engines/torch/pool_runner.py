@@ -9,9 +9,9 @@ import keras
 import numpy as np
 import torch
 
-from lockstep.engines.replicas.first_step import Recording, Sketches
+from lockstep.engines.replicas.first_step import Recording, Sketches, bounds_for, difference
 from lockstep.engines.torch.code_state import CodeReads
-from lockstep.engines.torch.first_step import recorded_step
+from lockstep.engines.torch.first_step import recorded_step, sketched
 from lockstep.engines.torch.forward_state import ForwardState
 from lockstep.engines.torch.group import Group, PeerLost
 from lockstep.engines.torch.layers import Plan, parts_of
@@ -164,30 +164,37 @@ class PoolRunner(StepRunner):
     def _compare_weights(self) -> None:
         """Raise if a worker has another weight than this process, which no code has changed here.
 
+        Norms of an update differ by rounding where processes have other numbers of threads.
+
         Raises:
             ProcessesDisagree: If there is one.
         """
         with self._in_use() as pool:
             paths = {id(stored_value(v)): v.path for v in self._model.trainable_variables}
-            versions = map(_version_of, self._tensors)
-            same = [
-                id(tensor) in paths and id(tensor) not in self._parts and now == before
-                for tensor, now, before in zip(self._tensors, versions, self._versions, strict=True)
+            known = [
+                id(tensor) in paths and id(tensor) not in self._parts and _version_of(tensor) == was
+                for tensor, was in zip(self._tensors, self._versions, strict=True)
             ]
             sums = [
-                checksum(tensor) if is_same else None
-                for tensor, is_same in zip(self._tensors, same, strict=True)
+                checksum(tensor) if is_known else None
+                for tensor, is_known in zip(self._tensors, known, strict=True)
             ]
             pool.send("compare", self._lease.key, sums)
-            for rank, numbers in enumerate(pool.receive(), 1):
-                if numbers:
+            differ = sorted({number for answer in pool.receive() for number in answer})
+            if not differ:
+                return
+            pool.send("sketch", self._lease.key, differ)
+            mine, bounds = sketched(self._tensors, differ), bounds_for(self._model, ())
+            for rank, theirs in enumerate(pool.receive(), 1):
+                found = difference(mine, [theirs], 1, bounds)
+                if found is not None:
+                    path = paths[id(self._tensors[int(found.name)])]
                     raise ProcessesDisagree(
-                        f"After this epoch, replica {rank} of {self._model.name!r} has another "
-                        f"{paths[id(self._tensors[numbers[0]])]!r} than the first device: they "
-                        "have not computed alike.\nThe optimizer, a schedule, a loss or a "
-                        "regularizer may depend on the process, the time, or what data or\n"
-                        "callbacks change. Go back to a file of the epoch before, or call "
-                        "lockstep.release(model)."
+                        f"After this epoch, {path!r} of {self._model.name!r} differs by "
+                        f"{found.distance:.1e} on replica {rank} from the first device: they have "
+                        "not computed alike.\nThe optimizer, a schedule, a loss or a regularizer "
+                        "may depend on the process, the time, or what data or\ncallbacks change. "
+                        "Go back to a file of the epoch before, or call lockstep.release(model)."
                     )
 
     def _replica(self, pool: Pool, rows: int, *, shares_draws: bool = False) -> Replica:

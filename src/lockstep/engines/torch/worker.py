@@ -186,6 +186,12 @@ class _Worker:
         ]
         self._rank_0.send_bytes(pickle.dumps(("differ", differ, "")))
 
+    def _sketch(self, key: int, numbers: list[int]) -> None:
+        from lockstep.engines.torch.first_step import sketched
+
+        found = sketched(self._models[key].tensors, numbers)
+        self._rank_0.send_bytes(pickle.dumps(("sketched", found, "")))
+
     def _values(self, key: int, numbers: list[int]) -> None:
         tensors = self._models[key].tensors
         self._group.broadcast_in_place([tensors[number] for number in numbers])

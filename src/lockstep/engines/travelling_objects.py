@@ -16,6 +16,9 @@ from types import FunctionType, MappingProxyType
 from typing import Any, cast
 
 _LOCK, _RLOCK = type(_thread.allocate_lock()), type(_thread.RLock())
+CACHE = type(functools.lru_cache(len))
+"""The class of functions under `functools.cache` and `functools.lru_cache`."""
+
 _DISPATCHER = cast(FunctionType, functools.singledispatch(len)).__code__
 
 
@@ -98,7 +101,7 @@ def _reference(target: Any, callback: Any) -> Any:
 
 
 _RULES: dict[type, Callable[[Any], Any]] = {
-    functools._lru_cache_wrapper: _reduced_cache,
+    CACHE: _reduced_cache,
     functools.cached_property: _reduced_property,
     MappingProxyType: lambda item: (MappingProxyType, (dict(item),)),
     threading.local: lambda item: (threading.local, (), dict(vars(item))),

@@ -6,10 +6,10 @@ only runs forward, such as an iterator, or that others use too, such as a file, 
 """
 
 import _thread
-import functools
 import io
 import random
 import sys
+import threading
 import weakref
 from argparse import Namespace
 from array import array
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import suppress
 from contextvars import ContextVar
-from functools import partial
+from functools import lru_cache, partial
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -46,6 +46,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), LeftOut, LeftOutMet
 _OF_KERAS = (keras.layers.Layer, keras.optimizers.Optimizer, keras.losses.Loss, keras.Metric)
 
 _LOCK, _RLOCK = type(_thread.allocate_lock()), type(_thread.RLock())
+_CACHE = type(lru_cache(len))
 _PATIENCE = 1.0
 """Seconds that another thread may hold a lock before it counts as held."""
 
@@ -154,7 +155,7 @@ class ObjectStates:
             self._waiting += value.values()
         elif isinstance(value, weakref.ref):
             self._waiting.append(value())
-        elif isinstance(value, functools._lru_cache_wrapper):
+        elif isinstance(value, _CACHE):
             self._waiting.append(value.__wrapped__)
             info = value.cache_info()
             if not info.currsize:  # what it has, it gives again: it is taken to be of a function
@@ -261,8 +262,12 @@ def _set_text(file: Any, content: Any, position: int) -> None:
 
 def _is_held(lock: Any) -> bool:
     """Return whether code holds a lock. Another thread may hold it for a moment."""
-    if isinstance(lock, _RLOCK):
-        return bool(lock._is_owned())  # type: ignore[attr-defined]
+    if isinstance(lock, _RLOCK):  # this thread can take it in any case
+        try:
+            threading.Condition(lock).notify(0)
+        except RuntimeError:
+            return False
+        return True
     if not lock.acquire(timeout=_PATIENCE):
         return True
     lock.release()

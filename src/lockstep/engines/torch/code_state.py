@@ -337,7 +337,7 @@ def _functions_in(value: Any) -> Iterator[FunctionType]:
 
 
 _DECORATED = (
-    *(FunctionType, property, staticmethod, classmethod, lru_cache(len).__class__),
+    *(FunctionType, property, staticmethod, classmethod, type(lru_cache(len))),
     *(cached_property, partial, partialmethod, singledispatchmethod),
 )
 

@@ -6,7 +6,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
-from functools import _lru_cache_wrapper, cache, partial
+from functools import cache, partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,7 +32,7 @@ from lockstep.engines.torch.code_state import (
     state_of,
 )
 from lockstep.engines.torch.sharded_variables import ShardedVariable
-from lockstep.engines.travelling_objects import reduced
+from lockstep.engines.travelling_objects import CACHE, reduced
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
     COMPILED_METRICS,
@@ -282,7 +282,7 @@ class _Pickler(TensorPickler):
             return OrderedDict, ()
         if _is_pickled_as_usual(kind):
             return NotImplemented
-        if isinstance(item, _lru_cache_wrapper):
+        if isinstance(item, CACHE):
             self._modules.add(item.__module__)
         made = reduced(item)
         if made is not NotImplemented:

@@ -291,6 +291,7 @@ FIXED = {
     "_thread.RLock": lambda: _held(threading.RLock()),
     "threading.Event": threading.Event,
     "queue.Queue": queue.Queue,
+    "random.SystemRandom": random.SystemRandom,
     "_queue.SimpleQueue": queue.SimpleQueue,
     "_hashlib.HASH": hashlib.md5,
     "_contextvars.ContextVar": lambda: contextvars.ContextVar("a"),

@@ -107,6 +107,8 @@ class ObjectStates:
             self._waiting.append(value.bit_generator)
         elif isinstance(value, np.random.BitGenerator):
             self._undo.append(partial(setattr, value, "state", value.state))
+        elif isinstance(value, random.SystemRandom):
+            self._fix(value)
         elif isinstance(value, random.Random):
             self._undo.append(partial(value.setstate, value.getstate()))
         elif _top(kind) in ("numpy", "torch") and hasattr(value, "set_state"):

@@ -173,7 +173,11 @@ class _Worker:
         copy.losses.by_rows = losses_by_rows
 
     def _forget(self, key: int) -> None:
+        import torch
+
         self._models.pop(key, None)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _compare(self, key: int, sums: list[int | None]) -> None:
         from lockstep.engines.torch.settings import checksum

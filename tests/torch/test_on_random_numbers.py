@@ -2,15 +2,18 @@
 
 import os
 import random
+from random import random as drawn
 
 import keras
 import numpy as np
 import pytest
 import torch
 from keras import layers, ops
+from numpy.random import random_sample
 
 import lockstep
 from lockstep.engines.torch import pool
+from lockstep.engines.torch.generators import set_state, state_of
 from lockstep.engines.torch.replica import RandomStreams
 from lockstep.errors import ProcessesDisagree
 from tests.torch.agreement import assert_equal, both
@@ -113,6 +116,19 @@ def of_keras(shape):
     return ops.convert_to_numpy(keras.random.uniform(shape, dtype="float64"))
 
 
+def by_imported_functions(shape):
+    return np.reshape([drawn() + random_sample() for _ in range(np.prod(shape))], shape)
+
+
+GENERATORS = np.random.default_rng(3), np.random.RandomState(3), random.Random(3), torch.Generator()
+
+
+def of_generators(shape):
+    numpy, old, python, torchs = GENERATORS
+    numbers = numpy.random(shape) + old.random_sample(shape) + python.random()
+    return numbers + torch.rand((), generator=torchs).item()
+
+
 class Drops(layers.Layer):
     """Scales by a number that it draws."""
 
@@ -124,7 +140,9 @@ class Drops(layers.Layer):
         return x * (1 + self.draw((1, 1)).item()) if training else x
 
 
-@pytest.mark.parametrize("draw", [of_python, of_numpy, of_keras])
+@pytest.mark.parametrize(
+    "draw", [of_python, of_numpy, of_keras, by_imported_functions, of_generators]
+)
 def test_data_and_code_of_the_model_draw_from_the_same_numbers(draw):
     def build():
         made = keras.Sequential([keras.Input((4,)), layers.Dense(3), Drops(draw), layers.Dense(2)])
@@ -132,8 +150,11 @@ def test_data_and_code_of_the_model_draw_from_the_same_numbers(draw):
         return made
 
     one, many = both(build)
+    before = list(map(state_of, GENERATORS))
     for made in (one, many):
         keras.utils.set_random_seed(5)
+        for generator, state in zip(GENERATORS, before, strict=True):
+            set_state(generator, state)
         made.fit(Augmented(draw), shuffle=False, verbose=0)
     assert_equal(one, many)
     lockstep.release(many)

@@ -8,12 +8,15 @@ an empty cache, say.
 import _thread
 import functools
 import pickle
+import random
 import sys
 import threading
 import weakref
 from collections.abc import Callable
 from types import FunctionType, MappingProxyType
 from typing import Any, cast
+
+import numpy as np
 
 _LOCK, _RLOCK = type(_thread.allocate_lock()), type(_thread.RLock())
 CACHE = type(functools.lru_cache(len))
@@ -31,6 +34,10 @@ def reduced(item: Any) -> Any:
     kind = type(item)
     if kind in weakref.ProxyTypes:
         return weakref.proxy, (item.__repr__.__self__,)
+    if item is _own_random():  # as by `from random import random`
+        return _own_random, ()
+    if item is _own_numpy():
+        return _own_numpy, ()
     rule = _RULES.get(kind)
     if rule is not None:
         return rule(item)
@@ -39,6 +46,16 @@ def reduced(item: Any) -> Any:
     if isinstance(item, threading.Thread):
         raise pickle.PicklingError(f"the thread {item.name!r} runs in one process")
     return NotImplemented
+
+
+def _own_random() -> Any:
+    """Return the generator whose methods are the functions of `random`."""
+    return vars(random)["random"].__self__
+
+
+def _own_numpy() -> Any:
+    """Return the generator whose methods are the functions of `numpy.random`."""
+    return vars(np.random)["random_sample"].__self__
 
 
 def _is_importable(item: Any) -> bool:
@@ -113,5 +130,5 @@ _RULES: dict[type, Callable[[Any], Any]] = {
     **dict.fromkeys((_LOCK, _RLOCK), _reduced_lock),
 }
 
-WITH_RULES = (*_RULES, *weakref.ProxyTypes, threading.Thread)
+WITH_RULES = (*_RULES, *weakref.ProxyTypes, threading.Thread, random.Random, np.random.RandomState)
 """The classes whose objects may have a rule here, besides functions."""

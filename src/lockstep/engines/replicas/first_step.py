@@ -541,7 +541,7 @@ class FirstSteps:
         if not fixed:
             return True
         self.alone[kind] = (
-            f"has code of your own, and holds an object of {fixed}, which cannot be set back:\n"
+            f"has code of your own, and {UNTRIED} {fixed}, which cannot be set back:\n"
             f"a first {kind} step cannot be tried and compared with one device"
         )
         return False
@@ -575,6 +575,10 @@ class FirstSteps:
 
 PARTED = "is not the same on every device"
 """Begins the reason of a step that was tried. It may have changed what nothing here knows of."""
+
+
+UNTRIED = "holds an object of"
+"""Is in the reason of a step that was not tried: the object only runs forward, say."""
 
 
 def said_to_be_exact(what: str) -> str:

@@ -225,6 +225,11 @@ class ObjectStates:
             self._undo.append(partial(_assign, owner, name, value))
 
 
+def held_in_words(states: ObjectStates) -> str:
+    """Return why code that reaches an object which cannot be put back is not tried."""
+    return f"it holds an object of {states.fixed}, which cannot be set back"
+
+
 def _assign(owner: Any, name: str, value: Any) -> None:
     now = owner.cell_contents if isinstance(owner, CellType) else vars(owner).get(name)
     if now is not value:

@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lockstep.engines.replicas.first_step import PARTED, said_to_be_exact
+from lockstep.engines.replicas.first_step import PARTED, UNTRIED, said_to_be_exact
 from lockstep.engines.rowwise import Reasons, refused
 from lockstep.engines.tensorflow.custom_steps import CustomStep
 from lockstep.engines.tensorflow.layers import Plan
@@ -375,9 +375,10 @@ class Steps:
         if what in self._said:
             return
         self._said.add(what)
+        # A trace makes a constant of what it draws, and building the model has drawn before it.
+        exact = "" if UNTRIED in what else said_to_be_exact(what)
         warnings.warn(
-            f"On TensorFlow {what}.\n{said_to_be_exact(what)}{remedy}"
-            "Set KERAS_BACKEND=jax to have it split.",
+            f"On TensorFlow {what}.\n{exact}{remedy}Set KERAS_BACKEND=jax to have it split.",
             UnsplitBatchWarning,
             stacklevel=2,
         )

@@ -13,6 +13,7 @@ from lockstep.engines.replicas.first_step import Recording, Sketches, bounds_for
 from lockstep.engines.torch.code_state import CodeReads
 from lockstep.engines.torch.first_step import recorded_step, sketched
 from lockstep.engines.torch.forward_state import ForwardState
+from lockstep.engines.torch.generators import state_of
 from lockstep.engines.torch.group import Group, PeerLost
 from lockstep.engines.torch.layers import Plan, parts_of
 from lockstep.engines.torch.loss_sharding import LossSharding
@@ -71,6 +72,8 @@ class PoolRunner(StepRunner):
         self._trained = False
         self._in_modules = False
         self._random_numbers: Any = None
+        self._generators: list[Any] = []
+        self._states: list[bytes] = []
         self._update_draws = False
         self._trained_in_epoch = False
         self._proofs_are_old = False
@@ -397,10 +400,11 @@ class PoolRunner(StepRunner):
             self._send_values(pool, self._assigned())
             if _states_of_random_numbers() != self._random_numbers:  # by data, say, or a metric
                 self._send_seeds(pool)
+            self._send_states(pool, self._states)
 
     def _compare_all(self, pool: Pool) -> None:
         self._check_parts()
-        data, tensors, self._reads, in_modules, metrics, _ = self._dumped()
+        data, tensors, self._reads, in_modules, metrics, _, self._generators, _ = self._dumped()
         if in_modules and pool.in_modules != self._lease.key:  # another model has put its own there
             self._sent = None
         settings = {**current_settings(), "age_of_casts": self._casts.age()}
@@ -444,6 +448,7 @@ class PoolRunner(StepRunner):
         self._age_of_casts = settings["age_of_casts"]
         self._send_values(pool, differ)
         self._send_seeds(pool)
+        self._send_states(pool, [])
 
     def _check_casts(self, age: float) -> None:
         """Raise if autocast computes with weights from before an update, which no worker has."""
@@ -497,6 +502,13 @@ class PoolRunner(StepRunner):
         pool.send("seeds", random.getstate(), np.random.get_state(), keras_seed)
         self._random_numbers = _states_of_random_numbers()
 
+    def _send_states(self, pool: Pool, known: list[bytes]) -> None:
+        """Send the states of generators that are not those which the workers are known to have."""
+        self._states = list(map(state_of, self._generators))
+        moved = {n: state for n, state in enumerate(self._states) if known[n : n + 1] != [state]}
+        if moved:
+            pool.send("generators", self._lease.key, moved)
+
     def _send_plan(self, pool: Pool) -> None:
         plan = self._proven(self._plan), sorted(self.distrusted), self.losses.by_rows
         if plan != self._plan_there:
@@ -531,6 +543,7 @@ class PoolRunner(StepRunner):
         self._versions = list(map(_version_of, self._tensors))
         self._renew_reads()
         self._random_numbers = _states_of_random_numbers()
+        self._states = list(map(state_of, self._generators))
 
     def _renew_reads(self) -> None:
         if self._reads.changed():  # by the code of the step

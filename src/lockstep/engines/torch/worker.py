@@ -94,6 +94,7 @@ class _Copy:
     losses: Any
     tensors: list[Any]
     functions: list[Any]
+    generators: list[Any]
     whole_batch: Any
     shards: Any
 
@@ -148,14 +149,21 @@ class _Worker:
         from lockstep.engines.torch.sharded_variables import shards_of
         from lockstep.engines.torch.whole_batch_steps import WholeBatchSteps
 
-        model, tensors, functions = load(data, self._code)
+        model, tensors, functions, generators = load(data, self._code)
         for number, before in kept.items():
             tensors[number].data = self._models[key].tensors[before].data
         plan = Plan(model, draws_together=draws_together)
         shards = shards_of(model)
         shards.group = self._group
         self._models[key] = _Copy(
-            model, plan, LossSharding(model), tensors, functions, WholeBatchSteps(model), shards
+            model,
+            plan,
+            LossSharding(model),
+            tensors,
+            functions,
+            generators,
+            WholeBatchSteps(model),
+            shards,
         )
         self._rank_0.send_bytes(pickle.dumps(("taken", parts_of(plan), "")))
 
@@ -199,6 +207,12 @@ class _Worker:
     def _values(self, key: int, numbers: list[int]) -> None:
         tensors = self._models[key].tensors
         self._group.broadcast_in_place([tensors[number] for number in numbers])
+
+    def _generators(self, key: int, states: dict[int, bytes]) -> None:
+        from lockstep.engines.torch.generators import set_state
+
+        for number, state in states.items():
+            set_state(self._models[key].generators[number], state)
 
     def _gather(self, key: int, number: int) -> None:
         part = self._models[key].tensors[number]

@@ -137,9 +137,11 @@ class ObjectStates:
             if not value.closed and all(value is not each for each in standard):
                 self._fix(value)
         elif isinstance(value, Iterator | AsyncIterator | Coroutine | ContextVar):
-            if _is_of_user(_home(type(value), "__next__")):
+            home = _home(type(value), "__next__")
+            if _is_of_user(home):
                 return False  # its state is in its attributes
-            self._fix(value)
+            if _top(home) not in ("keras", "lockstep"):  # Keras keeps one over validation data
+                self._fix(value)
         elif isinstance(value, _LOCK | _RLOCK):
             if _is_held(value):
                 self._fix(value)

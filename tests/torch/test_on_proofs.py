@@ -1,5 +1,6 @@
 """Which layers and models of the user's own are split on PyTorch; all are exact."""
 
+import itertools
 import warnings
 
 import keras
@@ -289,6 +290,25 @@ def test_a_model_that_looks_across_rows_has_its_layers_shared():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UnsplitBatchWarning)
         assert_same_fit(lambda: towers(across=True), *sequences())
+
+
+NUMBERS = []
+
+
+def _numbered(layer, x):
+    return x * next(NUMBERS[-1])
+
+
+def test_following_draws_from_no_iterator_of_the_script():
+    one, many = both(built(_numbered))
+    found = []
+    for made in (one, many):
+        NUMBERS.append(itertools.count(1.0, 0.1))
+        with warnings.catch_warnings(action="ignore", category=UnsplitBatchWarning):
+            found.append(fit(made))
+    assert_equal(*found)
+    assert_equal(one, many)
+    lockstep.release(many)
 
 
 def test_a_changed_attribute_is_followed_again():

@@ -130,7 +130,7 @@ class UngatheredOutput(torch.Tensor):  # type: ignore[misc]
 
     @classmethod
     def made(
-        cls, shape: tuple[int, ...], dtype: Any, device: Any, requires_grad: bool
+        cls, shape: tuple[int, ...], dtype: Any, device: Any, requires_grad: bool = False
     ) -> "UngatheredOutput":
         """Return an ungathered output of this form."""
         made: UngatheredOutput = torch.Tensor._make_wrapper_subclass(

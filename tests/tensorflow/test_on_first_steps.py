@@ -1,5 +1,7 @@
 """The check of the first step on TensorFlow, where losses and metrics may work by rows too."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import lockstep
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from tests.precision import floats
 from tests.replicas.first_steps import *  # noqa: F403
-from tests.replicas.first_steps import assert_found, contrast, model_of
+from tests.replicas.first_steps import assert_found, contrast, data, model_of
 
 
 @pytest.fixture(autouse=True)
@@ -96,3 +98,13 @@ def test_a_layer_that_a_step_gives_other_numbers_of_rows_is_refused_in_words():
     with pytest.raises(UnsupportedModel, match="different numbers of rows") as refused:
         model.fit(x, y, batch_size=6, verbose=0)
     assert "lockstep.release" in str(refused.value)
+
+
+def test_a_trace_that_draws_from_an_iterator_is_not_said_to_be_exact():
+    """What it draws is a constant of the program, and building the model has drawn before it."""
+    numbers = itertools.cycle([1.0, 0.5])
+    model = model_of(lambda layer, x, training: x * next(numbers))
+    lockstep.distribute(model, 2)
+    with pytest.warns(UnsplitBatchWarning, match="an object of itertools.cycle") as said:
+        model.fit(*data(), batch_size=6, verbose=0)
+    assert not any("exact" in str(each.message) for each in said)

@@ -1,5 +1,6 @@
 """What goes wrong in the process of a replica comes home, and leaves nothing behind."""
 
+import functools
 import gc
 import os
 import signal
@@ -339,6 +340,30 @@ def test_fifty_fits_leave_no_handle_behind(shared_memory):
     lockstep.release(model)
 
 
+def trained(devices=2):
+    """The processes of the workers of a model that has been trained and has ended."""
+    model = lockstep.distribute(failing("raise", 10_000)(), devices)
+    before = set(workers(os.getpid()))
+    model.fit(*data(), **QUIET)
+    found = set(workers(os.getpid()))
+    lockstep.release(model)
+    return found, found - before
+
+
+def test_the_workers_of_one_model_are_those_of_the_next_and_end_without_one(monkeypatch, tmp_path):
+    found, _ = trained()
+    assert trained() == (found, set())
+    monkeypatch.syspath_prepend(tmp_path)  # new workers could import from there
+    again, new = trained()
+    assert len(new) == 1
+    assert len(again) == len(found)
+    monkeypatch.setattr(pool, "_IDLE", 0.0)
+    deadline = time.monotonic() + 60
+    while new & set(workers(os.getpid())) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not new & set(workers(os.getpid()))
+
+
 SCRIPT = """
 import os, sys
 import keras, lockstep, numpy as np
@@ -403,11 +428,11 @@ def test_workers_end_with_a_killed_parent_and_nothing_is_left(tmp_path, shared_m
 
 
 def test_a_class_that_cannot_be_pickled_is_named():
-    lock = threading.Lock()
+    kept = functools.cmp_to_key(len)(1.0)
 
     class Locked(keras.Sequential):
         def locked(self):
-            return lock.locked()
+            return kept.obj
 
     _, many = both(lambda: Locked([keras.Input((4,)), layers.Dense(2)]), devices=3)
     x, _ = data()

@@ -196,11 +196,14 @@ def test_what_an_ungathered_output_is_asked():
             self.asked += 1
             return torch.arange(12.0).reshape(4, 3)
 
-    made = UngatheredOutput.made((4, 3), torch.float32, torch.device("cpu"))
+    made = UngatheredOutput.made((4, 3), torch.float32, torch.device("cpu"), True)
     made.outputs, made.number = Rows(), 0
     cast = ops.convert_to_tensor(made, dtype="float64")
     assert (tuple(cast.shape), cast.dtype, len(cast), cast.ndim) == ((4, 3), torch.float64, 4, 2)
     assert ops.convert_to_tensor(cast, dtype="float64") is cast
+    assert (made.requires_grad, cast.requires_grad, made.to(torch.int32).requires_grad) == (
+        (True, True, False)
+    )
     assert cast.own().dtype == torch.float64
     assert not made.outputs.asked
     assert float((cast * 2)[3, 2]) == 22

@@ -13,7 +13,9 @@ import pytest
 import torch
 from keras import layers, ops
 
-from lockstep.errors import UnsplitBatchWarning
+from lockstep.engines.patched import patched
+from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
+from lockstep.keras_compat import compiled_metrics
 from tests.replicas.losses_by_rows import leaves
 from tests.sampling import every
 from tests.torch.agreement import assert_equal, both
@@ -182,6 +184,60 @@ def test_what_a_function_keeps_has_the_rows_of_the_batch(role):
     many.fit(rng.normal(size=(11, 4)), rng.normal(size=(11, 3)), batch_size=11, verbose=0)
     assert [len(each) for each in kept[-1]] == [11, 11]
     assert not any(hasattr(each, "outputs") for each in kept[-1])
+
+
+def watching(owner, name, kept):
+    """Let a method of an instance keep the outputs that it is given, and go on."""
+    plain = getattr(owner, name)
+
+    def watched(y_true, y_pred, sample_weight=None):
+        kept.append(y_pred)
+        if ops.convert_to_tensor(y_pred).device.type != "meta":  # Keras learns shapes
+            kept.append(ops.convert_to_numpy(y_pred))
+        return plain(y_true, y_pred, sample_weight=sample_weight)
+
+    setattr(owner, name, watched)
+
+
+def test_a_metric_that_is_watched_on_its_instance_keeps_whole_outputs():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(11, 4)), rng.normal(size=(11, 3))
+    found = []
+
+    def build():
+        made = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
+        made.metric = keras.metrics.MeanAbsoluteError(name="mae")
+        made.compile("sgd", "mse", metrics=[made.metric])
+        return made
+
+    for made in both(build):
+        kept = []
+        watching(made.metric, "update_state", kept)
+        for rows in (slice(0, 7), slice(7, 11)):
+            made.train_on_batch(x[rows], y[rows])
+        found.append([ops.convert_to_numpy(each * 1.0) for each in kept[-4:]])
+    assert_equal(*found)
+
+
+def test_an_output_that_was_not_gathered_is_an_error_after_its_step():
+    kept = []
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(11, 4)), rng.normal(size=(11, 3))
+
+    def build():
+        made = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
+        made.compile("sgd", "mse", metrics=["mae"])
+        return made
+
+    _, many = both(build)
+    many.train_on_batch(x, y)
+    metrics = compiled_metrics(many)
+    with patched([(metrics, "update_state", lambda y, p, sample_weight=None: kept.append(p))]):
+        many.train_on_batch(x, y)
+    assert len(kept[0]) == 11
+    with pytest.raises(UnsupportedModel, match="was kept, and is used after its step"):
+        kept[0] + 1.0
+    many.train_on_batch(x, y)  # the processes are there still
 
 
 def test_a_loss_reads_the_array_that_the_data_change():

@@ -1,5 +1,6 @@
 """Which layers and models of the user's own are split on PyTorch; all are exact."""
 
+import itertools
 import warnings
 
 import keras
@@ -9,6 +10,8 @@ import torch
 from keras import layers, ops
 
 import lockstep
+from lockstep.engines.replicas import rows_of_losses
+from lockstep.engines.torch import row_proofs, session
 from lockstep.errors import UnsplitBatchWarning
 from tests.sampling import every, rest
 from tests.torch.agreement import assert_equal, both
@@ -289,6 +292,25 @@ def test_a_model_that_looks_across_rows_has_its_layers_shared():
         assert_same_fit(lambda: towers(across=True), *sequences())
 
 
+NUMBERS = []
+
+
+def _numbered(layer, x):
+    return x * next(NUMBERS[-1])
+
+
+def test_following_draws_from_no_iterator_of_the_script():
+    one, many = both(built(_numbered))
+    found = []
+    for made in (one, many):
+        NUMBERS.append(itertools.count(1.0, 0.1))
+        with warnings.catch_warnings(action="ignore", category=UnsplitBatchWarning):
+            found.append(fit(made))
+    assert_equal(*found)
+    assert_equal(one, many)
+    lockstep.release(many)
+
+
 def test_a_changed_attribute_is_followed_again():
     one, many = both(towers, 2)
     for made in (one, many):
@@ -386,3 +408,57 @@ def test_code_that_acts_on_a_gradient_has_that_of_all_rows_or_works_row_by_row(w
     assert_equal(one, many)
     told = any("the gradient within layer 'does'" in str(each.message) for each in said)
     assert told == (what is not _reversed)
+
+
+# ------------------------------------------------------------------- lengths of sequences
+
+
+def transformer(*own):
+    """A text classifier with residuals, and layers of one's own."""
+    tokens = keras.Input((None,), dtype="int32")
+    x = layers.Embedding(9, 8, mask_zero=True)(tokens)
+    h = layers.MultiHeadAttention(2, 4)(x, x)
+    for layer in own:
+        h = layer(h)
+    h = layers.LayerNormalization()(x + h * 0.5)
+    h = ops.concatenate([h[:, :, :4], ops.relu(h[:, :, 4:])], axis=-1)
+    made = keras.Model(tokens, layers.Dense(9)(h))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    made.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
+    return made
+
+
+class Doubles(layers.Layer):
+    """Asks for the length of its inputs."""
+
+    supports_masking = True
+
+    def call(self, x):
+        return x * (x.shape[1] / x.shape[1] + 1.0)
+
+
+@pytest.mark.filterwarnings("error::lockstep.errors.UnsplitBatchWarning")
+@pytest.mark.parametrize("own", [0, 1])
+def test_a_new_length_is_proven_for_code_of_the_users_own_alone(own, monkeypatch):
+    counts = {"proofs": 0, "comparisons": 0, "losses": 0}
+
+    def counted(name, plain):
+        def run(*args, **kwargs):
+            counts[name] += 1
+            return plain(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(row_proofs, "_reasons", counted("proofs", row_proofs._reasons))
+    monkeypatch.setattr(session, "compare", counted("comparisons", session.compare))
+    follow = counted("losses", rows_of_losses.function_refused)
+    monkeypatch.setattr(rows_of_losses, "function_refused", follow)
+    one, many = both(lambda: transformer(*(Doubles() for _ in range(own))))
+    for length in range(2, 22):
+        tokens = np.random.default_rng(length).integers(0, 9, size=(7, length))
+        logs = [made.train_on_batch(tokens, tokens) for made in (one, many)]
+        assert_equal(*logs)
+    assert_equal(one, many)
+    assert counts["proofs"] == counts["comparisons"] == 20 * own
+    assert counts["losses"] <= 2
+    lockstep.release(many)

@@ -1,7 +1,9 @@
 """Workers run the code and the state of the caller, and the caller's own code stays as it is."""
 
 import functools
+import queue
 import threading
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -11,6 +13,7 @@ from keras import layers, ops
 
 import lockstep
 from lockstep.engines.torch import pool
+from lockstep.engines.torch.model_pickle import dump
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from tests.sampling import every
 from tests.torch import script_settings
@@ -70,11 +73,11 @@ def test_a_layer_that_keeps_what_it_saw():
 
 
 class Holds(layers.Layer):
-    """Has a lock, which a subclass may use."""
+    """Has a key to sort by, which a subclass may use."""
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.lock = threading.Lock()
+        self.key = functools.cmp_to_key(len)(1.0)
 
     def call(self, x):
         return x * 2.0
@@ -82,27 +85,26 @@ class Holds(layers.Layer):
 
 class Uses(Holds):
     def call(self, x):
-        with self.lock:
-            return x * 2.0
+        return x * 2.0 * self.key.obj
 
 
 class HidesErrors(Holds):
     def call(self, x):
         try:
-            return x * (3.0 if self.lock.locked() else 2.0)
+            return x * (3.0 if self.key.obj else 2.0)
         except Exception:
             return x * 5.0
 
 
 class UsesInTraining(Holds):
     def call(self, x, training=False):
-        return x * 2.0 if training and self.lock else x
+        return x * 2.0 if training and self.key.obj else x
 
 
 class UsesInLoss(keras.Sequential):
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        with self.held.lock:
-            return super().compute_loss(x, y, y_pred, sample_weight, training)
+        loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+        return loss * self.held.key.obj
 
 
 class Shared(keras.Sequential):
@@ -119,8 +121,8 @@ class Shared(keras.Sequential):
 
 class UsesInStep(Shared):
     def train_step(self, data):
-        with self.held.lock:
-            return super().train_step(data)
+        assert self.held.key.obj
+        return super().train_step(data)
 
 
 class Task(keras.Model):
@@ -171,7 +173,9 @@ def test_what_no_step_uses_need_not_be_pickled(build):
     ids=["layer", "errors hidden", "training", "loss", "step"],
 )
 def test_a_step_that_uses_what_cannot_be_pickled_is_run_by_the_first_device(build):
-    what = r"uses lock of 'held', which cannot be pickled: cannot pickle '_thread.lock' object"
+    what = (
+        r"uses key of 'held', which cannot be pickled: cannot pickle 'functools.KeyWrapper' object"
+    )
     with pytest.warns(UnsplitBatchWarning, match=what):
         assert_trains_equally(build)
 
@@ -179,10 +183,87 @@ def test_a_step_that_uses_what_cannot_be_pickled_is_run_by_the_first_device(buil
 def test_a_step_without_a_check_refuses_what_cannot_be_pickled(monkeypatch):
     monkeypatch.setenv("LOCKSTEP_CHECK", "0")
     one, many = both(holding(UsesInLoss))
-    with pytest.raises(UnsupportedModel, match=r"A train step of .* uses lock of 'held'"):
+    with pytest.raises(UnsupportedModel, match=r"A train step of .* uses key of 'held'"):
         many.fit(*data(), **QUIET)
     assert_equal(one.get_weights(), many.get_weights())  # nothing was updated
     lockstep.release(many)
+
+
+# ------------------------------------------------------------------- what a script holds
+
+
+def of_script(source):
+    """The names that a script defines, whose code a worker cannot import."""
+    names = {"__name__": "__main__"}
+    exec(compile(source, "script.py", "exec"), names)
+    return names
+
+
+@pytest.mark.filterwarnings("error::lockstep.errors.UnsplitBatchWarning")
+def test_what_decorators_and_the_standard_library_make_is_sent():
+    script = of_script((Path(__file__).parent / "script_of_everything.py").read_text())
+
+    def build():
+        layer = script["Everything"]()
+        model = keras.Sequential([keras.Input((4, 6)), layer, layers.Dense(2)])
+        model.compile("sgd", script["loss"])  # the layer has run, so that caches are filled
+        return model
+
+    one, many = both(build)
+    rng = np.random.default_rng(1)
+    for model in (one, many):
+        model.fit(rng.normal(size=(16, 4, 6)), rng.normal(size=(16, 4, 2)), **QUIET)
+        rng = np.random.default_rng(1)
+    assert_equal(one, many)
+    lockstep.release(many)
+
+
+def test_a_value_that_a_cache_has_of_the_past_is_used():
+    script = of_script(
+        "import functools, keras\n"
+        "factor = 2.0\n"
+        "@functools.cache\n"
+        "def scale(): return factor\n"
+        "class Scales(keras.layers.Layer):\n"
+        "    def call(self, x): return x * scale()\n"
+    )
+
+    def build():
+        script["scale"].cache_clear()
+        script["factor"] = 2.0
+        made = sequential(script["Scales"]())
+        script["factor"] = 3.0  # a worker computes with it
+        return made
+
+    assert_trains_equally(build)
+
+
+def held():
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: threading.Thread(name="mine"), "'kept', an object of Thread: the thread 'mine' "),
+        (held, "'kept', an object of lock: a lock that is held"),
+        (queue.SimpleQueue, "'kept', an object of SimpleQueue: cannot pickle"),
+        (lambda: (n for n in "a"), "'kept', an object of generator: cannot pickle"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_by_its_name(make, words):
+    script = of_script(
+        "import keras\n"
+        "kept = None\n"
+        "def helper(x): return x if kept else None\n"
+        "class Reads(keras.layers.Layer):\n"
+        "    def call(self, x): return helper(x)\n"
+    )
+    script["kept"] = make()
+    with pytest.raises(UnsupportedModel, match=words):
+        dump(sequential(script["Reads"]()))
 
 
 # ------------------------------------------------------------------- what code reads

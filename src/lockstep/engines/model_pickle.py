@@ -21,6 +21,8 @@ import cloudpickle
 import keras
 
 from lockstep.engines.attachment import ATTACHMENT, attachment_of
+from lockstep.engines.travelling_objects import WITH_RULES as OF_PYTHON_WITH_RULES
+from lockstep.engines.travelling_objects import reduced
 from lockstep.keras_compat import (
     ATTRIBUTES_OF_RUNS,
     LOOKUP_TABLES,
@@ -55,6 +57,9 @@ class ModelPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, item: Any) -> Any:
         """Return how one object is pickled."""
+        made = reduced(item)
+        if made is not NotImplemented:
+            return made
         # With code that uses `torch` and `ops`, cloudpickle takes `torch.ops` along, and fails: its
         # class is no plain module.
         if isinstance(item, ModuleType) and type(item) is not ModuleType:
@@ -228,7 +233,11 @@ _FILL: dict[type, Callable[[Any, Any], None]] = dict(
 )
 """Keras's tracked collections. Their own methods need attributes that are not there yet."""
 
-WITH_RULES = type, FunctionType, ModuleType, DynamicBackend, KerasSaveable, *_FILL
+WITH_RULES = (
+    *(type, FunctionType, ModuleType, DynamicBackend, KerasSaveable),
+    *_FILL,
+    *OF_PYTHON_WITH_RULES,
+)
 """The classes whose objects are not pickled as Python does it, here or by cloudpickle."""
 
 

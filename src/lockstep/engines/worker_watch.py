@@ -20,17 +20,22 @@ class WorkerWatch:
     Args:
         workers: The processes.
         lost: Called when one of them has ended. Gloo notices by itself, and NCCL does not.
+        rest: Called once a second while they are not in use.
 
     Attributes:
         stopped: The seconds that a killed worker had been stopped, by its process id.
     """
 
     def __init__(
-        self, workers: "Sequence[subprocess.Popen[bytes]]", lost: Callable[[], None]
+        self,
+        workers: "Sequence[subprocess.Popen[bytes]]",
+        lost: Callable[[], None],
+        rest: Callable[[], None],
     ) -> None:
         self.stopped: dict[int, float] = {}
         self._workers = workers
         self._lost = lost
+        self._rest = rest
         self._limit = patience()
         self._busy = threading.Event()
         self._closed = threading.Event()
@@ -50,12 +55,14 @@ class WorkerWatch:
     def close(self) -> None:
         """End the thread."""
         self._closed.set()
-        self._busy.set()
 
     def _run(self) -> None:
         # Looks are counted, and not time: a stop of the whole job by Ctrl-Z stops them too.
         looks = dict.fromkeys([worker.pid for worker in self._workers], 0)
-        while self._busy.wait() and not self._closed.wait(_EVERY):
+        while not self._closed.wait(_EVERY):
+            if not self._busy.is_set():
+                self._rest()
+                continue
             for worker in self._workers:
                 stopped = self._busy.is_set() and _is_stopped(worker)
                 looks[worker.pid] = looks[worker.pid] + 1 if stopped else 0

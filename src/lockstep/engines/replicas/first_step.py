@@ -537,11 +537,12 @@ class FirstSteps:
         self._compared.add((kind, form))
         if not is_guessed(self._model, kind, followed()):
             return False
-        if states_of(self._model).can_be_put_back:
+        fixed = states_of(self._model).fixed
+        if not fixed:
             return True
         self.alone[kind] = (
-            "has code of your own, and holds a generator or an itertools.count, which cannot be "
-            f"set back:\na first {kind} step cannot be tried and compared with one device"
+            f"has code of your own, and {UNTRIED} {fixed}, which cannot be set back:\n"
+            f"a first {kind} step cannot be tried and compared with one device"
         )
         return False
 
@@ -569,9 +570,20 @@ class FirstSteps:
             found = find()
             if found == before:
                 break
-        self.alone[kind] = (
-            f"is not the same on every device: in its first {kind} step, {found} from one device"
-        )
+        self.alone[kind] = f"{PARTED}: in its first {kind} step, {found} from one device"
+
+
+PARTED = "is not the same on every device"
+"""Begins the reason of a step that was tried. It may have changed what nothing here knows of."""
+
+
+UNTRIED = "holds an object of"
+"""Is in the reason of a step that was not tried: the object only runs forward, say."""
+
+
+def said_to_be_exact(what: str) -> str:
+    """Return the sentence that the result is exact, where it is proved for a step like this."""
+    return "" if PARTED in what else "The result is exact. "
 
 
 _MOST_PARTS = 8

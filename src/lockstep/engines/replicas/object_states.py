@@ -1,21 +1,30 @@
 """What a step may change of Python's objects, put back after a step that was only tried.
 
 These are attributes of layers, objects that hang on them, and what the user's code reaches by its
-globals, closures and classes: counters, lists, generators of random numbers.
+globals, closures and classes: counters, lists, generators of random numbers. With an object that
+only runs forward, such as an iterator, or that others use too, such as a file, nothing is tried.
 """
 
+import _thread
+import io
 import random
 import sys
+import threading
+import weakref
 from argparse import Namespace
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
-from functools import partial
-from itertools import count
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from contextlib import suppress
+from contextvars import ContextVar
+from functools import lru_cache, partial
 from types import (
+    BuiltinFunctionType,
     CellType,
     FunctionType,
-    GeneratorType,
+    MappingProxyType,
     MethodType,
+    MethodWrapperType,
     ModuleType,
     SimpleNamespace,
 )
@@ -36,17 +45,32 @@ _LARGEST = 2**16
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), LeftOut, LeftOutMetric)
 _OF_KERAS = (keras.layers.Layer, keras.optimizers.Optimizer, keras.losses.Loss, keras.Metric)
 
+_LOCK, _RLOCK = type(_thread.allocate_lock()), type(_thread.RLock())
+_CACHE = type(lru_cache(len))
+_PATIENCE = 1.0
+"""Seconds that another thread may hold a lock before it counts as held."""
+
+_FIXED = """
+    _abc _frozen_importlib _frozen_importlib_external _operator _struct abc ast builtins datetime
+    decimal fractions importlib inspect ipaddress logging numbers operator pathlib re struct types
+    typing uuid warnings zoneinfo
+"""
+_ENTERED = (
+    "_collections _thread collections contextlib dataclasses enum functools os string weakref"
+)
+_OF_PYTHON = dict.fromkeys(_FIXED.split(), False) | dict.fromkeys(_ENTERED.split(), True)
+"""The modules of Python whose objects have no state, or have it in their attributes alone."""
+
 
 class ObjectStates:
     """The states of the objects that code reaches from some others.
 
     Attributes:
-        can_be_put_back: Whether nothing was met that only runs forward: a generator of Python's, or
-            a counter of `itertools`.
+        fixed: The class of an object that cannot be put back; `""` if there is none.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
-        self.can_be_put_back = True
+        self.fixed = ""
         self._undo: list[Callable[[], Any]] = []
         self._seen: dict[int, Any] = {}
         self._waiting = list(roots)
@@ -62,25 +86,33 @@ class ObjectStates:
             undo()
 
     def _keep(self, value: Any) -> None:
-        if isinstance(value, dict) and not issubclass(type(value), dict):
-            # TensorFlow's modules wrap the dicts among their attributes.
+        kind = type(value)
+        if kind in weakref.ProxyTypes:
+            with suppress(ReferenceError):  # the object has ended
+                self._waiting.append(value.__repr__.__self__)
+            return
+        if isinstance(value, dict | tuple) and not issubclass(kind, dict | tuple):
+            # TensorFlow's modules wrap the dicts and tuples among their attributes.
             value = getattr(value, "__wrapped__", None)
         if isinstance(value, list | dict | set | deque):
             self._keep_content(value)
-        elif isinstance(value, tuple):
+        elif isinstance(value, tuple | frozenset):
             self._waiting += value
         elif isinstance(value, np.ndarray):
             if value.size <= _LARGEST and value.flags.writeable and not value.dtype.hasobject:
                 self._undo.append(partial(np.copyto, value, value.copy()))
+        elif isinstance(value, bytearray | array):
+            self._undo.append(partial(_set_numbers, value, value[:]))
         elif isinstance(value, np.random.Generator):
-            bits = value.bit_generator
-            self._undo.append(partial(setattr, bits, "state", bits.state))
+            self._waiting.append(value.bit_generator)
+        elif isinstance(value, np.random.BitGenerator):
+            self._undo.append(partial(setattr, value, "state", value.state))
+        elif isinstance(value, random.SystemRandom):
+            self._fix(value)
         elif isinstance(value, random.Random):
             self._undo.append(partial(value.setstate, value.getstate()))
-        elif _top(type(value)) in ("numpy", "torch") and hasattr(value, "set_state"):
+        elif _top(kind) in ("numpy", "torch") and hasattr(value, "set_state"):
             self._undo.append(partial(value.set_state, value.get_state()))
-        elif isinstance(value, GeneratorType | count):
-            self.can_be_put_back = False
         elif isinstance(value, FunctionType):
             self._keep_function(value)
         elif isinstance(value, MethodType):
@@ -90,14 +122,68 @@ class ObjectStates:
         elif isinstance(value, type | ModuleType):
             if _is_of_user(value):
                 self._keep_names(value, [n for n in vars(value) if not n.startswith("__")])
-        elif not hasattr(value, "dtype") or isinstance(value, _OF_KERAS):
+        elif hasattr(value, "dtype") and not isinstance(value, _OF_KERAS):
+            pass  # a tensor, say, which the engine keeps
+        elif not self._keep_of_python(value):
             self._keep_object(value)
+
+    def _keep_of_python(self, value: Any) -> bool:
+        """Keep an object of a class of Python's own that has rules here; return whether it has."""
+        if isinstance(value, io.StringIO | io.BytesIO):
+            if not value.closed:
+                self._undo.append(partial(_set_text, value, value.getvalue(), value.tell()))
+        elif isinstance(value, io.IOBase):
+            standard = (sys.stdin, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+            if not value.closed and all(value is not each for each in standard):
+                self._fix(value)
+        elif isinstance(value, Iterator | AsyncIterator | Coroutine | ContextVar):
+            home = _home(type(value), "__next__")
+            if _is_of_user(home):
+                return False  # its state is in its attributes
+            if _top(home) not in ("keras", "lockstep"):  # Keras keeps one over validation data
+                self._fix(value)
+        elif isinstance(value, _LOCK | _RLOCK):
+            if _is_held(value):
+                self._fix(value)
+            else:
+                self._undo.append(partial(_let_go, value))
+        elif isinstance(value, BuiltinFunctionType | MethodWrapperType):
+            self._waiting.append(value.__self__)
+        elif isinstance(value, property):
+            self._waiting += [value.fget, value.fset]
+        elif isinstance(value, staticmethod | classmethod):
+            self._waiting.append(value.__func__)
+        elif isinstance(value, memoryview):
+            self._waiting.append(value.obj)
+        elif isinstance(value, MappingProxyType):
+            self._waiting += value.values()
+        elif isinstance(value, weakref.ref):
+            self._waiting.append(value())
+        elif isinstance(value, _CACHE):
+            self._waiting.append(value.__wrapped__)
+            info = value.cache_info()
+            if not info.currsize:  # what it has, it gives again: it is taken to be of a function
+                self._undo.append(partial(_forget, value, info.misses))
+        else:
+            return False
+        return True
+
+    def _fix(self, value: Any) -> None:
+        kind = type(value)
+        place = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+        self.fixed = self.fixed or place + kind.__qualname__
 
     def _keep_object(self, value: Any) -> None:
         attributes = getattr(value, "__dict__", None)
         of_libraries = isinstance(value, _OF_KERAS) or _top(type(value)) == "torch"  # optimizers
         kind = type(value)
         is_of_user = kind in (SimpleNamespace, Namespace) or _is_of_user(kind)
+        if not is_of_user and _top(kind) in sys.stdlib_module_names:
+            if not _OF_PYTHON.get(_top(kind), False):
+                if _top(kind) not in _OF_PYTHON:
+                    self._fix(value)
+                return
+            of_libraries = True
         if type(attributes) is dict and (of_libraries or is_of_user):
             self._keep_content(attributes)
             self._waiting.append(kind)
@@ -141,6 +227,11 @@ class ObjectStates:
             self._undo.append(partial(_assign, owner, name, value))
 
 
+def held_in_words(states: ObjectStates) -> str:
+    """Return why code that reaches an object which cannot be put back is not tried."""
+    return f"it holds an object of {states.fixed}, which cannot be set back"
+
+
 def _assign(owner: Any, name: str, value: Any) -> None:
     now = owner.cell_contents if isinstance(owner, CellType) else vars(owner).get(name)
     if now is not value:
@@ -161,6 +252,50 @@ def _set_content(base: Any, value: Any, content: Any) -> None:
     if not same:
         base.clear(value)
         (base.extend if base in (list, deque) else base.update)(value, content)
+
+
+def _set_numbers(value: Any, content: Any) -> None:
+    if value != content:
+        value[:] = content
+
+
+def _set_text(file: Any, content: Any, position: int) -> None:
+    if file.closed:
+        return
+    if file.getvalue() != content:
+        file.seek(0)
+        file.truncate()
+        file.write(content)
+    file.seek(position)
+
+
+def _is_held(lock: Any) -> bool:
+    """Return whether code holds a lock. Another thread may hold it for a moment."""
+    if isinstance(lock, _RLOCK):  # this thread can take it in any case
+        try:
+            threading.Condition(lock).notify(0)
+        except RuntimeError:
+            return False
+        return True
+    if not lock.acquire(timeout=_PATIENCE):
+        return True
+    lock.release()
+    return False
+
+
+def _let_go(lock: Any) -> None:
+    while _is_held(lock):
+        lock.release()
+
+
+def _forget(cache: Any, misses: int) -> None:
+    if cache.cache_info().misses != misses:
+        cache.cache_clear()
+
+
+def _home(kind: type, name: str) -> type:
+    """Return the class that defines a method of another one."""
+    return next((each for each in kind.__mro__ if name in vars(each)), kind)
 
 
 def _slots_of(kind: type) -> tuple[str, ...]:

@@ -47,7 +47,12 @@ def metrics_by_rows(model: Any) -> list[Any]:
     if not is_code_of_keras(plain):
         return []
     return unique(
-        [each for each in compiled.metrics if getattr(type(each), "update_state", None) is plain]
+        [
+            each
+            for each in compiled.metrics
+            if getattr(type(each), "update_state", None) is plain
+            and "update_state" not in vars(each)  # code of the user's, which may keep the outputs
+        ]
     )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from lockstep.engines.rowwise.followed_tensors import HERE, follow
 from lockstep.engines.rowwise.known_layers import (
+    MASKS_OF_ROWS,
     OF_ANY_RANK,
     call_name,
     is_batch_norm,
@@ -34,8 +35,11 @@ from lockstep.engines.rowwise.rules import (
     Reasons,
     RowCount,
     aligned,
+    counts_in,
     each_of,
     in_attributes,
+    is_tensor,
+    operands_in,
     options_of,
     reshaped,
     shape_of,
@@ -388,7 +392,7 @@ class _Follower:
         leaves = keras.tree.flatten((args, kwargs))
         attributes = [option for _, option in options_of(op)]
         counts = any(isinstance(x, RowCount) for x in (*leaves, *keras.tree.flatten(attributes)))
-        if (counts or _counts_in(args)) and name not in TAKE_COUNTS:
+        if (counts or counts_in(args)) and name not in TAKE_COUNTS:
             self.refuse(COUNTS_ROWS)
         operands = _operands((*args, *kwargs.values()))
         if name != "Reshape":
@@ -410,7 +414,7 @@ class _Follower:
             if first is not None and shape is not None:
                 shape = (first * (each or 1) // (operands[0].each or 1), *shape[1:])
             spec = keras.KerasTensor(shape, args[0].dtype)
-        elif name in TAKE_COUNTS and counts | _counts_in(args):
+        elif name in TAKE_COUNTS and counts | counts_in(args):
             spec = self._spec_of_all_rows(op, args)
         else:
             spec = op.compute_output_spec(*args, **kwargs)
@@ -448,11 +452,12 @@ class _Follower:
                     self.refuse(f"it calls {each_layer.name!r}, which the model does not hold")
         if not each and not together and not draws:
             return self._rows_like(self._spec(layer, args, kwargs), None)
-        for operand in operands:
-            if operand.each is None and not is_for_all_rows(layer, operand.shape):
-                self.refuse(name)
-            if operand.each is not None and operand.rank < least_rank(layer):
-                self.refuse(name)  # another dim is the batch
+        if any(x.each is None and not is_for_all_rows(layer, x.shape) for x in operands):
+            self.refuse(name)
+        inputs = [value for key, value in kwargs.items() if key not in MASKS_OF_ROWS]
+        ranks = [x.rank for x in _operands((*args, *inputs)) if x.each is not None]
+        if any(rank < least_rank(layer) for rank in ranks):
+            self.refuse(name)  # another dim is the batch
         if len(each) != 1 or (together and each != {1}):
             self.refuse(name)
         if name in OF_ANY_RANK and len(operands) > 1 and aligned(operands) is None:
@@ -519,7 +524,7 @@ class _Follower:
         """Return a tensor of one row, repeated for each row of the batch."""
         before = shape_of(x)
         one = len(before) < len(shape) or (len(before) == len(shape) and before[0] == 1)
-        if not _is_tensor(x) or each_of(x) is not None or not one:
+        if not is_tensor(x) or each_of(x) is not None or not one:
             self.refuse("the rows of one tensor repeated for all rows")
         self.note("repeated", [], (x,), {})
         return self.made(shape, keras.backend.standardize_dtype(x.dtype))
@@ -540,7 +545,7 @@ class _Follower:
                 self.refuse("random numbers for all rows together")
             self.note(name, [id(seed), given["rate"]], (x,), {})
             return self._rows_like(keras.KerasTensor(x.shape, x.dtype), each_of(x))
-        if not _counts_in((given["shape"],)):
+        if not counts_in((given["shape"],)):
             self.refuse("random numbers for all rows together")
         integer = "int32" if name == "randint" else None
         self.note(name, [id(seed), *map(repr, given.values())], (), {})
@@ -580,28 +585,7 @@ class _Follower:
 
 
 def _operands(values: tuple[Any, ...]) -> list[Operand]:
-    """Return the tensors among the arguments of a call, in order; a list of numbers is one."""
-    found = []
-    for value in values:
-        leaves = keras.tree.flatten(value)
-        if any(_is_tensor(leaf) for leaf in leaves):
-            tensors = [leaf for leaf in leaves if _is_tensor(leaf)]
-            found += [Operand(shape_of(leaf), each_of(leaf)) for leaf in tensors]
-        elif isinstance(value, list | tuple) and not _counts_in((value,)):
-            shape = np.shape(value) if all(isinstance(x, int | float) for x in leaves) else ()
-            found += [Operand(shape, None)] if shape else []
-    return found
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-
-
-def _counts_in(values: tuple[Any, ...]) -> bool:
-    """Return whether a number of rows is among these arguments, in slices too."""
-    leaves = keras.tree.flatten(values)
-    leaves += [part for x in leaves if isinstance(x, slice) for part in (x.start, x.stop, x.step)]
-    return any(isinstance(leaf, RowCount) for leaf in leaves)
+    return operands_in(values, each_of)
 
 
 def _symbol(leaf: Any, *, stand_in: int, rows: int | None = None, batch: bool = True) -> Any:
@@ -634,14 +618,14 @@ def _has_unknown_dims(tree: Any) -> bool:
 
 def _spec_with_masks(layer: Any, args: Any, kwargs: Any) -> Any:
     """Return the shapes and dtypes of a layer's outputs, with those of their masks."""
-    inputs = [leaf for leaf in keras.tree.flatten((args, kwargs)) if _is_tensor(leaf)]
+    inputs = [leaf for leaf in keras.tree.flatten((args, kwargs)) if is_tensor(leaf)]
     # On JAX, Keras takes no `None` in a list.
     masks = {str(n): get_keras_mask(leaf) for n, leaf in enumerate(inputs)}
     masks = {n: mask for n, mask in masks.items() if mask is not None}
     has_mask: list[bool] = []
 
     def call(args: Any, kwargs: Any, masks: Any) -> Any:
-        leaves = [leaf for leaf in keras.tree.flatten((args, kwargs)) if _is_tensor(leaf)]
+        leaves = [leaf for leaf in keras.tree.flatten((args, kwargs)) if is_tensor(leaf)]
         for n, mask in masks.items():
             set_keras_mask(leaves[int(n)], mask)
         outputs = layer(*args, **kwargs)
@@ -770,7 +754,7 @@ class _Hooks:
         @functools.wraps(plain)
         def fill(shape: Any, *args: Any, **kwargs: Any) -> Any:
             follower = _follower()
-            if follower is None or not _counts_in((shape,)):
+            if follower is None or not counts_in((shape,)):
                 return plain(shape, *args, **kwargs)
             given = dict(zip(("dtype",), args, strict=False)) | kwargs
             return follower.made(shape, given.get("dtype"))
@@ -782,7 +766,7 @@ class _Hooks:
         @functools.wraps(plain)
         def full(shape: Any, fill_value: Any, dtype: Any = None) -> Any:
             follower = _follower()
-            if follower is None or not _counts_in((shape,)):
+            if follower is None or not counts_in((shape,)):
                 return plain(shape, fill_value, dtype)
             if not isinstance(fill_value, bool | int | float):
                 follower.refuse("Full")
@@ -795,7 +779,7 @@ class _Hooks:
         @functools.wraps(plain)
         def broadcast_to(x: Any, shape: Any) -> Any:
             follower = _follower()
-            if follower is None or not _counts_in((shape,)) or keras.utils.is_keras_tensor(x):
+            if follower is None or not counts_in((shape,)) or keras.utils.is_keras_tensor(x):
                 return plain(x, shape)
             return follower.repeated(x, shape)
 
@@ -806,7 +790,7 @@ class _Hooks:
         @functools.wraps(plain)
         def tile(x: Any, repeats: Any) -> Any:
             follower = _follower()
-            if follower is None or not _counts_in((repeats,)):
+            if follower is None or not counts_in((repeats,)):
                 return plain(x, repeats)
             if len(repeats) != len(shape_of(x)) or any(r != 1 for r in repeats[1:]):
                 follower.refuse("Tile")

@@ -13,7 +13,13 @@ import keras
 import numpy as np
 
 from lockstep.engines.patched import patched
-from lockstep.engines.rowwise.rules import ELEMENTWISE, shape_of
+from lockstep.engines.rowwise.rules import (
+    ELEMENTWISE,
+    RULES,
+    operands_in,
+    options_of,
+    shape_of,
+)
 from lockstep.keras_compat import (
     GLOBAL_SEED_GENERATOR,
     Functional,
@@ -68,6 +74,8 @@ _OF_IMAGES = """
 _LEAST_RANKS = dict.fromkeys(_OF_SEQUENCES.split(), 3) | dict.fromkeys(_OF_IMAGES.split(), 4)
 
 _MASKED_ATTENTION = ("MultiHeadAttention", "GroupedQueryAttention")
+MASKS_OF_ROWS = ("key_mask", "mask", "query_mask", "value_mask")
+"""Arguments of Keras's layers that have one number for each step of a row."""
 
 
 def is_container(layer: Any) -> bool:
@@ -91,9 +99,12 @@ def is_batch_norm(layer: Any) -> bool:
 def works_by_rows(layer: Any) -> bool:
     """Return whether one of Keras's own layers works row by row, wherever it is called.
 
-    The calls that Keras has recorded of the layer count, as its options do.
+    The calls that Keras has recorded of the layer count, as its options do. An operation of a graph
+    is judged by its rule on the shapes of its recorded calls.
     """
-    if not isinstance(layer, keras.layers.Layer) or not is_known(layer):
+    if not isinstance(layer, keras.layers.Layer):
+        return _operates_by_rows(layer)
+    if not is_known(layer):
         return False
     nodes = calls_of(layer)
     arrays = [array for node in nodes for array in arrays_in(node)]
@@ -101,6 +112,29 @@ def works_by_rows(layer: Any) -> bool:
         return False
     ranks = [len(tensor.shape) for node in nodes for tensor in node.input_tensors]
     return all(rank >= least_rank(layer) for rank in ranks)
+
+
+def _operates_by_rows(op: Any) -> bool:
+    kind = type(op)
+    if not (module_in_keras(kind) and module_in_keras(kind.call) and _is_called_as_its_class(op)):
+        return False
+    options = keras.tree.flatten([option for _, option in options_of(op)])
+    if kind.__name__ not in RULES or any(map(shape_of, options)):
+        return False
+    nodes = calls_of(op)
+    return bool(nodes) and all(_keeps_rows(op, node) for node in nodes)
+
+
+def _keeps_rows(op: Any, node: Any) -> bool:
+    """Return whether a recorded call keeps rows apart. Each tensor of a graph has one entry a row.
+
+    A graph with a fixed number of rows is followed: its code may name that number.
+    """
+    if any(tensor.shape[:1] != (None,) for tensor in (*node.input_tensors, *node.output_tensors)):
+        return False
+    given = (*node.arguments.args, *node.arguments.kwargs.values())
+    operands = operands_in(given, lambda leaf: 1 if keras.utils.is_keras_tensor(leaf) else None)
+    return RULES[type(op).__name__](op, operands, given) == 1
 
 
 def least_rank(layer: Any) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
+import numpy as np
 
 from lockstep.engines.rowwise.followed_tensors import HERE, asked_by_user, refuse
 
@@ -472,6 +473,37 @@ RULES: dict[str, Rule] = {
 
 TAKE_COUNTS = ("BroadcastTo", "GetItem", "Reshape", "Slice")
 """Operations whose rules know what the number of rows in a shape means."""
+
+
+def operands_in(values: tuple[Any, ...], each: Callable[[Any], int | None]) -> list[Operand]:
+    """Return the tensors among the arguments of a call, in order; a list of numbers is one.
+
+    Args:
+        values: The arguments.
+        each: Returns `Operand.each` of a tensor.
+    """
+    found = []
+    for value in values:
+        leaves = keras.tree.flatten(value)
+        if any(is_tensor(leaf) for leaf in leaves):
+            tensors = [leaf for leaf in leaves if is_tensor(leaf)]
+            found += [Operand(shape_of(leaf), each(leaf)) for leaf in tensors]
+        elif isinstance(value, list | tuple) and not counts_in((value,)):
+            shape = np.shape(value) if all(isinstance(x, int | float) for x in leaves) else ()
+            found += [Operand(shape, None)] if shape else []
+    return found
+
+
+def is_tensor(leaf: Any) -> bool:
+    """Return whether a value has a shape and a dtype."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def counts_in(values: tuple[Any, ...]) -> bool:
+    """Return whether a number of rows is among these arguments, in slices too."""
+    leaves = keras.tree.flatten(values)
+    leaves += [part for x in leaves if isinstance(x, slice) for part in (x.start, x.stop, x.step)]
+    return any(isinstance(leaf, RowCount) for leaf in leaves)
 
 
 def shape_of(value: Any) -> tuple[int | None, ...]:

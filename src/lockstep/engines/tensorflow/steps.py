@@ -17,6 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from lockstep.engines.replicas.first_step import PARTED, UNTRIED, said_to_be_exact
 from lockstep.engines.rowwise import Reasons, refused
 from lockstep.engines.tensorflow.custom_steps import CustomStep
 from lockstep.engines.tensorflow.layers import Plan
@@ -88,7 +89,7 @@ class Steps:
         # keras/src/utils/traceback_utils.py, inject_argument_info_in_traceback, wraps an
         # error message from a layer's call in bold, once for each enclosing layer.
         found = found.split("\x1b[1m")[-1].split("\x1b[0m")[0]
-        self.run_alone(step, f"is not the same on every device: {found}")
+        self.run_alone(step, f"{PARTED}: {found}")
 
     def try_again(self, step: str) -> None:
         """Undo `give_up`: the model may be compiled differently by now."""
@@ -374,9 +375,10 @@ class Steps:
         if what in self._said:
             return
         self._said.add(what)
+        # A trace makes a constant of what it draws, and building the model has drawn before it.
+        exact = "" if UNTRIED in what else said_to_be_exact(what)
         warnings.warn(
-            f"On TensorFlow {what}.\nThe result is exact. {remedy}Set KERAS_BACKEND=jax to have it "
-            "split.",
+            f"On TensorFlow {what}.\n{exact}{remedy}Set KERAS_BACKEND=jax to have it split.",
             UnsplitBatchWarning,
             stacklevel=2,
         )

@@ -8,9 +8,16 @@ modules names them, and the functions that the user has put into Keras, PyTorch 
 import importlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import cache, lru_cache
+from functools import (
+    cache,
+    cached_property,
+    lru_cache,
+    partial,
+    partialmethod,
+    singledispatchmethod,
+)
 from operator import is_
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 import keras
@@ -69,6 +76,17 @@ class CodeReads:
         for name, value in values.items():
             self._names.append((owner, name, value))
             self._look_into(value)
+
+    def last(self, refused: Callable[[Any], bool]) -> tuple[str, Any] | None:
+        """Return the last name that was noted with a value like this, and the value.
+
+        Args:
+            refused: Whether it is a value like this.
+        """
+        for owner, name, value in reversed(self._names):
+            if refused(value):
+                return (f"{owner.__qualname__}.{name}" if isinstance(owner, type) else name), value
+        return None
 
     def _look_into(self, value: Any) -> None:
         if is_plain_object(value):
@@ -303,9 +321,25 @@ def _classes_of(module: ModuleType) -> list[type]:
 def _functions_of(module: ModuleType) -> Iterator[FunctionType]:
     for owner in (module, *_classes_of(module)):
         for value in list(vars(owner).values()):
-            for part in (value, *(getattr(value, n, None) for n in ("__func__", "fget"))):
-                if isinstance(part, FunctionType):
-                    yield part
+            yield from _functions_in(value)
+
+
+def _functions_in(value: Any) -> Iterator[FunctionType]:
+    """Return a function, and those that a decorator of Python's has put behind it."""
+    if isinstance(value, FunctionType):
+        yield value
+        registry = getattr(value, "registry", None)  # of `functools.singledispatch`
+        if isinstance(registry, MappingProxyType):
+            yield from (each for each in registry.values() if isinstance(each, FunctionType))
+    if isinstance(value, _DECORATED):
+        for name in ("__func__", "fget", "fset", "func", "dispatcher", "__wrapped__"):
+            yield from _functions_in(getattr(value, name, None))
+
+
+_DECORATED = (
+    *(FunctionType, property, staticmethod, classmethod, type(lru_cache(len))),
+    *(cached_property, partial, partialmethod, singledispatchmethod),
+)
 
 
 def _is_of(owner: Any, module: ModuleType, name: str, value: Any) -> bool:

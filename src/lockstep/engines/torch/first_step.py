@@ -4,11 +4,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import keras
 import torch
 
 from lockstep.engines.patched import patched
 from lockstep.engines.replicas.first_step import (
+    STATE,
     Recording,
+    Sketches,
+    sketch,
     unchanged_objects,
     watched,
     without_updates,
@@ -74,6 +78,14 @@ def recorded_step(
             recording.logs(logs)
             recording.states(model)
         return recording
+
+
+def sketched(tensors: Sequence[Any], numbers: Sequence[int]) -> Sketches:
+    """Return sketches of some tensors, by their numbers."""
+    return {
+        f"{STATE}/000/{number}": keras.ops.convert_to_numpy(sketch(tensors[number].reshape(1, -1)))
+        for number in numbers
+    }
 
 
 @contextmanager

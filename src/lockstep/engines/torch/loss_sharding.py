@@ -23,6 +23,7 @@ from lockstep.engines.replicas.rows_of_losses import (
 from lockstep.engines.rowwise import is_declared
 from lockstep.engines.torch.replica import Replica
 from lockstep.engines.torch.scratch import Scratch
+from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
     METRIC_FUNCTION,
     compiled_loss,
@@ -49,11 +50,13 @@ class Outputs:
         replica: This replica.
         ungathered: The outputs of the global batch, as Keras's code is given them.
         ask: Asks the other replicas for their part; `None` where they send it by themselves.
+        are_over: Whether the step has ended: the other replicas send nothing any more.
     """
 
     def __init__(self, replica: Replica, own: Any, name: str) -> None:
         self.replica = replica
         self.ask: Callable[..., None] | None = None
+        self.are_over = False
         self._own = keras.tree.flatten(own)
         self._name = name
         self._whole: dict[int, tuple[Any, int]] = {}
@@ -65,8 +68,18 @@ class Outputs:
         return self._own[number]
 
     def whole(self, number: int) -> Any:
-        """Return one output of the global batch. Every replica has to call this."""
+        """Return one output of the global batch. Every replica has to call this.
+
+        Raises:
+            UnsupportedModel: If the step has ended, and nobody has gathered it before.
+        """
         if number not in self._whole:
+            if self.are_over:
+                raise UnsupportedModel(
+                    f"{self._name} was kept, and is used after its step, when each device has only "
+                    "its own rows.\nUse it within the step: "
+                    "keras.ops.convert_to_numpy gives an array to keep."
+                )
             if self.ask is not None:
                 self.ask("output", number)
             whole = self.replica.gather(self._own[number], self._name, for_loss=True)
@@ -96,7 +109,8 @@ class Outputs:
 
     def _ungathered(self, number: int, own: Any) -> "UngatheredOutput":
         self.replica.true_rows(own, self._name)
-        made = UngatheredOutput.made((self.replica.rows, *own.shape[1:]), own.dtype, own.device)
+        shape = (self.replica.rows, *own.shape[1:])
+        made = UngatheredOutput.made(shape, own.dtype, own.device, own.requires_grad)
         made.outputs, made.number = self, number
         mask = get_keras_mask(own)
         if mask is not None:
@@ -115,10 +129,12 @@ class UngatheredOutput(torch.Tensor):  # type: ignore[misc]
     casts: tuple[tuple[Any, Any], ...] = ()
 
     @classmethod
-    def made(cls, shape: tuple[int, ...], dtype: Any, device: Any) -> "UngatheredOutput":
+    def made(
+        cls, shape: tuple[int, ...], dtype: Any, device: Any, requires_grad: bool = False
+    ) -> "UngatheredOutput":
         """Return an ungathered output of this form."""
         made: UngatheredOutput = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=device
+            cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
         )
         return made
 
@@ -139,7 +155,8 @@ class UngatheredOutput(torch.Tensor):  # type: ignore[misc]
         form = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
         if (form.dtype, form.device) == (self.dtype, self.device):
             return self
-        made = UngatheredOutput.made(tuple(self.shape), form.dtype, form.device)
+        differentiable = self.requires_grad and form.dtype.is_floating_point
+        made = UngatheredOutput.made(tuple(self.shape), form.dtype, form.device, differentiable)
         made.outputs, made.number = self.outputs, self.number
         made.casts = (*self.casts, (args, kwargs))
         return made
@@ -243,8 +260,11 @@ class LossSharding:
             for each in by_rows
         ]
         changes += [(each, "update_state", self._gathering(each)) for each in unique(others)]
-        with patched(changes):
-            return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        try:
+            with patched(changes):
+                return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        finally:
+            outputs.are_over = True
 
     def _are_all_losses(self, losses: list[Any]) -> bool:
         """Return whether Keras's code alone and these losses see the outputs."""
@@ -325,7 +345,7 @@ class LossSharding:
             return "code has written into the outputs"
         if outputs.ask is not None and not self._is_served(owner, y_true, y_pred, targets):
             return "the other processes cannot compute it"
-        key = id(owner), id(source), *((each.shape, each.dtype) for each in (y_true, y_pred))
+        key = id(owner), id(source), str(_form(y_true, y_pred))
         if key not in self._reasons:  # the owner is kept, so that no other one gets its identity
             reason = why_whole(owner, function, options, y_true, y_pred, Scratch)
             if outputs.ask is None:
@@ -345,6 +365,15 @@ class LossSharding:
             self.choices[owner.name] = reason
         if sum(math.prod(each.shape) * each.dtype.itemsize for each in wholes) >= _LARGE:
             self.large[owner.name] = reason
+
+
+def _form(*tensors: Any) -> Any:
+    """Return what Keras's functions ask of shapes: ranks, dims of 1, equal dims; no rows."""
+    names: dict[int, int] = {0: 0, 1: 1}
+    return [
+        (each.dtype, [names.setdefault(dim, len(names)) for dim in each.shape[1:]])
+        for each in tensors
+    ]
 
 
 def _agreed(reason: str | None, replica: Replica) -> str | None:

@@ -5,6 +5,7 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -30,7 +31,11 @@ from lockstep.engines.torch.code_state import (
     patches,
     state_of,
 )
+from lockstep.engines.torch.generators import KINDS as GENERATORS
+from lockstep.engines.torch.generators import made_by
+from lockstep.engines.torch.generators import state_of as generator_state
 from lockstep.engines.torch.sharded_variables import ShardedVariable
+from lockstep.engines.travelling_objects import CACHE, reduced
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
     COMPILED_METRICS,
@@ -51,6 +56,8 @@ class Dumped(NamedTuple):
         in_modules: Whether attributes of the user's modules hold some of the tensors.
         metrics: The metrics of functions of Keras, which the bytes have in this order.
         holders: The dicts by which layers give their tensors to PyTorch.
+        generators: The generators of random numbers that the bytes name by their number.
+        states: Their states.
     """
 
     data: bytes
@@ -59,6 +66,12 @@ class Dumped(NamedTuple):
     in_modules: bool
     metrics: list[Any]
     holders: list[Any]
+    generators: list[Any]
+    states: list[bytes]
+
+    def is_of_same_model(self, other: "Dumped") -> bool:
+        """Return whether no attribute differs in another one, and no generator has drawn."""
+        return self.data == other.data and self.states == other.states
 
 
 def dump(model: Any) -> Dumped:
@@ -73,9 +86,9 @@ def dump(model: Any) -> Dumped:
         pickler = pickled(model, _Pickler)
     except Exception as error:
         raise UnsupportedModel(
-            f"{model.name!r} cannot be sent to the processes of its devices: {_holder(model)}"
-            f"{reason_of(error)}.\n"
-            "Files, locks, data sets and the like cannot be in globals or closures of a model of "
+            f"{model.name!r} cannot be sent to the processes of its devices: "
+            f"{_holder(model)}{_name_of(model)}{reason_of(error)}.\n"
+            "Files, threads, data sets and the like cannot be in globals or closures of a model of "
             "several processes.\nMake them attributes of a layer, or keep them out of its code."
         ) from error
     return Dumped(
@@ -85,13 +98,15 @@ def dump(model: Any) -> Dumped:
         pickler.in_modules,
         pickler.metrics,
         pickler.holders,
+        pickler.generators,
+        list(map(generator_state, pickler.generators)),
     )
 
 
-def load(data: bytes, code: SetCode) -> tuple[Any, list[Any], list[Any]]:
+def load(data: bytes, code: SetCode) -> tuple[Any, list[Any], list[Any], list[Any]]:
     """Return the model, new tensors for the numbers in the bytes, and functions of metrics.
 
-    The tensors are not filled yet.
+    The last list has the generators of random numbers. These and the tensors have no state yet.
 
     Only the process of a worker may do this: classes and functions of the user are made anew.
 
@@ -104,7 +119,24 @@ def load(data: bytes, code: SetCode) -> tuple[Any, list[Any], list[Any]]:
     model = trackers_mended(model)
     code.apply(*unpickler.load())
     tensors = [unpickler.tensors[number] for number in range(len(unpickler.tensors))]
-    return model, tensors, functions
+    generators = [unpickler.generators[number] for number in range(len(unpickler.generators))]
+    return model, tensors, functions, generators
+
+
+def _name_of(model: Any) -> str:
+    """Return the name in the code of a model whose value cannot be pickled, for a message."""
+    pickler = _Pickler(io.BytesIO())
+    with suppress(Exception):
+        pickler.dump(model)
+    code = (type, FunctionType, ModuleType, keras.layers.Layer)
+    found = pickler.reads.last(lambda value: not isinstance(value, code) and not _travels(value))
+    if found is None:
+        return ""
+    name, value = found
+    kind = type(value).__qualname__
+    if name == "cell_contents":
+        return f"a closure of its code has an object of {kind}: "
+    return f"its code reads {name!r}, an object of {kind}: "
 
 
 def _holder(model: Any) -> str:
@@ -237,6 +269,7 @@ class _Pickler(TensorPickler):
         super().__init__(file, left_out)
         self.reads = CodeReads()
         self.in_modules = False
+        self.generators: list[Any] = []
         self.metrics: list[Any] = []
         self._modules: set[str] = set()
         self._code: list[CodeType] = []
@@ -264,6 +297,15 @@ class _Pickler(TensorPickler):
             return OrderedDict, ()
         if _is_pickled_as_usual(kind):
             return NotImplemented
+        made = made_by(item)
+        if made is not None and reduced(item) is NotImplemented:
+            self.generators.append(item)
+            return generator_of, (len(self.generators) - 1, *made)
+        if isinstance(item, CACHE):
+            self._modules.add(item.__module__)
+        made = reduced(item)
+        if made is not NotImplemented:
+            return made
         if isinstance(item, FunctionType) and claims_other_home(item):
             made = self._dynamic_function_reduce(item)  # cloudpickle: by value
         else:
@@ -301,9 +343,9 @@ def _is_pickled_as_usual(kind: type) -> bool:
 _TENSORS = (
     ShardedVariable,
     torch.Tensor,
-    torch.Generator,
     torch.nn.ParameterList,
     torch.nn.ParameterDict,
+    *GENERATORS,
 )
 
 
@@ -338,25 +380,38 @@ def tensor_of(*described: Any) -> Any:
     raise pickle.UnpicklingError("the bytes of a model are read by `load` alone")
 
 
+def generator_of(*described: Any) -> Any:
+    """Name a generator in the bytes of a model, as `tensor_of` names a tensor."""
+    raise pickle.UnpicklingError("the bytes of a model are read by `load` alone")
+
+
 class TensorUnpickler(pickle.Unpickler):
     """Makes the tensors of a pickle anew.
 
     Attributes:
         tensors: The tensors, by their numbers.
+        generators: The generators of random numbers, by their numbers.
     """
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
         self.tensors: dict[int, Any] = {}
+        self.generators: dict[int, Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what a name in the bytes stands for."""
         if (module, name) == (__name__, tensor_of.__name__):
             return self._tensor
+        if (module, name) == (__name__, generator_of.__name__):
+            return self._generator
         found = super().find_class(module, name)
         if name in _CLASS_MAKERS and module.startswith("cloudpickle."):
             return _untracked(found)
         return found
+
+    def _generator(self, number: int, make: Callable[..., Any], arguments: Any) -> Any:
+        self.generators[number] = make(*arguments)
+        return self.generators[number]
 
     def _tensor(
         self,

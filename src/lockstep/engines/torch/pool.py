@@ -15,11 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.connection import Connection
 from socket import socketpair
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lockstep.engines.own_code import is_own
 from lockstep.engines.sent_error import load_error
 from lockstep.engines.torch.batch_memory import BatchMemory, new_file
 from lockstep.engines.torch.group import HOST, Group, PeerLost
@@ -39,6 +41,9 @@ _TO_REPORT = 20.0
 
 _TO_END = 5.0
 """Seconds that a worker has to end after its connection was closed."""
+
+_IDLE = 60.0
+"""Seconds that workers wait for the next model when no model needs them any more."""
 
 _LAST_LINES = 12
 
@@ -64,6 +69,9 @@ class Pool:
         self._owner = os.getpid()
         self._models: set[int] = set()
         self._to_forget: list[int] = []
+        self._idle_since: float | None = None
+        self._started = time.time_ns()
+        self._surroundings = _surroundings()
         self._files: list[int] = []
         self._workers: list[_Worker] = []
         self._watch: WorkerWatch | None = None
@@ -90,7 +98,8 @@ class Pool:
             self._workers.append(_Worker(options, files))
         os.close(reading)
         self.memory = BatchMemory(batch_file)
-        self._watch = WorkerWatch([worker.process for worker in self._workers], self._abort)
+        processes = [worker.process for worker in self._workers]
+        self._watch = WorkerWatch(processes, self._abort, self._rest)
         with self._watch.watching():
             for worker in self._workers:
                 worker.receive()  # it is ready
@@ -144,12 +153,19 @@ class Pool:
         """Return the answer of each worker."""
         return [worker.receive()[1] for worker in self._workers]
 
-    def hold(self, key: int) -> None:
-        """Keep the pool for the model of this key."""
-        self._models.add(key)
+    def hold(self, key: int) -> bool:
+        """Keep the pool for the model of this key; return `False` if it has ended."""
+        with self.lock:
+            if not self._models and not self.closed and self._is_outdated():
+                self.close()
+            if self.closed:
+                return False
+            self._models.add(key)
+            self._idle_since = None
+            return True
 
     def drop(self, key: int) -> None:
-        """Forget a model. Without any model, the pool ends.
+        """Forget a model. Without any model, the pool waits for the next one, and then ends.
 
         The garbage collector calls this within any other call, so that nothing is sent here.
         """
@@ -157,7 +173,42 @@ class Pool:
             self._models.discard(key)
             self._to_forget.append(key)
         if not self._models:
+            self._idle_since = time.monotonic()
+
+    def runs(self) -> bool:
+        """Return whether the next model can have these workers."""
+        return not self.closed and (bool(self._models) or not self._is_outdated())
+
+    def _is_outdated(self) -> bool:
+        """Return whether workers that were started now would import or read something else."""
+        if self._surroundings != _surroundings():
+            return True
+        files = [
+            getattr(module, "__file__", None)
+            for module in list(sys.modules.values())
+            if isinstance(module, ModuleType) and module.__name__ != "__main__" and is_own(module)
+        ]
+        return any(_written(file) > self._started for file in files if file is not None)
+
+    def _rest(self) -> None:
+        """Let workers without a model free its memory, and end them after a while.
+
+        The thread of the watch calls this.
+        """
+        since = self._idle_since
+        if since is None or self.closed or not self.lock.acquire(blocking=False):
+            return
+        try:
+            if self._models:
+                return
+            while self._to_forget:
+                self.send("forget", self._to_forget.pop())
+            if time.monotonic() - since >= _IDLE:
+                self.close()
+        except PeerLost:
             self.close()
+        finally:
+            self.lock.release()
 
     def close(self) -> None:
         """End the workers, and wait for their end."""
@@ -327,6 +378,20 @@ class _Worker:
         return "\n".join(lines[-_LAST_LINES:])
 
 
+def _surroundings() -> Any:
+    """Return what a worker takes over at its start."""
+    variables = {name: each for name, each in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return list(sys.path), variables, os.getcwd(), torch.get_num_threads()
+
+
+def _written(file: str) -> int:
+    """Return when a file was written, in nanoseconds; 0 if it is not there."""
+    try:
+        return os.stat(file).st_mtime_ns
+    except OSError:
+        return 0
+
+
 _running: "weakref.WeakSet[Pool]" = weakref.WeakSet()
 _pools: dict[tuple[str, ...], Pool] = {}
 _keys = itertools.count()
@@ -352,19 +417,19 @@ class Lease:
     def runs(self) -> bool:
         """Return whether the pool of these devices is running."""
         pool = _pools.get(self._devices)
-        return pool is not None and not pool.closed
+        return pool is not None and pool.runs()
 
     def pool(self) -> Pool:
         """Return the running pool of these devices, or a new one."""
         pool = _pools.get(self._devices)
-        if pool is None or pool.closed:
+        if pool is None or not pool.hold(self.key):
             pool = _pools[self._devices] = Pool(self._devices)
-        pool.hold(self.key)
+            pool.hold(self.key)
         self._pool = pool
         return pool
 
     def end(self) -> None:
-        """Let the pool forget the model, and end if it was the last one."""
+        """Let the pool forget the model, and end after a while if it was the last one."""
         if self._pool is not None:
             self._pool.drop(self.key)
             self._pool = None

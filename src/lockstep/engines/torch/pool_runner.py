@@ -9,10 +9,11 @@ import keras
 import numpy as np
 import torch
 
-from lockstep.engines.replicas.first_step import Recording, Sketches
+from lockstep.engines.replicas.first_step import Recording, Sketches, bounds_for, difference
 from lockstep.engines.torch.code_state import CodeReads
-from lockstep.engines.torch.first_step import recorded_step
+from lockstep.engines.torch.first_step import recorded_step, sketched
 from lockstep.engines.torch.forward_state import ForwardState
+from lockstep.engines.torch.generators import state_of
 from lockstep.engines.torch.group import Group, PeerLost
 from lockstep.engines.torch.layers import Plan, parts_of
 from lockstep.engines.torch.loss_sharding import LossSharding
@@ -30,7 +31,7 @@ from lockstep.engines.torch.whole_batch_steps import (
     numbers_in,
     size_of_weights,
 )
-from lockstep.errors import UnsupportedModel, WorkerDied
+from lockstep.errors import ProcessesDisagree, UnsupportedModel, WorkerDied
 from lockstep.keras_compat import (
     GLOBAL_SEED_GENERATOR,
     global_state,
@@ -71,7 +72,10 @@ class PoolRunner(StepRunner):
         self._trained = False
         self._in_modules = False
         self._random_numbers: Any = None
-        self._drawn_by_metrics = False
+        self._generators: list[Any] = []
+        self._states: list[bytes] = []
+        self._update_draws = False
+        self._trained_in_epoch = False
         self._proofs_are_old = False
         self.shards = Shards(self)
         self._parts: dict[int, int] = {}
@@ -93,6 +97,7 @@ class PoolRunner(StepRunner):
             self._send_plan(pool)
             self._check_casts_of_parts(kind)
             self._trained |= kind == "train"
+            self._trained_in_epoch |= kind == "train"
             description = pool.memory.write(data)
             base: Any
             if self.draws_together:
@@ -102,10 +107,14 @@ class PoolRunner(StepRunner):
                 base = self._draw_base(kind)
                 self._streams.seed(base, 0)
             mode = self._model.training
-            replica = self._replica(pool, rows)
+            # Another process cannot mend its part of a variable afterwards.
+            shares_draws = self._update_draws or bool(self.shards.variables)
+            replica = self._replica(pool, rows, shares_draws=shares_draws)
             self._state.save()
             with self._exchanges_compared(pool, kind, mode, _forms(data)):
-                pool.send("step", self._lease.key, kind, mode, rows, description, base)
+                pool.send(
+                    "step", self._lease.key, kind, mode, rows, description, base, shares_draws
+                )
                 try:
                     result = run_step(kind, self._model, self._plan, self.losses, replica, data)
                     replica.check()
@@ -116,6 +125,9 @@ class PoolRunner(StepRunner):
             if self.draws_together:
                 self._streams.take_over()
             self._note_state(computed_metrics=kind in ("train", "test"))
+            if replica.has_drawn and not self.draws_together:
+                self._update_draws = True
+                self.unchecked |= not shares_draws  # the others have drawn other numbers
         return result
 
     @uninterrupted
@@ -142,9 +154,61 @@ class PoolRunner(StepRunner):
         self.unchecked = True  # workers have moving means of that step
         return recording, found
 
-    def _replica(self, pool: Pool, rows: int) -> Replica:
+    @contextmanager
+    def epoch(self, *, changes: bool) -> Iterator[None]:
+        """Run the steps of one epoch inside the context, and compare the weights at its end."""
+        self._trained_in_epoch = False
+        with super().epoch(changes=changes):
+            yield
+            if self._trained_in_epoch and not self.unchecked:
+                self._compare_weights()
+
+    @uninterrupted
+    def _compare_weights(self) -> None:
+        """Raise if a worker has another weight than this process, which no code has changed here.
+
+        Norms of an update differ by rounding where processes have other numbers of threads.
+
+        Raises:
+            ProcessesDisagree: If there is one.
+        """
+        with self._in_use() as pool:
+            paths = {id(stored_value(v)): v.path for v in self._model.trainable_variables}
+            known = [
+                id(tensor) in paths and id(tensor) not in self._parts and _version_of(tensor) == was
+                for tensor, was in zip(self._tensors, self._versions, strict=True)
+            ]
+            sums = [
+                checksum(tensor) if is_known else None
+                for tensor, is_known in zip(self._tensors, known, strict=True)
+            ]
+            pool.send("compare", self._lease.key, sums)
+            differ = sorted({number for answer in pool.receive() for number in answer})
+            if not differ:
+                return
+            pool.send("sketch", self._lease.key, differ)
+            mine, bounds = sketched(self._tensors, differ), bounds_for(self._model, ())
+            for rank, theirs in enumerate(pool.receive(), 1):
+                found = difference(mine, [theirs], 1, bounds)
+                if found is not None:
+                    path = paths[id(self._tensors[int(found.name)])]
+                    raise ProcessesDisagree(
+                        f"After this epoch, {path!r} of {self._model.name!r} differs by "
+                        f"{found.distance:.1e} on replica {rank} from the first device: they have "
+                        "not computed alike.\nThe optimizer, a schedule, a loss or a regularizer "
+                        "may depend on the process, the time, or what data or\ncallbacks change. "
+                        "Go back to a file of the epoch before, or call lockstep.release(model)."
+                    )
+
+    def _replica(self, pool: Pool, rows: int, *, shares_draws: bool = False) -> Replica:
         return Replica(
-            pool.group, rows, self._streams, self._device, ask=pool.send, shards=self.shards
+            pool.group,
+            rows,
+            self._streams,
+            self._device,
+            ask=pool.send,
+            shards=self.shards,
+            shares_draws=shares_draws,
         )
 
     def unshared(self, batch: Any) -> str | None:
@@ -176,6 +240,7 @@ class PoolRunner(StepRunner):
         try:
             with self._whole_step(pool, "whole_step", kind, batch) as run:
                 self._trained |= kind == "train"
+                self._trained_in_epoch |= kind == "train"
                 self._state.save()
                 try:
                     result = run()
@@ -333,12 +398,13 @@ class PoolRunner(StepRunner):
             self.unchecked = self._changes
         else:
             self._send_values(pool, self._assigned())
-            if self._drawn_by_metrics:
+            if _states_of_random_numbers() != self._random_numbers:  # by data, say, or a metric
                 self._send_seeds(pool)
+            self._send_states(pool, self._states)
 
     def _compare_all(self, pool: Pool) -> None:
         self._check_parts()
-        data, tensors, self._reads, in_modules, metrics, _ = self._dumped()
+        data, tensors, self._reads, in_modules, metrics, _, self._generators, _ = self._dumped()
         if in_modules and pool.in_modules != self._lease.key:  # another model has put its own there
             self._sent = None
         settings = {**current_settings(), "age_of_casts": self._casts.age()}
@@ -382,6 +448,7 @@ class PoolRunner(StepRunner):
         self._age_of_casts = settings["age_of_casts"]
         self._send_values(pool, differ)
         self._send_seeds(pool)
+        self._send_states(pool, [])
 
     def _check_casts(self, age: float) -> None:
         """Raise if autocast computes with weights from before an update, which no worker has."""
@@ -430,10 +497,17 @@ class PoolRunner(StepRunner):
             pool.group.broadcast_in_place([self._tensors[number].grad for number in there])
 
     def _send_seeds(self, pool: Pool) -> None:
-        self._drawn_by_metrics = False
         seeds = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
         keras_seed = None if seeds is None else keras.ops.convert_to_numpy(seeds.state)
         pool.send("seeds", random.getstate(), np.random.get_state(), keras_seed)
+        self._random_numbers = _states_of_random_numbers()
+
+    def _send_states(self, pool: Pool, known: list[bytes]) -> None:
+        """Send the states of generators that are not those which the workers are known to have."""
+        self._states = list(map(state_of, self._generators))
+        moved = {n: state for n, state in enumerate(self._states) if known[n : n + 1] != [state]}
+        if moved:
+            pool.send("generators", self._lease.key, moved)
 
     def _send_plan(self, pool: Pool) -> None:
         plan = self._proven(self._plan), sorted(self.distrusted), self.losses.by_rows
@@ -450,13 +524,10 @@ class PoolRunner(StepRunner):
             computed_metrics: Whether this process alone has run code after the others.
         """
         if not computed_metrics:
-            self._versions = list(map(_version_of, self._tensors))
-            self._renew_reads()
+            self._note_before_metrics()
             return
         for number in self._loss_numbers:
             self._versions[number] = _version_of(self._tensors[number])
-        if _states_of_random_numbers() != self._random_numbers:  # metrics have drawn some
-            self._drawn_by_metrics = True
 
     def _numbers_of_loss(self, tensors: list[Any]) -> list[int]:
         """Return the numbers of the variables with the mean of the loss, if no step reads them."""
@@ -467,11 +538,12 @@ class PoolRunner(StepRunner):
     def _note_before_metrics(self) -> None:
         """Note what the code of a step has left in every process: metrics run in this one.
 
-        What metrics write, the next step sends: a loss may read the variables of a metric.
+        What metrics write or draw, the next step sends: a loss may read variables of a metric.
         """
         self._versions = list(map(_version_of, self._tensors))
         self._renew_reads()
         self._random_numbers = _states_of_random_numbers()
+        self._states = list(map(state_of, self._generators))
 
     def _renew_reads(self) -> None:
         if self._reads.changed():  # by the code of the step
@@ -511,8 +583,14 @@ def _forms(nest: Any) -> Any:
 
 
 def _states_of_random_numbers() -> Any:
+    """Return what shows whether Python's, NumPy's or Keras's random numbers have moved.
+
+    Those of PyTorch are sent with each step.
+    """
     _, numbers, *rest = np.random.get_state()
-    return random.getstate(), np.asarray(numbers).tobytes(), rest
+    seeds = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    moved = None if seeds is None else _version_of(stored_value(seeds.state))
+    return random.getstate(), np.asarray(numbers).tobytes(), rest, seeds, moved
 
 
 def _is(a: Any, b: Any) -> bool:

@@ -33,10 +33,13 @@ class RandomStreams:
     def __init__(self) -> None:
         self.are_common = False
         self._common: Any = None
+        self._is_one = False
+        self._outside: Any = None
 
     def seed(self, base: bytes, rank: int) -> None:
         """Seed both kinds of numbers; rank 0 keeps PyTorch's own state."""
         own = random_state()
+        self._is_one = False
         self._seed_common(base)
         if rank == 0:
             set_random_state(own)
@@ -46,13 +49,14 @@ class RandomStreams:
     @contextmanager
     def apart(self, base: bytes, rank: int) -> Iterator[None]:
         """Seed both kinds of numbers inside the context, and put PyTorch's own state back."""
-        own = random_state()
+        self._outside, self._is_one = random_state(), False
         self._seed_common(base)
         _seed(_number(base, rank))
         try:
             yield
         finally:
-            set_random_state(own)
+            set_random_state(self._outside)
+            self._outside = None
 
     def _seed_common(self, base: bytes) -> None:
         _seed(_number(base, "common"))
@@ -61,7 +65,7 @@ class RandomStreams:
     def share(self, state: Any) -> None:
         """Let code that every replica runs alike draw from this state of PyTorch."""
         set_random_state(state)
-        self._common = random_state()
+        self._common, self._is_one = random_state(), True
 
     @contextmanager
     def of_one_device(self) -> Iterator[None]:
@@ -76,6 +80,26 @@ class RandomStreams:
     def take_over(self) -> None:
         """Draw from now on where code that every replica runs alike has stopped."""
         set_random_state(self._common)
+
+    @contextmanager
+    def of_update(self) -> Iterator[None]:
+        """Draw in an update what one device draws, if this process knows it.
+
+        The processes of a pool do not: they are sent the state of rank 0.
+        """
+        if self._is_one:
+            with self.common():
+                yield
+        elif self._outside is not None:  # that of the script, the same in every process
+            own = random_state()
+            set_random_state(self._outside)
+            try:
+                yield
+            finally:
+                self._outside = random_state()
+                set_random_state(own)
+        else:
+            yield
 
     @contextmanager
     def separate(self, rank: int, number: int) -> Iterator[None]:
@@ -121,6 +145,8 @@ class Replica:
         ask: Asks the other replicas for what metrics need; `None` where every replica computes
             metrics, or where this one does not.
         has_updated: Whether the optimizer has begun to change variables in this step.
+        shares_draws: Whether an update draws from the state of rank 0, which is sent for it.
+        has_drawn: Whether the update has drawn random numbers of PyTorch.
         streams: The random numbers of this replica.
         shards: The variables of which each replica has a part.
     """
@@ -135,8 +161,11 @@ class Replica:
         returns: bool = False,
         ask: Callable[..., None] | None = None,
         shards: Shards | None = None,
+        shares_draws: bool = False,
     ) -> None:
         self.shards = shards or Shards()
+        self.shares_draws = shares_draws
+        self.has_drawn = False
         ranges = shard_rows(rows, group.size)
         self.group = group
         self._own = ranges[group.rank]
@@ -216,6 +245,18 @@ class Replica:
         """Sum the gradients of a backward pass in the context over the replicas."""
         return summed_gradients(self.group, tensors)
 
+    @contextmanager
+    def drawing_as_one(self) -> Iterator[None]:
+        """Draw random numbers of PyTorch inside the context as the update of one device does."""
+        if self.shares_draws:
+            state = random_state()
+            self.group.broadcast_in_place([each for each in state if each is not None])
+            set_random_state(state)
+        with self.streams.of_update():
+            before = random_state()
+            yield
+            self.has_drawn = not all(map(_is_same, before, random_state()))
+
     def check(self) -> None:
         """Return when the other replicas have sent what this one asked for; see `Group`."""
         self.group.check()
@@ -273,6 +314,10 @@ def random_state() -> tuple[Any, Any]:
     """Return the state of PyTorch's random numbers, on the host and on the current device."""
     device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     return torch.get_rng_state(), device
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    return before is None if now is None else before is not None and torch.equal(before, now)
 
 
 def set_random_state(state: tuple[Any, Any]) -> None:

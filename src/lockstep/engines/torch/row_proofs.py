@@ -6,6 +6,8 @@ from typing import Any
 
 import keras
 
+from lockstep.engines.replicas.first_step import states_of
+from lockstep.engines.replicas.object_states import held_in_words
 from lockstep.engines.rowwise import refused
 from lockstep.engines.torch.layers import Plan
 from lockstep.engines.torch.model_copy import copy_of
@@ -60,15 +62,19 @@ class RowProofs:
 
 def _reasons(model: Any, x: Any) -> ReasonsByNumber:
     parts = Plan(model).candidates
+    states = states_of(model)  # functions have the globals of the model itself
+    if states.fixed:
+        return dict.fromkeys(range(len(parts)), held_in_words(states))
     before = dump(model)
     found: dict[int, str] = {}
     try:
         for training in (True, False):
             found = refused(model, parts, x, training=training, scratch=Scratch) | found
-        if dump(model).data != before.data:
+        if not dump(model).is_of_same_model(before):
             found = dict.fromkeys(map(id, parts), "a call changes its attributes") | found
     finally:
         before.reads.put_back()
+        states.put_back()
     return {number: found[id(part)] for number, part in enumerate(parts) if id(part) in found}
 
 

@@ -25,6 +25,7 @@ from lockstep.engines.replicas.first_step import (
     compare,
     distrusted_part,
     form_of,
+    said_to_be_exact,
 )
 from lockstep.engines.torch import devices as torch_devices
 from lockstep.engines.torch.branches.branch_steps import BranchSteps, to_default_device
@@ -485,7 +486,7 @@ class TorchSession(Session):
         if what not in self._warned and process_group.is_first():
             self._warned.add(what)
             warnings.warn(
-                f"On PyTorch {what}.\nThe result is exact. {remedy}"
+                f"On PyTorch {what}.\n{said_to_be_exact(what)}{remedy}"
                 "Set KERAS_BACKEND=jax to have it split.",
                 UnsplitBatchWarning,
                 stacklevel=2,

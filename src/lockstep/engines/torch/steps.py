@@ -81,7 +81,8 @@ def _update(model: Any, replica: Replica, gradients: list[Any], weights: list[An
 
     def run() -> None:
         replica.has_updated = True
-        update(replica.shards, model.optimizer, gradients, weights)
+        with replica.drawing_as_one():
+            update(replica.shards, model.optimizer, gradients, weights)
 
     if replica.shards.variables:  # signals wait for the end of the step already
         run()

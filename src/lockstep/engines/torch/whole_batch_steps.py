@@ -22,6 +22,7 @@ import torch
 from lockstep.engines.left_out import LeftOutUsed
 from lockstep.engines.patched import patched
 from lockstep.engines.replicas.first_step import watched
+from lockstep.engines.replicas.object_states import ObjectStates, held_in_words
 from lockstep.engines.rowwise import call_refused, is_in_float8
 from lockstep.engines.torch.code_state import is_plain_object
 from lockstep.engines.torch.group import Group
@@ -449,14 +450,18 @@ def _refused(layer: Any, args: Any, kwargs: Any) -> str | None:
         return "it has a hook or parametrization of PyTorch"
     try:
         copy = copy_of(layer)
+        states = ObjectStates(layers_in(copy))
+        if states.fixed:
+            return held_in_words(states)
         before = dump(copy)
         rows = len(_with_rows((args, kwargs))[0])
         args, kwargs = keras.tree.map_structure(_symbol, (args, kwargs))
         held = layers_in(copy)
         reason = call_refused(copy, args, kwargs, rows=rows, held=held, scratch=Scratch)
-        if reason is None and dump(copy).data != before.data:
+        if reason is None and not dump(copy).is_of_same_model(before):
             reason = "a call changes its attributes"
         before.reads.put_back()
+        states.put_back()
     except (Exception, LeftOutUsed) as error:  # any error means that it is not known
         reason = str(error).strip().splitlines()[0][:160] or type(error).__name__
     return reason

@@ -94,6 +94,7 @@ class _Copy:
     losses: Any
     tensors: list[Any]
     functions: list[Any]
+    generators: list[Any]
     whole_batch: Any
     shards: Any
 
@@ -148,14 +149,21 @@ class _Worker:
         from lockstep.engines.torch.sharded_variables import shards_of
         from lockstep.engines.torch.whole_batch_steps import WholeBatchSteps
 
-        model, tensors, functions = load(data, self._code)
+        model, tensors, functions, generators = load(data, self._code)
         for number, before in kept.items():
             tensors[number].data = self._models[key].tensors[before].data
         plan = Plan(model, draws_together=draws_together)
         shards = shards_of(model)
         shards.group = self._group
         self._models[key] = _Copy(
-            model, plan, LossSharding(model), tensors, functions, WholeBatchSteps(model), shards
+            model,
+            plan,
+            LossSharding(model),
+            tensors,
+            functions,
+            generators,
+            WholeBatchSteps(model),
+            shards,
         )
         self._rank_0.send_bytes(pickle.dumps(("taken", parts_of(plan), "")))
 
@@ -173,7 +181,11 @@ class _Worker:
         copy.losses.by_rows = losses_by_rows
 
     def _forget(self, key: int) -> None:
+        import torch
+
         self._models.pop(key, None)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _compare(self, key: int, sums: list[int | None]) -> None:
         from lockstep.engines.torch.settings import checksum
@@ -186,9 +198,21 @@ class _Worker:
         ]
         self._rank_0.send_bytes(pickle.dumps(("differ", differ, "")))
 
+    def _sketch(self, key: int, numbers: list[int]) -> None:
+        from lockstep.engines.torch.first_step import sketched
+
+        found = sketched(self._models[key].tensors, numbers)
+        self._rank_0.send_bytes(pickle.dumps(("sketched", found, "")))
+
     def _values(self, key: int, numbers: list[int]) -> None:
         tensors = self._models[key].tensors
         self._group.broadcast_in_place([tensors[number] for number in numbers])
+
+    def _generators(self, key: int, states: dict[int, bytes]) -> None:
+        from lockstep.engines.torch.generators import set_state
+
+        for number, state in states.items():
+            set_state(self._models[key].generators[number], state)
 
     def _gather(self, key: int, number: int) -> None:
         part = self._models[key].tensors[number]
@@ -227,13 +251,23 @@ class _Worker:
         else:
             global_seed_generator().state.assign(keras_seed)
 
-    def _step(self, key: int, kind: str, training: bool, rows: int, batch: Any, base: Any) -> None:
+    def _step(
+        self,
+        key: int,
+        kind: str,
+        training: bool,
+        rows: int,
+        batch: Any,
+        base: Any,
+        shares_draws: bool,
+    ) -> None:
         copy = self._models[key]
         if copy.plan.draws_together:
             self._streams.share(base)
         else:
             self._streams.seed(base, self._group.rank)
-        self._last_step = self._prepared(copy, kind, training, rows, batch)()
+        step = self._prepared(copy, kind, training, rows, batch, shares_draws=shares_draws)
+        self._last_step = step()
 
     def _recorded(
         self, key: int, kind: str, training: bool, rows: int, batch: Any, state: Any
@@ -254,14 +288,30 @@ class _Worker:
         self._rank_0.send_bytes(pickle.dumps(("recorded", self._recording.sketches(), "")))
         self._recording = None
 
-    def _prepared(self, copy: _Copy, kind: str, training: bool, rows: int, batch: Any) -> Any:
+    def _prepared(
+        self,
+        copy: _Copy,
+        kind: str,
+        training: bool,
+        rows: int,
+        batch: Any,
+        *,
+        shares_draws: bool = False,
+    ) -> Any:
         """Return a function that runs a step, and returns what metrics may ask for after it."""
         from lockstep.engines.torch.replica import Replica
         from lockstep.engines.torch.steps import run_step
 
         if copy.model.training != training:
             copy.model.train(training)
-        replica = Replica(self._group, rows, self._streams, self._device, shards=copy.shards)
+        replica = Replica(
+            self._group,
+            rows,
+            self._streams,
+            self._device,
+            shards=copy.shards,
+            shares_draws=shares_draws,
+        )
         data = self._own_copy(copy.model, batch)
 
         def step() -> Any:

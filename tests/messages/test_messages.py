@@ -185,6 +185,22 @@ def test_variables_shared_with_a_model_elsewhere():
     )
 
 
+def test_a_callback_that_computes_with_models_on_different_devices():
+    first, second = lockstep.distribute(model(), 3), lockstep.distribute(model(), 2)
+    first.name, second.name = "trained", "averaged"
+
+    class Average(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            for mine, its in zip(second.weights, first.weights, strict=True):
+                mine.assign(0.9 * mine + 0.1 * its)
+
+    assert text_of(lambda: first.fit(*data(), verbose=0, callbacks=[Average()])) == (
+        "'trained' is on cpu:0 to cpu:2, and a callback of it computes with variables of "
+        "'averaged'\non cpu:0, cpu:1: JAX needs the same devices. Distribute both on the same "
+        "devices, or read\nthe values first: variable.numpy()."
+    )
+
+
 def test_a_failed_distribute_leaves_the_model_where_it_was():
     made = lockstep.distribute(model(), 3)
     text_of(lockstep.distribute, made, 99)

@@ -317,16 +317,27 @@ class Loop:
             begin: Called before an execution with the number of its first step.
             end: Called after an execution with the number of its last step and its outputs.
         """
+        stopped: list[StopIteration] = []
+
+        def goes_on(hook: Callable[..., None], *args: Any) -> bool:
+            """Call a hook; its own `StopIteration` does not mean the end of the data."""
+            try:
+                hook(*args)
+            except StopIteration as error:
+                stopped.append(error)
+            return not stopped
 
         def run(execute: Execute) -> Any:
             outputs: Any = NO_BATCH
             with batches.catch_stop_iteration():
                 for first, last, iterator in batches:
-                    begin(first)
-                    outputs = execute(iterator, last - first + 1)
-                    end(last, outputs)
-                    if getattr(self.model, kind.stop):
+                    if not goes_on(begin, first):
                         break
+                    outputs = execute(iterator, last - first + 1)
+                    if not goes_on(end, last, outputs) or getattr(self.model, kind.stop):
+                        break
+            if stopped:
+                raise stopped[0]
             if isinstance(batches, HostIterator):
                 batches.check_epoch()
             return outputs

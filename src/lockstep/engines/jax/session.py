@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import math
+import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from lockstep.checkpoint.fit_run import FitState, Snapshot
+from lockstep.devices import names_in_words
 from lockstep.engines.holders import check_shared, holders_of
 from lockstep.engines.jax import devices as jax_devices
 from lockstep.engines.jax import jax_group
@@ -73,10 +76,13 @@ from lockstep.processes.agreement import DataCheck
 from lockstep.processes.first_process_io import methods_of_all_processes
 from lockstep.processes.variable_drift import VariableDrift
 from lockstep.state import named_variables, rnn_states, variables_of
-from lockstep.training.call_guard import CallGuard
+from lockstep.training.call_guard import STEPPING, CallGuard
 from lockstep.training.input import BatchesAhead, HostIterator, check_times
 from lockstep.training.overrides import is_keras
 from lockstep.training.session import PREDICT, TRAIN, Execute, Kind, Session, recorded_type
+
+_OPEN: weakref.WeakSet["JaxSession"] = weakref.WeakSet()
+"""The sessions whose models are on devices."""
 
 
 class JaxSession(Session):
@@ -112,6 +118,7 @@ class JaxSession(Session):
 
     def open(self) -> None:
         """Move the variables to the devices."""
+        _OPEN.add(self)
         self.adopt(first=True)
         if not self._several:  # outside a step, each process has them whole
             for variable in variables_of(self.model):  # one by one: each old array is freed
@@ -123,6 +130,7 @@ class JaxSession(Session):
 
     def close(self) -> None:
         """Undo `open`, even if it failed halfway."""
+        _OPEN.discard(self)
         sync_to_variables(self.model)
         self._steps.stop()
         variables = variables_of(self.model)
@@ -241,6 +249,7 @@ class JaxSession(Session):
             TAKE_JAX_STATE: functools.partial(take_out, model),
             "stateless_call": _keeping_losses(model.stateless_call, model),
         }
+        methods |= {name: self._naming_models(methods[name]) for name in STEPPING}
         if is_keras(model, state_sync_name()):
             methods[state_sync_name()] = functools.partial(write_state, model)
         if hasattr(model, "get_state_tree"):  # a layer with Keras's Trainer has none
@@ -272,6 +281,39 @@ class JaxSession(Session):
             return with_values_back(model, body, model.jax_state_sync)
 
         return method_with_values_back
+
+    def _naming_models(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a method: JAX's error for arrays of two models names the models."""
+
+        @functools.wraps(method)
+        def method_that_names_models(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except ValueError as error:
+                if found := self._two_models(str(error)):
+                    raise found from error
+                raise
+
+        return method_that_names_models
+
+    def _two_models(self, said: str) -> LayoutConflict | None:
+        """Return the error for arithmetic between variables of models on different devices."""
+        if "incompatible devices" not in said:
+            return None
+        mine = sorted(device.id for device in jax_devices.find(self.devices))
+        named = [
+            [int(n) for n in each.split(",")] for each in re.findall(r"ids \[([\d, ]+)\]", said)
+        ]
+        for other in _OPEN:
+            there = sorted(device.id for device in jax_devices.find(other.devices))
+            if mine in named and there in named and there != mine:
+                return LayoutConflict(
+                    f"{self.model.name!r} is on {names_in_words(self.devices)}, and a callback of "
+                    f"it computes with variables of {other.model.name!r}\non "
+                    f"{names_in_words(other.devices)}: JAX needs the same devices. Distribute both "
+                    "on the same devices, or read\nthe values first: variable.numpy()."
+                )
+        return None
 
     def _exporting(self, export: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(export)

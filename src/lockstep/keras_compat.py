@@ -744,6 +744,44 @@ def renew_tracker(layer: Any) -> None:
     }
 
 
+_COMPILE_ON_JAX = (
+    keras.layers.RandomPerspective,
+    keras.layers.RandomRotation,
+    keras.layers.RandomShear,
+    keras.layers.RandomTranslation,
+    keras.layers.RandomZoom,
+)
+"""Layers with `supports_jit = False`. It is for XLA on TensorFlow: on JAX, a compiled step gives
+the numbers of one that runs operation by operation."""
+
+_TOO_MANY_OPERATIONS = (keras.layers.AugMix, keras.layers.RandAugment)
+"""Layers of many such layers. XLA takes minutes to compile a step with one of them."""
+
+
+def layers_not_compiled(model: Any) -> list[Any]:
+    """The layers for which JAX compiles no step of a model, if Keras chooses."""
+    # keras/src/trainers/trainer.py, model_supports_jit: jit_compile="auto" uses it.
+    refused = [layer for layer in layers_in(model) if not layer.supports_jit]
+    many = [layer for layer in layers_in(model) if type(layer) in _TOO_MANY_OPERATIONS]
+    inside = {id(each) for layer in many for each in layers_in(layer)}
+    return many + [
+        layer for layer in refused if type(layer) not in _COMPILE_ON_JAX and id(layer) not in inside
+    ]
+
+
+def is_compiled_on_jax(model: Any, asked: bool | None) -> bool:
+    """Whether a step of a model is one program on JAX.
+
+    Args:
+        model: The model.
+        asked: What `compile` was given as `jit_compile`; `None` if Keras chose.
+    """
+    if model.run_eagerly or model.jit_compile or asked is not None:
+        return not model.run_eagerly and bool(model.jit_compile)
+    is_choice = any(not layer.supports_jit for layer in layers_in(model))
+    return is_choice and not layers_not_compiled(model)
+
+
 # ---------------------------------------------------------------- what a variable has
 # keras/src/backend/common/variables.py
 

@@ -245,6 +245,16 @@ def needs_values():
     return model
 
 
+def crops():
+    cropped = layers.RandomCrop(2, 2, name="cut"), layers.GlobalAveragePooling2D()
+    return compiled(keras.Input((4, 4, 3)), *cropped)
+
+
+def test_layers_that_keep_a_step_from_being_compiled_are_named():
+    notes = lockstep.plan(crops, 1).notes
+    assert "On JAX the step is not compiled, for cut (RandomCrop): it may need more." in notes
+
+
 def runs_eagerly():
     model = wide()
     model.compile("adam", "mse", run_eagerly=True)

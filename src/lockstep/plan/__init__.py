@@ -145,6 +145,8 @@ def _plan(
 ) -> "MemoryPlan":
     """Return the plan for one dtype policy; see `plan`."""
     from lockstep.engines.attachment import session_of
+    from lockstep.fit_lines import not_compiled_words
+    from lockstep.keras_compat import layers_not_compiled
     from lockstep.plan.abstract_model import abstract_model, arrays_of
     from lockstep.plan.memory_plan import MemoryPlan
     from lockstep.plan.temporaries import (
@@ -171,6 +173,8 @@ def _plan(
     others = [each for each, optimizer in optimizers_of(model) if optimizer is not model.optimizer]
     if others:
         notes.append(f"The slots of {', '.join(others)} are not counted: a step makes them.")
+    if engine.name == "jax" and not model.run_eagerly and (layers := layers_not_compiled(model)):
+        notes.append(f"On JAX {not_compiled_words(layers)}: it may need more.")
     layouts: list[tuple[int, Any]] = [(count, None) for count in counts]
     try:
         engine.check_shards()

@@ -54,7 +54,7 @@ from lockstep.engines.jax.variable_sync import (
     write_state,
 )
 from lockstep.errors import LayoutConflict, UnsupportedBackend, UnsupportedModel
-from lockstep.fit_lines import sharded_words
+from lockstep.fit_lines import arguments_of, not_compiled_words, sharded_words
 from lockstep.keras_compat import (
     JAX_STATE,
     JAX_STATE_SYNCED,
@@ -65,8 +65,10 @@ from lockstep.keras_compat import (
     forget_loss_ids,
     in_stateless_scope,
     is_built,
+    is_compiled_on_jax,
     is_nnx_enabled,
     layers_in,
+    layers_not_compiled,
     layout_of,
     state_sync_name,
 )
@@ -80,6 +82,9 @@ from lockstep.training.call_guard import STEPPING, CallGuard
 from lockstep.training.input import BatchesAhead, HostIterator, check_times
 from lockstep.training.overrides import is_keras
 from lockstep.training.session import PREDICT, TRAIN, Execute, Kind, Session, recorded_type
+
+_ASKED = "_lockstep_jit_compile"
+"""The attribute of a model that holds what `compile` was given as `jit_compile`."""
 
 _OPEN: weakref.WeakSet["JaxSession"] = weakref.WeakSet()
 """The sessions whose models are on devices."""
@@ -185,7 +190,15 @@ class JaxSession(Session):
         return len(self.devices) if isinstance(variable, ShardedVariable) else 1
 
     def remarks(self) -> str:
-        """Return the state that each device holds, if it is sharded."""
+        """Return the state that each device holds, and what keeps a step from being compiled."""
+        words = "" if self._asked is not None else not_compiled_words(self.not_compiled())
+        return (words and f", {words}") + self._sharded_words()
+
+    def not_compiled(self) -> list[Any]:
+        """Return the layers that keep a step from being compiled."""
+        return [] if self.model.run_eagerly else layers_not_compiled(self.model)
+
+    def _sharded_words(self) -> str:
         if not self.layout.is_sharded:
             return ""
         model = self.model
@@ -216,7 +229,7 @@ class JaxSession(Session):
             complete=self._is_complete,
             options=options,
         )
-        if model.run_eagerly or not model.jit_compile:
+        if not self.is_compiled():
             if self._several:
                 raise _no_program(model)
             make = self._steps.eager
@@ -247,6 +260,7 @@ class JaxSession(Session):
         methods |= {
             "call": self._calling(model.call, turns),
             TAKE_JAX_STATE: functools.partial(take_out, model),
+            "compile": self._noting_choice(model.compile),
             "stateless_call": _keeping_losses(model.stateless_call, model),
         }
         methods |= {name: self._naming_models(methods[name]) for name in STEPPING}
@@ -367,7 +381,24 @@ class JaxSession(Session):
 
     def is_compiled(self) -> bool:
         """Return whether a step is one program."""
-        return not self.model.run_eagerly and bool(self.model.jit_compile)
+        return is_compiled_on_jax(self.model, self._asked)
+
+    @property
+    def _asked(self) -> bool | None:
+        """What `compile` was given as `jit_compile`; `None` if Keras chose, or is not known."""
+        asked: bool | None = vars(self.model).get(_ASKED)
+        return asked
+
+    def _noting_choice(self, compile: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `compile`: Keras does not keep who has chosen `jit_compile=False`."""
+
+        @functools.wraps(compile)
+        def compile_and_note(*args: Any, **kwargs: Any) -> Any:
+            given = arguments_of(compile, args, kwargs).get("jit_compile", "auto")
+            compile(*args, **kwargs)
+            vars(self.model)[_ASKED] = None if given in ("auto", None) else bool(given)
+
+        return compile_and_note
 
     def epoch(self, kind: Kind, batches: Any, callbacks: Any, run: Callable[[Execute], Any]) -> Any:
         """Run the steps of one epoch, with the state out of the variables."""
@@ -630,8 +661,7 @@ def _no_export(model: Any) -> UnsupportedModel:
 
 def _no_program(model: Any) -> UnsupportedModel:
     """Return the error for a step that cannot be one program, as several processes need."""
-    # keras/src/trainers/trainer.py, model_supports_jit: jit_compile="auto" uses it.
-    layers = [layer for layer in layers_in(model) if not layer.supports_jit]
+    layers = layers_not_compiled(model)
     if layers and not model.run_eagerly:
         names = ", ".join(f"{layer.name} ({type(layer).__name__})" for layer in layers)
         return UnsupportedModel(

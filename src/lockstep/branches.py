@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lockstep.devices import names_in_words, parse_devices
 from lockstep.distribute import check_model
 from lockstep.engines import current_engine
-from lockstep.errors import DeviceError, SerialBranchesWarning, UnsupportedModel
+from lockstep.errors import DeviceError, SerialBranchesWarning, UnsupportedModel, shown
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -103,6 +103,11 @@ def place(model: Model, layers: Mapping[str, str | int] | None = None) -> Model:
         True
     """
     check_model(model)
+    if not (layers is None or isinstance(layers, Mapping)):
+        raise DeviceError(
+            f"layers={shown(layers)} was given, and devices by name of layer were expected.\n"
+            'Give a dict, as in lockstep.place(model, {"dense_*": "gpu:1"}).'
+        )
     from lockstep.layout import marked
 
     chosen = _known(model) | _choose(model, layers or {})
@@ -249,9 +254,9 @@ def _choose(model: Any, layers: Mapping[str, str | int]) -> dict[str, str]:
     found: dict[str, tuple[str, str]] = {}
     for pattern, device in layers.items():
         name = _one_device(device)
-        matched = [path for path in paths if matches(pattern, path)]
+        matched = [path for path in paths if matches(str(pattern), path)]
         if not matched:
-            close = difflib.get_close_matches(pattern, paths, n=1)
+            close = difflib.get_close_matches(str(pattern), paths, n=1)
             hint = f"Did you mean {close[0]!r}?" if close else f"Its layers: {_listed(paths)}."
             raise UnsupportedModel(f"{pattern!r} names no layer of {_name(model)}.\n{hint}")
         for path in matched:
@@ -286,11 +291,12 @@ def _name(model: Any) -> str:
 
 
 def _one_device(device: str | int) -> str:
-    asked = [device] if isinstance(device, int) else device
+    # A number is that of a device here, and not how many.
+    asked = device if isinstance(device, str) else [device]
     names = parse_devices(asked, current_engine().devices())
     if len(names) != 1:
         raise DeviceError(
-            f"{device!r} names {len(names)} devices, and a layer runs on one.\n"
+            f"{shown(device)} names {len(names)} devices, and a layer runs on one.\n"
             "Name one, such as 'gpu:1'."
         )
     return names[0]

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from lockstep.devices import REPLICATED, SHARDED, parse_devices
 from lockstep.engines import current_engine
-from lockstep.errors import DeviceError, NotAModel, NothingToDoWarning
+from lockstep.errors import DeviceError, NotAModel, NothingToDoWarning, shown
 from lockstep.initialize import join
 from lockstep.launch.status import STATUS_OF_PROCESS
 
@@ -233,9 +233,9 @@ def check_model(model: object) -> None:
 
 def check_state(state: str) -> None:
     """Raise `DeviceError` for any `state=` but those that `distribute` knows."""
-    if state not in (REPLICATED, SHARDED):
+    if not isinstance(state, str) or state not in (REPLICATED, SHARDED):
         raise DeviceError(
-            f"state={state!r} was given, and the state of a model is replicated or sharded.\n"
+            f"state={shown(state)} was given, and the state of a model is replicated or sharded.\n"
             'Give state="sharded", or leave it out.'
         )
 
@@ -265,7 +265,7 @@ def rowwise(layer: Declared) -> Declared:
         The same object, so that the function is usable as a decorator.
 
     Raises:
-        AttributeError: If the object accepts no attributes, such as a built-in function.
+        NotAModel: If the object is no layer, class or function, or is one of Python's own.
 
     Example:
         >>> class Doubled(keras.layers.Layer):
@@ -274,5 +274,11 @@ def rowwise(layer: Declared) -> Declared:
         >>> lockstep.rowwise(Doubled) is Doubled
         True
     """
-    layer._lockstep_rowwise = True  # type: ignore[attr-defined]
+    try:
+        layer._lockstep_rowwise = True  # type: ignore[attr-defined]
+    except (AttributeError, TypeError):
+        raise NotAModel(
+            f"{shown(layer)} was to be declared row by row, and it is no layer, loss or metric.\n"
+            "Give a Keras layer, a class of layers, or a function that is written in Python."
+        ) from None
     return layer

@@ -195,6 +195,17 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
+def shown(value: object) -> str:
+    """A wrong argument, for a message: a short value as Python writes it, else its type.
+
+    Example:
+        >>> shown(2.5), shown(list(range(99)))
+        ('2.5', 'a list')
+    """
+    text = repr(value)
+    return text if len(text) <= 80 and "\n" not in text else f"a {type(value).__name__}"
+
+
 class UnreadableFile(OldFileError):
     """The format of the file is unknown, or the file is damaged."""
 

@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from lockstep.errors import LockstepError, shown
+
 CHUNK = 8 * 2**20
 """Bytes handed to the operating system at once."""
 
@@ -15,6 +17,23 @@ _PREFIX, _RANDOM = ".saving-", 8
 """The start of a temporary name, and the number of random characters that follow."""
 _IN_USE = 3600.0
 """Seconds since the last write to a temporary file in which a process may still need it."""
+
+
+def path_text(value: object, argument: str, refused: type[LockstepError]) -> str:
+    """Return a path as text.
+
+    Args:
+        value: What was given: a `str`, `bytes`, or an object with `__fspath__`.
+        argument: The name of the argument, for the message.
+        refused: The error for any other value.
+    """
+    try:
+        return os.fsdecode(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise refused(
+            f"{argument}={shown(value)} was given, and a path was expected.\n"
+            "Give a str or a pathlib.Path."
+        ) from None
 
 
 @contextlib.contextmanager

@@ -117,6 +117,12 @@ def _is_arrays(data: Any) -> bool:
     return hasattr(data, "shape") or isinstance(data, list | tuple | dict)
 
 
+def not_compiled_words(layers: Sequence[Any]) -> str:
+    """Return which layers keep a step from being compiled, `""` without any."""
+    names = [f"{layer.name} ({type(layer).__name__})" for layer in layers]
+    return f"the step is not compiled, for {', '.join(names)}" if names else ""
+
+
 def replicated_words(held: int, has_slots: bool, memory: int | None) -> str:
     """Return the bytes of the variables that each device holds.
 

@@ -26,7 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import keras
@@ -122,7 +122,8 @@ try:
     from keras.src.utils import io_utils
     from keras.src.utils import tracking as _tracking
     from keras.src.utils.backend_utils import DynamicBackend
-    from keras.src.utils.python_utils import is_default, pythonify_logs
+    from keras.src.utils.python_utils import is_default
+    from keras.src.utils.python_utils import pythonify_logs as _pythonify_logs
     from keras.src.utils.traceback_utils import filter_traceback
 except ImportError as error:
     raise _missing(_name_in(error)) from error
@@ -235,11 +236,18 @@ def is_code_of_keras(function: Any) -> bool:
 
 
 def class_is_of_keras(kind: Any) -> bool:
-    """Whether every method of a class of layers is Keras's own: a script may replace it."""
+    """Whether every method of a class of layers is Keras's own: a script may replace it.
+
+    The methods around steps do not count: tools that log runs replace them.
+    """
     found = [kind.call, kind.__call__]
     for base in kind.__mro__[: kind.__mro__.index(keras.layers.Layer)]:
-        found += [member for member in vars(base).values() if isinstance(member, FunctionType)]
+        members = [member for name, member in vars(base).items() if name not in _AROUND_STEPS]
+        found += [member for member in members if isinstance(member, FunctionType)]
     return all(map(is_code_of_keras, found))
+
+
+_AROUND_STEPS = ("fit", "evaluate", "predict", "save", "save_weights")
 
 
 def runs_code_of_keras(layer: Any) -> bool:
@@ -392,6 +400,13 @@ def backend_iterator() -> Any:
     """The iterator of `fit` and `evaluate` on TensorFlow, and of `predict` too on PyTorch."""
     names = {"tensorflow": "TFEpochIterator", "torch": "TorchEpochIterator"}
     return getattr(importlib.import_module(trainer_module()), names[keras.backend.backend()])
+
+
+def catches_interrupts(frame: FrameType | None) -> bool:
+    """Whether a frame is within code of Keras that waits for values and drops every exception."""
+    while frame is not None and frame.f_code is not _pythonify_logs.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 # ---------------------------------------------------------------- symbolic calls and draws
@@ -727,6 +742,44 @@ def renew_tracker(layer: Any) -> None:
     tracker.stored_ids = {
         name: {id(item) for item in items} for name, (_, items) in tracker.config.items()
     }
+
+
+_COMPILE_ON_JAX = (
+    keras.layers.RandomPerspective,
+    keras.layers.RandomRotation,
+    keras.layers.RandomShear,
+    keras.layers.RandomTranslation,
+    keras.layers.RandomZoom,
+)
+"""Layers with `supports_jit = False`. It is for XLA on TensorFlow: on JAX, a compiled step gives
+the numbers of one that runs operation by operation."""
+
+_TOO_MANY_OPERATIONS = (keras.layers.AugMix, keras.layers.RandAugment)
+"""Layers of many such layers. XLA takes minutes to compile a step with one of them."""
+
+
+def layers_not_compiled(model: Any) -> list[Any]:
+    """The layers for which JAX compiles no step of a model, if Keras chooses."""
+    # keras/src/trainers/trainer.py, model_supports_jit: jit_compile="auto" uses it.
+    refused = [layer for layer in layers_in(model) if not layer.supports_jit]
+    many = [layer for layer in layers_in(model) if type(layer) in _TOO_MANY_OPERATIONS]
+    inside = {id(each) for layer in many for each in layers_in(layer)}
+    return many + [
+        layer for layer in refused if type(layer) not in _COMPILE_ON_JAX and id(layer) not in inside
+    ]
+
+
+def is_compiled_on_jax(model: Any, asked: bool | None) -> bool:
+    """Whether a step of a model is one program on JAX.
+
+    Args:
+        model: The model.
+        asked: What `compile` was given as `jit_compile`; `None` if Keras chose.
+    """
+    if model.run_eagerly or model.jit_compile or asked is not None:
+        return not model.run_eagerly and bool(model.jit_compile)
+    is_choice = any(not layer.supports_jit for layer in layers_in(model))
+    return is_choice and not layers_not_compiled(model)
 
 
 # ---------------------------------------------------------------- what a variable has

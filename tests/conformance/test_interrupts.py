@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import pytest
 from jax._src.interpreters import pxla
+from keras.src import backend
 
 import lockstep
 from lockstep.engines import held_signals
@@ -212,6 +213,26 @@ def test_a_callback_that_swallows_one_interrupt_can_be_interrupted_again(make):
         made.fit(X, Y, shuffle=False, **OPTIONS, callbacks=[Swallows()])
     assert swallowed == [0]
     assert step_of(made, truth("fit")) == 2  # after an exception, signals wait for the next step
+
+
+@pytest.mark.parametrize("make", [keras.Sequential, OwnLoops])
+def test_while_a_log_is_fetched(make, monkeypatch):
+    """Keras's `pythonify_logs` catches every exception, and waits for the steps that are queued."""
+    fetch, fetched = backend.convert_to_numpy, []
+
+    def interrupted(value):
+        fetched.append(value)
+        if len(fetched) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return fetch(value)
+
+    made = lockstep.distribute(model(make), 3)
+    at_each_batch = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: dict(logs))
+    monkeypatch.setattr(backend, "convert_to_numpy", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made.fit(X, Y, shuffle=False, **OPTIONS, callbacks=[at_each_batch])
+    monkeypatch.undo()
+    assert step_of(made, truth("fit")) < STEPS
 
 
 class Stops:

@@ -319,6 +319,27 @@ def test_an_error_in_evaluate_or_predict_leaves_the_weights(call):
     train(made, epochs=1)
 
 
+@pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
+@pytest.mark.parametrize("hook", ["begin", "end"])
+def test_a_callback_may_raise_what_means_the_end_of_the_data(call, hook):
+    """`StopIteration` ended the call with Keras's warning that data have run out."""
+
+    class Raises(keras.callbacks.Callback):
+        pass
+
+    def raises(self, batch, logs=None):
+        raise StopIteration("of the callback")
+
+    kind = {"fit": "train", "evaluate": "test", "predict": "predict"}[call]
+    setattr(Raises, f"on_{kind}_batch_{hook}", raises)
+    made = lockstep.distribute(smooth(), 2)
+    x, y = held_out()
+    data = {"x": x} if call == "predict" else {"x": x, "y": y}
+    with pytest.raises(StopIteration, match="of the callback"):
+        getattr(made, call)(**data, batch_size=5, verbose=0, callbacks=[Raises()])
+    train(made, epochs=1)
+
+
 def test_callbacks_run_in_the_thread_of_the_caller():
     threads = set()
 

@@ -1,5 +1,7 @@
 """A model gets on devices and off again, or it is as it was."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -130,3 +132,27 @@ def test_tensorflow_has_no_state_in_shards():
         assert str(refused.value).count("\n") == 2
         assert str(refused.value).endswith("Run the same script with KERAS_BACKEND=jax.")
     assert session_of(model) is None
+
+
+@pytest.mark.parametrize("name", ["fit", "save"])
+def test_a_method_that_a_tool_replaces_on_the_class_later_is_called(name, monkeypatch, tmp_path):
+    """As `mlflow.keras.autolog()` does; a logger that was switched on late logged nothing."""
+    model, seen = lockstep.distribute(chain(), 2), []
+    original = getattr(keras.Model, name)
+
+    @functools.wraps(original)
+    def logged(self, *args, **kwargs):
+        seen.append(name)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(keras.Model, name, logged)
+    again = fit(model)
+    model.save(tmp_path / "model.keras")
+    assert seen == [name]
+    monkeypatch.undo()
+    model.save(tmp_path / "model.keras")
+    assert seen == [name]
+    assert_same(again, fit(chain()))
+    assert_same(fit(keras.models.load_model(tmp_path / "model.keras")), fit(model))
+    lockstep.release(model)
+    assert not {"fit", "save"} & {*vars(model)}

@@ -204,6 +204,7 @@ NOT_OF_KERAS = {
         "_gradient_op_type",
         "_seed2",
         "_forward_cls",
+        "_caching_device",
     ),
     # cloudpickle
     *("_make_skeleton_class", "_make_skeleton_enum", "_make_typevar"),

@@ -3,6 +3,7 @@
 import threading
 
 import keras
+import numpy as np
 import pytest
 
 import lockstep
@@ -184,6 +185,22 @@ def test_variables_shared_with_a_model_elsewhere():
     )
 
 
+def test_a_callback_that_computes_with_models_on_different_devices():
+    first, second = lockstep.distribute(model(), 3), lockstep.distribute(model(), 2)
+    first.name, second.name = "trained", "averaged"
+
+    class Average(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            for mine, its in zip(second.weights, first.weights, strict=True):
+                mine.assign(0.9 * mine + 0.1 * its)
+
+    assert text_of(lambda: first.fit(*data(), verbose=0, callbacks=[Average()])) == (
+        "'trained' is on cpu:0 to cpu:2, and a callback of it computes with variables of "
+        "'averaged'\non cpu:0, cpu:1: JAX needs the same devices. Distribute both on the same "
+        "devices, or read\nthe values first: variable.numpy()."
+    )
+
+
 def test_a_failed_distribute_leaves_the_model_where_it_was():
     made = lockstep.distribute(model(), 3)
     text_of(lockstep.distribute, made, 99)
@@ -263,3 +280,99 @@ def test_a_model_that_two_threads_call():
         "fit.\nA Keras model does one at a time: call it when fit has ended, or give the thread a "
         "model\nof its own (keras.models.clone_model and set_weights)."
     ]
+
+
+def compiled():
+    return model()
+
+
+def inside(context):
+    with context:
+        keras.layers.Dense(1)(keras.Input((2,)))
+
+
+OLD = "tests/files/legacy/keras-2.2.4__mlp4-g2/parallel_full.h5"
+NEW = "never-written.keras"
+ONE_ARGUMENT = {
+    "distribute, model": lockstep.distribute,
+    "distribute, devices": lambda value: lockstep.distribute(compiled(), value),
+    "distribute, state": lambda value: lockstep.distribute(compiled(), 2, state=value),
+    "release": lockstep.release,
+    "multi_gpu_model, model": lockstep.multi_gpu_model,
+    "multi_gpu_model, gpus": lambda value: lockstep.multi_gpu_model(compiled(), value),
+    "sharded": lambda value: inside(lockstep.sharded(value)),
+    "rowwise": lockstep.rowwise,
+    "on": lambda value: inside(lockstep.on(value)),
+    "place, model": lambda value: lockstep.place(value, {"dense*": 0}),
+    "place, layers": lambda value: lockstep.place(compiled(), value),
+    "place, name": lambda value: lockstep.place(compiled(), {value: 0}),
+    "place, device": lambda value: lockstep.place(compiled(), {"dense*": value}),
+    "placement": lockstep.placement,
+    "verify, model": lambda value: lockstep.verify(value, data(), 2, 1),
+    "verify, data": lambda value: lockstep.verify(compiled(), value, 2, 1),
+    "verify, devices": lambda value: lockstep.verify(compiled(), data(), value, 1),
+    "verify, steps": lambda value: lockstep.verify(compiled(), data(), 2, value),
+    "verify, batch_size": lambda value: lockstep.verify(compiled(), data(), 2, 1, batch_size=value),
+    "verify, state": lambda value: lockstep.verify(compiled(), data(), 2, 1, state=value),
+    "plan, build": lambda value: lockstep.plan(value, 2),
+    "plan, devices": lambda value: lockstep.plan(compiled, value),
+    "plan, batch_size": lambda value: lockstep.plan(compiled, 2, batch_size=value),
+    "plan, memory": lambda value: lockstep.plan(compiled, 2, memory=value),
+    "plan, gpu": lambda value: lockstep.plan(compiled, 2, gpu=value),
+    "plan, say": lambda value: lockstep.plan(compiled, 2, say=value),
+    "inspect": lockstep.inspect,
+    "rescue, path": lambda value: lockstep.rescue(value, NEW),
+    "rescue, output": lambda value: lockstep.rescue(OLD, value),
+    "rescue, model": lambda value: lockstep.rescue(OLD, NEW, model=value),
+    "rescue, config": lambda value: lockstep.rescue(OLD, NEW, config=value),
+    "rescue, custom_objects": lambda value: lockstep.rescue(OLD, NEW, custom_objects=value),
+    "rescue, check": lambda value: lockstep.rescue(OLD, NEW, check=value),
+    "load_weights, model": lambda value: lockstep.load_weights(value, OLD),
+    "load_weights, path": lambda value: lockstep.load_weights(compiled(), value),
+    "rehearse": lockstep.rehearse,
+    **{
+        f"Checkpoint, {name}": lambda value, name=name: lockstep.Checkpoint(
+            **{"directory": "run", name: value}
+        )
+        for name in ("directory", "every", "steps", "keep", "monitor", "mode")
+    },
+    "Checkpoint, seconds": lambda value: lockstep.Checkpoint("run", seconds=value),
+}
+"""Every argument of a public function that is not only true or false."""
+
+MAY_BE = {
+    "Checkpoint, directory": [b"x\n"],
+    "Checkpoint, seconds": [2.5],
+    "rowwise": [compiled],
+    "plan, build": [compiled],
+    "plan, say": [compiled],
+}
+
+
+@pytest.mark.parametrize("name", ONE_ARGUMENT)
+def test_an_argument_of_a_wrong_type_is_refused_in_words(name):
+    """`plan(model, 4)` ended in "missing a required argument: 'inputs'"."""
+    for value in (2.5, b"x\n", [None], {0.5}, compiled, compiled()):
+        if value in MAY_BE.get(name, ()):
+            continue
+        is_model = isinstance(value, keras.Model)
+        takes_model = name in ("release", "placement", "rowwise", "plan, say")
+        if is_model and (takes_model or name.endswith("model")):
+            continue
+        if name == "place, name" and isinstance(value, list | set):  # no key of a dict
+            continue
+        text_of(ONE_ARGUMENT[name], value)
+
+
+def test_every_public_function_is_in_that_list():
+    taken = {name.partition(",")[0] for name in ONE_ARGUMENT}
+    assert taken == {*lockstep.__all__} - {"devices", "errors", "initialize"}
+
+
+def test_a_number_of_devices_may_be_of_numpy():
+    assert lockstep.plan(compiled, np.int64(2)).layouts[0].devices == 2
+    assert lockstep.placement(lockstep.distribute(compiled(), np.int64(2))) is None
+    one, two = keras.Input((2,)), keras.layers.Dense(1, name="second")
+    with lockstep.on(np.int64(1)):  # the device of this number
+        made = keras.Model(one, two(one))
+    assert {device.id for device in made.weights[0].value.devices()} == {1}

@@ -1,5 +1,6 @@
 """The check of the first step on TensorFlow, where losses and metrics may work by rows too."""
 
+import contextlib
 import itertools
 
 import keras
@@ -108,3 +109,52 @@ def test_a_trace_that_draws_from_an_iterator_is_not_said_to_be_exact():
     with pytest.warns(UnsplitBatchWarning, match="an object of itertools.cycle") as said:
         model.fit(*data(), batch_size=6, verbose=0)
     assert not any("exact" in str(each.message) for each in said)
+
+
+class Recurs(keras.layers.Layer):
+    """Goes through the rows of a batch by `tf.scan`, and raises in one of its calls."""
+
+    def __init__(self, counted):
+        super().__init__()
+        self.counted, self.fails_at = counted, 0  # a file, as a first step puts attributes back
+
+    def call(self, x):
+        with self.counted.open("a") as calls:
+            print(end="x", file=calls)
+        fails = self.counted.stat().st_size == self.fails_at
+        return tf.scan(lambda carried, row: carried + (None if fails else row), x)
+
+
+@pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")
+def test_a_process_is_as_before_after_a_failure_in_each_stage_of_a_first_step(tmp_path):
+    """`tf.scan` sets a caching device on the variable scope, and left it there.
+
+    It raises while it is followed, as it takes no symbolic tensors. After that no model could be
+    distributed.
+    """
+    x, y = np.random.default_rng(0).normal(size=(2, 5, 4))
+
+    def compiled(*inner):
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input((4,)), *inner, keras.layers.Dense(4)])
+        model.compile("sgd", "mse")
+        return model
+
+    def losses(model):
+        return model.fit(x, y, batch_size=5, verbose=0, shuffle=False).history["loss"]
+
+    right, also_right = losses(compiled(Recurs(tmp_path / "one"))), losses(compiled())
+    done = []
+    for at in (1, 15, 30):  # building, the first step of one device, and a trace of both
+        recurs = Recurs(tmp_path / str(at))
+        model = lockstep.distribute(compiled(recurs), 2)
+        recurs.counted.write_text("")
+        recurs.fails_at = at
+        with contextlib.suppress(ValueError, TypeError, UnsupportedModel):
+            losses(model)
+            done.append(at)
+        del model
+        np.testing.assert_allclose(losses(lockstep.distribute(compiled(), 2)), also_right, 1e-10)
+    assert not done
+    many = losses(lockstep.distribute(compiled(Recurs(tmp_path / "many")), 2))
+    np.testing.assert_allclose(many, right, rtol=1e-10)

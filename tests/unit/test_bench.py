@@ -200,3 +200,9 @@ def test_counts_have_to_be_numbers(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "--devices=1,x was asked for" in done.stderr
+
+
+def test_layers_that_keep_a_step_from_being_compiled_are_named():
+    why = "the step is not compiled, for cut (RandomCrop)"
+    found = scaling(measured(1, 0.1, not_compiled=why), rehearsed=True)
+    assert found.advice == (f"On JAX {why}: apply such layers to the data instead, before fit.",)

@@ -155,3 +155,39 @@ def test_the_wait_for_the_first_step_is_told_in_seconds():
     assert first_step_line(12.345).startswith(
         "lockstep: the first training step is under way after 12.3 s,"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "compiles", "said"),
+    [
+        ("RandomZoom", {}, True, ""),
+        ("RandomZoom", {"jit_compile": False}, False, ""),
+        ("RandomZoom", {"run_eagerly": True}, False, ""),
+        ("RandomCrop", {}, False, ", the step is not compiled, for changes (RandomCrop)"),
+        ("RandomCrop", {"jit_compile": False}, False, ""),
+    ],
+)
+def test_layers_with_which_keras_compiles_no_step(
+    name, options, compiles, said, monkeypatch, capsys
+):
+    """A step with them took three times as long, and nothing said so."""
+    calls, kind = [], getattr(keras.layers, name)
+    transform = kind.transform_images
+
+    def counted_transform(self, images, transformation, training=True):
+        calls.append(self)
+        return transform(self, images, transformation, training=training)
+
+    monkeypatch.setattr(kind, "transform_images", counted_transform)
+    changes = kind(*{"RandomZoom": (0.2,), "RandomCrop": (4, 4)}[name], name="changes")
+    made = keras.Sequential([changes, keras.layers.GlobalAveragePooling2D()])
+    lockstep.distribute(made, 2).compile("sgd", "mse", **options)
+    x = np.ones((8, 6, 6, 2), "float32")
+    made.fit(x, x[:, 0, 0], batch_size=4, verbose=0)
+    calls.clear()
+    made.fit(x, x[:, 0, 0], batch_size=4, verbose=2)
+    assert bool(calls) is not compiles
+    assert not made.jit_compile  # files and the fingerprint of runs are those of Keras
+    line = capsys.readouterr().out.splitlines()[0]
+    assert said in line
+    assert ("not compiled" in line) is bool(said)

@@ -179,6 +179,13 @@ def test_a_model_without_data_has_the_batch_of_its_inputs():
     assert "wide returns no data: the batch is that of the inputs, without targets." in found.notes
 
 
+def test_a_batch_of_one_row_has_a_peak():
+    """JAX traces other operations for one row than for two, and the traces were compared."""
+    one, two = (lockstep.plan(wide, 2, batch_size=rows).layouts[0] for rows in (1, 2))
+    assert one.temporaries == two.temporaries  # each device has one row
+    assert one.temporaries > 0
+
+
 def test_an_input_may_have_a_fixed_number_of_rows():
     found = lockstep.plan(lambda: compiled(keras.Input(batch_shape=(6, 512))), 4, batch_size=8)
     assert found.batch_size == 6
@@ -236,6 +243,16 @@ def needs_values():
     model = NeedsValues(given, layers.Dense(1)(given))
     model.compile("sgd", "mse")
     return model
+
+
+def crops():
+    cropped = layers.RandomCrop(2, 2, name="cut"), layers.GlobalAveragePooling2D()
+    return compiled(keras.Input((4, 4, 3)), *cropped)
+
+
+def test_layers_that_keep_a_step_from_being_compiled_are_named():
+    notes = lockstep.plan(crops, 1).notes
+    assert "On JAX the step is not compiled, for cut (RandomCrop): it may need more." in notes
 
 
 def runs_eagerly():

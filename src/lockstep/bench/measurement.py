@@ -19,6 +19,7 @@ from lockstep.distribute import distribute
 from lockstep.engines import current_engine
 from lockstep.engines.attachment import session_of
 from lockstep.errors import LockstepError, UnsupportedBackend, UnusableData
+from lockstep.fit_lines import not_compiled_words
 from lockstep.processes import process_group
 from lockstep.targets import model_and_data
 from lockstep.training.session import TRAIN
@@ -105,6 +106,7 @@ def measure(
         checkpoint=_seconds_to_save(model),
         load=load,
         backend=engine.name,
+        not_compiled=not_compiled_words(session.not_compiled()) if session else "",
     )
 
 

@@ -52,6 +52,7 @@ class Measurement:
         checkpoint: One save of the weights with Keras.
         load: The load of the machine before the measurement.
         backend: The backend of Keras.
+        not_compiled: Why a step is not compiled on JAX; `""` if it is, or if the user asked.
     """
 
     devices: tuple[str, ...]
@@ -68,6 +69,7 @@ class Measurement:
     checkpoint: float
     load: float
     backend: str = "jax"
+    not_compiled: str = ""
 
     @property
     def rows_per_second(self) -> float:
@@ -145,9 +147,13 @@ class Scaling(Report):
     @property
     def advice(self) -> tuple[str, ...]:
         """Return suggestions, one sentence each."""
+        last, found = self.measurements[-1], list[str]()
+        if last.not_compiled:
+            found.append(
+                f"On JAX {last.not_compiled}: apply such layers to the data instead, before fit."
+            )
         if self.rehearsed:
-            return ()
-        last, found = self.measurements[-1], []
+            return tuple(found)
         if last.compute and last.communication and last.communication > 0.1 * last.step:
             factor = _power_of_two(last.communication / (0.1 * last.compute))
             if factor > 1:

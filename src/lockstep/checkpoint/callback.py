@@ -11,6 +11,7 @@ import keras
 from lockstep.checkpoint import callback_states
 from lockstep.checkpoint.checkpoint_run import CheckpointRun, Settings
 from lockstep.errors import CheckpointError, UnsupportedBackend, UnsupportedModel
+from lockstep.files import path_text
 from lockstep.fit_lines import callbacks_in
 from lockstep.processes import process_group
 
@@ -65,7 +66,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has n
     ) -> None:
         super().__init__()
         # Absolute, because a callback may change the working directory.
-        folder = Path(directory).expanduser().absolute()
+        folder = Path(path_text(directory, "directory", CheckpointError)).expanduser().absolute()
         best = (monitor, mode, keep_best)
         self._settings = Settings(
             folder, every, steps, seconds, keep, *best, background, bool(verbose)

@@ -2,10 +2,11 @@
 
 import contextlib
 import math
+import operator
 import signal
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,7 @@ from lockstep.checkpoint.plain_state import from_plain, to_plain
 from lockstep.checkpoint.run_folder import Found, Retention, RunFolder
 from lockstep.checkpoint.run_report import position_in_words
 from lockstep.checkpoint.signals import Signals
-from lockstep.errors import CheckpointError, CheckpointWarning, counted
+from lockstep.errors import CheckpointError, CheckpointWarning, counted, shown
 from lockstep.processes import process_group
 
 
@@ -48,22 +49,35 @@ class Settings:
     verbose: bool
 
     def __post_init__(self) -> None:
-        steps, seconds, keep = self.steps, self.seconds, self.keep
+        given: Any = self  # the values may have any types
+        steps, seconds, keep, monitor = given.steps, given.seconds, given.keep, given.monitor
         wrong = None
-        if self.every != "epoch":
-            wrong = f"every={self.every!r} was asked for", 'every="epoch", steps=500 or seconds=600'
+        if not isinstance(given.every, str) or given.every != "epoch":
+            said = f"every={shown(given.every)} was asked for"
+            wrong = said, 'every="epoch", steps=500 or seconds=600'
         elif steps is not None and seconds is not None:
             wrong = f"steps={steps} and seconds={seconds} were asked for", "one of the two"
-        elif steps is not None and not (isinstance(steps, int) and steps >= 1):
-            wrong = f"steps={steps!r} was asked for", "a whole number of at least 1"
-        elif seconds is not None and not seconds > 0:
-            wrong = f"seconds={seconds!r} was asked for", "a number above 0"
-        elif not (isinstance(keep, int) and keep >= 1):
-            wrong = f"keep={keep!r} was asked for", "a whole number of at least 1"
-        elif self.mode not in ("auto", "min", "max"):
-            wrong = f"mode={self.mode!r} was asked for", '"auto", "min" or "max"'
+        elif steps is not None and not _number(steps, operator.index) >= 1:
+            wrong = f"steps={shown(steps)} was asked for", "a whole number of at least 1"
+        elif seconds is not None and not _number(seconds, float) > 0:
+            wrong = f"seconds={shown(seconds)} was asked for", "a number above 0"
+        elif not _number(keep, operator.index) >= 1:
+            wrong = f"keep={shown(keep)} was asked for", "a whole number of at least 1"
+        elif not (monitor is None or isinstance(monitor, str)):
+            said = f"monitor={shown(monitor)} was asked for"
+            wrong = said, 'the name of a log, such as "val_loss"'
+        elif not isinstance(given.mode, str) or given.mode not in ("auto", "min", "max"):
+            wrong = f"mode={shown(given.mode)} was asked for", '"auto", "min" or "max"'
         if wrong:
             raise CheckpointError(f"{wrong[0]}.\nSay {wrong[1]}.")
+
+
+def _number(value: Any, read: Callable[[Any], float]) -> float:
+    """Return a number of Python or NumPy, 0 for any other value."""
+    try:
+        return 0 if isinstance(value, bool | str | bytes) else read(value)
+    except (TypeError, ValueError):
+        return 0
 
 
 class CheckpointRun:

@@ -10,7 +10,7 @@ import keras
 
 from lockstep.files import replacing
 
-_NAMES = ("save", "save_weights")
+SAVING = ("save", "save_weights")
 
 
 def atomic_saves(model: Any) -> dict[str, Callable[..., Any]]:
@@ -19,7 +19,7 @@ def atomic_saves(model: Any) -> dict[str, Callable[..., Any]]:
     Keras overwrites the file in place. If the process is killed meanwhile, both the old file
     and the new one are lost.
     """
-    methods = {name: getattr(model, name) for name in _NAMES if hasattr(model, name)}
+    methods = {name: getattr(model, name) for name in SAVING if hasattr(model, name)}
     return {
         name: _atomic(method)
         for name, method in methods.items()

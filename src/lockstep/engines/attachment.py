@@ -13,7 +13,7 @@ from typing import Any
 import keras
 
 from lockstep.checkpoint.callback import fit_scope
-from lockstep.engines.atomic_save import atomic_saves
+from lockstep.engines.atomic_save import SAVING, atomic_saves
 from lockstep.engines.engine import Engine
 from lockstep.engines.out_of_memory import has_note, is_out_of_memory, note_of
 from lockstep.errors import UnsupportedBackend, UnsupportedModel
@@ -42,6 +42,9 @@ ATTACHMENT = "_lockstep"
 
 Methods = dict[str, Any]
 
+_OF_CLASS = (*STEPPING, *SAVING)
+"""The methods of a class that tools replace, and lockstep on the instance."""
+
 
 class Attachment:
     """One model on several devices.
@@ -69,6 +72,8 @@ class Attachment:
         self.turns = CallGuard(self.model, lambda: attachment_of(self.model) is self)
         self.hooks: Methods = {}
         self.replaced: Methods = {}
+        self._inner: Methods = {}
+        self._of_class: list[Any] = []
 
     def check(self) -> None:
         """Raise if this model cannot be attached to these devices."""
@@ -81,7 +86,9 @@ class Attachment:
         """Lay out the variables, and replace the methods that run steps."""
         self.session.open()
         vars(self.model)[ATTACHMENT] = self
-        self.hooks = self.session.methods(self._methods(), self.turns)
+        self._of_class = self._methods_of_class()
+        self._inner = self.session.methods(self._methods(), self.turns)
+        self.hooks = {name: self._newest(name, method) for name, method in self._inner.items()}
         self.replaced = _put_on(self.model, self.hooks)
         remake_functions(self.model)
 
@@ -93,6 +100,41 @@ class Attachment:
             vars(self.model).pop(ATTACHMENT, None)
             _take_off(self.model, self.hooks, self.replaced)
         remake_functions(self.model)
+
+    def _methods_of_class(self) -> list[Any]:
+        return [getattr(type(self.model), name, None) for name in _OF_CLASS]
+
+    def _newest(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a hook that takes up a method that a tool has replaced on the class since.
+
+        Tools that log runs replace `keras.Model.fit`. Plain Keras then calls theirs.
+        """
+        if name not in _OF_CLASS:
+            return method
+
+        @functools.wraps(method)
+        def newest_method(*args: Any, **kwargs: Any) -> Any:
+            if self._of_class != self._methods_of_class():
+                with self.turns.turn(name):
+                    self._take_up_class()
+            return self._inner[name](*args, **kwargs)
+
+        return newest_method
+
+    def _take_up_class(self) -> None:
+        """Make the methods anew, over those that the class has now."""
+        attributes, of_class = vars(self.model), self._methods_of_class()
+        now = {name: attributes.pop(name) for name in self.hooks if name in attributes}
+        attributes.update(self.replaced)
+        try:
+            made = self.session.methods(self._methods(), self.turns)
+            names = [name for name in _OF_CLASS if name in self.hooks]
+            self._inner |= {name: made.get(name) or getattr(self.model, name) for name in names}
+            self._of_class = of_class
+        finally:
+            for name in self.hooks:
+                attributes.pop(name, None)
+            attributes.update(now)
 
     def _methods(self) -> Methods:
         model, session = self.model, self.session

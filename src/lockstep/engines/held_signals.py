@@ -7,6 +7,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
+from lockstep.keras_compat import catches_interrupts
+
 Result = TypeVar("Result")
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2")
@@ -24,6 +26,9 @@ class HeldSignals:
     raise `KeyboardInterrupt` between a call that returns the only copy of a value and the
     instruction that stores it. This class replaces the handlers of the script. It calls them
     at once if `may_interrupt` allows it, otherwise later.
+
+    Signals within code of Keras that catches every exception are held back too: it would drop a
+    `KeyboardInterrupt`.
 
     Handlers installed during `run` are not held back. In other threads than the main thread,
     Python runs no handlers, and this class changes nothing.
@@ -74,7 +79,7 @@ class HeldSignals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a forked worker has no values to lose
             self._before[number](number, frame)
-        elif self._finishing or not self._may_interrupt():
+        elif self._finishing or not self._may_interrupt() or catches_interrupts(frame):
             held.append((self, number, frame))
         else:
             self.handle(number, frame)

@@ -12,9 +12,9 @@ from lockstep.keras_compat import (
     build_from_batch,
     computes_in_float64,
     layers_not_in_float64,
-    pythonify_logs,
 )
 from lockstep.state import unique
+from lockstep.training.logs import pythonify_logs
 
 SHORT_FLOATS = ("bfloat16", "float16", "float32")
 """Float types that are shorter than float64, by the digits that they keep."""

@@ -1,12 +1,18 @@
 """What each device holds and sends in a training step, before there are devices."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lockstep.engines import current_engine
-from lockstep.errors import DeviceError, UnsupportedBackend, UnusableData
+from lockstep.errors import (
+    DeviceError,
+    TargetNotFound,
+    UnsupportedBackend,
+    UnusableData,
+    shown,
+)
 
 if TYPE_CHECKING:
     from lockstep.plan.memory_plan import MemoryPlan
@@ -79,16 +85,31 @@ def plan(
     from lockstep.plan.gpus import gpu_named
     from lockstep.plan.memory_plan import parse_memory
 
-    counts = [devices] if isinstance(devices, int) else list(devices)
-    if not counts or any(count_from_one(count) is None for count in counts):
+    if not (isinstance(build, str) or callable(build)) or isinstance(build, keras.layers.Layer):
+        raise TargetNotFound(
+            f"build={shown(build)} was given, and a function that returns a model was expected.\n"
+            "A plan builds the model itself, without values: give the function, or its name, such "
+            'as\n"train.py:build".'
+        )
+    if not callable(say):
+        raise TargetNotFound(
+            f"say={shown(say)} was given, and a function of a text was expected.\n"
+            "Give a function, such as print, or leave it out."
+        )
+    several = isinstance(devices, Iterable) and not isinstance(devices, str | bytes)
+    asked: Any = devices if several else [devices]
+    read = [count_from_one(count) for count in asked]
+    counts = sorted({count for count in read if count is not None})
+    if not counts or None in read:
         raise DeviceError(
-            f"devices={devices!r} was given, and numbers of devices of at least 1 were expected.\n"
+            f"devices={shown(devices)} was given, and numbers of devices of at least 1 were "
+            "expected.\n"
             "Give a number, or several, such as (1, 2, 4)."
         )
     if batch_size is not None and count_from_one(batch_size) is None:
         raise UnusableData(
-            f"batch_size={batch_size!r} was given, and a whole number of at least 1 was expected.\n"
-            "Leave batch_size out for that of the data."
+            f"batch_size={shown(batch_size)} was given, and a whole number of at least 1 was "
+            "expected.\nLeave batch_size out for that of the data."
         )
     if find_largest_batch and gpu is None:
         raise DeviceError(
@@ -99,7 +120,6 @@ def plan(
     bytes_of_memory = None if memory is None else parse_memory(memory)
     if target and bytes_of_memory is None:
         bytes_of_memory = target["gpu_device_info"]["device_memory_size"]
-    counts = sorted(set(counts))
     given = (counts, batch_size, bytes_of_memory, target, find_largest_batch, say)
     found = _plan(build, *given)
     if mixed_precision:
@@ -125,6 +145,8 @@ def _plan(
 ) -> "MemoryPlan":
     """Return the plan for one dtype policy; see `plan`."""
     from lockstep.engines.attachment import session_of
+    from lockstep.fit_lines import not_compiled_words
+    from lockstep.keras_compat import layers_not_compiled
     from lockstep.plan.abstract_model import abstract_model, arrays_of
     from lockstep.plan.memory_plan import MemoryPlan
     from lockstep.plan.temporaries import (
@@ -151,6 +173,8 @@ def _plan(
     others = [each for each, optimizer in optimizers_of(model) if optimizer is not model.optimizer]
     if others:
         notes.append(f"The slots of {', '.join(others)} are not counted: a step makes them.")
+    if engine.name == "jax" and not model.run_eagerly and (layers := layers_not_compiled(model)):
+        notes.append(f"On JAX {not_compiled_words(layers)}: it may need more.")
     layouts: list[tuple[int, Any]] = [(count, None) for count in counts]
     try:
         engine.check_shards()

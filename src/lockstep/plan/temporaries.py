@@ -169,14 +169,15 @@ def _words(error: Exception) -> str:
 
 def _traced(engine: Engine, model: Any, batch: Any, layouts: Layouts) -> list[int]:
     rows = rows_of(batch)
-    program, variables = engine.traced_step(model, batch)
-    other, _ = engine.traced_step(model, resized(batch, 2 * rows))
+    traced_rows = max(rows, 2)  # JAX traces other operations for one row
+    program, variables = engine.traced_step(model, resized(batch, traced_rows))
+    other, _ = engine.traced_step(model, resized(batch, 2 * traced_rows))
     traced = TracedProgram(program, other, len(variables))
     found = []
     for devices, dims in layouts:
         is_split = [(dims or {}).get(id(each)) is not None for each in variables]
         shards = [devices if split else 1 for split in is_split]
-        share = len(shard_rows(rows, devices)[0]) / rows
+        share = len(shard_rows(rows, devices)[0]) / traced_rows
         found.append(round(traced.peak(share, shards, updates_early=devices == 1)))
     return found
 

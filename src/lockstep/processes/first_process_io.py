@@ -17,6 +17,7 @@ from lockstep.processes.coordination import report_done, wait_for_first_process
 from lockstep.processes.group import current
 from lockstep.processes.process_group import (
     check_orbax,
+    check_reads,
     is_first,
     share_random_numbers,
     wait_for_all,
@@ -47,7 +48,10 @@ def methods_of_all_processes(
             methods[name] = _quiet(methods[name], places[name])
         if getattr(type(model), name) is not getattr(keras.Model, name):
             methods[name] = _with_loops_of_all(methods[name])
-    methods = {name: _of_all(name, each, places[name], assigned) for name, each in methods.items()}
+    methods = {
+        name: _of_all(name, each, places[name], assigned, shards is not None)
+        for name, each in methods.items()
+    }
     for name in _WRITING:
         if hasattr(model, name):
             save = hooks.get(name, getattr(model, name))
@@ -64,12 +68,18 @@ _WRITING = ("save", "save_weights", "export")
 
 
 def _of_all(
-    name: str, method: Callable[..., Any], places: list[str], assigned: VariableDrift
+    name: str,
+    method: Callable[..., Any],
+    places: list[str],
+    assigned: VariableDrift,
+    has_parts: bool,
 ) -> Callable[..., Any]:
     """Wrap a method that all processes call, on the same values of variables."""
 
     @functools.wraps(method)
     def method_of_all(*args: Any, **kwargs: Any) -> Any:
+        if has_parts:
+            check_reads(_by_name(places, args, kwargs).get("callbacks"))
         with CALLS.call(name) as outermost:
             for value in keras.tree.flatten((args, kwargs)):
                 current().local(value)  # raises for an array that no process has whole

@@ -183,6 +183,23 @@ def _unpacked(value: Any, got: np.ndarray) -> np.ndarray:
     return np.frombuffer(got.tobytes(), like.dtype).reshape(like.shape)
 
 
+def check_reads(given: Any) -> None:
+    """Check that no callback of the first process alone reads variables in shards.
+
+    Raises:
+        UnsupportedModel: If one is given.
+    """
+    for each in callbacks_in(given):
+        histograms = isinstance(each, keras.callbacks.TensorBoard) and each.histogram_freq
+        if histograms or isinstance(each, keras.callbacks.BackupAndRestore):
+            what = "TensorBoard with histograms" if histograms else "BackupAndRestore"
+            remedy = "Leave histogram_freq out." if histograms else "Use lockstep.Checkpoint."
+            raise UnsupportedModel(
+                f"{what} was given, and each of several processes has a part of the variables.\n"
+                f"Only the first process runs it, so it cannot read them. {remedy}"
+            )
+
+
 def check_orbax(given: Any) -> None:
     """Check that no `OrbaxCheckpoint` is given to a loop of several processes.
 

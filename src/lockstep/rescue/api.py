@@ -6,7 +6,15 @@ import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import NotAModel, UnsuitableOutput, WeightsDoNotFit
+from lockstep.errors import (
+    NotAModel,
+    OldFileError,
+    UnreadableFile,
+    UnsuitableOutput,
+    WeightsDoNotFit,
+    shown,
+)
+from lockstep.files import path_text
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.run_report import RunReport
@@ -49,13 +57,14 @@ def inspect(path: Path) -> Inspection | RunReport | ScriptInspection:
     from lockstep.checkpoint.run_report import is_run, report_run
     from lockstep.rescue import detect
 
-    if os.fspath(path).endswith(".py"):
+    source = path_text(path, "path", UnreadableFile)
+    if source.endswith(".py"):
         from lockstep.old_script import inspect_script
 
-        return inspect_script(os.fspath(path))
-    if os.path.isdir(path) and is_run(Folder(path)):
-        return report_run(Folder(path))
-    return detect.inspect_file(os.fspath(path))
+        return inspect_script(source)
+    if os.path.isdir(source) and is_run(Folder(source)):
+        return report_run(Folder(source))
+    return detect.inspect_file(source)
 
 
 def rescue(
@@ -104,11 +113,19 @@ def rescue(
     """
     from lockstep.rescue import detect, read
 
-    source, goal = os.fspath(path), os.fspath(output)
+    source = path_text(path, "path", UnreadableFile)
+    goal = path_text(output, "output", UnsuitableOutput)
     suffix = _suffix_of(goal)
+    if custom_objects is not None and not isinstance(custom_objects, dict):
+        raise OldFileError(
+            f"custom_objects={shown(custom_objects)} was given, and a dict was expected.\n"
+            'Give the classes and functions by name, such as {"Scale": Scale}.'
+        )
+    if model is not None:
+        _check_model("rescue", model)
     if config is not None and not isinstance(config, dict):
-        config = read.parse_config(os.fspath(config))
-    proof = None if check is None else os.fspath(check)
+        config = read.parse_config(path_text(config, "config", UnreadableFile))
+    proof = None if check is None else path_text(check, "check", UnreadableFile)
     if proof is not None and suffix == ".safetensors":
         raise UnsuitableOutput(
             f"check={proof!r} was asked for, and {goal} is to hold arrays alone: there is no model "
@@ -155,17 +172,25 @@ def load_weights(model: Any, path: Path) -> Rescued:
         >>> lockstep.load_weights(model, old).rules
         ('names',)
     """
-    import keras
-
     from lockstep.rescue import detect
 
-    if not isinstance(model, keras.Model):
-        raise NotAModel(
-            f"load_weights takes a Keras model and got a {type(model).__name__}.\n"
-            "Write lockstep.load_weights(model, path)."
-        )
-    with detect.opened(os.fspath(path)) as old:
+    _check_model("load_weights", model)
+    with detect.opened(path_text(path, "path", UnreadableFile)) as old:
         return _load(model, old)
+
+
+def _check_model(function: str, model: Any) -> None:
+    import keras
+
+    if not isinstance(model, keras.Model):
+        example = {
+            "load_weights": "lockstep.load_weights(model, path)",
+            "rescue": "lockstep.rescue(path, output, model=model)",
+        }
+        raise NotAModel(
+            f"{function} takes a Keras model and got a {type(model).__name__}.\n"
+            f"Write {example[function]}."
+        )
 
 
 # ---------------------------------------------------------------- to a file

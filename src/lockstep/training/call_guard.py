@@ -45,7 +45,7 @@ class CallGuard:
 
         @functools.wraps(method)
         def guarded_method(*args: Any, **kwargs: Any) -> Any:
-            with self._turn(name):
+            with self.turn(name):
                 if self._is_current():
                     return method(*args, **kwargs)
             return getattr(self._model, name)(*args, **kwargs)  # released during the wait
@@ -68,11 +68,12 @@ class CallGuard:
                 "callback say, and a model\nstays on its devices until that call has ended. "
                 f"Call {name} before or after it."
             )
-        with self._turn(name):
+        with self.turn(name):
             yield
 
     @contextmanager
-    def _turn(self, name: str) -> Iterator[None]:
+    def turn(self, name: str) -> Iterator[None]:
+        """Wait until no other thread is in a call of the model; raise if that is a `fit`."""
         wait = 0.0
         while not self._lock.acquire(timeout=wait):
             if "fit" in self._calls:

@@ -9,9 +9,8 @@ from lockstep.keras_compat import (
     counted_without_drawing,
     is_bar_of_evaluation,
     is_default,
-    pythonify_logs,
 )
-from lockstep.training.logs import lazy_logs
+from lockstep.training.logs import lazy_logs, pythonify_logs
 
 
 class StepTimer(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
+
 Numbers = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -26,6 +28,24 @@ def lazy_logs(
     if flat and all(isinstance(value, array_type) for value in flat.values()):
         return LazyLogs(flat, numbers)
     return numbers(logs or {})
+
+
+def pythonify_logs(logs: dict[str, Any] | None) -> dict[str, Any]:
+    """Return logs as a flat dict of Python numbers, as Keras's function of this name does.
+
+    Keras's function catches every exception while it waits for a value, a `KeyboardInterrupt` too.
+    """
+    # keras/src/utils/python_utils.py, pythonify_logs
+    return {name: _number(value) for name, value in _flat(logs or {}).items()}
+
+
+def _number(value: Any) -> Any:
+    if keras.ops.is_tensor(value):
+        value = keras.ops.convert_to_numpy(value)
+    try:
+        return float(value)
+    except Exception:  # not one number
+        return value
 
 
 def _flat(logs: dict[str, Any]) -> dict[str, Any]:

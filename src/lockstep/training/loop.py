@@ -25,7 +25,6 @@ from lockstep.keras_compat import (
     keep_validation,
     kept_validation,
     metric_results,
-    pythonify_logs,
     train_validation_split,
     trainer_class,
     validates_after,
@@ -34,6 +33,7 @@ from lockstep.keras_compat import (
 from lockstep.launch.status import STATUS_OF_PROCESS, phase
 from lockstep.training.callbacks import Callbacks, see_every_batch
 from lockstep.training.input import HostIterator
+from lockstep.training.logs import pythonify_logs
 from lockstep.training.overrides import is_keras, knows_arguments
 from lockstep.training.session import NO_BATCH, PREDICT, TEST, TRAIN, Execute, Kind, Session
 
@@ -317,16 +317,27 @@ class Loop:
             begin: Called before an execution with the number of its first step.
             end: Called after an execution with the number of its last step and its outputs.
         """
+        stopped: list[StopIteration] = []
+
+        def goes_on(hook: Callable[..., None], *args: Any) -> bool:
+            """Call a hook; its own `StopIteration` does not mean the end of the data."""
+            try:
+                hook(*args)
+            except StopIteration as error:
+                stopped.append(error)
+            return not stopped
 
         def run(execute: Execute) -> Any:
             outputs: Any = NO_BATCH
             with batches.catch_stop_iteration():
                 for first, last, iterator in batches:
-                    begin(first)
-                    outputs = execute(iterator, last - first + 1)
-                    end(last, outputs)
-                    if getattr(self.model, kind.stop):
+                    if not goes_on(begin, first):
                         break
+                    outputs = execute(iterator, last - first + 1)
+                    if not goes_on(end, last, outputs) or getattr(self.model, kind.stop):
+                        break
+            if stopped:
+                raise stopped[0]
             if isinstance(batches, HostIterator):
                 batches.check_epoch()
             return outputs

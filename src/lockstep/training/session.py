@@ -154,6 +154,10 @@ class Session:
         for state in states:
             state.assign(np.zeros(state.shape, state.dtype))
 
+    def not_compiled(self) -> list[Any]:
+        """Return the layers that keep a step from being compiled where others are."""
+        return []
+
     def remarks(self) -> str:
         """Return the end of the line that `fit` prints."""
         return ""

@@ -179,11 +179,22 @@ def _noisy_steps(sizes):
     return model
 
 
+_COMPILED = (
+    lambda: layers.RandomRotation(0.1),
+    lambda: layers.RandomZoom(0.2),
+    lambda: layers.RandomTranslation(0.1, 0.2),
+    lambda: layers.RandomShear(0.2, 0.1),
+    lambda: layers.RandomPerspective(0.5),
+)
+"""Layers with which Keras compiles no step, and lockstep does on JAX."""
+
+
 def _changed_images(sizes):
     model = keras.Sequential(
         [
             keras.Input((4, 4, 2)),
             layers.RandomFlip("horizontal"),
+            *(make() for make in _COMPILED if keras.backend.backend() == "jax"),
             layers.Conv2D(3, 3, activation="tanh"),
             layers.Flatten(),
             layers.Dense(2),

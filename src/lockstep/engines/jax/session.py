@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import math
+import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from lockstep.checkpoint.fit_run import FitState, Snapshot
+from lockstep.devices import names_in_words
 from lockstep.engines.holders import check_shared, holders_of
 from lockstep.engines.jax import devices as jax_devices
 from lockstep.engines.jax import jax_group
@@ -51,7 +54,7 @@ from lockstep.engines.jax.variable_sync import (
     write_state,
 )
 from lockstep.errors import LayoutConflict, UnsupportedBackend, UnsupportedModel
-from lockstep.fit_lines import sharded_words
+from lockstep.fit_lines import arguments_of, not_compiled_words, sharded_words
 from lockstep.keras_compat import (
     JAX_STATE,
     JAX_STATE_SYNCED,
@@ -62,8 +65,10 @@ from lockstep.keras_compat import (
     forget_loss_ids,
     in_stateless_scope,
     is_built,
+    is_compiled_on_jax,
     is_nnx_enabled,
     layers_in,
+    layers_not_compiled,
     layout_of,
     state_sync_name,
 )
@@ -73,10 +78,16 @@ from lockstep.processes.agreement import DataCheck
 from lockstep.processes.first_process_io import methods_of_all_processes
 from lockstep.processes.variable_drift import VariableDrift
 from lockstep.state import named_variables, rnn_states, variables_of
-from lockstep.training.call_guard import CallGuard
+from lockstep.training.call_guard import STEPPING, CallGuard
 from lockstep.training.input import BatchesAhead, HostIterator, check_times
 from lockstep.training.overrides import is_keras
 from lockstep.training.session import PREDICT, TRAIN, Execute, Kind, Session, recorded_type
+
+_ASKED = "_lockstep_jit_compile"
+"""The attribute of a model that holds what `compile` was given as `jit_compile`."""
+
+_OPEN: weakref.WeakSet["JaxSession"] = weakref.WeakSet()
+"""The sessions whose models are on devices."""
 
 
 class JaxSession(Session):
@@ -112,6 +123,7 @@ class JaxSession(Session):
 
     def open(self) -> None:
         """Move the variables to the devices."""
+        _OPEN.add(self)
         self.adopt(first=True)
         if not self._several:  # outside a step, each process has them whole
             for variable in variables_of(self.model):  # one by one: each old array is freed
@@ -123,6 +135,7 @@ class JaxSession(Session):
 
     def close(self) -> None:
         """Undo `open`, even if it failed halfway."""
+        _OPEN.discard(self)
         sync_to_variables(self.model)
         self._steps.stop()
         variables = variables_of(self.model)
@@ -177,7 +190,15 @@ class JaxSession(Session):
         return len(self.devices) if isinstance(variable, ShardedVariable) else 1
 
     def remarks(self) -> str:
-        """Return the state that each device holds, if it is sharded."""
+        """Return the state that each device holds, and what keeps a step from being compiled."""
+        words = "" if self._asked is not None else not_compiled_words(self.not_compiled())
+        return (words and f", {words}") + self._sharded_words()
+
+    def not_compiled(self) -> list[Any]:
+        """Return the layers that keep a step from being compiled."""
+        return [] if self.model.run_eagerly else layers_not_compiled(self.model)
+
+    def _sharded_words(self) -> str:
         if not self.layout.is_sharded:
             return ""
         model = self.model
@@ -208,7 +229,7 @@ class JaxSession(Session):
             complete=self._is_complete,
             options=options,
         )
-        if model.run_eagerly or not model.jit_compile:
+        if not self.is_compiled():
             if self._several:
                 raise _no_program(model)
             make = self._steps.eager
@@ -239,8 +260,10 @@ class JaxSession(Session):
         methods |= {
             "call": self._calling(model.call, turns),
             TAKE_JAX_STATE: functools.partial(take_out, model),
+            "compile": self._noting_choice(model.compile),
             "stateless_call": _keeping_losses(model.stateless_call, model),
         }
+        methods |= {name: self._naming_models(methods[name]) for name in STEPPING}
         if is_keras(model, state_sync_name()):
             methods[state_sync_name()] = functools.partial(write_state, model)
         if hasattr(model, "get_state_tree"):  # a layer with Keras's Trainer has none
@@ -272,6 +295,39 @@ class JaxSession(Session):
             return with_values_back(model, body, model.jax_state_sync)
 
         return method_with_values_back
+
+    def _naming_models(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a method: JAX's error for arrays of two models names the models."""
+
+        @functools.wraps(method)
+        def method_that_names_models(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except ValueError as error:
+                if found := self._two_models(str(error)):
+                    raise found from error
+                raise
+
+        return method_that_names_models
+
+    def _two_models(self, said: str) -> LayoutConflict | None:
+        """Return the error for arithmetic between variables of models on different devices."""
+        if "incompatible devices" not in said:
+            return None
+        mine = sorted(device.id for device in jax_devices.find(self.devices))
+        named = [
+            [int(n) for n in each.split(",")] for each in re.findall(r"ids \[([\d, ]+)\]", said)
+        ]
+        for other in _OPEN:
+            there = sorted(device.id for device in jax_devices.find(other.devices))
+            if mine in named and there in named and there != mine:
+                return LayoutConflict(
+                    f"{self.model.name!r} is on {names_in_words(self.devices)}, and a callback of "
+                    f"it computes with variables of {other.model.name!r}\non "
+                    f"{names_in_words(other.devices)}: JAX needs the same devices. Distribute both "
+                    "on the same devices, or read\nthe values first: variable.numpy()."
+                )
+        return None
 
     def _exporting(self, export: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(export)
@@ -325,7 +381,24 @@ class JaxSession(Session):
 
     def is_compiled(self) -> bool:
         """Return whether a step is one program."""
-        return not self.model.run_eagerly and bool(self.model.jit_compile)
+        return is_compiled_on_jax(self.model, self._asked)
+
+    @property
+    def _asked(self) -> bool | None:
+        """What `compile` was given as `jit_compile`; `None` if Keras chose, or is not known."""
+        asked: bool | None = vars(self.model).get(_ASKED)
+        return asked
+
+    def _noting_choice(self, compile: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `compile`: Keras does not keep who has chosen `jit_compile=False`."""
+
+        @functools.wraps(compile)
+        def compile_and_note(*args: Any, **kwargs: Any) -> Any:
+            given = arguments_of(compile, args, kwargs).get("jit_compile", "auto")
+            compile(*args, **kwargs)
+            vars(self.model)[_ASKED] = None if given in ("auto", None) else bool(given)
+
+        return compile_and_note
 
     def epoch(self, kind: Kind, batches: Any, callbacks: Any, run: Callable[[Execute], Any]) -> Any:
         """Run the steps of one epoch, with the state out of the variables."""
@@ -588,8 +661,7 @@ def _no_export(model: Any) -> UnsupportedModel:
 
 def _no_program(model: Any) -> UnsupportedModel:
     """Return the error for a step that cannot be one program, as several processes need."""
-    # keras/src/trainers/trainer.py, model_supports_jit: jit_compile="auto" uses it.
-    layers = [layer for layer in layers_in(model) if not layer.supports_jit]
+    layers = layers_not_compiled(model)
     if layers and not model.run_eagerly:
         names = ", ".join(f"{layer.name} ({type(layer).__name__})" for layer in layers)
         return UnsupportedModel(

@@ -21,6 +21,7 @@ from lockstep.engines.replicas.first_step import (
     without_updates,
 )
 from lockstep.engines.tensorflow.mirrored_variables import mirrored_variables, shared_seeds
+from lockstep.engines.tensorflow.programs import eager_variable_scope
 from lockstep.keras_compat import stored_value
 from lockstep.state import optimizers_of
 
@@ -73,7 +74,9 @@ class RecordedSteps:
         with self._unchanged(), unchanged_objects(model), warnings.catch_warnings():
             # A gradient of a lookup is made dense.
             warnings.filterwarnings("ignore", "Converting sparse IndexedSlices")
-            program = tf.function(traced, autograph=False).get_concrete_function(signature)
+            function = tf.function(traced, autograph=False)
+            with eager_variable_scope():
+                program = function.get_concrete_function(signature)
             with self._unchanged_outside(program.graph.variables):
                 found = program(data)
             states = Recording(model)

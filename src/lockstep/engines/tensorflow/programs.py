@@ -8,6 +8,7 @@ import tensorflow as tf
 from tensorflow.python.framework import ops
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
+from tensorflow.python.ops.variable_scope import get_variable_scope
 
 from lockstep.engines.rowwise import NotRowByRow
 
@@ -31,6 +32,27 @@ def is_repeatable(op: Any) -> bool:
     return repeatable or not op.op_def.is_stateful
 
 
+@contextmanager
+def eager_variable_scope() -> Iterator[None]:
+    """Keep a failed trace from spoiling the variable scope of the process.
+
+    `tf.scan`, `tf.foldl` and `tf.foldr` set a caching device on this scope and leave it there if
+    they raise. TensorFlow can then assign no mirrored variable: with eager execution there is no
+    caching device.
+    """
+    _forget_caching_device()
+    try:
+        yield
+    finally:
+        _forget_caching_device()
+
+
+def _forget_caching_device() -> None:
+    # tensorflow/python/ops/variable_scope.py, VariableScope.set_caching_device
+    if tf.executing_eagerly():
+        get_variable_scope()._caching_device = None
+
+
 class ScratchGraph:
     """A graph for what a followed layer computes without the batch; see `Scratch`.
 
@@ -38,7 +60,8 @@ class ScratchGraph:
     """
 
     def __init__(self) -> None:
-        self._graph = FuncGraph("lockstep_rowwise")
+        # Without `collections`, the graph would share the variable scope of the process.
+        self._graph = FuncGraph("lockstep_rowwise", collections={})
         self._done = 0
         with self._graph.as_default():
             self.kind = self.count_kind = type(tf.constant(0))

@@ -45,6 +45,7 @@ from lockstep.engines.tensorflow.mirrored_variables import (
     mirrored_variables,
 )
 from lockstep.engines.tensorflow.placed_variables import PlacedVariables
+from lockstep.engines.tensorflow.programs import eager_variable_scope
 from lockstep.engines.tensorflow.replica_consistency import (
     ReplicasDiffer,
     assertions_in_words,
@@ -104,6 +105,7 @@ class TensorFlowSession(Session):
 
     # ------------------------------------------------------------ on and off the devices
 
+    @eager_variable_scope()
     def check(self) -> None:
         """Raise if the model cannot be on these devices."""
         self.steps.adopt()
@@ -154,6 +156,7 @@ class TensorFlowSession(Session):
         step = self._predict_function()
         ready = False
 
+        @eager_variable_scope()
         def predict(batches: list[Any]) -> Any:
             nonlocal ready, step
             if not ready:
@@ -193,6 +196,7 @@ class TensorFlowSession(Session):
         function = self._function(name, step)
         version: int | None = None
 
+        @eager_variable_scope()
         def run(iterator: Any) -> Any:
             nonlocal function, version
             batches, spec = None, getattr(iterator, "element_spec", None)
@@ -304,6 +308,7 @@ class TensorFlowSession(Session):
         else:
             self._take_in()
 
+    @eager_variable_scope()
     def _build(self, name: str, batch: Any) -> None:
         """Build what a step needs, and lay out its variables."""
         with self.steps.building():

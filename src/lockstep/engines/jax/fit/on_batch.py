@@ -17,12 +17,12 @@ from lockstep.keras_compat import (
     check_compiled,
     class_weight_to_sample_weights,
     is_built,
-    pythonify_logs,
     take_jax_state,
     trainer_class,
     values_in_order,
 )
 from lockstep.training.arrays import host_array
+from lockstep.training.logs import pythonify_logs
 from lockstep.training.overrides import is_keras, knows_arguments
 from lockstep.training.session import PREDICT, TEST, TRAIN, Kind
 

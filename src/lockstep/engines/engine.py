@@ -1,6 +1,7 @@
 """The interface of an engine: what only its framework can do."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -220,9 +221,15 @@ class Probe(Protocol):
         """
         ...
 
-    def inspect(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the layer outputs for `batch`, in order, and the gradient of each variable.
+    def inspect(
+        self, batches: Iterable[Any], *, layers: bool = True
+    ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Yield the layer outputs of each batch, in order, and the gradient of each variable.
 
-        The model does not change.
+        A batch does not change the model. The caller may assign values between two batches.
+
+        Args:
+            batches: Batches in the structure that `fit` passes to a training step.
+            layers: Whether the outputs of layers are wanted.
         """
         ...

@@ -1,7 +1,7 @@
 """The interface of an engine: what only its framework can do."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -223,7 +223,7 @@ class Probe(Protocol):
 
     def inspect(
         self, batches: Iterable[Any], *, layers: bool = True
-    ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    ) -> Generator[tuple[dict[str, Any], dict[str, Any]], None, None]:
         """Yield the layer outputs of each batch, in order, and the gradient of each variable.
 
         A batch does not change the model. The caller may assign values between two batches.

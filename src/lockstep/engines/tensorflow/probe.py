@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -82,7 +82,7 @@ class TensorFlowProbe:
 
     def inspect(
         self, batches: Iterable[Any], *, layers: bool = True
-    ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    ) -> Generator[tuple[dict[str, Any], dict[str, Any]], None, None]:
         """Yield the output of each layer, in order, and the gradient of each variable.
 
         Layers inside nested models are included. A model with its own `train_step` has no

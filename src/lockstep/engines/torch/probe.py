@@ -1,6 +1,6 @@
 """Records the layer outputs and the gradients of one training step on PyTorch."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -110,7 +110,7 @@ class TorchProbe:
 
     def inspect(
         self, batches: Iterable[Any], *, layers: bool = True
-    ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    ) -> Generator[tuple[dict[str, Any], dict[str, Any]], None, None]:
         """Yield the output of each layer, in order, and the gradient of each variable.
 
         Layers inside nested models are included. A model with its own `train_step` has no

@@ -1,6 +1,6 @@
 """A view into one training step on JAX: the layer outputs and the gradients."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -64,7 +64,7 @@ class JaxProbe:
 
     def inspect(
         self, batches: Iterable[Any], *, layers: bool = True
-    ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    ) -> Generator[tuple[dict[str, Any], dict[str, Any]], None, None]:
         """Yield the output of each layer, in order, and the gradient of each variable.
 
         The layers are those of the model and of nested models. A model with its own `train_step`

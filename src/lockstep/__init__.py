@@ -13,6 +13,8 @@ from lockstep.distribute import multi_gpu_model as multi_gpu_model
 from lockstep.distribute import release as release
 from lockstep.distribute import rowwise as rowwise
 from lockstep.distribute import sharded as sharded
+from lockstep.first_process import first_process as first_process
+from lockstep.first_process import is_first as is_first
 from lockstep.initialize import initialize as initialize
 from lockstep.initialize import join_at_first_use as _join_at_first_use
 from lockstep.launch.status import report_from_environment as _report_from_environment
@@ -32,8 +34,10 @@ __all__ = [
     "devices",
     "distribute",
     "errors",
+    "first_process",
     "initialize",
     "inspect",
+    "is_first",
     "load_weights",
     "multi_gpu_model",
     "on",

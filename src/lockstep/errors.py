@@ -97,6 +97,10 @@ class NotAModel(LockstepError, TypeError):
     """The object is not a Keras model that can be trained."""
 
 
+class NotACallback(LockstepError, TypeError):
+    """The object is not a Keras callback, and no function that makes one."""
+
+
 class UnusableData(LockstepError, ValueError):
     """The data or the model cannot be trained on. The data have no batch, for example."""
 

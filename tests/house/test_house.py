@@ -29,6 +29,7 @@ LAYERS = [
     {"batches", "targets"},
     {
         "distribute",
+        "first_process",
         "initialize",
         "rehearsal",
         "export",
@@ -74,8 +75,10 @@ def test_the_public_names():
         "devices",
         "distribute",
         "errors",
+        "first_process",
         "initialize",
         "inspect",
+        "is_first",
         "load_weights",
         "multi_gpu_model",
         "on",

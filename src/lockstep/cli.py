@@ -360,6 +360,11 @@ def plan(
     """
     import lockstep
 
+    if largest_batch and gpu is None:
+        raise click.UsageError(
+            "--largest-batch compiles the step for a GPU, and --gpu was not given. Add one, such "
+            "as --gpu h100."
+        )
     counts = _counts(devices)
     if not rehearsed_devices(os.environ):
         lockstep.rehearse(1)  # GPUs that are here have other work

@@ -10,6 +10,7 @@ from lockstep.devices import Device
 from lockstep.errors import UnsupportedBackend
 from lockstep.launch.environment import Place
 from lockstep.layout import Layout
+from lockstep.step_bytes import LayoutBytes
 from lockstep.training.session import Session
 
 
@@ -88,6 +89,17 @@ class Engine(ABC):
         """
         raise NotImplementedError
 
+    def gathers_again(self, size: int, memory: float) -> bool:
+        """Return whether a step gathers sharded weights again for its backward pass.
+
+        Otherwise it keeps them from the forward pass, or never has them all at once.
+
+        Args:
+            size: The bytes of all sharded weights.
+            memory: The bytes of a device.
+        """
+        return False
+
     def empty_value(self, variable: Any) -> Any:
         """Return what a variable without a value stores; it takes no memory."""
         return None
@@ -105,15 +117,14 @@ class Engine(ABC):
         raise UnsupportedBackend(f"{self.name} traces no step without data.")
 
     def compiled_bytes(
-        self, model: Any, batch: Any, devices: int, state: str, gpu: dict[str, Any]
+        self, model: Any, batch: Any, layout: LayoutBytes, gpu: dict[str, Any]
     ) -> tuple[int, int]:
         """Compile a training step on shapes for GPUs that are not here.
 
         Args:
             model: A model that is built. No value is read.
             batch: The shapes of a global batch.
-            devices: The number of GPUs.
-            state: How the variables are laid out, `"replicated"` or `"sharded"`.
+            layout: The number of GPUs, and how the variables are laid out.
             gpu: What XLA has to know of the GPU.
 
         Returns:

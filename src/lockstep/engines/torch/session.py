@@ -25,6 +25,7 @@ from lockstep.engines.replicas.first_step import (
     compare,
     distrusted_part,
     form_of,
+    is_checked,
 )
 from lockstep.engines.torch import devices as torch_devices
 from lockstep.engines.torch.branches.branch_steps import BranchSteps, to_default_device
@@ -524,6 +525,15 @@ class TorchSession(Session):
     def is_compiled(self) -> bool:
         """Return whether the first call of a step function compiles it."""
         return len(self.devices) == 1 and bool(self.model.jit_compile)
+
+    def first_work(self) -> str | None:
+        """Return what is done before a first step runs."""
+        if len(self.devices) == 1 or not is_checked():
+            return super().first_work()
+        return (
+            "reading its batch, and comparing the step with one device (LOCKSTEP_CHECK=0 leaves "
+            "this out)"
+        )
 
     def epoch(self, kind: Kind, batches: Any, callbacks: Any, run: Callable[[Execute], Any]) -> Any:
         """Run the steps of one epoch, in the mode of `torch.nn.Module` that Keras sets."""

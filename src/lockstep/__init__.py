@@ -4,6 +4,7 @@ import os as _os
 import typing as _typing
 
 from lockstep import errors as errors
+from lockstep.bench import bench as bench
 from lockstep.branches import on as on
 from lockstep.branches import place as place
 from lockstep.branches import placement as placement
@@ -31,6 +32,7 @@ if _typing.TYPE_CHECKING:
 
 __all__ = [
     "Checkpoint",
+    "bench",
     "devices",
     "distribute",
     "errors",

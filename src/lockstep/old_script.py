@@ -73,7 +73,7 @@ _OF_LAYERS = {
 }
 _HAVE_OUTPUT_DIM = {"Embedding"}
 _OLD_CONVOLUTIONS = {"Convolution2D": 2, "Convolution3D": 3}
-"""Their first names, which Keras 3 has as well. The sizes of a kernel were arguments of their own."""
+"""Their first names, which Keras 3 has as well. Each size of a kernel was an argument."""
 
 _GENERATORS = {
     "fit_generator": ("fit", ("steps_per_epoch", "epochs")),

@@ -72,6 +72,7 @@ def test_the_public_names():
     assert star.keys() - {"__builtins__"} == public
     assert public == {
         "Checkpoint",
+        "bench",
         "devices",
         "distribute",
         "errors",

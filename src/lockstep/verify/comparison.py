@@ -60,7 +60,7 @@ def compare(
     probe = engine.probe(model)
     with (
         tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder,
-        _untouched(engine, model, probe, batches[0]) as lowered,
+        untouched(engine, model, probe, batches[0]) as lowered,
         process_group.values_of_first(model),
         probe.precise(),
     ):
@@ -515,7 +515,7 @@ def _first_apart(
 
 
 @contextmanager
-def _untouched(engine: Engine, model: Any, probe: Probe, batch: Batch) -> Iterator[str | None]:
+def untouched(engine: Engine, model: Any, probe: Probe, batch: Batch) -> Iterator[str | None]:
     """Build the model as `fit` does, and restore its values and devices afterwards.
 
     Yields:

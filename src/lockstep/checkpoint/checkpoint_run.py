@@ -346,7 +346,8 @@ class CheckpointRun:
         here = [Entry(*each) for each in run.variables()]
         there = [Entry(name, array.dtype.name, array.shape) for name, array in found.arrays.items()]
         there, values = there[: state["variables"]], _variables(found)
-        if self._takes_rate(run, found):
+        takes_rate, warning = self._rate(found)
+        if takes_rate:
             rest = [pair for pair in zip(there, values, strict=True) if not is_rate(pair[0].name)]
             check_variables(
                 path,
@@ -358,6 +359,8 @@ class CheckpointRun:
         else:
             check_variables(path, there, here)
         check_facts(path, state, self._facts)
+        if warning and self._writes:
+            _warn(warning)
         if asked > epoch:
             raise CheckpointError(
                 f"initial_epoch={asked} was asked for, and {path} is at epoch {epoch}.\n"
@@ -378,8 +381,8 @@ class CheckpointRun:
         self._epoch, self._step = epoch, step
         return run.epochs if restored["stopped"] else epoch
 
-    def _takes_rate(self, run: FitRun, found: Found) -> bool:
-        """Return whether the learning rate of `compile` replaces that of the run.
+    def _rate(self, found: Found) -> tuple[bool, str]:
+        """Return whether the learning rate of `compile` replaces that of the run, or a warning.
 
         It does if it is asked for and `compile` has another one than before. So a rate that a
         callback has lowered is kept where the same script runs again.
@@ -391,25 +394,24 @@ class CheckpointRun:
         asked = self._settings.learning_rate == "compile"
         changed = changed_rate(written, here)
         if changed is None or asked:
-            return asked and (changed is not None or written is None or here is None)
+            return asked and (changed is not None or written is None or here is None), ""
         then, now = changed
+        take = 'To go on with that of compile, give Checkpoint(..., learning_rate="compile").'
         if isinstance(then, dict) or isinstance(now, dict):
             raise CheckpointMismatch(
                 f"{found.path} was written with another learning rate: it was {_rate(then)}, and "
-                f"compile has {_rate(now)}.\nTo go on with that of compile, give "
-                'Checkpoint(..., learning_rate="compile").'
+                f"compile has {_rate(now)}.\n{take}"
             )
         for mine, before in zip(rates_of(here), rates_of(written), strict=False):
             mine["learning_rate"] = before["learning_rate"]  # asked again at the next start
         names = list(found.arrays)[: found.state["variables"]]
         kept = [float(found.arrays[name]) for name in names if is_rate(name)]
-        if now not in kept and self._writes:  # a second fit of one script has the rate of the run
-            _warn(
-                f"The learning rate {_rate(now)} of compile is not used: {found.path} was compiled "
-                f"with {_rate(then)}, and goes on with {', '.join(map(_rate, kept))}.\nTo go on "
-                'with that of compile, give Checkpoint(..., learning_rate="compile").'
-            )
-        return False
+        if now in kept:  # a second fit of one script has the rate of the run
+            return False, ""
+        return False, (
+            f"The learning rate {_rate(now)} of compile is not used: {found.path} was compiled "
+            f"with {_rate(then)}, and goes on with {', '.join(map(_rate, kept))}.\n{take}"
+        )
 
     def _stays_stopped(self, run: FitRun, found: Found) -> bool:
         """Whether a run that a callback stopped stays stopped; warns if epochs are left."""

@@ -76,7 +76,8 @@ def verify(
     names = parse_devices(devices, engine.devices())
     if len(names) < 2:
         raise DeviceError(
-            f"devices={devices!r} means {names[0]} alone, and verify needs at least 2 devices.",
+            f"{'Here is' if devices is None else f'devices={devices!r} means'} {names[0]} alone, "
+            "and verify needs at least 2 devices.",
             rehearse=2,
         )
     from lockstep.engines.attachment import session_of  # which imports Keras

@@ -121,7 +121,7 @@ class _Misused(click.ClickException):
 def demo(devices: int, epochs: int, output: Path) -> None:
     """Train two models on one device and on several, and compare.
 
-    One learns handwritten digits, the other Python's own source text, in about a minute.
+    One learns handwritten digits, the other Python's own source text, in one to two minutes.
     The exit status is 0 if the runs agree, else 1. A GPU is not needed.
 
     Example: lockstep demo --devices 8

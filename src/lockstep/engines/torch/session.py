@@ -202,7 +202,9 @@ class TorchSession(Session):
         if self.layout.is_sharded:
             line += self._sharded_words()
         ignored = self._splits and self.model.jit_compile
-        return line + (", without torch.compile" if ignored else "")
+        line += ", without torch.compile" if ignored else ""
+        draws = any("seed_generator_state" in v.path for v in self.model.non_trainable_variables)
+        return line + (", with random numbers of each device" if self._splits and draws else "")
 
     def _build_optimizer(self) -> None:
         """Build the optimizer of a built model, as a training step would now."""

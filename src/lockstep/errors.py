@@ -10,6 +10,7 @@
     ├── UnsupportedBackend            there is no engine for the backend or its mode
     ├── UnsupportedKeras              this version of Keras was not checked
     ├── NotAModel (TypeError)         the object is not a Keras model
+    ├── NotACallback (TypeError)      the object is not a Keras callback
     ├── UnusableData (ValueError)     the data or the model cannot be trained on
     ├── TargetNotFound (ValueError)   file.py:function does not exist or does not fit
     ├── ProcessesDisagree             several processes would not train one model
@@ -98,7 +99,7 @@ class NotAModel(LockstepError, TypeError):
 
 
 class NotACallback(LockstepError, TypeError):
-    """The object is not a Keras callback, and no function that makes one."""
+    """The object is neither a Keras callback nor a function that makes one."""
 
 
 class UnusableData(LockstepError, ValueError):

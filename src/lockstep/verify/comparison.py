@@ -40,6 +40,8 @@ def compare(
     batches: list[Batch],
     names: tuple[str, ...],
     state: str = REPLICATED,
+    *,
+    from_same_weights: bool = False,
 ) -> tuple[Verification, SameWeights | None]:
     """Compare training on several devices with training on one; restore the model afterwards.
 
@@ -52,9 +54,10 @@ def compare(
         batches: The batches to train on, one for each step, as `fit` hands them over.
         names: The devices to compare with one, at least 2.
         state: How the variables are laid out on them.
+        from_same_weights: Whether steps in float64 that differ are compared from the same weights.
 
     Returns:
-        The result; and each step from the same weights, where steps in float64 differ.
+        The result, and that comparison.
     """
     rows = [rows_of(batch) for batch in batches]
     probe = engine.probe(model)
@@ -65,6 +68,7 @@ def compare(
         probe.precise(),
     ):
         comparison = _Comparison(engine, model, probe, batches, names, state, Path(folder), lowered)
+        comparison.from_same_weights = from_same_weights
         comparison.run()
     found = Verification(
         backend=engine.name,
@@ -102,6 +106,7 @@ class _Comparison:
     state: str
     folder: Path
     lowered: str | None
+    from_same_weights: bool = False
     same_weights: SameWeights | None = None
     zero_gradients: tuple[str, ...] = ()
     behind_zero_gradients: tuple[str, ...] = ()
@@ -160,7 +165,8 @@ class _Comparison:
                 "the model, float64 decides."
             )
         else:
-            self._compare_from_same_weights()
+            if self.from_same_weights:
+                self._compare_from_same_weights()
             self.first_step, self.first_layer, what = self._first_part(self.differences, self.names)
             self.cause = _cause(self.first_layer, what)
 

@@ -159,7 +159,8 @@ def main(given: Path, found: Path) -> None:
         settings, model, batches, names, state = pickle.loads(given.read_bytes())
         keras.config.set_image_data_format(settings[0])
         keras.config.set_epsilon(settings[1])
-        result = compare(current_engine(), trackers_mended(model), batches, names, state)
+        model = trackers_mended(model)
+        result = compare(current_engine(), model, batches, names, state, from_same_weights=True)
     except Exception as error:
         result = f"the process of float64 ended with {type(error).__name__}: {reason_of(error)}."
     found.write_bytes(pickle.dumps(result))

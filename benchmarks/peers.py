@@ -15,6 +15,9 @@ With `--platform gpu` all of this is on one GPU, for libraries that have come wi
 clock on the wall counts then, nothing is pinned, and each library has its own default for the
 precision of products of matrices. Every side sends each batch to the device.
 
+`--write` also draws the picture of docs/performance.md. `--draw` draws it of the table that is
+on the page, and measures nothing.
+
 One process, one device: this is what each library costs before any device talks to another
 (`two_processes.py` has two that talk). A peer that is not installed is said to be so.
 """
@@ -25,15 +28,19 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import socket
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from hardware import CLOCKS, add_platform, check, described, environment, require
 from rows import BATCH, data
 from workers import Worker, answer, pin
 
+PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+PICTURE = PAGE.with_name("images") / "peers.png"
 WIDTH = {"mlp": 64, "cnn": 256, "transformer": 256}
 STEPS = {"mlp": 1000, "cnn": 200, "transformer": 200}
 BY_HAND = {"jax": "by hand", "tensorflow": "by hand, TensorFlow", "torch": "by hand, PyTorch"}
@@ -227,11 +234,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, help="steps per round; the model's own by default")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--write", action="store_true", help=f"also draw {PICTURE.name}")
+    parser.add_argument(
+        "--draw", action="store_true", help="draw it of the page, without measuring"
+    )
     add_platform(parser)
     parser.add_argument("--worker", choices=BACKENDS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         worker(arguments.worker, arguments.models[0], arguments.steps, arguments.platform)
+        return
+    if arguments.draw:
+        draw(ratios_on(PAGE.read_text()))
         return
     require(arguments.platform, 1)
     results = []
@@ -240,6 +254,8 @@ def main() -> None:
         results.append(measure(name, arguments.rounds, steps, arguments.platform))
         if not arguments.json:
             show(results[-1])
+    if arguments.write:
+        draw({each["model"]: each["over lockstep"] for each in results})
     around = {"rows per step": BATCH, "cores": os.cpu_count(), "versions": versions()}
     print(json.dumps({"results": results, **around}, indent=1) if arguments.json else around)
 
@@ -270,6 +286,58 @@ def show(result: dict[str, Any]) -> None:
     for side, why in result["left out"].items():
         print(f"  {side}: left out ({why})")
     print("", flush=True)
+
+
+Ratios = dict[str, dict[str, list[float]]]
+"""By model and side: median and quartiles of its time over that of lockstep."""
+
+
+def ratios_on(page: str) -> Ratios:
+    """Return the ratios of the first table of the page that has the sides of this benchmark."""
+    table = page.split("python benchmarks/peers.py\n")[1].split("\n\n|")[1].split("\n\n")[0]
+    head, _, *lines = (
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()
+    )
+    models = [name.split(",")[0] for name in head[1:]]
+    found: Ratios = {name: {} for name in models}
+    for side, *cells in lines:
+        for name, cell in zip(models, cells, strict=True):
+            numbers = [float(each) for each in re.findall(r"\d+\.\d+", cell)]
+            if len(numbers) == 3:
+                found[name][side] = numbers
+    return found
+
+
+def draw(ratios: Ratios, path: Path = PICTURE) -> None:
+    """Draw each side's time over that of lockstep, with quartiles, on a log scale."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    sides = [side for side in next(iter(ratios.values())) if side != OURS]
+    figure = Figure(figsize=(8, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for number, (model, marker) in enumerate(zip(ratios, "os^", strict=False)):
+        rows = [row + 0.22 * (number - 1) for row in range(len(sides))]
+        medians = [ratios[model][side][0] for side in sides]
+        below = [ratios[model][side][0] - ratios[model][side][1] for side in sides]
+        above = [ratios[model][side][2] - ratios[model][side][0] for side in sides]
+        axes.errorbar(
+            medians, rows, xerr=[below, above], fmt=marker, markersize=5, capsize=2, label=model
+        )
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_xscale("log")
+    ticks = [0.5, 0.7, 1, 1.5, 2, 3, 5, 10]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
+    axes.set_xticks([], minor=True)
+    axes.set_yticks(range(len(sides)), sides)
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_xlabel(
+        "CPU time of a step over that of lockstep on JAX (right of 1: lockstep costs less)"
+    )
+    axes.legend()
+    figure.savefig(path, dpi=130)
 
 
 if __name__ == "__main__":

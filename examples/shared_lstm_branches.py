@@ -36,7 +36,7 @@ with lockstep.on(third):
 
 model = keras.Model([input_a, input_b], outputs)
 model.compile("adam", "binary_crossentropy", metrics=["accuracy"])
-lockstep.placement(model)
+print(lockstep.placement(model))
 
 # Do two sequences end with the same sign?
 rng = np.random.default_rng(0)

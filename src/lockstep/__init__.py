@@ -4,6 +4,7 @@ import os as _os
 import typing as _typing
 
 from lockstep import errors as errors
+from lockstep.bench import bench as bench
 from lockstep.branches import on as on
 from lockstep.branches import place as place
 from lockstep.branches import placement as placement
@@ -13,6 +14,8 @@ from lockstep.distribute import multi_gpu_model as multi_gpu_model
 from lockstep.distribute import release as release
 from lockstep.distribute import rowwise as rowwise
 from lockstep.distribute import sharded as sharded
+from lockstep.first_process import first_process as first_process
+from lockstep.first_process import is_first as is_first
 from lockstep.initialize import initialize as initialize
 from lockstep.initialize import join_at_first_use as _join_at_first_use
 from lockstep.launch.status import report_from_environment as _report_from_environment
@@ -29,11 +32,14 @@ if _typing.TYPE_CHECKING:
 
 __all__ = [
     "Checkpoint",
+    "bench",
     "devices",
     "distribute",
     "errors",
+    "first_process",
     "initialize",
     "inspect",
+    "is_first",
     "load_weights",
     "multi_gpu_model",
     "on",

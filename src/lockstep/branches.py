@@ -4,18 +4,20 @@ import difflib
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from io import StringIO
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.devices import names_in_words, parse_devices
 from lockstep.distribute import check_model
 from lockstep.engines import current_engine
 from lockstep.errors import DeviceError, SerialBranchesWarning, UnsupportedModel, shown
+from lockstep.report import Report, console, print_table, table
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Console
 
-    from lockstep.training.session import Session
-    from lockstep.transfers import Transfer
+    from lockstep.transfers import PlacedLayer, Transfer
 
 Model = TypeVar("Model")
 
@@ -120,87 +122,112 @@ def place(model: Model, layers: Mapping[str, str | int] | None = None) -> Model:
     return model
 
 
-def placement(model: Any) -> None:
-    """Print what runs where: the devices of a model, its layout, and its bytes on each device.
+@dataclass(frozen=True)
+class Placement(Report):
+    """What runs where, of one model.
 
-    For layers on several devices, each layer has a line with its device, its bytes, and the
-    transfers between devices. The bytes of outputs and transfers are those of one row of a batch.
+    Attributes:
+        name: The name of the model.
+        devices: The names of its devices.
+        layout: How the model is on them, in words.
+        weights: The bytes of weights on each device.
+        optimizer: The bytes of optimizer slots on each device. Those of layers on several devices
+            are with their layers, and not counted.
+        layers: The layers on several devices, with their transfers; none where each device runs
+            every layer.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    layout: str
+    weights: dict[str, int]
+    optimizer: dict[str, int]
+    layers: tuple["PlacedLayer", ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the same as plain lists, numbers and strings."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """The whole table."""
+        from rich.console import Console
+
+        shown = Console(file=StringIO(), width=console().width, highlight=False)
+        self.show(shown)
+        return str(shown.file.getvalue()).rstrip()  # type: ignore[attr-defined]
+
+    def show(self, console: "Console") -> None:
+        """Print a table: a line for each layer, or for each device."""
+        heads = ["device", "weights (bytes)", "optimizer (bytes)"]
+        if self.layers:
+            heads = ["layer", "device", "weights (bytes)", "outputs (bytes a row)", "receives"]
+        made = table(*heads)
+        made.title = f"{self.name!r} on {names_in_words(self.devices)}: {self.layout}"
+        for column in made.columns:
+            column.justify = "right" if "bytes" in str(column.header) else "left"
+        for line in self.layers:
+            received = [
+                f"{_number(each.row_bytes)} from {each.from_device} ({each.source})"
+                for each in line.receives
+            ]
+            numbers = _number(line.weight_bytes), _number(line.row_bytes)
+            made.add_row(line.layer, line.device, *numbers, "\n".join(received))
+        for device, count in self.weights.items():
+            if self.layers:
+                made.add_row("all layers", device, _number(count))
+            else:
+                made.add_row(device, _number(count), _number(self.optimizer[device]))
+        print_table(console, made)
+
+
+def placement(model: Any) -> Placement:
+    """Return what runs where: the devices of a model, its layout, and its bytes on each device.
+
+    `print` shows it as a table, and so does a notebook. For layers on several devices, each layer
+    has a line with its device, its bytes, and the transfers between devices. The bytes of outputs
+    and transfers are those of one row of a batch.
 
     Args:
         model: A `keras.Model`, distributed or not.
 
     Returns:
-        Nothing.
+        The report.
 
     Raises:
         NotAModel: If `model` is no Keras model.
 
     Example:
         >>> lockstep.place(model, {"dense*": "cpu:1"})
-        >>> lockstep.placement(model)
+        >>> print(lockstep.placement(model))
     """
     check_model(model)
-    from rich.console import Console
-    from rich.table import Table
-
     from lockstep.engines.attachment import session_of
     from lockstep.layout import Branches
-    from lockstep.report import print_table
+    from lockstep.state import bytes_of, named_variables
     from lockstep.transfers import placed_layers
 
+    name = getattr(model, "name", type(model).__name__)
     session = session_of(model)
     layout = None if session is None else session.layout
-    if not isinstance(layout, Branches):
-        print_table(Console(), _data_parallel(model, session))
-        return
-    table = Table(title=f"{_name(model)} on {names_in_words(layout.devices)}")
-    for column in ("layer", "device", "weights (bytes)", "outputs (bytes a row)", "receives"):
-        table.add_column(column, justify="right" if "bytes" in column else "left")
-    for line in placed_layers(model, layout):
-        received = [
-            f"{_number(each.row_bytes)} from {each.from_device} ({each.source})"
-            for each in line.receives
-        ]
-        table.add_row(
-            line.layer,
-            line.device,
-            _number(line.weight_bytes),
-            _number(line.row_bytes),
-            "\n".join(received),
-        )
-    bytes_on = dict.fromkeys(layout.devices, 0)
-    for line in placed_layers(model, layout):
-        bytes_on[line.device.split(", ")[0]] += line.weight_bytes
-    for device, count in bytes_on.items():
-        table.add_row("all layers", device, _number(count))
-    print_table(Console(), table)
-
-
-def _data_parallel(model: Any, session: "Session | None") -> "Table":
-    """Return the table of a model whose layers all run on each of its devices."""
-    from rich.table import Table
-
-    from lockstep.state import bytes_of, named_variables
-
+    if isinstance(layout, Branches):
+        lines = tuple(placed_layers(model, layout))
+        weights = dict.fromkeys(layout.devices, 0)
+        for line in lines:
+            weights[line.device.split(", ")[0]] += line.weight_bytes
+        return Placement(name, layout.devices, "layers on devices", weights, {}, lines)
     names = (current_engine().devices()[0].name,) if session is None else session.devices
-    layout = "one device"
-    if session is not None and len(names) > 1:
-        is_sharded = session.layout.is_sharded
-        where = "variables in shards" if is_sharded else "every variable on every device"
-        layout = f"data parallel, {where}"
-    weights = slots = 0
-    for name, variable in named_variables(model).items():
-        held = bytes_of(variable) // (1 if session is None else session.shards(variable))
-        if name.startswith(("trainable/", "non_trainable/")):
-            weights += held
-        elif name.startswith("optimizer/"):
-            slots += held
-    table = Table(title=f"{_name(model)} on {names_in_words(names)}: {layout}")
-    for column in ("device", "weights (bytes)", "optimizer (bytes)"):
-        table.add_column(column, justify="right" if "bytes" in column else "left")
-    for device in names:
-        table.add_row(device, _number(weights), _number(slots))
-    return table
+    words = "one device"
+    if layout is not None and len(names) > 1:
+        where = "variables in shards" if layout.is_sharded else "every variable on every device"
+        words = f"data parallel, {where}"
+    held = slots = 0
+    for path, variable in named_variables(model).items():
+        size = bytes_of(variable) // (1 if session is None else session.shards(variable))
+        if path.startswith(("trainable/", "non_trainable/")):
+            held += size
+        elif path.startswith("optimizer/"):
+            slots += size
+    return Placement(name, names, words, dict.fromkeys(names, held), dict.fromkeys(names, slots))
 
 
 def _place_new(model: Any) -> None:

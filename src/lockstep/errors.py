@@ -10,6 +10,7 @@
     ├── UnsupportedBackend            there is no engine for the backend or its mode
     ├── UnsupportedKeras              this version of Keras was not checked
     ├── NotAModel (TypeError)         the object is not a Keras model
+    ├── NotACallback (TypeError)      the object is not a Keras callback
     ├── UnusableData (ValueError)     the data or the model cannot be trained on
     ├── TargetNotFound (ValueError)   file.py:function does not exist or does not fit
     ├── ProcessesDisagree             several processes would not train one model
@@ -95,6 +96,10 @@ class UnsupportedKeras(LockstepError):
 
 class NotAModel(LockstepError, TypeError):
     """The object is not a Keras model that can be trained."""
+
+
+class NotACallback(LockstepError, TypeError):
+    """The object is neither a Keras callback nor a function that makes one."""
 
 
 class UnusableData(LockstepError, ValueError):

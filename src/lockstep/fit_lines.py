@@ -2,6 +2,8 @@
 
 import inspect
 import os
+import threading
+import time
 from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any
@@ -64,12 +66,53 @@ LONG = 1.0
 """The duration of a first step, in seconds, from which a line reports it."""
 
 
-def first_step_line(seconds: float) -> str:
-    """Return the line that reports a slow first step."""
-    return (
-        f"lockstep: the first training step is under way after {seconds:.1f} s, "
-        "in which its batch was read and the step compiled"
-    )
+WAIT = 5.0
+"""The duration of a first step, in seconds, from which a line says what it waits for."""
+
+
+class Wait:
+    """A wait that prints a line if it takes longer than `WAIT`, once."""
+
+    def __init__(self, line: str) -> None:
+        self._line = line
+        self._began = 0.0
+        self._timer: threading.Timer | None = None
+        self._is_told = False
+
+    def start(self) -> None:
+        """Begin to wait."""
+        self._began = time.monotonic()
+        if not self._is_told:
+            self._timer = threading.Timer(WAIT, self._tell)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def stop(self) -> float:
+        """End the wait, and return its seconds."""
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+            timer.join()
+        return time.monotonic() - self._began
+
+    def _tell(self) -> None:
+        self._is_told = True
+        print(self._line, flush=True)
+
+
+def waiting_line(phase: str, work: str) -> str:
+    """Return the line that says what a slow first step waits for.
+
+    Args:
+        phase: What the steps do, such as "training".
+        work: What is done before the step runs, as a noun.
+    """
+    return f"lockstep: the first {phase} step takes more than {WAIT:.0f} s: {work}"
+
+
+def first_step_line(phase: str, work: str, seconds: float) -> str:
+    """Return the line that reports that a slow first step is ready."""
+    return f"lockstep: the first {phase} step is under way after {seconds:.1f} s: {work}"
 
 
 def fit_line(backend: str, layout: Layout, given: Given, compiles: bool = False) -> str:

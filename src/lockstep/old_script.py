@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _OPTIMIZERS = {"SGD", "RMSprop", "Adagrad", "Adadelta", "Adam", "Adamax", "Nadam"}
 _FITS = {"fit", "fit_generator", "evaluate_generator", "predict_generator"}
+_OF_COMPILE = 'leave it out, and give compile metrics=["accuracy"]'
 _OF_THE_DATA = "an argument of keras.utils.PyDataset; leave it out for a generator"
 
 _KEYWORDS: dict[str, dict[str, str]] = {
@@ -35,12 +36,15 @@ _KEYWORDS: dict[str, dict[str, str]] = {
             "nb_epoch": "epochs=",
             "samples_per_epoch": "steps_per_epoch=, in batches",
             "nb_val_samples": "validation_steps=, in batches",
-            "workers": _OF_THE_DATA,
-            "use_multiprocessing": _OF_THE_DATA,
-            "max_queue_size": _OF_THE_DATA,
+            **dict.fromkeys(
+                ("workers", "use_multiprocessing", "max_queue_size", "max_q_size"), _OF_THE_DATA
+            ),
+            **dict.fromkeys(("nb_worker", "pickle_safe"), _OF_THE_DATA),
+            "show_accuracy": _OF_COMPILE,
         }
         for name in _FITS
     },
+    **{name: {"show_accuracy": _OF_COMPILE} for name in ("evaluate", "train_on_batch")},
     "ModelCheckpoint": {"period": 'save_freq=, in batches, or "epoch"'},
     "TensorBoard": {"write_grads": "leave it out", "batch_size": "leave it out"},
     "Model": {"input": "inputs=", "output": "outputs="},
@@ -52,19 +56,44 @@ _OF_LAYERS = {
     "border_mode": "padding=",
     "subsample": "strides=",
     "init": "kernel_initializer=",
+    "inner_init": "recurrent_initializer=",
+    "inner_activation": "recurrent_activation=",
     "W_regularizer": "kernel_regularizer=",
     "b_regularizer": "bias_regularizer=",
+    "W_constraint": "kernel_constraint=",
+    "b_constraint": "bias_constraint=",
+    "dropout_W": "dropout=",
+    "dropout_U": "recurrent_dropout=",
     "p": "rate=",
+    "bias": "use_bias=",
+    "dim_ordering": "data_format=",
+    "nb_filter": "filters=",
+    **dict.fromkeys(("nb_row", "nb_col", "filter_length"), "kernel_size="),
+    "output_dim": "units=",
 }
+_HAVE_OUTPUT_DIM = {"Embedding"}
+_OLD_CONVOLUTIONS = {"Convolution2D": 2, "Convolution3D": 3}
+"""Their first names, which Keras 3 has as well. Each size of a kernel was an argument."""
+
+_GENERATORS = {
+    "fit_generator": ("fit", ("steps_per_epoch", "epochs")),
+    "evaluate_generator": ("evaluate", ("steps",)),
+    "predict_generator": ("predict", ("steps",)),
+}
+"""The method of Keras 3, and the names of the arguments that follow the data by position."""
 
 _METHODS = {
-    "fit_generator": "fit(...)",
-    "evaluate_generator": "evaluate(...)",
-    "predict_generator": "predict(...)",
     "predict_classes": "predict(...).argmax(axis=-1)",
 }
 
 _NO_SESSION = "leave it out: Keras 3 has no sessions"
+_BY_MODE = "keras.layers.concatenate, add, multiply or dot, by its mode="
+_OF_FUNCTIONS = {
+    "flatten": "keras.ops.reshape(x, (-1,))",
+    "function": "keras.Model(inputs, outputs), which is called with arrays",
+    "merge": _BY_MODE,
+}
+"""For functions of Keras 2 whose names are those of modules, too."""
 _REMEDIES = {
     "ImageDataGenerator": "keras.utils.image_dataset_from_directory and layers such as "
     "keras.layers.RandomFlip (docs/old-script.md)",
@@ -74,6 +103,7 @@ _REMEDIES = {
     "KerasClassifier": "keras.wrappers.SKLearnClassifier",
     "KerasRegressor": "keras.wrappers.SKLearnRegressor",
     "np_utils": "keras.utils.to_categorical",
+    "Merge": _BY_MODE,
     "get_value": "keras.ops.convert_to_numpy(variable)",
     "set_value": "variable.assign(value); model.optimizer.learning_rate = value",
     "learning_phase": "the argument `training` of `call`",
@@ -101,6 +131,12 @@ class Change:
     line: int
     old: str
     new: str
+
+
+_ALL_KNOWN = (
+    "These are all that lockstep knows: a script may have others. Names and files that are made "
+    "while it runs are not seen."
+)
 
 
 @dataclass(frozen=True)
@@ -134,7 +170,7 @@ class ScriptInspection(Report):
             for text in (f"{place}: {change.old}", f"    {change.new}"):
                 console.print(Text(printable(text)), soft_wrap=True)
         console.print(Text(str(self)), soft_wrap=True)
-        console.print(Text("Names and files that are made while the script runs are not seen."))
+        console.print(Text(_ALL_KNOWN), soft_wrap=True)
 
 
 def inspect_script(path: str) -> ScriptInspection:
@@ -173,6 +209,7 @@ class _Reader(ast.NodeVisitor):
         self.changes: list[Change] = []
         self._imported: dict[str, str] = {}  # a name of the script: what was imported by it
         self._under_tensorflow = False
+        self._parallel: set[str] = set()  # names of results of multi_gpu_model
 
     def _add(self, node: ast.stmt | ast.expr, old: str, new: str) -> None:
         self.changes.append(Change(node.lineno, old, new))
@@ -216,6 +253,20 @@ class _Reader(ast.NodeVisitor):
             self._add(node, "optimizer.lr", new)
         self.generic_visit(node)
 
+    def visit_Assign(self, node: ast.Assign) -> None:
+        made = node.value
+        if isinstance(made, ast.Call) and _dotted(made.func).split(".")[-1] == "multi_gpu_model":
+            self._parallel.update(filter(None, map(_dotted, node.targets)))
+        self.generic_visit(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        of = _dotted(node.value)
+        if of.endswith(".layers") and of.removesuffix(".layers") in self._parallel:
+            model = of.removesuffix(".layers")
+            new = f"{model}: it is the model itself, and this is one of its own layers"
+            self._add(node, ast.unparse(node), new)
+        self.generic_visit(node)
+
     def visit_Call(self, node: ast.Call) -> None:
         called = _dotted(node.func)
         last = called.split(".")[-1]
@@ -223,12 +274,26 @@ class _Reader(ast.NodeVisitor):
         if root.split(".")[0] in ("keras", "tensorflow", "lockstep"):
             known = _KEYWORDS.get(last) or (_OF_LAYERS if last in _public("keras.layers") else {})
             for word in node.keywords:
-                if word.arg in known:
+                has_it = word.arg == "output_dim" and last in _HAVE_OUTPUT_DIM
+                if word.arg in known and not has_it:
                     self._add(word.value, f"{last}({word.arg}=)", known[word.arg])
             self._file_names(node, last, called)
+            sizes = _OLD_CONVOLUTIONS.get(last)
+            if sizes and len(node.args) > sizes:
+                filters, *kernel = map(ast.unparse, node.args[: sizes + 1])
+                old = f"{last}({', '.join([filters, *kernel])})"
+                new = f"{last}({filters}, ({', '.join(kernel)})): by position, strides follow"
+                self._add(node, old, new)
             self._monitored(node)
         if isinstance(node.func, ast.Attribute) and last in _METHODS:
             self._add(node, f"{last}(...)", _METHODS[last])
+        if isinstance(node.func, ast.Attribute) and last in _GENERATORS:
+            method, names = _GENERATORS[last]
+            given = zip(names, map(ast.unparse, node.args[1:]), strict=False)
+            words = "".join(f", {name}={value}" for name, value in given)
+            new = f"{method}(...{words})"
+            new += ": by position, it would be batch_size" if words else ""
+            self._add(node, f"{last}(...)", new)
         self.generic_visit(node)
 
     def _file_names(self, node: ast.Call, last: str, called: str) -> None:
@@ -312,6 +377,8 @@ def _moved(keras: str) -> str | None:
     parts = keras.split(".")
     if "multi_gpu_model" in parts:
         return "lockstep.multi_gpu_model"
+    if parts[-1] in _OF_FUNCTIONS:
+        return _OF_FUNCTIONS[parts[-1]]
     for part in reversed(parts):
         if part in _REMEDIES:
             return _REMEDIES[part]

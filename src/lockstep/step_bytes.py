@@ -1,7 +1,7 @@
 """Bytes of one device in a training step: what it holds, and what it sends."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,8 @@ class LayoutBytes:
             together; `None` if they are not known.
         largest_batch: Rows of the largest global batch that fits, 0 if none does; `None` if not
             asked for.
+        gathers_again: Whether a step gathers sharded weights again for its backward pass, because
+            they would take too much of the memory.
         policy: The dtype policy under which the model was made, empty for that of the script.
     """
 
@@ -55,6 +57,7 @@ class LayoutBytes:
     reduce_scatter: int
     temporaries: int | None = None
     largest_batch: int | None = None
+    gathers_again: bool = False
     policy: str = ""
 
     @property
@@ -101,6 +104,7 @@ def layout_bytes(
     devices: int,
     dims: Mapping[int, int | None] | None,
     reduces_in_compute_type: bool,
+    gathers_again: Callable[[int], bool] = lambda size: False,
 ) -> LayoutBytes:
     """Return the bytes of the device that holds and sends most.
 
@@ -111,6 +115,7 @@ def layout_bytes(
         dims: The dim along which each variable is sharded, by its `id`; `None` if the state is
             replicated.
         reduces_in_compute_type: See `Engine`.
+        gathers_again: Returns whether sharded weights of so many bytes are gathered again.
     """
     sharded = {key for key, dim in (dims or {}).items() if dim is not None}
     held = dict.fromkeys(GROUPS, 0)
@@ -131,6 +136,7 @@ def layout_bytes(
         else:
             reduced += as_read
     gathered = sum(size for key, size in read.items() if key in sharded)
+    again = gathers_again(sum(bytes_of(each) for each in model.variables if id(each) in sharded))
     return LayoutBytes(
         devices=devices,
         state=REPLICATED if dims is None else SHARDED,
@@ -141,8 +147,9 @@ def layout_bytes(
         batch=sum(_most(shape, devices) * each for shape, each in batch),
         gathered=gathered,
         all_reduce=2 * _part_in_ring(reduced, devices),
-        all_gather=_part_in_ring(gathered, devices),
+        all_gather=_part_in_ring(gathered, devices) * (2 if again else 1),
         reduce_scatter=_part_in_ring(scattered, devices),
+        gathers_again=again,
     )
 
 

@@ -1,5 +1,7 @@
 """Branches on JAX: the stages of a step, and the table of what runs where."""
 
+import json
+
 import keras
 import numpy as np
 import pytest
@@ -80,30 +82,32 @@ def test_a_step_is_traced_anew_after_compile_and_on_other_devices():
         np.testing.assert_allclose(one, placed, rtol=0, atol=1e-6)
 
 
-def test_the_table_of_what_runs_where(capsys):
-    lockstep.placement(two_branches(DEVICES))
-    lines = capsys.readouterr().out.splitlines()
+def test_the_table_of_what_runs_where():
+    found = lockstep.placement(two_branches(DEVICES))
+    lines = str(found).splitlines()
+    assert "second" in found._repr_html_()
+    assert json.loads(found.as_json())["layers"][0]["device"] == "cpu:0, cpu:1"
     line = next(line for line in lines if "second" in line)
     assert "cpu:1" in line
     assert "60" in line  # (4 x 3 + 3) x 4 bytes
     assert any("12 from cpu:1" in line for line in lines)
 
 
-def test_every_model_has_a_placement(capsys):
+def test_every_model_has_a_placement():
     """It raised for a model that is not placed by layers."""
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8)], name="one")
     model.compile(keras.optimizers.SGD(momentum=0.9), "mse")
     model.optimizer.build(model.trainable_variables)
-    lockstep.placement(model)
-    said = capsys.readouterr().out
+    said = str(lockstep.placement(model))
     assert "'one' on cpu:0: one device" in said
     weights = (6 * 8 + 8) * 4
     slots = weights + 4 + 4  # the number of the step, and the rate
     assert [line.strip("│ ").split() for line in said.splitlines() if line.startswith("│")] == [
         ["cpu:0", "│", str(weights), "│", str(slots)]
     ]
-    lockstep.placement(lockstep.distribute(model, 2))
-    said = capsys.readouterr().out
+    found = lockstep.placement(lockstep.distribute(model, 2))
+    assert found.weights == {"cpu:0": weights, "cpu:1": weights}
+    said = str(found)
     assert "data parallel" in said
     assert sum(str(weights) in line for line in said.splitlines()) == 2
     lockstep.release(model)

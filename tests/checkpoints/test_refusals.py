@@ -500,6 +500,7 @@ def test_a_state_that_cannot_be_written_down(tmp_path):
         ({"steps": 5, "seconds": 5}, "steps=5 and seconds=5 were asked for"),
         ({"keep": 0}, "keep=0 was asked for"),
         ({"mode": "best"}, "mode='best' was asked for"),
+        ({"learning_rate": 0.1}, "learning_rate=0.1 was asked for"),
     ],
 )
 def test_arguments_that_make_no_sense(arguments, words, tmp_path):

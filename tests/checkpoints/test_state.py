@@ -342,11 +342,80 @@ def slowed():
 
 
 def test_a_run_keeps_its_own_rate(tmp_path):
-    """It is a variable; a rate that was edited in the script is not used."""
+    """It is a variable. A rate that was edited in the script was not used, without a word."""
     truth = train(arrays, callbacks=[slowed])
     train(arrays, tmp_path, cut=10, callbacks=[slowed])
-    mine = train(arrays, tmp_path, make=lambda: small(0.0005), callbacks=[slowed])
+    options = {"make": lambda: small(0.0005), "callbacks": [slowed]}
+    said = r"rate 0.0005 of compile is not used: .* with 0.05, and goes on with 0.0(125|25)"
+    for cut in (1, 0):  # as long as the script has it
+        with pytest.warns(lockstep.errors.CheckpointWarning, match=said) as warned:
+            mine = train(arrays, tmp_path, cut=cut, **options)
+        text = next(str(each.message) for each in warned if "of compile" in str(each.message))
+        assert text.endswith('with that of compile, give Checkpoint(..., learning_rate="compile").')
     assert_same_end(mine, truth)
+
+
+def decaying():
+    made = small()
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.05, 5, 0.5)
+    made.compile(keras.optimizers.SGD(schedule, momentum=0.9), "mse", metrics=["mae"])
+    return made
+
+
+OF_COMPILE = {"steps": 1, "learning_rate": "compile"}
+
+
+def test_a_run_takes_the_rate_of_compile_where_it_is_asked_to(tmp_path):
+    def lower(epoch, rate):
+        return 0.0005 if epoch > 0 else rate
+
+    truth = train(arrays, callbacks=[lambda: keras.callbacks.LearningRateScheduler(lower)])
+    train(arrays, tmp_path, epochs=1, checkpoint={})
+    new = {"make": lambda: small(0.0005), "checkpoint": OF_COMPILE}
+    train(arrays, tmp_path, cut=3, **new)
+    again = train(arrays, tmp_path, **new)
+    assert_same_end(({}, again[1]), ({}, truth[1]))
+    rate = [value for path, value in again[1].items() if "learning_rate" in path]
+    assert rate == [np.float32(0.0005)]
+
+
+def test_a_rate_that_a_callback_has_lowered_is_kept_where_the_script_is_the_same(tmp_path):
+    truth = train(arrays, callbacks=[slowed])
+    train(arrays, tmp_path, cut=10, callbacks=[slowed], checkpoint=OF_COMPILE)
+    mine = train(arrays, tmp_path, callbacks=[slowed], checkpoint=OF_COMPILE)
+    assert_same_end(mine, truth)
+
+
+@pytest.mark.parametrize(("before", "after"), [(small, decaying), (decaying, small)])
+def test_a_schedule_instead_of_a_rate_is_taken_or_refused(before, after, tmp_path):
+    train(arrays, tmp_path, cut=8, make=before)
+    with pytest.raises(lockstep.errors.CheckpointMismatch) as refused:
+        train(arrays, tmp_path, make=after)
+    assert "ExponentialDecay(initial_learning_rate=0.05, decay_steps=5" in str(refused.value)
+    assert str(refused.value).endswith('give Checkpoint(..., learning_rate="compile").')
+    mine = train(arrays, tmp_path, make=after, checkpoint=OF_COMPILE)
+    truth = train(arrays, make=before)
+    kernel = next(path for path in mine[1] if path.endswith("kernel"))
+    assert mine[0].keys() == truth[0].keys()
+    assert not np.array_equal(mine[1][kernel], truth[1][kernel])
+
+
+class WithoutOptimizer(keras.Sequential):
+    def train_step(self, state, data):
+        return {"loss": keras.ops.mean(data[0])}, state
+
+
+def test_a_rate_of_compile_needs_one(tmp_path):
+    def build():
+        made = WithoutOptimizer([keras.Input((4,)), keras.layers.Dense(2)])
+        made.compile(optimizer=None, loss="mse")
+        return made
+
+    with pytest.raises(lockstep.errors.CheckpointError, match="is compiled without an optimizer"):
+        lockstep.distribute(made := build(), 1).fit(
+            **arrays(), verbose=0, callbacks=[lockstep.Checkpoint(tmp_path, **OF_COMPILE)]
+        )
+    assert made.optimizer is None
 
 
 # ------------------------------------------------------------------- the ends of a run

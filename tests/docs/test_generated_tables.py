@@ -32,3 +32,16 @@ def test_the_page_of_old_files_has_the_head_of_its_generator():
     written = whole.table([]).splitlines()
     assert page.splitlines()[:3] == written[:3]
     assert [line for line in page.splitlines() if line.startswith("| case")] == written[-2:-1]
+
+
+def test_the_picture_of_the_benchmarks_is_drawn_of_their_table(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(DOCS.parent / "benchmarks")
+    import peers
+
+    ratios = peers.ratios_on((DOCS / "performance.md").read_text())
+    assert list(ratios) == list(peers.WIDTH)
+    assert {len(sides) for sides in ratios.values()} == {10}
+    assert ratios["mlp"]["tf.distribute.MirroredStrategy"][1] > 1
+    peers.draw(ratios, tmp_path / "peers.png")
+    heads = [path.read_bytes()[:8] for path in (tmp_path / "peers.png", peers.PICTURE)]
+    assert heads == [b"\x89PNG\r\n\x1a\n"] * 2

@@ -29,6 +29,7 @@ LAYERS = [
     {"batches", "targets"},
     {
         "distribute",
+        "first_process",
         "initialize",
         "rehearsal",
         "export",
@@ -69,11 +70,14 @@ def test_the_public_names():
     assert star.keys() - {"__builtins__"} == public
     assert public == {
         "Checkpoint",
+        "bench",
         "devices",
         "distribute",
         "errors",
+        "first_process",
         "initialize",
         "inspect",
+        "is_first",
         "load_weights",
         "multi_gpu_model",
         "on",

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.errors import ProcessesDisagree
+from lockstep.launch import status
 from lockstep.launch.progress_watch import ProgressWatch
 from lockstep.launch.rank import Failure, Output, cause_of
 from lockstep.launch.status import Status
@@ -231,6 +233,18 @@ while True:
     assert len(none_left(tmp_path)) == 4
     assert {file.name for file in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
     wait_until(lambda: not [*tmp_path.glob("lockstep-run-*")])  # nor is a file left
+
+
+def test_an_error_of_lockstep_is_told_to_its_end(tmp_path, monkeypatch):
+    """Its message has lines, and the last sentence of the launcher ended with the first one."""
+    monkeypatch.setattr(status, "STATUS_OF_PROCESS", status.Status())
+    reporter = status._Reporter(tmp_path / "0.json")
+    for error, said in (
+        (ProcessesDisagree("They part, where a step\nneeds all."), "part, where a step needs all."),
+        (ValueError("no\nmore"), "ValueError: no"),
+    ):
+        reporter.failed(error, type(error))
+        assert status.read(tmp_path / "0.json").failure.endswith(said)
 
 
 def test_all_processes_start_again_after_a_failure(tmp_path):

@@ -80,7 +80,7 @@ def load():
         ),
         (
             ["train.py:build"],
-            "DeviceError: devices=None means cpu:0 alone, and verify needs at least 2 devices.\n"
+            "DeviceError: Here is cpu:0 alone, and verify needs at least 2 devices.\n"
             "To rehearse on virtual CPU devices, give --devices 2 --rehearse.\n",
         ),
         (
@@ -127,11 +127,12 @@ def test_verify_shows_each_run_on_a_terminal(tmp_path):
     ]
 
 
-def test_verify_is_silent_where_there_is_no_terminal(tmp_path):
+def test_verify_prints_a_line_for_each_run_where_there_is_no_terminal(tmp_path):
+    """It was silent for minutes in a pipe, and looked as if it stood still."""
     (tmp_path / "train.py").write_text(TRAIN)
     words = ["train.py:build", "--devices", "2", "--rehearse", "--steps", "3", "--json"]
     _, printed, error = warm_end(["-m", "lockstep", "verify", *words], tmp_path)
-    assert error == ""
+    assert error == "one device ...\n2 devices ...\n"
     assert json.loads(printed)["verdict"] == "equal"
 
 

@@ -117,7 +117,8 @@ def test_folders_that_are_no_run(run, tmp_path):
     for folder, said in (
         (run.parent, f"is a folder of runs, and a single file was expected.\nGive one of the runs "
          f"in it: {run}"),
-        (tmp_path, "is a folder, and a single file was expected.\nGive one of the files in it."),
+        (tmp_path, "is an empty folder, and a single file was expected.\nGive a file, or the "
+         "folder of a lockstep.Checkpoint."),
     ):  # fmt: skip
         with pytest.raises(errors.UnreadableFile) as caught:
             lockstep.inspect(folder)

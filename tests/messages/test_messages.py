@@ -109,6 +109,26 @@ def test_something_that_is_no_model(thing, got):
     text_of(lockstep.release, thing)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (3, "first_process was given 3, and a Keras callback was expected, or a function that"),
+        (lambda: None, "first_process was given None, and a Keras callback was expected"),
+        (lambda: lockstep.Checkpoint("runs"), "first_process was given a lockstep.Checkpoint"),
+        (lockstep.Checkpoint, "first_process was given a lockstep.Checkpoint, which every"),
+    ],
+)
+def test_something_that_the_first_process_cannot_call_for_all(given, said):
+    assert text_of(lockstep.first_process, given).startswith(said)
+
+
+def test_a_callback_of_the_first_process_is_the_callback_in_one_process():
+    callback = keras.callbacks.Callback()
+    assert lockstep.first_process(callback) is callback
+    assert type(lockstep.first_process(keras.callbacks.History)) is keras.callbacks.History
+    assert lockstep.is_first()
+
+
 def test_a_global_keras_distribution():
     made = model()
     distribution = keras.distribution.DataParallel(devices=["cpu:0"])

@@ -63,7 +63,7 @@ def test_what_a_compiled_step_is_given_is_what_is_planned():
 
     for each in lockstep.plan(build, (1, 4), batch_size=30).layouts:
         model, batch, _ = abstract_model(build, "build", 30, lambda variable: None)
-        used, _ = compiled_bytes(model, batch, each.devices, each.state, gpu_named("h100"))
+        used, _ = compiled_bytes(model, batch, each, gpu_named("h100"))
         aligned = 256 * 40  # each of some 30 arguments begins at a multiple of 256 bytes
         assert 0 <= used - (each.held - each.gradients) <= aligned
 

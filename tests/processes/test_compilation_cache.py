@@ -58,3 +58,26 @@ def test_what_the_user_chose_is_left_alone(tmp_path):
 def test_a_folder_that_cannot_be_made_is_done_without(tmp_path):
     (tmp_path / "file").write_text("in the way")
     assert run(tmp_path / "file")[0] is None
+
+
+VERIFIED = """
+import keras, numpy as np, jax
+from jax import monitoring
+from lockstep.engines import current_engine
+made = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+made.compile("sgd", "mse")
+probe, batch = current_engine().probe(made), (np.ones((4, 8), "float32"), np.ones((4, 1)))
+with probe.precise():
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    probe.train(batch, restart=True)
+    found = []
+    monitoring.register_event_listener(lambda event, **_: found.append(event.split("/")[-1]))
+    probe.train(batch, restart=True)
+print("cache_hits" in found, "cache_misses" in found)
+"""
+
+
+def test_verify_compiles_a_step_that_it_traces_again_once(tmp_path):
+    environment = {"JAX_ENABLE_COMPILATION_CACHE": "true", "XDG_CACHE_HOME": str(tmp_path)}
+    assert python(VERIFIED, KERAS_BACKEND="jax", **environment).splitlines()[-1] == "True False"

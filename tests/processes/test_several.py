@@ -101,8 +101,27 @@ def load(*_):
     made.load_weights("last.weights.h5")
     sums.append(float(sum(np.abs(array).sum() for array in made.get_weights())))
 
+class Opens(keras.callbacks.Callback):
+    # As W&B's callback does: each process made a run of its own.
+
+    def __init__(self, name):
+        super().__init__()
+        self.file = f"{name}-{rank}.run"
+
+    def on_epoch_end(self, epoch, logs=None):
+        with open(self.file, "a") as run:
+            print(epoch, file=run)
+
+class OfWandb(Opens):
+    pass
+
+OfWandb.__module__ = "wandb.integration.keras"
+
 callbacks = [
     stop,
+    OfWandb("known"),
+    lockstep.first_process(Opens("marked")),
+    lockstep.first_process(lambda: Opens(f"made-{lockstep.is_first()}")),
     keras.callbacks.LambdaCallback(on_epoch_end=one_more),
     keras.callbacks.ModelCheckpoint("last.weights.h5", save_weights_only=True, verbose=1),
     keras.callbacks.LambdaCallback(on_epoch_end=load),
@@ -143,7 +162,8 @@ def test_two_processes_give_what_one_device_gives(tmp_path):
     assert_same(weights[: len(one.variables)], [np.asarray(v.value) for v in one.variables])
 
     # One of them prints, and one of them writes.
-    assert "lockstep: jax, 4 devices" in said[0]
+    assert "[Gloo]" not in said[0] + said[1]
+    assert "lockstep: jax, 4 devices (cpu:0 to cpu:3" in said[0]  # one was cpu:2048
     assert "Epoch 1/4" in said[0]
     assert "saving model to last.weights.h5" in said[0]
     assert "early stopping" in said[0]
@@ -151,6 +171,8 @@ def test_two_processes_give_what_one_device_gives(tmp_path):
     assert "lockstep:" not in said[1]
     written = {path.name for path in tmp_path.iterdir()}
     assert {"best.keras", "last.weights.h5", "log.csv", "saved-by-0.keras"} <= written
+    runs = {name for name in written if name.endswith(".run")}
+    assert runs == {"known-0.run", "marked-0.run", "made-True-0.run"}
     assert "saved-by-1.keras" not in written
     assert len((tmp_path / "log.csv").read_text().splitlines()) == 3
     read = keras.models.load_model(tmp_path / "saved-by-0.keras")

@@ -118,7 +118,10 @@ def test_other_files_say_what_they_are_not(name, content, said, tmp_path):
 def test_a_missing_file_and_a_folder_are_said(tmp_path):
     with pytest.raises(UnreadableFile, match="cannot be opened"):
         lockstep.inspect(tmp_path / "nothing.h5")
-    with pytest.raises(UnreadableFile, match="a folder"):
+    with pytest.raises(UnreadableFile, match="an empty folder, and a single file was expected"):
+        lockstep.inspect(tmp_path)  # it advised to give one of the files in it
+    (tmp_path / "file").touch()
+    with pytest.raises(UnreadableFile, match="is a folder, and a single file was expected"):
         lockstep.inspect(tmp_path)
 
 

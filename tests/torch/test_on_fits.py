@@ -310,7 +310,20 @@ def test_no_warning_and_no_words_where_nothing_is_to_be_said(capfd):
         many.fit(x, y, **QUIET)
     assert capfd.readouterr().out == ""
     many.fit(x, y, batch_size=8, verbose=2)
-    assert "lockstep: torch, 3 devices (cpu:0 to cpu:2, rehearsed)" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "lockstep: torch, 3 devices (cpu:0 to cpu:2, rehearsed)" in said
+    assert "random numbers" not in said
+
+
+def test_the_first_line_says_if_random_numbers_are_others_than_on_one_device(capfd):
+    """The losses of a model with dropout were others, and only the pages said so."""
+    made = keras.Sequential([keras.Input((5,)), layers.Dropout(0.5), layers.Dense(1)])
+    made.compile("sgd", "mse")
+    for devices, said in ((1, False), (2, True)):
+        lockstep.distribute(made, devices)
+        made.fit(np.ones((4, 5)), np.ones((4, 1)), verbose=2)
+        line = capfd.readouterr().out.splitlines()[0]
+        assert (", with random numbers of each device" in line) == said
 
 
 class Shuffled(keras.utils.PyDataset):

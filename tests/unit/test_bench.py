@@ -9,9 +9,11 @@ import sys
 import pytest
 from rich.console import Console
 
+import lockstep
 from lockstep.bench import run_bench
 from lockstep.bench.scaling import Measurement, Scaling
-from lockstep.errors import BenchFailed, DeviceNotFound, TargetNotFound
+from lockstep.errors import BenchFailed, DeviceError, DeviceNotFound, TargetNotFound, UnusableData
+from tests.conformance.common import data, devices_of, distances, model, snapshot
 
 
 def measured(count, step, platform="gpu", together=1.0, **parts):
@@ -206,3 +208,34 @@ def test_layers_that_keep_a_step_from_being_compiled_are_named():
     why = "the step is not compiled, for cut (RandomCrop)"
     found = scaling(measured(1, 0.1, not_compiled=why), rehearsed=True)
     assert found.advice == (f"On JAX {why}: apply such layers to the data instead, before fit.",)
+
+
+def test_bench_in_python_leaves_the_model_as_it_was():
+    made = lockstep.distribute(model(), 2)
+    made.optimizer.build(made.trainable_variables)
+    before = snapshot(made)
+    found = lockstep.bench(made, data(), steps=2, rounds=1, batch_size=20, devices=(3, 1, 3))
+    assert [len(each.devices) for each in found.measurements] == [1, 3]
+    assert all(each.step > 0 and each.rows == 20 for each in found.measurements)
+    assert (found.rehearsed, found.target) == (True, made.name)
+    assert set(distances(before, snapshot(made)).values()) == {0.0}
+    assert devices_of(made) == {2}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"devices": 0}, DeviceError, "devices=0 was given, and numbers of devices of at least 1"),
+        ({"devices": ["gpu:0"]}, DeviceError, "devices=['gpu:0'] was given"),
+        ({"devices": 99}, DeviceNotFound, "devices=99 was asked for"),
+        ({"steps": 0}, UnusableData, "steps=0 was given, and a whole number of at least 1"),
+        ({"rounds": 1.5}, UnusableData, "rounds=1.5 was given, and a whole number of at least 1"),
+        ({"batch_size": -1}, UnusableData, "batch_size=-1 was given"),
+        ({"compiled": False}, UnusableData, "A compiled model was expected, and 'sequential"),
+    ],
+)
+def test_bench_in_python_refuses_what_it_cannot_measure(options, error, said):
+    made = model(compiled=options.pop("compiled", True))
+    with pytest.raises(error, match=re.escape(said)) as caught:
+        lockstep.bench(made, data(), **options)
+    assert len(str(caught.value).splitlines()) <= 3

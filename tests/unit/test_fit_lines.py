@@ -1,8 +1,12 @@
+import re
+import time
+
 import keras
 import numpy as np
 import pytest
 
 import lockstep
+from lockstep import fit_lines
 from lockstep.fit_lines import (
     arguments_of,
     first_step_line,
@@ -152,8 +156,9 @@ def test_fit_says_what_is_compiled_and_how_long_it_took(capsys, monkeypatch):
 
 
 def test_the_wait_for_the_first_step_is_told_in_seconds():
-    assert first_step_line(12.345).startswith(
-        "lockstep: the first training step is under way after 12.3 s,"
+    line = first_step_line("training", "reading its batch", 12.345)
+    assert line == (
+        "lockstep: the first training step is under way after 12.3 s: reading its batch"
     )
 
 
@@ -191,3 +196,30 @@ def test_layers_with_which_keras_compiles_no_step(
     line = capsys.readouterr().out.splitlines()[0]
     assert said in line
     assert ("not compiled" in line) is bool(said)
+
+
+class Slow(keras.layers.Layer):
+    """Is traced for longer than a wait is silent."""
+
+    def call(self, x):
+        time.sleep(0.4)
+        return x
+
+
+def test_waits_for_training_and_validation_say_what_they_wait_for(capsys, monkeypatch):
+    """Nothing was printed before, and nothing for validation."""
+    monkeypatch.setattr(loop, "LONG", 0.3)
+    monkeypatch.setattr(fit_lines, "WAIT", 0.1)
+    made = keras.Sequential([keras.Input((2,)), Slow(), keras.layers.Dense(1)])
+    made.compile("sgd", "mse")
+    lockstep.distribute(made, 2)
+    x, y = np.zeros((8, 2)), np.zeros((8, 1))
+    capsys.readouterr()
+    made.fit(x, y, batch_size=4, epochs=2, verbose=2, validation_data=(x, y))
+    work = "reading its batch and compiling the step"
+    told = [line for line in capsys.readouterr().out.splitlines() if line.endswith(work)]
+    assert [re.sub(r"[\d.]+ s", "N s", line) for line in told] == [
+        f"lockstep: the first {phase} step {what}{work}"
+        for phase in ("training", "validation")
+        for what in ("takes more than N s: ", "is under way after N s: ")
+    ]

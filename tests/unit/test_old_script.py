@@ -39,6 +39,15 @@ CALLS = {
     "keras.callbacks.TensorBoard(write_grads=True)": "leave it out",
     "keras.Sequential().fit_generator(None)": "fit(...)",
     "keras.Sequential().fit([[1.0]], workers=2)": "PyDataset",
+    "keras.Sequential().predict_generator(None, 10)": (
+        "predict(..., steps=10): by position, it would be batch_size"
+    ),
+    "keras.Sequential().fit([[1.0]], max_q_size=10)": "PyDataset",
+    "keras.Sequential().evaluate([[1.0]], show_accuracy=True)": 'compile metrics=["accuracy"]',
+    "keras.layers.Dense(output_dim=10)": "units=",
+    "keras.layers.Conv2D(nb_filter=3, kernel_size=2)": "filters=",
+    "keras.backend.flatten": "keras.ops.reshape(x, (-1,))",
+    "keras.backend.function": "keras.Model(inputs, outputs)",
     "keras.Model(input=keras.Input((3,)))": "inputs=",
     "keras.backend.set_value": "variable.assign",
     "keras.utils.multi_gpu_model": "lockstep.multi_gpu_model",
@@ -70,6 +79,26 @@ def test_a_call_that_keras_refuses_or_ignores_is_listed(old, tmp_path):
         warnings.simplefilter("error")
         with pytest.raises((AttributeError, TypeError, ValueError, UserWarning)):
             exec(old, {"keras": keras})
+
+
+SILENT = {
+    "keras.layers.Convolution2D(32, 3, 5, padding='same')": "Convolution2D(32, (3, 5))",
+    "p = keras.utils.multi_gpu_model(m)\nsingle = p.layers[-2]": "p: it is the model itself",
+    "p.m = lockstep.multi_gpu_model(m)\nsingle = p.m.layers[-2]": "p.m: it is the model itself",
+    "m.fit_generator(data, 3, 2)": "fit(..., steps_per_epoch=3, epochs=2): by position",
+}
+
+
+@pytest.mark.parametrize("old", SILENT)
+def test_what_keras_takes_for_something_else_is_listed(old, tmp_path):
+    assert any(SILENT[old] in change.new for change in changes(tmp_path, f"import keras\n{old}"))
+
+
+def test_what_keras_has_as_well_is_not_listed(tmp_path):
+    for same in ("layers.Embedding(9, output_dim=3)", "layers.Conv2D(32, 3, 2)", "m.layers[-2]"):
+        assert changes(tmp_path, f"from keras import layers\n{same}") == ()
+    layer = keras.layers.Convolution2D(32, 3, 5)
+    assert (layer.kernel_size, layer.strides) == ((3, 3), (5, 5))  # which it was not in Keras 1
 
 
 def test_the_keras_of_tensorflow_becomes_keras(tmp_path):

@@ -41,6 +41,22 @@ def test_a_sharded_weight_is_gathered_while_products_read_it():
     assert traced(step).peak(1, [4]) == BATCH + SQUARE
 
 
+def test_a_weight_that_is_gathered_again_is_there_for_one_product():
+    def deep(first, second, x):
+        hidden = x @ first
+        out = hidden @ second
+        gradient = hidden.T @ out
+        return first - x.T @ (out @ second.T), second - gradient
+
+    weight = jax.ShapeDtypeStruct((WIDE, WIDE), "float32")
+    shapes = (jax.ShapeDtypeStruct((rows, WIDE), "float32") for rows in (ROWS, 2 * ROWS))
+    program = TracedProgram(*(jax.make_jaxpr(deep)(weight, weight, x).jaxpr for x in shapes), 2)
+    few = 1 / 1024
+    # The second weight and its gradient; then a quarter of the gradient, and what is being made.
+    assert program.peak(few, [4, 4]) == pytest.approx(2 * SQUARE, rel=0.05)
+    assert program.peak(few, [4, 4], gathers_again=True) == pytest.approx(1.25 * SQUARE, rel=0.05)
+
+
 def test_on_one_device_a_weight_is_updated_as_soon_as_it_has_its_gradient():
     def two(first, second, x):
         gradients = x.T @ x, x.T @ (x + 1)

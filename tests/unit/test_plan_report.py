@@ -198,7 +198,8 @@ def test_targets_may_be_class_numbers_where_there_are_no_data():
         assert found.layouts[0].metrics == 8
 
 
-def test_the_report_says_what_the_memory_means():
+def test_the_report_says_what_the_memory_means(monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_GATHER_AGAIN", "0")
     found = lockstep.plan(wide, (1, 4), batch_size=4, memory="3.5MB")
     whole, replicated, sharded = found.layouts
     assert whole.weights == replicated.weights == 4 * 513 * 512
@@ -226,6 +227,29 @@ def test_the_report_says_what_the_memory_means():
     kernel = 512 * 512 * 4
     assert (sharded.gathered, sharded.all_gather) == (kernel, kernel * 3 // 4)
     assert sharded.sent == replicated.sent == 2 * 3 * whole.weights // 4
+
+
+def deep():
+    hidden = [layers.Dense(512, use_bias=False) for _ in range(11)]
+    return compiled(keras.Input((512,)), *hidden)
+
+
+def test_weights_that_training_gathers_again_are_not_counted_as_kept(monkeypatch):
+    """By the sum of what is kept, no layout fitted a memory in which the model trained."""
+    kept = lockstep.plan(deep, 4, batch_size=4, memory="1GB").layouts[1]
+    small = kept.peak - 1_000_000  # a quarter of it has no room for 12 MB of weights
+    found = lockstep.plan(deep, 4, batch_size=4, memory=small)
+    again = found.layouts[1]
+    assert (kept.gathers_again, again.gathers_again) == (False, True)
+    assert again.temporaries < kept.temporaries / 2
+    assert again.all_gather == 2 * kept.all_gather
+    assert found.verdict(again) == f"about {amount(small - again.peak)} left"
+    console = Console(width=200, file=io.StringIO())
+    found.show(console)
+    assert "and not kept: the weights of 4 sharded." in console.file.getvalue()
+    assert "together" not in console.file.getvalue()  # one figure to compare with the memory
+    monkeypatch.setenv("LOCKSTEP_GATHER_AGAIN", "0")
+    assert lockstep.plan(deep, 4, batch_size=4, memory=small).layouts[1] == kept
 
 
 def fixed_rows():
@@ -300,12 +324,12 @@ class Compiling:
     def __init__(self, most=10**9):
         self.most, self.tried = most, []
 
-    def compiled_bytes(self, model, batch, devices, state, gpu):
+    def compiled_bytes(self, model, batch, layout, gpu):
         rows = batch[0].shape[0]
         self.tried.append(rows)
         if rows > self.most:
             raise RuntimeError("XLA refuses\nthis")
-        return 1_000, 10 * rows // devices
+        return 1_000, 10 * rows // layout.devices
 
 
 def layout_of(devices):
@@ -392,6 +416,7 @@ def test_the_command_prints_a_table_or_json(tmp_path):
     ("words", "status", "said"),
     [
         (["--devices", "two"], 2, "--devices=two was asked for; write numbers of devices, such"),
+        (["--largest-batch"], 2, "--gpu was not given. Add one, such as --gpu h100."),
         (
             ["--memory", "big"],
             1,
@@ -428,6 +453,13 @@ def test_mixed_precision_adds_rows_that_send_and_compute_half():
         assert mixed.temporaries < one.temporaries
         assert abs(2 * mixed.sent - one.sent) <= one.sent * 0.01
     assert "4 devices, sharded, mixed_bfloat16: " in str(found)
+
+    console = Console(width=200, file=io.StringIO())
+    found.show(console)
+    assert console.file.getvalue().count("Sharded weights are gathered: ") == 1
+    kernels = 4 * 2048 * (512 + 512)
+    said = [f"{amount(size)} of temporaries" for size in (kernels, kernels // 2)]
+    assert f"gathered: {', '.join(said)} under mixed_bfloat16." in console.file.getvalue()
 
 
 def test_a_notebook_shows_a_bar_for_each_layout_and_the_memory():

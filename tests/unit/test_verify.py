@@ -7,7 +7,9 @@ import re
 import subprocess
 import sys
 import threading
+import types
 
+import cloudpickle
 import keras
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from lockstep.cli import main
 from lockstep.engines.attachment import session_of
 from lockstep.errors import DeviceError, TargetNotFound, UnsupportedBackend, UnusableData
 from lockstep.targets import model_and_data
+from lockstep.verify import comparison, float64
 from lockstep.verify.verification import Difference, Verification
 from tests.conformance.common import devices_of, distances, snapshot
 from tests.processes.common import warm_end
@@ -60,6 +63,70 @@ def test_what_float64_shows_to_be_rounding_is_said_to_be_rounding():
     assert found.rounding == max(beyond.values()) > 1e-5
     assert "4 devices give what one device gives: in float64 to 1e-10." in str(found)
     assert f"up to {found.rounding:.1e} apart, which is rounding." in str(found)
+
+
+class Pulls(layers.Layer):
+    """On several devices, gives another layer's beta a gradient, and changes no output."""
+
+    model = None
+
+    def __init__(self, other, **kwargs):
+        super().__init__(**kwargs)
+        self.other = other
+
+    def call(self, x):
+        if self.model is not None and any("lockstep" in name for name in vars(self.model)):
+            beta = self.other.beta
+            x = x + 1e-5 * keras.ops.sum(beta - keras.ops.stop_gradient(beta))
+        return x
+
+
+@pytest.mark.parametrize("fault", [None, "lost", *rest("kept")])
+def test_variables_without_a_gradient_are_named_apart_and_faults_are_not(fault, monkeypatch):
+    """The second batch norm removes the first beta; Lion moves it by the sign of rounding.
+
+    MobileNetV2 was said to differ. A fault of a beta that is kept, and one that gives the lost beta
+    a gradient on several devices, are found.
+    """
+    keras.utils.clear_session(free_memory=False)
+    norms = {name: layers.BatchNormalization(name=name) for name in ("lost", "kept")}
+    between = [norms["lost"], layers.Dense(8, use_bias=False), norms["kept"]]
+    made = with_layer(*between, Pulls(norms[fault or "lost"]), optimizer=keras.optimizers.Lion(0.1))
+    made.layers[0].use_bias = False
+    if fault:
+        monkeypatch.setattr(Pulls, "model", made)
+    found = lockstep.verify(made, data(), devices=2, steps=3, batch_size=20)
+    if fault:
+        assert (found.verdict, found.zero_gradients) == ("different", ()), found.cause
+        assert any(re.search(f"{fault}.beta", d.name) for d in found.differences if d.first_step)
+        return
+    assert found.equal, found.cause
+    assert found.zero_gradients == ("sequential/lost/beta",)
+    assert "sequential/kept/moving_mean" in found.behind_zero_gradients
+    assert "in each step from the same weights, but for 1 variable whose gradient" in str(found)
+    console = Console(file=io.StringIO(), width=200)
+    found.show(console)
+    assert "gradient is zero up to rounding, and the optimizer" in console.file.getvalue()
+
+
+def test_a_module_of_two_names_is_sent_by_value_once(monkeypatch, tmp_path):
+    """multiprocessing keeps `__main__` as `__mp_main__` too: a console script had no verdict."""
+    module = types.ModuleType("mine")
+    module.__file__ = str(tmp_path / "mine.py")
+    for name in ("mine", "__mp_mine__"):
+        monkeypatch.setitem(sys.modules, name, module)
+    with float64._own_code_by_value():
+        assert "mine" in cloudpickle.list_registry_pickle_by_value()
+    assert "mine" not in cloudpickle.list_registry_pickle_by_value()
+
+
+def test_each_step_is_read_once_and_each_run_is_a_line(monkeypatch, capsys):
+    """It was read once for each variable. In a pipe, nothing was printed for minutes."""
+    read, steps = comparison._read, []
+    monkeypatch.setattr(comparison, "_read", lambda file: steps.append(file.stem) or read(file))
+    assert lockstep.verify(with_layer(), data(), devices=2, steps=3).equal
+    assert steps == ["1", "2", "3"]
+    assert capsys.readouterr().err.splitlines() == ["one device ...", "2 devices ..."]
 
 
 @pytest.mark.whole

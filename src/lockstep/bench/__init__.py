@@ -6,12 +6,109 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lockstep import errors
 from lockstep.bench.scaling import Measurement, Scaling
-from lockstep.errors import BenchFailed, counted
+from lockstep.distribute import check_model
+from lockstep.engines import current_engine
+from lockstep.errors import BenchFailed, DeviceError, UnusableData, counted
 from lockstep.package_versions import package_version
+
+
+def bench(
+    model: Any,
+    data: Any,
+    devices: int | Sequence[int] | None = None,
+    *,
+    steps: int = 50,
+    rounds: int = 5,
+    batch_size: int | None = None,
+) -> Scaling:
+    """Measure how fast a model trains on several numbers of devices, in this process.
+
+    The model trains by `fit`. Afterwards it has its weights, optimizer state and devices again,
+    and its metrics are reset. The command `lockstep bench` gives each number of devices a process
+    of its own, and measures compilation too.
+
+    Args:
+        model: A compiled `keras.Model`.
+        data: `(x, y)` or `(x, y, sample_weight)` of arrays, or a data set that `fit` takes and
+            that can be read more than once.
+        devices: Numbers of devices; `None` for 1 and all.
+        steps: Steps of a round, at least 1.
+        rounds: Measured rounds, at least 1. One round before them is not measured.
+        batch_size: Rows of the global batch where `data` is arrays. Defaults to 32.
+
+    Returns:
+        The result. `.verdict` is a sentence, and `.measurements` has the times in seconds.
+
+    Raises:
+        DeviceError: If `devices` are no numbers of devices, or there are too few.
+        NotAModel: If `model` is not a Keras model.
+        UnsupportedBackend: If several processes run, and the engine measures in one.
+        UnusableData: If the model is not compiled, the data cannot be trained on, or a number is
+            not at least 1.
+
+    Example:
+        >>> found = lockstep.bench(model, (x, y), devices=[1, 4], steps=5, rounds=1)
+        >>> len(found.measurements)
+        2
+    """
+    # These import NumPy and Keras, which `import lockstep` does not.
+    from lockstep.batches import count_from_one, first_batches
+    from lockstep.bench.measurement import measure
+    from lockstep.engines.attachment import detach
+    from lockstep.state import restore, snapshot
+    from lockstep.verify.comparison import untouched
+
+    check_model(model)
+    engine = current_engine()
+    if devices is None:
+        devices = (1, len(engine.devices()))
+    counts = [devices] if isinstance(devices, int) else list(devices)
+    if not counts or any(count_from_one(count) is None for count in counts):
+        raise DeviceError(
+            f"devices={devices!r} was given, and numbers of devices of at least 1 were expected.\n"
+            "Give a number, or several, such as (1, 2, 4)."
+        )
+    for name, number in (("steps", steps), ("rounds", rounds)):
+        if count_from_one(number) is None:
+            raise UnusableData(
+                f"{name}={number!r} was given, and a whole number of at least 1 was expected.\n"
+                f"Leave {name} out for the usual one."
+            )
+    if not getattr(model, "compiled", False):
+        raise UnusableData(
+            f"A compiled model was expected, and {model.name!r} is not compiled.\n"
+            "Call model.compile(optimizer, loss) first: bench trains it."
+        )
+    batch = first_batches(data, 1, batch_size)[0]
+    found: list[Measurement] = []
+    with untouched(engine, model, engine.probe(model), batch):
+        start = snapshot(model)
+        for count in sorted(set(counts), reverse=True):
+            measured = measure(
+                model, data, count, steps=steps, rounds=rounds, batch_size=batch_size
+            )
+            # A program of before, or of JAX's cache, is not compiled.
+            found.insert(0, replace(measured, compile=None))
+            detach(model)
+            restore(model, start)
+    return _scaling(model.name, found)
+
+
+def _scaling(target: str, found: list[Measurement]) -> Scaling:
+    packages = ("keras-lockstep", "keras", found[0].backend)
+    return Scaling(
+        target=target,
+        rehearsed=any(len(m.devices) > 1 and m.devices[0].startswith("cpu") for m in found),
+        cores=os.cpu_count() or 1,
+        versions={name: package_version(name) or "" for name in packages},
+        measurements=tuple(found),
+    )
 
 
 def run_bench(
@@ -44,14 +141,7 @@ def run_bench(
     for count in sorted(set(counts), reverse=True):
         say(f"{counted(count, 'device')} ...")
         found.insert(0, _in_own_process(target, count, steps, rounds, batch_size, rehearse))
-    packages = ("keras-lockstep", "keras", found[0].backend)
-    return Scaling(
-        target=target,
-        rehearsed=any(len(m.devices) > 1 and m.devices[0].startswith("cpu") for m in found),
-        cores=os.cpu_count() or 1,
-        versions={name: package_version(name) or "" for name in packages},
-        measurements=tuple(found),
-    )
+    return _scaling(target, found)
 
 
 def _in_own_process(

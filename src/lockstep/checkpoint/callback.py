@@ -37,6 +37,9 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has n
         keep_best: Whether to keep the checkpoint with the best monitored value too.
         background: Whether a thread writes while training continues.
         verbose: Whether each save prints a line.
+        learning_rate: `"run"`: a resumed run goes on with its own learning rate, and warns if
+            `compile` has another one than before. `"compile"`: it goes on with that of `compile`,
+            a number or a schedule, if it is another one than before.
 
     Raises:
         CheckpointError: If an argument is invalid. From `fit`: if the folder cannot be used,
@@ -63,13 +66,14 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has n
         keep_best: bool = True,
         background: bool = True,
         verbose: int = 0,
+        learning_rate: str = "run",
     ) -> None:
         super().__init__()
         # Absolute, because a callback may change the working directory.
         folder = Path(path_text(directory, "directory", CheckpointError)).expanduser().absolute()
         best = (monitor, mode, keep_best)
         self._settings = Settings(
-            folder, every, steps, seconds, keep, *best, background, bool(verbose)
+            folder, every, steps, seconds, keep, *best, background, bool(verbose), learning_rate
         )
         self._run: CheckpointRun | None = None
 

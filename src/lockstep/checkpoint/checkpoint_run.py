@@ -17,7 +17,13 @@ from lockstep.checkpoint.array_file import Entry
 from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.callback_states import less_is_better
 from lockstep.checkpoint.data_states import unseeded_shuffle
-from lockstep.checkpoint.fingerprint import check_facts, check_variables
+from lockstep.checkpoint.fingerprint import (
+    changed_rate,
+    check_facts,
+    check_variables,
+    is_rate,
+    rates_of,
+)
 from lockstep.checkpoint.fit_run import FitRun, Snapshot
 from lockstep.checkpoint.folder_lock import only_writer
 from lockstep.checkpoint.manifest import read_manifest
@@ -25,7 +31,13 @@ from lockstep.checkpoint.plain_state import from_plain, to_plain
 from lockstep.checkpoint.run_folder import Found, Retention, RunFolder
 from lockstep.checkpoint.run_report import position_in_words
 from lockstep.checkpoint.signals import Signals
-from lockstep.errors import CheckpointError, CheckpointWarning, counted, shown
+from lockstep.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointWarning,
+    counted,
+    shown,
+)
 from lockstep.processes import process_group
 
 
@@ -47,6 +59,7 @@ class Settings:
     keep_best: bool
     background: bool
     verbose: bool
+    learning_rate: str
 
     def __post_init__(self) -> None:
         given: Any = self  # the values may have any types
@@ -68,6 +81,14 @@ class Settings:
             wrong = said, 'the name of a log, such as "val_loss"'
         elif not isinstance(given.mode, str) or given.mode not in ("auto", "min", "max"):
             wrong = f"mode={shown(given.mode)} was asked for", '"auto", "min" or "max"'
+        elif not isinstance(given.learning_rate, str) or given.learning_rate not in (
+            "run",
+            "compile",
+        ):
+            wrong = (
+                f"learning_rate={shown(given.learning_rate)} was asked for",
+                '"run" or "compile"',
+            )
         if wrong:
             raise CheckpointError(f"{wrong[0]}.\nSay {wrong[1]}.")
 
@@ -141,6 +162,11 @@ class CheckpointRun:
         """
         self._run, found = run, self._found
         self._facts = run.facts()
+        if self._settings.learning_rate == "compile" and run.model.optimizer is None:
+            raise CheckpointError(
+                f'learning_rate="compile" was asked for, and {run.model.name!r} is compiled '
+                "without an optimizer.\nLeave learning_rate out: its rates go on as they were."
+            )
         self._epoch, self._step, self._since = epoch, 0, 0
         self._last_save = time.monotonic()
         monitor, mode = self._settings.monitor, self._settings.mode
@@ -345,8 +371,22 @@ class CheckpointRun:
         epoch, step = state["epoch"], state["step"]
         here = [Entry(*each) for each in run.variables()]
         there = [Entry(name, array.dtype.name, array.shape) for name, array in found.arrays.items()]
-        check_variables(path, there[: state["variables"]], here)
+        there, values = there[: state["variables"]], _variables(found)
+        takes_rate, warning = self._rate(found)
+        if takes_rate:
+            rest = [pair for pair in zip(there, values, strict=True) if not is_rate(pair[0].name)]
+            check_variables(
+                path,
+                [entry for entry, _ in rest],
+                [entry for entry in here if not is_rate(entry.name)],
+            )
+            rates, others = iter(run.rates()), iter(value for _, value in rest)
+            values = [next(rates if is_rate(entry.name) else others) for entry in here]
+        else:
+            check_variables(path, there, here)
         check_facts(path, state, self._facts)
+        if warning and self._writes:
+            _warn(warning)
         if asked > epoch:
             raise CheckpointError(
                 f"initial_epoch={asked} was asked for, and {path} is at epoch {epoch}.\n"
@@ -361,11 +401,43 @@ class CheckpointRun:
         if restored["stopped"]:
             restored["stopped"] = self._stays_stopped(run, found)
         self._say_where(run, found, restored["stopped"])
-        words = run.restore(epoch, step, _variables(found), restored)
+        words = run.restore(epoch, step, values, restored)
         if words and self._writes:  # other processes have fewer callbacks
             _warn(f"Not every callback resumes from {path}: {'; '.join(words)}.")
         self._epoch, self._step = epoch, step
         return run.epochs if restored["stopped"] else epoch
+
+    def _rate(self, found: Found) -> tuple[bool, str]:
+        """Return whether the learning rate of `compile` replaces that of the run, or a warning.
+
+        It does if it is asked for and `compile` has another one than before. So a rate that a
+        callback has lowered is kept where the same script runs again.
+
+        Raises:
+            CheckpointMismatch: If it is not asked for, and there is another schedule.
+        """
+        written, here = found.state["compiled"], self._facts["compiled"]
+        asked = self._settings.learning_rate == "compile"
+        changed = changed_rate(written, here)
+        if changed is None or asked:
+            return asked and (changed is not None or written is None or here is None), ""
+        then, now = changed
+        take = 'To go on with that of compile, give Checkpoint(..., learning_rate="compile").'
+        if isinstance(then, dict) or isinstance(now, dict):
+            raise CheckpointMismatch(
+                f"{found.path} was written with another learning rate: it was {_rate(then)}, and "
+                f"compile has {_rate(now)}.\n{take}"
+            )
+        for mine, before in zip(rates_of(here), rates_of(written), strict=False):
+            mine["learning_rate"] = before["learning_rate"]  # asked again at the next start
+        names = list(found.arrays)[: found.state["variables"]]
+        kept = [float(found.arrays[name]) for name in names if is_rate(name)]
+        if now in kept:  # a second fit of one script has the rate of the run
+            return False, ""
+        return False, (
+            f"The learning rate {_rate(now)} of compile is not used: {found.path} was compiled "
+            f"with {_rate(then)}, and goes on with {', '.join(map(_rate, kept))}.\n{take}"
+        )
 
     def _stays_stopped(self, run: FitRun, found: Found) -> bool:
         """Whether a run that a callback stopped stays stopped; warns if epochs are left."""
@@ -413,6 +485,15 @@ def _refused_in_words(folder: Path) -> Iterator[None]:
             f"{error.strerror or error}.\n"
             "Name a folder that this user may read and write, on a disk that has room."
         ) from error
+
+
+def _rate(rate: Any) -> str:
+    """Return a learning rate or a schedule in a few words."""
+    if not isinstance(rate, dict):
+        return f"{rate:.6g}"
+    numbers = rate.get("config", {}).items()
+    inner = ", ".join(f"{name}={value}" for name, value in numbers if name != "name")
+    return f"{rate.get('class_name')}({inner})"[:90]
 
 
 def _variables(found: Found) -> list[Any]:

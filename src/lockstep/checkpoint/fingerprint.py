@@ -50,6 +50,35 @@ def parts_of(config: Any) -> Iterator[dict[str, Any]]:
             yield from parts_of(each)
 
 
+def rates_of(config: Any) -> list[dict[str, Any]]:
+    """Return the parts of a configuration that have a learning rate, a number or a schedule."""
+    if isinstance(config, dict):
+        if "learning_rate" in config:
+            return [config]
+        config = list(config.values())
+    return [found for each in config for found in rates_of(each)] if type(config) is list else []
+
+
+def changed_rate(written: Any, here: Any) -> tuple[Any, Any] | None:
+    """Return the first learning rate that differs between two configurations of `compile`.
+
+    Returns:
+        The rate then and now; `None` if none differs, or if one of them is not known.
+    """
+    for there, mine in zip(rates_of(written), rates_of(here), strict=False):
+        pair = there["learning_rate"], mine["learning_rate"]
+        try:
+            _compare("", "compiled", (), *pair)
+        except CheckpointMismatch:
+            return pair
+    return None
+
+
+def is_rate(name: str) -> bool:
+    """Return whether a variable of this name is the learning rate of an optimizer."""
+    return name.startswith("optimizer/") and name.rpartition("/")[2] == "learning_rate"
+
+
 def check_variables(path: str, written: list[Entry], here: list[Entry]) -> None:
     """Raise if the variables of a checkpoint are not those of this model and optimizer.
 
@@ -70,7 +99,7 @@ def check_variables(path: str, written: list[Entry], here: list[Entry]) -> None:
 def check_facts(path: str, written: dict[str, Any], here: dict[str, Any]) -> None:
     """Raise if the model, its compilation or the data are not those of the checkpoint.
 
-    What a lambda does is not compared, nor is a learning rate: it is a variable, and changes.
+    What a lambda does is not compared, nor is a learning rate; see `changed_rate`.
 
     Args:
         path: The checkpoint, for the message.
@@ -91,10 +120,7 @@ def _compare(path: str, what: str, at: tuple[str, ...], written: Any, here: Any)
             return
         for key in [*written, *(key for key in here if key not in written)]:
             there, mine = written.get(key), here.get(key)
-            is_rate = key == "learning_rate" and not (
-                isinstance(there, dict) or isinstance(mine, dict)
-            )
-            if key not in _NOT_COMPARED and not is_rate:
+            if key not in _NOT_COMPARED and key != "learning_rate":
                 _compare(path, what, (*at, key), there, mine)
         return
     if isinstance(written, list) and isinstance(here, list) and len(written) == len(here):

@@ -10,7 +10,8 @@ import numpy as np
 
 from lockstep.checkpoint import callback_states
 from lockstep.checkpoint.data_states import fingerprint, put_states
-from lockstep.checkpoint.fingerprint import compiled_of, config_of
+from lockstep.checkpoint.fingerprint import compiled_of, config_of, is_rate
+from lockstep.processes.group import current
 from lockstep.state import named_variables, renew_normalization
 
 
@@ -121,6 +122,11 @@ class FitRun:
             "callbacks": callback_states.states_of(self._callbacks),
             "stopped": bool(self.model.stop_training),
         }
+
+    def rates(self) -> list[np.ndarray]:
+        """Return the value of every variable that is a learning rate, in snapshot order."""
+        named = named_variables(self.model).items()
+        return [current().to_host(each.value) for name, each in named if is_rate(name)]
 
     def restore(self, epoch: int, step: int, values: list[np.ndarray], state: Any) -> list[str]:
         """Restore a snapshot and a state; return remarks on callbacks that differ."""

@@ -1,6 +1,7 @@
 """The interface of an engine: what only its framework can do."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,6 +10,7 @@ from lockstep.devices import Device
 from lockstep.errors import UnsupportedBackend
 from lockstep.launch.environment import Place
 from lockstep.layout import Layout
+from lockstep.step_bytes import LayoutBytes
 from lockstep.training.session import Session
 
 
@@ -87,6 +89,17 @@ class Engine(ABC):
         """
         raise NotImplementedError
 
+    def gathers_again(self, size: int, memory: float) -> bool:
+        """Return whether a step gathers sharded weights again for its backward pass.
+
+        Otherwise it keeps them from the forward pass, or never has them all at once.
+
+        Args:
+            size: The bytes of all sharded weights.
+            memory: The bytes of a device.
+        """
+        return False
+
     def empty_value(self, variable: Any) -> Any:
         """Return what a variable without a value stores; it takes no memory."""
         return None
@@ -104,15 +117,14 @@ class Engine(ABC):
         raise UnsupportedBackend(f"{self.name} traces no step without data.")
 
     def compiled_bytes(
-        self, model: Any, batch: Any, devices: int, state: str, gpu: dict[str, Any]
+        self, model: Any, batch: Any, layout: LayoutBytes, gpu: dict[str, Any]
     ) -> tuple[int, int]:
         """Compile a training step on shapes for GPUs that are not here.
 
         Args:
             model: A model that is built. No value is read.
             batch: The shapes of a global batch.
-            devices: The number of GPUs.
-            state: How the variables are laid out, `"replicated"` or `"sharded"`.
+            layout: The number of GPUs, and how the variables are laid out.
             gpu: What XLA has to know of the GPU.
 
         Returns:
@@ -220,9 +232,15 @@ class Probe(Protocol):
         """
         ...
 
-    def inspect(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the layer outputs for `batch`, in order, and the gradient of each variable.
+    def inspect(
+        self, batches: Iterable[Any], *, layers: bool = True
+    ) -> Generator[tuple[dict[str, Any], dict[str, Any]], None, None]:
+        """Yield the layer outputs of each batch, in order, and the gradient of each variable.
 
-        The model does not change.
+        A batch does not change the model. The caller may assign values between two batches.
+
+        Args:
+            batches: Batches in the structure that `fit` passes to a training step.
+            layers: Whether the outputs of layers are wanted.
         """
         ...

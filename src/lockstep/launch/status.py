@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
-from lockstep.errors import counted
+from lockstep.errors import LockstepError, counted
 
 STATUS = "LOCKSTEP_STATUS"
 DUMP_STACKS: int = getattr(signal, "SIGUSR1", 0)  # Windows has none
@@ -38,7 +38,7 @@ class Status:
         detail: More words on the phase, such as "epoch 3".
         compiles: Whether the phase may compile a program.
         distributed: Whether a model was distributed.
-        failure: The last line of an uncaught exception.
+        failure: The first line of an uncaught exception, or all of an error of lockstep.
         failed_by: The process whose failure made this one fail, if known.
         failed_at: The time of the exception, in seconds since 1970.
     """
@@ -133,7 +133,8 @@ class _Reporter:
         if os.getpid() != self._process:  # a fork
             return
         status = STATUS_OF_PROCESS
-        status.failure = f"{kind.__name__}: {error}".splitlines()[0]
+        text = " ".join(str(error).split()) if issubclass(kind, LockstepError) else str(error)
+        status.failure = f"{kind.__name__}: {text}".splitlines()[0]
         status.failed_by = getattr(error, "left_by", None)
         status.failed_at = time.time()
         self.write()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from lockstep.engines import current_engine
@@ -155,7 +156,7 @@ def _plan(
         largest_batch,
     )
     from lockstep.state import optimizers_of
-    from lockstep.step_bytes import amount, layout_bytes
+    from lockstep.step_bytes import layout_bytes
     from lockstep.targets import call_target
 
     engine = current_engine()
@@ -184,22 +185,23 @@ def _plan(
     arrays = arrays_of(batch if has_targets else batch[0])
     in_compute_type = engine.reduces_in_compute_type
     layouts.sort(key=lambda each: each[0])
-    found = [layout_bytes(model, arrays, count, dims, in_compute_type) for count, dims in layouts]
+    again = partial(engine.gathers_again, memory=inf if memory is None else memory)
+    found = [
+        layout_bytes(model, arrays, count, dims, in_compute_type, again) for count, dims in layouts
+    ]
     if target is None:
-        sizes, words = estimated_temporaries(
-            engine, model, batch, layouts, build, batch_size, policy
-        )
+        pairs = [(each, dims) for each, (_, dims) in zip(found, layouts, strict=True)]
+        sizes, words = estimated_temporaries(engine, model, batch, pairs, build, batch_size, policy)
     else:
         sizes, words = compiled_temporaries(engine, model, batch, found, target, say)
-    pairs = zip(found, sizes, strict=True)
-    found = [replace(each, temporaries=size, policy=policy) for each, size in pairs]
+    found = [
+        replace(each, temporaries=size, policy=policy)
+        for each, size in zip(found, sizes, strict=True)
+    ]
     if find_largest_batch and target and memory:
         rest = (target, memory, say)
         rows = [largest_batch(engine, model, batch, each, *rest) for each in found]
         found = [replace(each, largest_batch=n) for each, n in zip(found, rows, strict=True)]
-    gathered = max(layout.gathered for layout in found)
-    if gathered:
-        notes.append(f"Sharded weights are gathered: {amount(gathered)} of temporaries.")
     return MemoryPlan(
         name=model.name,
         backend=engine.name,

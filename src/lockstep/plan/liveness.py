@@ -152,7 +152,14 @@ class TracedProgram:
                 read = [each for each in stored if each in last or each in self._results]
                 yield _Kernel(one, reads, read, forms)
 
-    def peak(self, share: float, shards: Sequence[int] = (), updates_early: bool = False) -> float:
+    def peak(
+        self,
+        share: float,
+        shards: Sequence[int] = (),
+        *,
+        updates_early: bool = False,
+        gathers_again: bool = False,
+    ) -> float:
         """Return the bytes of a device at the peak, without the arguments.
 
         An array is in memory from the kernel that writes it to the last one that reads it. An
@@ -164,6 +171,8 @@ class TracedProgram:
                 Other kernels than those by element read a sharded array whole.
             updates_early: Whether XLA updates a weight as soon as it has its gradient, as on one
                 device. Between devices it sums gradients together.
+            gathers_again: Whether each kernel gathers the sharded arrays that it reads, and each
+                gradient is reduced to its shard at once.
         """
         sizes = [size * share if grows else size for size, grows in self._arrays]
         gathered: dict[int, int] = {}
@@ -175,6 +184,7 @@ class TracedProgram:
                 if new is not None and new != old:
                     sizes[new] /= number
         olds = {new: old for old, new in self._state if new not in self._arguments}
+        whole = self._reduce_gradients(sizes, shards) if gathers_again else {}
         born: dict[int, int] = {}
         last = dict.fromkeys(self._results, len(self._kernels))
         for number, kernel in enumerate(self._kernels):
@@ -184,6 +194,9 @@ class TracedProgram:
                 time = max(time, *(last.get(olds[each], 0) for each in kernel.writes))
             reads = set(kernel.reads)
             for each in kernel.forms.keys() & gathered.keys():
+                if gathers_again:
+                    gathered[each] = len(sizes)
+                    sizes.append(0)
                 array = gathered[each]
                 sizes[array] = max(sizes[array], kernel.forms[each])
                 born.setdefault(array, number)
@@ -204,11 +217,26 @@ class TracedProgram:
         for kernel, more, less in zip(self._kernels, before, after, strict=False):
             live += more
             inner = max((body.peak(share) for body in kernel.operation.bodies), default=0.0)
+            inner += sum(whole.get(each, 0.0) for each in kernel.writes)
             if kernel.operation.name == _POOLING_GRADIENT:  # which XLA expands
                 inner = 2 * sum(sizes[each] for each in kernel.writes)
             top = max(top, live + inner)
             live += less
         return top
+
+    def _reduce_gradients(self, sizes: list[float], shards: Sequence[int]) -> dict[int, float]:
+        """Cut the gradients of sharded arrays to shards, and return what each had besides."""
+        besides: dict[int, float] = {}
+        shards_of = zip(self._state, shards, strict=False)
+        number = {new: n for (_, new), n in shards_of if n > 1 and new is not None}
+        for kernel in self._kernels:
+            for new in number.keys() & set(kernel.writes):
+                shard = sizes[new]
+                for each in kernel.reads - self._arguments - besides.keys():
+                    if sizes[each] in (number[new] * shard, number[new] * shard / 2):
+                        besides[each] = sizes[each] - sizes[each] / number[new]
+                        sizes[each] /= number[new]
+        return besides
 
 
 def _inputs(program: Any) -> list[Any]:

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import DeviceError, counted
-from lockstep.plan.liveness import MEDIAN_ERROR
 from lockstep.report import Report, print_table, table
 from lockstep.step_bytes import UNITS, LayoutBytes, amount
 
@@ -23,7 +22,7 @@ DOES_NOT_FIT = "state alone does not fit"
 FULL = 0.85
 """The part of a memory that a compiled peak may take."""
 
-_WIDE = 136
+_WIDE = 125
 """Characters of a line that hold the table."""
 
 
@@ -123,29 +122,49 @@ class MemoryPlan(Report):
             ),
             highlight=False,
         )
-        heads = ["devices", "weights", "slots", "gradients", "batch", "together"]
+        heads = ["devices", "weights", "slots", "gradients", "batch"]
         has_peaks = any(each.peak is not None for each in self.layouts)
-        peak = "compiled peak" if self.gpu else f"peak, ±{MEDIAN_ERROR:.0%}"
-        heads += [peak] * has_peaks + ["sent in a step"]
+        peak = "compiled peak" if self.gpu else "peak, about"
+        heads += [peak if has_peaks else "together", "sent in a step"]
         has_rows = any(each.largest_batch is not None for each in self.layouts)
         heads += ["largest batch"] * has_rows
         shown = table(*heads, *[] if self.memory is None else [f"of {amount(self.memory)}"])
         for each in self.layouts:
             sizes = (each.weights, each.optimizer, each.gradients, each.batch + each.metrics)
-            peaks = ["" if each.peak is None else amount(each.peak)] * has_peaks
+            needed = amount(each.held if each.peak is None else each.peak)
+            more = " and more" * (has_peaks and each.peak is None)
             left = [] if self.memory is None else [self._left(each)]
             shown.add_row(
                 each.name,
-                *map(amount, (*sizes, each.held)),
-                *peaks,
+                *map(amount, sizes),
+                needed + more,
                 amount(each.sent),
                 *[f"{each.largest_batch or 0:,} rows"] * has_rows,
                 *left,
                 style="red" if left == [DOES_NOT_FIT] else "",
             )
         print_table(console, shown, narrow=_WIDE)
-        for note in (*self.notes, *self._remedy()):
+        for note in (*self.notes, *self._gathered(), *self._remedy()):
             console.print(escape(note), highlight=False)
+
+    def _gathered(self) -> list[str]:
+        """Return the sentences on sharded weights, which a device has whole for a time."""
+        said = []
+        kept = (each for each in self.layouts if each.gathered and not each.gathers_again)
+        sharded = {each.policy: each.gathered for each in kept}
+        if sharded:
+            parts = [
+                f"{amount(size)} of temporaries{f' under {policy}' * bool(policy)}"
+                for policy, size in sharded.items()
+            ]
+            said.append(f"Sharded weights are gathered: {', '.join(parts)}.")
+        again = ", ".join(each.name for each in self.layouts if each.gathers_again)
+        if again:
+            said.append(
+                f"Gathered again for the backward pass, and not kept: the weights of {again}. They "
+                "would take more than a quarter of the memory that JAX has (LOCKSTEP_GATHER_AGAIN)."
+            )
+        return said
 
     def _remedy(self) -> list[str]:
         """Return what to try if the memory of a device is given and no layout fits."""

@@ -34,8 +34,8 @@ NO_ESTIMATE = (
     "backend itself."
 )
 
-Layouts = Sequence[tuple[int, Mapping[int, int | None] | None]]
-"""Numbers of devices, and the dim along which each variable is sharded, by its `id`."""
+Layouts = Sequence[tuple[LayoutBytes, Mapping[int, int | None] | None]]
+"""Layouts, and the dim along which each variable is sharded, by its `id`."""
 
 
 def estimated_temporaries(
@@ -62,7 +62,7 @@ def estimated_temporaries(
         _check_compiles(model)
         with suppress(UnsupportedBackend):
             return _traced(engine, model, batch, layouts), [ESTIMATE]
-        counts = [devices for devices, _ in layouts]
+        counts = [layout.devices for layout, _ in layouts]
         label = f"Activations are as compiled by JAX. {engine.name} may need more."
         return _on_jax(target, counts, batch_size, policy), [ESTIMATE, label]
     except Exception as error:  # the step is code of the user, which runs on shapes
@@ -150,7 +150,7 @@ def _compiled_peak(
 ) -> int:
     began, devices = time.monotonic(), counted(layout.devices, "device")
     say(f"XLA compiles the step of {devices}, {layout.state}, {rows_of(batch)} rows ...")
-    used = engine.compiled_bytes(model, batch, layout.devices, layout.state, gpu)
+    used = engine.compiled_bytes(model, batch, layout, gpu)
     say(f"    {time.monotonic() - began:.0f} s")
     return sum(used)
 
@@ -174,11 +174,14 @@ def _traced(engine: Engine, model: Any, batch: Any, layouts: Layouts) -> list[in
     other, _ = engine.traced_step(model, resized(batch, 2 * traced_rows))
     traced = TracedProgram(program, other, len(variables))
     found = []
-    for devices, dims in layouts:
+    for layout, dims in layouts:
+        devices, again = layout.devices, layout.gathers_again
         is_split = [(dims or {}).get(id(each)) is not None for each in variables]
         shards = [devices if split else 1 for split in is_split]
         share = len(shard_rows(rows, devices)[0]) / traced_rows
-        found.append(round(traced.peak(share, shards, updates_early=devices == 1)))
+        found.append(
+            round(traced.peak(share, shards, updates_early=devices == 1, gathers_again=again))
+        )
     return found
 
 

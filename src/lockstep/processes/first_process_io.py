@@ -216,19 +216,31 @@ def _that_do_not_write(callbacks: Any) -> Any:
         return callbacks
     if callbacks is None:
         return None
-    writing = (
-        keras.callbacks.CSVLogger,
-        keras.callbacks.TensorBoard,
-        keras.callbacks.RemoteMonitor,
-        keras.callbacks.ProgbarLogger,
-    )
     return [
         _RestoreOnly(callback)
         if isinstance(callback, keras.callbacks.BackupAndRestore)
         else callback
         for callback in keras.tree.flatten(callbacks)
-        if not isinstance(callback, writing)
+        if not isinstance(callback, _WRITERS) and not _is_of_a_logger(callback)
     ]
+
+
+def _is_of_a_logger(callback: Any) -> bool:
+    """Return whether a package of `_LOGGERS` has made the class of a callback, or a base of it."""
+    return any(kind.__module__.partition(".")[0] in _LOGGERS for kind in type(callback).__mro__)
+
+
+_WRITERS = (
+    keras.callbacks.CSVLogger,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.ProgbarLogger,
+)
+_LOGGERS = {
+    *("wandb", "mlflow", "comet_ml", "clearml", "aim", "swanlab"),
+    *("neptune", "neptune_tensorflow_keras"),
+}
+"""Packages whose callbacks write to a run that each process would open."""
 
 
 class _RestoreOnly(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types

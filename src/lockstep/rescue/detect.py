@@ -62,6 +62,8 @@ def kind_of(path: str) -> str:
     """Return the kind of a file by its first bytes: `"hdf5"` or `"keras"`."""
     if os.path.isdir(path):
         what, remedy = "a folder", "Give one of the files in it."
+        if not os.listdir(path):
+            what, remedy = "an empty folder", "Give a file, or the folder of a lockstep.Checkpoint."
         if os.path.exists(os.path.join(path, "saved_model.pb")):
             what = "a TensorFlow SavedModel"
             remedy = "Load it with keras.layers.TFSMLayer, or save HDF5 where it was written."

@@ -5,9 +5,9 @@ Keras's loops are left out: the work per step for every variable, and the wait f
 step.
 """
 
-import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -15,7 +15,7 @@ import keras
 from lockstep.checkpoint.callback import Checkpoint, run_among
 from lockstep.checkpoint.fit_run import FitRun
 from lockstep.errors import UnusableData
-from lockstep.fit_lines import LONG, first_step_line
+from lockstep.fit_lines import LONG, Wait, first_step_line, waiting_line
 from lockstep.keras_compat import (
     WITHIN_FIT,
     check_compiled,
@@ -52,6 +52,8 @@ class Loop:
         self.model = session.model
         self._session = session
         self._ran: Any = None
+        self._tested: Any = None
+        self._prints = False
 
     def compiles(self) -> bool:
         """Return whether the next `fit` compiles the training step first."""
@@ -146,11 +148,11 @@ class Loop:
                 model.reset_metrics()
                 STATUS_OF_PROCESS.detail = f"epoch {epoch + 1}"
                 callbacks.on_epoch_begin(epoch)
-                begin, end = callbacks.on_train_batch_begin, callbacks.on_train_batch_end
-                if self.compiles():
-                    begin, end = _reporting_first_step(begin, end) if verbose != 0 else (begin, end)
+                hooks = callbacks.on_train_batch_begin, callbacks.on_train_batch_end
+                is_first = model.train_function is not self._ran
+                with self._first_steps(TRAIN, *hooks, prints=is_first and verbose != 0) as hooks:
                     self._ran = model.train_function
-                logs = self._epoch(TRAIN, batches, callbacks, begin, end)
+                    logs = self._epoch(TRAIN, batches, callbacks, *hooks)
                 if run is not None:
                     logs = run.epoch_logs(logs)
                 if logs is not NO_BATCH:
@@ -159,7 +161,8 @@ class Loop:
                     raise _no_batch(f"fit, in epoch {epoch + 1},")
                 epoch_logs = dict(train_logs)  # no batch: those of the last epoch
                 if held_out is not None and validates_after(model, epoch, validation_freq):
-                    epoch_logs.update(self._validate(held_out, validation_steps, callbacks))
+                    found = self._validate(held_out, validation_steps, callbacks, verbose)
+                    epoch_logs.update(found)
                 callbacks.on_epoch_end(epoch, epoch_logs)
                 if model.stop_training:
                     break
@@ -174,12 +177,13 @@ class Loop:
         return model.history
 
     def _validate(
-        self, held_out: dict[str, Any], steps: int | None, callbacks: Any
+        self, held_out: dict[str, Any], steps: int | None, callbacks: Any, verbose: Any
     ) -> dict[str, Any]:
         model = self.model
         # An overridden `evaluate` may pass the iterator on to Keras's.
         if kept_validation(model) is None:
             keep_validation(model, self._held_out(held_out, steps))
+        self._prints = verbose != 0
         logs = model.evaluate(
             **held_out,
             steps=steps,
@@ -252,8 +256,12 @@ class Loop:
         model.stop_evaluating = False
         callbacks.on_test_begin()
         model.reset_metrics()
-        begin, end = callbacks.on_test_batch_begin, callbacks.on_test_batch_end
-        logs = self._epoch(TEST, batches, callbacks, begin, end)
+        hooks = callbacks.on_test_batch_begin, callbacks.on_test_batch_end
+        prints = self._prints if within_fit else verbose != 0
+        prints &= model.test_function is not self._tested
+        with self._first_steps(TEST, *hooks, prints=prints) as hooks:
+            self._tested = model.test_function
+            logs = self._epoch(TEST, batches, callbacks, *hooks)
         if logs is NO_BATCH:
             raise _no_batch("evaluate")
         logs = pythonify_logs(self._results(logs))
@@ -347,6 +355,47 @@ class Loop:
         with phase(kind.phase, compiles=True):
             return self._session.epoch(kind, batches, callbacks, run)
 
+    @contextmanager
+    def _first_steps(
+        self, kind: Kind, begin: Begin, end: End, *, prints: bool
+    ) -> Iterator[tuple[Begin, End]]:
+        """Wrap the hooks of an epoch so that lines tell of slow first steps.
+
+        A line says what a step waits for, while it waits. Another one follows when the step is
+        ready that the next batches run: the first device may run the first batch alone.
+
+        Args:
+            kind: The kind of steps.
+            begin: See `_epoch`.
+            end: See `_epoch`.
+            prints: Whether to print.
+        """
+        work = self._session.first_work() if prints else None
+        if work is None:
+            yield begin, end
+            return
+        phase = "validation" if kind is TEST else kind.phase
+        spent, waits, is_ready = 0.0, Wait(waiting_line(phase, work)), False
+
+        def begin_timed(step: int) -> None:
+            begin(step)
+            if not is_ready:
+                waits.start()
+
+        def end_timed(step: int, outputs: Any) -> None:
+            nonlocal spent, is_ready
+            if not is_ready:
+                spent += waits.stop()
+                is_ready = self._session.is_ready(kind)
+                if is_ready and spent >= LONG:
+                    print(first_step_line(phase, work, spent), flush=True)
+            end(step, outputs)
+
+        try:
+            yield begin_timed, end_timed
+        finally:
+            waits.stop()
+
     def _results(self, logs: dict[str, Any]) -> dict[str, Any]:
         """Return the logs of an epoch. Metrics compute them operation by operation."""
         self._session.sync_metrics()
@@ -374,22 +423,3 @@ def _no_batch(call: str) -> UnusableData:
         f"{call} was given 0 batches, and at least 1 is needed.\n"
         "A generator ends once, and a filter may leave nothing: give data that has rows."
     )
-
-
-def _reporting_first_step(begin: Begin, end: End) -> tuple[Begin, End]:
-    """Wrap the hooks so that they print the duration of a slow first step."""
-    times: list[float] = []
-
-    def begin_timed(step: int) -> None:
-        begin(step)
-        if not times:
-            times.append(time.monotonic())
-
-    def end_timed(step: int, logs: Any) -> None:
-        if len(times) == 1:
-            times.append(time.monotonic() - times[0])
-            if times[1] >= LONG:
-                print(first_step_line(times[1]), flush=True)
-        end(step, logs)
-
-    return begin_timed, end_timed

@@ -186,6 +186,14 @@ class Session:
         """Return whether the first call of a step function compiles it."""
         return not self.model.run_eagerly
 
+    def first_work(self) -> str | None:
+        """Return what is done before a first step runs, as a noun; `None` if that takes no time."""
+        return "reading its batch and compiling the step" if self.is_compiled() else None
+
+    def is_ready(self, kind: Kind) -> bool:
+        """Return whether the last step was the one that the next batches run."""
+        return True
+
     def epoch(self, kind: Kind, batches: Any, callbacks: Any, run: Callable[[Execute], Any]) -> Any:
         """Run the steps of one epoch, and return what `run` returns.
 

@@ -31,7 +31,9 @@ def verify(
 
     Runs that are further apart than 1e-5 (of the largest value, where that is above 1) are
     compared again in float64, in a process of its own: rounding shrinks to 1e-10 there, and a
-    fault does not. Mixed precision and casts of `keras.ops` mean float64 there; other casts to
+    fault does not. A variable whose gradient is zero up to rounding is named apart: an optimizer
+    such as Adam makes steps of what rounding leaves. Then each step is compared from the weights
+    of one device. Mixed precision and casts of `keras.ops` mean float64 there; other casts to
     float32 make the bound that of float32. If that process cannot have the model, or under a
     launcher, the verdict is `"cannot tell"`; the command `lockstep verify --float64` builds the
     model in float64 instead.
@@ -74,7 +76,8 @@ def verify(
     names = parse_devices(devices, engine.devices())
     if len(names) < 2:
         raise DeviceError(
-            f"devices={devices!r} means {names[0]} alone, and verify needs at least 2 devices.",
+            f"{'Here is' if devices is None else f'devices={devices!r} means'} {names[0]} alone, "
+            "and verify needs at least 2 devices.",
             rehearse=2,
         )
     from lockstep.engines.attachment import session_of  # which imports Keras
@@ -96,4 +99,4 @@ def verify(
         raise UnusableData(
             f"steps={steps} was asked for, and a whole number of at least 1 was expected."
         )
-    return compare(engine, model, first_batches(data, number, batch_size), names, state)
+    return compare(engine, model, first_batches(data, number, batch_size), names, state)[0]

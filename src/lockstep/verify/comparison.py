@@ -2,8 +2,9 @@
 
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,16 @@ from lockstep.keras_compat import computes_in_float64, layers_in, layers_not_in_
 from lockstep.layout import DataParallel
 from lockstep.processes import process_group
 from lockstep.progress import progress
-from lockstep.state import Values, distance, restore, rnn_states, snapshot
+from lockstep.state import Values, distance, optimizers_of, restore, rnn_states, snapshot
 from lockstep.verify.float64 import NEXT, compare_in_float64
-from lockstep.verify.verification import BOUND, DOUBLE_BOUND, Difference, Verification
+from lockstep.verify.verification import (
+    BOUND,
+    DOUBLE_BOUND,
+    Difference,
+    SameWeights,
+    Verification,
+    listed,
+)
 
 
 def compare(
@@ -32,11 +40,13 @@ def compare(
     batches: list[Batch],
     names: tuple[str, ...],
     state: str = REPLICATED,
-) -> Verification:
+    *,
+    from_same_weights: bool = False,
+) -> tuple[Verification, SameWeights | None]:
     """Compare training on several devices with training on one; restore the model afterwards.
 
-    The model trains on one device twice, and on several. Where these differ from one by more
-    than rounding usually does, the same comparison in float64 decides.
+    The model trains on one device, and on several. Where these differ by more than rounding
+    usually does, it trains on one device again, and the same comparison in float64 decides.
 
     Args:
         engine: The engine of the model's backend.
@@ -44,18 +54,23 @@ def compare(
         batches: The batches to train on, one for each step, as `fit` hands them over.
         names: The devices to compare with one, at least 2.
         state: How the variables are laid out on them.
+        from_same_weights: Whether steps in float64 that differ are compared from the same weights.
+
+    Returns:
+        The result, and that comparison.
     """
     rows = [rows_of(batch) for batch in batches]
     probe = engine.probe(model)
     with (
         tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder,
-        _untouched(engine, model, probe, batches[0]) as lowered,
+        untouched(engine, model, probe, batches[0]) as lowered,
         process_group.values_of_first(model),
         probe.precise(),
     ):
         comparison = _Comparison(engine, model, probe, batches, names, state, Path(folder), lowered)
+        comparison.from_same_weights = from_same_weights
         comparison.run()
-    return Verification(
+    found = Verification(
         backend=engine.name,
         devices=names,
         steps=len(comparison.batches),
@@ -68,7 +83,10 @@ def compare(
         rounding=comparison.rounding,
         not_finite_from=comparison.not_finite_from,
         lowered=comparison.lowered,
+        zero_gradients=comparison.zero_gradients,
+        behind_zero_gradients=comparison.behind_zero_gradients,
     )
+    return found, comparison.same_weights
 
 
 @dataclass
@@ -88,6 +106,10 @@ class _Comparison:
     state: str
     folder: Path
     lowered: str | None
+    from_same_weights: bool = False
+    same_weights: SameWeights | None = None
+    zero_gradients: tuple[str, ...] = ()
+    behind_zero_gradients: tuple[str, ...] = ()
     differences: tuple[Difference, ...] = ()
     notes: list[str] = field(default_factory=list)
     first_step: int | None = None
@@ -116,13 +138,9 @@ class _Comparison:
         if not self.batches:
             self.cause = self._cause_not_finite()
             return
-        again = self._differences("one device again")
         self._place(self.names)
-        self.differences = self._differences(f"{len(self.names)} devices", note_unsplit=True)
-        if _first_step(again) is not None:
-            self._find_first(again, self._alone)
-            self.cause = _unsteady(self.first_layer)
-        elif _first_step(self.differences) is not None:
+        self.differences = self._differences(self._on_several(), note_unsplit=True)
+        if _first_step(self.differences) is not None:
             self._explain()
         if self.cause is None:
             self._judge_unmoved()
@@ -134,43 +152,139 @@ class _Comparison:
 
     def _explain(self) -> None:
         """Find the cause of differences beyond the bound, or that they are rounding."""
-        if self._double and self.lowered not in (None, "float32"):
+        self._place(self._alone)
+        again = self._differences("one device again")
+        if _first_step(again) is not None:
+            self.first_step, self.first_layer, _ = self._first_part(again, self._alone)
+            self.cause = _unsteady(self.first_layer)
+        elif not self._double:
+            self._decide_in_float64()
+        elif self.lowered not in (None, "float32"):
             self.cause = (
                 f"{self._beyond(self.lowered)}. Without the casts to {self.lowered} in the code of "
                 "the model, float64 decides."
             )
-            return
-        what = self._find_first(self.differences, self.names)
-        if self._double:
-            self.cause = _cause(self.first_layer, what)
         else:
-            self._decide_in_float64(what)
+            if self.from_same_weights:
+                self._compare_from_same_weights()
+            self.first_step, self.first_layer, what = self._first_part(self.differences, self.names)
+            self.cause = _cause(self.first_layer, what)
 
-    def _decide_in_float64(self, what: str | None) -> None:
+    def _compare_from_same_weights(self) -> None:
+        """Compare each step on several devices with that on one, from the weights of one."""
+        self._place(self.names)
+        steps = self._differences(f"{self._on_several()}, each step by itself", by_itself=True)
+        known = self._trained().union(self._owners())
+        if known.issuperset(_beyond_bound(steps)):
+            self.same_weights = SameWeights(steps, *self._gradients())
+
+    def _gradients(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the largest gradient of each trainable variable, on one device and on several.
+
+        Each is that of all steps from the weights of one device. Variables that share a path are
+        left out, and so are those of a model with its own training step.
+        """
+        known, found = self._trained(), []
+        for devices, run in (self._alone, "one device"), (self.names, self._on_several()):
+            self._place(devices)
+            largest: dict[str, float] = {}
+            with closing(
+                self.probe.inspect(self._each_by_itself(f"gradients, {run}"), layers=False)
+            ) as seen:
+                for _, gradients in seen:
+                    for name, value in gradients.items():
+                        size = float(np.max(np.abs(value), initial=0.0))
+                        largest[name] = float(np.maximum(largest.get(name, 0.0), size))
+            found.append({name: size for name, size in largest.items() if name in known})
+        return found[0], found[1]
+
+    def _each_by_itself(self, run: str) -> Iterator[Batch]:
+        """Yield each batch, with the weights of one device before its step in place."""
+        run += " in float64" if self._double else ""
+        with progress(len(self.batches), lines=True) as advance:
+            for step, batch in enumerate(self.batches, 1):
+                advance(run, 0)
+                restore(self.model, self._before(step))
+                yield batch
+                advance(run, 1)
+
+    def _trained(self) -> set[str]:
+        """Return the paths of trainable variables that no other variable has."""
+        paths = Counter(variable.path for variable in self.model.trainable_variables)
+        return {path for path, times in paths.items() if times == 1}
+
+    def _owners(self) -> dict[str, str]:
+        """Return the trainable variable of each optimizer slot, by their names."""
+        flat = {path.replace("/", "_"): path for path in sorted(self._trained())}
+        owners = {}
+        for owner, optimizer in optimizers_of(self.model):
+            for slot in optimizer.variables:
+                # keras/src/optimizers/base_optimizer.py, BaseOptimizer.add_variable_from_reference
+                start = slot.path.rpartition("/")[2]
+                while start and start not in flat:
+                    start = start.rpartition("_")[0]
+                if start:
+                    owners[f"{owner}/{slot.path}"] = flat[start]
+        return owners
+
+    def _decide_in_float64(self) -> None:
         """Find out whether differences beyond the bound are rounding."""
         worst = self.differences[0]
         said = f"In their own precision they are up to {worst.largest:.1e} apart ({worst.name})"
-        unlike = self.first_layer if what == "activation" else None
-        self.first_step = self.first_layer = None
-        found = self._in_float64()
-        if isinstance(found, str):
-            self.cause = f"{self._beyond(self._own_type())}: {found}"
-        elif found.verdict == "cannot tell":
-            self.differences, self.lowered = found.differences, found.lowered
+        told = self._in_float64()
+        if isinstance(told, str):
+            self.cause = f"{self._beyond(self._own_type())}: {told}"
+            return
+        found, same_weights = told
+        self.lowered = found.lowered
+        if found.verdict == "cannot tell":
+            self.differences = found.differences
             self.cause = f"In float64: {found.cause}"
-        elif found.cause is not None:
-            self.differences, self.lowered = found.differences, found.lowered
-            self.first_step, self.first_layer = found.first_step, found.first_layer
-            self.cause = f"In float64: {found.cause}"
-            self.notes.append(f"The differences are those in float64. {said}.")
-        elif unlike is not None:
+            return
+        if found.verdict == "different":
+            zero, behind = self._zero_gradients(found, same_weights)
+            if not zero:
+                self.differences = found.differences
+                self.first_step, self.first_layer = found.first_step, found.first_layer
+                self.cause = f"In float64: {found.cause}"
+                self.notes.append(f"The differences are those in float64. {said}.")
+                return
+            self.zero_gradients, self.behind_zero_gradients = zero, behind
+        _, layer, what = self._first_part(self.differences, self.names)
+        if what == "activation":
             self.cause = (
                 f"{said}, and in float64, in another process, they agree. But from the same "
-                f"weights the outputs of {unlike!r} are more than a tenth apart, which is no "
+                f"weights the outputs of {layer!r} are more than a tenth apart, which is no "
                 f"rounding: they may depend on this process. {NEXT}"
             )
         else:
-            self.rounding, self.lowered = worst.largest, found.lowered
+            self.rounding = worst.largest
+
+    def _zero_gradients(
+        self, found: Verification, same_weights: SameWeights | None
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the variables whose gradient is zero up to rounding, and what differs behind them.
+
+        There are none if something else differs in a step from the same weights.
+
+        Args:
+            found: What float64 has found.
+            same_weights: Each of its steps from the same weights.
+        """
+        if same_weights is None:
+            return (), ()
+        owners = self._owners()
+        over_steps = _beyond_bound(found.differences)
+        in_a_step = {owners.get(name, name) for name in _beyond_bound(same_weights.steps)}
+        moved = in_a_step.union(owners.get(name, name) for name in over_steps)
+        small = same_weights.small()
+        if not (in_a_step <= small and moved & small):
+            return (), ()
+        zero = same_weights.zero_beside(*self._gradients())
+        if not in_a_step <= zero:
+            return (), ()
+        behind = (name for name in over_steps if owners.get(name, name) not in zero)
+        return tuple(sorted(moved & zero)), tuple(behind)
 
     def _beyond(self, dtype: str) -> str:
         """Return how far the runs are apart, where this type is the longest that was tried."""
@@ -221,11 +335,10 @@ class _Comparison:
                 "depend on the weights, gradients that are accumulated over more steps."
             )
         elif self._unmoved:
-            more = len(self._unmoved) - 3
-            names = ", ".join(self._unmoved[:3]) + (f" and {more} more" if more > 0 else "")
+            names = listed(self._unmoved)
             self.notes.append(f"Not trained, as on one device they did not move: {names}.")
 
-    def _in_float64(self) -> Verification | str:
+    def _in_float64(self) -> tuple[Verification, SameWeights | None] | str:
         if process_group.several():
             return f"float64 runs where no launcher has started several processes. {NEXT}"
         self._place(None)
@@ -234,25 +347,32 @@ class _Comparison:
 
     # --------------------------------------------------------------------------- runs
 
-    def _steps(self, run: str) -> Iterator[tuple[int, Values]]:
-        """Train from the start; the values after each step."""
+    def _on_several(self) -> str:
+        return f"{len(self.names)} devices"
+
+    def _steps(self, run: str, *, by_itself: bool = False) -> Iterator[tuple[int, Values]]:
+        """Train from the start, or each step from the weights of one device; yield the values."""
         restore(self.model, self._start)
         run += " in float64" if self._double else ""
-        with progress(len(self.batches)) as advance:
+        with progress(len(self.batches), lines=True) as advance:
             advance(run, 0)
             for step, batch in enumerate(self.batches, 1):
+                if by_itself:
+                    restore(self.model, self._before(step))
                 logs = self.probe.train(batch, restart=step == 1)
                 yield step, {**logs, **snapshot(self.model)}
                 advance(run, 1)
 
-    def _differences(self, run: str, *, note_unsplit: bool = False) -> tuple[Difference, ...]:
+    def _differences(
+        self, run: str, *, note_unsplit: bool = False, by_itself: bool = False
+    ) -> tuple[Difference, ...]:
         """Train as in the first run, and compare each step with it."""
+        apart = []
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", UnsplitBatchWarning)
-            apart = [
-                {name: distance(mine, self._first_run(step)[name]) for name, mine in values.items()}
-                for step, values in self._steps(run)
-            ]
+            for step, values in self._steps(run, by_itself=by_itself):
+                first = self._first_run(step)
+                apart.append({name: distance(mine, first[name]) for name, mine in values.items()})
         for warning in said:
             if not issubclass(warning.category, UnsplitBatchWarning):
                 warnings.warn_explicit(
@@ -320,26 +440,30 @@ class _Comparison:
     def _first_run(self, step: int) -> Values:
         return _read(self._file(step))
 
+    def _before(self, step: int) -> Values:
+        """Return the values of the first run before a step."""
+        return self._start if step == 1 else self._first_run(step - 1)
+
     # --------------------------------------------------------------------------- cause
 
-    def _find_first(
+    def _first_part(
         self, differences: tuple[Difference, ...], devices: tuple[str, ...] | None
-    ) -> str | None:
-        """Name the first step and layer that differ on these devices; what of the layer it is."""
-        self.first_step = step = _first_step(differences)
+    ) -> tuple[int, str | None, str | None]:
+        """Return the first step and layer that differ on these devices, and what of the layer."""
+        step = _first_step(differences)
         assert step is not None
-        start = self._start if step == 1 else self._first_run(step - 1)
 
         def inspect(devices: tuple[str, ...] | None) -> tuple[Values, Values]:
             self._place(devices)
-            restore(self.model, start)
-            return self.probe.inspect(self.batches[step - 1])
+            restore(self.model, self._before(step))
+            [seen] = self.probe.inspect([self.batches[step - 1]])
+            return seen
 
         several = devices == self.names and not self._double
-        self.first_layer, what = _first_apart(
+        layer, what = _first_apart(
             inspect(self._alone), inspect(devices), within=0.1 if several else 10 * self._bound
         )
-        return what
+        return step, layer, what
 
 
 def _reversed(rows: Any) -> Any:
@@ -348,6 +472,10 @@ def _reversed(rows: Any) -> Any:
 
 def _first_step(differences: tuple[Difference, ...]) -> int | None:
     return min((d.first_step for d in differences if d.first_step is not None), default=None)
+
+
+def _beyond_bound(differences: tuple[Difference, ...]) -> list[str]:
+    return [each.name for each in differences if each.first_step is not None]
 
 
 def _unsteady(layer: str | None) -> str:
@@ -371,7 +499,8 @@ def _cause(layer: str | None, what: str | None) -> str:
         )
     return (
         "From the same weights, this step alone agrees; over the steps before, the runs part "
-        "by more than 1e-10. A part of the model may compute in float32 whatever it is given."
+        "by more than 1e-10. A part of the model may compute in float32 whatever it is given. With "
+        "--float64, gradients that are zero up to rounding do that too: leave the option out."
     )
 
 
@@ -392,7 +521,7 @@ def _first_apart(
 
 
 @contextmanager
-def _untouched(engine: Engine, model: Any, probe: Probe, batch: Batch) -> Iterator[str | None]:
+def untouched(engine: Engine, model: Any, probe: Probe, batch: Batch) -> Iterator[str | None]:
     """Build the model as `fit` does, and restore its values and devices afterwards.
 
     Yields:

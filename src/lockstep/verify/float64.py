@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,14 +25,18 @@ from lockstep.engines.model_pickle import ModelPickler, dumped, reason_of, track
 from lockstep.engines.own_code import is_own
 from lockstep.keras_compat import DTYPES, KerasSaveable, compute_in_float64, stored_value
 from lockstep.state import to_host
-from lockstep.verify.verification import Verification
+from lockstep.verify.verification import SameWeights, Verification
 
 NEXT = "lockstep verify file.py:function --float64 builds the model in float64, and tells."
 
 
+IN_FLOAT64 = " in float64 ..."
+"""The end of the name of a run in float64, in a line that shows how far it is."""
+
+
 def compare_in_float64(
     engine: Engine, model: Any, batches: list[Batch], names: tuple[str, ...], state: str
-) -> Verification | str:
+) -> tuple[Verification, SameWeights | None] | str:
     """Do what `compare` does with a copy of the model that computes in float64.
 
     Args:
@@ -51,25 +56,32 @@ def compare_in_float64(
             packed = dumped((settings, model, batches, names, state), _Pickler).file.getvalue()
     except Exception as error:
         return f"for float64 it cannot be sent to another process ({reason_of(error)}). {NEXT}"
-    with (
-        tempfile.TemporaryDirectory(prefix="lockstep-float64-") as folder,
-        tempfile.TemporaryFile("w+", errors="replace") as said,
-    ):
+    last: deque[str] = deque(maxlen=3)
+    with tempfile.TemporaryDirectory(prefix="lockstep-float64-") as folder:
         given, found = Path(folder) / "given", Path(folder) / "found"
         given.write_bytes(packed)
-        done = subprocess.run(
+        with subprocess.Popen(
             [sys.executable, "-m", __name__, str(given), str(found)],
             env=_environment(engine),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=None if sys.stderr.isatty() else said,  # the progress lines
-            check=False,
-        )
+            stderr=None if sys.stderr.isatty() else subprocess.PIPE,  # the progress lines
+            text=True,
+            errors="replace",
+        ) as process:
+            try:
+                for line in process.stderr or ():
+                    last.append(line.strip())
+                    if IN_FLOAT64 in line:
+                        print(line.rstrip(), file=sys.stderr, flush=True)
+                process.wait()
+            except BaseException:
+                process.kill()
+                raise
         if not found.exists():
-            said.seek(0)
-            last = " / ".join(line.strip() for line in said.read().splitlines()[-3:])
-            return f"the process of float64 ended with status {done.returncode}. {last}".rstrip()
-        result: Verification | str = pickle.loads(found.read_bytes())
+            why = f"the process of float64 ended with status {process.returncode}."
+            return " ".join([why, " / ".join(last)]).rstrip()
+        result: tuple[Verification, SameWeights | None] | str = pickle.loads(found.read_bytes())
         return result
 
 
@@ -125,7 +137,8 @@ def _widened(value: Any) -> Any:
 def _own_code_by_value() -> Iterator[None]:
     """Pickle classes and functions of the user's files with the state that they have now."""
     before = cloudpickle.list_registry_pickle_by_value()
-    own = (sys.modules[name] for name in sys.modules.keys() - before)
+    # A set: multiprocessing keeps `__main__` under a second name.
+    own = {sys.modules[name] for name in sys.modules.keys() - before}
     modules = [each for each in own if is_own(each) and sys.modules.get(each.__name__) is each]
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
@@ -141,12 +154,13 @@ def main(given: Path, found: Path) -> None:
     compute_in_float64(whatever_is_asked=True)
     from lockstep.verify.comparison import compare
 
-    result: Verification | str
+    result: tuple[Verification, SameWeights | None] | str
     try:
         settings, model, batches, names, state = pickle.loads(given.read_bytes())
         keras.config.set_image_data_format(settings[0])
         keras.config.set_epsilon(settings[1])
-        result = compare(current_engine(), trackers_mended(model), batches, names, state)
+        model = trackers_mended(model)
+        result = compare(current_engine(), model, batches, names, state, from_same_weights=True)
     except Exception as error:
         result = f"the process of float64 ended with {type(error).__name__}: {reason_of(error)}."
     found.write_bytes(pickle.dumps(result))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +23,9 @@ Larger values have larger rounding.
 DOUBLE_BOUND = 1e-10
 """The difference that rounding in float64 explains, for values of magnitude 1."""
 
+NAMED = 3
+"""Names that a sentence has; the rest is a number."""
+
 Verdict = Literal["equal", "different", "cannot tell"]
 
 
@@ -41,6 +45,43 @@ class Difference:
     largest: float
     bound: float
     first_step: int | None = None
+
+
+ZERO = 1e-6
+"""The part of its value in float32 that a gradient of zero has at most in float64."""
+
+
+@dataclass(frozen=True)
+class SameWeights:
+    """Each step of several devices from the weights of one device, in float64.
+
+    Attributes:
+        steps: How much each quantity differs after one step.
+        one: The largest gradient of each trainable variable, on one device.
+        several: The same on several devices.
+    """
+
+    steps: tuple[Difference, ...]
+    one: dict[str, float]
+    several: dict[str, float]
+
+    def small(self) -> set[str]:
+        """Return the variables whose gradient may be zero: it is small beside those of others."""
+        largest = max(self.one.values(), default=0.0), max(self.several.values(), default=0.0)
+        return self.zero_beside(*(dict.fromkeys(self.one, each) for each in largest))
+
+    def zero_beside(self, one: dict[str, float], several: dict[str, float]) -> set[str]:
+        """Return the variables whose gradient is zero up to rounding, on one device and on several.
+
+        Args:
+            one: The largest gradient of each variable in float32, on one device.
+            several: The same on several devices.
+        """
+        return {
+            name
+            for name in set(self.one).intersection(self.several, one, several)
+            if self.one[name] < ZERO * one[name] and self.several[name] < ZERO * several[name]
+        }
 
 
 @dataclass(frozen=True)
@@ -65,6 +106,11 @@ class Verification(Report):
         lowered: The shortest float type to which the code of the model casts values of float64,
             where the comparison is in float64; `None` for none. With casts to `"float32"`, the
             bound is that of float32.
+        zero_gradients: The variables that differ, and whose gradient is zero up to rounding on one
+            device and on several: in float64 it is under 1e-6 of its value in float32. If there
+            are any, `rounding` is of each step from the same weights.
+        behind_zero_gradients: What else differs over the steps, and agrees from the same weights,
+            such as moving statistics behind such a variable.
     """
 
     backend: str
@@ -79,6 +125,8 @@ class Verification(Report):
     rounding: float | None = None
     not_finite_from: int | None = None
     lowered: str | None = None
+    zero_gradients: tuple[str, ...] = ()
+    behind_zero_gradients: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -120,7 +168,7 @@ class Verification(Report):
             largest = max(difference.largest for difference in rest)
             shown.add_row(f"{len(rest)} more", f"at most {largest:.1e}", "", "")
         print_table(console, shown)
-        for note in self.notes:
+        for note in (*self.notes, *self._named_apart()):
             console.print(escape(note), highlight=False)
         words = escape(self._words()) if self.equal else f"[red]{escape(self._words())}[/red]"
         cause = f" {escape(self.cause)}" if self.cause else ""
@@ -139,6 +187,21 @@ class Verification(Report):
             return ""
         return "rounding" if self.equal else f"from step {difference.first_step}"
 
+    def _named_apart(self) -> list[str]:
+        """Return the sentences that name variables without a gradient, and what follows them."""
+        said = []
+        if self.zero_gradients:
+            said.append(
+                f"Their gradient is zero up to rounding, and the optimizer makes steps of it: "
+                f"{listed(self.zero_gradients)}."
+            )
+        if self.behind_zero_gradients:
+            said.append(
+                "From the same weights they agree, and they differ behind such a variable: "
+                f"{listed(self.behind_zero_gradients)}."
+            )
+        return said
+
     def _float64_bound(self) -> str:
         if self.lowered is None:
             return "1e-10"
@@ -148,11 +211,23 @@ class Verification(Report):
         equal = f"{len(self.devices)} devices give what one device gives"
         if self.rounding is not None:
             equal += (
-                f": in float64 to {self._float64_bound()}. In their own precision they are up to "
-                f"{self.rounding:.1e} apart, which is rounding"
+                f": in float64 to {self._float64_bound()}{self._but()}. In their own precision "
+                f"they are up to {self.rounding:.1e} apart, which is rounding"
             )
         return {
             "equal": f"{equal}.",
             "different": f"They differ from step {self.first_step} on.",
             "cannot tell": "The comparison cannot tell whether they give the same.",
         }[self.verdict]
+
+    def _but(self) -> str:
+        if not self.zero_gradients:
+            return ""
+        number = counted(len(self.zero_gradients), "variable")
+        return f" in each step from the same weights, but for {number} whose gradient is zero"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first names of a list, and how many more there are."""
+    more = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")

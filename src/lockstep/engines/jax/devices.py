@@ -53,9 +53,12 @@ def make_virtual(count: int) -> None:
 
 
 def _describe(device: jax.Device) -> Device:
-    stats = device.memory_stats() if device.platform != "cpu" else None
+    # JAX numbers the CPU devices of process 1 from 2048 on.
+    is_cpu = device.platform == "cpu"
+    number = jax.devices("cpu").index(device) if is_cpu else device.id
+    stats = None if is_cpu else device.memory_stats()
     return Device(
-        name=f"{device.platform}:{device.id}",
+        name=f"{device.platform}:{number}",
         kind=device.device_kind,
         memory=(stats or {}).get("bytes_limit"),
     )

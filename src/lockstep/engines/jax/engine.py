@@ -10,11 +10,13 @@ from lockstep.engines.jax import devices as jax_devices
 from lockstep.engines.jax.introspection import ahead_of_time, profile
 from lockstep.engines.jax.introspection.probe import JaxProbe
 from lockstep.engines.jax.session import JaxSession
+from lockstep.engines.jax.steps.gather_again import would_gather_again
 from lockstep.engines.jax.steps.state_layout import made_in_shards
 from lockstep.engines.jax.variable_sync import sync_to_variables
 from lockstep.engines.shard_rule import sharded_dims
 from lockstep.launch.environment import Place
 from lockstep.layout import Layout
+from lockstep.step_bytes import LayoutBytes
 
 
 class JaxEngine(Engine):
@@ -55,15 +57,19 @@ class JaxEngine(Engine):
         """Return the dim along which each variable would be sharded, by `id`."""
         return sharded_dims(model, devices)
 
+    def gathers_again(self, size: int, memory: float) -> bool:
+        """Return whether a step gathers sharded weights again for its backward pass."""
+        return would_gather_again(size, memory)
+
     def traced_step(self, model: Any, batch: Any) -> tuple[Any, list[Any]]:
         """Return the jaxpr of a training step on shapes, and the variables that it takes first."""
         return ahead_of_time.traced_step(model, batch)
 
     def compiled_bytes(
-        self, model: Any, batch: Any, devices: int, state: str, gpu: dict[str, Any]
+        self, model: Any, batch: Any, layout: LayoutBytes, gpu: dict[str, Any]
     ) -> tuple[int, int]:
         """Compile a training step on shapes for GPUs that are not here."""
-        return ahead_of_time.compiled_bytes(model, batch, devices, state, gpu)
+        return ahead_of_time.compiled_bytes(model, batch, layout, gpu)
 
     def exchanged(self, values: Any, source: str, target: str) -> tuple[Any, Any]:
         """Copy integers from one device to another, and sum what both hold."""

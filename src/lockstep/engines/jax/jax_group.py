@@ -6,8 +6,12 @@ over all devices of all processes.
 """
 
 import os
+import sys
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from tempfile import TemporaryFile
 from typing import Any
 
 import jax
@@ -15,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import distributed
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep.errors import LockstepWarning, ProcessesDisagree, counted
 from lockstep.processes.coordination import once, patience
@@ -67,7 +71,14 @@ class JaxGroup:
 
     def broadcast(self, values: list[np.ndarray]) -> list[np.ndarray]:
         """Return the bytes of the first process, in every process."""
+        if not self._is_connected and jax.default_backend() == "cpu":
+            with _without_lines_of_gloo():
+                multihost_utils.sync_global_devices("lockstep")
+                _connect_devices()
+        self._is_connected = True
         return [np.asarray(part) for part in multihost_utils.broadcast_one_to_all(values)]
+
+    _is_connected = False
 
     def share_random_state(self) -> None:
         """Do nothing: JAX has no random state."""
@@ -111,6 +122,36 @@ class JaxGroup:
         if not config.jax_enable_preemption_service:
             return False
         return bool(multihost_utils.reached_preemption_sync_point(steps))
+
+
+def _connect_devices() -> None:
+    """Sum a number over all devices of all processes, as the steps do."""
+    devices = np.asarray(jax.devices())
+    each = NamedSharding(Mesh(devices, "all"), PartitionSpec("all"))
+    ones = jax.make_array_from_callback(devices.shape, each, lambda _: np.ones(1))
+    jax.jit(jnp.sum)(ones).block_until_ready()
+
+
+@contextmanager
+def _without_lines_of_gloo() -> Iterator[None]:
+    """Leave out what Gloo prints where it connects CPUs; other lines follow at the end."""
+    try:
+        stdout = os.dup(1)
+    except OSError:  # it is closed
+        yield
+        return
+    with TemporaryFile() as printed:
+        sys.stdout.flush()
+        os.dup2(printed.fileno(), 1)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            os.dup2(stdout, 1)
+            os.close(stdout)
+            printed.seek(0)
+            others = [line for line in printed if not line.startswith(b"[Gloo] ")]
+            os.write(1, b"".join(others))
 
 
 GROUP = JaxGroup()

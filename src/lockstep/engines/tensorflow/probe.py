@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -80,27 +80,35 @@ class TensorFlowProbe:
             self._model.make_train_function(force=True)
         return trained_once(self._model, batch)
 
-    def inspect(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the layer outputs for `batch`, in order, and the gradient of each variable.
+    def inspect(
+        self, batches: Iterable[Any], *, layers: bool = True
+    ) -> Generator[tuple[dict[str, Any], dict[str, Any]], None, None]:
+        """Yield the output of each layer, in order, and the gradient of each variable.
 
-        The model does not change. Layers inside nested models are included. A model with
-        its own `train_step` has no gradients here.
+        Layers inside nested models are included. A model with its own `train_step` has no
+        gradients here.
         """
-        variables = mirrored_variables(self._model)
-        before = [keras.ops.convert_to_numpy(variable) for variable in variables]
-        data = tensors(batch)
-        try:
+        step = self._inspecting(layers)
+        for batch in batches:
+            variables = mirrored_variables(self._model)
+            before = [keras.ops.convert_to_numpy(variable) for variable in variables]
+            data = tensors(batch)
             try:
-                seen = tf.function(self._inspected_step, autograph=False)(data)
-            except ReplicasDiffer as found:
-                steps = self._steps()
-                assert steps is not None
-                steps.give_up("train", str(found))
-                seen = tf.function(self._inspected_step, autograph=False)(data)
-        finally:
-            for variable, value in zip(variables, before, strict=True):
-                variable.assign(value)
-        return part_of(seen, "activation"), part_of(seen, "gradient")
+                try:
+                    seen = step(data)
+                except ReplicasDiffer as found:
+                    steps = self._steps()
+                    assert steps is not None
+                    steps.give_up("train", str(found))
+                    step = self._inspecting(layers)
+                    seen = step(data)
+            finally:
+                for variable, value in zip(variables, before, strict=True):
+                    variable.assign(value)
+            yield part_of(seen, "activation"), part_of(seen, "gradient")
+
+    def _inspecting(self, layers: bool) -> Any:
+        return tf.function(partial(self._inspected_step, layers), autograph=False)
 
     def _steps(self) -> Steps | None:
         """Return the steps of the model, `None` if it is not attached."""
@@ -108,14 +116,14 @@ class TensorFlowProbe:
         session: Any = None if attachment is None else attachment.session
         return None if session is None else session.steps
 
-    def _inspected_step(self, data: Any) -> dict[str, Any]:
+    def _inspected_step(self, layers: bool, data: Any) -> dict[str, Any]:
         steps = self._steps()
         if steps is None:
             seen, gradients = self._alone(data)
         else:
             watch = partial(_recorded, self._model)
             seen, gradients = steps.inspect(data, watch, self._alone)
-        found = {f"activation/{name}": value for name, value in seen.items()}
+        found = {f"activation/{name}": value for name, value in seen.items() if layers}
         for variable, gradient in zip(self._model.trainable_variables, gradients, strict=False):
             if gradient is not None:
                 found[f"gradient/{variable.path}"] = tf.convert_to_tensor(gradient)

@@ -33,6 +33,7 @@ from lockstep.engines.replicas.first_step import (
     compare,
     distrusted_part,
     form_of,
+    is_checked,
     states_of,
 )
 from lockstep.engines.replicas.object_states import ObjectStates
@@ -335,6 +336,19 @@ class TensorFlowSession(Session):
             )
 
     # ------------------------------------------------------------ in a loop
+
+    def first_work(self) -> str | None:
+        """Return what is done before a first step runs."""
+        if len(self.devices) == 1 or self.model.run_eagerly or not is_checked():
+            return super().first_work()
+        return (
+            "reading its batch, comparing the step with one device (LOCKSTEP_CHECK=0 leaves this "
+            "out) and compiling it"
+        )
+
+    def is_ready(self, kind: Kind) -> bool:
+        """Return whether the last step was the one that the next batches run."""
+        return not self.steps.made_variables(kind.name)
 
     def batches(self, kind: Kind, *, recorded: bool = False, **data: Any) -> Any:
         """Return Keras's iterator over a `tf.data.Dataset`, or a recorded one over host batches."""

@@ -103,6 +103,10 @@ class Steps:
         is_ready = is_ready_for_custom_step(self._model, step)
         return self._began.get(f"{step}_step", not is_ready)
 
+    def made_variables(self, step: str) -> bool:
+        """Return whether the first device ran the last step, and the next one is traced."""
+        return self._began.get(f"{step}_step", False)
+
     def is_to_be_traced_again(self, step: str) -> bool:
         """Return whether the first device ran this step to make variables; once."""
         again = self._began.get(f"{step}_step", False)

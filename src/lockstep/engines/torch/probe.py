@@ -1,6 +1,6 @@
 """Records the layer outputs and the gradients of one training step on PyTorch."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -108,12 +108,23 @@ class TorchProbe:
         with CALLS.call("verify") if process_group.several() else nullcontext():
             return trained_once(self._model, batch)
 
-    def inspect(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the layer outputs for `batch`, in order, and the gradient of each variable.
+    def inspect(
+        self, batches: Iterable[Any], *, layers: bool = True
+    ) -> Generator[tuple[dict[str, Any], dict[str, Any]], None, None]:
+        """Yield the output of each layer, in order, and the gradient of each variable.
 
-        The model does not change. Layers inside nested models are included. A model with its
-        own `train_step` has no gradients here.
+        Layers inside nested models are included. A model with its own `train_step` has no
+        gradients here. The random numbers of each batch are those of the first step.
         """
+        for batch in batches:
+            seen = {
+                name: keras.ops.convert_to_numpy(value)
+                for name, value in self._seen(batch).items()
+                if layers or name.startswith("gradient/")
+            }
+            yield part_of(seen, "activation"), part_of(seen, "gradient")
+
+    def _seen(self, batch: Any) -> dict[str, Any]:
         self._draw_again()
         variables = variables_of(self._model)
         before = [variable.value.detach().clone() for variable in variables]
@@ -122,13 +133,10 @@ class TorchProbe:
         try:
             session: Any = None if attachment is None else attachment.session
             seen = None if session is None else session.inspect(data)
-            if seen is None:
-                seen = self._alone(data)
+            return self._alone(data) if seen is None else seen
         finally:
             for variable, value in zip(variables, before, strict=True):
                 variable.assign(value)
-        seen = {name: keras.ops.convert_to_numpy(value) for name, value in seen.items()}
-        return part_of(seen, "activation"), part_of(seen, "gradient")
 
     def _draw_again(self) -> None:
         set_random_state(self._random)

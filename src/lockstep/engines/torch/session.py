@@ -25,6 +25,7 @@ from lockstep.engines.replicas.first_step import (
     compare,
     distrusted_part,
     form_of,
+    is_checked,
     said_to_be_exact,
 )
 from lockstep.engines.torch import devices as torch_devices
@@ -202,7 +203,9 @@ class TorchSession(Session):
         if self.layout.is_sharded:
             line += self._sharded_words()
         ignored = self._splits and self.model.jit_compile
-        return line + (", without torch.compile" if ignored else "")
+        line += ", without torch.compile" if ignored else ""
+        draws = any("seed_generator_state" in v.path for v in self.model.non_trainable_variables)
+        return line + (", with random numbers of each device" if self._splits and draws else "")
 
     def _build_optimizer(self) -> None:
         """Build the optimizer of a built model, as a training step would now."""
@@ -525,6 +528,15 @@ class TorchSession(Session):
     def is_compiled(self) -> bool:
         """Return whether the first call of a step function compiles it."""
         return len(self.devices) == 1 and bool(self.model.jit_compile)
+
+    def first_work(self) -> str | None:
+        """Return what is done before a first step runs."""
+        if len(self.devices) == 1 or not is_checked():
+            return super().first_work()
+        return (
+            "reading its batch, and comparing the step with one device (LOCKSTEP_CHECK=0 leaves "
+            "this out)"
+        )
 
     def epoch(self, kind: Kind, batches: Any, callbacks: Any, run: Callable[[Execute], Any]) -> Any:
         """Run the steps of one epoch, in the mode of `torch.nn.Module` that Keras sets."""

@@ -1,7 +1,7 @@
 """A training step on shapes, before there are devices or values."""
 
 import os
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +13,7 @@ from jax.experimental import topologies
 from jax.sharding import Sharding
 
 from lockstep.devices import SHARDED, missing_rows
+from lockstep.engines.jax.steps.gather_again import ONE_BY_ONE, gathering_again
 from lockstep.engines.jax.steps.padded import PaddedArray
 from lockstep.engines.jax.steps.state_layout import (
     Replicated,
@@ -22,9 +23,11 @@ from lockstep.engines.jax.steps.state_layout import (
 )
 from lockstep.engines.jax.steps.steps import Steps
 from lockstep.engines.jax.variable_sync import GROUPS, group_of
+from lockstep.engines.patched import patched
 from lockstep.errors import UnsupportedBackend
 from lockstep.keras_compat import store_value, stored_value
 from lockstep.state import variables_of
+from lockstep.step_bytes import LayoutBytes
 
 
 def traced_step(model: Any, batch: Any) -> tuple[Any, list[Any]]:
@@ -41,15 +44,14 @@ def traced_step(model: Any, batch: Any) -> tuple[Any, list[Any]]:
 
 
 def compiled_bytes(
-    model: Any, batch: Any, devices: int, state: str, gpu: dict[str, Any]
+    model: Any, batch: Any, layout: LayoutBytes, gpu: dict[str, Any]
 ) -> tuple[int, int]:
     """Compile the training step for GPUs that are not here.
 
     Args:
         model: A model that is built.
         batch: The shapes of a global batch.
-        devices: The number of GPUs.
-        state: How the variables are laid out.
+        layout: The number of GPUs, and how the variables are laid out.
         gpu: What XLA has to know of the GPU.
 
     Returns:
@@ -59,20 +61,20 @@ def compiled_bytes(
         UnsupportedBackend: If the compiler is not installed.
     """
     options = {"xla_gpu_cuda_data_dir": cuda_folder()}
+    options |= ONE_BY_ONE if layout.gathers_again else {}
     topology = topologies.get_topology_desc(
         platform="cuda",
         topology_name="gpu",
-        topology=f"1x1x{devices}",
+        topology=f"1x1x{layout.devices}",
         target_config=_text(gpu),
     )
-    steps = Steps(
-        list(topology.devices), partial(Sharded, model) if state == SHARDED else Replicated
-    )
+    is_sharded = layout.state == SHARDED
+    steps = Steps(list(topology.devices), partial(Sharded, model) if is_sharded else Replicated)
     config: Any = jax.config
     cached = config.jax_enable_compilation_cache
     config.update("jax_enable_compilation_cache", False)  # it holds programs for this machine
     try:
-        with _in_shards(model, steps):
+        with _in_shards(model, steps), _gathering(model, again=layout.gathers_again):
             program = _lowered(model, batch, steps)
         memory = program.compile(
             compiler_options={**options, "xla_gpu_autotune_level": 0}
@@ -125,6 +127,12 @@ def _lowered(model: Any, batch: Any, steps: Steps) -> Any:
     step = steps.compiled(model.train_step, frozenset, times=1, per_row_outputs=False, trains=True)
     run: Any = step.run
     return run.lower(state, keras.tree.map_structure(placed, batch))
+
+
+def _gathering(model: Any, *, again: bool) -> AbstractContextManager[Any]:
+    """Let a step gather weights again inside the context, as in a fit."""
+    name = "compute_loss_and_updates"
+    return patched([(model, name, gathering_again(model, 0.0))] if again else [])
 
 
 @contextmanager

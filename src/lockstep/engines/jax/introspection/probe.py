@@ -1,13 +1,15 @@
 """A view into one training step on JAX: the layer outputs and the gradients."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import jax
 import keras
 import numpy as np
 
+from lockstep.engines.jax.cache import keep_programs
 from lockstep.engines.jax.fit.on_batch import OnBatch
 from lockstep.engines.jax.session import forget_losses
 from lockstep.engines.jax.steps.live_state import State
@@ -33,7 +35,11 @@ class JaxProbe:
         self._model = model
 
     def precise(self) -> AbstractContextManager[object]:
-        """Use full float32 precision in matrix products, which GPUs do not by default."""
+        """Use full float32 precision in matrix products, which GPUs do not by default.
+
+        A step that is traced again is not compiled again, where its program is the same.
+        """
+        keep_programs()
         precise: AbstractContextManager[object] = jax.default_matmul_precision("highest")
         return precise
 
@@ -56,28 +62,33 @@ class JaxProbe:
             logs = OnBatch(self._model).train(batch)
         return {name: np.asarray(value) for name, value in logs.items()}
 
-    def inspect(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the output of each layer for `batch`, in order, and the gradient of each variable.
+    def inspect(
+        self, batches: Iterable[Any], *, layers: bool = True
+    ) -> Generator[tuple[dict[str, Any], dict[str, Any]], None, None]:
+        """Yield the output of each layer, in order, and the gradient of each variable.
 
-        The model does not change. The layers are those of the model and of nested models. A model
-        with its own `train_step` has no gradients here.
+        The layers are those of the model and of nested models. A model with its own `train_step`
+        has no gradients here.
         """
         model = self._model
         attributes = vars(model)
         before = attributes.get("train_step")
-        attributes["train_step"] = self._inspected_step
+        attributes["train_step"] = partial(self._inspected_step, layers)
         try:
             model.make_train_function(force=True)
-            seen = self.train(batch)
+            for batch in batches:
+                seen = self.train(batch)
+                yield part_of(seen, "activation"), part_of(seen, "gradient")
         finally:
             if before is None:
                 del attributes["train_step"]
             else:
                 attributes["train_step"] = before
             model.make_train_function(force=True)
-        return part_of(seen, "activation"), part_of(seen, "gradient")
 
-    def _inspected_step(self, state: State, data: Any) -> tuple[dict[str, Any], State]:
+    def _inspected_step(
+        self, layers: bool, state: State, data: Any
+    ) -> tuple[dict[str, Any], State]:
         # keras/src/backend/jax/trainer.py, JAXTrainer.train_step
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -104,7 +115,7 @@ class JaxProbe:
             # A custom train_step may use the layers in any way and leave `call` undefined.
             with _recorded(model) as activations, suppress(Exception):
                 model.stateless_call(trainable, non_trainable, x, training=True)
-        seen = {f"activation/{name}": value for name, value in activations.items()}
+        seen = {f"activation/{name}": value for name, value in activations.items() if layers}
         for variable, gradient in zip(model.trainable_variables, gradients, strict=False):
             seen[f"gradient/{variable.path}"] = gradient
         return seen, state

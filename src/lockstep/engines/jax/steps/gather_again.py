@@ -17,7 +17,9 @@ from lockstep.state import bytes_of
 GATHER_AGAIN = "LOCKSTEP_GATHER_AGAIN"
 _KEPT_PART = 1 / 4
 """The part of a device's memory that gathered weights may take. A judgement, not a measurement."""
-_ONE_BY_ONE = {
+_TAKEN_PART = 3 / 4
+"""The part of a GPU's memory that JAX takes by default: the `bytes_limit` of its devices."""
+ONE_BY_ONE = {
     "xla_gpu_all_gather_combine_threshold_bytes": "1",
     "xla_gpu_reduce_scatter_combine_threshold_bytes": "1",
 }
@@ -33,11 +35,24 @@ def room_for_gathered(devices: list[jax.Device]) -> float:
         devices: The devices. The memory of the first one of this process counts. CPUs do not tell
             theirs.
     """
-    chosen = os.environ.get(GATHER_AGAIN, "").strip()
     here = next(each for each in devices if each.process_index == jax.process_index())
-    memory = (here.memory_stats() or {}).get("bytes_limit", math.inf)
-    room = (math.inf if chosen == "0" else 0) if chosen else _KEPT_PART * memory
+    room = _room((here.memory_stats() or {}).get("bytes_limit", math.inf))
     return float(GROUP.broadcast([np.asarray(room)])[0]) if GROUP.size > 1 else room
+
+
+def _room(memory: float) -> float:
+    chosen = os.environ.get(GATHER_AGAIN, "").strip()
+    return (math.inf if chosen == "0" else 0.0) if chosen else _KEPT_PART * memory
+
+
+def would_gather_again(size: int, memory: float) -> bool:
+    """Return whether a training step on devices that are not here gathers weights again.
+
+    Args:
+        size: The bytes of all sharded weights.
+        memory: The bytes of a device. JAX takes a part of those of a GPU.
+    """
+    return size > _room(_TAKEN_PART * memory)
 
 
 def gathers_again(model: Any, room: float) -> bool:
@@ -51,7 +66,7 @@ def gathers_again(model: Any, room: float) -> bool:
 def compiler_options(model: Any, devices: list[jax.Device], room: float) -> dict[str, str] | None:
     """Return the options with which XLA compiles a training step for these devices."""
     is_for_gpus = devices[0].platform == "gpu"
-    return _ONE_BY_ONE if is_for_gpus and gathers_again(model, room) else None
+    return ONE_BY_ONE if is_for_gpus and gathers_again(model, room) else None
 
 
 def gathering_again(model: Any, room: float) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from lockstep.engines.replicas.first_step import bounds_for
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from tests.conformance.zoo import ZOO
 from tests.precision import floats
-from tests.sampling import every
+from tests.tiers import every
 
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
 
@@ -284,6 +284,7 @@ def test_a_model_of_keras_alone_is_not_compared():
     assert not compared.called
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("policy", ["float32", "float64", "mixed_bfloat16"])
 @pytest.mark.parametrize("name", every(7, ZOO))
 def test_no_model_of_the_zoo_alarms(name, policy):

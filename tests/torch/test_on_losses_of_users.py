@@ -15,7 +15,7 @@ from keras import layers, ops
 
 from lockstep.errors import UnsplitBatchWarning
 from tests.replicas.losses_by_rows import leaves
-from tests.sampling import every
+from tests.tiers import every
 from tests.torch.agreement import assert_equal, both
 
 LATE = 9

@@ -25,7 +25,7 @@ from lockstep.targets import model_and_data
 from lockstep.verify.verification import Difference, Verification
 from tests.conformance.common import devices_of, distances, snapshot
 from tests.processes.common import warm_end
-from tests.sampling import rest
+from tests.tiers import rest
 
 
 def data(rows=70):

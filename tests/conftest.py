@@ -69,6 +69,7 @@ def _compile_once():
 
 def pytest_collection_modifyitems(config, items):
     tier = _tier(config)
+    items[:] = [item for item in items if _is_of_this_backend(item)]
     kept = [item for item in items if belongs(item, tier) and _has_its_gpus(item)]
     kept = kept if tier == "whole" else each_value_once(kept)
     ids = {id(item) for item in kept}
@@ -80,6 +81,12 @@ def pytest_collection_finish(session):
     """Modules and tests are no garbage: `clear_session` walked over them in each test."""
     gc.collect()
     gc.freeze()
+
+
+def _is_of_this_backend(item):
+    """A file that the command names is collected in every lane."""
+    folder = item.nodeid.split("/")[1]
+    return folder in (BACKEND, "every_backend") or folder.endswith(".py") or BACKEND == "jax"
 
 
 def _has_its_gpus(item):

@@ -22,7 +22,7 @@ import pytest
 
 import lockstep  # noqa: F401  (follows LOCKSTEP_REHEARSE before anything runs)
 from lockstep.launch.shares import visible_gpus
-from tests.sampling import every_value_once
+from tests.tiers import TIERS, belongs, each_value_once
 
 BACKEND = os.environ["KERAS_BACKEND"]
 if BACKEND != "jax":  # each other backend has one folder, and one that all have
@@ -39,15 +39,18 @@ if version("jaxlib").startswith(("0.7.", "0.8.", "0.9.", "0.10.")):
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--whole", action="store_true", help="the whole conformance matrix, not the fixed sample"
-    )
+    parser.addoption("--thorough", action="store_true", help="also tests with the mark `thorough`")
+    parser.addoption("--whole", action="store_true", help="all tests, compiled as users do")
+
+
+def _tier(config):
+    return next((tier for tier in TIERS[:0:-1] if config.getoption(f"--{tier}")), TIERS[0])
 
 
 def pytest_configure(config):
-    # The fixed sample compiles in half of the time, to slower loops: operations, layouts and
+    # Without --whole, XLA compiles in half of the time, to slower loops: operations, layouts and
     # collectives are the same. `--whole` compiles as users do; so does the demo in `.ci/run`.
-    if BACKEND == "jax" and not config.getoption("--whole"):
+    if BACKEND == "jax" and _tier(config) != "whole":
         os.environ.setdefault("XLA_FLAGS", QUICK)
         _compile_once()
 
@@ -65,9 +68,10 @@ def _compile_once():
 
 
 def pytest_collection_modifyitems(config, items):
-    whole = config.getoption("--whole")
-    kept = [item for item in items if _belongs_here(item, whole)]
-    kept = kept if whole else every_value_once(kept)
+    tier = _tier(config)
+    items[:] = [item for item in items if _is_of_this_backend(item)]
+    kept = [item for item in items if belongs(item, tier) and _has_its_gpus(item)]
+    kept = kept if tier == "whole" else each_value_once(kept)
     ids = {id(item) for item in kept}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in ids])
     items[:] = kept
@@ -79,9 +83,13 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
-def _belongs_here(item, whole):
-    if item.get_closest_marker("whole") and not whole:
-        return False
+def _is_of_this_backend(item):
+    """A file that the command names is collected in every lane."""
+    folder = item.nodeid.split("/")[1]
+    return folder in (BACKEND, "every_backend") or folder.endswith(".py") or BACKEND == "jax"
+
+
+def _has_its_gpus(item):
     needs = item.get_closest_marker("needs_gpu")
     return needs is None or len(visible_gpus(FOR_GPUS)) >= needs.args[0]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints.kills import CASES
-from tests.sampling import rest
+from tests.tiers import rest
 
 SOAK = Path(__file__).parents[2] / "benchmarks" / "checkpoint_soak.py"
 

@@ -71,6 +71,7 @@ def test_rows_follow_another_rule_of_keras_s_adapter(source, drawn_by_epoch):
     assert_same_end(*found)
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("source", [arrays, arrays_by_batch, arrays_that_wrap])
 @pytest.mark.parametrize("cut", [4, 7, 10])
 def test_a_resumed_run_has_the_rows_of_its_epoch(source, cut, drawn_by_epoch, tmp_path):

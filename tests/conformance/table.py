@@ -120,7 +120,7 @@ STOCK = {"jax": data_parallel, "tensorflow": mirrored}
 def names(backend):
     """The names of the cases that are measured, by family."""
     from tests.conformance.cases import FAMILIES
-    from tests.conformance.test_cases import EXCLUDED
+    from tests.every_backend.test_cases import EXCLUDED
 
     return {
         family: [name for name in members if name not in EXCLUDED.get(backend, ())]

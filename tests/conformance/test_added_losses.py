@@ -56,6 +56,7 @@ X = np.arange(21, dtype="float32").reshape(7, 3) / 10
 Y = np.ones((7, 1), "float32")
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_a_loss_is_counted_whatever_ids_an_earlier_trace_left(devices, run_eagerly):

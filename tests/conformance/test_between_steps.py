@@ -92,6 +92,7 @@ def test_data_that_ask_for_the_model_get_that_of_the_step_before(devices):
     assert_same([*found[2:], weights(made)], asked[1:], atol=0 if devices == 1 else 1e-6)
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
 def test_data_that_stop_it_end_it_after_the_same_step(call, devices, tmp_path):
@@ -125,6 +126,7 @@ class Longer(IterableDataset):
         return iter(rows(9))
 
 
+@pytest.mark.each_value_once
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
 @pytest.mark.filterwarnings("ignore:Length of IterableDataset:UserWarning")
 @pytest.mark.parametrize(

@@ -205,6 +205,7 @@ def _orbax_tree(folder):
 # --------------------------------------------------------- stopping, learning rates, NaN
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("devices", [3, 4])
 @pytest.mark.parametrize("restore", [True, False])
 def test_early_stopping_stops_at_the_same_epoch_with_the_same_weights(devices, restore, tmp_path):
@@ -427,6 +428,7 @@ class Interrupt(keras.callbacks.Callback):
             raise Interrupted
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("resumed_on", [4, 3, None])
 @pytest.mark.parametrize("batch", [None, 4], ids=["between epochs", "in an epoch"])
 def test_backup_and_restore_resumes_as_if_never_interrupted(resumed_on, batch, tmp_path):
@@ -481,6 +483,7 @@ def test_backup_by_batches_is_that_of_one_device(tmp_path):
 # ----------------------------------------------------------------------------- averages
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("overwrite", [None, 3])
 @pytest.mark.parametrize("on_epoch", [False, True])
 def test_swap_ema_weights(overwrite, on_epoch, tmp_path):

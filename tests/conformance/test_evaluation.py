@@ -37,6 +37,7 @@ KINDS = pytest.mark.parametrize("kind", ["evaluate", "predict"])
 DEVICES = pytest.mark.parametrize("devices", [1, 3])
 
 
+@pytest.mark.each_value_once
 @KINDS
 @DEVICES
 @pytest.mark.parametrize("asks", [False, True])
@@ -122,6 +123,7 @@ def aligned(array):
     return copy
 
 
+@pytest.mark.each_value_once
 @KINDS
 @DEVICES
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -172,6 +174,7 @@ def sequence(kind, *more):
     return made
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("times", [1, 4])
 @pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.parametrize("kind", ["a test_step that changes weights", "a layer that counts calls"])

@@ -10,7 +10,7 @@ import pytest
 import lockstep
 from tests.conformance import common
 from tests.conformance.common import assert_same, compile_, data, devices_of, fit, model, weights
-from tests.sampling import rest
+from tests.tiers import rest
 
 
 @pytest.fixture(scope="module")

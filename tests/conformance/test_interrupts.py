@@ -119,6 +119,7 @@ def at_first_call(monkeypatch):
     return send
 
 
+@pytest.mark.each_value_once
 @DEVICES
 @KINDS
 def test_in_the_first_call_of_a_program(make, call, devices, at_first_call, tmp_path):
@@ -262,6 +263,7 @@ class Stops:
         return self._line
 
 
+@pytest.mark.each_value_once
 @DEVICES
 @KINDS
 def test_before_any_line(make, call, devices):

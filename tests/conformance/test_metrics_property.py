@@ -13,6 +13,7 @@ from tests.conformance.metrics_property import (
 )
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("cls", [MadeInCompile, WithoutLossTracker, WithoutCompiledMetrics])
 @pytest.mark.parametrize("before_compile", [True, False])
 def test_trains_as_on_one_device(cls, before_compile):

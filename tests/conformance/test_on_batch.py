@@ -21,6 +21,7 @@ def both(make=model, devices=3):
     return lockstep.distribute(make(), devices), make()
 
 
+@pytest.mark.each_value_once
 @DEVICES
 @pytest.mark.parametrize("memory", [np.ndarray, np.memmap])
 def test_batches_go_from_the_host_to_the_devices_that_need_them(
@@ -62,6 +63,7 @@ KINDS = {
 }
 
 
+@pytest.mark.each_value_once
 @DEVICES
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_any_kind(kind, devices):
@@ -114,6 +116,7 @@ def test_several_inputs_and_outputs(devices):
     assert_same(weights(made), weights(alone))
 
 
+@pytest.mark.each_value_once
 @DEVICES
 @pytest.mark.parametrize("built", [True, False])
 @pytest.mark.parametrize("first", ["train", "test", "predict"])
@@ -172,6 +175,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.each_value_once
 @DEVICES
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_keras_refuses_is_refused_and_changes_nothing(kind, devices):
@@ -189,6 +193,7 @@ def test_what_keras_refuses_is_refused_and_changes_nothing(kind, devices):
     assert_same(made.train_on_batch(x, y), alone.train_on_batch(x, y))
 
 
+@pytest.mark.each_value_once
 @DEVICES
 @pytest.mark.parametrize("settings", [{"run_eagerly": True}, {"jit_compile": False}])
 def test_steps_that_are_not_compiled(settings, devices):
@@ -227,6 +232,7 @@ class Silent(keras.Sequential):
         return {}, state
 
 
+@pytest.mark.each_value_once
 @DEVICES
 @pytest.mark.parametrize("made_by", [keras.Sequential, Silent])
 def test_rows_may_be_written_into_after_the_call(made_by, devices):
@@ -318,6 +324,7 @@ def test_a_state_of_another_shape_is_refused_as_keras_does():
     assert said[0] == said[1]
 
 
+@pytest.mark.each_value_once
 @DEVICES
 @pytest.mark.parametrize("where", ["programs", "outputs"])
 def test_an_interrupt_finds_the_weights_before_the_step_or_after_it(where, devices, monkeypatch):

@@ -17,7 +17,7 @@ from lockstep import keras_compat
 from lockstep.engines.jax.steps.steps import Steps
 from lockstep.state import metric_variables
 from tests.conformance.zoo import OPTIMIZERS, ZOO
-from tests.sampling import rest
+from tests.tiers import rest
 
 STATES = ["replicated", "sharded"]
 LAYOUTS = [(1, "replicated"), *((n, state) for n in (2, 3, 4, 8) for state in STATES)]
@@ -83,6 +83,7 @@ def zoo(name, optimizer):
     return build
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("name", ZOO)
 @pytest.mark.parametrize(("devices", "state"), LAYOUTS)
 def test_planned_bytes_are_those_that_are_allocated(name, devices, state, monkeypatch):
@@ -120,6 +121,7 @@ KINDS = {
 }
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("devices", [2, 4, 3])
 @pytest.mark.parametrize("state", STATES[::-1])

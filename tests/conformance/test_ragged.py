@@ -11,6 +11,7 @@ from lockstep.errors import UnsplitBatchWarning
 from tests.conformance.common import assert_same, data, fit, model, weights
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("devices", [2, 3, 8])
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 11])
 def test_one_batch_of_any_size(rows, devices):

@@ -21,7 +21,7 @@ from lockstep.engines.jax.steps.gather_again import (
 from lockstep.errors import DeviceError, LayoutConflict, NothingToDoWarning
 from tests.conformance.common import assert_same
 from tests.conformance.test_communication import collectives, training_program
-from tests.sampling import rest
+from tests.tiers import rest
 
 WIDE = 256  # a kernel of 256 by 256 floats is large enough to be sharded
 ROWS = 21

@@ -17,7 +17,7 @@ import lockstep
 from lockstep.errors import LayoutConflict
 from tests.conformance.common import assert_same, distances, snapshot
 from tests.processes.common import python
-from tests.sampling import rest
+from tests.tiers import rest
 
 ROWS, STEPS, PIECE = 8, 12, 3
 
@@ -71,6 +71,7 @@ def test_predicting_in_pieces_equals_the_whole(name, devices):
     assert_same(np.concatenate(one_by_one, axis=1), whole)
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("of", ["layer", "model"])
 @pytest.mark.parametrize("devices", [1, 4])
 def test_a_reset_between_two_batches_of_one_call_counts(devices, of):

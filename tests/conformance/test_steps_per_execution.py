@@ -10,7 +10,7 @@ from lockstep.engines.jax.steps import steps
 from tests.conformance import common
 from tests.conformance.common import assert_same, weights
 from tests.conformance.side_by_side import BATCH, assert_same_runs, both, held_out, smooth, train
-from tests.sampling import rest
+from tests.tiers import rest
 
 STEPS = 7  # of an epoch of `train`
 

@@ -77,6 +77,7 @@ class InTheMiddle(keras.callbacks.Callback):
         return self.found
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("make", [model, own])
 @pytest.mark.parametrize("first", ["predict", "evaluate"])
 @pytest.mark.parametrize("devices", [1, 3])
@@ -148,6 +149,7 @@ def test_a_model_stays_on_its_devices_during_another_threads_fit(name):
     assert devices_of(made) == {1 if name == "release" else 2}
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
 @pytest.mark.parametrize("name", ["release", "distribute"])
 def test_a_callback_cannot_take_the_model_off_its_devices(call, name):

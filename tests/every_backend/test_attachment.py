@@ -67,6 +67,7 @@ def test_a_model_that_keras_has_trained_is_attached_and_released():
     assert_same(fit(model), fit(alone))
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("after", ["nothing", "open", "methods"])
 @pytest.mark.parametrize("before", [None, 1])
 def test_a_failure_while_it_gets_on_devices_leaves_it_as_it_was(monkeypatch, before, after):

@@ -12,7 +12,7 @@ from keras import layers
 
 import lockstep
 from lockstep.bench.measurement import measure
-from tests.sampling import rest
+from tests.tiers import rest
 
 BACKEND = keras.backend.backend()
 

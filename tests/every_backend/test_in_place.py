@@ -10,7 +10,7 @@ from lockstep.engines.attachment import session_of
 from lockstep.errors import DeviceNotFound, LayoutConflict
 from tests.conformance import common
 from tests.conformance.common import data
-from tests.sampling import rest
+from tests.tiers import rest
 
 
 def assert_same(mine, theirs):

@@ -63,6 +63,7 @@ SHARDS = BACKEND != "tensorflow"
 STATES = ["replicated", *["sharded"] * SHARDS]
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("build", [dense, recurrent, mixed])
 def test_planned_bytes_are_those_of_the_first_device(build, state, monkeypatch):

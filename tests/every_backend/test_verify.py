@@ -10,7 +10,7 @@ from keras import layers, ops
 
 import lockstep
 from lockstep.engines.attachment import session_of
-from tests.sampling import rest
+from tests.tiers import rest
 
 BACKEND = keras.backend.backend()
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.examples.common import FOLDER
 from tests.processes.common import script, warm_script
-from tests.sampling import rest
+from tests.tiers import rest
 
 
 @pytest.mark.parametrize("backend", ["jax", *rest("tensorflow", "torch")])

@@ -14,7 +14,7 @@ import pytest
 import lockstep
 from tests.conformance.common import assert_same, data, fit, model
 from tests.conformance.zoo import ZOO
-from tests.sampling import rest
+from tests.tiers import rest
 
 DATE = "date_saved"
 

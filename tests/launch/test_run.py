@@ -15,7 +15,7 @@ from lockstep.launch import status
 from lockstep.launch.progress_watch import ProgressWatch
 from lockstep.launch.rank import Failure, Output, cause_of
 from lockstep.launch.status import Status
-from tests.sampling import rest
+from tests.tiers import rest
 
 SOURCE = Path(__file__).parents[2] / "src"
 SOON = 60

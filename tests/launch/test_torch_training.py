@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.sampling import rest
+from tests.tiers import rest
 
 HERE = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("torch_train.py")

@@ -13,7 +13,7 @@ import pytest
 from lockstep.doctor import Findings, choose_backend, wrong_pairs
 from lockstep.package_versions import install_command
 from tests.processes.common import python, warm_python
-from tests.sampling import rest
+from tests.tiers import rest
 
 INSTALLED = {"keras": "3.15.1", "jax": "0.10.2"}
 ONE = Findings("jax", "KERAS_BACKEND", INSTALLED, devices=(("cpu:0", "cpu"),))

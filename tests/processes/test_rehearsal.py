@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.rehearsal import rehearse_from_environment
 from tests.processes.common import python, warm_python
-from tests.sampling import rest
+from tests.tiers import rest
 
 COUNT = "print(lockstep.devices())"
 FOUR = "['cpu:0', 'cpu:1', 'cpu:2', 'cpu:3']"

@@ -6,7 +6,7 @@ import pytest
 
 from tests.processes.common import warm
 from tests.processes.test_several import run_both
-from tests.sampling import rest
+from tests.tiers import rest
 
 ROWS = 21
 RNG = np.random.default_rng(4)

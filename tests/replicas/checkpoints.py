@@ -24,7 +24,7 @@ from tests.checkpoints.data import SOURCES, arrays
 from tests.checkpoints.models import accumulating, everything, recurrent, sequences, with_validation
 from tests.checkpoints.runs import EPOCHS, STEPS, assert_same_end, small, train, variables
 from tests.conformance.side_by_side import BATCH, held_out, smooth
-from tests.sampling import rest
+from tests.tiers import rest
 
 BOUND = 1e-10 if keras.backend.backend() == "torch" else 1e-5
 SAME_BITS = 3 if keras.backend.backend() == "torch" else 2

@@ -32,7 +32,7 @@ from lockstep.engines.replicas.object_states import ObjectStates
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from tests.conformance.zoo import ZOO
 from tests.precision import floats
-from tests.sampling import every
+from tests.tiers import every
 
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
 
@@ -442,6 +442,7 @@ def test_a_model_of_keras_alone_is_not_compared():
     assert not compared.called
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("policy", ["float32", "float64", "mixed_bfloat16"])
 @pytest.mark.parametrize("name", every(7, ZOO))
 def test_no_model_of_the_zoo_alarms(name, policy):

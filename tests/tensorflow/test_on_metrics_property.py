@@ -18,7 +18,7 @@ from tests.conformance.metrics_property import (
     WithoutLossTracker,
     assert_trains_as_on_one_device,
 )
-from tests.sampling import rest
+from tests.tiers import rest
 
 
 @pytest.mark.parametrize("cls", [MadeInCompile, *rest(WithoutLossTracker, WithoutCompiledMetrics)])

@@ -11,7 +11,7 @@ from keras import layers, ops, optimizers
 import lockstep
 from tests.conformance.common import assert_same
 from tests.precision import floats
-from tests.sampling import rest
+from tests.tiers import rest
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(14, 5)).astype("float32"), RNG.normal(size=(14, 2)).astype("float32")

@@ -11,7 +11,7 @@ from keras import layers, ops
 import lockstep
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from tests.conformance.common import assert_same
-from tests.sampling import every, rest
+from tests.tiers import every, rest
 
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
 

@@ -11,7 +11,7 @@ import lockstep
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.keras_compat import global_seed_generator
 from tests.precision import floats
-from tests.sampling import every, rest
+from tests.tiers import every, rest
 
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
 

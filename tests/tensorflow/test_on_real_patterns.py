@@ -9,7 +9,7 @@ from keras import layers, ops
 import lockstep
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from tests.precision import floats
-from tests.sampling import every
+from tests.tiers import every
 
 WORDS, STEPS, WIDTH = 11, 5, 4
 

@@ -11,7 +11,7 @@ from keras import layers, ops
 
 import lockstep
 from tests.conformance.common import assert_same
-from tests.sampling import rest
+from tests.tiers import rest
 
 BATCH, ROWS = 8, 43  # the last batch has 3 rows; where the first is uneven, stock refuses
 

@@ -12,7 +12,7 @@ from keras import layers, ops, optimizers
 import lockstep
 from lockstep.errors import UnsplitBatchWarning
 from tests.conformance.common import assert_same
-from tests.sampling import rest
+from tests.tiers import rest
 
 pytestmark = pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")
 

@@ -87,6 +87,7 @@ def _of_pairs(y_true, y_pred):
     return ops.mean(each + ops.roll(each, 1))
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("loss", ["sparse_categorical_crossentropy", _of_pairs])
 @pytest.mark.parametrize("layer", [lambda: layers.Activation("softmax"), _Centered])
 def test_probabilities_that_saturate(layer, loss):

@@ -13,7 +13,7 @@ import lockstep
 from lockstep.errors import UnsplitBatchWarning
 from tests.conformance.common import assert_same
 from tests.precision import floats
-from tests.sampling import rest
+from tests.tiers import rest
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(9, 6)), RNG.normal(size=(9, 2))

@@ -9,8 +9,8 @@ from keras import layers
 import lockstep
 from lockstep.engines import current_engine
 from tests.precision import floats
-from tests.sampling import rest
 from tests.tensorflow.test_on_metrics_property import compile_gan, gan, images
+from tests.tiers import rest
 
 
 def data(rows=40):

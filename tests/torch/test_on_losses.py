@@ -127,6 +127,7 @@ def two_outputs(loss, metrics=None, kind=keras.Model, **options):
     return made
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize(
     ("build", "whole"),
     [

@@ -17,7 +17,7 @@ from lockstep.engines.patched import patched
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.keras_compat import compiled_metrics
 from tests.replicas.losses_by_rows import leaves
-from tests.sampling import every
+from tests.tiers import every
 from tests.torch.agreement import assert_equal, both
 
 LATE = 9

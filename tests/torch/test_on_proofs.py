@@ -13,7 +13,7 @@ import lockstep
 from lockstep.engines.replicas import rows_of_losses
 from lockstep.engines.torch import row_proofs, session
 from lockstep.errors import UnsplitBatchWarning
-from tests.sampling import every, rest
+from tests.tiers import every, rest
 from tests.torch.agreement import assert_equal, both
 
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
@@ -165,6 +165,7 @@ def assert_same_fit(build, *given, devices=3):
     lockstep.release(many)
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.parametrize("what", every(2, BY_ROWS))
 def test_what_works_row_by_row_is_split(what, devices):

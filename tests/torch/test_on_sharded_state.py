@@ -24,7 +24,7 @@ from lockstep.engines.torch.sharded_variables import ShardedVariable, Shards, is
 from lockstep.errors import LayoutConflict, UnsupportedModel, WorkerDied
 from lockstep.keras_compat import stored_value
 from tests.processes.common import script
-from tests.sampling import rest
+from tests.tiers import rest
 from tests.torch.agreement import assert_equal, both
 from tests.torch.test_on_failures import failing
 

@@ -9,7 +9,7 @@ from keras import layers, ops
 import lockstep
 from lockstep.engines import current_engine
 from tests.precision import floats
-from tests.sampling import rest
+from tests.tiers import rest
 
 
 def data(rows=40):

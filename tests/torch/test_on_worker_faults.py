@@ -9,7 +9,7 @@ from keras import layers
 
 import lockstep
 from lockstep.engines.torch import pool
-from tests.sampling import every
+from tests.tiers import every
 from tests.torch.agreement import assert_equal, both, values
 
 QUIET = {"verbose": 0, "shuffle": False, "batch_size": 5}

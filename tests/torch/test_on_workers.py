@@ -15,7 +15,7 @@ import lockstep
 from lockstep.engines.torch import pool
 from lockstep.engines.torch.model_pickle import dump
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
-from tests.sampling import every
+from tests.tiers import every
 from tests.torch import script_settings
 from tests.torch.agreement import assert_equal, both, values
 

@@ -28,7 +28,7 @@ from lockstep.verify import comparison, float64
 from lockstep.verify.verification import Difference, Verification
 from tests.conformance.common import devices_of, distances, snapshot
 from tests.processes.common import warm_end
-from tests.sampling import rest
+from tests.tiers import rest
 
 
 def data(rows=70):

@@ -3,13 +3,14 @@
 import pytest
 
 from tests.conformance.cases import FAMILIES
+from tests.conftest import BACKEND
 
 LEFT_OUT = {
     # Operations that run one by one have no scopes of devices; test_bad_input.py has the message.
     "jax": {"run_eagerly=True", "jit_compile=False"},
     "tensorflow": {
         "run_eagerly=True",
-        # Keras 3.15.1 differs from itself on one device; see tests/conformance/test_cases.py.
+        # Keras 3.15.1 differs from itself on one device; see test_cases.py.
         "generator that does not end",
         # Keras 3.15.1 raises an error on one device: `in_top_k` takes no float64.
         "AUC, F1, IoU, precision, recall",
@@ -33,22 +34,14 @@ SAMPLE = {
 
 
 def _cases():
-    for backend, sample in SAMPLE.items():
-        for family, cases in FAMILIES.items():
-            for name in (each for each in cases if each not in LEFT_OUT[backend]):
-                marks = [pytest.mark.xdist_group(f"branches-{backend}")]
-                marks += [] if name in sample else [pytest.mark.whole]
-                yield pytest.param(backend, family, name, marks=marks)
+    for family, cases in FAMILIES.items():
+        for name in (each for each in cases if each not in LEFT_OUT[BACKEND]):
+            marks = [] if name in SAMPLE[BACKEND] else [pytest.mark.whole]
+            yield pytest.param(family, name, marks=marks)
 
 
-@pytest.mark.parametrize("backend", SAMPLE)
-def test_the_sample_names_cases(backend):
-    names = {name for cases in FAMILIES.values() for name in cases}
-    assert names >= SAMPLE[backend] | LEFT_OUT[backend]
-
-
-@pytest.mark.parametrize(("backend", "family", "name"), list(_cases()))
-def test_layers_on_devices_equal_one_device(workers, backend, family, name):
+@pytest.mark.parametrize(("family", "name"), list(_cases()))
+def test_layers_on_devices_equal_one_device(worker, family, name):
     """On PyTorch, the devices are those of tests/torch/simulated_gpus.py."""
-    far = workers(backend).difference(family, name, 3, by_layer=True)
+    far = worker.difference(family, name, 3, by_layer=True)
     assert not far, f"beyond the bound: {far}"

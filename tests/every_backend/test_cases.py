@@ -1,14 +1,13 @@
 """The promise: in float64, training over N devices leaves what one device leaves, to 1e-10.
 
-Every case is a test of its own on every backend. LOCKSTEP_TEST_BACKENDS picks the backends:
-`LOCKSTEP_TEST_BACKENDS=tensorflow python -m pytest tests/conformance/test_cases.py --whole`.
+Every case is a test of its own. This runs all of one backend:
+`KERAS_BACKEND=tensorflow python -m pytest tests/every_backend/test_cases.py --whole`.
 """
-
-import os
 
 import pytest
 
 from tests.conformance.cases import FAMILIES
+from tests.conftest import BACKEND
 
 DEVICES = {"jax": [1, 2, 3, 4, 8], "tensorflow": [1, 2, 3, 4], "torch": [1, 2, 3, 4]}
 
@@ -50,30 +49,27 @@ EXCLUDED = {
 }
 
 
-def _in_sample(backend, name, devices, position):
-    if backend in SAMPLE:
-        return SAMPLE[backend].get(name) == devices
+def _in_sample(name, devices, position):
+    if BACKEND in SAMPLE:
+        return SAMPLE[BACKEND].get(name) == devices
     if name.endswith("adamw"):  # one of them; the model with SGD is in the sample
         return name == "attention, adamw" and devices == 3
     if name in LIKE_ANOTHER or position % 2:
         return False
-    return DEVICES[backend][1 + position // 2 % 4] == devices
+    return DEVICES[BACKEND][1 + position // 2 % 4] == devices
 
 
 def _runs():
-    for backend in os.environ.get("LOCKSTEP_TEST_BACKENDS", "jax,tensorflow,torch").split(","):
-        cases = [(family, name) for family, named in FAMILIES.items() for name in named]
-        for position, (family, name) in enumerate(cases):
-            if name in EXCLUDED.get(backend, ()):
-                continue
-            for devices in DEVICES[backend]:
-                marks = [pytest.mark.xdist_group(f"{backend}-{name}")]
-                if not _in_sample(backend, name, devices, position):
-                    marks.append(pytest.mark.whole)
-                yield pytest.param(backend, family, name, devices, marks=marks)
+    cases = [(family, name) for family, named in FAMILIES.items() for name in named]
+    for position, (family, name) in enumerate(cases):
+        if name in EXCLUDED.get(BACKEND, ()):
+            continue
+        for devices in DEVICES[BACKEND]:
+            marks = [] if _in_sample(name, devices, position) else [pytest.mark.whole]
+            yield pytest.param(family, name, devices, marks=marks)
 
 
-@pytest.mark.parametrize(("backend", "family", "name", "devices"), list(_runs()))
-def test_n_devices_equal_one(workers, backend, family, name, devices):
-    far = workers(backend).difference(family, name, devices)
+@pytest.mark.parametrize(("family", "name", "devices"), list(_runs()))
+def test_n_devices_equal_one(worker, family, name, devices):
+    far = worker.difference(family, name, devices)
     assert not far, f"beyond the bound: {far}"

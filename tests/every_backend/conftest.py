@@ -1,0 +1,17 @@
+"""The warm process that runs the conformance cases in float64."""
+
+import pytest
+
+from tests.conformance.worker import Worker
+from tests.conftest import BACKEND
+
+if BACKEND == "tensorflow":  # which refuses sharded state
+    collect_ignore = ["test_sharded_cases.py"]
+
+
+@pytest.fixture(scope="session")
+def worker():
+    """Return the worker of this backend, which starts when a test first asks for it."""
+    started = Worker(BACKEND)
+    yield started
+    started.close()

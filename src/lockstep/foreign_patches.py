@@ -136,6 +136,13 @@ PATCHES = (
         "TensorFlow 2.21.0",
     ),
     Patch(
+        "engines/tensorflow/programs.py: ScratchGraph.open",
+        ("tensorflow: gather",),
+        _CONTEXT,
+        "Layers of KerasHub call it on TensorFlow where they call `keras.ops` elsewhere.",
+        "TensorFlow 2.21.0",
+    ),
+    Patch(
         "engines/tensorflow/draws_by_rows.py: draws_of_one_device",
         (
             "tensorflow/python/ops/gen_stateless_random_ops_v2: stateless_random_normal_v2",

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import ops
 
 from lockstep.engines.rowwise import RULES, function_refused
@@ -57,6 +58,7 @@ BY_ROWS = {
     "swapaxes": lambda x, y: ops.swapaxes(x[:, :, None] * y[:, None, :], 1, 2),
     "take": lambda x, y: ops.take(KERNEL, ops.argmax(x, axis=-1), axis=0),
     "take along": lambda x, y: ops.take_along_axis(x, ops.argsort(y, axis=-1), axis=1),
+    "tf.gather along a row": lambda x, y: tf.gather(x, ops.argsort(y, axis=-1), batch_dims=1),
     "take columns": lambda x, y: ops.take(x, [2, 0], axis=1),
     "tensordot": lambda x, y: ops.tensordot(x, KERNEL, axes=1),
     "tile": lambda x, y: ops.tile(x, (1, 2)),
@@ -113,6 +115,7 @@ ACROSS = {
     "sorted rows": lambda x, y: ops.sort(x, axis=0),
     "steps against rows": lambda x, y: ops.reshape(ops.reshape(x, (-1, 2))[:, 0], (2, -1)),
     "subtract the first row": lambda x, y: x - x[:1],
+    "tf.gather of rows": lambda x, y: tf.gather(x, ops.argsort(y[:, 0])),
     "taken rows": lambda x, y: ops.take(x, [0] * ROWS, axis=0),
     "the number of rows": lambda x, y: x * ops.cast(ops.shape(x)[0], "float32"),
     "the rows of a mean": lambda x, y: x - ops.mean(x, axis=0, keepdims=True),

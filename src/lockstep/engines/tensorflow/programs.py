@@ -1,16 +1,19 @@
 """Traced operations: their description for comparison, and a graph that nobody runs."""
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import keras
 import tensorflow as tf
 from tensorflow.python.framework import ops
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
 from tensorflow.python.ops.variable_scope import get_variable_scope
 
-from lockstep.engines.rowwise import NotRowByRow
+from lockstep.engines.rowwise import NotRowByRow, is_following
+from lockstep.foreign_patches import replaced
 
 _REPEATABLE = """
     AssignAddVariableOp AssignSubVariableOp AssignVariableOp Assert Case If LookupTableFindV2
@@ -73,7 +76,7 @@ class ScratchGraph:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Trace into this graph inside the context."""
-        with self._graph.as_default():
+        with self._graph.as_default(), replaced([(tf, "gather", _followed_gather)]):
             yield
 
     def describe(self, tensor: Any) -> Any:
@@ -97,6 +100,27 @@ class ScratchGraph:
             if not _is_resource(outer) and not hasattr(outer, "numpy"):
                 return None, "what is kept outside of it"
         return program_of(operations, variables), None
+
+
+_gather = tf.gather
+
+
+@functools.wraps(_gather)
+def _followed_gather(*args: Any, **kwargs: Any) -> Any:
+    """Follow `tf.gather` along the last dim as an operation of `keras.ops`.
+
+    Layers of KerasHub call it on TensorFlow, for a shape that is not known.
+    """
+    names = ("params", "indices", "validate_indices", "axis", "batch_dims")
+    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    params: Any = given.get("params")
+    indices: Any = given.get("indices")
+    if is_following() and all(map(keras.utils.is_keras_tensor, (params, indices))):
+        last = len(params.shape) - 1
+        is_last = given.get("axis") in (None, -1, last) and len(indices.shape) - 1 == last
+        if is_last and given.get("batch_dims") == last:
+            return keras.ops.take_along_axis(params, indices, axis=last)
+    return _gather(*args, **kwargs)
 
 
 def _is_resource(tensor: Any) -> bool:

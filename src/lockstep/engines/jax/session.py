@@ -3,9 +3,7 @@
 import dataclasses
 import functools
 import math
-import re
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -86,9 +84,6 @@ from lockstep.training.session import PREDICT, TRAIN, Execute, Kind, Session, re
 _ASKED = "_lockstep_jit_compile"
 """The attribute of a model that holds what `compile` was given as `jit_compile`."""
 
-_OPEN: weakref.WeakSet["JaxSession"] = weakref.WeakSet()
-"""The sessions whose models are on devices."""
-
 
 class JaxSession(Session):
     """One model on a mesh, or with its layers on several devices; see `Session`."""
@@ -123,7 +118,6 @@ class JaxSession(Session):
 
     def open(self) -> None:
         """Move the variables to the devices."""
-        _OPEN.add(self)
         self.adopt(first=True)
         if not self._several:  # outside a step, each process has them whole
             for variable in variables_of(self.model):  # one by one: each old array is freed
@@ -135,7 +129,6 @@ class JaxSession(Session):
 
     def close(self) -> None:
         """Undo `open`, even if it failed halfway."""
-        _OPEN.discard(self)
         sync_to_variables(self.model)
         self._steps.stop()
         variables = variables_of(self.model)
@@ -304,29 +297,27 @@ class JaxSession(Session):
             try:
                 return method(*args, **kwargs)
             except ValueError as error:
-                if found := self._two_models(str(error)):
+                if found := self._two_models(error):
                     raise found from error
                 raise
 
         return method_that_names_models
 
-    def _two_models(self, said: str) -> LayoutConflict | None:
+    def _two_models(self, error: ValueError) -> LayoutConflict | None:
         """Return the error for arithmetic between variables of models on different devices."""
-        if "incompatible devices" not in said:
-            return None
-        mine = sorted(device.id for device in jax_devices.find(self.devices))
-        named = [
-            [int(n) for n in each.split(",")] for each in re.findall(r"ids \[([\d, ]+)\]", said)
-        ]
-        for other in _OPEN:
-            there = sorted(device.id for device in jax_devices.find(other.devices))
-            if mine in named and there in named and there != mine:
-                return LayoutConflict(
-                    f"{self.model.name!r} is on {names_in_words(self.devices)}, and a callback of "
-                    f"it computes with variables of {other.model.name!r}\non "
-                    f"{names_in_words(other.devices)}: JAX needs the same devices. Distribute both "
-                    "on the same devices, or read\nthe values first: variable.numpy()."
-                )
+        trace = error.__traceback__
+        while trace is not None and "incompatible devices" in str(error):
+            for value in trace.tb_frame.f_locals.values():
+                for other in holders_of(value) if isinstance(value, keras.Variable) else ():
+                    if other.model is not self.model and other.devices != self.devices:
+                        return LayoutConflict(
+                            f"{self.model.name!r} is on {names_in_words(self.devices)}, and a "
+                            f"callback of it computes with variables of {other.model.name!r}\non "
+                            f"{names_in_words(other.devices)}: JAX needs the same devices. "
+                            "Distribute both on the same devices, or read\n"
+                            "the values first: variable.numpy()."
+                        )
+            trace = trace.tb_next
         return None
 
     def _exporting(self, export: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,10 +29,18 @@ def _marked(mark, values):
     return [pytest.param(*each, marks=mark) for each in together]
 
 
-def every(step, names):
-    """Values of which the first and each `step`-th one after it run without `--whole`."""
-    marks = ([], [pytest.mark.whole])
-    return [pytest.param(each, marks=marks[n % step > 0]) for n, each in enumerate(names)]
+def every(step, names, quick=None):
+    """Values of which the first and each `step`-th one after it run without `--whole`.
+
+    With `quick=1`, the first of these is quick, and the others are thorough.
+    """
+
+    def mark(number):
+        if number % step:
+            return pytest.mark.whole
+        return [] if quick is None or number < quick * step else pytest.mark.thorough
+
+    return [pytest.param(each, marks=mark(number)) for number, each in enumerate(names)]
 
 
 def belongs(item, tier):

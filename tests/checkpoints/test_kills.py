@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints.kills import CASES
-from tests.tiers import rest
+from tests.tiers import further, rest
 
 SOAK = Path(__file__).parents[2] / "benchmarks" / "checkpoint_soak.py"
 
@@ -17,7 +17,7 @@ SOAK = Path(__file__).parents[2] / "benchmarks" / "checkpoint_soak.py"
 @pytest.mark.parametrize(
     "cases",
     [
-        ["everything", "zoo, several_inputs_and_outputs"],
+        *further(["everything", "zoo, several_inputs_and_outputs"]),
         *rest(*([name] for name in CASES)),
     ],
 )

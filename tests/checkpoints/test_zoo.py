@@ -32,6 +32,7 @@ def cases():
         yield pytest.param(*case, marks=[] if case in SAMPLE else [pytest.mark.whole])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "kind", "optimizer"), list(cases()))
 def test_every_model_goes_on_bit_for_bit_where_it_was(name, kind, optimizer, tmp_path):
     training = zoo.training(name, kind, optimizer)
@@ -40,6 +41,7 @@ def test_every_model_goes_on_bit_for_bit_where_it_was(name, kind, optimizer, tmp
     assert_same_end(train(**training, folder=tmp_path, devices=3), truth)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", [n if n == "mlp" else pytest.param(n, marks=pytest.mark.whole) for n in ZOO]
 )

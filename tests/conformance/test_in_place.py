@@ -253,6 +253,7 @@ def test_weights_committed_to_one_device():
     assert_same(fit(made), fit(alone))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["run_eagerly", *rest("jit_compile")])
 def test_without_compilation(how):
     alone, made = model(compiled=False), lockstep.distribute(model(compiled=False), 3)

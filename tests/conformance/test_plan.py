@@ -200,6 +200,7 @@ def to_send(policy):
     return model
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", *rest("float32")])
 def test_what_is_sent_is_what_the_partitioned_step_moves(state, policy, tmp_path):

@@ -145,7 +145,7 @@ mask_cases = given(
     lengths=st.lists(st.integers(0, 5), min_size=1, max_size=7),
 )
 
-test_random_models = few(model_cases(random_models))
+test_random_models = pytest.mark.thorough(few(model_cases(random_models)))
 test_random_weights_and_masks = few(mask_cases(random_weights_and_masks))
 test_many_random_models = pytest.mark.whole(many(model_cases(random_models)))
 test_many_random_weights_and_masks = pytest.mark.whole(many(mask_cases(random_weights_and_masks)))

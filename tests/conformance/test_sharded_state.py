@@ -380,6 +380,7 @@ def test_a_step_of_ones_own_and_a_weight_of_the_model_itself():
     assert_same(runs[1], runs[0], atol=2e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("quantized", [True, *rest(False)])
 def test_lora_on_a_frozen_backbone_in_shards(quantized, tmp_path):
     runs = []

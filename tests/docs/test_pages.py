@@ -73,6 +73,7 @@ def pages_with_code():
             yield pytest.param(page, id=name_of(page), marks=marks)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("page", [*pages_with_code()])
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

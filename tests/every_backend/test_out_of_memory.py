@@ -31,6 +31,7 @@ def too_large(state):
     return lockstep.distribute(made, 2, state=state)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("state", ["replicated", *["sharded"] * (BACKEND != "tensorflow")])
 def test_the_note_has_the_bytes_of_a_device_and_what_to_try(state, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_CHECK", "0")

@@ -153,6 +153,7 @@ def build():
 """
 
 
+@pytest.mark.thorough
 def test_activations_are_those_of_jax_and_say_so(tmp_path):
     """The figures are those of a plan on JAX. A function without a name has no other process."""
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -10,7 +10,7 @@ from keras import layers, ops
 
 import lockstep
 from lockstep.engines.attachment import session_of
-from tests.tiers import rest
+from tests.tiers import further, rest
 
 BACKEND = keras.backend.backend()
 
@@ -63,7 +63,7 @@ def in_sequence():
     return with_layer(layers.BatchNormalization(), layers.Dropout(0.2), noise)
 
 
-@pytest.mark.parametrize("make", [in_sequence, lambda: compiled(Subclassed())])
+@pytest.mark.parametrize("make", [in_sequence, *further(lambda: compiled(Subclassed()))])
 def test_a_right_model_is_equal_in_everything(make):
     """With dropout: for the comparison every device draws the numbers of the whole batch."""
     found = lockstep.verify(make(), data(), devices=3, steps=5, batch_size=9)
@@ -76,6 +76,7 @@ def test_a_right_model_is_equal_in_everything(make):
     assert expected <= names
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("devices", [3, *rest(None)])
 def test_the_model_is_untouched(devices):
     made = with_layer(layers.BatchNormalization(), layers.Dropout(0.2), optimizer="adam")
@@ -121,6 +122,7 @@ class ReadsTheDevices(layers.Layer):
         return x * (self.factor if attached else 1.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("factor", [1.001, *rest(1.5)])
 def test_a_layer_that_reads_the_devices_is_named(monkeypatch, factor):
     """What the class holds goes to the process that compares in float64, too."""
@@ -135,6 +137,7 @@ def test_a_layer_that_reads_the_devices_is_named(monkeypatch, factor):
     assert "something else on several devices" in found.cause
 
 
+@pytest.mark.thorough
 def test_a_layer_that_is_not_split_is_a_note():
     """On JAX the compiler splits it."""
     made = with_layer(layers.Lambda(lambda t: t - ops.mean(t, axis=0), name="across"))
@@ -206,6 +209,7 @@ def build():
 """
 
 
+@pytest.mark.thorough
 def test_the_command(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "lockstep", "verify", "train.py:build"]

@@ -15,6 +15,7 @@ def run(count, folder, *cases, patience=60):
     return in_processes(count, SCRIPT, str(folder), *cases, patience=patience)
 
 
+@pytest.mark.thorough
 def test_every_process_ends_in_words_what_one_does_alone(tmp_path):
     cases = "a_sample", "calls_between_steps", "files", "alone"
     first, second = run(2, tmp_path, *cases, patience=5)

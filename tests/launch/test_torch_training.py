@@ -87,6 +87,7 @@ def test_two_processes_of_torchrun_train_what_one_device_trains(tmp_path, truth)
     assert_trained(tmp_path / "two", truth, out)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fault", "at", "words"),
     [

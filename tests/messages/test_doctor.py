@@ -217,6 +217,7 @@ def test_a_pair_of_devices_with_one_wrong_bit_is_named(place, what):
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["torch", *rest("jax", "tensorflow")])
 def test_rehearsed_devices_test_the_test(tmp_path, backend):
     done = subprocess.run(

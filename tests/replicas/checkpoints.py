@@ -104,6 +104,7 @@ train(ragged, sys.argv[1], devices=2, **given)
 """
 
 
+@pytest.mark.thorough
 def test_a_killed_run_goes_on_on_another_number_of_devices(tmp_path):
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), str(Path(lockstep.__file__).parents[1])])
@@ -212,6 +213,7 @@ def test_a_snapshot_keeps_its_values_while_training_goes_on(devices):
     lockstep.release(made)
 
 
+@pytest.mark.thorough
 def test_a_released_model_is_that_of_the_run_and_export_gives_a_plain_file(tmp_path):
     keras.utils.set_random_seed(5)
     made = lockstep.distribute(without_dropout(), 3)

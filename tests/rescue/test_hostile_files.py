@@ -211,6 +211,7 @@ def test_names_cannot_leave_the_output(tmp_path):
     assert os.listdir(inside) == ["old.h5"]
 
 
+@pytest.mark.thorough
 def test_a_file_on_which_hdf5_hangs_is_refused(tmp_path):
     """A flipped bit in a global heap makes libhdf5 loop; found by fuzzing."""
     refused(LEGACY.parent / "hostile" / "heap_loop.h5", tmp_path, HostileFile, "not end within 5")
@@ -244,6 +245,7 @@ def test_the_output_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["new.keras"]
 
 
+@pytest.mark.thorough
 def test_a_killed_rescue_leaves_the_previous_file(tmp_path):
     output = tmp_path / "new.keras"
     output.write_bytes(b"the previous one")
@@ -312,15 +314,17 @@ def limited(tmp_path, *command):
     return done.returncode, output
 
 
-def cases(kinds):
+def cases(kinds, quick=None):
+    """Each file with its suffix; with `quick`, the files after so many are thorough."""
+    every = [(suffix, make) for suffix, some in kinds.items() for make in some]
+    marks = [[] if quick is None or n < quick else pytest.mark.thorough for n in range(len(every))]
     return [
-        pytest.param(suffix, make, id=make.__name__)
-        for suffix, some in kinds.items()
-        for make in some
+        pytest.param(suffix, make, id=make.__name__, marks=mark)
+        for (suffix, make), mark in zip(every, marks, strict=True)
     ]
 
 
-@pytest.mark.parametrize(("suffix", "make"), cases(hostile.REFUSED))
+@pytest.mark.parametrize(("suffix", "make"), cases(hostile.REFUSED, quick=2))
 def test_hostile_files_are_refused_in_words_within_limits(suffix, make, tmp_path):
     make(path := tmp_path / f"old{suffix}")
     status, output = limited(tmp_path, "rescue", path, "-o", tmp_path / "new.keras")

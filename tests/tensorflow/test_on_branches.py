@@ -147,6 +147,7 @@ def test_a_layer_that_does_more_than_read_its_weight_on_another_device(layer):
     assert_equal_runs(train(lockstep.release(build()), [x, x], y), train(build(), [x, x], y))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "lay_out",
     [

@@ -9,6 +9,7 @@ from keras import layers, losses, ops
 import lockstep
 from lockstep.keras_compat import get_keras_mask
 from tests.conformance.common import assert_same
+from tests.tiers import further, rest
 
 ROWS, WIDTH = 7, 4
 
@@ -212,10 +213,13 @@ def _data(made):
     return x, y if len(y) > 1 else y[0]
 
 
+first, *others = SAMPLE.values()
+
+
 @pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")
 @pytest.mark.parametrize(
     "make",
-    [*SAMPLE.values(), *(pytest.param(m, marks=pytest.mark.whole) for m in REST.values())],
+    [first, *further(*others), *rest(*REST.values())],
     ids=[*SAMPLE, *REST],
 )
 def test_n_devices_equal_one(make):
@@ -234,6 +238,7 @@ def test_n_devices_equal_one(make):
     assert_same(trained(lambda made: lockstep.distribute(made, 3)), trained(lambda made: None))
 
 
+@pytest.mark.thorough
 def test_verify_leaves_the_state_of_an_rnn_alone():
     made = _reads_a_state(ops.convert_to_tensor)()
     x, y = _data(made)

@@ -19,6 +19,7 @@ from keras import layers
 import lockstep
 from lockstep.engines.torch import pool, steps
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel, WorkerDied
+from tests.tiers import further
 from tests.torch.agreement import assert_equal, both, values
 
 QUIET = {"verbose": 0, "shuffle": False}
@@ -142,6 +143,7 @@ def test_an_interrupt_within_a_step_leaves_what_was_before_it(monkeypatch):
     lockstep.release(many)
 
 
+@pytest.mark.thorough
 def test_the_worker_that_was_killed_between_two_steps_is_named():
     """The other one ends too, by the connection to it."""
     before = set(workers(os.getpid()))
@@ -180,6 +182,7 @@ def short_patience(monkeypatch):
     monkeypatch.setenv("LOCKSTEP_PATIENCE", "2")
 
 
+@pytest.mark.thorough
 def test_a_stopped_worker_is_reported_and_the_model_stands_as_after_the_last_step(short_patience):
     one, many = both(failing("stop", 3), devices=2)
     x, y = data()
@@ -193,6 +196,7 @@ def test_a_stopped_worker_is_reported_and_the_model_stands_as_after_the_last_ste
     lockstep.release(many)
 
 
+@pytest.mark.thorough
 def test_a_worker_that_is_stopped_between_two_calls_is_reported(short_patience):
     _, many = both(failing("raise", 1000), devices=2)
     x, _ = data()
@@ -206,6 +210,7 @@ def test_a_worker_that_is_stopped_between_two_calls_is_reported(short_patience):
     lockstep.release(many)
 
 
+@pytest.mark.thorough
 def test_a_worker_that_goes_on_in_time_is_waited_for(monkeypatch):
     monkeypatch.setenv("LOCKSTEP_PATIENCE", "30")
     one, many = both(failing("raise", 1000), devices=2)
@@ -292,7 +297,7 @@ def in_evaluation(model):
     return model
 
 
-@pytest.mark.parametrize("phase", [in_transfer, in_backward, in_update, in_evaluation])
+@pytest.mark.parametrize("phase", [in_backward, *further(in_transfer, in_update, in_evaluation)])
 def test_a_worker_that_dies_in_any_phase_ends_the_call(phase, shared_memory):
     model = phase(failing("raise", 1000)())
     lockstep.distribute(model, 2)

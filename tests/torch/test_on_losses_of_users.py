@@ -17,7 +17,7 @@ from lockstep.engines.patched import patched
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.keras_compat import compiled_metrics
 from tests.replicas.losses_by_rows import leaves
-from tests.tiers import every
+from tests.tiers import every, further
 from tests.torch.agreement import assert_equal, both
 
 LATE = 9
@@ -323,7 +323,7 @@ def _reading(own, **compiled):
 
 @pytest.mark.parametrize(
     "build",
-    [_weighted, partial(_reading, True, loss="mse"), partial(_reading, False)],
+    [_weighted, partial(_reading, True, loss="mse"), *further(partial(_reading, False))],
     ids=["loss", "own", "compiled"],
 )
 def test_a_loss_that_reads_a_metric_reads_the_values_of_one_device(build):

@@ -567,6 +567,7 @@ class Recomputed(Own):
         return ops.mean(ops.square(self.inner(x) - 1))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("build", "reason"),
     [(Elsewhere, "is no argument and no weight of the model"), (Recomputed, "use_reentrant")],
@@ -705,6 +706,7 @@ class ByProcess(Own):
         return ops.mean(ops.square(self.inner(x))) * (2 if os.getpid() == self.first else 1)
 
 
+@pytest.mark.thorough
 def test_code_that_depends_on_the_process_is_refused(monkeypatch):
     monkeypatch.setenv("LOCKSTEP_CHECK", "0")  # the check of the first step finds it too
     _, model = both(ByProcess)
@@ -729,6 +731,7 @@ class Outside(Own):
         return {"loss": loss}
 
 
+@pytest.mark.thorough
 def test_weights_that_are_updated_otherwise_in_another_process_are_refused():
     _, model = both(Outside)
     model.compile(optimizer="sgd")
@@ -761,6 +764,7 @@ class Killed(Own):
         return ops.mean(ops.square(self.inner(x)))
 
 
+@pytest.mark.thorough
 def test_the_end_of_a_worker_says_that_the_step_may_have_updated_some_variables(monkeypatch):
     monkeypatch.setenv("LOCKSTEP_CHECK", "0")  # its step updates nothing
     _, model = both(Killed)

@@ -13,7 +13,7 @@ import lockstep
 from lockstep.engines.replicas import rows_of_losses
 from lockstep.engines.torch import row_proofs, session
 from lockstep.errors import UnsplitBatchWarning
-from tests.tiers import every, rest
+from tests.tiers import every, further, rest
 from tests.torch.agreement import assert_equal, both
 
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
@@ -388,7 +388,7 @@ def _reversed(layer, x):
     return identity(x)
 
 
-@pytest.mark.parametrize("what", [_clipped, _hooked, _own_function, _reversed])
+@pytest.mark.parametrize("what", [_reversed, *further(_clipped, _hooked, _own_function)])
 def test_code_that_acts_on_a_gradient_has_that_of_all_rows_or_works_row_by_row(what):
     def build():
         made = keras.Sequential(
@@ -439,7 +439,7 @@ class Doubles(layers.Layer):
 
 
 @pytest.mark.filterwarnings("error::lockstep.errors.UnsplitBatchWarning")
-@pytest.mark.parametrize("own", [0, 1])
+@pytest.mark.parametrize("own", [0, *further(1)])
 def test_a_new_length_is_proven_for_code_of_the_users_own_alone(own, monkeypatch):
     counts = {"proofs": 0, "comparisons": 0, "losses": 0}
 

@@ -72,6 +72,7 @@ class Flat(layers.Layer):
         return (None, 2)
 
 
+@pytest.mark.thorough
 def test_a_layer_whose_output_has_other_rows_is_refused():
     model = keras.Sequential([keras.Input((4,)), Flat(), layers.Dense(2)])
     with pytest.raises(UnsupportedModel, match=r"\(Flat\) has shape \(12, 2\), and the batch"):

@@ -99,6 +99,7 @@ def test_a_sequence_in_pieces_equals_the_whole_one():
     assert_equal(np.concatenate(outputs, axis=1), plain.predict(long, verbose=0))
 
 
+@pytest.mark.thorough
 def test_another_number_of_rows_is_refused():
     mine = lockstep.distribute(made("LSTM", stock=False), 3)
     x, y = pieces()

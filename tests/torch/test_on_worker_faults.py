@@ -104,6 +104,7 @@ def run(model):
                 variable.value.grad *= 0.5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "devices",
     [["cpu:0", "cpu:1"], pytest.param(["cpu:0", "cpu:1", "cpu:3"], marks=pytest.mark.whole)],
@@ -155,6 +156,7 @@ def local_error():
     return Local
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("error", [Own, local_error()])
 def test_an_error_of_the_users_own_class_leaves_the_class_alone(error):
     def build():

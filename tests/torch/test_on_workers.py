@@ -15,7 +15,7 @@ import lockstep
 from lockstep.engines.torch import pool
 from lockstep.engines.torch.model_pickle import dump
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
-from tests.tiers import every
+from tests.tiers import every, further
 from tests.torch import script_settings
 from tests.torch.agreement import assert_equal, both, values
 
@@ -165,10 +165,12 @@ def test_what_no_step_uses_need_not_be_pickled(build):
     "build",
     [
         holding(keras.Sequential, Uses),
-        holding(keras.Sequential, HidesErrors),
-        holding(keras.Sequential, UsesInTraining),
-        holding(UsesInLoss),
-        holding(UsesInStep),
+        *further(
+            holding(keras.Sequential, HidesErrors),
+            holding(keras.Sequential, UsesInTraining),
+            holding(UsesInLoss),
+            holding(UsesInStep),
+        ),
     ],
     ids=["layer", "errors hidden", "training", "loss", "step"],
 )
@@ -180,6 +182,7 @@ def test_a_step_that_uses_what_cannot_be_pickled_is_run_by_the_first_device(buil
         assert_trains_equally(build)
 
 
+@pytest.mark.thorough
 def test_a_step_without_a_check_refuses_what_cannot_be_pickled(monkeypatch):
     monkeypatch.setenv("LOCKSTEP_CHECK", "0")
     one, many = both(holding(UsesInLoss))

@@ -136,6 +136,7 @@ def build():
 """
 
 
+@pytest.mark.thorough
 def test_the_command_measures_each_count_in_its_own_process(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "lockstep", "bench", "train.py:build", "--devices", "3"]

@@ -54,6 +54,7 @@ def with_a_gradient_of_zero(*between):
     return with_layer(zero, layers.BatchNormalization(), *between, optimizer="adam")
 
 
+@pytest.mark.thorough
 def test_what_float64_shows_to_be_rounding_is_said_to_be_rounding():
     found = lockstep.verify(with_a_gradient_of_zero(), data(), devices=4, batch_size=10)
     assert found.equal, found.cause
@@ -462,6 +463,7 @@ def test_batches_reach_a_training_step_as_fit_hands_them_over():
     assert "loss" in {difference.name for difference in found.differences}
 
 
+@pytest.mark.thorough
 def test_a_step_of_its_own_that_differs_is_reported_where_the_model_has_no_call():
     class NoCall(keras.Model):
         def __init__(self):

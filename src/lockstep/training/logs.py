@@ -40,9 +40,9 @@ def pythonify_logs(logs: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    if keras.ops.is_tensor(value):
-        value = keras.ops.convert_to_numpy(value)
     try:
+        if keras.ops.is_tensor(value):
+            value = keras.ops.convert_to_numpy(value)
         return float(value)
     except Exception:  # not one number
         return value

@@ -30,7 +30,7 @@ SAMPLE = {
         "mixed_float16, loss scaled": 3,
     },
 }
-"""The cases of every test run on a backend, each with a number of devices."""
+"""The quick cases of these backends, each with a number of devices."""
 
 EXCLUDED = {
     "tensorflow": {
@@ -66,6 +66,8 @@ def _runs():
             continue
         for devices in DEVICES[BACKEND]:
             marks = [] if _in_sample(name, devices, position) else [pytest.mark.whole]
+            if BACKEND not in SAMPLE and position // 2 % 2:
+                marks.append(pytest.mark.thorough)
             yield pytest.param(family, name, devices, marks=marks)
 
 

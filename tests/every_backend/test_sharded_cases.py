@@ -22,7 +22,7 @@ SAMPLE = {
     },
     "torch": {"added losses, adamw": 3, "mixed_float16, loss scaled": 3},
 }
-"""The cases of every test run, each with a number of devices."""
+"""The quick cases, each with a number of devices."""
 
 
 def _runs():

@@ -246,3 +246,44 @@ def test_verify_leaves_the_state_of_an_rnn_alone():
     assert found.equal, found.cause
     rnn = next(layer for layer in made.layers if isinstance(layer, layers.LSTM))
     assert all(np.all(ops.convert_to_numpy(state) == 0) for state in rnn.states)
+
+
+class InTwoParts(keras.Model):
+    """A step of two micro-batches, the second of which may have no rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = layers.BatchNormalization(), layers.Dense(1)
+
+    def call(self, x, training=False):
+        return self.head(self.norm(x, training=training))
+
+    def train_step(self, batch):
+        x, y = batch
+        for rows in (slice(None, 3), slice(3, None)):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.square(self(x[rows], training=True) - y[rows]))
+            weights = self.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"loss": loss}
+
+
+@pytest.mark.thorough
+def test_a_batch_norm_of_no_rows_gives_what_keras_gives():
+    """Its moments are 0 / 0; several devices gave zero, and went on."""
+    x = np.random.default_rng(0).normal(size=(9, 3)).astype("float32")  # batches of 7 and 2
+
+    def weights(devices):
+        keras.utils.set_random_seed(1)
+        model = InTwoParts()
+        model.compile("sgd", "mse")
+        model(x[:2])
+        if devices:
+            lockstep.distribute(model, devices)
+        model.fit(x, x[:, :1], batch_size=7, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    one, three = weights(None), weights(3)
+    assert any(np.isnan(each).any() for each in one)
+    for mine, theirs in zip(three, one, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)

@@ -40,10 +40,8 @@ def _moments(layer: Any, replica: Replica, inputs: Any, mask: Any) -> tuple[Any,
     if mask is None:
         kept = tf.ones_like(inputs)
         count = tf.add_n(replica.exchange(tf.reduce_sum(kept, axes, keepdims=True)))
-        mean = tf.math.divide_no_nan(total(inputs), count)
-        variance = tf.math.divide_no_nan(
-            total(tf.math.squared_difference(inputs, tf.stop_gradient(mean))), count
-        )
+        mean = total(inputs) / count
+        variance = total(tf.math.squared_difference(inputs, tf.stop_gradient(mean))) / count
     else:
         shape = tf.shape(inputs)
         kept = tf.broadcast_to(replica.true_rows(mask, what)[..., None], shape)

@@ -179,14 +179,9 @@ def _noisy_steps(sizes):
     return model
 
 
-_COMPILED = (
-    lambda: layers.RandomRotation(0.1),
-    lambda: layers.RandomZoom(0.2),
-    lambda: layers.RandomTranslation(0.1, 0.2),
-    lambda: layers.RandomShear(0.2, 0.1),
-    lambda: layers.RandomPerspective(0.5),
-)
-"""Layers with which Keras compiles no step, and lockstep does on JAX."""
+# Keras compiles no step with these, and lockstep does on JAX: see test_augmentation.py. XLA as the
+# tests set it takes minutes for four of them in a row.
+_COMPILED = (lambda: layers.RandomRotation(0.1), lambda: layers.RandomZoom(0.2))
 
 
 def _changed_images(sizes):

@@ -55,7 +55,7 @@ def first_process(callback: Any | Callable[[], Any]) -> Any:
 
     made = callback
     if not isinstance(callback, keras.callbacks.Callback):
-        if not callable(callback):
+        if not callable(callback) or isinstance(callback, keras.layers.Layer):
             raise _refused(callback)
         made = callback() if callback is not Checkpoint and is_first() else None
     if callback is Checkpoint or isinstance(made, Checkpoint):

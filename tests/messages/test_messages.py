@@ -340,6 +340,13 @@ ONE_ARGUMENT = {
     "plan, memory": lambda value: lockstep.plan(compiled, 2, memory=value),
     "plan, gpu": lambda value: lockstep.plan(compiled, 2, gpu=value),
     "plan, say": lambda value: lockstep.plan(compiled, 2, say=value),
+    "bench, model": lambda value: lockstep.bench(value, data(), 2),
+    "bench, data": lambda value: lockstep.bench(compiled(), value, 2),
+    "bench, devices": lambda value: lockstep.bench(compiled(), data(), value),
+    "bench, steps": lambda value: lockstep.bench(compiled(), data(), 2, steps=value),
+    "bench, rounds": lambda value: lockstep.bench(compiled(), data(), 2, rounds=value),
+    "bench, batch_size": lambda value: lockstep.bench(compiled(), data(), 2, batch_size=value),
+    "first_process": lockstep.first_process,
     "inspect": lockstep.inspect,
     "rescue, path": lambda value: lockstep.rescue(value, NEW),
     "rescue, output": lambda value: lockstep.rescue(OLD, value),
@@ -354,7 +361,7 @@ ONE_ARGUMENT = {
         f"Checkpoint, {name}": lambda value, name=name: lockstep.Checkpoint(
             **{"directory": "run", name: value}
         )
-        for name in ("directory", "every", "steps", "keep", "monitor", "mode")
+        for name in ("directory", "every", "steps", "keep", "monitor", "mode", "learning_rate")
     },
     "Checkpoint, seconds": lambda value: lockstep.Checkpoint("run", seconds=value),
 }
@@ -386,12 +393,12 @@ def test_an_argument_of_a_wrong_type_is_refused_in_words(name):
 
 def test_every_public_function_is_in_that_list():
     taken = {name.partition(",")[0] for name in ONE_ARGUMENT}
-    assert taken == {*lockstep.__all__} - {"devices", "errors", "initialize"}
+    assert taken == {*lockstep.__all__} - {"devices", "errors", "initialize", "is_first"}
 
 
 def test_a_number_of_devices_may_be_of_numpy():
     assert lockstep.plan(compiled, np.int64(2)).layouts[0].devices == 2
-    assert lockstep.placement(lockstep.distribute(compiled(), np.int64(2))) is None
+    assert len(lockstep.placement(lockstep.distribute(compiled(), np.int64(2))).devices) == 2
     one, two = keras.Input((2,)), keras.layers.Dense(1, name="second")
     with lockstep.on(np.int64(1)):  # the device of this number
         made = keras.Model(one, two(one))

@@ -68,8 +68,9 @@ def bench(
     engine = current_engine()
     if devices is None:
         devices = (1, len(engine.devices()))
-    counts = [devices] if isinstance(devices, int) else list(devices)
-    if not counts or any(count_from_one(count) is None for count in counts):
+    given = list(devices) if isinstance(devices, list | tuple | range) else [devices]
+    counts = [number for each in given if (number := count_from_one(each)) is not None]
+    if not counts or len(counts) < len(given):
         raise DeviceError(
             f"devices={devices!r} was given, and numbers of devices of at least 1 were expected.\n"
             "Give a number, or several, such as (1, 2, 4)."

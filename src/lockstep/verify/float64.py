@@ -137,8 +137,9 @@ def _widened(value: Any) -> Any:
 def _own_code_by_value() -> Iterator[None]:
     """Pickle classes and functions of the user's files with the state that they have now."""
     before = cloudpickle.list_registry_pickle_by_value()
-    # A set: multiprocessing keeps `__main__` under a second name.
-    own = {sys.modules[name] for name in sys.modules.keys() - before}
+    # A set: multiprocessing keeps `__main__` under a second name. `None` marks what is not to be
+    # imported.
+    own: set[Any] = {sys.modules[name] for name in sys.modules.keys() - before} - {None}
     modules = [each for each in own if is_own(each) and sys.modules.get(each.__name__) is each]
     for module in modules:
         cloudpickle.register_pickle_by_value(module)

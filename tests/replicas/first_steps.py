@@ -442,6 +442,7 @@ def test_a_model_of_keras_alone_is_not_compared():
     assert not compared.called
 
 
+@pytest.mark.thorough
 @pytest.mark.each_value_once
 @pytest.mark.parametrize("policy", ["float32", "float64", "mixed_bfloat16"])
 @pytest.mark.parametrize("name", every(7, ZOO))

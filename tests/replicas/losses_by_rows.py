@@ -71,6 +71,7 @@ def gathered(made):
 SAMPLE = {"signs", "classes"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(k, marks=[] if k in SAMPLE else [pytest.mark.whole]) for k in WITH_LOSSES],

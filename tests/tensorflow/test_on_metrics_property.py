@@ -97,6 +97,7 @@ def trained(distribute=None, *, before_compile=False):
     return history, [keras.ops.convert_to_numpy(variable) for variable in model.variables]
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:`shuffle=True` was passed:UserWarning")  # Keras's own
 @pytest.mark.parametrize("before_compile", [True, *rest(False)])
 def test_a_gan_trains_as_on_one_device(before_compile):

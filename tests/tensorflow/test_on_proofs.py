@@ -225,14 +225,14 @@ def fit(made, batch_size=22):
     return [keras.ops.convert_to_numpy(v) for v in every]
 
 
-@pytest.mark.parametrize("what", every(5, ROW_BY_ROW))
+@pytest.mark.parametrize("what", every(5, ROW_BY_ROW, quick=1))
 def test_what_works_row_by_row_is_split(what):
     """A warning that it is not split would fail the test."""
     many = fit(lockstep.distribute(model(ROW_BY_ROW[what]), 2))
     assert_same(many, fit(model(ROW_BY_ROW[what])))
 
 
-@pytest.mark.parametrize("what", every(4, NOT_FOLLOWED))
+@pytest.mark.parametrize("what", every(4, NOT_FOLLOWED, quick=1))
 def test_functions_of_tensorflow_see_the_whole_batch(what):
     with pytest.warns(UnsplitBatchWarning, match=r"Keras's layers and keras.ops\)") as warned:
         many = fit(lockstep.distribute(model(NOT_FOLLOWED[what]), 2))
@@ -240,7 +240,7 @@ def test_functions_of_tensorflow_see_the_whole_batch(what):
     assert_same(many, fit(model(NOT_FOLLOWED[what])))
 
 
-@pytest.mark.parametrize("what", every(4, NOT_FOLLOWED))
+@pytest.mark.parametrize("what", every(4, NOT_FOLLOWED, quick=1))
 def test_a_layer_that_its_author_declares_is_split(what):
     """A warning that it is not split would fail the test."""
     made = model(NOT_FOLLOWED[what])
@@ -248,14 +248,14 @@ def test_a_layer_that_its_author_declares_is_split(what):
     assert_same(fit(lockstep.distribute(made, 2)), fit(model(NOT_FOLLOWED[what])))
 
 
-@pytest.mark.parametrize("what", every(5, ACROSS))
+@pytest.mark.parametrize("what", every(5, ACROSS, quick=1))
 def test_what_looks_across_rows_sees_the_whole_batch(what):
     with pytest.warns(UnsplitBatchWarning, match=r"every device runs 'does' \("):
         many = fit(lockstep.distribute(model(ACROSS[what]), 3))
     assert_same(many, fit(model(ACROSS[what])))
 
 
-@pytest.mark.parametrize("what", every(3, ALONE))
+@pytest.mark.parametrize("what", every(3, ALONE, quick=1))
 def test_what_no_two_devices_do_alike_runs_on_the_first(what):
     made = lockstep.distribute(model(ALONE[what]), 3)
     with pytest.warns(

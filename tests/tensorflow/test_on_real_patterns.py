@@ -264,13 +264,13 @@ def _assert_equal(many, one):
         np.testing.assert_allclose(mine, right, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", every(3, SPLIT))
+@pytest.mark.parametrize("name", every(3, SPLIT, quick=1))
 def test_a_real_pattern_is_split(name):
     """Batches of 6, 6, 6 and 2 rows on 3 devices; a warning that it is not split would fail."""
     _assert_equal(_trained(*SPLIT[name], 3), _trained(*SPLIT[name], 1))
 
 
-@pytest.mark.parametrize("name", every(3, IN_PART))
+@pytest.mark.parametrize("name", every(3, IN_PART, quick=1))
 def test_what_is_not_split_is_said_and_exact(name):
     *case, said = IN_PART[name]
     with pytest.warns(UnsplitBatchWarning, match=said):

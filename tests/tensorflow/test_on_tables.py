@@ -135,6 +135,7 @@ class _OwnStep(keras.Model):
         return {"loss": loss}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layer", "kind", "optimizer", "steps"),
     [

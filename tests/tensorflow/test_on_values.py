@@ -41,6 +41,7 @@ def test_a_function_of_the_users_own_is_followed(loss, metric, gathers):
     assert gathered(with_lockstep) == gathers
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("loss", "metric", "gathers"),
     [

@@ -142,6 +142,7 @@ def _nothing_whole():
         yield
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("made", "loss", "steps"),
     [
@@ -175,6 +176,7 @@ def test_a_step_of_its_own_reads_a_model_and_a_variable_that_are_not_its_parts()
     assert_same(*_both(train), atol=1e-10)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "when", ["after", *rest("never", "before", "after, and the student never")]
 )

@@ -67,6 +67,7 @@ def test_a_gan_without_a_call_and_with_two_optimizers():
     assert int(made.d_optimizer.iterations) == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("casts", [False, *rest(True)])
 def test_casts_to_a_shorter_float_are_found(casts):
     """They bound what a comparison in float64 can say."""

@@ -118,7 +118,8 @@ class ObjectStates:
             self._undo.append(partial(setattr, value, "state", value.state))
             self._waiting.append(getattr(value, "seed_seq", None))
         elif isinstance(value, np.random.SeedSequence):  # it counts what it has spawned
-            self._undo.append(partial(value.__setstate__, value.__reduce__()[2]))
+            seeds: Any = value
+            self._undo.append(partial(seeds.__setstate__, seeds.__reduce__()[2]))
         elif isinstance(value, random.SystemRandom):
             self._fix(value)
         elif isinstance(value, random.Random):

@@ -250,7 +250,56 @@ def _line(file):
     return file.readline()
 
 
+class Called:
+    """Its methods of two underscores read a global and a closure, and an empty slot counts."""
+
+    __slots__ = ("number",)
+
+    def __call__(self):
+        return next(NUMBERS), _times(self)
+
+
+def _late():
+    last = None
+
+    def call():
+        nonlocal last
+        last = 1 if last is None else last + 1
+        return last
+
+    return call
+
+
+def _new_global():
+    globals()["MADE"] = globals().get("MADE", 0) + 1  # and by its name, which the code has
+    return MADE  # noqa: F821
+
+
+def _function_that_counts():
+    def call():
+        return _times(call)
+
+    return call
+
+
+def _class_that_counts():
+    return type("Counts", (), {"__call__": lambda self: _times(type(self))})()
+
+
 PUT_BACK = {
+    "a method of two underscores": (Called, lambda c: c()),
+    "a method of a base class": (lambda: type("Below", (Called,), {})(), lambda c: c()),
+    "a closure's None": (_late, lambda call: call()),
+    "a new global": (lambda: _new_global, lambda call: call()),
+    "a new attribute of a function": (_function_that_counts, lambda call: call()),
+    "a new attribute of a class": (_class_that_counts, lambda call: call()),
+    "a large array": (lambda: np.zeros(70_000), lambda a: a.__iadd__(1).sum()),
+    "an array of objects": (lambda: np.array([1, "s"], object), lambda a: a.__iadd__(a)[0]),
+    "what was spawned": (lambda: np.random.SeedSequence(1), lambda s: s.spawn(1)[0].spawn_key),
+    "what a generator spawned": (
+        lambda: np.random.default_rng(1),
+        lambda r: r.spawn(1)[0].random(),
+    ),
     "a list": (lambda: [1, 2], list.pop),
     "a deque": (lambda: deque([1, 2]), deque.popleft),
     "a counter": (Counter, lambda c: c.update("a") or c["a"]),
@@ -285,6 +334,7 @@ FIXED = {
     "zip": lambda: zip([1], strict=True),
     "generator": lambda: (number for number in [1]),
     "numpy.flatiter": lambda: np.ones(3).flat,
+    f"numpy.ndarray with {2**28 + 1} bytes": lambda: np.empty(2**28 + 1, "int8"),
     "_io.TextIOWrapper": lambda: open(__file__),  # noqa: SIM115
     "socket.socket": socket.socket,
     "_thread.lock": lambda: _held(threading.Lock()),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.engines.torch.settings import sums_along_sides
+from lockstep.engines.torch.settings import flattened, sums_along_sides
 
 TYPES = "float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool", "complex64"
 
@@ -33,3 +33,9 @@ def test_two_values_that_change_places_give_another_sum(size):
 
 def test_nothing_has_sums():
     assert len(sums_along_sides(torch.empty(0))) == 0
+
+
+def test_a_row_of_a_column_has_bytes():
+    column = torch.arange(12.0).reshape(2, 6)[:1, 0]
+    assert column.stride() == (6,)
+    assert flattened(column).view(torch.uint8).tolist() == [0, 0, 0, 0]

@@ -698,6 +698,22 @@ def test_a_model_that_cannot_be_sent_is_trained_by_the_first_device():
     assert_equal(one, many)
 
 
+class Keeps(Own):
+    def __init__(self):
+        super().__init__(inner=dense())
+        self.seen = []
+
+    def loss_of(self, x):
+        self.seen.append(ops.mean(ops.square(self.inner(x))))
+        return self.seen[-1]
+
+
+def test_a_step_that_keeps_a_tensor_with_its_graph_is_the_first_device_s():
+    with pytest.warns(UnsplitBatchWarning, match=r"gradient graph \(keep that of .detach"):
+        one, many = trained(Keeps)
+    assert_equal(one, many)
+
+
 class ByProcess(Own):
     def __init__(self):
         super().__init__(inner=dense(), first=os.getpid())

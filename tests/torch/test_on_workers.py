@@ -14,6 +14,7 @@ from keras import layers, ops
 import lockstep
 from lockstep.engines.torch import pool
 from lockstep.engines.torch.model_pickle import dump
+from lockstep.engines.travelling_objects import reduced
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from tests.tiers import every, further
 from tests.torch import script_settings
@@ -245,6 +246,18 @@ def held():
     lock = threading.Lock()
     lock.acquire()
     return lock
+
+
+def test_a_cached_function_has_its_attributes_in_a_worker():
+    script = of_script(
+        "import functools\n@functools.cache\ndef scale(k): return k * scale.factor\n"
+    )
+    script["scale"].factor = 0.5
+    make, arguments, state = reduced(script["scale"])
+    made = make(*arguments)
+    assert state == {"factor": 0.5}
+    vars(made).update(state)
+    assert made.factor == 0.5
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,9 @@ def _is_importable(item: Any) -> bool:
 def _reduced_cache(item: Any) -> Any:
     if _is_importable(item):
         return NotImplemented
-    return _cached, (item.__wrapped__, item.cache_parameters())
+    made = (*functools.WRAPPER_ASSIGNMENTS, "__wrapped__", "cache_parameters")
+    state = {name: value for name, value in vars(item).items() if name not in made}
+    return _cached, (item.__wrapped__, item.cache_parameters()), state or None
 
 
 def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:

@@ -23,6 +23,7 @@ from types import (
     CellType,
     FunctionType,
     MappingProxyType,
+    MemberDescriptorType,
     MethodType,
     MethodWrapperType,
     ModuleType,
@@ -36,11 +37,11 @@ import numpy as np
 from lockstep.engines.left_out import LeftOut, LeftOutMetric
 from lockstep.engines.own_code import is_own
 
-_MOST = 20_000
-"""Objects that are looked at, at most."""
+_MOST = 200_000
+"""Objects that are looked at, at most; with more of them, nothing is tried."""
 
-_LARGEST = 2**16
-"""The numbers of an array that is kept, at most."""
+_LARGEST = 2**28
+"""The bytes of all arrays that are kept, at most; with more of them, nothing is tried."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), LeftOut, LeftOutMetric)
 _OF_KERAS = (keras.layers.Layer, keras.optimizers.Optimizer, keras.losses.Loss, keras.Metric)
@@ -73,12 +74,17 @@ class ObjectStates:
         self.fixed = ""
         self._undo: list[Callable[[], Any]] = []
         self._seen: dict[int, Any] = {}
+        self._bytes = 0
         self._waiting = list(roots)
-        while self._waiting and len(self._seen) < _MOST:
+        while self._waiting:
             value = self._waiting.pop()
-            if id(value) not in self._seen and type(value) not in _PLAIN:
-                self._seen[id(value)] = value  # alive, so that no identity is reused
-                self._keep(value)
+            if id(value) in self._seen or _is_plain(value):
+                continue
+            if len(self._seen) == _MOST:
+                self._fix(value, f" among more than {_MOST} objects")
+                break
+            self._seen[id(value)] = value  # alive, so that no identity is reused
+            self._keep(value)
 
     def put_back(self) -> None:
         """Give the objects the states that they had."""
@@ -94,19 +100,26 @@ class ObjectStates:
         if isinstance(value, dict | tuple) and not issubclass(kind, dict | tuple):
             # TensorFlow's modules wrap the dicts and tuples among their attributes.
             value = getattr(value, "__wrapped__", None)
+        is_code = isinstance(value, type | ModuleType | FunctionType)
+        if not is_code and _is_of_user(kind):  # whatever else it is
+            self._keep_attributes(value, everything=True)
         if isinstance(value, list | dict | set | deque):
             self._keep_content(value)
+            self._waiting.append(getattr(value, "default_factory", None))
         elif isinstance(value, tuple | frozenset):
             self._waiting += value
         elif isinstance(value, np.ndarray):
-            if value.size <= _LARGEST and value.flags.writeable and not value.dtype.hasobject:
-                self._undo.append(partial(np.copyto, value, value.copy()))
+            self._keep_array(value)
         elif isinstance(value, bytearray | array):
             self._undo.append(partial(_set_numbers, value, value[:]))
         elif isinstance(value, np.random.Generator):
             self._waiting.append(value.bit_generator)
         elif isinstance(value, np.random.BitGenerator):
             self._undo.append(partial(setattr, value, "state", value.state))
+            self._waiting.append(getattr(value, "seed_seq", None))
+        elif isinstance(value, np.random.SeedSequence):  # it counts what it has spawned
+            seeds: Any = value
+            self._undo.append(partial(seeds.__setstate__, seeds.__reduce__()[2]))
         elif isinstance(value, random.SystemRandom):
             self._fix(value)
         elif isinstance(value, random.Random):
@@ -121,7 +134,7 @@ class ObjectStates:
             self._waiting += [value.func, value.args, value.keywords]
         elif isinstance(value, type | ModuleType):
             if _is_of_user(value):
-                self._keep_names(value, [n for n in vars(value) if not n.startswith("__")])
+                self._keep_names(value)
         elif hasattr(value, "dtype") and not isinstance(value, _OF_KERAS):
             pass  # a tensor, say, which the engine keeps
         elif not self._keep_of_python(value):
@@ -150,7 +163,7 @@ class ObjectStates:
         elif isinstance(value, BuiltinFunctionType | MethodWrapperType):
             self._waiting.append(value.__self__)
         elif isinstance(value, property):
-            self._waiting += [value.fget, value.fset]
+            self._waiting += [value.fget, value.fset, value.fdel]
         elif isinstance(value, staticmethod | classmethod):
             self._waiting.append(value.__func__)
         elif isinstance(value, memoryview):
@@ -160,7 +173,7 @@ class ObjectStates:
         elif isinstance(value, weakref.ref):
             self._waiting.append(value())
         elif isinstance(value, _CACHE):
-            self._waiting.append(value.__wrapped__)
+            self._keep_content(vars(value))
             info = value.cache_info()
             if not info.currsize:  # what it has, it gives again: it is taken to be of a function
                 self._undo.append(partial(_forget, value, info.misses))
@@ -168,31 +181,49 @@ class ObjectStates:
             return False
         return True
 
-    def _fix(self, value: Any) -> None:
+    def _fix(self, value: Any, more: str = "") -> None:
         kind = type(value)
         place = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-        self.fixed = self.fixed or place + kind.__qualname__
+        self.fixed = self.fixed or place + kind.__qualname__ + more
+
+    def _keep_array(self, value: Any) -> None:
+        if not value.flags.writeable:  # by others perhaps
+            self._waiting.append(value.base)
+        elif self._bytes + value.nbytes > _LARGEST:
+            self._fix(value, f" with {value.nbytes} bytes")
+        else:
+            self._bytes += value.nbytes
+            plain = value.view(np.ndarray)
+            self._undo.append(partial(np.copyto, plain, plain.copy()))
+            if value.dtype.hasobject:
+                self._waiting += plain.ravel().tolist()
+        if isinstance(value, np.ma.MaskedArray):
+            self._keep_content(vars(value))
 
     def _keep_object(self, value: Any) -> None:
-        attributes = getattr(value, "__dict__", None)
-        of_libraries = isinstance(value, _OF_KERAS) or _top(type(value)) == "torch"  # optimizers
+        """Keep an object of a library, if its attributes are known to be its state."""
         kind = type(value)
-        is_of_user = kind in (SimpleNamespace, Namespace) or _is_of_user(kind)
-        if not is_of_user and _top(kind) in sys.stdlib_module_names:
-            if not _OF_PYTHON.get(_top(kind), False):
-                if _top(kind) not in _OF_PYTHON:
-                    self._fix(value)
-                return
-            of_libraries = True
-        if type(attributes) is dict and (of_libraries or is_of_user):
+        if kind in (SimpleNamespace, Namespace):
+            self._keep_attributes(value, everything=True)
+        elif not _is_of_user(kind) and _top(kind) in sys.stdlib_module_names:
+            if _OF_PYTHON.get(_top(kind), False):
+                self._keep_attributes(value)
+            elif _top(kind) not in _OF_PYTHON:
+                self._fix(value)
+        elif isinstance(value, _OF_KERAS) or _top(kind) == "torch":  # optimizers
+            self._keep_attributes(value)
+
+    def _keep_attributes(self, value: Any, *, everything: bool = False) -> None:
+        kind = type(value)
+        attributes = getattr(value, "__dict__", None)
+        if type(attributes) is dict:
             self._keep_content(attributes)
-            self._waiting.append(kind)
-        if is_of_user:
-            bases = filter(_is_of_user, kind.__mro__)
-            for name in (name for base in bases for name in _slots_of(base)):
-                if hasattr(value, name):
-                    now = getattr(value, name)
-                    self._undo.append(partial(setattr, value, name, now))
+        self._waiting.append(kind)
+        for base in filter(_is_of_user, kind.__mro__ if everything else ()):
+            for slot in vars(base).values():
+                if isinstance(slot, MemberDescriptorType):
+                    now = _content_of(slot, value)
+                    self._undo.append(partial(_fill, slot, value, now))
                     self._waiting.append(now)
 
     def _keep_content(self, value: Any) -> None:
@@ -204,27 +235,32 @@ class ObjectStates:
 
     def _keep_function(self, function: FunctionType) -> None:
         if _is_of_user(function):
-            cells = [cell for cell in function.__closure__ or () if _is_full(cell)]
-            for cell in cells:
-                self._undo.append(partial(_assign, cell, "cell_contents", cell.cell_contents))
-                self._waiting.append(cell.cell_contents)
+            for cell in function.__closure__ or ():
+                now = _content(cell)
+                self._undo.append(partial(_assign, cell, "cell_contents", now))
+                self._waiting.append(now)
             self._waiting += [function.__defaults__, function.__kwdefaults__]
-            if vars(function):
-                self._keep_content(vars(function))
-            names = [n for n in _names_in(function.__code__) if n in function.__globals__]
-            self._undo.append(
-                partial(
-                    function.__globals__.update,
-                    {name: function.__globals__[name] for name in names},
-                )
-            )
-            self._waiting += [function.__globals__[name] for name in names]
+            self._keep_content(vars(function))
+            self._keep_globals(function.__globals__, _names_in(function.__code__))
 
-    def _keep_names(self, owner: Any, names: list[str]) -> None:
-        for name in names:
-            value = vars(owner)[name]
+    def _keep_globals(self, names_of_module: dict[str, Any], names: Iterable[str]) -> None:
+        before = {name: names_of_module.get(name, _EMPTY) for name in names}
+        self._undo.append(partial(_set_names, names_of_module, before))
+        self._waiting += before.values()
+
+    def _keep_names(self, owner: Any) -> None:
+        """Keep the names of a class or module."""
+        names = {n: value for n, value in vars(owner).items() if n not in _OF_IMPORT}
+        self._undo.append(partial(_remove_others, owner, names))
+        for name, value in names.items():
             self._waiting.append(getattr(value, "__func__", value))
             self._undo.append(partial(_assign, owner, name, value))
+        if isinstance(owner, type):
+            self._waiting += [*owner.__mro__, type(owner)]
+
+
+_EMPTY = LeftOut("an empty place")
+_OF_IMPORT = ("__builtins__", "__loader__", "__spec__", "__warningregistry__")
 
 
 def held_in_words(states: ObjectStates) -> str:
@@ -233,9 +269,46 @@ def held_in_words(states: ObjectStates) -> str:
 
 
 def _assign(owner: Any, name: str, value: Any) -> None:
-    now = owner.cell_contents if isinstance(owner, CellType) else vars(owner).get(name)
+    """Give a class, module or cell what it had; `_EMPTY` if it had nothing."""
+    now = _content(owner) if isinstance(owner, CellType) else vars(owner).get(name, _EMPTY)
     if now is not value:
-        setattr(owner, name, value)
+        (delattr(owner, name) if value is _EMPTY else setattr(owner, name, value))
+
+
+def _remove_others(owner: Any, names: dict[str, Any]) -> None:
+    for name in set(vars(owner)).difference(names, _OF_IMPORT):
+        if not isinstance(vars(owner)[name], ModuleType):  # imported: that is done once
+            delattr(owner, name)
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the function that made it has not assigned to it yet
+        return _EMPTY
+
+
+def _set_names(names_of_module: dict[str, Any], before: dict[str, Any]) -> None:
+    for name, value in before.items():
+        if value is _EMPTY:
+            names_of_module.pop(name, None)
+        else:
+            names_of_module[name] = value
+
+
+def _content_of(slot: Any, owner: Any) -> Any:
+    try:
+        return slot.__get__(owner)
+    except AttributeError:
+        return _EMPTY
+
+
+def _fill(slot: Any, owner: Any, value: Any) -> None:
+    """Give a slot of an object what it had. A frozen class has no way but this."""
+    if value is not _EMPTY:
+        slot.__set__(owner, value)
+    elif _content_of(slot, owner) is not _EMPTY:
+        slot.__delete__(owner)
 
 
 def _set_content(base: Any, value: Any, content: Any) -> None:
@@ -298,22 +371,14 @@ def _home(kind: type, name: str) -> type:
     return next((each for each in kind.__mro__ if name in vars(each)), kind)
 
 
-def _slots_of(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(name for name in names if not name.startswith("__"))
-
-
 def _names_in(code: Any) -> set[str]:
     inner = [_names_in(each) for each in code.co_consts if isinstance(each, type(code))]
     return set(code.co_names).union(*inner)
 
 
-def _is_full(cell: CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:  # the function that made it has not assigned to it yet
-        return False
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    return kind in _PLAIN or (kind is tuple and all(type(each) in _PLAIN for each in value))
 
 
 def _top(kind: type) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.engines.torch.settings import flattened
 from lockstep.errors import UnsupportedModel
 
 HOST = "127.0.0.1"
@@ -217,7 +218,7 @@ def buckets_of(tensors: Sequence[Any]) -> list[list[Any]]:
 
 
 def _bytes(tensor: Any) -> Any:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return flattened(tensor).view(torch.uint8)
 
 
 def _copy_out_bytes(flat: Any, tensors: Sequence[Any]) -> None:

@@ -28,6 +28,7 @@ from lockstep.engines.torch.steps import run_step
 from lockstep.engines.torch.whole_batch_steps import (
     SUM_OF_WEIGHTS,
     WholeBatchSteps,
+    keeps_graph,
     numbers_in,
     size_of_weights,
 )
@@ -219,6 +220,8 @@ class PoolRunner(StepRunner):
             return "and is given other data than tensors"
         if replaced_class(self._model) is not None:
             return "and another process does not have that method"
+        if keeps_graph(self._model):
+            return "and keeps a tensor with its gradient graph (keep that of .detach())"
         if self.unchecked:
             try:
                 self._dumped()

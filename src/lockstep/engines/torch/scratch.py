@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep.engines.rowwise import NotRowByRow, is_following
+from lockstep.engines.torch.settings import flattened
 
 _READS = frozenset({"__array__", "__dlpack__", "data_ptr", "numpy", "tolist", "untyped_storage"})
 """Methods by which Python reads the values of a tensor without an operation of PyTorch."""
@@ -64,7 +65,7 @@ class Scratch:
             return "weight", id(tensor)
         if tensor.is_meta:
             raise NotRowByRow("what is kept outside of it")
-        values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        values = flattened(tensor.cpu()).view(torch.uint8)
         return str(tensor.dtype), tuple(tensor.shape), values.numpy().tobytes()
 
     def cut(self) -> tuple[Any, str | None]:

@@ -92,10 +92,19 @@ class CastsOfAutocast:
 
 def checksum(tensor: Any) -> int:
     """Return a number that differs, in all likelihood, if a value of the tensor does."""
-    flat = tensor.detach().contiguous().view(-1)
+    flat = flattened(tensor)
     if flat.device.type != "cpu":  # its values stay there
         flat = sums_along_sides(flat).cpu()
     return zlib.crc32(flat.view(torch.uint8).numpy()) if len(flat) else 0
+
+
+def flattened(tensor: Any) -> Any:
+    """Return the values of a tensor in one row, which can be viewed as bytes.
+
+    A tensor of one value counts as contiguous with any stride, and PyTorch views no such one.
+    """
+    flat = tensor.detach().contiguous()
+    return flat.as_strided((flat.numel(),), (1,))
 
 
 def sums_along_sides(flat: Any) -> Any:

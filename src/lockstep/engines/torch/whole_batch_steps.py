@@ -168,7 +168,9 @@ class WholeBatchSteps:
             return f"its inputs have {sorted(rows)} rows"
         form = str(keras.tree.map_structure(_form, (args, kwargs)))
         attributes = tuple(_attributes(layer, self._own_calls))
-        if _NEEDS_GRADIENT in attributes:  # of this replica's rows alone, if the call were shared
+        if {_NEEDS_GRADIENT, _IN_GRAPH}.intersection(
+            attributes
+        ):  # of this replica's rows alone, if the call were shared
             return "it holds a tensor that needs a gradient and is no variable"
         # An attribute may be a list that grows: the key is a number. A function that is kept has
         # no other's identity.
@@ -399,7 +401,7 @@ def _form(leaf: Any) -> Any:
     return leaf.ndim, tuple(leaf.shape[1:]), leaf.dtype, None if mask is None else mask.ndim
 
 
-_NEEDS_GRADIENT = object()
+_NEEDS_GRADIENT, _IN_GRAPH = object(), object()
 
 
 def _attributes(layer: Any, own_calls: dict[int, Any]) -> Iterator[Any]:
@@ -419,6 +421,14 @@ def _attributes(layer: Any, own_calls: dict[int, Any]) -> Iterator[Any]:
                 yield from _parts(value)
 
 
+def keeps_graph(model: Any) -> bool:
+    """Return whether an attribute of a model holds a tensor that operations have made for a loss.
+
+    Another process would have its values without its graph.
+    """
+    return any(part is _IN_GRAPH for value in vars(model).values() for part in _parts(value))
+
+
 def _parts(value: Any, inside: tuple[Any, ...] = ()) -> Iterator[Any]:
     if isinstance(value, _PLAIN):
         yield value
@@ -431,7 +441,8 @@ def _parts(value: Any, inside: tuple[Any, ...] = ()) -> Iterator[Any]:
         for part in value:
             yield from _parts(part, inside)
     elif isinstance(value, torch.Tensor):
-        yield _NEEDS_GRADIENT if value.requires_grad else tuple(value.shape)
+        without = _NEEDS_GRADIENT if value.requires_grad else tuple(value.shape)
+        yield without if value.grad_fn is None else _IN_GRAPH
     else:
         yield type(value)
         if is_plain_object(value) and not any(value is each for each in inside):

@@ -20,7 +20,7 @@ from pathlib import Path
 LANES = (("jax",), ("torch", "tensorflow"))
 """The backends of each lane. A backend is one process, so that it compiles a program once."""
 
-BUDGETS = {"quick": 1000, "thorough": 2400}
+BUDGETS = {"quick": 1200, "thorough": 2400}
 """Seconds of processor time that a lane may take, with all processes that its tests start."""
 
 LONG = 5.0

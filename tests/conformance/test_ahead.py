@@ -120,6 +120,7 @@ def trained(devices, folder):
     return left, predicted, evaluated, everything(made)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("devices", [1, 4])
 def test_no_bit_depends_on_when_a_batch_is_drawn(devices, request, tmp_path):
     in_turn = trained(devices, tmp_path / "in turn")

@@ -131,6 +131,7 @@ def _share_an_array(model, number, folder):
     mean.assign(np.asarray(variance.value) if alone else variance.value)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "act",
     [

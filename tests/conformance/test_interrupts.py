@@ -263,6 +263,7 @@ class Stops:
         return self._line
 
 
+@pytest.mark.thorough
 @pytest.mark.each_value_once
 @DEVICES
 @KINDS

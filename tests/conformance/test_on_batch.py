@@ -193,6 +193,7 @@ def test_what_keras_refuses_is_refused_and_changes_nothing(kind, devices):
     assert_same(made.train_on_batch(x, y), alone.train_on_batch(x, y))
 
 
+@pytest.mark.thorough
 @pytest.mark.each_value_once
 @DEVICES
 @pytest.mark.parametrize("settings", [{"run_eagerly": True}, {"jit_compile": False}])

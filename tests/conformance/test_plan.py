@@ -83,6 +83,7 @@ def zoo(name, optimizer):
     return build
 
 
+@pytest.mark.thorough
 @pytest.mark.each_value_once
 @pytest.mark.parametrize("name", ZOO)
 @pytest.mark.parametrize(("devices", "state"), LAYOUTS)
@@ -121,6 +122,7 @@ KINDS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.each_value_once
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("devices", [2, 4, 3])

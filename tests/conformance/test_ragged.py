@@ -115,6 +115,7 @@ def test_a_model_that_merges_the_batch_is_exact(keras):
     assert_same(weights(made), weights(alone))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("of", ["rows", "all but one row", "a loss"])
 def test_the_gradient_of_a_sort_is_exact_and_says_that_it_is_not_split(keras, of):
     """XLA would end the process: JAX 0.10.2 scatters it by unsigned numbers."""

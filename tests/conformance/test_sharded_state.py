@@ -185,6 +185,7 @@ def adapted():
     return made
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("build", [network, adapted])
 def test_weights_may_be_gathered_again_for_the_backward_pass(build, monkeypatch):
     one, kept = build(), sharded(build())

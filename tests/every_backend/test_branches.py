@@ -340,6 +340,7 @@ def test_a_model_of_layers_that_are_placed_is_placed_too(devices, products):
     whole.fit(rows()[0], np.zeros((22, 3)), verbose=0)
 
 
+@pytest.mark.thorough
 @on_jax_and_whole
 @pytest.mark.parametrize("optimizer", ["adafactor", "lion", "ftrl"])
 def test_every_optimizer_makes_its_slots_in_its_own_way(devices, optimizer):

@@ -173,6 +173,7 @@ def test_keras_2_layout_is_what_the_template_itself_saved(tmp_path):
                 np.testing.assert_array_equal(new[layer][name][()], truth[layer][name][()])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case", [f"keras-2.2.4__{kind}-g2" for kind in ("backbone_frozen", "rnn", "only_nested")]
 )

@@ -35,6 +35,7 @@ def clocked(made, data, most, **options):
     return clock
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.parametrize(("times", "batches"), [(20, 25), (64, 32), (1, 5), (4, 8)])
 def test_steps_are_those_that_were_done(keras, times, batches, devices):

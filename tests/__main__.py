@@ -31,7 +31,7 @@ _EVERY = 20.0
 """Seconds between two lines about a lane, where no terminal shows them in place."""
 
 USAGE = """\
-python -m tests              quick: each behaviour once on each backend; about 10 minutes on 2 cores
+python -m tests              quick: each behaviour once on each backend; about 12 minutes on 2 cores
 python -m tests --thorough   further values, layers, kills and clusters; about 25 minutes
 python -m tests --whole      everything, compiled as users do: hours, before a release
 python -m tests -k NAME      tests by name, in all backends and in quick and thorough
@@ -181,6 +181,7 @@ def _run(lanes):
     in_place = sys.stdout.isatty()
     printed = time.monotonic()
     while pipes.get_map():
+        _reap_orphans(lanes)
         for key, _ in pipes.select(1.0):
             lane = key.data
             if lane.read():
@@ -258,6 +259,18 @@ def _adopt_orphans():
     """Let processes whose parent ends become children of this one, where the system can."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def _reap_orphans(lanes):
+    """Take the status of adopted processes that have ended: a test waits until they are gone."""
+    if sys.platform != "linux":  # none was adopted
+        return
+    pytests = {lane.process.pid for lane in lanes if lane.process is not None}
+    with suppress(ChildProcessError):
+        while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if found.si_pid in pytests:  # `Lane.end` takes that
+                return
+            os.waitpid(found.si_pid, 0)
 
 
 def _end_descendants():

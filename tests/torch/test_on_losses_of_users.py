@@ -3,6 +3,7 @@
 import collections
 import itertools
 import random
+import threading
 import types
 import warnings
 from functools import partial
@@ -327,7 +328,7 @@ def _reading(own, **compiled):
     ids=["loss", "own", "compiled"],
 )
 def test_a_loss_that_reads_a_metric_reads_the_values_of_one_device(build):
-    """Only the first process computes metrics. At first they are zero, and all is equal."""
+    """Every process computes metrics. At first they are zero, and all is equal."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(22, 6)), rng.normal(size=(22, 1))
     one, many = both(build)
@@ -337,5 +338,36 @@ def test_a_loss_that_reads_a_metric_reads_the_values_of_one_device(build):
         found = [made.fit(x, y, **options).history for made in (one, many)]
     assert_equal(*found)
     assert_equal(one, many)
-    runs_alone = [each for each in said if "runs every batch alone" in str(each.message)]
-    assert len(runs_alone) == (build is not _weighted and not build.args[0])
+    assert not [each for each in said if "runs every batch alone" in str(each.message)]
+
+
+class Guarded(keras.metrics.Mean):
+    """A metric that cannot be pickled."""
+
+    def __init__(self):
+        super().__init__(name="guarded")
+        self.lock = threading.Lock()
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        super().update_state(ops.max(y_pred, axis=-1))
+
+
+def test_a_metric_that_cannot_be_pickled_stays_in_the_first_process(monkeypatch):
+    """With a first step that is compared, the first process would run all of it alone."""
+    monkeypatch.setenv("LOCKSTEP_CHECK", "0")
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(22, 4)), rng.normal(size=(22, 3))
+
+    def build():
+        made = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
+        made.compile("sgd", "mse", metrics=[Guarded(), "mae"])
+        return made
+
+    one, many = both(build)
+    options = {"batch_size": 8, "verbose": 0}
+    found = []
+    for made in (one, many):
+        logs = made.fit(x, y, epochs=2, shuffle=False, **options).history
+        found.append([logs, made.evaluate(x, y, return_dict=True, **options)])
+    assert_equal(*found)
+    assert_equal(one, many)

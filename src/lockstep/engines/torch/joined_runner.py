@@ -160,9 +160,7 @@ class JoinedRunner(StepRunner):
         """Exchange rows with the other processes inside the context."""
         with self._connected() as ranks:
             ranks.compares = self._compares_exchanges
-            replica = Replica(
-                ranks, rows, self._streams, self._device, returns=True, shards=self.shards
-            )
+            replica = Replica(ranks, rows, self._streams, self._device, shards=self.shards)
             try:
                 yield replica
                 replica.check()

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import torch
 
+from lockstep.engines.left_out import LeftOutMetric
 from lockstep.engines.patched import patched
 from lockstep.engines.replicas.rows_of_losses import (
     is_of_keras,
@@ -23,8 +24,10 @@ from lockstep.engines.replicas.rows_of_losses import (
 from lockstep.engines.rowwise import is_declared
 from lockstep.engines.torch.replica import Replica
 from lockstep.engines.torch.scratch import Scratch
+from lockstep.engines.torch.sharded_variables import STEP
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
+    COMPILED_METRICS,
     METRIC_FUNCTION,
     compiled_loss,
     compiled_metrics,
@@ -49,13 +52,11 @@ class Outputs:
     Attributes:
         replica: This replica.
         ungathered: The outputs of the global batch, as Keras's code is given them.
-        ask: Asks the other replicas for their part; `None` where they send it by themselves.
         are_over: Whether the step has ended: the other replicas send nothing any more.
     """
 
     def __init__(self, replica: Replica, own: Any, name: str) -> None:
         self.replica = replica
-        self.ask: Callable[..., None] | None = None
         self.are_over = False
         self._own = keras.tree.flatten(own)
         self._name = name
@@ -80,8 +81,6 @@ class Outputs:
                     "its own rows.\nUse it within the step: "
                     "keras.ops.convert_to_numpy gives an array to keep."
                 )
-            if self.ask is not None:
-                self.ask("output", number)
             whole = self.replica.gather(self._own[number], self._name, for_loss=True)
             self._whole[number] = whole, whole._version
         return self._whole[number][0]
@@ -209,17 +208,15 @@ class LossSharding:
         choices: For each name of a loss or metric: `None` if each replica takes its own rows,
             else why it takes the outputs of the global batch.
         large: Those choices that gather many bytes.
-        before_metrics: Called before this replica alone computes metrics.
-        sent_metrics: The metrics whose functions the other replicas have, in their order; `None`
-            where every replica computes metrics.
+        without_metrics: Whether the other replicas do not have the metrics of `compile`, which
+            cannot be pickled.
     """
 
     def __init__(self, model: Any, *, by_rows: bool = True) -> None:
         self.by_rows = by_rows
         self.choices: dict[str, str | None] = {}
         self.large: dict[str, str] = {}
-        self.before_metrics: Callable[[], None] | None = None
-        self.sent_metrics: list[Any] | None = None
+        self.without_metrics = False
         self._model = model
         self._reasons: dict[Any, tuple[Any, str | None]] = {}
 
@@ -234,34 +231,34 @@ class LossSharding:
             return loss_of(self._model, x, y, y_pred, sample_weight, training=training)
 
     def metrics(self, outputs: Outputs, data: Any, loss: Any) -> Any:
-        """Return the logs of the global batch, given its loss.
-
-        A replica that does not call this sends what `Outputs.ask` asks for.
-        """
+        """Return the logs of the global batch, given its loss. Every replica has to call this."""
         x, y, sample_weight = data
-        outputs.ask = outputs.replica.ask
-        if self.before_metrics is not None:
-            self.before_metrics()
         model, compiled = self._model, compiled_metrics(self._model)
         loss_tracker(model).update_state(loss, sample_weight=outputs.replica.rows)
-        by_rows, y_pred = metrics_by_rows(model), outputs.ungathered
-        plain = is_keras(model, "compute_metrics") and (compiled is None or compiled.built)
-        if not plain:
+        y_pred = outputs.ungathered
+        changes: list[tuple[Any, str, Any]] = []
+        left_out = isinstance(compiled, LeftOutMetric)
+        by_keras = is_keras(model, "compute_metrics")
+        if left_out:
+            changes.append((model, COMPILED_METRICS, None))
+        elif compiled is not None:
+            by_keras &= compiled.built
+        if left_out or self.without_metrics or not by_keras:
             y_pred = gathered(y_pred)
-        known = set(map(id, by_rows))
-        others = [] if compiled is None else [m for m in compiled.metrics if id(m) not in known]
-        targets = [(each, getattr(each, "_version", 0)) for each in keras.tree.flatten(y)]
-        changes = [
-            (
-                each,
-                METRIC_FUNCTION,
-                self._taking_rows(each, getattr(each, METRIC_FUNCTION), targets),
-            )
-            for each in by_rows
-        ]
-        changes += [(each, "update_state", self._gathering(each)) for each in unique(others)]
+        elif compiled is not None:
+            by_rows = metrics_by_rows(model)
+            known = set(map(id, by_rows))
+            changes += [
+                (each, METRIC_FUNCTION, self._taking_rows(each, getattr(each, METRIC_FUNCTION)))
+                for each in by_rows
+            ]
+            changes += [
+                (each, "update_state", self._gathering(each))
+                for each in unique([each for each in compiled.metrics if id(each) not in known])
+            ]
         try:
-            with patched(changes):
+            replica = outputs.replica
+            with replica.shards.read_by(STEP), replica.streams.common(), patched(changes):
                 return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         finally:
             outputs.are_over = True
@@ -285,46 +282,28 @@ class LossSharding:
 
         return update_state
 
-    def _taking_rows(
-        self,
-        owner: Any,
-        function: Callable[..., Any],
-        targets: list[tuple[Any, int]] | None = None,
-    ) -> Callable[..., Any]:
+    def _taking_rows(self, owner: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of own rows in place of one of the global batch, where this is exact.
 
         Args:
             owner: A loss or metric.
             function: Its function.
-            targets: The targets of the batch and their versions, for a metric.
         """
 
         def values(*given: Any, **options: Any) -> Any:
-            reason = self._why_gathered(owner, function, options, given, targets)
+            reason = self._why_gathered(owner, function, options, given)
             if reason is not None:
                 self._note(owner, reason, given)
                 return function(*gathered(given), **options)
             self.choices[owner.name] = self.choices.get(owner.name)
             y_true, y_pred = given
-            outputs = y_pred.outputs
-            if outputs.ask is not None:
-                number = list(map(id, self.sent_metrics or ())).index(id(owner))
-                target = [id(each) for each, _ in targets or ()].index(id(y_true))
-                outputs.ask("metric", number, y_pred.number, target)
-            return outputs.values(
+            return y_pred.outputs.values(
                 lambda *own: function(*own, **options), y_true, y_pred.own(), owner.name
             )
 
         return values
 
-    def _why_gathered(
-        self,
-        owner: Any,
-        function: Any,
-        options: Any,
-        given: Any,
-        targets: list[tuple[Any, int]] | None,
-    ) -> str | None:
+    def _why_gathered(self, owner: Any, function: Any, options: Any, given: Any) -> str | None:
         if len(given) != 2 or not isinstance(given[1], UngatheredOutput):
             return "what it is given are no outputs and targets of the model"
         y_true, y_pred = given
@@ -338,26 +317,17 @@ class LossSharding:
         if not self.by_rows:
             return "it gave another value in a first step"
         source = wrapped_function(owner, function)
-        declared = targets is None and (is_declared(owner) or is_declared(source))
+        is_loss = isinstance(owner, keras.losses.Loss)
+        declared = is_loss and (is_declared(owner) or is_declared(source))
         if not (declared or is_of_keras(source)):
             return "it is code of your own"
         if outputs.is_written(y_pred.number):
             return "code has written into the outputs"
-        if outputs.ask is not None and not self._is_served(owner, y_true, y_pred, targets):
-            return "the other processes cannot compute it"
         key = id(owner), id(source), str(_form(y_true, y_pred))
         if key not in self._reasons:  # the owner is kept, so that no other one gets its identity
             reason = why_whole(owner, function, options, y_true, y_pred, Scratch)
-            if outputs.ask is None:
-                reason = _agreed(reason, outputs.replica)
-            self._reasons[key] = (owner, source), reason
+            self._reasons[key] = (owner, source), _agreed(reason, outputs.replica)
         return self._reasons[key][1]
-
-    def _is_served(self, owner: Any, y_true: Any, y_pred: UngatheredOutput, targets: Any) -> bool:
-        """Return whether the other replicas have the function of a metric and what it is given."""
-        known = any(each is owner for each in self.sent_metrics or ())
-        unchanged = any(each is y_true and each._version == was for each, was in targets or ())
-        return known and unchanged and not y_pred.casts
 
     def _note(self, owner: Any, reason: str, given: Any) -> None:
         wholes = [each for each in given if isinstance(each, UngatheredOutput) and len(each) > 1]

@@ -21,7 +21,6 @@ from lockstep.engines.model_pickle import (
     reason_of,
     trackers_mended,
 )
-from lockstep.engines.replicas.rows_of_losses import is_of_keras, metrics_by_rows
 from lockstep.engines.torch.code_state import (
     CodeReads,
     SetCode,
@@ -39,9 +38,7 @@ from lockstep.engines.travelling_objects import CACHE, reduced
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
     COMPILED_METRICS,
-    METRIC_FUNCTION,
     layers_in,
-    options_of,
 )
 from lockstep.training.overrides import is_keras
 
@@ -51,20 +48,22 @@ class Dumped(NamedTuple):
 
     Attributes:
         data: The bytes: the same for the same model, whatever the values of its tensors are.
+        layers: Those of the model without the metrics of `compile`.
         tensors: The tensors that they name by their number.
         reads: What code of the model reads besides the model.
         in_modules: Whether attributes of the user's modules hold some of the tensors.
-        metrics: The metrics of functions of Keras, which the bytes have in this order.
+        has_metrics: Whether the bytes have the metrics of `compile`, if there are any.
         holders: The dicts by which layers give their tensors to PyTorch.
         generators: The generators of random numbers that the bytes name by their number.
         states: Their states.
     """
 
     data: bytes
+    layers: bytes
     tensors: list[Any]
     reads: CodeReads
     in_modules: bool
-    metrics: list[Any]
+    has_metrics: bool
     holders: list[Any]
     generators: list[Any]
     states: list[bytes]
@@ -93,20 +92,21 @@ def dump(model: Any) -> Dumped:
         ) from error
     return Dumped(
         pickler.file.getvalue(),
+        pickler.layers,
         pickler.tensors,
         pickler.reads,
         pickler.in_modules,
-        pickler.metrics,
+        pickler.has_metrics,
         pickler.holders,
         pickler.generators,
         list(map(generator_state, pickler.generators)),
     )
 
 
-def load(data: bytes, code: SetCode) -> tuple[Any, list[Any], list[Any], list[Any]]:
-    """Return the model, new tensors for the numbers in the bytes, and functions of metrics.
+def load(data: bytes, code: SetCode) -> tuple[Any, list[Any], list[Any]]:
+    """Return the model, new tensors for the numbers in the bytes, and generators likewise.
 
-    The last list has the generators of random numbers. These and the tensors have no state yet.
+    The tensors and the generators have no state yet.
 
     Only the process of a worker may do this: classes and functions of the user are made anew.
 
@@ -115,12 +115,12 @@ def load(data: bytes, code: SetCode) -> tuple[Any, list[Any], list[Any], list[An
         code: The attributes of modules and classes that the process has set.
     """
     unpickler = TensorUnpickler(io.BytesIO(data))
-    model, functions = unpickler.load()
-    model = trackers_mended(model)
+    model = trackers_mended(unpickler.load())
+    vars(model)[COMPILED_METRICS] = unpickler.load()
     code.apply(*unpickler.load())
     tensors = [unpickler.tensors[number] for number in range(len(unpickler.tensors))]
     generators = [unpickler.generators[number] for number in range(len(unpickler.generators))]
-    return model, tensors, functions, generators
+    return model, tensors, generators
 
 
 def _name_of(model: Any) -> str:
@@ -270,16 +270,19 @@ class _Pickler(TensorPickler):
         self.reads = CodeReads()
         self.in_modules = False
         self.generators: list[Any] = []
-        self.metrics: list[Any] = []
+        self.has_metrics = True
+        self.layers = b""
         self._modules: set[str] = set()
         self._code: list[CodeType] = []
 
     def dump(self, item: Any) -> None:
         """Pickle a model, and after it the state of its code."""
         self._model = item
-        metrics = metrics_by_rows(item) if isinstance(item, keras.Model) else []
-        self.metrics = [each for each in metrics if is_of_keras(getattr(each, METRIC_FUNCTION))]
-        super().dump((item, list(map(_function_of, self.metrics))))
+        self._metrics: Any = None
+        super().dump(item)
+        self.layers = self.file.getvalue()
+        super().dump(self._metrics)
+        self.has_metrics = not isinstance(self._metrics, LeftOutMetric)
         patched = patches(self._modules)
         state = state_of(self._modules, self._code, _travels)
         for place, values in state.items():
@@ -328,9 +331,10 @@ class _Pickler(TensorPickler):
         """Return the attributes of a Keras object that a worker needs."""
         state = super().state(item)
         self.reads.watch(vars(item))
-        has_metrics = item is self._model and state.get(COMPILED_METRICS) is not None
-        if has_metrics and _has_keras_steps(item):
-            state[COMPILED_METRICS] = LeftOutMetric()  # rank 0 alone computes metrics
+        if item is self._model:
+            self._metrics = state.pop(COMPILED_METRICS, None)
+            if isinstance(self._metrics, LeftOut) and _has_keras_steps(item):
+                self._metrics = LeftOutMetric()  # the metrics, which rank 0 alone computes
         return state
 
 
@@ -347,11 +351,6 @@ _TENSORS = (
     torch.nn.ParameterDict,
     *GENERATORS,
 )
-
-
-def _function_of(metric: Any) -> Callable[..., Any]:
-    """Return the function of targets and outputs that a metric averages."""
-    return partial(getattr(metric, METRIC_FUNCTION), **options_of(metric))
 
 
 def _has_keras_steps(model: Any) -> bool:

@@ -38,10 +38,8 @@ from lockstep.keras_compat import (
     global_state,
     is_rematerialized,
     layers_in,
-    loss_tracker,
     stored_value,
 )
-from lockstep.training.overrides import is_keras
 
 
 class PoolRunner(StepRunner):
@@ -65,7 +63,6 @@ class PoolRunner(StepRunner):
         self._sent: Any = None
         self._tensors: list[Any] = []
         self._versions: list[Any] = []
-        self._loss_numbers: list[int] = []
         self._gradients: list[Any] = []
         self._exchanged: set[str] = set()
         self._reads = CodeReads()
@@ -125,7 +122,7 @@ class PoolRunner(StepRunner):
                     raise
             if self.draws_together:
                 self._streams.take_over()
-            self._note_state(computed_metrics=kind in ("train", "test"))
+            self._note_state()
             if replica.has_drawn and not self.draws_together:
                 self._update_draws = True
                 self.unchecked |= not shares_draws  # the others have drawn other numbers
@@ -207,7 +204,6 @@ class PoolRunner(StepRunner):
             rows,
             self._streams,
             self._device,
-            ask=pool.send,
             shards=self.shards,
             shares_draws=shares_draws,
         )
@@ -407,7 +403,9 @@ class PoolRunner(StepRunner):
 
     def _compare_all(self, pool: Pool) -> None:
         self._check_parts()
-        data, tensors, self._reads, in_modules, metrics, _, self._generators, _ = self._dumped()
+        dumped = self._dumped()
+        data, tensors, in_modules = dumped.data, dumped.tensors, dumped.in_modules
+        self._reads, self._generators = dumped.reads, dumped.generators
         if in_modules and pool.in_modules != self._lease.key:  # another model has put its own there
             self._sent = None
         settings = {**current_settings(), "age_of_casts": self._casts.age()}
@@ -437,7 +435,6 @@ class PoolRunner(StepRunner):
             self._tensors, self._parts = tensors, parts
             self.shards.keep(parts)
             self._structure = _structure(tensors)
-            self._loss_numbers = self._numbers_of_loss(tensors)
             self._state = ForwardState(self._model)
             self.losses = LossSharding(self._model, by_rows=self.losses.by_rows)
             self.whole_batch = WholeBatchSteps(self._model, self.whole_batch.distrusted)
@@ -446,8 +443,7 @@ class PoolRunner(StepRunner):
             self._in_modules = in_modules
             if in_modules:
                 pool.in_modules = self._lease.key
-        self.losses.sent_metrics = metrics
-        self.losses.before_metrics = self._note_before_metrics
+        self.losses.without_metrics = not dumped.has_metrics
         self._age_of_casts = settings["age_of_casts"]
         self._send_values(pool, differ)
         self._send_seeds(pool)
@@ -520,29 +516,8 @@ class PoolRunner(StepRunner):
             self._plan_there = plan
             self._exchanged = set()
 
-    def _note_state(self, *, computed_metrics: bool = False) -> None:
-        """Note what a step has left, which is the same in every process.
-
-        Args:
-            computed_metrics: Whether this process alone has run code after the others.
-        """
-        if not computed_metrics:
-            self._note_before_metrics()
-            return
-        for number in self._loss_numbers:
-            self._versions[number] = _version_of(self._tensors[number])
-
-    def _numbers_of_loss(self, tensors: list[Any]) -> list[int]:
-        """Return the numbers of the variables with the mean of the loss, if no step reads them."""
-        tracker = loss_tracker(self._model) if is_keras(self._model, "compute_loss") else None
-        found = {id(stored_value(each)) for each in tracker.variables} if tracker else set()
-        return [number for number, tensor in enumerate(tensors) if id(tensor) in found]
-
-    def _note_before_metrics(self) -> None:
-        """Note what the code of a step has left in every process: metrics run in this one.
-
-        What metrics write or draw, the next step sends: a loss may read variables of a metric.
-        """
+    def _note_state(self) -> None:
+        """Note what a step has left, which is the same in every process."""
         self._versions = list(map(_version_of, self._tensors))
         self._renew_reads()
         self._random_numbers = _states_of_random_numbers()

@@ -6,7 +6,7 @@ backward passes below keep that sum.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -141,9 +141,6 @@ class Replica:
         counts: The number of rows of each replica.
         rows: The number of rows of the batch.
         device: The PyTorch device of this replica.
-        returns: Whether this replica returns logs and predictions. Rank 0 always does.
-        ask: Asks the other replicas for what metrics need; `None` where every replica computes
-            metrics, or where this one does not.
         has_updated: Whether the optimizer has begun to change variables in this step.
         shares_draws: Whether an update draws from the state of rank 0, which is sent for it.
         has_drawn: Whether the update has drawn random numbers of PyTorch.
@@ -158,8 +155,6 @@ class Replica:
         streams: RandomStreams,
         device: torch.device,
         *,
-        returns: bool = False,
-        ask: Callable[..., None] | None = None,
         shards: Shards | None = None,
         shares_draws: bool = False,
     ) -> None:
@@ -172,8 +167,6 @@ class Replica:
         self.counts = tuple(map(len, ranges))
         self.rows = rows
         self.device = device
-        self.returns = returns or group.rank == 0
-        self.ask = ask
         self.has_updated = False
         self.streams = streams
 

@@ -48,7 +48,7 @@ class RowProofs:
                 self._of_model, self._found = b"", {}
             return self._found.setdefault(form, {})
         try:
-            data = dumped().data
+            data = dumped().layers
         except UnsupportedModel as error:
             reason = str(error).splitlines()[0].partition("devices: ")[2].rstrip(".")
             return dict.fromkeys(range(count), f"it cannot be pickled ({reason})")

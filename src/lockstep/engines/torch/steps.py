@@ -2,8 +2,7 @@
 
 Each replica runs the layers on its rows. Every replica computes the loss of the global batch by
 Keras's own code, from the values of all rows or, where that is needed, from all outputs. It sums
-its gradients with the others, and Keras's optimizer does the same on every replica. Metrics are
-computed where the logs are asked for.
+its gradients with the others, and Keras's optimizer and metrics do the same on every replica.
 """
 
 import warnings
@@ -40,8 +39,8 @@ def run_step(
         data: Inputs, targets and sample weights of the whole batch.
 
     Returns:
-        The logs or predictions on rank 0 or where asked for. `"inspect"` gives the outputs of the
-        layers and the gradients. Elsewhere the `Outputs` of the step, which metrics may ask for.
+        The logs or predictions, the same on every replica. `"inspect"` gives the outputs of the
+        layers and the gradients.
     """
     if kind == "train":
         return _train(model, plan, losses, replica, data)
@@ -53,8 +52,7 @@ def run_step(
         with replica.shards.read_by(STEP):
             own = _forward(model, plan, replica, data[0], training=False)
         name = _name(model)
-        outputs = keras.tree.map_structure(lambda each: replica.gather(each, name), own)
-        return outputs if replica.returns else None
+        return keras.tree.map_structure(lambda each: replica.gather(each, name), own)
 
 
 def _train(model: Any, plan: Plan, losses: LossSharding, replica: Replica, data: Any) -> Any:
@@ -69,8 +67,6 @@ def _train(model: Any, plan: Plan, losses: LossSharding, replica: Replica, data:
             with torch.no_grad():
                 replica.check()
                 _update(model, replica, gradients, weights)
-    if not replica.returns:
-        return outputs
     if not weights:
         warnings.warn("The model does not have any trainable weights.", stacklevel=2)
     return losses.metrics(outputs, data, loss)
@@ -104,7 +100,7 @@ def _inspect(model: Any, plan: Plan, losses: LossSharding, replica: Replica, dat
     for weight, gradient in zip(weights, gradients, strict=True):
         if gradient is not None:
             seen[f"gradient/{weight.path}"] = gradient
-    return seen if replica.returns else None
+    return seen
 
 
 def _global_loss(model: Any, losses: LossSharding, outputs: Outputs, data: Any) -> Any:
@@ -158,9 +154,8 @@ def _test(model: Any, plan: Plan, losses: LossSharding, replica: Replica, data: 
     # keras/src/backend/torch/trainer.py, TorchTrainer.test_step
     with replica.shards.read_by(STEP):
         outputs = _outputs(model, plan, replica, data, training=False)
-        loss = losses.loss(outputs, data, training=False)
-    if not replica.returns:
-        return outputs
+        with replica.streams.common():
+            loss = losses.loss(outputs, data, training=False)
     return losses.metrics(outputs, data, loss)
 
 

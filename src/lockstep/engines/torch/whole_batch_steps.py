@@ -19,7 +19,7 @@ from typing import Any
 import keras
 import torch
 
-from lockstep.engines.left_out import LeftOutUsed
+from lockstep.engines.left_out import LeftOutMetric, LeftOutUsed
 from lockstep.engines.patched import patched
 from lockstep.engines.replicas.first_step import watched
 from lockstep.engines.replicas.object_states import ObjectStates, held_in_words
@@ -35,6 +35,8 @@ from lockstep.engines.torch.split_checks import has_torch_hooks
 from lockstep.engines.torch.stateful import copied_states
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
+    COMPILED_METRICS,
+    compiled_metrics,
     get_keras_mask,
     layers_in,
     module_in_keras,
@@ -129,11 +131,19 @@ class WholeBatchSteps:
         self._own_calls = {id(layer): call for layer, call in self._calls}
         self._variables = unique([v for layer in layers for v in layer.variables])
         step = getattr(self._model, f"{kind}_step")
-        sharing_calls = patched([(layer, "call", sharing(layer)) for layer in layers])
+        changes = [(layer, "call", sharing(layer)) for layer in layers]
+        if isinstance(compiled_metrics(self._model), LeftOutMetric):
+            changes.append((self._model, "compute_metrics", self._without_metrics))
+        sharing_calls = patched(changes)
         # keras/src/backend/torch/trainer.py: one_step_on_data
         gradients = nullcontext() if kind == "train" else torch.no_grad()
         with sharing_calls, copied_states(self._model), gradients:
             return step(data)
+
+    def _without_metrics(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the metrics of the model but for those that rank 0 alone has."""
+        with patched([(self._model, COMPILED_METRICS, None)]):
+            return type(self._model).compute_metrics(self._model, *args, **kwargs)
 
     @contextmanager
     def watched(self, record: Callable[[Any, Any, Any], None]) -> Iterator[None]:

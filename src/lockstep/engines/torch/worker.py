@@ -65,10 +65,6 @@ def _report(rank_0: Any, error: BaseException) -> None:
         pass
 
 
-_OF_LAST_STEP = ("output", "metric", "exchanges", "sketches", "gather", "scatter")
-"""What rank 0 asks for that leaves the outputs of the last step in place."""
-
-
 def import_keras() -> None:
     """Import Keras without the packages that it imports only because they are installed.
 
@@ -93,7 +89,6 @@ class _Copy:
     plan: Any
     losses: Any
     tensors: list[Any]
-    functions: list[Any]
     generators: list[Any]
     whole_batch: Any
     shards: Any
@@ -121,7 +116,6 @@ class _Worker:
         self._memory = BatchMemory(memory)
         self._models: dict[int, _Copy] = {}
         self._recording: Any = None
-        self._last_step: Any = None
         self._code = SetCode()
         self._streams = RandomStreams()
         rank_0.send_bytes(pickle.dumps(("ready", None, "")))
@@ -132,8 +126,6 @@ class _Worker:
     def follow(self, message: tuple[str, Any]) -> None:
         """Do what rank 0 asks for."""
         name, content = message
-        if name not in _OF_LAST_STEP:
-            self._last_step = None
         getattr(self, f"_{name}")(*content)
 
     def _settings(self, settings: Any) -> None:
@@ -149,7 +141,7 @@ class _Worker:
         from lockstep.engines.torch.sharded_variables import shards_of
         from lockstep.engines.torch.whole_batch_steps import WholeBatchSteps
 
-        model, tensors, functions, generators = load(data, self._code)
+        model, tensors, generators = load(data, self._code)
         for number, before in kept.items():
             tensors[number].data = self._models[key].tensors[before].data
         plan = Plan(model, draws_together=draws_together)
@@ -160,7 +152,6 @@ class _Worker:
             plan,
             LossSharding(model),
             tensors,
-            functions,
             generators,
             WholeBatchSteps(model),
             shards,
@@ -266,8 +257,7 @@ class _Worker:
             self._streams.share(base)
         else:
             self._streams.seed(base, self._group.rank)
-        step = self._prepared(copy, kind, training, rows, batch, shares_draws=shares_draws)
-        self._last_step = step()
+        self._prepared(copy, kind, training, rows, batch, shares_draws=shares_draws)()
 
     def _recorded(
         self, key: int, kind: str, training: bool, rows: int, batch: Any, state: Any
@@ -277,11 +267,7 @@ class _Worker:
         copy = self._models[key]
         self._streams.share(state)
         step = self._prepared(copy, kind, training, rows, batch)
-
-        def run() -> None:
-            self._last_step = step()
-
-        self._recording = recorded_step(copy.model, run, is_custom=False)
+        self._recording = recorded_step(copy.model, step, is_custom=False)
 
     def _sketches(self) -> None:
         """Send what the last step without an update has computed."""
@@ -298,7 +284,7 @@ class _Worker:
         *,
         shares_draws: bool = False,
     ) -> Any:
-        """Return a function that runs a step, and returns what metrics may ask for after it."""
+        """Return a function that runs a step."""
         from lockstep.engines.torch.replica import Replica
         from lockstep.engines.torch.steps import run_step
 
@@ -313,27 +299,7 @@ class _Worker:
             shares_draws=shares_draws,
         )
         data = self._own_copy(copy.model, batch)
-
-        def step() -> Any:
-            outputs = run_step(kind, copy.model, copy.plan, copy.losses, replica, data)
-            return outputs, data[1], copy.functions
-
-        return step
-
-    def _output(self, number: int) -> None:
-        """Send the rows of an output of the last step."""
-        outputs, _, _ = self._last_step
-        outputs.whole(number)
-
-    def _metric(self, function: int, output: int, target: int) -> None:
-        """Send what the function of a metric gives for the rows of this replica."""
-        import keras
-        import torch
-
-        outputs, targets, functions = self._last_step
-        y_true = keras.tree.flatten(targets)[target]
-        with torch.no_grad():
-            outputs.values(functions[function], y_true, outputs.own(output), "a metric")
+        return lambda: run_step(kind, copy.model, copy.plan, copy.losses, replica, data)
 
     def _whole_step(self, *step: Any) -> None:
         from lockstep.engines.torch.whole_batch_steps import numbers_in
@@ -352,11 +318,8 @@ class _Worker:
         self, key: int, kind: str, training: bool, batch: Any, state: Any, distrusted: list[int]
     ) -> Any:
         """Return the model, and a function that runs a step on the whole batch."""
-        from lockstep.engines.left_out import LeftOutMetric
-        from lockstep.engines.patched import patched
         from lockstep.engines.torch.placement import copies_on
         from lockstep.engines.torch.replica import set_random_state
-        from lockstep.keras_compat import COMPILED_METRICS, compiled_metrics
 
         copy = self._models[key]
         model, steps = copy.model, copy.whole_batch
@@ -366,19 +329,11 @@ class _Worker:
         set_random_state(state)
         steps.distrusted = dict.fromkeys(distrusted, "")
 
-        def compute_metrics(*args: Any, **kwargs: Any) -> Any:
-            with patched([(model, COMPILED_METRICS, None)]):
-                return type(model).compute_metrics(model, *args, **kwargs)
-
-        left_out = isinstance(compiled_metrics(model), LeftOutMetric)
-        changes = [(model, "compute_metrics", compute_metrics)] if left_out else []
-
         def run() -> Any:
             together = copy.plan.draws_together
-            with patched(changes):
-                return steps.run(
-                    kind, data, self._group, self._streams, self._device, draws_together=together
-                )
+            return steps.run(
+                kind, data, self._group, self._streams, self._device, draws_together=together
+            )
 
         return model, run
 
@@ -389,10 +344,10 @@ class _Worker:
         step itself copies the rows of the inputs that this replica takes.
         """
         from lockstep.engines.torch.placement import copies_on
-        from lockstep.keras_compat import base_trainer_class
+        from lockstep.training.overrides import is_keras
 
         x, y, sample_weight = self._memory.read(batch)
         y, sample_weight = copies_on(self._device, (y, sample_weight))
-        if type(model).compute_loss is not base_trainer_class().compute_loss:
-            x = copies_on(self._device, x)  # a loss of the user's own is given them
+        if not (is_keras(model, "compute_loss") and is_keras(model, "compute_metrics")):
+            x = copies_on(self._device, x)  # code of the user's own is given them
         return x, y, sample_weight

@@ -167,7 +167,7 @@ def _copies(model):
     if PROCESSES > 1:
         return {DEVICES}
     if BACKEND == "torch":  # each process of the pool holds the model after its first step
-        pool = attachment_of(model).session._lease._pool
+        pool = attachment_of(model).session._peers._lease._pool
         return set() if pool is None else {pool.group.size}
     values = [variable.value for variable in model.trainable_variables]
     return {len(value.devices() if BACKEND == "jax" else value.values) for value in values}

@@ -25,8 +25,8 @@ def simulated_gpus(count=3):
 
     Its `operations` count what has run on each device.
     """
-    from lockstep.engines.torch import devices, session
-    from lockstep.engines.torch.branches import branch_steps
+    from lockstep.engines.torch import devices
+    from lockstep.engines.torch.branches import branch_session
     from lockstep.keras_compat import _torch_core
 
     found = tuple(Device(f"gpu:{number}", "simulated") for number in range(count))
@@ -34,8 +34,7 @@ def simulated_gpus(count=3):
     keras.utils.clear_session(free_memory=False)  # its random seeds are elsewhere
     with pytest.MonkeyPatch.context() as patch, Simulation() as simulation:
         patch.setattr(devices, "list_devices", lambda: found)
-        patch.setattr(branch_steps, "torch_device_of", _device_of)
-        patch.setattr(session, "torch_device_of", _device_of)
+        patch.setattr(branch_session, "torch_device_of", _device_of)
         patch.setattr(core, "DEFAULT_DEVICE", "lazy:0")
         patch.setattr(core, "_parse_device_input", lambda name: name.replace("gpu", "lazy"))
         patch.setattr(torch, "Generator", lambda device=None: generator())

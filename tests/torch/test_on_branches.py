@@ -11,7 +11,7 @@ from keras import layers
 
 import lockstep
 from lockstep.engines.attachment import attach, session_of
-from lockstep.engines.torch.branches import branch_steps
+from lockstep.engines.torch.branches import branch_session
 from lockstep.errors import UnsupportedBackend, UnsupportedModel
 from lockstep.processes import process_group
 from tests.every_backend.branch_models import (
@@ -84,7 +84,7 @@ def residual():
     ids=["updates", "mixed"],
 )
 def test_without_a_part_of_the_engine_pytorch_refuses(gpus, monkeypatch, part, build, places):
-    monkeypatch.setattr(branch_steps, part, lambda *_: nullcontext())
+    monkeypatch.setattr(branch_session, part, lambda *_: nullcontext())
     with pytest.raises(RuntimeError, match="has tensors of"):
         placed(build, places)
 

@@ -168,7 +168,7 @@ def test_states_that_nobody_has_moved_are_not_sent(monkeypatch):
     )
     _, many = both(lambda: model("sgd"))
     many.fit(*data(), **QUIET)
-    assert (sent.count("seeds"), sent.count("step")) == (1, 4)
+    assert (sent.count("seeds"), sent.count("call")) == (1, 5)
     lockstep.release(many)
 
 

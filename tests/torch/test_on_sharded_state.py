@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import lockstep
 from lockstep.engines.torch import pool
-from lockstep.engines.torch.pool_runner import PoolRunner
+from lockstep.engines.torch.pool_peers import PoolPeers
 from lockstep.engines.torch.sharded_variables import ShardedVariable, Shards, is_sharded
 from lockstep.errors import LayoutConflict, UnsupportedModel, WorkerDied
 from lockstep.keras_compat import stored_value
@@ -930,7 +930,7 @@ def test_a_model_in_shards_that_is_not_distributed(monkeypatch):
     for value in (model.layers[0].kernel.value, model.layers[0].kernel.numpy()):
         with contextlib.suppress(RuntimeError):
             value *= 2  # a copy
-    monkeypatch.setattr(PoolRunner, "_compare_all", interrupted)
+    monkeypatch.setattr(PoolPeers, "_compare_all", interrupted)
     with pytest.raises(KeyboardInterrupt):
         lockstep.distribute(model, 3, state="sharded")
     assert_equal(before, model.get_weights())

@@ -10,12 +10,14 @@ from lockstep.devices import Device
 from lockstep.engines.engine import Engine
 from lockstep.engines.torch import devices as torch_devices
 from lockstep.engines.torch import joining
+from lockstep.engines.torch.branches.branch_session import BranchSession
 from lockstep.engines.torch.probe import TorchProbe
 from lockstep.engines.torch.session import TorchSession
 from lockstep.engines.torch.sharded_variables import made_on_host, to_shard
+from lockstep.engines.torch.split_session import SplitSession
 from lockstep.engines.torch.torch_group import joined
 from lockstep.launch.environment import Place
-from lockstep.layout import Layout
+from lockstep.layout import Branches, Layout
 
 
 class TorchEngine(Engine):
@@ -43,7 +45,9 @@ class TorchEngine(Engine):
 
     def session(self, model: Any, layout: Layout) -> TorchSession:
         """Return a session of `model`; see `Engine`."""
-        return TorchSession(model, layout)
+        if isinstance(layout, Branches):
+            return BranchSession(model, layout)
+        return SplitSession(model, layout)
 
     def check_shards(self) -> None:
         """Do nothing: variables can be sharded."""

@@ -8,6 +8,7 @@ backward passes below keep that sum.
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,23 @@ from lockstep.engines.torch.group import Group
 from lockstep.engines.torch.sharded_variables import Shards
 from lockstep.errors import UnsupportedModel, counted
 from lockstep.keras_compat import get_keras_mask, set_keras_mask
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Where the code of one step draws random numbers of PyTorch.
+
+    Attributes:
+        base: What decides the numbers of each rank; `None` where all draw those of one device.
+        state: The state from which all draw those of one device.
+        in_script: Whether each rank is a script, whose own state stays as it is.
+        by_update: Whether an update draws from the state of rank 0, which is sent for it.
+    """
+
+    base: bytes | None = None
+    state: Any = None
+    in_script: bool = False
+    by_update: bool = False
 
 
 class RandomStreams:
@@ -35,6 +53,20 @@ class RandomStreams:
         self._common: Any = None
         self._is_one = False
         self._outside: Any = None
+
+    @contextmanager
+    def of_step(self, draws: Draws, rank: int) -> Iterator[None]:
+        """Draw inside the context as one rank does in a step."""
+        if draws.base is None:
+            self.share(draws.state)
+            yield
+            set_random_state(self._common)  # the next step goes on from there
+        elif draws.in_script:
+            with self.apart(draws.base, rank):
+                yield
+        else:
+            self.seed(draws.base, rank)
+            yield
 
     def seed(self, base: bytes, rank: int) -> None:
         """Seed both kinds of numbers; rank 0 keeps PyTorch's own state."""
@@ -66,20 +98,6 @@ class RandomStreams:
         """Let code that every replica runs alike draw from this state of PyTorch."""
         set_random_state(state)
         self._common, self._is_one = random_state(), True
-
-    @contextmanager
-    def of_one_device(self) -> Iterator[None]:
-        """Draw from PyTorch's state inside the context, which is the same in every process.
-
-        It goes on from there, as on one device.
-        """
-        self.share(random_state())
-        yield
-        self.take_over()
-
-    def take_over(self) -> None:
-        """Draw from now on where code that every replica runs alike has stopped."""
-        set_random_state(self._common)
 
     @contextmanager
     def of_update(self) -> Iterator[None]:

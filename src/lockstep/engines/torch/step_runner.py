@@ -1,20 +1,20 @@
-"""What a step on several devices needs, whoever has started their processes."""
+"""Runs the steps of one model on several devices, whoever has started their processes."""
 
-import functools
 import hashlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any
 
+import keras
+import numpy as np
 import torch
 
-from lockstep.engines.held_signals import HeldSignals
-from lockstep.engines.replicas.first_step import Difference, Recording, Sketches
-from lockstep.engines.torch.group import Group
+from lockstep.engines.replicas.first_step import Recording, Sketches
 from lockstep.engines.torch.layers import Plan
 from lockstep.engines.torch.loss_sharding import LossSharding
 from lockstep.engines.torch.model_pickle import Dumped, dump
-from lockstep.engines.torch.replica import RandomStreams
+from lockstep.engines.torch.peers import Peers, check_parts, uninterrupted
+from lockstep.engines.torch.replica import Draws, random_state
 from lockstep.engines.torch.row_proofs import ReasonsByNumber, RowProofs
 from lockstep.engines.torch.settings import CastsOfAutocast
 from lockstep.engines.torch.sharded_updates import check_optimizers
@@ -22,95 +22,279 @@ from lockstep.engines.torch.sharded_variables import (
     Shards,
     is_on_host,
     is_sharded,
-    shards_in,
     to_shard,
 )
-from lockstep.engines.torch.split_checks import unsplit_model
-from lockstep.engines.torch.whole_batch_steps import WholeBatchSteps
-from lockstep.errors import UnsupportedModel
-from lockstep.keras_compat import counted_steps, stored_value
+from lockstep.engines.torch.split_checks import replaced_class, unsplit_model
+from lockstep.engines.torch.whole_batch_steps import (
+    SUM_OF_WEIGHTS,
+    WholeBatchSteps,
+    keeps_graph,
+    size_of_weights,
+)
+from lockstep.errors import UnsupportedModel, WorkerDied
+from lockstep.keras_compat import counted_steps, is_rematerialized, layers_in, stored_value
 from lockstep.state import variables_of
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def uninterrupted(method: Method) -> Method:
-    """Let signals wait for the end of a call, if the other processes have parts of the model.
-
-    An exception within a call ends them, and their parts.
-    """
-
-    @functools.wraps(method)
-    def run(self: "StepRunner", *args: Any) -> Any:
-        if not self.shards.variables:
-            return method(self, *args)
-        return HeldSignals(lambda: False).run(lambda: method(self, *args), lambda: None)
-
-    return cast(Method, run)
 
 
 class StepRunner:
     """Runs the steps of one model on several devices, of which this process has one.
 
     Args:
-        model: The model.
-        device: The PyTorch device of this process.
+        peers: Who runs them together with this process.
 
     Attributes:
+        peers: Who runs them.
+        rank: The rank of this process.
         distrusted: Why parts of the model run on the global batch although they were proven, by
             their number in `Plan.parts`: they gave other numbers in a first step.
-        times_sent: How often the model was sent to workers.
         unchecked: Whether the next step compares everything. Within `epoch`, only the first one
             does, unless code of the user may change the model.
-        draws_together: Whether every device draws the random numbers of the global batch.
-        losses: How losses and metrics are computed.
-        whole_batch: The steps that run on the whole batch, in this process.
-        shards: The variables of which each process has a part.
     """
 
-    _plan: Plan
-
-    def __init__(self, model: Any, device: torch.device) -> None:
+    def __init__(self, peers: Peers) -> None:
+        self.peers = peers
+        self.rank = peers.rank
         self.unchecked = True
-        self.draws_together = False
-        self._model = model
-        self._device = device
-        self._streams = RandomStreams()
-        self._changes = True
         self.distrusted: dict[int, str] = {}
-        self.times_sent = 0
-        self._proofs = RowProofs(model)
+        self._model = peers.rank.model
+        self._changes = True
+        self._proofs = RowProofs(self._model)
         self._reasons: ReasonsByNumber = {}
         self._unsplit: str | None = None
         self._draws = 0
-        self.shards = Shards()
-        self.losses = LossSharding(model)
-        self.whole_batch = WholeBatchSteps(model)
+        self._update_draws = False
+        self._trained = False
         self._bytes_of_step: Dumped | None = None
-        self._casts = CastsOfAutocast(device)
+        self._casts = CastsOfAutocast(self.rank.device)
         self._age_at_update = 0.0
+
+    @property
+    def shards(self) -> Shards:
+        """The variables of which each process has a part."""
+        return self.rank.shards
+
+    @property
+    def losses(self) -> LossSharding:
+        """How losses and metrics are computed."""
+        return self.rank.losses
+
+    @property
+    def whole_batch(self) -> WholeBatchSteps:
+        """The steps that run on the whole batch."""
+        return self.rank.whole_batch
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the last step."""
+        return self.rank.plan
+
+    @property
+    def whole_layers(self) -> dict[str, str]:
+        """Why every device runs some layers on the whole batch, by name, in the last step."""
+        plan = self.plan
+        found = {plan.candidates[number].name: reason for number, reason in self._reasons.items()}
+        return {plan.parts[n].name: reason for n, reason in self.distrusted.items()} | found
 
     @contextmanager
     def epoch(self, *, changes: bool) -> Iterator[None]:
-        """Run the steps of one epoch inside the context.
+        """Run the steps of one epoch inside the context, and compare the weights at its end.
 
         Args:
             changes: Whether code of the user may change the model between two steps.
         """
         before, self._changes, self.unchecked = self._changes, changes, True
+        self._trained = False
         try:
-            yield
+            with self.peers.epoch():
+                yield
+            if self._trained and (self.peers.in_script or not self.unchecked):
+                self.peers.compare_weights()
         finally:
             self._changes, self.unchecked = before, True
+
+    # ------------------------------------------------------------ how a step runs
 
     def unsplit(self, x: Any) -> str | None:
         """Return why one device has to run batches like this one alone, `None` if not."""
         self._bytes_of_step = None
-        reasons = self._proofs.reasons(x, self._dumped, unchecked=self.unchecked)
-        if self.unchecked or reasons is not self._reasons:
+        changed, by_step = self.peers.code_changed()
+        self.unchecked |= changed  # or a proof would be an old one
+        unchecked = self.unchecked or by_step
+        reasons = self._proofs.reasons(x, self._dumped, unchecked=unchecked)
+        if unchecked or reasons is not self._reasons:
             self._reasons = reasons
             self._unsplit = unsplit_model(self._model, reasons)
         return self._unsplit
+
+    def drawn(self, batches: Iterator[Any]) -> Any:
+        """Return the next batch, once every process has one."""
+        return self.peers.drawn(batches, changes=self._changes)
+
+    def noted(self) -> Any:
+        """Return what this process has assigned up to now, for the other processes."""
+        return self.peers.noted(changes=self._changes)
+
+    def ran(self) -> None:
+        """Note that a step has run, on all devices or on one."""
+        self.peers.ran(changes=self._changes)
+
+    def agree_on_plan(self, unsplit: str | None) -> None:
+        """Check that every process runs the same layers by rows.
+
+        Args:
+            unsplit: Why this process runs the batch whole, `None` if it does not.
+
+        Raises:
+            ProcessesDisagree: If another process runs layers otherwise.
+        """
+        self.peers.agree_on_plan(unsplit, sorted(self._reasons))
+
+    def unshared(self, batch: Any) -> str | None:
+        """Return why the devices cannot share a step on the whole batch, `None` if they can."""
+        if self.peers.in_script:
+            return "and several processes do not share that"
+        self._bytes_of_step = None
+        leaves = keras.tree.flatten(batch)
+        if not all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves):
+            return "and is given other data than tensors"
+        if replaced_class(self._model) is not None:
+            return "and another process does not have that method"
+        if keeps_graph(self._model):
+            return "and keeps a tensor with its gradient graph (keep that of .detach())"
+        if self.unchecked:
+            try:
+                self._dumped()
+            except UnsupportedModel as error:
+                return "and " + str(error).splitlines()[0].partition("' ")[2].rstrip(".")
+        for variable in self._model.variables:
+            tensor = stored_value(variable)
+            if tensor is not None and (
+                tensor._backward_hooks or tensor._post_accumulate_grad_hooks
+            ):
+                return f"and the hook on the gradient of {variable.path!r} stays in one process"
+        # Layers that are computed again in the backward pass would not use shared weights.
+        remade = [each.name for each in layers_in(self._model) if is_rematerialized(each)]
+        return f"and has {remade[0]!r} made in a RematScope" if remade else None
+
+    # ------------------------------------------------------------ steps
+
+    @uninterrupted
+    def step(self, kind: str, data: Any, rows: int) -> Any:
+        """Run one step on all devices, and return the logs or predictions.
+
+        `unsplit` has to be called for its batch before.
+
+        Args:
+            kind: `"train"`, `"test"` or `"predict"`.
+            data: Inputs, targets and sample weights: tensors, or `None`.
+            rows: The number of rows of the batch.
+        """
+        rank = self.rank
+        with self._of_equal_ranks("step", kind, data) as form:
+            self._check_casts_of_parts(kind)
+            self._trained |= kind == "train"
+            draws = self._draws_of(kind)
+            with self.peers.compared(form):
+                result = self.peers.call(
+                    "step", kind, self._model.training, rows, draws, batch=data
+                )
+            self.peers.stepped()
+            if rank.has_drawn and not (rank.draws_together or self.peers.in_script):
+                self._update_draws = True
+                self.unchecked |= not draws.by_update  # the others have drawn other numbers
+        return result
+
+    @uninterrupted
+    def recorded(self, kind: str, data: Any, rows: int) -> tuple[Recording, list[Sketches]]:
+        """Run one step on all devices without an update.
+
+        Args:
+            kind: `"train"`, `"test"` or `"predict"`.
+            data: Inputs, targets and sample weights of a few rows.
+            rows: Their number.
+
+        Returns:
+            What this replica has computed, and the sketches of each replica that is known here.
+        """
+        draws = Draws(state=random_state())
+        with self._of_equal_ranks("recorded", kind, data) as form, self.peers.compared(form):
+            recording = self.peers.call(
+                "recorded", kind, self._model.training, rows, draws, batch=data
+            )
+            found = self.peers.ask("sketches")
+        self.peers.ran(changes=True)
+        self.unchecked = True  # workers have moving means of that step
+        return recording, found
+
+    @contextmanager
+    def _of_equal_ranks(self, name: str, kind: str, data: Any) -> Iterator[str]:
+        """Let all ranks have the same model inside the context, and yield the form of a step."""
+        self.shards.check_written()
+        with self.peers.connected():
+            self._make_equal()
+            by_rows = self.losses.by_rows
+            self.peers.share_plan(self._proven(), sorted(self.distrusted), by_rows)
+            yield f"{name} {kind} {self._model.training} {_forms(data)}"
+
+    def step_on_whole_batch(self, kind: str, batch: Any) -> Any:
+        """Run one step on the whole batch on every device, and share the calls of its layers.
+
+        Args:
+            kind: `"train"`, `"test"` or `"predict"`.
+            batch: Tensors or `None`, in the structure that the step takes.
+
+        Raises:
+            UnsupportedModel: If another device has computed other logs.
+        """
+        try:
+            with self.peers.connected():
+                self._trained |= kind == "train"
+                result = self._on_whole_batch("whole_step", kind, batch)
+                self._check_logs(*self.peers.ask("numbers"))
+                self.peers.stepped(by_own_code=True)
+        except WorkerDied as error:
+            error.add_note(
+                f"The {kind}_step of {self._model.name!r} may have updated some variables before."
+            )
+            raise
+        return result
+
+    def recorded_on_whole_batch(self, kind: str, batch: Any) -> Recording:
+        """Run one step on the whole batch on every device without an update."""
+        with self.peers.connected():
+            recording: Recording = self._on_whole_batch("recorded_whole_step", kind, batch)
+        self.unchecked = True
+        return recording
+
+    def _on_whole_batch(self, method: str, kind: str, batch: Any) -> Any:
+        self._make_equal()
+        self.peers.share_code_state()
+        training, distrusted = self._model.training, list(self.whole_batch.distrusted)
+        with self.peers.compared(f"{method} {kind} {training} {_forms(batch)}"):
+            return self.peers.call(method, kind, training, random_state(), distrusted, batch=batch)
+
+    def _check_logs(self, mine: dict[str, float], *every: dict[str, float]) -> None:
+        sizes = {SUM_OF_WEIGHTS: size_of_weights(self._model)}
+        for rank, theirs in enumerate(every, 1):
+            for name in mine.keys() & theirs.keys():
+                far = _ALIKE * sizes.get(name, abs(mine[name])) + 1e-8
+                if not np.isclose(mine[name], theirs[name], rtol=0, atol=far, equal_nan=True):
+                    raise UnsupportedModel(
+                        f"The first device computed {name}={mine[name]:.9g} in a step of "
+                        f"{self._model.name!r}, and replica {rank} {theirs[name]:.9g}: the step "
+                        "uses\nsomething that the model does not hold, such as a global variable "
+                        "or the time.\nMake it an attribute of the model, or call "
+                        "lockstep.release(model)."
+                    )
+
+    def _make_equal(self) -> None:
+        if self.peers.make_equal(self.unchecked, self._dumped):
+            self.unchecked = self._changes
+
+    def _proven(self) -> list[int]:
+        """Return the numbers of the candidates of the plan that work row by row."""
+        candidates = range(len(self.plan.candidates))
+        return [number for number in candidates if number not in self._reasons]
 
     def _check_casts_of_parts(self, kind: str) -> None:
         """Raise if autocast computes with weights from before an update, and nobody has them."""
@@ -124,182 +308,14 @@ class StepRunner:
         if kind == "train":
             self._age_at_update = age
 
-    def step(self, kind: str, data: Any, rows: int) -> Any:
-        """Run one step on all devices, and return the logs or predictions.
-
-        `unsplit` has to be called for its batch before.
-
-        Args:
-            kind: `"train"`, `"test"` or `"predict"`.
-            data: Inputs, targets and sample weights: tensors, or `None`.
-            rows: The number of rows of the batch.
-        """
-        raise NotImplementedError
-
-    def recorded(self, kind: str, data: Any, rows: int) -> tuple[Recording, list[Sketches]]:
-        """Run one step on all devices without an update.
-
-        Args:
-            kind: `"train"`, `"test"` or `"predict"`.
-            data: Inputs, targets and sample weights of a few rows.
-            rows: Their number.
-
-        Returns:
-            What this replica has computed, and the sketches of each replica that is known here.
-        """
-        raise NotImplementedError
-
-    def tensors(self) -> list[Any]:
-        """Return tensors that the code of the model reaches, those of closures included."""
-        try:
-            return self._dumped().tensors
-        except UnsupportedModel:  # the processes of a launcher need no copy of it
-            return []
-
-    def agreed_difference(self, found: Difference | None) -> Difference | None:
-        """Return the difference that all processes act on."""
-        return found
-
-    @property
-    def plan(self) -> Plan:
-        """The plan of the last step."""
-        return self._plan
-
-    def _planned(self, proven: Collection[int]) -> Plan:
-        return Plan(
-            self._model, proven, draws_together=self.draws_together, distrusted=self.distrusted
-        )
-
-    def unshared(self, batch: Any) -> str | None:
-        """Return why `step_on_whole_batch` cannot run this batch, `None` if it can."""
-        return "and several processes do not share that"
-
-    def step_on_whole_batch(self, kind: str, batch: Any) -> Any:
-        """Run one step on the whole batch on every device, and share the calls of its layers.
-
-        Args:
-            kind: `"train"`, `"test"` or `"predict"`.
-            batch: Tensors or `None`, in the structure that the step takes.
-
-        Raises:
-            UnsupportedModel: If another device has computed other logs.
-        """
-        raise NotImplementedError
-
-    def recorded_on_whole_batch(self, kind: str, batch: Any) -> Recording:
-        """Run one step on the whole batch on every device without an update."""
-        raise NotImplementedError
-
-    @property
-    def whole_layers(self) -> dict[str, str]:
-        """Why every device runs some layers on the whole batch, by name, in the last step."""
-        plan = self._plan
-        found = {plan.candidates[number].name: reason for number, reason in self._reasons.items()}
-        return {plan.parts[n].name: reason for n, reason in self.distrusted.items()} | found
-
-    # -------------------------------------------------------- variables in parts
-
-    def lay_out(self) -> None:
-        """Shard the variables that are large and not sharded yet."""
-        model = self._model
-        found = to_shard(model, self._processes())
-        new = [each for each in found if not is_sharded(each) or is_on_host(each)]
-        self._check_parts()
-        for variable in found:
-            if is_sharded(variable) and not is_on_host(variable):
-                self._number(stored_value(variable))
-        check_optimizers(model)
-        if not new:
-            return
-        self._bytes_of_step = None
-        self.shards.group = self._ranks()
-        self.shards.take(new, self._dumped().holders)
-        self._bytes_of_step = None
-        try:
-            if self.shards.share_memory(self._dumped().tensors):
-                raise UnsupportedModel(
-                    f"{model.name!r} holds a tensor of one of its large variables elsewhere too, "
-                    "such as in another\nvariable, and sharding would part the two. Read the "
-                    'variable where its value is needed, or leave out state="sharded".'
-                )
-            self._give_parts(found)
-        except BaseException:
-            self.bring_home(self.shards.new())
-            raise
-        finally:
-            self._bytes_of_step = None
-        self.unchecked = True
-
-    def leave_host(self, *, sharded: bool) -> None:
-        """Move variables from the host to the device that `lay_out` will not shard.
-
-        Args:
-            sharded: Whether it will shard some.
-        """
-        waiting = [each for each in variables_of(self._model) if is_on_host(each)]
-        if waiting:
-            kept = to_shard(self._model, self._processes()) if sharded else []
-            known = set(map(id, kept))
-            self.bring_home([each for each in waiting if id(each) not in known])
-
-    def bring_home(self, variables: list[Any]) -> None:
-        """Make sharded variables plain ones again."""
-        if variables:
-            self._bytes_of_step = None
-            self.shards.release(self._dumped().holders, variables)
-            self._bytes_of_step = None
-
-    def _processes(self) -> int:
-        """Return the number of processes that have parts."""
-        raise NotImplementedError
-
-    def _ranks(self) -> Group:
-        """Return the processes that have parts."""
-        raise NotImplementedError
-
-    def _give_parts(self, found: list[Any]) -> None:
-        """Let every process have its parts of new variables.
-
-        Args:
-            found: All variables that are sharded.
-        """
-        raise NotImplementedError
-
-    def _number(self, part: Any) -> int:
-        """Return the number of a part in the processes.
-
-        Raises:
-            UnsupportedModel: If the processes have dropped it.
-        """
-        raise NotImplementedError
-
-    def _check_parts(self) -> None:
-        """Raise if the model has a variable of which the processes have parts for another one."""
-        found = shards_in(variables_of(self._model))
-        if any(shards is not self.shards and shards.host is None for shards in found):
-            raise UnsupportedModel(
-                f"{self._model.name!r} has variables of another model, whose state is sharded.\n"
-                "The processes have a part of each for one model.\n"
-                "Call lockstep.release on the other one first."
-            )
-
-    def _dropped(self) -> UnsupportedModel:
-        """Return the error for a part that the processes do not have any more."""
-        return UnsupportedModel(
-            f"This variable was one of {self._model.name!r} when its state was sharded, and is "
-            "not any more:\nthe other processes have dropped their parts, such as those of an "
-            "earlier optimizer.\nCopy its value before it leaves the model."
-        )
-
-    def _dumped(self) -> Dumped:
-        """Return the model as bytes: made at most once in a step."""
-        if self._bytes_of_step is None:
-            self._bytes_of_step = dump(self._model)
-        return self._bytes_of_step
-
-    def _proven(self, plan: Plan) -> list[int]:
-        """Return the numbers of the candidates of a plan that work row by row."""
-        return [number for number in range(len(plan.candidates)) if number not in self._reasons]
+    def _draws_of(self, kind: str) -> Draws:
+        """Return where the next step draws random numbers."""
+        in_script = self.peers.in_script
+        # Another process cannot mend its part of a variable afterwards.
+        by_update = not in_script and (self._update_draws or bool(self.shards.variables))
+        if self.rank.draws_together:
+            return Draws(state=random_state(), by_update=by_update)
+        return Draws(self._draw_base(kind), in_script=in_script, by_update=by_update)
 
     def _draw_base(self, kind: str) -> bytes:
         """Return what decides the random numbers of the next step, besides those of rank 0.
@@ -314,3 +330,86 @@ class StepRunner:
         base = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
         base.update(f"{kind} {number}".encode())
         return base.digest()
+
+    def tensors(self) -> list[Any]:
+        """Return tensors that the code of the model reaches, those of closures included."""
+        try:
+            return self._dumped().tensors
+        except UnsupportedModel:  # the processes of a launcher need no copy of it
+            return []
+
+    def _dumped(self) -> Dumped:
+        """Return the model as bytes: made at most once in a step."""
+        if self._bytes_of_step is None:
+            self._bytes_of_step = dump(self._model)
+        return self._bytes_of_step
+
+    # ------------------------------------------------------------ variables in parts
+
+    @uninterrupted
+    def lay_out(self) -> None:
+        """Shard the variables that are large and not sharded yet."""
+        model, shards = self._model, self.shards
+        found = to_shard(model, self.peers.size)
+        new = [each for each in found if not is_sharded(each) or is_on_host(each)]
+        check_parts(model, shards)
+        for variable in found:
+            if is_sharded(variable) and not is_on_host(variable):
+                self.peers.number_of(stored_value(variable))
+        check_optimizers(model)
+        if not new:
+            return
+        self._bytes_of_step = None
+        with self.peers.connected():
+            shards.group = self.rank.group
+        shards.take(new, self._dumped().holders)
+        self._bytes_of_step = None
+        try:
+            if shards.share_memory(self._dumped().tensors):
+                raise UnsupportedModel(
+                    f"{model.name!r} holds a tensor of one of its large variables elsewhere too, "
+                    "such as in another\nvariable, and sharding would part the two. Read the "
+                    'variable where its value is needed, or leave out state="sharded".'
+                )
+            self.peers.give_parts(found, self._dumped)
+        except BaseException:
+            self.bring_home(shards.new())
+            raise
+        finally:
+            self._bytes_of_step = None
+        self.unchecked = True
+
+    def leave_host(self, *, sharded: bool) -> None:
+        """Move variables from the host to the device that `lay_out` will not shard.
+
+        Args:
+            sharded: Whether it will shard some.
+        """
+        self._bytes_of_step = None
+        leave_host(self._model, to_shard(self._model, self.peers.size) if sharded else ())
+
+    @uninterrupted
+    def bring_home(self, variables: list[Any]) -> None:
+        """Make sharded variables plain ones again."""
+        if variables:
+            self._bytes_of_step = None
+            self.shards.release(self._dumped().holders, variables)
+            self._bytes_of_step = None
+
+
+def leave_host(model: Any, kept: Collection[Any] = ()) -> None:
+    """Move the variables of a model from the host to the device, but for those to be kept."""
+    known = set(map(id, kept))
+    waiting = [v for v in variables_of(model) if is_on_host(v) and id(v) not in known]
+    if waiting:
+        Shards().release(dump(model).holders, waiting)
+
+
+def _forms(nest: Any) -> Any:
+    return keras.tree.map_structure(
+        lambda leaf: None if leaf is None else (leaf.dtype, leaf.shape[1:]), nest
+    )
+
+
+_ALIKE = 1e-3
+"""The relative distance of logs beyond rounding, which GPUs may do in any order."""

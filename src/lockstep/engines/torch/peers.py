@@ -1,0 +1,175 @@
+"""Who runs the calls of a rank together with it: workers of a pool, or scripts of a launcher."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar, cast
+
+from lockstep.engines.held_signals import HeldSignals
+from lockstep.engines.replicas.first_step import Difference
+from lockstep.engines.torch.model_pickle import Dumped
+from lockstep.engines.torch.rank import Rank
+from lockstep.engines.torch.sharded_variables import Remote, Shards, shards_in
+from lockstep.errors import UnsupportedModel
+from lockstep.state import variables_of
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def uninterrupted(method: Method) -> Method:
+    """Let signals wait for the end of a call, if the other processes have parts of the model.
+
+    An exception within a call ends them, and their parts.
+    """
+
+    @functools.wraps(method)
+    def run(self: Any, *args: Any) -> Any:
+        if not self.rank.shards.variables:
+            return method(self, *args)
+        return HeldSignals(lambda: False).run(lambda: method(self, *args), lambda: None)
+
+    return cast(Method, run)
+
+
+class Peers(Remote, Protocol):
+    """Who runs the calls of a rank together with it.
+
+    Attributes:
+        rank: The rank of this process.
+        size: The number of processes.
+        times_sent: How often the model was sent to processes that had another one.
+        in_script: Whether every process runs the script.
+    """
+
+    rank: Rank
+    size: int
+    times_sent: int
+    in_script: bool
+
+    def check_devices(self, devices: tuple[str, ...]) -> None:
+        """Raise if these are no devices of the processes."""
+
+    def to_start(self) -> int:
+        """Return the number of processes that the first step starts."""
+
+    def methods(self, methods: dict[str, Any], *, is_sharded: bool) -> dict[str, Any]:
+        """Return the methods to replace on the model, given those of all engines."""
+
+    def end(self) -> None:
+        """Leave the other processes: the model goes back to one device."""
+
+    def connected(self) -> AbstractContextManager[None]:
+        """Connect the rank with the other ones inside the context."""
+
+    def code_changed(self) -> tuple[bool, bool]:
+        """Return whether code has changed the model since a step, and whether a step has."""
+
+    def make_equal(self, unchecked: bool, dumped: Callable[[], Dumped]) -> bool:
+        """Let every process have the same model, and return whether all of it was compared.
+
+        Args:
+            unchecked: Whether code of the user's may have changed anything.
+            dumped: Returns the model as bytes.
+        """
+
+    def share_plan(self, proven: list[int], distrusted: list[int], losses_by_rows: bool) -> None:
+        """Give every rank this plan."""
+
+    def compared(self, *form: Any) -> AbstractContextManager[None]:
+        """Let the ranks compare what they exchange in the first step of a form."""
+
+    def call(self, method: str, *arguments: Any, batch: Any = None) -> Any:
+        """Call a method of every rank, and return what it returns here.
+
+        Args:
+            method: The name of the method.
+            arguments: Its arguments, but for the first one if there is a batch.
+            batch: The tensors of a batch.
+        """
+
+    def ask(self, method: str) -> list[Any]:
+        """Call a method of every rank, and return what is known here of the answers of all."""
+
+    def share_code_state(self) -> None:
+        """Let every rank draw the numbers, and have the gradients, that code of a step may use."""
+
+    def stepped(self, *, by_own_code: bool = False) -> None:
+        """Note what a step of all ranks has left, which is the same in every process.
+
+        Args:
+            by_own_code: Whether the step was the user's own, which may keep gradients.
+        """
+
+    def epoch(self) -> AbstractContextManager[None]:
+        """Note the begin and the end of an epoch."""
+
+    def compare_weights(self) -> None:
+        """Raise after an epoch if another process has other weights.
+
+        Raises:
+            ProcessesDisagree: If it has.
+        """
+
+    def number_of(self, part: Any) -> int:
+        """Return the number of a part in the processes.
+
+        Raises:
+            UnsupportedModel: If they have dropped it.
+        """
+
+    def give_parts(self, found: list[Any], dumped: Callable[[], Dumped]) -> None:
+        """Let every process have its parts of new variables.
+
+        Args:
+            found: All variables that are sharded.
+            dumped: Returns the model as bytes.
+        """
+
+    # What the processes of a launcher agree on; the workers of a pool follow rank 0.
+
+    def adopt(self, *, first: bool) -> None:
+        """Let every process have the same values of new variables."""
+
+    def drawn(self, batches: Iterator[Any], *, changes: bool) -> Any:
+        """Return the next batch, once every process has one.
+
+        Args:
+            batches: The batches.
+            changes: Whether code of the user may have changed the model.
+        """
+
+    def agree_on_plan(self, unsplit: str | None, reasons: list[int]) -> None:
+        """Check that every process runs the same layers by rows."""
+
+    def noted(self, *, changes: bool) -> Any:
+        """Return what this process has assigned up to now, for the other processes."""
+
+    def agreed_difference(self, found: Difference | None) -> Difference | None:
+        """Return the difference that all processes act on."""
+
+    def ran(self, *, changes: bool) -> None:
+        """Note the values that any step has left.
+
+        Args:
+            changes: Whether code of the user may change the model before the next one.
+        """
+
+
+def check_parts(model: Any, shards: Shards) -> None:
+    """Raise if the model has a variable of which the processes have parts for another one."""
+    found = shards_in(variables_of(model))
+    if any(each is not shards and each.host is None for each in found):
+        raise UnsupportedModel(
+            f"{model.name!r} has variables of another model, whose state is sharded.\n"
+            "The processes have a part of each for one model.\n"
+            "Call lockstep.release on the other one first."
+        )
+
+
+def dropped_part(model: Any) -> UnsupportedModel:
+    """Return the error for a part that the processes do not have any more."""
+    return UnsupportedModel(
+        f"This variable was one of {model.name!r} when its state was sharded, and is "
+        "not any more:\nthe other processes have dropped their parts, such as those of an "
+        "earlier optimizer.\nCopy its value before it leaves the model."
+    )

@@ -11,7 +11,7 @@ from keras import layers, ops
 
 import lockstep
 from lockstep.engines.replicas import rows_of_losses
-from lockstep.engines.torch import row_proofs, split_session
+from lockstep.engines.torch import row_proofs, step_plans
 from lockstep.errors import UnsplitBatchWarning
 from tests.tiers import every, further, rest
 from tests.torch.agreement import assert_equal, both
@@ -451,7 +451,7 @@ def test_a_new_length_is_proven_for_code_of_the_users_own_alone(own, monkeypatch
         return run
 
     monkeypatch.setattr(row_proofs, "_reasons", counted("proofs", row_proofs._reasons))
-    monkeypatch.setattr(split_session, "compare", counted("comparisons", split_session.compare))
+    monkeypatch.setattr(step_plans, "compare", counted("comparisons", step_plans.compare))
     follow = counted("losses", rows_of_losses.function_refused)
     monkeypatch.setattr(rows_of_losses, "function_refused", follow)
     one, many = both(lambda: transformer(*(Doubles() for _ in range(own))))

@@ -11,7 +11,7 @@ from lockstep.engines.torch.devices import of_all
 from lockstep.engines.torch.group import PeerLost
 from lockstep.engines.torch.model_pickle import Dumped
 from lockstep.engines.torch.peers import dropped_part
-from lockstep.engines.torch.rank import Rank
+from lockstep.engines.torch.rank import Rank, RankPlan
 from lockstep.engines.torch.settings import checksum
 from lockstep.engines.torch.sharded_variables import Shards, is_sharded
 from lockstep.engines.torch.torch_group import TorchGroup
@@ -56,7 +56,7 @@ class LauncherPeers:
         )
         self._in_epoch = False
         self._agreed_plan: list[Any] | None = None
-        self._plan: Any = None
+        self._plan: RankPlan | None = None
         self._compares_exchanges = False
 
     def check_devices(self, devices: tuple[str, ...]) -> None:
@@ -124,7 +124,7 @@ class LauncherPeers:
         return found
 
     @contextmanager
-    def compared(self, form: str) -> Iterator[None]:
+    def compared(self, form: Any) -> Iterator[None]:
         """Let the ranks compare what they exchange in the first step of parts in an epoch."""
         group = self._group.ranks
         group.compares = self._compares_exchanges
@@ -157,11 +157,10 @@ class LauncherPeers:
             self._plan = None
         return unchecked
 
-    def share_plan(self, proven: list[int], distrusted: list[int], losses_by_rows: bool) -> None:
+    def share_plan(self, plan: RankPlan) -> None:
         """Let the rank run by this plan, on which all processes have agreed."""
-        plan = proven, distrusted, losses_by_rows
         if plan != self._plan:
-            self.rank.take_plan(*plan)
+            self.rank.take_plan(plan)
             self._plan = plan
 
     def share_code_state(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar, cast
 from lockstep.engines.held_signals import HeldSignals
 from lockstep.engines.replicas.first_step import Difference
 from lockstep.engines.torch.model_pickle import Dumped
-from lockstep.engines.torch.rank import Rank
+from lockstep.engines.torch.rank import Rank, RankPlan
 from lockstep.engines.torch.sharded_variables import Remote, Shards, shards_in
 from lockstep.errors import UnsupportedModel
 from lockstep.state import variables_of
@@ -72,10 +72,10 @@ class Peers(Remote, Protocol):
             dumped: Returns the model as bytes.
         """
 
-    def share_plan(self, proven: list[int], distrusted: list[int], losses_by_rows: bool) -> None:
+    def share_plan(self, plan: RankPlan) -> None:
         """Give every rank this plan."""
 
-    def compared(self, *form: Any) -> AbstractContextManager[None]:
+    def compared(self, form: Any) -> AbstractContextManager[None]:
         """Let the ranks compare what they exchange in the first step of a form."""
 
     def call(self, method: str, *arguments: Any, batch: Any = None) -> Any:

@@ -18,7 +18,7 @@ from lockstep.engines.torch.model_pickle import Dumped
 from lockstep.engines.torch.peers import check_parts, dropped_part, uninterrupted
 from lockstep.engines.torch.placement import check_placement
 from lockstep.engines.torch.pool import Lease, Pool
-from lockstep.engines.torch.rank import Rank
+from lockstep.engines.torch.rank import Rank, RankPlan
 from lockstep.engines.torch.settings import CastsOfAutocast, checksum, current_settings
 from lockstep.engines.torch.sharded_variables import Shards
 from lockstep.errors import ProcessesDisagree, UnsupportedModel, WorkerDied
@@ -56,8 +56,8 @@ class PoolPeers:
         self._sent: Any = None
         self._parts: dict[int, int] = {}
         self._structure: list[bool] = []
-        self._plan_there: Any = None
-        self._exchanged: set[str] = set()
+        self._plan_there: RankPlan | None = None
+        self._exchanged: set[Any] = set()
         self._reads = CodeReads()
         self._proofs_are_old = False
         self._in_modules = False
@@ -148,7 +148,7 @@ class PoolPeers:
         return self._held.receive()
 
     @contextmanager
-    def compared(self, form: str) -> Iterator[None]:
+    def compared(self, form: Any) -> Iterator[None]:
         """Let the ranks compare what they exchange in the first step of a form."""
         if form in self._exchanged:
             yield
@@ -173,7 +173,7 @@ class PoolPeers:
         moved = self._in_modules and self._held.in_modules != self._lease.key
         structure_changed = _structure(self.rank.tensors) != self._structure
         unchecked |= self._sent is None or moved or structure_changed
-        if unchecked or self._reads.changed():
+        if unchecked:
             self._compare_all(dumped())
             return True
         self._send_values(self._assigned())
@@ -209,7 +209,7 @@ class PoolPeers:
             rank.renew()
             self._check_taken(pool.receive())
             self._exchanged = set()
-            self._plan_there = [], [], True
+            self._plan_there = (), (), True
             self.times_sent += 1
             self._gradients = []
             rank.tensors, self._parts = tensors, parts
@@ -249,11 +249,10 @@ class PoolPeers:
                     "import, or call lockstep.release(model)."
                 )
 
-    def share_plan(self, proven: list[int], distrusted: list[int], losses_by_rows: bool) -> None:
+    def share_plan(self, plan: RankPlan) -> None:
         """Give every rank this plan."""
-        plan = proven, distrusted, losses_by_rows
         if plan != self._plan_there:
-            self.call("take_plan", *plan)
+            self.call("take_plan", plan)
             self._plan_there = plan
             self._exchanged = set()
 

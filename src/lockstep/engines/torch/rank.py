@@ -1,6 +1,6 @@
 """One model on one device: what each of its processes runs, alike in all of them."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,6 +21,10 @@ from lockstep.engines.torch.sharded_variables import Shards
 from lockstep.engines.torch.steps import run_step
 from lockstep.engines.torch.whole_batch_steps import WholeBatchSteps, numbers_in
 from lockstep.training.overrides import is_keras
+
+RankPlan = tuple[tuple[int, ...], tuple[int, ...], bool]
+"""Which candidates of a `LayerPlan` are proven, which parts are distrusted although they are, and
+whether losses and metrics may take the rows of each rank."""
 
 
 class Rank:
@@ -80,12 +84,11 @@ class Rank:
     def look_again(self) -> None:
         """Sort the layers of the model anew: it may have other ones."""
         self._state = ForwardState(self.model)
-        self.take_plan((), (), self.losses.by_rows)
+        self.take_plan(((), (), self.losses.by_rows))
 
-    def take_plan(
-        self, proven: Collection[int], distrusted: Collection[int], losses_by_rows: bool
-    ) -> None:
-        """Let layers and losses run so from now on; see `LayerPlan`."""
+    def take_plan(self, plan: RankPlan) -> None:
+        """Let layers and losses run so from now on."""
+        proven, distrusted, losses_by_rows = plan
         together = self.draws_together
         self.plan = Plan(self.model, proven, draws_together=together, distrusted=distrusted)
         self.losses.by_rows = losses_by_rows

@@ -71,7 +71,7 @@ class TorchSession(Session):
     def _on_one(self, plain: Callable[[Any], Any], batches: list[Any]) -> Any:
         """Run a step of Keras in this process."""
         with copied_states(self.model):
-            return plain(keras.tree.map_structure(as_tensor, batches))
+            return plain([as_tensors(batch) for batch in batches])
 
     def _step(self, kind: str, plain: Callable[[Any], Any], batches: Iterator[Any]) -> Any:
         """Run a step on the next batch, given the function that runs it in this process."""
@@ -201,9 +201,14 @@ def copies(nest: Any) -> Any:
     )
 
 
-def as_tensor(leaf: Any) -> Any:
-    """Convert an array of the host, as Keras's `DataLoader` does."""
-    return keras.ops.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
+def as_tensors(nest: Any) -> Any:
+    """Convert arrays of the host, as Keras's `DataLoader` does."""
+    if type(nest) is tuple and all(type(leaf) is torch.Tensor for leaf in nest):
+        return nest
+    return keras.tree.map_structure(
+        lambda leaf: keras.ops.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf,
+        nest,
+    )
 
 
 def check_reduced_once(model: Any) -> None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import keras
+import torch
 from torch.nn.modules import module as modules
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -84,3 +85,35 @@ def rows_of(x: Any) -> tuple[str | None, int]:
         return f"is given inputs of {sorted(counts)} rows in one batch", 0
     (rows,) = counts
     return (None if rows else "is given a batch without rows"), rows
+
+
+def unpacked(batch: Any) -> tuple[Any, Any, Any]:
+    """Return inputs, targets and sample weights as tensors, as Keras converts them first."""
+    if _is_flat(batch) and len(batch) <= 3:  # walking a nest takes longer than the conversion
+        parts = [None if leaf is None else keras.ops.convert_to_tensor(leaf) for leaf in batch]
+        return (*parts, None, None)[:3]  # type: ignore[return-value]
+    nest: tuple[Any, Any, Any] = keras.tree.map_structure(
+        lambda leaf: None if leaf is None else keras.ops.convert_to_tensor(leaf),
+        tuple(keras.utils.unpack_x_y_sample_weight(batch)),
+    )
+    return nest
+
+
+def form_of_rows(batch: Any) -> Any:
+    """Return the structure of a batch, the types and shapes of its rows, and if these differ."""
+    is_flat = _is_flat(batch)
+    leaves = batch if is_flat else keras.tree.flatten(batch)
+    structure = len(batch) if is_flat else str(keras.tree.map_structure(lambda leaf: 0, batch))
+    rows = {len(leaf) for leaf in leaves if getattr(leaf, "ndim", 0)}
+    forms = tuple(
+        (leaf.dtype, leaf.ndim, leaf.shape[1:]) if isinstance(leaf, torch.Tensor) else type(leaf)
+        for leaf in leaves
+    )
+    return structure, forms, (len(rows) == 1 and 0 not in rows) or tuple(sorted(rows))
+
+
+def _is_flat(batch: Any) -> bool:
+    """Return whether a batch is a tuple of tensors, or `None`."""
+    return type(batch) is tuple and all(
+        leaf is None or isinstance(leaf, torch.Tensor) for leaf in batch
+    )

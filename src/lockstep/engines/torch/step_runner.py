@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import keras
 import numpy as np
 import torch
 
@@ -14,8 +13,8 @@ from lockstep.engines.torch.layers import Plan
 from lockstep.engines.torch.loss_sharding import LossSharding
 from lockstep.engines.torch.model_pickle import Dumped, dump
 from lockstep.engines.torch.peers import Peers, check_parts, uninterrupted
+from lockstep.engines.torch.rank import RankPlan
 from lockstep.engines.torch.replica import Draws, random_state
-from lockstep.engines.torch.row_proofs import ReasonsByNumber, RowProofs
 from lockstep.engines.torch.settings import CastsOfAutocast
 from lockstep.engines.torch.sharded_updates import check_optimizers
 from lockstep.engines.torch.sharded_variables import (
@@ -24,15 +23,14 @@ from lockstep.engines.torch.sharded_variables import (
     is_sharded,
     to_shard,
 )
-from lockstep.engines.torch.split_checks import replaced_class, unsplit_model
+from lockstep.engines.torch.split_checks import form_of_rows
 from lockstep.engines.torch.whole_batch_steps import (
     SUM_OF_WEIGHTS,
     WholeBatchSteps,
-    keeps_graph,
     size_of_weights,
 )
 from lockstep.errors import UnsupportedModel, WorkerDied
-from lockstep.keras_compat import counted_steps, is_rematerialized, layers_in, stored_value
+from lockstep.keras_compat import counted_steps, stored_value
 from lockstep.state import variables_of
 
 
@@ -45,22 +43,18 @@ class StepRunner:
     Attributes:
         peers: Who runs them.
         rank: The rank of this process.
-        distrusted: Why parts of the model run on the global batch although they were proven, by
-            their number in `Plan.parts`: they gave other numbers in a first step.
         unchecked: Whether the next step compares everything. Within `epoch`, only the first one
             does, unless code of the user may change the model.
+        proofs_are_old: Whether a step has changed objects whose code was followed.
     """
 
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
         self.rank = peers.rank
         self.unchecked = True
-        self.distrusted: dict[int, str] = {}
+        self.proofs_are_old = False
         self._model = peers.rank.model
         self._changes = True
-        self._proofs = RowProofs(self._model)
-        self._reasons: ReasonsByNumber = {}
-        self._unsplit: str | None = None
         self._draws = 0
         self._update_draws = False
         self._trained = False
@@ -88,13 +82,6 @@ class StepRunner:
         """The plan of the last step."""
         return self.rank.plan
 
-    @property
-    def whole_layers(self) -> dict[str, str]:
-        """Why every device runs some layers on the whole batch, by name, in the last step."""
-        plan = self.plan
-        found = {plan.candidates[number].name: reason for number, reason in self._reasons.items()}
-        return {plan.parts[n].name: reason for n, reason in self.distrusted.items()} | found
-
     @contextmanager
     def epoch(self, *, changes: bool) -> Iterator[None]:
         """Run the steps of one epoch inside the context, and compare the weights at its end.
@@ -112,20 +99,6 @@ class StepRunner:
         finally:
             self._changes, self.unchecked = before, True
 
-    # ------------------------------------------------------------ how a step runs
-
-    def unsplit(self, x: Any) -> str | None:
-        """Return why one device has to run batches like this one alone, `None` if not."""
-        self._bytes_of_step = None
-        changed, by_step = self.peers.code_changed()
-        self.unchecked |= changed  # or a proof would be an old one
-        unchecked = self.unchecked or by_step
-        reasons = self._proofs.reasons(x, self._dumped, unchecked=unchecked)
-        if unchecked or reasons is not self._reasons:
-            self._reasons = reasons
-            self._unsplit = unsplit_model(self._model, reasons)
-        return self._unsplit
-
     def drawn(self, batches: Iterator[Any]) -> Any:
         """Return the next batch, once every process has one."""
         return self.peers.drawn(batches, changes=self._changes)
@@ -138,59 +111,28 @@ class StepRunner:
         """Note that a step has run, on all devices or on one."""
         self.peers.ran(changes=self._changes)
 
-    def agree_on_plan(self, unsplit: str | None) -> None:
-        """Check that every process runs the same layers by rows.
-
-        Args:
-            unsplit: Why this process runs the batch whole, `None` if it does not.
-
-        Raises:
-            ProcessesDisagree: If another process runs layers otherwise.
-        """
-        self.peers.agree_on_plan(unsplit, sorted(self._reasons))
-
-    def unshared(self, batch: Any) -> str | None:
-        """Return why the devices cannot share a step on the whole batch, `None` if they can."""
-        if self.peers.in_script:
-            return "and several processes do not share that"
+    def has_changed(self) -> bool:
+        """Return whether code may have changed the model since the last step, or in it."""
         self._bytes_of_step = None
-        leaves = keras.tree.flatten(batch)
-        if not all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves):
-            return "and is given other data than tensors"
-        if replaced_class(self._model) is not None:
-            return "and another process does not have that method"
-        if keeps_graph(self._model):
-            return "and keeps a tensor with its gradient graph (keep that of .detach())"
-        if self.unchecked:
-            try:
-                self._dumped()
-            except UnsupportedModel as error:
-                return "and " + str(error).splitlines()[0].partition("' ")[2].rstrip(".")
-        for variable in self._model.variables:
-            tensor = stored_value(variable)
-            if tensor is not None and (
-                tensor._backward_hooks or tensor._post_accumulate_grad_hooks
-            ):
-                return f"and the hook on the gradient of {variable.path!r} stays in one process"
-        # Layers that are computed again in the backward pass would not use shared weights.
-        remade = [each.name for each in layers_in(self._model) if is_rematerialized(each)]
-        return f"and has {remade[0]!r} made in a RematScope" if remade else None
+        changed, by_step = self.peers.code_changed()
+        self.unchecked |= changed
+        self.proofs_are_old |= by_step
+        return self.unchecked or self.proofs_are_old
 
     # ------------------------------------------------------------ steps
 
     @uninterrupted
-    def step(self, kind: str, data: Any, rows: int) -> Any:
+    def step(self, kind: str, data: Any, rows: int, plan: RankPlan) -> Any:
         """Run one step on all devices, and return the logs or predictions.
 
-        `unsplit` has to be called for its batch before.
-
         Args:
-            kind: `"train"`, `"test"` or `"predict"`.
+            kind: `"train"`, `"test"`, `"predict"` or `"inspect"`; see `run_step`.
             data: Inputs, targets and sample weights: tensors, or `None`.
             rows: The number of rows of the batch.
+            plan: How each rank runs layers and losses.
         """
         rank = self.rank
-        with self._of_equal_ranks("step", kind, data) as form:
+        with self._of_equal_ranks("step", kind, data, plan) as form:
             self._check_casts_of_parts(kind)
             self._trained |= kind == "train"
             draws = self._draws_of(kind)
@@ -205,19 +147,25 @@ class StepRunner:
         return result
 
     @uninterrupted
-    def recorded(self, kind: str, data: Any, rows: int) -> tuple[Recording, list[Sketches]]:
+    def recorded(
+        self, kind: str, data: Any, rows: int, plan: RankPlan
+    ) -> tuple[Recording, list[Sketches]]:
         """Run one step on all devices without an update.
 
         Args:
             kind: `"train"`, `"test"` or `"predict"`.
             data: Inputs, targets and sample weights of a few rows.
             rows: Their number.
+            plan: How each rank runs layers and losses.
 
         Returns:
             What this replica has computed, and the sketches of each replica that is known here.
         """
         draws = Draws(state=random_state())
-        with self._of_equal_ranks("recorded", kind, data) as form, self.peers.compared(form):
+        with (
+            self._of_equal_ranks("recorded", kind, data, plan) as form,
+            self.peers.compared(form),
+        ):
             recording = self.peers.call(
                 "recorded", kind, self._model.training, rows, draws, batch=data
             )
@@ -227,14 +175,13 @@ class StepRunner:
         return recording, found
 
     @contextmanager
-    def _of_equal_ranks(self, name: str, kind: str, data: Any) -> Iterator[str]:
+    def _of_equal_ranks(self, name: str, kind: str, data: Any, plan: RankPlan) -> Iterator[Any]:
         """Let all ranks have the same model inside the context, and yield the form of a step."""
         self.shards.check_written()
         with self.peers.connected():
             self._make_equal()
-            by_rows = self.losses.by_rows
-            self.peers.share_plan(self._proven(), sorted(self.distrusted), by_rows)
-            yield f"{name} {kind} {self._model.training} {_forms(data)}"
+            self.peers.share_plan(plan)
+            yield name, kind, self._model.training, form_of_rows(data)
 
     def step_on_whole_batch(self, kind: str, batch: Any) -> Any:
         """Run one step on the whole batch on every device, and share the calls of its layers.
@@ -270,7 +217,7 @@ class StepRunner:
         self._make_equal()
         self.peers.share_code_state()
         training, distrusted = self._model.training, list(self.whole_batch.distrusted)
-        with self.peers.compared(f"{method} {kind} {training} {_forms(batch)}"):
+        with self.peers.compared((method, kind, training, form_of_rows(batch))):
             return self.peers.call(method, kind, training, random_state(), distrusted, batch=batch)
 
     def _check_logs(self, mine: dict[str, float], *every: dict[str, float]) -> None:
@@ -288,13 +235,8 @@ class StepRunner:
                     )
 
     def _make_equal(self) -> None:
-        if self.peers.make_equal(self.unchecked, self._dumped):
+        if self.peers.make_equal(self.unchecked, self.dumped):
             self.unchecked = self._changes
-
-    def _proven(self) -> list[int]:
-        """Return the numbers of the candidates of the plan that work row by row."""
-        candidates = range(len(self.plan.candidates))
-        return [number for number in candidates if number not in self._reasons]
 
     def _check_casts_of_parts(self, kind: str) -> None:
         """Raise if autocast computes with weights from before an update, and nobody has them."""
@@ -334,11 +276,11 @@ class StepRunner:
     def tensors(self) -> list[Any]:
         """Return tensors that the code of the model reaches, those of closures included."""
         try:
-            return self._dumped().tensors
+            return self.dumped().tensors
         except UnsupportedModel:  # the processes of a launcher need no copy of it
             return []
 
-    def _dumped(self) -> Dumped:
+    def dumped(self) -> Dumped:
         """Return the model as bytes: made at most once in a step."""
         if self._bytes_of_step is None:
             self._bytes_of_step = dump(self._model)
@@ -362,16 +304,16 @@ class StepRunner:
         self._bytes_of_step = None
         with self.peers.connected():
             shards.group = self.rank.group
-        shards.take(new, self._dumped().holders)
+        shards.take(new, self.dumped().holders)
         self._bytes_of_step = None
         try:
-            if shards.share_memory(self._dumped().tensors):
+            if shards.share_memory(self.dumped().tensors):
                 raise UnsupportedModel(
                     f"{model.name!r} holds a tensor of one of its large variables elsewhere too, "
                     "such as in another\nvariable, and sharding would part the two. Read the "
                     'variable where its value is needed, or leave out state="sharded".'
                 )
-            self.peers.give_parts(found, self._dumped)
+            self.peers.give_parts(found, self.dumped)
         except BaseException:
             self.bring_home(shards.new())
             raise
@@ -393,7 +335,7 @@ class StepRunner:
         """Make sharded variables plain ones again."""
         if variables:
             self._bytes_of_step = None
-            self.shards.release(self._dumped().holders, variables)
+            self.shards.release(self.dumped().holders, variables)
             self._bytes_of_step = None
 
 
@@ -403,12 +345,6 @@ def leave_host(model: Any, kept: Collection[Any] = ()) -> None:
     waiting = [v for v in variables_of(model) if is_on_host(v) and id(v) not in known]
     if waiting:
         Shards().release(dump(model).holders, waiting)
-
-
-def _forms(nest: Any) -> Any:
-    return keras.tree.map_structure(
-        lambda leaf: None if leaf is None else (leaf.dtype, leaf.shape[1:]), nest
-    )
 
 
 _ALIKE = 1e-3

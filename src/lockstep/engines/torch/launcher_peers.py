@@ -40,6 +40,7 @@ class LauncherPeers:
 
     in_script = True
     times_sent = 0
+    own_code_between = True
 
     def __init__(self, model: Any, group: TorchGroup) -> None:
         self.rank = Rank(model, group.device, Shards(self))

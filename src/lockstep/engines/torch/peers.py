@@ -39,12 +39,14 @@ class Peers(Remote, Protocol):
         size: The number of processes.
         times_sent: How often the model was sent to processes that had another one.
         in_script: Whether every process runs the script.
+        own_code_between: Whether code of the user runs between two steps.
     """
 
     rank: Rank
     size: int
     times_sent: int
     in_script: bool
+    own_code_between: bool
 
     def check_devices(self, devices: tuple[str, ...]) -> None:
         """Raise if these are no devices of the processes."""

@@ -50,6 +50,7 @@ class PoolPeers:
         self.rank = Rank(model, device, Shards(self))
         self.size = lease.size
         self.times_sent = 0
+        self.own_code_between = True
         self._model = model
         self._lease = lease
         self._pool: Pool | None = None
@@ -163,7 +164,7 @@ class PoolPeers:
     def code_changed(self) -> tuple[bool, bool]:
         """Return whether code has changed the model since a step, and whether a step has."""
         by_step, self._proofs_are_old = self._proofs_are_old, False
-        return self._reads.changed(), by_step
+        return self.own_code_between and self._reads.changed(), by_step
 
     def make_equal(self, unchecked: bool, dumped: Callable[[], Dumped]) -> bool:
         """Let every process have the same model, and return whether all of it was compared.
@@ -302,7 +303,10 @@ class PoolPeers:
             self._gradients = list(map(_version_of_gradient, self.rank.tensors))
         self._random_numbers = _states_of_random_numbers()
         self._states = list(map(state_of, self.rank.generators))
-        if self._reads.changed():  # by the code of the step
+        # What the step has changed here, it has changed in every process. It matters where proofs
+        # depend on it, or where the next look would take it for a change by code between two steps.
+        seen = self.own_code_between or by_own_code or bool(self.rank.plan.candidates)
+        if seen and self._reads.changed():
             followed = [
                 layer
                 for part in self.rank.plan.candidates

@@ -27,7 +27,7 @@ from lockstep.engines.torch.step_runner import StepRunner
 from lockstep.engines.torch.torch_group import joined
 from lockstep.errors import UnsupportedModel, counted
 from lockstep.fit_lines import sharded_words
-from lockstep.keras_compat import build_on_first_batch, is_built
+from lockstep.keras_compat import build_on_first_batch, is_built, number_of_rows
 from lockstep.layout import Layout
 from lockstep.processes.agreement import DataCheck
 from lockstep.state import bytes_of, variables_of
@@ -229,7 +229,9 @@ class SplitSession(TorchSession):
 
     def epoch(self, kind: Kind, batches: Any, callbacks: Any, run: Callable[[Execute], Any]) -> Any:
         """Run the steps of one epoch; what callbacks may change is compared before each step."""
-        with self._runner.epoch(changes=may_write_between_steps(callbacks, kind.name)):
+        changes = may_write_between_steps(callbacks, kind.name)
+        own_data = number_of_rows(batches.data_adapter) is None
+        with self._runner.epoch(changes=changes, own_data=own_data):
             return super().epoch(kind, batches, callbacks, run)
 
     def _drawn(self, batches: HostIterator, iterator: Iterator[Any], times: int) -> Iterator[Any]:

@@ -83,13 +83,15 @@ class StepRunner:
         return self.rank.plan
 
     @contextmanager
-    def epoch(self, *, changes: bool) -> Iterator[None]:
+    def epoch(self, *, changes: bool, own_data: bool) -> Iterator[None]:
         """Run the steps of one epoch inside the context, and compare the weights at its end.
 
         Args:
             changes: Whether code of the user may change the model between two steps.
+            own_data: Whether code of the user makes the batches.
         """
         before, self._changes, self.unchecked = self._changes, changes, True
+        self.peers.own_code_between = changes or own_data
         self._trained = False
         try:
             with self.peers.epoch():
@@ -98,6 +100,7 @@ class StepRunner:
                 self.peers.compare_weights()
         finally:
             self._changes, self.unchecked = before, True
+            self.peers.own_code_between = True
 
     def drawn(self, batches: Iterator[Any]) -> Any:
         """Return the next batch, once every process has one."""

@@ -53,11 +53,15 @@ class Outputs:
         replica: This replica.
         ungathered: The outputs of the global batch, as Keras's code is given them.
         are_over: Whether the step has ended: the other replicas send nothing any more.
+        sums_loss: Whether a loss may have the values of this replica alone: the mean over the
+            replicas is the loss.
+        has_share: Whether the loss has.
     """
 
     def __init__(self, replica: Replica, own: Any, name: str) -> None:
         self.replica = replica
         self.are_over = False
+        self.sums_loss = self.has_share = False
         self._own = keras.tree.flatten(own)
         self._name = name
         self._whole: dict[int, tuple[Any, int]] = {}
@@ -93,7 +97,8 @@ class Outputs:
     def values(self, function: Callable[..., Any], y_true: Any, own: Any, name: str) -> Any:
         """Return what a function gives for the rows of the global batch.
 
-        Every replica has to call this.
+        Every replica has to call this. If the loss is summed, the values of other replicas are
+        zero, and those of this one are multiplied by the number of replicas.
 
         Args:
             function: A function of targets and outputs that works row by row.
@@ -102,8 +107,27 @@ class Outputs:
             name: The name of the function, for an error.
         """
         found = function(self.replica.take(y_true), own)
+        what = f"What {name!r} gives"
+        if self.sums_loss and self._may_sum(found):
+            self.has_share = True
+            return self.replica.share_of(found, what)
         return keras.tree.map_structure(
-            lambda part: self.replica.gather(part, f"What {name!r} gives", for_loss=True), found
+            lambda part: self.replica.gather(part, what, for_loss=True), found
+        )
+
+    def _may_sum(self, values: Any) -> bool:
+        """Return whether values may be multiplied, and summed in another order.
+
+        Those that were cast to a shorter type would differ by more than the rounding of outputs.
+        """
+        is_wide = isinstance(values, torch.Tensor) and values.dtype in (
+            torch.float32,
+            torch.float64,
+        )
+        return (
+            is_wide
+            and all(each.dtype.itemsize <= values.dtype.itemsize for each in self._own)
+            and get_keras_mask(values) is None  # a mask would be gathered
         )
 
     def _ungathered(self, number: int, own: Any) -> "UngatheredOutput":
@@ -227,8 +251,14 @@ class LossSharding:
         y_pred = outputs.ungathered
         if not self._are_all_losses(losses):
             y_pred = gathered(y_pred)
+        elif training and len(losses) == 1 and losses[0].reduction in _LINEAR:
+            # A loss of one output among several has a metric, which needs its value.
+            outputs.sums_loss = not compiled_loss(self._model).metrics
         with patched([(each, "call", self._taking_rows(each, each.call)) for each in losses]):
-            return loss_of(self._model, x, y, y_pred, sample_weight, training=training)
+            try:
+                return loss_of(self._model, x, y, y_pred, sample_weight, training=training)
+            finally:
+                outputs.sums_loss = False
 
     def metrics(self, outputs: Outputs, data: Any, loss: Any) -> Any:
         """Return the logs of the global batch, given its loss. Every replica has to call this."""
@@ -353,6 +383,9 @@ def _agreed(reason: str | None, replica: Replica) -> str | None:
         return "another process does not know that it works row by row"
     return reason
 
+
+_LINEAR = ("sum", "sum_over_batch_size", "mean", "mean_with_sample_weight")
+"""The reductions of Keras that are linear in the values, given targets and weights of all rows."""
 
 _LARGE = 2**26
 """Bytes of the outputs of a global batch from which on the user is told why they are gathered."""

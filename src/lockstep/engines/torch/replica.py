@@ -6,7 +6,7 @@ backward passes below keep that sum.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -247,6 +247,27 @@ class Replica:
         if mask is not None:
             set_keras_mask(whole, self.group.gather(self.true_rows(mask, name), self.counts))
         return whole
+
+    def share_of(self, own: Any, name: str) -> Any:
+        """Return values of the global batch whose mean over the replicas is that of all rows.
+
+        Those of other replicas are zero. Nothing is exchanged.
+        """
+        rows = self.true_rows(own, name)
+        before, after = (
+            rows.new_zeros((count, *rows.shape[1:]))
+            for count in (self._own.start, self.rows - self._own.stop)
+        )
+        return torch.cat([before, rows * self.size, after])
+
+    def start_mean(self, value: Any) -> Callable[[], Any]:
+        """Begin to take the mean of a value over the replicas, and return what waits for it."""
+        finish = self.group.start_sum([value.detach().clone()])
+        return lambda: finish()[0] / self.size
+
+    def gather_each(self, value: Any) -> Any:
+        """Return a value of each replica, stacked; gradients flow back to each of them."""
+        return _Gather.apply(value[None], self.group, (1,) * self.size, False)
 
     def sum(self, value: Any) -> Any:
         """Return the sum over the replicas; gradients flow back to each of them."""

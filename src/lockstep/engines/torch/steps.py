@@ -61,12 +61,14 @@ def _train(model: Any, plan: Plan, losses: LossSharding, replica: Replica, data:
     with replica.shards.read_by(STEP):
         outputs = _outputs(model, plan, replica, data, training=True)
         loss = _global_loss(model, losses, outputs, data)
+        mean = replica.start_mean(loss) if outputs.has_share else None
         if weights:
             share = loss if model.optimizer is None else model.optimizer.scale_loss(loss)
             gradients = _backward(weights, replica, share)
             with torch.no_grad():
                 replica.check()
                 _update(model, replica, gradients, weights)
+        loss = loss if mean is None else mean()
     if not weights:
         warnings.warn("The model does not have any trainable weights.", stacklevel=2)
     return losses.metrics(outputs, data, loss)
@@ -104,7 +106,7 @@ def _inspect(model: Any, plan: Plan, losses: LossSharding, replica: Replica, dat
 
 
 def _global_loss(model: Any, losses: LossSharding, outputs: Outputs, data: Any) -> Any:
-    """Return the loss of the global batch, the same on every replica."""
+    """Return the loss of the global batch, or what has this loss as its mean over the replicas."""
     model.zero_grad()
     for variable in outputs.replica.shards.variables:
         stored_value(variable).grad = None

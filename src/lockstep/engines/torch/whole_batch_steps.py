@@ -25,7 +25,7 @@ from lockstep.engines.replicas.first_step import watched
 from lockstep.engines.replicas.object_states import ObjectStates, held_in_words
 from lockstep.engines.rowwise import call_refused, is_in_float8
 from lockstep.engines.torch.code_state import is_plain_object
-from lockstep.engines.torch.group import Group
+from lockstep.engines.torch.group import Group, buckets_of
 from lockstep.engines.torch.layers import Plan
 from lockstep.engines.torch.model_copy import copy_of
 from lockstep.engines.torch.model_pickle import dump
@@ -217,7 +217,7 @@ class WholeBatchSteps:
         plan = Plan.of_all(unique([*layers_in(layer), *(each for each, _ in self._calls)]))
         tensors = [(variable, stored_value(variable)) for variable in self._variables]
         trained = [pair for pair in tensors if pair[1] is not None and pair[1].requires_grad]
-        used = [_Used.apply(tensor, replica.group) for _, tensor in trained]
+        used = _UsedTogether.apply(replica.group, *(tensor for _, tensor in trained))
         self._inside = True
         try:
             with (
@@ -335,6 +335,39 @@ class _Used(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         return _Summed.apply(gradient, ctx.group), None
+
+
+class _UsedTogether(torch.autograd.Function):  # type: ignore[misc]
+    """Replicated tensors, as every replica uses them: their gradients are summed at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, *values: Any) -> Any:
+        ctx.group = group
+        ctx.set_materialize_grads(False)  # a layer may use some of the weights
+        return tuple(value.view_as(value) for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        reached = [gradient for gradient in gradients if gradient is not None]
+        sums = iter(_SummedTogether.apply(ctx.group, *reached) if reached else ())
+        return None, *(None if gradient is None else next(sums) for gradient in gradients)
+
+
+class _SummedTogether(torch.autograd.Function):  # type: ignore[misc]
+    """The replicated sums of tensors of each replica."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, *own: Any) -> Any:
+        ctx.group = group
+        ctx.set_materialize_grads(False)
+        running = [group.start_sum([each.clone() for each in bucket]) for bucket in buckets_of(own)]
+        return tuple(total for finish in running for total in finish())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        reached = [gradient for gradient in gradients if gradient is not None]
+        used = iter(_UsedTogether.apply(ctx.group, *reached) if reached else ())
+        return None, *(None if gradient is None else next(used) for gradient in gradients)
 
 
 class _Summed(torch.autograd.Function):  # type: ignore[misc]

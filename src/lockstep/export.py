@@ -16,6 +16,8 @@ from lockstep.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoi
 from lockstep.files import replacing
 from lockstep.state import GROUPS, named_variables
 
+_ITS_OWN = "Name the function that makes the model it was written with."
+
 
 def export_model(run: Path, output: Path, model: Any = None, best: bool = False) -> Path:
     """Write the model of a checkpoint into a plain `.keras` file.
@@ -50,7 +52,10 @@ def export_model(run: Path, output: Path, model: Any = None, best: bool = False)
     found = _found(run, best)
     made = _made(found) if model is None else model
     if model is not None:
-        check_facts(str(found.path), found.state, {"model": config_of(model)})
+        try:
+            check_facts(str(found.path), found.state, {"model": config_of(model)})
+        except CheckpointMismatch as error:  # its advice is that of a run that is resumed
+            raise CheckpointMismatch(f"{str(error).splitlines()[0]}\n{_ITS_OWN}") from error
     _fill(made, found)
     try:
         with replacing(output) as temporary:
@@ -99,7 +104,7 @@ def _made(found: Found) -> Any:
         try:
             return keras.saving.deserialize_keras_object(config)
         except Exception as error:  # a constructor of the user may raise anything
-            why = str(error).strip().splitlines()[0][:120]
+            why = str(error).strip().splitlines()[0].split(". ")[0].rstrip(".")[:200]
     raise CheckpointError(
         f"The model of {found.path} cannot be made from the checkpoint alone: {why}.\n"
         "Say with --model FILE.PY:FUNCTION which function of yours makes it."
@@ -135,5 +140,5 @@ def _other(found: Found, group: str, theirs: Any, mine: Any) -> CheckpointMismat
     )
     return CheckpointMismatch(
         f"{found.path} is of another model: of its {group} variables it has {there}, and the model "
-        f"has {here}.\nName the function that makes the model it was written with."
+        f"has {here}.\n{_ITS_OWN}"
     )

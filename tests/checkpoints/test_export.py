@@ -123,7 +123,7 @@ def test_a_class_of_ones_own_needs_its_code(tmp_path):
     made = trained(tmp_path / "run", own, epochs=1)
     status, said = export(tmp_path / "run", "-o", tmp_path / "model.keras")
     assert status == 1
-    assert "cannot be made from the checkpoint alone" in said
+    assert "cannot be made from the checkpoint alone: Could not locate class 'Own'.\n" in said
     assert "--model FILE.PY:FUNCTION" in said
     (tmp_path / "code.py").write_text(
         "import numpy as np\n"
@@ -152,8 +152,11 @@ def test_another_model_of_the_same_shapes_is_refused(tmp_path):
 
     trained(tmp_path / "run", lambda: made("relu"), epochs=1)
     for other in (made("tanh"), made("relu", "ba")):
-        with pytest.raises(lockstep.errors.CheckpointMismatch, match="another model"):
+        with pytest.raises(lockstep.errors.CheckpointMismatch, match="another model") as refused:
             export_model(tmp_path / "run", tmp_path / "a.keras", other)
+        assert str(refused.value).splitlines()[1:] == [
+            "Name the function that makes the model it was written with."
+        ]
     export_model(tmp_path / "run", tmp_path / "a.keras", made("relu"))
 
 

@@ -9,6 +9,7 @@ import pytest
 from keras import layers
 
 import lockstep
+from lockstep.checkpoint.checkpoint_run import _rate
 from lockstep.checkpoint.fingerprint import check_facts, compiled_of, config_of
 from lockstep.checkpoint.plain_state import from_plain, to_plain
 from lockstep.errors import CheckpointWarning
@@ -398,6 +399,18 @@ def test_a_schedule_instead_of_a_rate_is_taken_or_refused(before, after, tmp_pat
     kernel = next(path for path in mine[1] if path.endswith("kernel"))
     assert mine[0].keys() == truth[0].keys()
     assert not np.array_equal(mine[1][kernel], truth[1][kernel])
+
+
+def test_of_two_schedules_of_one_kind_a_message_names_what_differs():
+    """Both were cut before the argument that differed."""
+    then, now = (
+        keras.saving.serialize_keras_object(
+            keras.optimizers.schedules.CosineDecay(0.0, 400, warmup_target=0.1, warmup_steps=steps)
+        )
+        for steps in (10, 20)
+    )
+    assert _rate(then, now) == "CosineDecay(warmup_steps=10)"
+    assert _rate(now, then) == "CosineDecay(warmup_steps=20)"
 
 
 class WithoutOptimizer(keras.Sequential):

@@ -5,6 +5,8 @@ import json
 import shlex
 import subprocess
 import sys
+import types
+import zipfile
 from pathlib import Path
 
 import keras
@@ -13,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 import lockstep
+from lockstep.checkpoint.run_report import own_classes
 from lockstep.cli import main
 from lockstep.errors import UnreadableFile, UnsuitableOutput
 from tests.rescue.old_files import LEGACY
@@ -59,6 +62,45 @@ def test_lambdas_of_the_template_are_named_before_anyone_needs_them():
     found = look("keras-2.2.4__lookalike-single/template_full.h5")
     assert found.needs == ("Lambda 'lambda_1'", "Lambda 'lambda_2'")
     assert "--custom" in found.command
+
+
+def test_classes_of_ones_own_are_named_and_the_command_loads_the_file(tmp_path, monkeypatch):
+    """Plain `load_model` cannot find them. A name that is no name stays out of the command."""
+
+    class Halves(keras.layers.Layer):
+        def call(self, x):
+            return x / 2
+
+    class Largest(keras.metrics.Mean):
+        pass
+
+    path = tmp_path / "own.keras"
+    model = keras.Sequential([keras.Input((4,)), Halves(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=[Largest()])
+    model.save(path)
+    found = lockstep.inspect(path)
+    assert found.needs == ("Halves", "Largest")
+    monkeypatch.setitem(sys.modules, "your_file", types.ModuleType("your_file"))
+    vars(sys.modules["your_file"]).update(Halves=Halves, Largest=Largest)
+    program, dash, code = shlex.split(found.command)
+    assert (program, dash) == ("python", "-c")
+    with pytest.raises(TypeError, match="Could not locate class 'Halves'"):
+        keras.models.load_model(path)
+    exec(code, {})
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    parts["config.json"] = parts["config.json"].replace(b'"Halves"', b'"x; import os"')
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, part in parts.items():
+            archive.writestr(name, part)
+    assert lockstep.inspect(path).needs == ("Largest",)
+
+
+def test_a_configuration_may_be_nested_deeper_than_calls():
+    deep = {}
+    for _ in range(5000):
+        deep = {"inner": [deep]}
+    assert own_classes(deep) == ()
 
 
 @pytest.mark.parametrize(

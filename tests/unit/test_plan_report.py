@@ -6,6 +6,7 @@ import re
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -19,7 +20,7 @@ from lockstep.errors import DeviceError, TargetNotFound, UnsupportedBackend, Unu
 from lockstep.plan.gpus import gpu_named
 from lockstep.plan.liveness import MEDIAN_ERROR, WORST_ERROR
 from lockstep.plan.memory_plan import parse_memory
-from lockstep.plan.temporaries import largest_batch
+from lockstep.plan.temporaries import estimated_temporaries, largest_batch
 from lockstep.step_bytes import LayoutBytes, amount
 from tests.processes.common import warm_end
 
@@ -300,6 +301,30 @@ def test_a_step_that_is_not_traced_leaves_the_exact_part(build, why):
     assert found.notes[1].startswith("Not included: activations and temporaries")
     assert found.notes[2].startswith(f"The step could not be traced without data. {why}")
     assert "more" not in found.notes[2].split("real")[-1]
+
+
+class OwnStep(keras.Sequential):
+    def train_step(self, data):
+        return {}
+
+
+def test_a_step_for_another_backend_is_not_tried_on_jax():
+    """Its arguments are others: the reason was a TypeError, and its sentence came twice."""
+
+    def refuse(*arguments):
+        raise UnsupportedBackend("no tracing")
+
+    engine = SimpleNamespace(name="torch", traced_step=refuse)
+    batch = (np.zeros((4, 4), "float32"),)
+    made = OwnStep([layers.Dense(1)], name="mine")
+    made.compile("sgd", "mse")
+    layout = (SimpleNamespace(devices=1, gathers_again=False), None)
+    sizes, notes = estimated_temporaries(engine, made, batch, [layout], "train.py:build", None)
+    assert sizes == [None]
+    assert notes[1] == (
+        "The step could not be traced without data. UnusableData: 'mine' has a train_step for "
+        "torch, and JAX alone traces activations."
+    )
 
 
 def test_the_error_of_the_estimate_is_that_of_the_page():

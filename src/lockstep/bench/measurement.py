@@ -97,7 +97,7 @@ def measure(
         step=statistics.median(every),
         spread=(quartiles[0], quartiles[2]),
         input=seconds,
-        host=statistics.median(clock.host / clock.steps for clock in clocks) if starts else 0.0,
+        host=statistics.median(clock.host / clock.steps for clock in clocks) if starts else None,
         compute=None if profile.compute is None else profile.compute / traced.done,
         communication=(
             None if profile.communication is None else profile.communication / traced.done

@@ -45,7 +45,7 @@ class Measurement:
         step: A step of `fit`, the median of the rounds.
         spread: The first and third quartile of the rounds.
         input: The preparation of one batch as in `fit`, with nothing else running.
-        host: The processor time of the main thread in one step.
+        host: The processor time of the main thread in one step; `None` where it computes too.
         compute: The computation of the busiest device in one step; `None` without a trace.
         communication: Its collectives in one step, including the time that it waits in them.
         compile: One trace and compilation, without a compilation cache; `None` if unknown.
@@ -62,7 +62,7 @@ class Measurement:
     step: float
     spread: tuple[float, float]
     input: float
-    host: float
+    host: float | None
     compute: float | None
     communication: float | None
     compile: float | None
@@ -163,7 +163,7 @@ class Scaling(Report):
                     f"{last.communication / last.step:.0%} of a step now."
                 )
         one_by_one = last.steps_per_execution == 1 and last.backend == "jax"
-        if last.compute and last.host > 0.1 * last.step and one_by_one:
+        if last.compute and last.host and last.host > 0.1 * last.step and one_by_one:
             steps = _power_of_two(last.host / (0.05 * last.compute))
             if steps > 1:
                 found.append(

@@ -425,8 +425,8 @@ class CheckpointRun:
         take = 'To go on with that of compile, give Checkpoint(..., learning_rate="compile").'
         if isinstance(then, dict) or isinstance(now, dict):
             raise CheckpointMismatch(
-                f"{found.path} was written with another learning rate: it was {_rate(then)}, and "
-                f"compile has {_rate(now)}.\n{take}"
+                f"{found.path} was written with another learning rate: it was "
+                f"{_rate(then, now)}, and compile has {_rate(now, then)}.\n{take}"
             )
         for mine, before in zip(rates_of(here), rates_of(written), strict=False):
             mine["learning_rate"] = before["learning_rate"]  # asked again at the next start
@@ -487,12 +487,18 @@ def _refused_in_words(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _rate(rate: Any) -> str:
-    """Return a learning rate or a schedule in a few words."""
+def _rate(rate: Any, other: Any = None) -> str:
+    """Return a learning rate or a schedule in a few words: what differs from another one."""
     if not isinstance(rate, dict):
         return f"{rate:.6g}"
-    numbers = rate.get("config", {}).items()
-    inner = ", ".join(f"{name}={value}" for name, value in numbers if name != "name")
+    numbers = rate.get("config") or {}
+    alike = isinstance(other, dict) and other.get("class_name") == rate.get("class_name")
+    beside = (other.get("config") or {}) if alike else {}
+    inner = ", ".join(
+        f"{name}={value}"
+        for name, value in numbers.items()
+        if name != "name" and (name not in beside or beside[name] != value)
+    )
     return f"{rate.get('class_name')}({inner})"[:90]
 
 

@@ -42,12 +42,14 @@ def compiled_of(model: Any) -> Any:
 
 def parts_of(config: Any) -> Iterator[dict[str, Any]]:
     """Yield every dict in a configuration, the outer ones first."""
-    if isinstance(config, dict):
-        yield config
-        config = list(config.values())
-    if isinstance(config, list):
-        for each in config:
-            yield from parts_of(each)
+    stack = [config]  # a file of unknown origin may nest deeper than Python calls
+    while stack:
+        here = stack.pop()
+        if isinstance(here, dict):
+            yield here
+            here = list(here.values())
+        if isinstance(here, list):
+            stack += reversed(here)
 
 
 def rates_of(config: Any) -> list[dict[str, Any]]:

@@ -164,7 +164,7 @@ def report_run(path: Path) -> RunReport:
     best = None if alone else retention.best_of(paths)
     newest = next(iter(states.values()), {})
     config = newest.get("model")
-    needs = tuple(dict.fromkeys(_own_classes(config)))
+    needs = own_classes(config)
     words = ["lockstep", "export", str(path), "-o", _output(path, alone)]
     if config is None or needs:
         words += ["--model", "FILE.PY:FUNCTION"]
@@ -209,8 +209,12 @@ def _model(config: Any) -> str:
     return f"{name!r} ({config.get('class_name')})" if name else str(config.get("class_name", ""))
 
 
+def own_classes(config: Any) -> tuple[str, ...]:
+    """Return the classes and lambdas in a configuration that Keras alone cannot make."""
+    return tuple(dict.fromkeys(_own_classes(config)))
+
+
 def _own_classes(config: Any) -> Iterator[str]:
-    """The classes and lambdas in a configuration that Keras alone cannot make."""
     # keras/src/saving/serialization_lib.py: Keras's own classes have no registered name; those
     # that have one, as Functional, have a module of Keras.
     for part in parts_of(config):

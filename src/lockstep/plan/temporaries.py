@@ -33,6 +33,7 @@ NO_ESTIMATE = (
     "Not included: activations and temporaries, which grow with the rows of a device, and the "
     "backend itself."
 )
+_NOT_TRACED = "The step could not be traced without data. "
 
 Layouts = Sequence[tuple[LayoutBytes, Mapping[int, int | None] | None]]
 """Layouts, and the dim along which each variable is sharded, by its `id`."""
@@ -62,13 +63,14 @@ def estimated_temporaries(
         _check_compiles(model)
         with suppress(UnsupportedBackend):
             return _traced(engine, model, batch, layouts), [ESTIMATE]
+        _check_portable(model, engine.name)
         counts = [layout.devices for layout, _ in layouts]
         label = f"Activations are as compiled by JAX. {engine.name} may need more."
         return _on_jax(target, counts, batch_size, policy), [ESTIMATE, label]
     except Exception as error:  # the step is code of the user, which runs on shapes
         return [None] * len(layouts), [
             NO_ESTIMATE,
-            f"The step could not be traced without data. {_words(error)}",
+            f"{_NOT_TRACED}{_words(error)}",
         ]
 
 
@@ -163,6 +165,15 @@ def _check_compiles(model: Any) -> None:
         )
 
 
+def _check_portable(model: Any, backend: str) -> None:
+    import keras
+
+    if type(model).train_step is not keras.Model.train_step:
+        raise UnusableData(
+            f"{model.name!r} has a train_step for {backend}, and JAX alone traces activations."
+        )
+
+
 def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
@@ -210,5 +221,5 @@ def _on_jax(target: Any, counts: Sequence[int], batch_size: int | None, policy: 
     rows = [each for each in found["layouts"] if each["policy"] == policy]
     known = {e["devices"]: e["temporaries"] for e in rows if e["state"] == REPLICATED}
     if None in known.values():
-        raise UnusableData(found["notes"][2])
+        raise UnusableData(found["notes"][2].removeprefix(_NOT_TRACED))
     return [known[devices] for devices in counts]

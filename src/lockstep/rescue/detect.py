@@ -6,14 +6,14 @@ import json
 import os
 import shlex
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import h5py
 
-from lockstep.checkpoint.run_report import is_run, runs_within
+from lockstep.checkpoint.run_report import is_run, own_classes, runs_within
 from lockstep.errors import HostileFile, UnreadableFile
 from lockstep.rescue import hdf5, read, unwrap
 from lockstep.rescue.read import OldFile
@@ -172,10 +172,13 @@ def _keras2_command(old: OldFile, needs_code: bool) -> str:
     return f"lockstep rescue {shlex.quote(old.path)} -o {stem}.keras{code}"
 
 
-def _load_command(path: str) -> str:
+def _load_command(path: str, classes: Sequence[str] = ()) -> str:
     """Return a command for a shell that loads a model; any name of a file is quoted."""
-    name = json.dumps(path, ensure_ascii=False)
-    return f"python -c {shlex.quote(f'import keras; keras.models.load_model({name})')}"
+    code, given = "import keras", json.dumps(path, ensure_ascii=False)
+    if classes:
+        code += f"; from your_file import {', '.join(classes)}"
+        given += f", custom_objects={{{', '.join(f'{name!r}: {name}' for name in classes)}}}"
+    return f"python -c {shlex.quote(f'{code}; keras.models.load_model({given})')}"
 
 
 def _keras3_weights(path: str, handle: Any) -> Inspection:
@@ -239,6 +242,7 @@ def _archive(path: str) -> Inspection:
             ) from error
     flaw = None
     inner = None
+    classes = [name for name in own_classes(config) if name.isidentifier()][:100]
     hdf5.require_survival(path)
     try:
         with hdf5.inside_archive(path) as handle, hdf5.reading(path):
@@ -252,10 +256,10 @@ def _archive(path: str) -> Inspection:
         contents="full model",
         parallel=False,
         complete=flaw is None,
-        command=_load_command(path),
+        command=_load_command(path, classes),
         flaw=flaw,
         optimizer=inner is not None and inner.optimizer,
         compiled=bool(config.get("compile_config")),
         arrays=inner.arrays if inner else (),
-        needs=code_needed(config),
+        needs=(*code_needed(config), *classes),
     )

@@ -126,7 +126,7 @@ class Inspection(Report):
         optimizer: Whether the file holds optimizer state.
         compiled: Whether the file holds loss and metrics.
         arrays: All arrays of weights, in file order.
-        needs: Lambda layers whose code the user must give.
+        needs: Lambda layers and own classes, whose code the user must give.
         command: The command that makes the file usable.
         notes: Further information for the user.
     """

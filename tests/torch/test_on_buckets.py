@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from lockstep.engines.torch import group
-from lockstep.engines.torch.gradient_buckets import summed_gradients
+from lockstep.engines.torch.group import summed_gradients
 
 
 class TwoAlike:

@@ -7,8 +7,8 @@ import torch
 
 from lockstep.devices import Device, check_visible, rehearsed_devices
 from lockstep.engines.rehearsal_error import rehearsal_too_late
+from lockstep.engines.torch.launcher_group import TorchGroup
 from lockstep.engines.torch.placement import torch_device_of
-from lockstep.engines.torch.torch_group import TorchGroup
 from lockstep.keras_compat import torch_default_device
 
 _rehearsed: int | None = None

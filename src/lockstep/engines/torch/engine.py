@@ -9,13 +9,12 @@ import torch
 from lockstep.devices import Device
 from lockstep.engines.engine import Engine
 from lockstep.engines.torch import devices as torch_devices
-from lockstep.engines.torch import joining
 from lockstep.engines.torch.branches.branch_session import BranchSession
+from lockstep.engines.torch.launcher_group import join, joined
 from lockstep.engines.torch.probe import TorchProbe
 from lockstep.engines.torch.session import TorchSession
 from lockstep.engines.torch.sharded_variables import made_on_host, to_shard
 from lockstep.engines.torch.split_session import SplitSession
-from lockstep.engines.torch.torch_group import joined
 from lockstep.launch.environment import Place
 from lockstep.layout import Branches, Layout
 
@@ -41,7 +40,7 @@ class TorchEngine(Engine):
 
     def join(self, place: Place) -> tuple[int, int]:
         """Join the processes of a launcher, unless this has been done."""
-        return joining.join(place, torch_devices.rehearsed() or 1)
+        return join(place, torch_devices.rehearsed() or 1)
 
     def session(self, model: Any, layout: Layout) -> TorchSession:
         """Return a session of `model`; see `Engine`."""

@@ -9,12 +9,12 @@ from typing import Any
 from lockstep.engines.replicas.first_step import Difference
 from lockstep.engines.torch.devices import of_all
 from lockstep.engines.torch.group import PeerLost
+from lockstep.engines.torch.launcher_group import TorchGroup
 from lockstep.engines.torch.model_pickle import Dumped
-from lockstep.engines.torch.peers import dropped_part
-from lockstep.engines.torch.rank import Rank, RankPlan
+from lockstep.engines.torch.peers import Peers, dropped_part
+from lockstep.engines.torch.rank import RankPlan
 from lockstep.engines.torch.settings import checksum
-from lockstep.engines.torch.sharded_variables import Shards, is_sharded
-from lockstep.engines.torch.torch_group import TorchGroup
+from lockstep.engines.torch.sharded_variables import is_sharded
 from lockstep.errors import ProcessesDisagree, UnsupportedModel
 from lockstep.keras_compat import stored_value
 from lockstep.processes.agreement import DataCheck
@@ -30,7 +30,7 @@ _MOST_VARIABLES = 1 << 32
 """The numbers of the variables of one model do not reach those of the next one."""
 
 
-class LauncherPeers:
+class LauncherPeers(Peers):
     """The processes of a launcher; see `Peers`.
 
     Attributes:
@@ -39,13 +39,9 @@ class LauncherPeers:
     """
 
     in_script = True
-    times_sent = 0
-    own_code_between = True
 
     def __init__(self, model: Any, group: TorchGroup) -> None:
-        self.rank = Rank(model, group.device, Shards(self))
-        self.size = group.size
-        self._model = model
+        super().__init__(model, group.device, group.size)
         self._group = group
         self._shared: dict[int, Any] = {}  # the variables that all processes have, by their `id`
         self.assigned = VariableDrift(model, self._held)
@@ -71,17 +67,10 @@ class LauncherPeers:
                 "Leave devices out, or start as many processes as devices."
             )
 
-    def to_start(self) -> int:
-        """Return that the launcher has started all processes."""
-        return 0
-
     def methods(self, methods: dict[str, Any], *, is_sharded: bool) -> dict[str, Any]:
         """Return the methods to replace on the model, for several processes."""
         saved = self.saved if is_sharded else None
         return methods_of_all_processes(self._model, methods, self.assigned, saved)
-
-    def end(self) -> None:
-        """Do nothing: the processes run their scripts."""
 
     # ------------------------------------------------------------ calls
 
@@ -146,10 +135,6 @@ class LauncherPeers:
             share_variables([*new, *(constants_of(self._model) if new else [])])
         self._shared = {id(variable): variable for variable in variables}
 
-    def code_changed(self) -> tuple[bool, bool]:
-        """Return that no code is compared: each process runs the script."""
-        return False, False
-
     def make_equal(self, unchecked: bool, dumped: Callable[[], Dumped]) -> bool:
         """Note that the model may have other layers; every script has changed it alike."""
         self._check_parts_are_of_one_step()
@@ -163,12 +148,6 @@ class LauncherPeers:
         if plan != self._plan:
             self.rank.take_plan(plan)
             self._plan = plan
-
-    def share_code_state(self) -> None:
-        """Do nothing: every script has the same."""
-
-    def stepped(self, *, by_own_code: bool = False) -> None:
-        """Do nothing: `ran` notes what a step has left."""
 
     def ran(self, *, changes: bool) -> None:
         """Record the values that a step has left, which are those of every process."""

@@ -1,5 +1,6 @@
 """The plan by which each layer of a split model runs in one step."""
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,20 +18,20 @@ from lockstep.engines.rowwise import (
     call_name,
     is_container,
 )
-from lockstep.engines.torch.moments import moments_over
 from lockstep.engines.torch.replica import Replica, seed_of_replica
-from lockstep.engines.torch.stateful import by_rows
 from lockstep.keras_compat import (
+    EXPECTED_BATCH_SIZE,
     GLOBAL_SEED_GENERATOR,
     MOMENTS,
     calls_of,
     get_keras_mask,
     global_state,
     operations_of,
+    reduction_axes,
     seed_generators,
     set_keras_mask,
 )
-from lockstep.state import unique
+from lockstep.state import stateful_layers, unique
 
 
 class Plan(LayerPlan):
@@ -206,3 +207,124 @@ def _of_this_replica(draw: Callable[..., Any], replica: Replica) -> Callable[...
         return seed if replica.streams.are_common else seed_of_replica(seed, replica.rank)
 
     return draw_here
+
+
+def moments_over(layer: Any, replica: Replica) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """Return a replacement for a batch norm's `_moments` that uses the global batch.
+
+    Each replica gives the sum of its inputs and their squared distance from their own mean, which
+    are joined by the formula of Chan, Golub and LeVeque, "Updating Formulae and a Pairwise
+    Algorithm for Computing Sample Variances" (1979). The mean of squares minus the squared mean
+    would lose all digits for inputs far from zero.
+    """
+    axes = reduction_axes(layer)
+    name = f"The input of layer {layer.name!r}"
+
+    def moments(inputs: Any, mask: Any) -> tuple[Any, Any]:
+        inputs = replica.true_rows(inputs, name)
+        others = math.prod(inputs.shape[axis] for axis in axes if axis)
+        if mask is None:
+            count = inputs.new_tensor(replica.rows * others)
+            counts = inputs.new_tensor(replica.counts) * others
+            total = inputs.sum(axes)
+            own = total / max(len(inputs) * others, 1)
+            squares = (inputs - _along(own, inputs, axes)).square().sum(axes)
+            sums, squares = replica.gather_each(torch.stack([total, squares])).unbind(1)
+        else:
+            kept = replica.true_rows(mask, f"{name} (its mask)").unsqueeze(-1)
+            kept = kept.broadcast_to(inputs.shape).bool()
+            number = kept.to(inputs.dtype).sum(axes)
+            total = torch.where(kept, inputs, 0).sum(axes)
+            own = total / number.clamp(min=1)
+            distance = torch.where(kept, inputs - _along(own, inputs, axes), 0)
+            stacked = torch.stack([total, distance.square().sum(axes), number])
+            sums, squares, counts = replica.gather_each(stacked).unbind(1)
+            # Keras adds the same epsilon if there is a mask.
+            count = counts.sum(0) + keras.config.epsilon()
+        counts = counts.reshape(len(counts), -1)
+        mean = sums.sum(0) / count
+        away = sums / counts.clamp(min=1) - mean
+        variance = (squares + counts * away.square()).sum(0) / count
+        return mean, variance
+
+    return moments
+
+
+def _along(values: Any, inputs: Any, axes: Any) -> Any:
+    """Return values of each channel in a shape that is broadcast to the inputs."""
+    return values.reshape([1 if axis in axes else size for axis, size in enumerate(inputs.shape)])
+
+
+@contextmanager
+def copied_states(model: Any) -> Iterator[None]:
+    """Let the stateful RNNs of a model compute with copies of their states in the context.
+
+    Keras 3.15.1 computes with the tensor of the state variable, and assigns the new state to it.
+    PyTorch then has no old state for the backward pass, and raises.
+    """
+    # keras/src/layers/rnn/rnn.py, RNN.call; keras/src/layers/rnn/lstm.py, LSTM.inner_loop
+    layers = stateful_layers(model)
+    with patched([(layer, "inner_loop", _on_copies(layer.inner_loop)) for layer in layers]):
+        yield
+
+
+def by_rows(rnn: Any, replica: Replica) -> list[tuple[Any, str, Any]]:
+    """Return the attributes to patch so that this replica runs its rows of an RNN's states.
+
+    Row i of a batch continues row i of the batch before. The new rows of all replicas are
+    gathered, so the states of every process are complete.
+
+    Returns:
+        Tuples of the RNN, the name of an attribute, and its new value.
+    """
+    # keras/src/layers/rnn/rnn.py, RNN.call
+    call, states = rnn.call, rnn.states
+
+    def call_by_rows(sequences: Any, initial_state: Any = None, **kwargs: Any) -> Any:
+        if initial_state is None:
+            _check_rows(states, replica)
+            initial_state = keras.tree.map_structure(
+                lambda state: replica.take(state.value).clone(), states
+            )
+        return call(sequences, initial_state=initial_state, **kwargs)
+
+    name = f"The state of {rnn.name!r}"
+    assigned = keras.tree.map_structure(lambda state: _Gathered(state, replica, name), states)
+    return [
+        (rnn, "call", call_by_rows),
+        (rnn, "states", assigned),
+        (rnn, EXPECTED_BATCH_SIZE, None),
+    ]
+
+
+class _Gathered:
+    """A state variable to which a replica assigns its rows."""
+
+    def __init__(self, state: Any, replica: Replica, name: str) -> None:
+        self._state = state
+        self._replica = replica
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._state, name)
+
+    def assign(self, own: Any) -> None:
+        """Assign the gathered rows of all replicas."""
+        self._state.assign(self._replica.gather(own.detach(), self._name))
+
+
+def _check_rows(states: Any, replica: Replica) -> None:
+    expected = {len(state.value) for state in keras.tree.flatten(states)}
+    if expected != {replica.rows}:
+        raise ValueError(
+            "If an RNN is stateful, the batch size of the input sequences must be the same as the "
+            f"batch size\nof its state, {expected.pop()}. A batch has {replica.rows} rows."
+        )
+
+
+def _on_copies(inner_loop: Callable[..., Any]) -> Callable[..., Any]:
+    def inner_loop_on_copies(*, initial_state: Any, **kwargs: Any) -> Any:
+        copies = keras.tree.map_structure(torch.clone, initial_state)
+        return inner_loop(initial_state=copies, **kwargs)
+
+    return inner_loop_on_copies

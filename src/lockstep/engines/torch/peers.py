@@ -1,15 +1,20 @@
 """Who runs the calls of a rank together with it: workers of a pool, or scripts of a launcher."""
 
+# ruff: noqa: B027 (an empty method is what one kind of peers has no need of)
+
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar, cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar, cast
+
+import torch
 
 from lockstep.engines.held_signals import HeldSignals
 from lockstep.engines.replicas.first_step import Difference
 from lockstep.engines.torch.model_pickle import Dumped
 from lockstep.engines.torch.rank import Rank, RankPlan
-from lockstep.engines.torch.sharded_variables import Remote, Shards, shards_in
+from lockstep.engines.torch.sharded_variables import Shards, shards_in
 from lockstep.errors import UnsupportedModel
 from lockstep.state import variables_of
 
@@ -31,7 +36,7 @@ def uninterrupted(method: Method) -> Method:
     return cast(Method, run)
 
 
-class Peers(Remote, Protocol):
+class Peers(ABC):
     """Who runs the calls of a rank together with it.
 
     Attributes:
@@ -42,30 +47,39 @@ class Peers(Remote, Protocol):
         own_code_between: Whether code of the user runs between two steps.
     """
 
-    rank: Rank
-    size: int
-    times_sent: int
-    in_script: bool
-    own_code_between: bool
+    in_script = False
 
+    def __init__(self, model: Any, device: torch.device, size: int) -> None:
+        self.rank = Rank(model, device, Shards(self))
+        self.size = size
+        self.times_sent = 0
+        self.own_code_between = True
+        self._model = model
+
+    @abstractmethod
     def check_devices(self, devices: tuple[str, ...]) -> None:
         """Raise if these are no devices of the processes."""
 
     def to_start(self) -> int:
         """Return the number of processes that the first step starts."""
+        return 0
 
     def methods(self, methods: dict[str, Any], *, is_sharded: bool) -> dict[str, Any]:
         """Return the methods to replace on the model, given those of all engines."""
+        return methods
 
     def end(self) -> None:
         """Leave the other processes: the model goes back to one device."""
 
+    @abstractmethod
     def connected(self) -> AbstractContextManager[None]:
         """Connect the rank with the other ones inside the context."""
 
     def code_changed(self) -> tuple[bool, bool]:
         """Return whether code has changed the model since a step, and whether a step has."""
+        return False, False
 
+    @abstractmethod
     def make_equal(self, unchecked: bool, dumped: Callable[[], Dumped]) -> bool:
         """Let every process have the same model, and return whether all of it was compared.
 
@@ -74,12 +88,15 @@ class Peers(Remote, Protocol):
             dumped: Returns the model as bytes.
         """
 
+    @abstractmethod
     def share_plan(self, plan: RankPlan) -> None:
         """Give every rank this plan."""
 
+    @abstractmethod
     def compared(self, form: Any) -> AbstractContextManager[None]:
         """Let the ranks compare what they exchange in the first step of a form."""
 
+    @abstractmethod
     def call(self, method: str, *arguments: Any, batch: Any = None) -> Any:
         """Call a method of every rank, and return what it returns here.
 
@@ -89,6 +106,7 @@ class Peers(Remote, Protocol):
             batch: The tensors of a batch.
         """
 
+    @abstractmethod
     def ask(self, method: str) -> list[Any]:
         """Call a method of every rank, and return what is known here of the answers of all."""
 
@@ -104,7 +122,9 @@ class Peers(Remote, Protocol):
 
     def epoch(self) -> AbstractContextManager[None]:
         """Note the begin and the end of an epoch."""
+        return nullcontext()
 
+    @abstractmethod
     def compare_weights(self) -> None:
         """Raise after an epoch if another process has other weights.
 
@@ -112,6 +132,7 @@ class Peers(Remote, Protocol):
             ProcessesDisagree: If it has.
         """
 
+    @abstractmethod
     def number_of(self, part: Any) -> int:
         """Return the number of a part in the processes.
 
@@ -119,6 +140,7 @@ class Peers(Remote, Protocol):
             UnsupportedModel: If they have dropped it.
         """
 
+    @abstractmethod
     def give_parts(self, found: list[Any], dumped: Callable[[], Dumped]) -> None:
         """Let every process have its parts of new variables.
 
@@ -126,6 +148,14 @@ class Peers(Remote, Protocol):
             found: All variables that are sharded.
             dumped: Returns the model as bytes.
         """
+
+    @abstractmethod
+    def gathered(self, part: Any) -> tuple[Any, bool]:
+        """Return the parts of all processes; see `Remote`."""
+
+    @abstractmethod
+    def scatter(self, part: Any, whole: Any) -> None:
+        """Give each process its part of a whole value; see `Remote`."""
 
     # What the processes of a launcher agree on; the workers of a pool follow rank 0.
 
@@ -139,15 +169,18 @@ class Peers(Remote, Protocol):
             batches: The batches.
             changes: Whether code of the user may have changed the model.
         """
+        return next(batches)
 
     def agree_on_plan(self, unsplit: str | None, reasons: list[int]) -> None:
         """Check that every process runs the same layers by rows."""
 
     def noted(self, *, changes: bool) -> Any:
         """Return what this process has assigned up to now, for the other processes."""
+        return None
 
     def agreed_difference(self, found: Difference | None) -> Difference | None:
         """Return the difference that all processes act on."""
+        return found
 
     def ran(self, *, changes: bool) -> None:
         """Note the values that any step has left.

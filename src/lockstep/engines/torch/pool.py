@@ -3,6 +3,7 @@
 import atexit
 import itertools
 import json
+import mmap
 import os
 import pickle
 import subprocess
@@ -13,21 +14,94 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from socket import socketpair
 from types import ModuleType
 from typing import Any
 
+import keras
 import torch
 import torch.distributed as dist
 
 from lockstep.engines.own_code import is_own
 from lockstep.engines.sent_error import load_error
-from lockstep.engines.torch.batch_memory import BatchMemory, new_file
 from lockstep.engines.torch.group import HOST, Group, PeerLost
 from lockstep.engines.torch.placement import torch_device_of
 from lockstep.engines.worker_watch import WorkerWatch
 from lockstep.errors import WorkerDied
+
+_ALIGNMENT = 64
+
+
+def new_file() -> int:
+    """Return the descriptor of an empty file in memory without a name."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("lockstep")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+class BatchMemory:
+    """Writes a batch in one process, and reads it in the others.
+
+    What was read is valid until the next batch is written.
+
+    Args:
+        file: The descriptor of the file, in this process.
+    """
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._map: Any = None
+
+    def write(self, batch: Any) -> Any:
+        """Write the tensors of a nest; return a description that `read` takes."""
+        written: list[tuple[Any, _Place]] = []
+        end = 0
+
+        def place_of(leaf: Any) -> _Place | None:
+            nonlocal end
+            if leaf is None:
+                return None
+            place = _Place(end, leaf.dtype, tuple(leaf.shape))
+            written.append((leaf, place))
+            end += -(-leaf.nbytes // _ALIGNMENT) * _ALIGNMENT
+            return place
+
+        description = keras.tree.map_structure(place_of, batch)
+        if end > os.fstat(self._file).st_size:
+            os.ftruncate(self._file, end)
+        for leaf, place in written:
+            self._tensor(place).copy_(leaf.detach())
+        return description
+
+    def read(self, description: Any) -> Any:
+        """Return the tensors at their places. They are no copies."""
+        return keras.tree.map_structure(
+            lambda place: None if place is None else self._tensor(place), description
+        )
+
+    def _tensor(self, place: "_Place") -> Any:
+        count = torch.Size(place.shape).numel()
+        if not count:
+            return torch.empty(place.shape, dtype=place.dtype)
+        end = place.start + count * place.dtype.itemsize
+        if self._map is None or len(self._map) < end:
+            # Tensors of the old map keep it alive.
+            self._map = mmap.mmap(self._file, os.fstat(self._file).st_size)
+        flat = torch.frombuffer(self._map, dtype=place.dtype, count=count, offset=place.start)
+        return flat.view(place.shape)
+
+
+@dataclass
+class _Place:
+    """The place of one tensor in the memory."""
+
+    start: int
+    dtype: Any
+    shape: tuple[int, ...]
+
 
 _START = """\
 import json, sys

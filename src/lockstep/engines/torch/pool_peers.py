@@ -3,24 +3,23 @@
 import random
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import keras
 import numpy as np
 import torch
 
-from lockstep.engines.replicas.first_step import Difference, bounds_for, difference
+from lockstep.engines.replicas.first_step import bounds_for, difference
 from lockstep.engines.torch.code_state import CodeReads
 from lockstep.engines.torch.generators import state_of
 from lockstep.engines.torch.layers import parts_of
 from lockstep.engines.torch.model_pickle import Dumped
-from lockstep.engines.torch.peers import check_parts, dropped_part, uninterrupted
+from lockstep.engines.torch.peers import Peers, check_parts, dropped_part, uninterrupted
 from lockstep.engines.torch.placement import check_placement
 from lockstep.engines.torch.pool import Lease, Pool
-from lockstep.engines.torch.rank import Rank, RankPlan
+from lockstep.engines.torch.rank import RankPlan
 from lockstep.engines.torch.settings import CastsOfAutocast, checksum, current_settings
-from lockstep.engines.torch.sharded_variables import Shards
 from lockstep.errors import ProcessesDisagree, UnsupportedModel, WorkerDied
 from lockstep.keras_compat import (
     GLOBAL_SEED_GENERATOR,
@@ -30,7 +29,7 @@ from lockstep.keras_compat import (
 )
 
 
-class PoolPeers:
+class PoolPeers(Peers):
     """The workers of a pool; see `Peers`.
 
     The model of this process is the truth: a worker's copy is made anew, or given other
@@ -42,16 +41,10 @@ class PoolPeers:
         lease: The part of the model in its pool.
     """
 
-    in_script = False
-
     def __init__(self, model: Any, device: torch.device, lease: Lease) -> None:
         # The end of the model ends its part in the pool; a lease knows no model.
         weakref.finalize(model, lease.end)
-        self.rank = Rank(model, device, Shards(self))
-        self.size = lease.size
-        self.times_sent = 0
-        self.own_code_between = True
-        self._model = model
+        super().__init__(model, device, lease.size)
         self._lease = lease
         self._pool: Pool | None = None
         self._sent: Any = None
@@ -77,10 +70,6 @@ class PoolPeers:
     def to_start(self) -> int:
         """Return the number of processes that the first step starts."""
         return 0 if self._lease.runs() else self.size - 1
-
-    def methods(self, methods: dict[str, Any], *, is_sharded: bool) -> dict[str, Any]:
-        """Return the methods to replace on the model: those that are given."""
-        return methods
 
     def end(self) -> None:
         """Let the pool forget the model."""
@@ -315,10 +304,6 @@ class PoolPeers:
             self._proofs_are_old |= self._reads.objects_changed(followed)
             self._reads.renew()
 
-    def epoch(self) -> Any:
-        """Do nothing: an epoch of this process is one of its workers."""
-        return nullcontext()
-
     @uninterrupted
     def compare_weights(self) -> None:
         """Raise if a worker has another weight than this process, which no code has changed here.
@@ -385,28 +370,6 @@ class PoolPeers:
         if number is None:
             raise dropped_part(self._model)
         return number
-
-    # ------------------------------------------------------------ workers follow this process
-
-    def adopt(self, *, first: bool) -> None:
-        """Do nothing: the next step sends new variables."""
-
-    def drawn(self, batches: Iterator[Any], *, changes: bool) -> Any:
-        """Return the next batch."""
-        return next(batches)
-
-    def agree_on_plan(self, unsplit: str | None, reasons: list[int]) -> None:
-        """Do nothing: workers are sent the plan."""
-
-    def noted(self, *, changes: bool) -> Any:
-        """Return nothing: no other script has to assign the same."""
-
-    def agreed_difference(self, found: Difference | None) -> Difference | None:
-        """Return the difference that this process has found."""
-        return found
-
-    def ran(self, *, changes: bool) -> None:
-        """Do nothing: `stepped` notes what a step of all ranks has left."""
 
 
 def _states_of_random_numbers() -> Any:

@@ -9,7 +9,6 @@ import torch
 
 from lockstep.engines.replicas.first_step import Recording, Sketches
 from lockstep.engines.torch.first_step import recorded_step, sketched
-from lockstep.engines.torch.forward_state import ForwardState
 from lockstep.engines.torch.generators import set_state
 from lockstep.engines.torch.group import Group, PeerLost
 from lockstep.engines.torch.layers import Plan
@@ -20,6 +19,8 @@ from lockstep.engines.torch.settings import checksum
 from lockstep.engines.torch.sharded_variables import Shards
 from lockstep.engines.torch.steps import run_step
 from lockstep.engines.torch.whole_batch_steps import WholeBatchSteps, numbers_in
+from lockstep.keras_compat import layers_in, own_trainable_variables
+from lockstep.state import rnn_states
 from lockstep.training.overrides import is_keras
 
 RankPlan = tuple[tuple[int, ...], tuple[int, ...], bool]
@@ -280,3 +281,37 @@ class Rank:
                 flat = self.shards.padded(whole, size)
             group.broadcast_in_place([flat])
             part.copy_(flat[group.rank * size :][:size])
+
+
+class ForwardState:
+    """Moving means, seeds and the like of one model, as they were before a step.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._tensors = _tensors_of(model)
+        self._kept: dict[int, tuple[int, Any]] = {}
+
+    def save(self) -> None:
+        """Copy what has changed since the last copy."""
+        for tensor in self._tensors:
+            kept = self._kept.get(id(tensor))
+            if kept is None or kept[0] != tensor._version:
+                self._kept[id(tensor)] = (tensor._version, tensor.detach().clone())
+
+    def put_back(self) -> None:
+        """Put back the values of the last `save`."""
+        with torch.no_grad():
+            for tensor in self._tensors:
+                version, value = self._kept[id(tensor)]
+                if tensor._version != version:
+                    tensor.copy_(value)
+
+
+def _tensors_of(model: Any) -> list[Any]:
+    layers = layers_in(model)
+    weights = {id(variable) for layer in layers for variable in own_trainable_variables(layer)}
+    variables = [v for v in model.non_trainable_variables if id(v) not in weights]
+    return [variable.value for variable in [*variables, *rnn_states(model)]]

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from lockstep.devices import shard_rows
-from lockstep.engines.torch.gradient_buckets import summed_gradients
-from lockstep.engines.torch.group import Group
+from lockstep.engines.torch.group import Group, summed_gradients
 from lockstep.engines.torch.sharded_variables import Shards
 from lockstep.errors import UnsupportedModel, counted
 from lockstep.keras_compat import get_keras_mask, set_keras_mask

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from lockstep.checkpoint.fit_run import FitState, Snapshot
 from lockstep.engines.holders import check_shared
+from lockstep.engines.torch.layers import copied_states
 from lockstep.engines.torch.sharded_variables import is_sharded
-from lockstep.engines.torch.stateful import copied_states
 from lockstep.errors import (
     LayoutConflict,
     UnsupportedBackend,

@@ -13,6 +13,7 @@ from lockstep.engines.left_out import LeftOutUsed
 from lockstep.engines.replicas.first_step import (
     is_checked,
 )
+from lockstep.engines.torch.launcher_group import joined
 from lockstep.engines.torch.launcher_peers import LauncherPeers
 from lockstep.engines.torch.loss_sharding import LossSharding
 from lockstep.engines.torch.peers import Peers
@@ -24,7 +25,6 @@ from lockstep.engines.torch.sharded_variables import is_sharded, made_on_host
 from lockstep.engines.torch.split_checks import rows_of, unpacked
 from lockstep.engines.torch.step_plans import BUILDS, BY_ROWS, ON_WHOLE_BATCH, StepPlans
 from lockstep.engines.torch.step_runner import StepRunner
-from lockstep.engines.torch.torch_group import joined
 from lockstep.errors import UnsupportedModel, counted
 from lockstep.fit_lines import sharded_words
 from lockstep.keras_compat import build_on_first_batch, is_built, number_of_rows

@@ -23,7 +23,7 @@ from lockstep.engines.replicas.first_step import (
     said_to_be_exact,
 )
 from lockstep.engines.torch.first_step import calls_watched, recorded_step, stock_step
-from lockstep.engines.torch.layers import Plan
+from lockstep.engines.torch.layers import Plan, copied_states
 from lockstep.engines.torch.rank import RankPlan
 from lockstep.engines.torch.row_proofs import ReasonsByNumber, RowProofs
 from lockstep.engines.torch.session import copies
@@ -36,7 +36,6 @@ from lockstep.engines.torch.split_checks import (
     unsplit_model,
     why_custom,
 )
-from lockstep.engines.torch.stateful import copied_states
 from lockstep.engines.torch.step_runner import StepRunner
 from lockstep.engines.torch.whole_batch_steps import keeps_graph
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel

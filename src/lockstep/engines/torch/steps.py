@@ -15,13 +15,12 @@ import torch
 
 from lockstep.engines.held_signals import HeldSignals
 from lockstep.engines.probe_helpers import watched_layers
-from lockstep.engines.torch.layers import Plan
+from lockstep.engines.torch.layers import Plan, copied_states
 from lockstep.engines.torch.loss_sharding import LossSharding, Outputs
 from lockstep.engines.torch.placement import copies_on
 from lockstep.engines.torch.replica import Replica
 from lockstep.engines.torch.sharded_updates import update
 from lockstep.engines.torch.sharded_variables import STEP, is_sharded, whole_gradients
-from lockstep.engines.torch.stateful import copied_states
 from lockstep.keras_compat import stored_value, takes_training
 
 

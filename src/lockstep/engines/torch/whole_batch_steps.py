@@ -26,13 +26,12 @@ from lockstep.engines.replicas.object_states import ObjectStates, held_in_words
 from lockstep.engines.rowwise import call_refused, is_in_float8
 from lockstep.engines.torch.code_state import is_plain_object
 from lockstep.engines.torch.group import Group, buckets_of
-from lockstep.engines.torch.layers import Plan
+from lockstep.engines.torch.layers import Plan, copied_states
 from lockstep.engines.torch.model_copy import copy_of
 from lockstep.engines.torch.model_pickle import dump
 from lockstep.engines.torch.replica import RandomStreams, Replica
 from lockstep.engines.torch.scratch import Scratch
 from lockstep.engines.torch.split_checks import has_torch_hooks
-from lockstep.engines.torch.stateful import copied_states
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
     COMPILED_METRICS,

@@ -89,10 +89,10 @@ class _Worker:
         import torch
         import torch.distributed as dist
 
-        from lockstep.engines.torch.batch_memory import BatchMemory
         from lockstep.engines.torch.code_state import SetCode
         from lockstep.engines.torch.group import HOST, Group
         from lockstep.engines.torch.placement import make_current, torch_device_of
+        from lockstep.engines.torch.pool import BatchMemory
 
         self._device = torch_device_of(device)
         make_current(self._device)

@@ -5,8 +5,9 @@ team is `fit` of lockstep, whose rank 0 starts the other processes. The other te
 over the same Keras layers, in DistributedDataParallel, with the same optimizer of Keras and no
 metrics, callbacks or `DataLoader`. The teams take turns, every other round backwards. A ratio is
 the time of lockstep over that of the loop in the same round: its median, and the first and the
-third quartile of all rounds. The memory is the most that a process of the team held, less what it
-held before training.
+third quartile of all rounds. Beside the time on the clock stands the processor time of each rank:
+what is left of the clock is waiting. `--steps 200` makes the first step of a `fit` count less. The
+memory is the most that a process of the team held, less what it held before training.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from workers import Worker, answer, pin
 NAMES = ("cnn", "transformer", "words", "pictures")
 
 
-def made(name, size):
+def made(name, size, steps):
     import keras
     import models
     import numpy as np
@@ -33,7 +34,7 @@ def made(name, size):
     model = getattr(models, name)()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss)
-    rows = size * rows_of(name) * STEPS
+    rows = size * rows_of(name) * steps
     shape = model.inputs[0].shape[1:]
     rng = np.random.default_rng(0)
     if name == "words":
@@ -43,20 +44,17 @@ def made(name, size):
     return model, x, y
 
 
-STEPS = 20
-
-
 def rows_of(name):
     """The rows of each process in a step: a row of the language model is large."""
     return BATCH // 8 if name == "words" else BATCH
 
 
-def lockstep_fit(name, rank, port, size):
+def lockstep_fit(name, rank, port, size, steps):
     """Rounds of `fit` in rank 0, which is pinned; its workers take the other cores."""
     os.environ["LOCKSTEP_REHEARSE"] = str(size)
     import lockstep
 
-    model, x, y = made(name, size)
+    model, x, y = made(name, size, steps)
     cores = sorted(os.sched_getaffinity(0))
     lockstep.distribute(model, size)
     model.predict(x[:size], verbose=0)  # which starts the workers
@@ -74,6 +72,16 @@ def children():
         return [int(number) for number in file.read().split()]
 
 
+def processor_seconds():
+    """The processor time of this process and of each that it has started."""
+    found = []
+    for process in (os.getpid(), *children()):
+        with open(f"/proc/{process}/stat") as file:
+            fields = file.read().rsplit(")", 1)[1].split()
+        found.append(sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK"))
+    return found
+
+
 def memory(name):
     """The bytes that this process and each that it has started hold (`VmRSS`), or held at most
     (`VmHWM`)."""
@@ -85,10 +93,10 @@ def memory(name):
     return found
 
 
-def by_hand(name, rank, port, size):
+def by_hand(name, rank, port, size, steps):
     """A loop over the rows of one rank in DistributedDataParallel."""
     pin(rank % os.cpu_count())
-    model, x, y = made(name, size)
+    model, x, y = made(name, size, steps)
     import torch
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -118,26 +126,28 @@ def by_hand(name, rank, port, size):
 TEAMS = {"lockstep": lockstep_fit, "DistributedDataParallel": by_hand}
 
 
-def worker(team, name, rank, port, size):
+def worker(team, name, rank, port, size, steps):
     os.environ |= {"KERAS_BACKEND": "torch", "KERAS_TORCH_DEVICE": "cpu"}
-    run = TEAMS[team](name, rank, port, size)
+    run = TEAMS[team](name, rank, port, size, steps)
     before = memory("VmRSS")
     run()
     answer("")
     for _ in sys.stdin:
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), processor_seconds()
         run()
         seconds = time.perf_counter() - start
+        busy = [after - before for after, before in zip(processor_seconds(), busy, strict=True)]
         held = [most - least for most, least in zip(memory("VmHWM"), before, strict=True)]
-        answer((seconds, max(held)))
+        answer((seconds, max(held), busy))
 
 
-def measured(name, rounds, size):
-    """Return the seconds of each round and the most bytes of a process, by team."""
+def measured(name, rounds, size, steps):
+    """Return the seconds of each round, the processor time of each rank, and the most bytes of a
+    process, by team."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    same = ("--model", name, "--port", port, "--processes", size)
+    same = ("--model", name, "--port", port, "--processes", size, "--steps", steps)
     teams = {
         team: [
             Worker(__file__, "--worker", team, "--rank", rank, *same)
@@ -149,26 +159,39 @@ def measured(name, rounds, size):
         for each in workers:
             each.wait()
     found = {team: [] for team in teams}
+    busy = {team: [] for team in teams}
     most = dict.fromkeys(teams, 0)
     for number in range(rounds):
         for team in list(teams) if number % 2 else reversed(teams):
             for each in teams[team]:
                 each.ask("go")
             answers = [each.answer() for each in teams[team]]
-            found[team].append(max(seconds for seconds, _ in answers))
-            most[team] = max(held for _, held in answers)
+            found[team].append(max(seconds for seconds, _, _ in answers))
+            busy[team].append([rank for _, _, ranks in answers for rank in ranks])
+            most[team] = max(held for _, held, _ in answers)
     for workers in teams.values():
         for each in workers:
             each.end()
         for each in workers:
             each.wait_for_end()
-    return found, most
+    return found, busy, most
+
+
+def per_step(seconds, steps):
+    return f"{spread(seconds)[0] / steps * 1e3:.1f}"
+
+
+def ranks_of(busy, steps):
+    """The processor time of each rank in a step, in words."""
+    ranks = (per_step(rank, steps) for rank in zip(*busy, strict=True))
+    return f"of the processor {' and '.join(ranks)}"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=20, help="of a `fit`, and of a loop")
     parser.add_argument("--models", nargs="*", default=NAMES, choices=NAMES)
     parser.add_argument("--worker")
     parser.add_argument("--model")
@@ -176,20 +199,22 @@ def main():
     parser.add_argument("--port", type=int)
     options = parser.parse_args()
     if options.worker:
-        worker(options.worker, options.model, options.rank, options.port, options.processes)
+        team, name, rank, port = options.worker, options.model, options.rank, options.port
+        worker(team, name, rank, port, options.processes, options.steps)
         return
-    size = options.processes
-    print(f"load {os.getloadavg()[0]:.1f}, {size} processes, {options.rounds} rounds")
+    size, steps = options.processes, options.steps
+    load = os.getloadavg()[0]
+    print(f"load {load:.1f}, {size} processes, {options.rounds} rounds of {steps} steps")
     for name in options.models:
-        found, most = measured(name, options.rounds, size)
+        found, busy, most = measured(name, options.rounds, size, steps)
         each = [a / b for a, b in zip(*found.values(), strict=True)]
         median, low, high = spread(each)
-        steps = {team: spread(seconds)[0] / STEPS * 1e3 for team, seconds in found.items()}
-        times = ", ".join(f"{team} {ms:.1f} ms" for team, ms in steps.items())
-        held = ", ".join(f"{team} {bytes_ / 2**20:.0f} MiB" for team, bytes_ in most.items())
-        print(
-            f"{name}: {median:.3f} [{low:.3f}, {high:.3f}] ({times} per step; {held})", flush=True
+        times = ", ".join(
+            f"{team} {per_step(seconds, steps)} ms ({ranks_of(busy[team], steps)})"
+            for team, seconds in found.items()
         )
+        held = ", ".join(f"{team} {bytes_ / 2**20:.0f} MiB" for team, bytes_ in most.items())
+        print(f"{name}: {median:.3f} [{low:.3f}, {high:.3f}]; per step {times}; {held}", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,13 @@ Devices = int | str | Sequence[int] | Sequence[str]
 """The types that `devices=` accepts, besides `None`."""
 
 
-def distribute(model: Model, devices: Devices | None = None, *, state: str = REPLICATED) -> Model:
+def distribute(
+    model: Model,
+    devices: Devices | None = None,
+    *,
+    state: str = REPLICATED,
+    same_random_numbers: bool = False,
+) -> Model:
     """Make a Keras model train, evaluate and predict on several devices, in place.
 
     One training step over all devices equals that step on one device, for every batch size.
@@ -38,6 +44,10 @@ def distribute(model: Model, devices: Devices | None = None, *, state: str = REP
         state: `"replicated"`: each device has all weights and optimizer slots. `"sharded"`:
             each device has a part of each large one, for a model that does not fit one device.
             TensorFlow cannot shard.
+        same_random_numbers: Whether dropout and other random layers draw what one device draws.
+            On JAX and TensorFlow they do in any case. On PyTorch, each device draws its own
+            numbers by default; with `True`, each one draws those of all rows and uses its own,
+            which takes longer.
 
     Returns:
         The same `model`.
@@ -45,6 +55,7 @@ def distribute(model: Model, devices: Devices | None = None, *, state: str = REP
     Raises:
         DeviceError: If `devices` names an unknown device, one device twice, or more devices
             than there are; or if `state` is unknown.
+        TypeError: If `same_random_numbers` is no `bool`.
         NotAModel: If `model` is not a Keras model.
         UnsupportedBackend: If there is no engine for Keras's backend, or it cannot shard.
         UnsupportedModel: If the engine cannot keep this model exact.
@@ -60,6 +71,10 @@ def distribute(model: Model, devices: Devices | None = None, *, state: str = REP
     """
     check_model(model)
     check_state(state)
+    if not isinstance(same_random_numbers, bool):
+        raise TypeError(
+            f"same_random_numbers={same_random_numbers!r} was asked for, and it is True or False."
+        )
     engine = current_engine()
     join(engine)
     names = parse_devices(devices, engine.devices())
@@ -75,7 +90,7 @@ def distribute(model: Model, devices: Devices | None = None, *, state: str = REP
     from lockstep.engines.attachment import attach  # which imports Keras
     from lockstep.layout import DataParallel
 
-    attach(engine, model, DataParallel(names, state))
+    attach(engine, model, DataParallel(names, state, same_random_numbers))
     STATUS_OF_PROCESS.distributed = True
     return model
 

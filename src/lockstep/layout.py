@@ -20,10 +20,12 @@ class DataParallel:
     Attributes:
         devices: The names of the devices.
         state: How the variables are laid out, `"replicated"` or `"sharded"`.
+        same_random_numbers: Whether layers draw what one device draws, where there is a choice.
     """
 
     devices: tuple[str, ...]
     state: str = REPLICATED
+    same_random_numbers: bool = False
     made_by = "distribute"
 
     @property

@@ -319,11 +319,11 @@ def test_the_first_line_says_if_random_numbers_are_others_than_on_one_device(cap
     """The losses of a model with dropout were others, and only the pages said so."""
     made = keras.Sequential([keras.Input((5,)), layers.Dropout(0.5), layers.Dense(1)])
     made.compile("sgd", "mse")
-    for devices, said in ((1, False), (2, True)):
-        lockstep.distribute(made, devices)
+    for devices, same, said in ((1, False, ""), (2, False, "each"), (2, True, "one")):
+        lockstep.distribute(made, devices, same_random_numbers=same)
         made.fit(np.ones((4, 5)), np.ones((4, 1)), verbose=2)
         line = capfd.readouterr().out.splitlines()[0]
-        assert (", with random numbers of each device" in line) == said
+        assert (f", with random numbers of {said} device" in line) == bool(said)
 
 
 class Shuffled(keras.utils.PyDataset):

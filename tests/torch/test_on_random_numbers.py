@@ -2,6 +2,7 @@
 
 import os
 import random
+from functools import partial
 from random import random as drawn
 
 import keras
@@ -16,6 +17,7 @@ from lockstep.engines.torch import pool
 from lockstep.engines.torch.generators import set_state, state_of
 from lockstep.engines.torch.replica import RandomStreams
 from lockstep.errors import ProcessesDisagree
+from tests.tiers import further
 from tests.torch.agreement import assert_equal, both
 
 pytestmark = pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")
@@ -212,3 +214,60 @@ def test_weights_that_have_parted_are_an_error_at_the_end_of_the_epoch():
     _, many = both(lambda: model(Rounds(0.05)))
     many.fit(*data(), **QUIET)
     lockstep.release(many)
+
+
+# ------------------------------------------------------------------- the numbers of one device
+
+ATTENTION = partial(layers.MultiHeadAttention, 2, 4, dropout=0.2)
+NOISES = {
+    "layers of noise": [
+        partial(layers.Dropout, 0.3),
+        partial(layers.Dropout, 0.3, seed=1),
+        partial(layers.Dropout, 0.3, noise_shape=(1, 5, 8)),
+        partial(layers.SpatialDropout1D, 0.2),
+        partial(layers.GaussianNoise, 0.1),
+        partial(layers.GaussianDropout, 0.1),
+        ATTENTION,
+    ],
+    "on the whole batch": [
+        partial(layers.AlphaDropout, 0.2),
+        partial(layers.Dropout, 0.3, noise_shape=(None, 1, 8)),
+        partial(layers.LSTM, 8, dropout=0.2, recurrent_dropout=0.1, return_sequences=True),
+    ],
+}
+
+
+@pytest.mark.parametrize("state", ["replicated", *further("sharded")])
+@pytest.mark.parametrize("name", NOISES)
+def test_layers_draw_the_numbers_of_one_device_if_asked_to(name, state):
+    """A row has the numbers of its place in the batch, and what is drawn next is the same too."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(23, 5, 4)), rng.integers(0, 3, 23)
+
+    def build():
+        inputs = keras.Input((5, 4))
+        hidden = layers.Dense(8)(inputs)
+        for make in NOISES[name]:
+            hidden = make()(hidden, hidden) if make is ATTENTION else make()(hidden)
+        made = keras.Model(inputs, layers.Dense(3)(layers.Flatten()(hidden)))
+        made.compile(
+            keras.optimizers.SGD(0.05, momentum=0.9),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+        return made
+
+    one, many = both(build, same_random_numbers=True, state=state)
+    found = []
+    for made in (one, many):
+        keras.utils.set_random_seed(5)
+        logs = made.fit(x, y, batch_size=7, epochs=2, verbose=0).history  # 7, 7, 7 and 2 rows
+        found.append([logs, made.evaluate(x, y, verbose=0), float(torch.rand(()))])
+    assert_equal(*found)
+    assert_equal(one, many)
+    lockstep.release(many)
+
+
+def test_the_argument_for_random_numbers_is_true_or_false():
+    with pytest.raises(TypeError, match="same_random_numbers='yes' was asked for"):
+        lockstep.distribute(keras.Sequential([layers.Dense(1)]), 1, same_random_numbers="yes")

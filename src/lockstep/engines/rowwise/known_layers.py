@@ -166,6 +166,8 @@ def drawing_layers(part: Any) -> list[Any]:
     """Return the layers inside `part` that draw random numbers and can run on a global batch."""
     if not isinstance(part, keras.layers.Layer):
         return []
+    if type(part).__name__ in _MASKED_ATTENTION and works_by_rows(part):
+        return [layer for layer in layers_in(part) if seed_generators(layer)]  # of its scores
     if seed_generators(part) or works_by_rows(part) or stateful_rnns(part):
         return [part] if any(seed_generators(layer) for layer in layers_in(part)) else []
     return [layer for inner in layers_of(part) for layer in drawing_layers(inner)]

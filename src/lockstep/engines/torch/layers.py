@@ -42,6 +42,9 @@ class Plan(LayerPlan):
         """Apply this plan to the layers inside the context."""
         changes: list[tuple[Any, str, Any]] = []
         for layer in self.whole:
+            if self.draws_together and type(layer) in _NOISES:
+                changes.append((layer, "call", _with_noise_of_all(layer, layer.call, replica)))
+                continue
             name = call_name(layer)
             call = _on_global_batch(layer, getattr(layer, name), replica)
             changes.append((layer, name, call))
@@ -112,6 +115,41 @@ def _parts_in(container: Any) -> list[Any]:
         if is_container(part):
             found += _parts_in(part)
     return found
+
+
+def _with_noise_of_all(
+    layer: Any, call: Callable[..., Any], replica: Replica
+) -> Callable[..., Any]:
+    """Wrap `call` of a noise layer: draw for all rows, and use what is drawn for own rows."""
+    name = f"An input of layer {layer.name!r} ({type(layer).__name__})"
+
+    def call_with_noise(inputs: Any, training: bool = False) -> Any:
+        if not training:
+            return call(inputs, training=False)
+        replica.true_rows(inputs, name)
+        with torch.no_grad(), replica.streams.common():
+            neutral = torch.full_like(inputs[:1], type(layer) is not keras.layers.GaussianNoise)
+            every = neutral.expand(replica.rows, *inputs.shape[1:])
+            noise = replica.take(call(every, training=True))
+        if isinstance(layer, keras.layers.GaussianNoise):
+            return inputs + noise
+        if isinstance(layer, keras.layers.GaussianDropout):
+            return inputs * noise
+        # As Keras divides: a rounded factor would move all rows in one direction.
+        return torch.where(noise == 0, 0.0, inputs / (1 - layer.rate))
+
+    return call_with_noise
+
+
+_NOISES = (
+    keras.layers.Dropout,
+    keras.layers.GaussianDropout,
+    keras.layers.GaussianNoise,
+    keras.layers.SpatialDropout1D,
+    keras.layers.SpatialDropout2D,
+    keras.layers.SpatialDropout3D,
+)
+"""Layers that multiply their inputs by noise, or add noise, whatever the inputs are."""
 
 
 def _on_global_batch(layer: Any, call: Callable[..., Any], replica: Replica) -> Callable[..., Any]:

@@ -28,7 +28,7 @@ from lockstep.engines.torch.step_runner import StepRunner
 from lockstep.errors import UnsupportedModel, counted
 from lockstep.fit_lines import sharded_words
 from lockstep.keras_compat import build_on_first_batch, is_built, number_of_rows
-from lockstep.layout import Layout
+from lockstep.layout import DataParallel, Layout
 from lockstep.processes.agreement import DataCheck
 from lockstep.state import bytes_of, variables_of
 from lockstep.training.call_guard import CallGuard
@@ -48,6 +48,8 @@ class SplitSession(TorchSession):
         self._peers = _peers_of(model, self.devices)
         self._runner = StepRunner(self._peers)
         self._splits = len(self.devices) > 1
+        if isinstance(layout, DataParallel) and layout.same_random_numbers:
+            self.draw_together()
         self._plans = StepPlans(
             model, self._runner, layout.is_sharded, partial(self.adopt, first=False)
         )
@@ -119,7 +121,10 @@ class SplitSession(TorchSession):
         ignored = self._splits and self.model.jit_compile
         line += ", without torch.compile" if ignored else ""
         draws = any("seed_generator_state" in v.path for v in self.model.non_trainable_variables)
-        return line + (", with random numbers of each device" if self._splits and draws else "")
+        if self._splits and draws:
+            whose = "one device" if self._runner.rank.draws_together else "each device"
+            line += f", with random numbers of {whose}"
+        return line
 
     def _build_optimizer(self) -> None:
         """Build the optimizer of a built model, as a training step would now."""

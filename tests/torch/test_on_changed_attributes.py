@@ -3,11 +3,15 @@
 No callback of the user's is there, after which lockstep compares the processes anyway.
 """
 
+from functools import partial
+
 import keras
 import numpy as np
 import pytest
+import torch
 from keras import layers, ops
 
+from tests.tiers import further
 from tests.torch.agreement import assert_equal, both
 
 X = np.random.default_rng(0).normal(size=(20, 4))
@@ -141,3 +145,107 @@ def test_compute_metrics_that_changes_what_compute_loss_reads():
 @pytest.mark.parametrize("cls", [MixesLater, MixesLaterInItsStep])
 def test_a_layer_that_looks_across_the_rows_from_the_third_step_on(cls):
     assert_trained_alike(lambda: model(cls), fit_arrays)
+
+
+class Counts(layers.Layer):
+    """Scales by the number of its calls, which it keeps in a number or in a list."""
+
+    def __init__(self, start, **options):
+        super().__init__(**options)
+        self.start, self.calls = start, start()
+
+    def call(self, inputs):
+        if self.start is int:
+            self.calls += 1
+            return inputs * (1 + 0.1 * self.calls)
+        self.calls.append(1)
+        return inputs * (1 + 0.1 * len(self.calls))
+
+
+class CountingError(keras.losses.Loss):
+    """The squared error, times the number of its calls since somebody has set it back."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def call(self, y_true, y_pred):
+        self.calls.append(1)
+        return len(self.calls) * ops.mean(ops.square(y_true - y_pred), axis=-1)
+
+
+class ListOfErrors(keras.metrics.Metric):
+    """Keeps its errors in a list, and draws a number of PyTorch for each."""
+
+    def __init__(self):
+        super().__init__(name="errors")
+        self.errors = []
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        error = ops.mean(ops.abs(y_true - ops.stop_gradient(y_pred)))
+        self.errors.append(float(error) * (1 + 0.1 * float(torch.rand(()))))
+
+    def result(self):
+        return sum(self.errors)
+
+    def reset_state(self):
+        self.errors.clear()
+
+
+class ReadsErrors(keras.Sequential):
+    """Weights its loss by a metric of `compile`."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        read = self.get_metrics_result().get("errors", 0.0)
+        return super().compute_loss(x, y, y_pred, sample_weight) * (1 + 0.1 * read)
+
+
+def reset_at_each_epoch(part, start):
+    def reset(epoch, logs=None):
+        part.calls = start()
+
+    return [keras.callbacks.LambdaCallback(on_epoch_begin=reset)]
+
+
+def counted(start):
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3), Counts(start), layers.Dense(2)])
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    return model, reset_at_each_epoch(model.layers[1], start)
+
+
+def counting_loss():
+    loss = CountingError()
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(2)])
+    model.compile(keras.optimizers.SGD(0.01), loss)
+    return model, reset_at_each_epoch(loss, list)
+
+
+def list_of_errors():
+    model = ReadsErrors([keras.Input((4,)), layers.Dense(2)])
+    model.compile(keras.optimizers.SGD(0.01), "mse", metrics=[ListOfErrors()])
+    return model, []  # Keras resets the metric at each epoch
+
+
+@UNSPLIT
+@pytest.mark.parametrize(
+    "build",
+    [partial(counted, int), counting_loss, list_of_errors, *further(partial(counted, list))],
+    ids=["number", "loss", "metric", "list"],
+)
+def test_what_steps_have_changed_and_an_epoch_sets_back_is_set_back_everywhere(build):
+    """What is set back is what the processes were sent, so that the model seemed to be the same."""
+    callbacks = []
+
+    def made():
+        model, each = build()
+        callbacks.append(each)
+        return model
+
+    models = both(made)
+    found = []
+    for model, each in zip(models, callbacks, strict=True):
+        keras.utils.set_random_seed(3)
+        options = {"batch_size": 6, "epochs": 3, "shuffle": False, "verbose": 0}
+        found.append(model.fit(X, Y, callbacks=each, **options).history)
+    assert_equal(*found)
+    assert_equal(*models)

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from lockstep.engines.own_code import is_own
-from lockstep.keras_compat import KerasSaveable
+from lockstep.keras_compat import KerasSaveable, module_in_keras
 
 Place = tuple[str, str]
 """The name of a module, and of a class in it, which is empty for the module itself."""
@@ -61,10 +61,23 @@ class CodeReads:
         self._names: list[tuple[Any, str, Any]] = []
         self._containers: dict[int, tuple[Any, Any]] = {}
         self._objects: list[tuple[dict[str, Any], Attributes]] = []
+        self._of_users: list[dict[str, Any]] = []
 
-    def watch(self, attributes: dict[str, Any]) -> None:
-        """Note the attributes of an object: which objects they are, not what is in them."""
+    def watch(self, item: Any) -> None:
+        """Note which objects the attributes of an object are, and what those of users contain.
+
+        Args:
+            item: An object of Keras, or of a subclass.
+        """
+        attributes = vars(item)
         self._objects.append((attributes, Attributes(attributes)))
+        if not module_in_keras(type(item)):
+            self._of_users.append(attributes)
+            self._look_into_attributes(attributes)
+
+    def _look_into_attributes(self, attributes: dict[str, Any]) -> None:
+        for value in attributes.values():
+            self._look_into(value)
 
     def add(self, owner: Any, values: dict[str, Any]) -> None:
         """Note values by name.
@@ -125,6 +138,8 @@ class CodeReads:
         if not self._code_changed():
             return
         names, self._names, self._containers = self._names, [], {}
+        for attributes in self._of_users:
+            self._look_into_attributes(attributes)
         for owner, name, _ in names:
             value = _value(owner, name)
             if value is not _MISSING:

@@ -288,7 +288,7 @@ class LossSharding:
             ]
         try:
             replica = outputs.replica
-            with replica.shards.read_by(STEP), replica.streams.common(), patched(changes):
+            with replica.shards.read_by(STEP), replica.drawing_in_metrics(), patched(changes):
                 return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         finally:
             outputs.are_over = True

@@ -330,7 +330,7 @@ class _Pickler(TensorPickler):
     def state(self, item: Any) -> dict[str, Any]:
         """Return the attributes of a Keras object that a worker needs."""
         state = super().state(item)
-        self.reads.watch(vars(item))
+        self.reads.watch(item)
         if item is self._model:
             self._metrics = state.pop(COMPILED_METRICS, None)
             if isinstance(self._metrics, LeftOut) and _has_keras_steps(item):

@@ -54,6 +54,7 @@ class PoolPeers(Peers):
         self._exchanged: set[Any] = set()
         self._reads = CodeReads()
         self._proofs_are_old = False
+        self._moved = False
         self._in_modules = False
         self._versions: list[Any] = []
         self._gradients: list[Any] = []
@@ -186,12 +187,14 @@ class PoolPeers(Peers):
             pool.settings = settings
         same = len(tensors) == len(rank.tensors) and all(map(_is, tensors, rank.tensors))
         sent = data, rank.draws_together
-        if same and self._sent == sent:
+        # Objects that a step has changed, and code has set back, are those that were sent. The
+        # workers have those after the step.
+        if same and self._sent == sent and not self._moved:
             sums = [None if id(each) in self._parts else checksum(each) for each in tensors]
             differ = sorted({n for answer in self._answers("differing", sums) for n in answer})
         else:
             self._check_casts(settings["age_of_casts"])
-            self._sent = None
+            self._sent, self._moved = None, False
             sharded = {id(stored_value(variable)) for variable in rank.shards.variables}
             parts = {id(each): n for n, each in enumerate(tensors) if id(each) in sharded}
             there = {parts[part]: n for part, n in self._parts.items() if part in parts}
@@ -295,7 +298,13 @@ class PoolPeers(Peers):
         # What the step has changed here, it has changed in every process. It matters where proofs
         # depend on it, or where the next look would take it for a change by code between two steps.
         seen = self.own_code_between or by_own_code or bool(self.rank.plan.candidates)
-        if seen and self._reads.changed():
+        if seen:
+            self._note_objects()
+
+    def _note_objects(self) -> None:
+        """Note the objects that the code of steps has changed, in every process."""
+        if self._reads.changed():
+            self._moved = True
             followed = [
                 layer
                 for part in self.rank.plan.candidates
@@ -303,6 +312,12 @@ class PoolPeers(Peers):
             ]
             self._proofs_are_old |= self._reads.objects_changed(followed)
             self._reads.renew()
+
+    @contextmanager
+    def epoch(self) -> Iterator[None]:
+        """Note what the steps of an epoch have changed, before callbacks see its end."""
+        yield
+        self._note_objects()
 
     @uninterrupted
     def compare_weights(self) -> None:

@@ -51,6 +51,7 @@ class Rank:
         tensors: The tensors that the code of the model reaches, in the order of all ranks.
         generators: The generators of random numbers that it reaches, likewise.
         has_drawn: Whether the last update has drawn random numbers of PyTorch.
+        metrics_have_drawn: Whether the last metrics have.
     """
 
     plan: Plan
@@ -68,7 +69,7 @@ class Rank:
         self.draws_together = False
         self.tensors: list[Any] = []
         self.generators: list[Any] = []
-        self.has_drawn = False
+        self.has_drawn = self.metrics_have_drawn = False
         self._reads_shared = reads_shared
         self._numbers: dict[str, float] = {}
         self._recording: Recording | None = None
@@ -112,6 +113,7 @@ class Rank:
                 result = run_step(kind, self.model, self.plan, self.losses, replica, data)
             replica.check()
         self.has_drawn = replica.has_drawn
+        self.metrics_have_drawn = replica.metrics_have_drawn
         return result
 
     def recorded(self, batch: Any, kind: str, training: bool, rows: int, draws: Draws) -> Recording:

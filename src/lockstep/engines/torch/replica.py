@@ -161,6 +161,7 @@ class Replica:
         has_updated: Whether the optimizer has begun to change variables in this step.
         shares_draws: Whether an update draws from the state of rank 0, which is sent for it.
         has_drawn: Whether the update has drawn random numbers of PyTorch.
+        metrics_have_drawn: Whether the metrics have.
         streams: The random numbers of this replica.
         shards: The variables of which each replica has a part.
     """
@@ -177,7 +178,7 @@ class Replica:
     ) -> None:
         self.shards = shards or Shards()
         self.shares_draws = shares_draws
-        self.has_drawn = False
+        self.has_drawn = self.metrics_have_drawn = False
         ranges = shard_rows(rows, group.size)
         self.group = group
         self._own = ranges[group.rank]
@@ -287,6 +288,17 @@ class Replica:
             before = random_state()
             yield
             self.has_drawn = not all(map(_is_same, before, random_state()))
+
+    @contextmanager
+    def drawing_in_metrics(self) -> Iterator[None]:
+        """Draw random numbers of PyTorch inside the context as the metrics of one device do.
+
+        In a pool rank 0 alone does: its metrics are the truth.
+        """
+        with self.streams.of_update():
+            before = random_state()
+            yield
+            self.metrics_have_drawn = not all(map(_is_same, before, random_state()))
 
     def check(self) -> None:
         """Return when the other replicas have sent what this one asked for; see `Group`."""

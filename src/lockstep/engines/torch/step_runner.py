@@ -144,9 +144,11 @@ class StepRunner:
                     "step", kind, self._model.training, rows, draws, batch=data
                 )
             self.peers.stepped()
-            if rank.has_drawn and not (rank.draws_together or self.peers.in_script):
-                self._update_draws = True
-                self.unchecked |= not draws.by_update  # the others have drawn other numbers
+            if not (rank.draws_together or self.peers.in_script):
+                # The others have drawn other numbers.
+                self._update_draws |= rank.has_drawn
+                others = rank.has_drawn and not draws.by_update
+                self.unchecked |= others or rank.metrics_have_drawn
         return result
 
     @uninterrupted

@@ -316,8 +316,10 @@ class PoolPeers(Peers):
     @contextmanager
     def epoch(self) -> Iterator[None]:
         """Note what the steps of an epoch have changed, before callbacks see its end."""
-        yield
-        self._note_objects()
+        try:
+            yield
+        finally:
+            self._note_objects()
 
     @uninterrupted
     def compare_weights(self) -> None:

@@ -110,7 +110,7 @@ class StepPlans:
             except LeftOutUsed as used:
                 self._with_left_out[kind] = str(used)
                 route = self._alone(f"uses {used}")
-            if route.how != BUILDS:
+            if route.how in (BY_ROWS, ALONE):  # the user's own step may keep what forbids sharing
                 self._routes[key] = route
         return route
 

@@ -139,11 +139,19 @@ def _tensors(model: Any, others: Sequence[Any], *, every: bool) -> list[Any]:
     variables = [*variables_of(model), *slots, *([] if seeds is None else [seeds.state])]
     values = [stored_value(variable) for variable in variables]
     found = unique([*values, *others, *model.buffers(), *model.parameters()])
-    trained = [*map(stored_value, slots), *(each for each in found if _is_trained(each))]
-    fixed = set() if every else set(map(id, trained))
+    trained = [each for each in found if _is_trained(each)]
+    # No optimizer assigns to these now. Code of a layer, loss or metric may.
+    few = sum(each.nbytes for each in trained) <= _COPIED
+    fixed = set(map(id, [*map(stored_value, slots), *([] if few else trained)]))
+    if every:
+        fixed = set()
     return [
         each for each in found if each is not None and not each.is_meta and id(each) not in fixed
     ]
+
+
+_COPIED = 2**28
+"""Bytes of trained variables up to which they are copied before a step is tried."""
 
 
 def _is_trained(tensor: Any) -> bool:

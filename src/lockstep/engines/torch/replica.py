@@ -320,7 +320,7 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]
         own = slice(start, start + ctx.counts[ctx.group.rank])
         if ctx.for_loss:
             return gradient[own] * ctx.group.size, None, None, None
-        return ctx.group.sum(gradient)[own], None, None, None
+        return _Sum.apply(gradient, ctx.group)[own], None, None, None
 
 
 class _Sum(torch.autograd.Function):  # type: ignore[misc]

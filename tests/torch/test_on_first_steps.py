@@ -62,3 +62,31 @@ def test_a_worker_with_another_regularizer_is_found():
         return made
 
     assert_found(build, "the gradient of")
+
+
+class ShrinksItsWeight(layers.Layer):
+    """Assigns to a weight that is trained, in each training step."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(name="scale", shape=(shape[-1],), initializer="ones")
+
+    def call(self, inputs, training=False):
+        if training:
+            self.scale.assign(self.scale * 0.9)
+        return inputs * self.scale
+
+
+@pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")
+def test_a_step_that_is_tried_leaves_no_assignment_behind():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(11, 4)), rng.normal(size=(11, 2))
+
+    def build():
+        made = keras.Sequential([keras.Input((4,)), ShrinksItsWeight(), layers.Dense(2)])
+        made.compile(keras.optimizers.SGD(0.05), "mse")
+        return made
+
+    one, many = both(build)
+    options = {"batch_size": 7, "epochs": 2, "shuffle": False, "verbose": 0}
+    assert_equal(one.fit(x, y, **options).history, many.fit(x, y, **options).history)
+    assert_equal(one, many)

@@ -834,3 +834,51 @@ def test_a_call_is_proven_once_for_each_form_and_nothing_grows_with_the_steps(mo
     assert sizes[0][0] > 0
     assert sizes[1:] == sizes[:1] * 2
     lockstep.release(made)
+
+
+class PenalizedNorm(keras.Model):
+    """A step of its own with the gradient of a gradient, through batch normalization."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.Sequential(
+            [
+                keras.Input((4,)),
+                layers.Dense(5, activation="tanh"),
+                layers.BatchNormalization(),
+                layers.Dense(1),
+            ]
+        )
+
+    def call(self, x, training=False):
+        return self.inner(x, training=training)
+
+    def train_step(self, data):
+        x, y = data
+        x = x.clone().requires_grad_(True)
+        outputs = self(x, training=True)
+        (gradient,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+        loss = (outputs - y).square().mean() + (gradient.norm(dim=1) - 1).square().mean()
+        self.zero_grad()
+        loss.backward()
+        gradients = [weight.value.grad for weight in self.trainable_weights]
+        with torch.no_grad():
+            self.optimizer.apply(gradients, self.trainable_weights)
+        return {"loss": loss}
+
+
+def test_batch_norm_has_second_derivatives(monkeypatch):
+    """The check of the first step would let one device run it."""
+    monkeypatch.setenv("LOCKSTEP_CHECK", "0")
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(11, 4)), rng.normal(size=(11, 1))
+
+    def build():
+        made = PenalizedNorm()
+        made.compile(keras.optimizers.SGD(0.05))
+        return made
+
+    one, many = both(build)
+    options = {"batch_size": 7, "epochs": 2, "shuffle": False, "verbose": 0}
+    assert_equal(one.fit(x, y, **options).history, many.fit(x, y, **options).history)
+    assert_equal(one, many)

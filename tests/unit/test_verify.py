@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import types
+import warnings
 
 import cloudpickle
 import keras
@@ -199,6 +200,19 @@ def test_a_layer_that_draws_in_python_is_named():
     assert found.first_step == 1
     assert found.first_layer.endswith("culprit")
     assert "not deterministic" in found.cause
+
+
+class Warns(layers.Layer):
+    def call(self, x):
+        warnings.warn("of the author of the layer", stacklevel=1)
+        return x
+
+
+def test_a_warning_of_the_model_is_given():
+    with warnings.catch_warnings(action="ignore"):
+        made = with_layer(Warns())
+    with pytest.warns(UserWarning, match="of the author of the layer"):
+        assert lockstep.verify(made, data(), devices=2, steps=1).equal
 
 
 class DeviceReader(layers.Layer):

@@ -142,7 +142,7 @@ def main():
         for lane in LANES
         if (here := [name for name in lane if name in backends and name not in missing])
     ]
-    _adopt_orphans()
+    adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         _run(lanes)
@@ -150,7 +150,7 @@ def main():
         print("\nended by Ctrl-C")
         return 128 + signal.SIGINT
     finally:
-        _end_descendants()
+        end_descendants()
     return _summary(lanes, tier, bool(missing))
 
 
@@ -181,7 +181,7 @@ def _run(lanes):
     in_place = sys.stdout.isatty()
     printed = time.monotonic()
     while pipes.get_map():
-        _reap_orphans(lanes)
+        reap_orphans(lanes)
         for key, _ in pipes.select(1.0):
             lane = key.data
             if lane.read():
@@ -255,13 +255,13 @@ def _print_slow(tests, over):
 # ------------------------------------------------------------------- nothing stays behind
 
 
-def _adopt_orphans():
+def adopt_orphans():
     """Let processes whose parent ends become children of this one, where the system can."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
-def _reap_orphans(lanes):
+def reap_orphans(lanes):
     """Take the status of adopted processes that have ended: a test waits until they are gone."""
     if sys.platform != "linux":  # none was adopted
         return
@@ -273,7 +273,7 @@ def _reap_orphans(lanes):
             os.waitpid(found.si_pid, 0)
 
 
-def _end_descendants():
+def end_descendants():
     """Kill every process that this one has started, directly or not."""
     while found := _descendants():
         for process in found:

@@ -70,16 +70,6 @@ def test_model_checkpoint_keeps_the_last_good_file(name, tmp_path):
     assert os.listdir(tmp_path) == [name]
 
 
-def test_keras_alone_does_not(tmp_path):
-    """So that the test above would notice."""
-    path = tmp_path / "last.weights.h5"
-    filled(small(), 1.0).save_weights(path)
-    with cut_while_writing(1):
-        filled(small(), 2.0).save_weights(path)
-    with pytest.raises((ValueError, KeyError, OSError)):
-        good(path)
-
-
 def test_what_keras_asks_about_or_refuses_stays_with_keras(tmp_path):
     made = lockstep.distribute(small(), devices=1)
     with pytest.raises(ValueError, match=r"must end in `.weights.h5`"):

@@ -6,7 +6,6 @@ import keras
 import pytest
 from keras import layers
 
-import lockstep
 from tests.checkpoints.data import arrays
 from tests.checkpoints.runs import EPOCHS, STEPS, assert_same_end, train
 
@@ -79,15 +78,3 @@ def test_a_fit_that_a_tool_has_wrapped(tmp_path, logged):
     assert_same_end(again, whole)
     # The epoch that the cut was in, and those after it; and the tool got the history.
     assert (Seen.epochs, len(logged)) == (2 * EPOCHS, 2)
-
-
-def test_stock_keras_is_as_it_was(logged):
-    """Keras's `fit` of a model that is not distributed, after one that is."""
-    lockstep.distribute(compiled(OneMoreArgument), 2)
-    losses = []
-    for cls in (keras.Sequential, OneMoreArgument):
-        keras.utils.set_random_seed(5)
-        made = compiled(cls)
-        more = {"greeting": "good day"} if cls is OneMoreArgument else {}
-        losses.append(made.fit(**{**arrays(), **more}, verbose=0).history["loss"])
-    assert losses[0] == losses[1]

@@ -63,12 +63,3 @@ def test_a_loss_is_counted_whatever_ids_an_earlier_trace_left(devices, run_eager
     model = penalised(devices)
     model.run_eagerly = run_eagerly
     np.testing.assert_allclose(evaluated_again(model), loss_by_hand(model), rtol=1e-6)
-
-
-@pytest.mark.xfail(
-    keras.__version__.startswith("3.15."),  # mended in 3.16
-    reason="Keras drops the loss, keras/src/layers/layer.py, Layer._clear_losses",
-)
-def test_keras_alone_counts_it_too():
-    model = penalised()
-    np.testing.assert_allclose(evaluated_again(model), loss_by_hand(model), rtol=1e-6)

@@ -667,8 +667,3 @@ def test_export_gives_what_one_device_exports(tmp_path):
         assert served == served_by_one
     else:
         assert_same(served, served_by_one)
-
-
-def test_common_data_has_rows_that_do_not_divide():
-    assert common.ROWS % 3
-    assert common.ROWS % 7

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
+from rich.console import Console
 
 import lockstep
 from lockstep.engines.attachment import session_of
@@ -191,11 +192,23 @@ def test_batches_reach_a_training_step_as_fit_hands_them_over(devices, source):
         np.testing.assert_array_equal(mine, theirs)
 
 
-def test_a_loss_that_is_not_finite_is_not_called_equal():
+@pytest.mark.parametrize(("row", "step"), [(33, 2), *rest((3, 1))])
+def test_a_loss_that_is_not_finite_is_not_called_equal(row, step, capsys):
+    """NaN equals NaN, and the verdict was "4 devices give what one device gives"."""
     x, y = data(70)
-    x[33] = np.nan
+    x[row] = np.nan
     found = lockstep.verify(with_layer(), (x, y), devices=3, steps=3)
-    assert (found.verdict, found.not_finite_from, found.steps) == ("cannot tell", 2, 1)
+    assert (found.verdict, found.equal) == ("cannot tell", False)
+    assert (found.not_finite_from, found.first_step, found.steps) == (step, None, step - 1)
+    assert found.cause.startswith(
+        f"On one device the loss or a weight is not finite from step {step} on."
+    )
+    assert bool(found.differences) == (step == 2)  # those of the step before
+    found.show(Console())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "The comparison cannot tell whether they give the same." in said
+    assert f"not finite from step {step} on" in said
+    assert "give what one device gives" not in said
 
 
 SCRIPT = """

@@ -44,16 +44,6 @@ EXAMPLES = {
     ),
 }
 
-ELSEWHERE = {
-    "check_file.py",
-    "ray_train.py",
-    "finetune_sharded.py",
-    "stateful_lstm.py",
-    "shared_lstm_branches.py",
-}
-"""The helper, and the examples with tests of their own."""
-
-
 FILES = {
     "unet_iou.py": r"unet-0[12]-\d\.\d{3}\.keras",
     "bert_classification.py": r"bert-0[12]-\d\.\d{4}\.keras",
@@ -84,13 +74,6 @@ def test_it_runs_and_plain_keras_reads_its_file(name, tmp_path):
     if name in FILES:
         written = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")]
         assert any(re.fullmatch(FILES[name], file) for file in written), written
-
-
-def test_no_example_is_left_out():
-    assert {path.name for path in FOLDER.glob("*.py")} == EXAMPLES.keys() | ELSEWHERE
-    page = (FOLDER / "README.md").read_text()
-    files = {path.name for path in FOLDER.iterdir() if path.suffix in (".py", ".ipynb")}
-    assert files == set(re.findall(r"^\| \[(\S+)\]", page, re.M))
 
 
 def test_the_notebook_runs_cell_after_cell(tmp_path):

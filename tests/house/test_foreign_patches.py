@@ -2,6 +2,8 @@
 
 import ast
 
+import pytest
+
 from lockstep.foreign_patches import PATCHES
 from tests.house.test_house import FILES, SOURCE
 from tests.processes.common import python
@@ -20,6 +22,7 @@ def test_every_replaced_attribute_of_another_package_is_in_the_list():
     assert found > NO_PATCHES
 
 
+@pytest.mark.thorough
 def test_what_is_replaced_exists_in_the_installed_packages():
     script = (
         "import importlib, operator\n"

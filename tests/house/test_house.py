@@ -299,19 +299,6 @@ def test_the_bounds_of_keras_are_those_that_are_checked():
     assert bounds in project["project"]["dependencies"]
 
 
-def test_the_paths_on_the_architecture_page_exist():
-    page = SOURCE.parents[1] / "docs" / "architecture.md"
-    paths = re.findall(r"`([a-z_/]+(?:\.py|/))`", page.read_text())
-    assert len(paths) > 40
-    missing = [path for path in paths if path != "src/lockstep/" and not (SOURCE / path).exists()]
-    assert not missing
-    (tree,) = re.findall(r"^```text\n(.*?)^```", page.read_text(), flags=re.M | re.S)
-    names = set(re.findall(r"\b[a-z_]+(?:\.py|/)", tree)) - {"file.py"}
-    assert {"cli.py", "rescue/", "replicas/"} <= names, "names are seen"
-    places = (SOURCE, SOURCE / "engines")
-    assert not [name for name in names if not any((place / name).exists() for place in places)]
-
-
 def test_file_names_are_unique_but_those_that_engines_share():
     names = {}
     for path in FILES:

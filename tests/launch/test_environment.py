@@ -143,6 +143,10 @@ REFUSED = {
         {**OURS, "LOCKSTEP_COORDINATOR": "here"},
         "LOCKSTEP_COORDINATOR='here' is set",
     ),
+    "no address of lockstep's own": (
+        {"LOCKSTEP_PROCESSES": "2", "LOCKSTEP_PROCESS": "1"},
+        "process 1 of 2 (lockstep: LOCKSTEP_PROCESSES, LOCKSTEP_PROCESS), and no variable says",
+    ),
     "two launchers": (
         {**TORCHRUN, **OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0"},
         "process 3 of 4 (torchrun: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), and process 0 of 2 "

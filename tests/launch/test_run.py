@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ProcessesDisagree
-from lockstep.launch import status
+from lockstep.launch import local_run, status
 from lockstep.launch.progress_watch import ProgressWatch
 from lockstep.launch.rank import Failure, Output, cause_of
 from lockstep.launch.status import Status
@@ -188,6 +188,14 @@ while True:
     assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == ["15", "15"]
     assert "failed" not in error
     none_left(tmp_path)
+
+
+def test_after_a_run_signals_do_what_they_did():
+    before = [signal.getsignal(number) for number in local_run._STOPPING]
+    with local_run._stop_signals() as asked:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert asked == [signal.SIGTERM]
+    assert [signal.getsignal(number) for number in local_run._STOPPING] == before
 
 
 def test_a_second_ctrl_c_ends_processes_that_do_not_stop(tmp_path):

@@ -3,8 +3,6 @@
 python torch_train.py FOLDER [FAULT RANK]
 """
 
-import os
-import signal
 import sys
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import keras
 import numpy as np
 
 import tests.torch.double  # noqa: F401  (double precision)
+from tests.launch.train import Fault
 
 OPTIONS = {"batch_size": 10, "epochs": 3, "validation_split": 0.2}
 
@@ -41,34 +40,6 @@ def build(seed=3):
 def data():
     rng = np.random.default_rng(0)
     return rng.normal(size=(53, 6)), rng.normal(size=(53, 3))
-
-
-class Fault(keras.callbacks.Callback):
-    """What one process meets after the second step of the second epoch, the first time."""
-
-    def __init__(self, fault, folder):
-        super().__init__()
-        self.fault = fault
-        self.folder = folder
-        self.epoch = 0
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epoch = epoch
-
-    def on_train_batch_end(self, batch, logs=None):
-        if (self.epoch, batch) != (1, 2) or (self.folder / "failed").exists():
-            return
-        (self.folder / "failed").touch()
-        if self.fault == "raises":
-            raise OSError("the disk is full")
-        if self.fault == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.fault.startswith("told to leave"):
-            os.kill(os.getpid(), signal.SIGTERM)
-        if self.fault == "told to leave, then raises":
-            raise OSError("the disk is full")
-        if self.fault == "assigns":
-            self.model.layers[0].kernel.assign(self.model.layers[0].kernel + 1.0)
 
 
 def main(folder, fault=None, at=0):

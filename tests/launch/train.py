@@ -55,9 +55,15 @@ class Fault(keras.callbacks.Callback):
             raise OSError("the disk is full")
         if self.fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(1.5)  # the launcher has the last status
         if self.fault == "stopped":
+            time.sleep(1.5)  # the launcher has the last status
             os.kill(os.getpid(), signal.SIGSTOP)
+        if self.fault.startswith("told to leave"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        if self.fault == "told to leave, then raises":
+            raise OSError("the disk is full")
+        if self.fault == "assigns":
+            self.model.layers[0].kernel.assign(self.model.layers[0].kernel + 1.0)
 
 
 def main(folder, fault=None, at=0):

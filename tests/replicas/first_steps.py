@@ -27,7 +27,7 @@ import pytest
 from keras import layers, ops
 
 import lockstep
-from lockstep.engines.replicas.first_step import bounds_for
+from lockstep.engines.replicas.first_step import bounds_for, rows_to_check
 from lockstep.engines.replicas.object_states import ObjectStates
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from tests.conformance.zoo import ZOO
@@ -512,3 +512,12 @@ def test_no_model_of_the_zoo_alarms(name, policy):
             made.fit(x, y, batch_size=12, verbose=0)
             made.predict(x, verbose=0)
     assert not [each for each in caught if " differs by " in str(each.message)], caught
+
+
+def test_some_rows_are_checked_from_the_start_and_as_many_after_them():
+    def checked(rows):
+        return [(part.start, part.stop) for part in rows_to_check(model_of(), rows, replicas=2)]
+
+    assert checked(5) == [(0, 5)]
+    assert checked(8) == [(0, 5), (3, 8)]
+    assert checked(100) == [(0, 5), (5, 10)]

@@ -13,7 +13,10 @@ from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from tests.conformance.common import assert_same
 from tests.tiers import every, rest
 
-pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning"),
+    pytest.mark.usefixtures("first_steps_unchecked"),
+]
 
 
 class Does(layers.Layer):

@@ -15,6 +15,8 @@ from tests.conformance.common import assert_same
 from tests.replicas.losses_by_rows import *  # noqa: F403
 from tests.replicas.losses_by_rows import ROWS, WORDS, gathered, leaves, steps_model, words
 
+pytestmark = pytest.mark.usefixtures("first_steps_unchecked")
+
 
 def squares(y_true, y_pred):
     return ops.mean(ops.square(ops.one_hot(ops.cast(y_true, "int32"), WORDS) - y_pred), axis=-1)

@@ -1,4 +1,5 @@
 import re
+import threading
 import time
 
 import keras
@@ -223,3 +224,28 @@ def test_waits_for_training_and_validation_say_what_they_wait_for(capsys, monkey
         for phase in ("training", "validation")
         for what in ("takes more than N s: ", "is under way after N s: ")
     ]
+
+
+class Fails(keras.layers.Layer):
+    """Fails in a step, and not when the model is built."""
+
+    in_a_step = False
+
+    def call(self, x):
+        if Fails.in_a_step:
+            raise OSError("the disk is gone")
+        return x
+
+
+def test_after_a_step_that_fails_nothing_waits_for_it(monkeypatch):
+    monkeypatch.setattr(Fails, "in_a_step", False)
+    made = keras.Sequential([keras.Input((2,)), Fails(), keras.layers.Dense(1)])
+    made.compile("sgd", "mse")
+    lockstep.distribute(made, 2)
+    begins = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: setattr(Fails, "in_a_step", True)
+    )
+    x, y = np.zeros((8, 2)), np.zeros((8, 1))
+    with pytest.raises(OSError, match="the disk is gone"):
+        made.fit(x, y, batch_size=4, verbose=2, callbacks=[begins])
+    assert not [each for each in threading.enumerate() if isinstance(each, threading.Timer)]

@@ -33,62 +33,67 @@ def numbers():
 
 @pytest.fixture
 def logs(numbers):
+    return of_two(numbers)
+
+
+def of_two(numbers):
     return lazy_logs({"loss": jnp.float32(2.25), "acc": jnp.float32(0.5)}, numbers, jax.Array)
 
 
-@pytest.mark.parametrize(
-    "look",
-    [
-        list,
-        len,
-        bool,
-        lambda logs: "loss" in logs,
-        lambda logs: isinstance(logs, dict),
-        lambda logs: logs or {},
-        lambda logs: [*logs.keys()],
-    ],
-)
-def test_names_are_known_without_a_value(look, logs, numbers):
-    assert look(logs)
-    assert list(logs) == ["acc", "loss"]
-    assert numbers.calls == 0
+NAMES = [
+    list,
+    len,
+    bool,
+    lambda logs: "loss" in logs,
+    lambda logs: isinstance(logs, dict),
+    lambda logs: logs or {},
+    lambda logs: [*logs.keys()],
+]
 
 
-@pytest.mark.parametrize(
-    "look",
-    [
-        dict,
-        lambda logs: {**logs},
-        lambda logs: {} | logs,
-        lambda logs: logs | {},
-        lambda logs: logs.copy(),
-        copy.copy,
-        copy.deepcopy,
-        lambda logs: pickle.loads(pickle.dumps(logs)),
-        lambda logs: json.loads(json.dumps(logs)),
-        lambda logs: dict(logs.items()),
-        lambda logs: dict(zip(logs, logs.values(), strict=True)),
-        lambda logs: {name: logs[name] for name in logs},
-        lambda logs: {name: logs.get(name) for name in logs},
-        lambda logs: {name: logs.pop(name) for name in ["acc", "loss"]},
-        lambda logs: {name: logs.setdefault(name, None) for name in logs},
-        lambda logs: dict(reversed([logs.popitem(), logs.popitem()])),
-        lambda logs: (lambda **kwargs: kwargs)(**logs),
-        lambda logs: eval(repr(logs)),
-        lambda logs: eval(str(logs)),
-        lambda logs: eval(f"{logs}"),
-        lambda logs: eval("{{'acc': {acc!r}, 'loss': {loss!r}}}".format(**logs)),
-        lambda logs: eval("{'acc': %(acc)r, 'loss': %(loss)r}" % logs),  # noqa: UP031
-        lambda logs: (empty := {}, empty.update(logs))[0],
-    ],
-)
-def test_every_way_to_a_value_sees_plain_numbers(look, logs, numbers):
-    found = look(logs)
-    assert type(found) is dict
-    assert found == NUMBERS
-    assert list(found) == ["acc", "loss"]
-    assert {type(value) for value in found.values()} == {float}
-    assert numbers.calls == 1
+def test_names_are_known_without_a_value():
+    for look in NAMES:
+        logs = of_two(numbers := Count())
+        assert look(logs), look
+        assert list(logs) == ["acc", "loss"]
+        assert numbers.calls == 0, look
+
+
+WAYS = [
+    dict,
+    lambda logs: {**logs},
+    lambda logs: {} | logs,
+    lambda logs: logs | {},
+    lambda logs: logs.copy(),
+    copy.copy,
+    copy.deepcopy,
+    lambda logs: pickle.loads(pickle.dumps(logs)),
+    lambda logs: json.loads(json.dumps(logs)),
+    lambda logs: dict(logs.items()),
+    lambda logs: dict(zip(logs, logs.values(), strict=True)),
+    lambda logs: {name: logs[name] for name in logs},
+    lambda logs: {name: logs.get(name) for name in logs},
+    lambda logs: {name: logs.pop(name) for name in ["acc", "loss"]},
+    lambda logs: {name: logs.setdefault(name, None) for name in logs},
+    lambda logs: dict(reversed([logs.popitem(), logs.popitem()])),
+    lambda logs: (lambda **kwargs: kwargs)(**logs),
+    lambda logs: eval(repr(logs)),
+    lambda logs: eval(str(logs)),
+    lambda logs: eval(f"{logs}"),
+    lambda logs: eval("{{'acc': {acc!r}, 'loss': {loss!r}}}".format(**logs)),
+    lambda logs: eval("{'acc': %(acc)r, 'loss': %(loss)r}" % logs),  # noqa: UP031
+    lambda logs: (empty := {}, empty.update(logs))[0],
+]
+
+
+def test_every_way_to_a_value_sees_plain_numbers():
+    for look in WAYS:
+        found = look(of_two(numbers := Count()))
+        assert type(found) is dict
+        assert found == NUMBERS, look
+        assert list(found) == ["acc", "loss"], look
+        assert {type(value) for value in found.values()} == {float}
+        assert numbers.calls == 1, look
 
 
 def test_equal_to_a_plain_dict_from_both_sides(logs):
@@ -124,6 +129,6 @@ def test_arrays_stay_arrays():
     assert type(logs["outputs"]) is np.ndarray
 
 
-@pytest.mark.parametrize("logs", [None, {}, {"n": 3}, {"outputs": [jnp.ones(2)]}])
-def test_what_is_no_array_is_a_plain_dict_at_once(logs):
-    assert type(lazy_logs(logs, pythonify_logs, jax.Array)) is dict
+def test_what_is_no_array_is_a_plain_dict_at_once():
+    for logs in (None, {}, {"n": 3}, {"outputs": [jnp.ones(2)]}):
+        assert type(lazy_logs(logs, pythonify_logs, jax.Array)) is dict

@@ -178,7 +178,11 @@ def test_input_is_that_of_the_batches_that_were_made(keras):
 def test_input_is_made_by_the_workers_of_the_data(keras):
     data, made = items(keras, 40, workers=2)
     assert drawn(model(keras), data, 10) == [8] * 10
-    assert threading.main_thread() not in {thread for _, thread in made}
+    workers = {thread for _, thread in made}
+    assert threading.main_thread() not in workers
+    for worker in workers:
+        worker.join(30)
+        assert not worker.is_alive()  # they end with what was drawn
 
 
 def test_input_of_arrays_is_their_rows_in_the_order_of_fit(keras, monkeypatch):

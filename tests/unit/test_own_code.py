@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 
+from lockstep.engines.model_pickle import reason_of
 from lockstep.engines.own_code import is_own
 
 
@@ -39,3 +40,9 @@ def test_frameworks_are_not_own_in_a_checkout_either(monkeypatch):
     monkeypatch.setattr(keras, "__file__", "/home/me/keras/keras/__init__.py")
     assert not is_own(keras)
     assert not is_own(np)
+
+
+def test_the_reason_of_an_error_is_its_first_line_of_at_most_160_letters():
+    assert reason_of(ValueError("cannot pickle it.\nThis is why")) == "cannot pickle it"
+    assert reason_of(ValueError("a" * 159 + "bc")) == "a" * 159 + "b"
+    assert reason_of(KeyError()) == "KeyError()"

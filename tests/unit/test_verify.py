@@ -1,5 +1,6 @@
 """`verify` passes what is right, and names what is wrong."""
 
+import contextlib
 import io
 import json
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import types
+import warnings
 
 import cloudpickle
 import keras
@@ -121,13 +123,22 @@ def test_a_module_of_two_names_is_sent_by_value_once(monkeypatch, tmp_path):
     assert "mine" not in cloudpickle.list_registry_pickle_by_value()
 
 
-def test_each_step_is_read_once_and_each_run_is_a_line(monkeypatch, capsys):
-    """It was read once for each variable. In a pipe, nothing was printed for minutes."""
+@pytest.fixture(scope="module")
+def verified():
+    """One comparison of a right model: its result, the steps that were read, and its lines."""
     read, steps = comparison._read, []
-    monkeypatch.setattr(comparison, "_read", lambda file: steps.append(file.stem) or read(file))
-    assert lockstep.verify(with_layer(), data(), devices=2, steps=3).equal
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as said:
+        patch.setattr(comparison, "_read", lambda file: steps.append(file.stem) or read(file))
+        found = lockstep.verify(with_layer(), data(96), devices=2, steps=3)
+    return found, steps, said.getvalue().splitlines()
+
+
+def test_each_step_is_read_once_and_each_run_is_a_line(verified):
+    """It was read once for each variable. In a pipe, nothing was printed for minutes."""
+    found, steps, said = verified
+    assert found.equal
     assert steps == ["1", "2", "3"]
-    assert capsys.readouterr().err.splitlines() == ["one device ...", "2 devices ..."]
+    assert said == ["one device ...", "2 devices ..."]
 
 
 @pytest.mark.whole
@@ -189,6 +200,19 @@ def test_a_layer_that_draws_in_python_is_named():
     assert found.first_step == 1
     assert found.first_layer.endswith("culprit")
     assert "not deterministic" in found.cause
+
+
+class Warns(layers.Layer):
+    def call(self, x):
+        warnings.warn("of the author of the layer", stacklevel=1)
+        return x
+
+
+def test_a_warning_of_the_model_is_given():
+    with warnings.catch_warnings(action="ignore"):
+        made = with_layer(Warns())
+    with pytest.warns(UserWarning, match="of the author of the layer"):
+        assert lockstep.verify(made, data(), devices=2, steps=1).equal
 
 
 class DeviceReader(layers.Layer):
@@ -275,25 +299,6 @@ def test_weights_that_do_not_move_are_named():
     assert found.notes == (
         f"Not trained, as on one device they did not move: {first.kernel.path}, {first.bias.path}.",
     )
-
-
-@pytest.mark.parametrize(("row", "step"), [(33, 2), *rest((3, 1))])
-def test_a_loss_that_is_not_finite_is_not_called_equal(row, step, capsys):
-    """NaN equals NaN, and the verdict was "4 devices give what one device gives"."""
-    x, y = data(70)
-    x[row] = np.nan
-    found = lockstep.verify(with_layer(), (x, y), devices=4, steps=3)
-    assert (found.verdict, found.equal) == ("cannot tell", False)
-    assert (found.not_finite_from, found.first_step, found.steps) == (step, None, step - 1)
-    assert found.cause.startswith(
-        f"On one device the loss or a weight is not finite from step {step} on."
-    )
-    assert bool(found.differences) == (step == 2)  # those of the step before
-    found.show(Console())
-    said = " ".join(capsys.readouterr().out.split())
-    assert "The comparison cannot tell whether they give the same." in said
-    assert f"not finite from step {step} on" in said
-    assert "give what one device gives" not in said
 
 
 def test_weights_that_are_not_finite_beside_a_finite_loss():
@@ -429,40 +434,6 @@ def test_a_data_set_without_an_end():
     assert found.steps == 3
 
 
-class OfDicts(keras.Model):
-    """Is not built, and takes batches in the structure of `fit` alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = layers.Dense(6)
-
-    def call(self, batch):
-        return self.dense(batch["x"])
-
-    def train_step(self, state, batch):
-        assert isinstance(batch, dict), type(batch)
-        return super().train_step(state, batch)
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        return keras.ops.mean((y_pred - x["x"]) ** 2)
-
-
-class Dicts(keras.utils.PyDataset):
-    def __len__(self):
-        return 3
-
-    def __getitem__(self, index):
-        return {"x": data()[0][5 * index : 5 * index + 5]}
-
-
-def test_batches_reach_a_training_step_as_fit_hands_them_over():
-    made = OfDicts()
-    made.compile("sgd")
-    found = lockstep.verify(made, Dicts(), devices=3, steps=4)
-    assert found.equal, found.cause
-    assert "loss" in {difference.name for difference in found.differences}
-
-
 @pytest.mark.thorough
 def test_a_step_of_its_own_that_differs_is_reported_where_the_model_has_no_call():
     class NoCall(keras.Model):
@@ -552,8 +523,8 @@ def test_a_model_that_is_not_compiled():
 # ---------------------------------------------------------------------------- its report
 
 
-def test_the_report_as_json():
-    found = lockstep.verify(with_layer(), data(), devices=2, steps=2)
+def test_the_report_as_json(verified):
+    found, *_ = verified
     read = json.loads(found.as_json())
     assert read["equal"] is True
     assert read["devices"] == ["cpu:0", "cpu:1"]
@@ -571,10 +542,10 @@ def test_the_report_as_json_knows_no_infinity():
     assert read == {"name": "loss", "largest": "inf", "bound": "nan", "first_step": 1}
 
 
-def test_the_report_as_a_table(capsys):
-    lockstep.verify(with_layer(), data(), devices=2, steps=2).show(Console())
+def test_the_report_as_a_table(verified, capsys):
+    verified[0].show(Console())
     said = capsys.readouterr().out
-    assert "2 steps of 32 rows, on one device and on 2" in said
+    assert "3 steps of 32 rows, on one device and on 2" in said
     assert "2 devices give what one device gives." in said
 
 

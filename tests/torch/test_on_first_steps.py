@@ -5,10 +5,12 @@ import os
 import keras
 import numpy as np
 import pytest
+from keras import layers
 
 import lockstep
 from tests.replicas.first_steps import *  # noqa: F403
 from tests.replicas.first_steps import DEVICES, ROWS, assert_found, data, model_of
+from tests.torch.agreement import assert_equal, both
 
 
 @pytest.mark.filterwarnings("ignore:On PyTorch every device runs 'faulty'")

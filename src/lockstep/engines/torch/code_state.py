@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from lockstep.engines.own_code import is_own
-from lockstep.keras_compat import KerasSaveable, module_in_keras
+from lockstep.keras_compat import KerasSaveable, module_in_keras, tracked_collections
 
 Place = tuple[str, str]
 """The name of a module, and of a class in it, which is empty for the module itself."""
@@ -36,6 +36,7 @@ _MAIN = "__main__"
 _LARGEST = 1000
 """The number of items up to which a container or array is compared item by item."""
 
+_CONTAINERS = (list, dict, set, *tracked_collections())
 _MISSING = object()
 
 
@@ -50,8 +51,16 @@ class Attributes:
         self._values = list(attributes.values())
 
     def are(self, now: Mapping[str, Any]) -> bool:
-        """Return whether these are the attributes still."""
-        return len(now) == len(self._values) and all(map(is_, now.values(), self._values))
+        """Return whether these are the attributes still, but for the mode of a module of PyTorch.
+
+        Each step is sent with its mode.
+        """
+        if len(now) != len(self._values):
+            return False
+        if all(map(is_, now.values(), self._values)):
+            return True
+        each = zip(now.items(), self._values, strict=True)
+        return all(value is before or name == "training" for (name, value), before in each)
 
 
 class CodeReads:
@@ -76,8 +85,9 @@ class CodeReads:
             self._look_into_attributes(attributes)
 
     def _look_into_attributes(self, attributes: dict[str, Any]) -> None:
-        for value in attributes.values():
-            self._look_into(value)
+        for name, value in attributes.items():
+            if name not in _names_of_keras():
+                self._look_into(value)
 
     def add(self, owner: Any, values: dict[str, Any]) -> None:
         """Note values by name.
@@ -105,7 +115,7 @@ class CodeReads:
         if is_plain_object(value):
             value = vars(value)
         is_array = type(value) is np.ndarray and value.size <= _LARGEST and value.dtype != object
-        if not (is_array or type(value) in (list, dict, set)) or id(value) in self._containers:
+        if not (is_array or type(value) in _CONTAINERS) or id(value) in self._containers:
             return
         self._containers[id(value)] = value, value.copy()
         if is_array:
@@ -175,6 +185,18 @@ def contents_of(cell: CellType) -> dict[str, Any]:
         return {"cell_contents": cell.cell_contents}
     except ValueError:  # the function that made it has not assigned to it yet
         return {}
+
+
+@cache
+def _names_of_keras() -> frozenset[str]:
+    """Return the attributes that any object of Keras has: its own lists change in each step."""
+    made = (
+        keras.layers.Layer(name="any"),
+        keras.Model(name="any"),
+        keras.losses.Loss(name="any"),
+        keras.metrics.Metric(name="any"),
+    )
+    return frozenset(name for each in made for name in vars(each))
 
 
 def _is_alike(container: Any, before: Any) -> bool:

@@ -19,6 +19,7 @@ from lockstep.first_process import is_first as is_first
 from lockstep.initialize import initialize as initialize
 from lockstep.initialize import join_at_first_use as _join_at_first_use
 from lockstep.launch.status import report_from_environment as _report_from_environment
+from lockstep.package_versions import __version__ as __version__
 from lockstep.plan import plan as plan
 from lockstep.rehearsal import rehearse as rehearse
 from lockstep.rehearsal import rehearse_from_environment as _rehearse_from_environment
@@ -53,7 +54,6 @@ __all__ = [
     "sharded",
     "verify",
 ]
-__version__ = "0.1.0"
 
 _rehearse_from_environment(_os.environ)
 _report_from_environment(_os.environ)

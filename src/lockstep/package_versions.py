@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError, distribution, version
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+__version__ = "0.1.0"
 DISTRIBUTION = "keras-lockstep"
 
 
@@ -15,8 +16,6 @@ def package_version(package: str) -> str | None:
     The nightly build of Keras is the package keras-nightly.
     """
     if package == DISTRIBUTION:
-        from lockstep import __version__
-
         return __version__
     for name in (package, f"{package}-nightly"):
         try:

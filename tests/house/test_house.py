@@ -25,7 +25,8 @@ LAYERS = [
     {"devices", "package_versions", "state"},
     {"launch"},
     {"fit_lines", "layout", "step_bytes"},
-    {"checkpoint", "processes", "training", "engines"},
+    {"processes"},
+    {"checkpoint", "training", "engines"},
     {"batches", "targets"},
     {
         "distribute",
@@ -133,6 +134,31 @@ def test_imports_go_down_only():
                 target = name.split(".")[1]
                 if target in height:  # a module, and no name out of the package itself
                     assert height[target] <= height[place], f"{path}: {name}"
+
+
+def test_no_module_imports_itself_through_others():
+    """Imports within functions and for types count: they hide a circle, and do not open it."""
+    modules = {_module(path): path for path in FILES}
+    uses = {name: set(_modules_imported(path, modules)) for name, path in modules.items()}
+    assert "lockstep.processes.process_group" in uses["lockstep.checkpoint.callback"]
+    assert "lockstep.engines.jax.engine" in uses["lockstep.engines"], "in a function"
+    graphlib.TopologicalSorter(uses).prepare()  # raises, and names the modules of a circle
+
+
+def _module(path):
+    return ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _modules_imported(path, modules):
+    """Yield the modules of lockstep that a file names; one of a package stands for itself alone."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom):
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in modules else node.module for name in inner]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        yield from (name for name in names if name in modules)
 
 
 @pytest.mark.parametrize("core", ["checkpoint", "processes", "training"])

@@ -10,6 +10,7 @@ import keras
 
 from lockstep.checkpoint import callback_states
 from lockstep.checkpoint.checkpoint_run import CheckpointRun, Settings
+from lockstep.checkpoint.fit_run import NO_OBSERVER, Observer
 from lockstep.errors import CheckpointError, UnsupportedBackend, UnsupportedModel
 from lockstep.files import path_text
 from lockstep.fit_lines import callbacks_in
@@ -142,10 +143,11 @@ def fit_scope(given: Any, *, own_loop: bool = False) -> Iterator[None]:
         yield
 
 
-def run_among(given: Any) -> CheckpointRun | None:
-    """Return the run of the checkpoint among the callbacks of a `fit`, inside of `fit_scope`."""
+def observer_among(given: Any) -> Observer:
+    """Return what observes a `fit` for the checkpoint among its callbacks, in `fit_scope`."""
     checkpoint = checkpoint_among(given)
-    return None if checkpoint is None else checkpoint._run
+    run = None if checkpoint is None else checkpoint._run
+    return NO_OBSERVER if run is None else run
 
 
 def checkpoint_among(given: Any) -> Checkpoint | None:

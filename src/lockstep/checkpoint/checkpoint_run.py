@@ -24,7 +24,7 @@ from lockstep.checkpoint.fingerprint import (
     is_rate,
     rates_of,
 )
-from lockstep.checkpoint.fit_run import FitRun, Snapshot
+from lockstep.checkpoint.fit_run import FitRun, Observer, Snapshot
 from lockstep.checkpoint.folder_lock import only_writer
 from lockstep.checkpoint.manifest import read_manifest
 from lockstep.checkpoint.plain_state import from_plain, to_plain
@@ -101,7 +101,7 @@ def _number(value: Any, read: Callable[[Any], float]) -> float:
         return 0
 
 
-class CheckpointRun:
+class CheckpointRun(Observer):
     """One `fit` with a checkpoint.
 
     Args:
@@ -112,6 +112,8 @@ class CheckpointRun:
         stopped_by: The class of the callback that stopped the run.
         prints: Whether `fit` prints its progress.
     """
+
+    records = True
 
     def __init__(self, settings: Settings, others: tuple[str, ...]) -> None:
         self.stopped_by: str | None = None
@@ -154,13 +156,14 @@ class CheckpointRun:
                 self._background.finish()
         self._say_failure()
 
-    def begin(self, run: FitRun, epoch: int) -> int:
+    def begin(self, fit: Callable[[], FitRun], epoch: int) -> int:
         """Start to record a `fit`, after `on_train_begin` of every callback, and resume it.
 
         Returns:
             The epoch to begin with, in place of `epoch`.
         """
-        self._run, found = run, self._found
+        run, found = fit(), self._found
+        self._run = run
         self._facts = run.facts()
         if self._settings.learning_rate == "compile" and run.model.optimizer is None:
             raise CheckpointError(
@@ -188,7 +191,7 @@ class CheckpointRun:
         if self._run is not None:
             self._run.epoch_began()
 
-    def epoch_logs(self, logs: Any) -> Any:
+    def epoch(self, logs: Any) -> Any:
         """Return the logs of an epoch's last step, also if the run resumed right after it."""
         return self._fit.logs_of(logs)
 
@@ -208,7 +211,7 @@ class CheckpointRun:
         if asked:  # a signal that came after the question is answered after the next step
             self._leave(saved=True)
 
-    def failed(self, error: Exception) -> None:
+    def end(self, error: Exception) -> None:
         """Leave as a signal asks, if it has ended the workers that make the batches."""
         if self._signals.asked is None or self._run is None:
             return

@@ -1,6 +1,6 @@
 """Read and restore the state of a running `fit` between two steps."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -51,6 +51,30 @@ class FitState(Protocol):
     def sync(self) -> None:
         """Write the state of the running epoch to the variables."""
         ...
+
+
+class Observer:
+    """What observes a `fit` between its steps; this one does nothing.
+
+    The steps are observed by a callback, the last one of the list.
+    """
+
+    records = False
+    """Whether it needs the position in the data."""
+
+    def begin(self, fit: "Callable[[], FitRun]", epoch: int) -> int:
+        """Observe a `fit` after `on_train_begin`; return the epoch to begin with."""
+        return epoch
+
+    def epoch(self, logs: Any) -> Any:
+        """Return the logs of the last step of an epoch."""
+        return logs
+
+    def end(self, error: Exception) -> None:
+        """Observe an error that ends the epochs, while the state is in place."""
+
+
+NO_OBSERVER = Observer()
 
 
 class FitRun:

@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from lockstep.checkpoint.callback import fit_scope
+from lockstep.checkpoint.callback import checkpoint_among, fit_scope
 from lockstep.engines.atomic_save import SAVING, atomic_saves
 from lockstep.engines.engine import Engine
 from lockstep.engines.out_of_memory import has_note, is_out_of_memory, note_of
@@ -27,6 +27,7 @@ from lockstep.fit_lines import (
 from lockstep.keras_compat import is_built, trainer_module
 from lockstep.layout import Branches, DataParallel, Layout, both_layouts
 from lockstep.processes import process_group
+from lockstep.processes.agreement import check_course
 from lockstep.processes.call_scope import CALLS
 from lockstep.state import named_variables, optimizers_of, rnn_states
 from lockstep.step_bytes import size_of
@@ -55,6 +56,7 @@ class Attachment:
 
     Args:
         session: The model on the devices.
+        engine: The engine that made the session.
 
     Attributes:
         model: The model.
@@ -65,9 +67,10 @@ class Attachment:
         replaced: The attributes of the instance that they replace.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, engine: Engine) -> None:
         self.model = session.model
         self.session = session
+        self._engine = engine
         self.loop = Loop(session)
         self.turns = CallGuard(self.model, lambda: attachment_of(self.model) is self)
         self.hooks: Methods = {}
@@ -161,7 +164,8 @@ class Attachment:
             except Exception as error:
                 is_data_parallel = isinstance(self.session.layout, DataParallel)
                 if is_out_of_memory(error) and is_data_parallel and not has_note(error):
-                    error.add_note(note_of(self.session, name, arguments_of(method, args, kwargs)))
+                    given = arguments_of(method, args, kwargs)
+                    error.add_note(note_of(self._engine, self.session, name, given))
                 raise
 
         return method_with_note
@@ -185,15 +189,13 @@ class Attachment:
 
     def _held_words(self) -> str:
         """Return the bytes that each device holds, if the state is replicated and built."""
-        from lockstep.engines import current_engine  # which imports this file
-
         session, model = self.session, self.model
         if session.layout != DataParallel(session.devices) or not is_built(model):
             return ""
         named = named_variables(model)
         held = sum(size_of(each) for each in {id(each): each for each in named.values()}.values())
         has_slots = all(each.built for _, each in optimizers_of(model))
-        here = {each.name: each.memory for each in current_engine().devices()}
+        here = {each.name: each.memory for each in self._engine.devices()}
         return replicated_words(held, has_slots, here.get(session.devices[0]))
 
 
@@ -241,7 +243,7 @@ def attach(engine: Engine, model: Any, layout: Layout) -> None:
     ):
         session = engine.session(model, layout)  # processes compare their devices
         if not is_there:
-            _replace(Attachment(session), engine)
+            _replace(Attachment(session, engine), engine)
 
 
 def detach(model: Any) -> None:
@@ -276,7 +278,7 @@ def _replace(new: Attachment, engine: Engine) -> None:
         if before is not None:
             again = engine.session(before.model, before.layout)
             with warnings.catch_warnings(action="ignore"):  # the first attach has warned
-                Attachment(again).take_over()
+                Attachment(again, engine).take_over()
         raise
 
 
@@ -374,13 +376,15 @@ def _announced_fit(
     def fit_in_scope(*args: Any, **kwargs: Any) -> Any:
         given = arguments_of(fit, args, kwargs)
         callbacks = given.get("callbacks")
-        prints = process_group.is_first() and wants_words(given)
-        if prints or process_group.several():  # the line may need optimizer slots of all processes
+        prints, several = process_group.is_first() and wants_words(given), process_group.several()
+        if several:
+            check_course(given, saves=checkpoint_among(callbacks) is not None)
+        if prints or several:  # the line may need optimizer slots of all processes
             said = line(given, not own_loop and loop.compiles())
         if prints:
             print(said, flush=True)
         check_times(loop.model.steps_per_execution)
-        if process_group.several():
+        if several:
             process_group.check_orbax(callbacks)
         with fit_scope(callbacks, own_loop=own_loop):
             return fit(*args, **kwargs)

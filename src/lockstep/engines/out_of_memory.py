@@ -3,6 +3,7 @@
 from contextlib import suppress
 from typing import Any
 
+from lockstep.engines.engine import Engine
 from lockstep.errors import UnsupportedBackend
 from lockstep.fit_lines import Given, batch_size_of
 from lockstep.step_bytes import LayoutBytes, amount, layout_bytes
@@ -27,17 +28,16 @@ def has_note(error: BaseException) -> bool:
     return any(each.endswith(_END) for each in getattr(error, "__notes__", ()))
 
 
-def note_of(session: Session, name: str, given: Given) -> str:
+def note_of(engine: Engine, session: Session, name: str, given: Given) -> str:
     """Return what each device holds, and what to try next, in three lines.
 
     Args:
+        engine: The engine that made the session.
         session: The model on its devices.
         name: The method that was called.
         given: Its arguments.
     """
-    from lockstep.engines import current_engine  # which imports this file
-
-    engine, model, count = current_engine(), session.model, len(session.devices)
+    model, count = session.model, len(session.devices)
 
     def bytes_with(dims: Any) -> LayoutBytes:
         return layout_bytes(model, (), count, dims, engine.reduces_in_compute_type)

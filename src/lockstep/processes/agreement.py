@@ -7,7 +7,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep.checkpoint.callback import checkpoint_among
 from lockstep.errors import ProcessesDisagree, counted
 from lockstep.processes.coordination import Exchange, Word, digest, once
 from lockstep.processes.group import current
@@ -106,18 +105,18 @@ class DataCheck:
         return greatest
 
 
-def check_course(given: dict[str, Any]) -> None:
+def check_course(given: dict[str, Any], saves: bool) -> None:
     """Check that the processes reach the same points of a `fit`.
 
     Args:
         given: The arguments of `fit`, by name.
+        saves: Whether there is a checkpoint among the callbacks.
 
     Raises:
         ProcessesDisagree: If they do not.
     """
     validates = given.get("validation_data") is not None or bool(given.get("validation_split"))
     often = repr(given.get("validation_freq", 1)) if validates else ""
-    saves = checkpoint_among(given.get("callbacks")) is not None
     least, greatest = once([validates, saves, often, current().rank])
     without, has = least[3], greatest[3]
     for what, one, other in zip(_GIVEN, least, greatest, strict=False):

@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 
+from lockstep.engines.patched import patched
 from lockstep.errors import UntranslatableModel
 from lockstep.rescue.old_layers import REBUILD, RebuildContext
 from lockstep.rescue.rebuild import Part
@@ -100,11 +101,11 @@ def _changed_rules(
 
     kinds = (keras.layers.Embedding, keras.layers.Softmax, keras.layers.Bidirectional)
     marked = [one for one in every if one.class_name in _MERGES or isinstance(one.layer, kinds)]
-    for one in marked:
-        one.layer.compute_mask = watched(one, one.layer.compute_mask)
-    wrappers = [one.layer for one in every if one.class_name == "TimeDistributed"]
-    for layer in wrappers:
-        layer.call = one_step(layer)
+    changes = [
+        (each.layer, "compute_mask", watched(each, each.layer.compute_mask)) for each in marked
+    ]
+    wrappers = [each.layer for each in every if each.class_name == "TimeDistributed"]
+    changes += [(layer, "call", one_step(layer)) for layer in wrappers]
     try:
         # Two rows; 32 for other unknown lengths.
         shapes = [
@@ -115,17 +116,11 @@ def _changed_rules(
             keras.KerasTensor(shape, x.dtype)
             for shape, x in zip(shapes, part.layer.inputs, strict=True)
         ]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"), patched(changes):
             keras.Operation.compute_output_spec(part.layer, given[0] if len(given) == 1 else given)
     except Exception as error:  # layers raise many kinds of errors
         reason = (str(error).splitlines() or [type(error).__name__])[0][:100]
         context.add_note(f"masks could not be followed ({reason}): prove the outputs with --check")
-    finally:
-        for one in marked:
-            del one.layer.compute_mask
-        for layer in wrappers:
-            del layer.call
     return found
 
 

@@ -74,7 +74,7 @@ class OldFile:
         """The name of the template and the number of devices; None for a single model."""
         if self.template:
             return self.template.name, self.template.devices
-        return unwrap.in_groups(self) if self.config is None else None
+        return _template_in_groups(self) if self.config is None else None
 
     @property
     def library(self) -> str:
@@ -256,3 +256,23 @@ def _group(root: Any, name: str, flaws: list[str]) -> Group:
 def _stored(name: str, data: Any) -> Stored:
     """Return an array of an open file under its name, without reading its data."""
     return Stored(name, str(data.name), tuple(int(n) for n in data.shape), str(data.dtype), data)
+
+
+def _template_in_groups(old: OldFile) -> tuple[str, int | None] | None:
+    """Return the inner group's name and the number of devices, from a file of weights.
+
+    One group has all the weights; the groups of inputs, slices and merges are empty. A
+    single model whose only layer with weights is a nested model can look the same. Such
+    a file is read the same way.
+    """
+    if len(old.weighted) != 1 or len(old.groups) < 4:
+        return None
+    inner, names = old.weighted[0], [group.name for group in old.groups]
+    position = names.index(inner.name)
+    slices = [name for name in names[:position] if re.search("lambda|slice", name, re.IGNORECASE)]
+    inputs = position - len(slices)
+    if not inputs or len(slices) < 2 or position == len(names) - 1:
+        return None
+    if any("/" not in weight.name for weight in inner.weights):
+        return None
+    return inner.name, len(slices) // inputs if len(slices) % inputs == 0 else None

@@ -11,10 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from lockstep.rescue.read import OldFile
+from typing import Any
 
 _MODELS = ("Model", "Functional", "Sequential", "Network", "Container")
 
@@ -95,26 +92,6 @@ def template_config(model: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the template's config if the model is parallel, and the same config otherwise."""
     inside = in_config(model)
     return inside.config if inside else model
-
-
-def in_groups(old: OldFile) -> tuple[str, int | None] | None:
-    """Return the inner group's name and the number of devices, from a file of weights.
-
-    One group has all the weights; the groups of inputs, slices and merges are empty. A
-    single model whose only layer with weights is a nested model can look the same. Such
-    a file is read the same way.
-    """
-    if len(old.weighted) != 1 or len(old.groups) < 4:
-        return None
-    inner, names = old.weighted[0], [group.name for group in old.groups]
-    position = names.index(inner.name)
-    slices = [name for name in names[:position] if re.search("lambda|slice", name, re.IGNORECASE)]
-    inputs = position - len(slices)
-    if not inputs or len(slices) < 2 or position == len(names) - 1:
-        return None
-    if any("/" not in weight.name for weight in inner.weights):
-        return None
-    return inner.name, len(slices) // inputs if len(slices) % inputs == 0 else None
 
 
 def _in_config(model: dict[str, Any] | None) -> Template | None:

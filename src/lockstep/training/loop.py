@@ -8,12 +8,13 @@ step.
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
 
-from lockstep.checkpoint.callback import Checkpoint, run_among
-from lockstep.checkpoint.fit_run import FitRun
+from lockstep.checkpoint.callback import Checkpoint, observer_among
+from lockstep.checkpoint.fit_run import NO_OBSERVER, FitRun, Observer
 from lockstep.errors import UnusableData
 from lockstep.fit_lines import LONG, Wait, first_step_line, waiting_line
 from lockstep.keras_compat import (
@@ -39,6 +40,28 @@ from lockstep.training.session import NO_BATCH, PREDICT, TEST, TRAIN, Execute, K
 
 Begin = Callable[[int], None]
 End = Callable[[int, Any], None]
+
+
+@dataclass
+class _Fit:
+    """One call of `fit`.
+
+    Attributes:
+        held_out: The data of the validation, as `evaluate` takes them.
+        first: The epoch to begin with.
+        logs: Those of the last epoch.
+    """
+
+    epochs: int
+    verbose: Any
+    held_out: dict[str, Any] | None
+    validation_steps: int | None
+    validation_freq: Any
+    first: int = 0
+    observer: Observer = NO_OBSERVER
+    batches: Any = None
+    callbacks: Any = None
+    logs: dict[str, Any] = field(default_factory=dict)
 
 
 class Loop:
@@ -92,8 +115,7 @@ class Loop:
         validation_freq: Any = 1,
     ) -> Any:
         """Run Keras's `fit`."""
-        model, session = self.model, self._session
-        check_compiled(model, "fit")
+        check_compiled(self.model, "fit")
         most_epochs = keras.config.max_epochs()
         if most_epochs and most_epochs < epochs:
             warnings.warn(f"Limiting epochs to {most_epochs}", stacklevel=4)
@@ -107,103 +129,116 @@ class Loop:
             parts = keras.utils.unpack_x_y_sample_weight(validation_data)
             held_out = dict(zip(("x", "y", "sample_weight"), parts, strict=True))
             held_out["batch_size"] = validation_batch_size or batch_size
-        forget_validation(model)
-        run = run_among(callbacks)
-        batches = session.batches(
-            TRAIN,
-            recorded=run is not None,
-            x=x,
-            y=y,
-            sample_weight=sample_weight,
-            batch_size=batch_size,
-            steps_per_epoch=steps_per_epoch,
-            shuffle=shuffle,
-            class_weight=class_weight,
-            steps_per_execution=model.steps_per_execution,
-        )
-        session.build(batches, TRAIN)
-        callbacks = self._callbacks(callbacks, verbose, epochs, batches, add_history=True)
-        model.make_train_function()
-        model.stop_training = False
-        train_logs: dict[str, Any] | None = None
-        epoch_logs: dict[str, Any] = {}
-        callbacks.on_train_begin()
-        first_epoch = first_epoch_of(model, initial_epoch)
-        if run is not None:
-            if held_out is not None:
-                keep_validation(model, self._held_out(held_out, validation_steps, True))
-            observed = FitRun(
-                model,
-                session.devices,
-                batches,
-                kept_validation(model),
-                [each for each in callbacks.callbacks if not isinstance(each, Checkpoint)],
-                epochs,
-                session.fit_state(),
-            )
-            first_epoch = run.begin(observed, first_epoch)
+        data = {"x": x, "y": y, "sample_weight": sample_weight, "batch_size": batch_size}
+        data |= {"steps_per_epoch": steps_per_epoch, "shuffle": shuffle}
+        data |= {"class_weight": class_weight}
+        fit = _Fit(epochs, verbose, held_out, validation_steps, validation_freq)
+        self._prepare(fit, data, callbacks, initial_epoch)
         ended = False
         try:
-            for epoch in range(first_epoch, epochs):
-                model.reset_metrics()
-                STATUS_OF_PROCESS.detail = f"epoch {epoch + 1}"
-                callbacks.on_epoch_begin(epoch)
-                hooks = callbacks.on_train_batch_begin, callbacks.on_train_batch_end
-                is_first = model.train_function is not self._ran
-                with self._first_steps(TRAIN, *hooks, prints=is_first and verbose != 0) as hooks:
-                    self._ran = model.train_function
-                    logs = self._epoch(TRAIN, batches, callbacks, *hooks)
-                if run is not None:
-                    logs = run.epoch_logs(logs)
-                if logs is not NO_BATCH:
-                    train_logs = dict(self._results(logs))
-                elif train_logs is None:
-                    raise _no_batch(f"fit, in epoch {epoch + 1},")
-                epoch_logs = dict(train_logs)  # no batch: those of the last epoch
-                if held_out is not None and validates_after(model, epoch, validation_freq):
-                    found = self._validate(held_out, validation_steps, callbacks, verbose)
-                    epoch_logs.update(found)
-                callbacks.on_epoch_end(epoch, epoch_logs)
-                if model.stop_training:
-                    break
+            self._epochs(fit)
             ended = True
         except Exception as error:
-            if run is not None:  # before `_after_fit` clears the state
-                run.failed(error)
+            fit.observer.end(error)  # before `_finish` clears the state
             raise
         finally:
-            self._after_fit(finalizes=epochs > 0 and (ended or session.finalizes_always))
-        callbacks.on_train_end(logs=epoch_logs)
-        return model.history
+            self._finish(finalizes=epochs > 0 and (ended or self._session.finalizes_always))
+        fit.callbacks.on_train_end(logs=fit.logs)
+        return self.model.history
 
-    def _validate(
-        self, held_out: dict[str, Any], steps: int | None, callbacks: Any, verbose: Any
-    ) -> dict[str, Any]:
+    def _prepare(self, fit: "_Fit", data: dict[str, Any], callbacks: Any, first: int) -> None:
+        """Build the model, begin with the callbacks, and resume a run.
+
+        Args:
+            fit: The call.
+            data: The arguments of Keras's `EpochIterator`.
+            callbacks: Those that `fit` was given.
+            first: The epoch to begin with, unless a run or Keras resumes.
+        """
+        model, session = self.model, self._session
+        forget_validation(model)
+        fit.observer = observer_among(callbacks)
+        fit.batches = session.batches(
+            TRAIN,
+            recorded=fit.observer.records,
+            **data,
+            steps_per_execution=model.steps_per_execution,
+        )
+        session.build(fit.batches, TRAIN)
+        fit.callbacks = self._callbacks(
+            callbacks, fit.verbose, fit.epochs, fit.batches, add_history=True
+        )
+        model.make_train_function()
+        model.stop_training = False
+        fit.callbacks.on_train_begin()
+        fit.first = fit.observer.begin(lambda: self._observed(fit), first_epoch_of(model, first))
+
+    def _observed(self, fit: "_Fit") -> FitRun:
+        model, session = self.model, self._session
+        if fit.held_out is not None:
+            keep_validation(model, self._held_out(fit, recorded=True))
+        return FitRun(
+            model,
+            session.devices,
+            fit.batches,
+            kept_validation(model),
+            [each for each in fit.callbacks.callbacks if not isinstance(each, Checkpoint)],
+            fit.epochs,
+            session.fit_state(),
+        )
+
+    def _epochs(self, fit: "_Fit") -> None:
+        """Run the epochs, with their validation."""
+        model, callbacks = self.model, fit.callbacks
+        train_logs: dict[str, Any] | None = None
+        for epoch in range(fit.first, fit.epochs):
+            model.reset_metrics()
+            STATUS_OF_PROCESS.detail = f"epoch {epoch + 1}"
+            callbacks.on_epoch_begin(epoch)
+            hooks = callbacks.on_train_batch_begin, callbacks.on_train_batch_end
+            prints = model.train_function is not self._ran and fit.verbose != 0
+            with self._first_steps(TRAIN, *hooks, prints=prints) as hooks:
+                self._ran = model.train_function
+                logs = self._epoch(TRAIN, fit.batches, callbacks, *hooks)
+            logs = fit.observer.epoch(logs)
+            if logs is not NO_BATCH:
+                train_logs = dict(self._results(logs))
+            elif train_logs is None:
+                raise _no_batch(f"fit, in epoch {epoch + 1},")
+            fit.logs = dict(train_logs)  # no batch: those of the last epoch
+            if fit.held_out is not None and validates_after(model, epoch, fit.validation_freq):
+                fit.logs.update(self._validate(fit, fit.held_out))
+            callbacks.on_epoch_end(epoch, fit.logs)
+            if model.stop_training:
+                break
+
+    def _validate(self, fit: "_Fit", held_out: dict[str, Any]) -> dict[str, Any]:
         model = self.model
         # An overridden `evaluate` may pass the iterator on to Keras's.
         if kept_validation(model) is None:
-            keep_validation(model, self._held_out(held_out, steps))
-        self._prints = verbose != 0
+            keep_validation(model, self._held_out(fit))
+        self._prints = fit.verbose != 0
         logs = model.evaluate(
             **held_out,
-            steps=steps,
-            callbacks=callbacks,
+            steps=fit.validation_steps,
+            callbacks=fit.callbacks,
             return_dict=True,
             **{WITHIN_FIT: True},
         )
         return {f"val_{name}": value for name, value in logs.items()}
 
-    def _held_out(self, held_out: dict[str, Any], steps: int | None, recorded: bool = False) -> Any:
+    def _held_out(self, fit: "_Fit", recorded: bool = False) -> Any:
         return self._session.batches(
             TEST,
             recorded=recorded,
-            **held_out,
+            **(fit.held_out or {}),
             steps_per_execution=self.model.steps_per_execution,
-            steps_per_epoch=steps,
+            steps_per_epoch=fit.validation_steps,
             shuffle=False,
         )
 
-    def _after_fit(self, finalizes: bool) -> None:
+    def _finish(self, finalizes: bool) -> None:
+        """Put the state back into the variables, after an error too."""
         model = self.model
         self._session.sync()
         if isinstance(model.optimizer, keras.optimizers.Optimizer) and finalizes:

@@ -343,7 +343,9 @@ class _Comparison:
             return f"float64 runs where no launcher has started several processes. {NEXT}"
         self._place(None)
         restore(self.model, self._start)
-        return compare_in_float64(self.engine, self.model, self.batches, self.names, self.state)
+        return compare_in_float64(
+            compare, self.engine, self.model, self.batches, self.names, self.state
+        )
 
     # --------------------------------------------------------------------------- runs
 

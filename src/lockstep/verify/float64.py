@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from lockstep.keras_compat import DTYPES, KerasSaveable, compute_in_float64, sto
 from lockstep.state import to_host
 from lockstep.verify.verification import SameWeights, Verification
 
+Result = tuple[Verification, SameWeights | None]
+
 NEXT = "lockstep verify file.py:function --float64 builds the model in float64, and tells."
 
 
@@ -35,11 +37,17 @@ IN_FLOAT64 = " in float64 ..."
 
 
 def compare_in_float64(
-    engine: Engine, model: Any, batches: list[Batch], names: tuple[str, ...], state: str
-) -> tuple[Verification, SameWeights | None] | str:
+    compare: Callable[..., Result],
+    engine: Engine,
+    model: Any,
+    batches: list[Batch],
+    names: tuple[str, ...],
+    state: str,
+) -> Result | str:
     """Do what `compare` does with a copy of the model that computes in float64.
 
     Args:
+        compare: The function `compare` of `comparison.py`, which imports this file.
         engine: The engine of the model's backend.
         model: A compiled model that is built, has its values of the start, and is not attached.
         batches: The batches to train on, one for each step.
@@ -53,7 +61,8 @@ def compare_in_float64(
     settings = keras.config.image_data_format(), keras.config.epsilon()
     try:
         with _own_code_by_value():
-            packed = dumped((settings, model, batches, names, state), _Pickler).file.getvalue()
+            sent = compare, settings, model, batches, names, state
+            packed = dumped(sent, _Pickler).file.getvalue()
     except Exception as error:
         return f"for float64 it cannot be sent to another process ({reason_of(error)}). {NEXT}"
     last: deque[str] = deque(maxlen=3)
@@ -81,7 +90,7 @@ def compare_in_float64(
         if not found.exists():
             why = f"the process of float64 ended with status {process.returncode}."
             return " ".join([why, " / ".join(last)]).rstrip()
-        result: tuple[Verification, SameWeights | None] | str = pickle.loads(found.read_bytes())
+        result: Result | str = pickle.loads(found.read_bytes())
         return result
 
 
@@ -153,11 +162,9 @@ def _own_code_by_value() -> Iterator[None]:
 def main(given: Path, found: Path) -> None:
     """Compare what `compare_in_float64` has written, and write the result or the reason."""
     compute_in_float64(whatever_is_asked=True)
-    from lockstep.verify.comparison import compare
-
-    result: tuple[Verification, SameWeights | None] | str
+    result: Result | str
     try:
-        settings, model, batches, names, state = pickle.loads(given.read_bytes())
+        compare, settings, model, batches, names, state = pickle.loads(given.read_bytes())
         keras.config.set_image_data_format(settings[0])
         keras.config.set_epsilon(settings[1])
         model = trackers_mended(model)

@@ -71,19 +71,13 @@ class JaxProbe:
         has no gradients here.
         """
         model = self._model
-        attributes = vars(model)
-        before = attributes.get("train_step")
-        attributes["train_step"] = partial(self._inspected_step, layers)
         try:
-            model.make_train_function(force=True)
-            for batch in batches:
-                seen = self.train(batch)
-                yield part_of(seen, "activation"), part_of(seen, "gradient")
+            with patched([(model, "train_step", partial(self._inspected_step, layers))]):
+                model.make_train_function(force=True)
+                for batch in batches:
+                    seen = self.train(batch)
+                    yield part_of(seen, "activation"), part_of(seen, "gradient")
         finally:
-            if before is None:
-                del attributes["train_step"]
-            else:
-                attributes["train_step"] = before
             model.make_train_function(force=True)
 
     def _inspected_step(

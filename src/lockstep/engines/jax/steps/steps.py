@@ -169,72 +169,18 @@ class Steps:
             complete: Returns whether every metric is built. A step that builds metrics runs alone.
             options: Options of the compiler.
         """
-
-        def program(state: State, batch: Any) -> tuple[Any, Any]:
-            after: Any
-            outputs, after = step(state, self._true_rows(batch))
-            # `after` may be larger than `state`: the first step after `compile` builds metrics.
-            layouts = self._layouts(after, split())
-            if trains:
-                after = tuple(map(_laid_out, after, layouts))
-            else:
-                positions = changed_groups(state, after)
-                after = {n: _laid_out(after[n], layouts[n]) for n in positions}
-            return (self._split_outputs(outputs, batch) if stay_split else outputs), after
-
-        # No process could read outputs that are sharded over several processes.
-        stay_split = per_row_outputs and self._replicas > 1 and not self._several
-        whole: dict[object, bool] = {}  # by the shapes of batches
-        outputs_layout = None if stay_split else self.replicated
-        jit = partial(
-            jax.jit,
-            donate_argnums=0 if trains else (),
-            out_shardings=(outputs_layout, None),
-            compiler_options=options,
-        )
-        one: Any = jit(program)
-        many: Any = jit(repeated(program, every_row if per_row_outputs else last))
-        run, run_many = (one, many) if trains else (_with_state(one), _with_state(many))
+        made = CompiledStep(self, step, split, per_row_outputs, trains, complete, options)
         stacks = not (per_row_outputs and self._several)
-        worth_it: list[bool] = []
-        alone: list[bool] = []
-
-        def check_program(program: Any, state: State, batch: Any) -> Any:
-            known = (program is run, shapes_of(batch))
-            if known not in whole:
-                STATUS_OF_PROCESS.compiles = True
-                compiled = one if program is run else many
-                traced = compiled.trace(state, batch)
-                if self._several:
-                    program_fingerprint.check_same(traced)
-                whole[known] = self._is_unsplittable(compiled, traced, state, batch)
-            return undivided(batch) if whole[known] else batch
-
-        def batches_to_pull(batch: Any, times: int) -> int:
-            can = worth_it != [False] and can_be_stacked(batch)
-            return times if can and times <= most_batches(batch) else 1
-
-        def stack(state: State, batches: list[Any]) -> tuple[Program, Any] | None:
-            if worth_it == [False] or not few_bytes(batches):
-                return None
-            if not (worth_it or alone or per_row_outputs or complete()):
-                alone.append(True)  # once: custom metrics may never count as built
-                return None
-            placed = self._shard_stacked(stacked(batches))
-            if not worth_it:
-                platform = self.platform
-                worth_it.append(is_worth_it(lambda: many.trace(state, placed), platform))
-            return (run_many, placed) if worth_it[0] else None
-
+        finish = whole_rows if made.stay_split else _as_they_are
         return StepFunction(
             place=self._shard if self.ahead is None else self.ahead.placed,
             settle=lambda state: self.settled(state, split()),
-            run=run,
-            finish=(whole_rows if stay_split else _as_they_are) if per_row_outputs else None,
+            run=made.run,
+            finish=finish if per_row_outputs else None,
             times=times,
-            check_program=check_program if self._replicas > 1 else None,
-            batches_to_pull=batches_to_pull if stacks else None,
-            stack=stack if stacks else None,
+            check_program=made.check if self._replicas > 1 else None,
+            batches_to_pull=made.batches_to_pull if stacks else None,
+            stack=made.stack if stacks else None,
             data_check=DataCheck(every_pull=True) if self._several else None,
             to_local=partial(jax.tree.map, jax_group.GROUP.local) if self._several else None,
             one_at_a_time=self._one_at_a_time,
@@ -405,15 +351,95 @@ class Steps:
 
         return jax.tree.map(pad, outputs)
 
-    # --------------------------------------------------------------- unsplit batches
+
+class CompiledStep:
+    """One step of a model as a program, and what is known of it; see `Steps.compiled`.
+
+    Attributes:
+        run: The program for one batch, from a state with all groups to one with all.
+        stay_split: Whether outputs stay sharded by rows.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        step: Step,
+        split: Callable[[], frozenset[int]],
+        per_row_outputs: bool,
+        trains: bool,
+        complete: Callable[[], bool],
+        options: dict[str, str] | None,
+    ) -> None:
+        self._steps, self._step, self._split = steps, step, split
+        self._trains, self._complete, self._by_rows = trains, complete, per_row_outputs
+        # No process could read outputs that are sharded over several processes.
+        self.stay_split = per_row_outputs and steps._replicas > 1 and not steps._several
+        self._is_whole: dict[object, bool] = {}  # by the shapes of batches
+        self._is_worth_it: bool | None = None  # to run several steps as one program
+        self._ran_alone = False
+        jit = partial(
+            jax.jit,
+            donate_argnums=0 if trains else (),
+            out_shardings=(None if self.stay_split else steps.replicated, None),
+            compiler_options=options,
+        )
+        self._one: Any = jit(self.program)
+        self._many: Any = jit(repeated(self.program, every_row if per_row_outputs else last))
+        self.run: Program = self._one if trains else _with_state(self._one)
+        self._run_many: Program = self._many if trains else _with_state(self._many)
+
+    def program(self, state: State, batch: Any) -> tuple[Any, Any]:
+        """Run the step on tracers, and return the outputs and the groups that are returned."""
+        after: Any
+        outputs, after = self._step(state, self._steps._true_rows(batch))
+        # `after` may be larger than `state`: the first step after `compile` builds metrics.
+        layouts = self._steps._layouts(after, self._split())
+        if self._trains:
+            after = tuple(map(_laid_out, after, layouts))
+        else:
+            positions = changed_groups(state, after)
+            after = {n: _laid_out(after[n], layouts[n]) for n in positions}
+        return (self._steps._split_outputs(outputs, batch) if self.stay_split else outputs), after
+
+    def check(self, program: Program, state: State, batch: Any) -> Any:
+        """Check a program before its first batch of a shape; see `StepFunction.check_program`."""
+        known = (program is self.run, shapes_of(batch))
+        if known not in self._is_whole:
+            STATUS_OF_PROCESS.compiles = True
+            compiled = self._one if program is self.run else self._many
+            traced = compiled.trace(state, batch)
+            if self._steps._several:
+                program_fingerprint.check_same(traced)
+            self._is_whole[known] = self._is_unsplittable(compiled, traced, state, batch)
+        return undivided(batch) if self._is_whole[known] else batch
+
+    def batches_to_pull(self, batch: Any, times: int) -> int:
+        """Return the number of batches to draw before the first step runs."""
+        can = self._is_worth_it is not False and can_be_stacked(batch)
+        return times if can and times <= most_batches(batch) else 1
+
+    def stack(self, state: State, batches: list[Any]) -> tuple[Program, Any] | None:
+        """Return one program for several batches, and its argument, if it is worth it."""
+        if self._is_worth_it is False or not few_bytes(batches):
+            return None
+        unknown = self._is_worth_it is None
+        if unknown and not (self._ran_alone or self._by_rows or self._complete()):
+            self._ran_alone = True  # once: custom metrics may never count as built
+            return None
+        placed = self._steps._shard_stacked(stacked(batches))
+        if unknown:
+            platform = self._steps.platform
+            self._is_worth_it = is_worth_it(lambda: self._many.trace(state, placed), platform)
+        return (self._run_many, placed) if self._is_worth_it else None
 
     def _is_unsplittable(self, program: Any, traced: Any, state: State, batch: Any) -> bool:
         """Return whether every device needs the whole batch, and warn if so."""
+        replicas = self._steps._replicas
         why = why_whole(
             traced.jaxpr.jaxpr,
             {rows for rows, *_ in shapes_of(batch)},
-            self._replicas,
-            lambda: program.trace(state, longer(batch, self._replicas)).jaxpr.jaxpr,
+            replicas,
+            lambda: program.trace(state, longer(batch, replicas)).jaxpr.jaxpr,
         )
         if why:
             warnings.warn(why, UnsplitBatchWarning, stacklevel=3)

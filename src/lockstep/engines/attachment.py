@@ -190,7 +190,8 @@ class Attachment:
     def _held_words(self) -> str:
         """Return the bytes that each device holds, if the state is replicated and built."""
         session, model = self.session, self.model
-        if session.layout != DataParallel(session.devices) or not is_built(model):
+        is_replicated = isinstance(session.layout, DataParallel) and not session.layout.is_sharded
+        if not is_replicated or not is_built(model):
             return ""
         named = named_variables(model)
         held = sum(size_of(each) for each in {id(each): each for each in named.values()}.values())

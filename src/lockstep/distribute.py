@@ -73,7 +73,8 @@ def distribute(
     check_state(state)
     if not isinstance(same_random_numbers, bool):
         raise TypeError(
-            f"same_random_numbers={same_random_numbers!r} was asked for, and it is True or False."
+            f"same_random_numbers={same_random_numbers!r} was asked for, and only True and False "
+            "are possible.\nPass True for the random numbers of one device, or leave it out."
         )
     engine = current_engine()
     join(engine)

@@ -139,7 +139,7 @@ class LauncherPeers(Peers):
         """Note that the model may have other layers; every script has changed it alike."""
         self._check_parts_are_of_one_step()
         if unchecked:
-            self.rank.look_again()
+            self.rank.sort_layers()
             self._plan = None
         return unchecked
 
@@ -149,12 +149,12 @@ class LauncherPeers(Peers):
             self.rank.take_plan(plan)
             self._plan = plan
 
-    def ran(self, *, changes: bool) -> None:
+    def note_values(self, *, changes: bool) -> None:
         """Record the values that a step has left, which are those of every process."""
         if changes:
             self._know()
 
-    def noted(self, *, changes: bool) -> VariableDrift:
+    def assignments(self, *, changes: bool) -> VariableDrift:
         """Return what this process has assigned up to now."""
         if changes:
             self.assigned.note()
@@ -171,13 +171,13 @@ class LauncherPeers(Peers):
             self._in_epoch = False
         self._know()
 
-    def drawn(self, batches: Iterator[Any], *, changes: bool) -> Any:
+    def next_batch(self, batches: Iterator[Any], *, changes: bool) -> Any:
         """Return the next batch of a call without an epoch, if every process has it."""
         if self._in_epoch:
             return next(batches)
         check = DataCheck(every_pull=True)
         noted = iter(check.each(batches))
-        (batch,) = check.agreed(lambda: [next(noted)], None, self.noted(changes=changes))
+        (batch,) = check.agreed(lambda: [next(noted)], None, self.assignments(changes=changes))
         check.check()
         return batch
 

@@ -44,7 +44,7 @@ class Peers(ABC):
         size: The number of processes.
         times_sent: How often the model was sent to processes that had another one.
         in_script: Whether every process runs the script.
-        own_code_between: Whether code of the user runs between two steps.
+        user_code_between_steps: Whether code of the user runs between two steps.
     """
 
     in_script = False
@@ -53,7 +53,7 @@ class Peers(ABC):
         self.rank = Rank(model, device, Shards(self))
         self.size = size
         self.times_sent = 0
-        self.own_code_between = True
+        self.user_code_between_steps = True
         self._model = model
 
     @abstractmethod
@@ -113,7 +113,7 @@ class Peers(ABC):
     def share_code_state(self) -> None:
         """Let every rank draw the numbers, and have the gradients, that code of a step may use."""
 
-    def stepped(self, *, by_own_code: bool = False) -> None:
+    def note_step(self, *, by_own_code: bool = False) -> None:
         """Note what a step of all ranks has left, which is the same in every process.
 
         Args:
@@ -162,7 +162,7 @@ class Peers(ABC):
     def adopt(self, *, first: bool) -> None:
         """Let every process have the same values of new variables."""
 
-    def drawn(self, batches: Iterator[Any], *, changes: bool) -> Any:
+    def next_batch(self, batches: Iterator[Any], *, changes: bool) -> Any:
         """Return the next batch, once every process has one.
 
         Args:
@@ -174,7 +174,7 @@ class Peers(ABC):
     def agree_on_plan(self, unsplit: str | None, reasons: list[int]) -> None:
         """Check that every process runs the same layers by rows."""
 
-    def noted(self, *, changes: bool) -> Any:
+    def assignments(self, *, changes: bool) -> Any:
         """Return what this process has assigned up to now, for the other processes."""
         return None
 
@@ -182,7 +182,7 @@ class Peers(ABC):
         """Return the difference that all processes act on."""
         return found
 
-    def ran(self, *, changes: bool) -> None:
+    def note_values(self, *, changes: bool) -> None:
         """Note the values that any step has left.
 
         Args:

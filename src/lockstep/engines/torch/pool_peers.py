@@ -54,7 +54,7 @@ class PoolPeers(Peers):
         self._exchanged: set[Any] = set()
         self._reads = CodeReads()
         self._proofs_are_old = False
-        self._moved = False
+        self._objects_changed = False
         self._in_modules = False
         self._versions: list[Any] = []
         self._gradients: list[Any] = []
@@ -120,20 +120,20 @@ class PoolPeers(Peers):
     def call(self, method: str, *arguments: Any, batch: Any = None) -> Any:
         """Call a method of every rank, and return what it returns here."""
         self._trained |= method in ("step", "whole_step") and arguments[0] == "train"
-        self._tell(method, *arguments, batch=batch)
+        self._call_workers(method, *arguments, batch=batch)
         here = arguments if batch is None else (batch, *arguments)
         return getattr(self.rank, method)(*here)
 
     def ask(self, method: str) -> list[Any]:
         """Call a method of every rank, and return the answers, in the order of the ranks."""
-        return [getattr(self.rank, method)(), *self._answers(method)]
+        return [getattr(self.rank, method)(), *self._ask_workers(method)]
 
-    def _tell(self, method: str, *arguments: Any, batch: Any = None) -> None:
+    def _call_workers(self, method: str, *arguments: Any, batch: Any = None) -> None:
         """Call a method of the rank of each worker."""
         written = None if batch is None else self._held.memory.write(batch)
         self._held.send("call", self._lease.key, method, arguments, written)
 
-    def _answers(self, method: str, *arguments: Any) -> list[Any]:
+    def _ask_workers(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of the rank of each worker, and return the answers."""
         self._held.send("ask", self._lease.key, method, arguments)
         return self._held.receive()
@@ -154,7 +154,7 @@ class PoolPeers(Peers):
     def code_changed(self) -> tuple[bool, bool]:
         """Return whether code has changed the model since a step, and whether a step has."""
         by_step, self._proofs_are_old = self._proofs_are_old, False
-        return self.own_code_between and self._reads.changed(), by_step
+        return self.user_code_between_steps and self._reads.changed(), by_step
 
     def make_equal(self, unchecked: bool, dumped: Callable[[], Dumped]) -> bool:
         """Let every process have the same model, and return whether all of it was compared.
@@ -189,17 +189,17 @@ class PoolPeers(Peers):
         sent = data, rank.draws_together
         # Objects that a step has changed, and code has set back, are those that were sent. The
         # workers have those after the step.
-        if same and self._sent == sent and not self._moved:
+        if same and self._sent == sent and not self._objects_changed:
             sums = [None if id(each) in self._parts else checksum(each) for each in tensors]
-            differ = sorted({n for answer in self._answers("differing", sums) for n in answer})
+            differ = sorted({n for answer in self._ask_workers("differing", sums) for n in answer})
         else:
             self._check_casts(settings["age_of_casts"])
-            self._sent, self._moved = None, False
+            self._sent, self._objects_changed = None, False
             sharded = {id(stored_value(variable)) for variable in rank.shards.variables}
             parts = {id(each): n for n, each in enumerate(tensors) if id(each) in sharded}
             there = {parts[part]: n for part, n in self._parts.items() if part in parts}
             pool.send("model", key, data, rank.draws_together, there)
-            rank.renew()
+            rank.forget_model()
             self._check_taken(pool.receive())
             self._exchanged = set()
             self._plan_there = (), (), True
@@ -272,7 +272,7 @@ class PoolPeers(Peers):
         self._states = list(map(state_of, self.rank.generators))
         moved = {n: state for n, state in enumerate(self._states) if known[n : n + 1] != [state]}
         if moved:
-            self._tell("take_generators", moved)
+            self._call_workers("take_generators", moved)
 
     def _send_values(self, numbers: list[int]) -> None:
         if numbers:
@@ -288,7 +288,7 @@ class PoolPeers(Peers):
             if now != before and id(tensors[number]) not in self._parts
         ]
 
-    def stepped(self, *, by_own_code: bool = False) -> None:
+    def note_step(self, *, by_own_code: bool = False) -> None:
         """Note what a step of all ranks has left, which is the same in every process."""
         self._versions = list(map(_version_of, self.rank.tensors))
         if by_own_code:
@@ -297,14 +297,14 @@ class PoolPeers(Peers):
         self._states = list(map(state_of, self.rank.generators))
         # What the step has changed here, it has changed in every process. It matters where proofs
         # depend on it, or where the next look would take it for a change by code between two steps.
-        seen = self.own_code_between or by_own_code or bool(self.rank.plan.candidates)
+        seen = self.user_code_between_steps or by_own_code or bool(self.rank.plan.candidates)
         if seen:
             self._note_objects()
 
     def _note_objects(self) -> None:
         """Note the objects that the code of steps has changed, in every process."""
         if self._reads.changed():
-            self._moved = True
+            self._objects_changed = True
             followed = [
                 layer
                 for part in self.rank.plan.candidates
@@ -341,11 +341,11 @@ class PoolPeers(Peers):
                 checksum(tensor) if is_known else None
                 for tensor, is_known in zip(tensors, known, strict=True)
             ]
-            differ = sorted({n for answer in self._answers("differing", sums) for n in answer})
+            differ = sorted({n for answer in self._ask_workers("differing", sums) for n in answer})
             if not differ:
                 return
             mine, bounds = self.rank.sketched(differ), bounds_for(self._model, ())
-            for rank, theirs in enumerate(self._answers("sketched", differ), 1):
+            for rank, theirs in enumerate(self._ask_workers("sketched", differ), 1):
                 found = difference(mine, [theirs], 1, bounds)
                 if found is not None:
                     path = paths[id(tensors[int(found.name)])]
@@ -377,7 +377,7 @@ class PoolPeers(Peers):
         """Give each process its part of a whole value; see `Remote`."""
         number = self.number_of(part)
         with self.connected():
-            self._tell("scatter_part", number)
+            self._call_workers("scatter_part", number)
             self.rank.scatter_part(part, whole)
             self.rank.shards.note([part])
 

@@ -77,13 +77,13 @@ class Rank:
         self.whole_batch = WholeBatchSteps(model)
         self._state: ForwardState
 
-    def renew(self) -> None:
+    def forget_model(self) -> None:
         """Forget what is known of the model, which is another one now."""
         self.losses = LossSharding(self.model, by_rows=self.losses.by_rows)
         self.whole_batch = WholeBatchSteps(self.model, self.whole_batch.distrusted)
-        self.look_again()
+        self.sort_layers()
 
-    def look_again(self) -> None:
+    def sort_layers(self) -> None:
         """Sort the layers of the model anew: it may have other ones."""
         self._state = ForwardState(self.model)
         self.take_plan(((), (), self.losses.by_rows))

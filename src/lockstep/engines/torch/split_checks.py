@@ -90,8 +90,9 @@ def rows_of(x: Any) -> tuple[str | None, int]:
 def unpacked(batch: Any) -> tuple[Any, Any, Any]:
     """Return inputs, targets and sample weights as tensors, as Keras converts them first."""
     if _is_flat(batch) and len(batch) <= 3:  # walking a nest takes longer than the conversion
-        parts = [None if leaf is None else keras.ops.convert_to_tensor(leaf) for leaf in batch]
-        return (*parts, None, None)[:3]  # type: ignore[return-value]
+        tensors = [None if leaf is None else keras.ops.convert_to_tensor(leaf) for leaf in batch]
+        x, y, sample_weight = [*tensors, None, None][:3]
+        return x, y, sample_weight
     nest: tuple[Any, Any, Any] = keras.tree.map_structure(
         lambda leaf: None if leaf is None else keras.ops.convert_to_tensor(leaf),
         tuple(keras.utils.unpack_x_y_sample_weight(batch)),

@@ -149,9 +149,9 @@ class SplitSession(TorchSession):
         return function
 
     def _step(self, kind: str, plain: Plain, batches: Iterator[Any]) -> Any:
-        batch = self._runner.drawn(batches)
+        batch = self._runner.next_batch(batches)
         result = self._by_route(kind, plain, batch) if self._splits else plain([batch])
-        self._runner.ran()
+        self._runner.note_values()
         return result
 
     def _by_route(self, kind: str, plain: Plain, batch: Any) -> Any:
@@ -243,7 +243,7 @@ class SplitSession(TorchSession):
         """Draw the batches of one execution, once every process has as many."""
         if not self._peers.in_script:
             return super()._drawn(batches, iterator, times)
-        return iter(batches.agreed(lambda: [next(iterator)], self._runner.noted()))
+        return iter(batches.agreed(lambda: [next(iterator)], self._runner.assignments()))
 
 
 class ComparedIterator(HostIterator):

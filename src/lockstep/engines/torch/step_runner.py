@@ -91,7 +91,7 @@ class StepRunner:
             own_data: Whether code of the user makes the batches.
         """
         before, self._changes, self.unchecked = self._changes, changes, True
-        self.peers.own_code_between = changes or own_data
+        self.peers.user_code_between_steps = changes or own_data
         self._trained = False
         try:
             with self.peers.epoch():
@@ -100,19 +100,19 @@ class StepRunner:
                 self.peers.compare_weights()
         finally:
             self._changes, self.unchecked = before, True
-            self.peers.own_code_between = True
+            self.peers.user_code_between_steps = True
 
-    def drawn(self, batches: Iterator[Any]) -> Any:
+    def next_batch(self, batches: Iterator[Any]) -> Any:
         """Return the next batch, once every process has one."""
-        return self.peers.drawn(batches, changes=self._changes)
+        return self.peers.next_batch(batches, changes=self._changes)
 
-    def noted(self) -> Any:
+    def assignments(self) -> Any:
         """Return what this process has assigned up to now, for the other processes."""
-        return self.peers.noted(changes=self._changes)
+        return self.peers.assignments(changes=self._changes)
 
-    def ran(self) -> None:
+    def note_values(self) -> None:
         """Note that a step has run, on all devices or on one."""
-        self.peers.ran(changes=self._changes)
+        self.peers.note_values(changes=self._changes)
 
     def has_changed(self) -> bool:
         """Return whether code may have changed the model since the last step, or in it."""
@@ -143,7 +143,7 @@ class StepRunner:
                 result = self.peers.call(
                     "step", kind, self._model.training, rows, draws, batch=data
                 )
-            self.peers.stepped()
+            self.peers.note_step()
             if not (rank.draws_together or self.peers.in_script):
                 # The others have drawn other numbers.
                 self._update_draws |= rank.has_drawn
@@ -175,7 +175,7 @@ class StepRunner:
                 "recorded", kind, self._model.training, rows, draws, batch=data
             )
             found = self.peers.ask("sketches")
-        self.peers.ran(changes=True)
+        self.peers.note_values(changes=True)
         self.unchecked = True  # workers have moving means of that step
         return recording, found
 
@@ -203,7 +203,7 @@ class StepRunner:
                 self._trained |= kind == "train"
                 result = self._on_whole_batch("whole_step", kind, batch)
                 self._check_logs(*self.peers.ask("numbers"))
-                self.peers.stepped(by_own_code=True)
+                self.peers.note_step(by_own_code=True)
         except WorkerDied as error:
             error.add_note(
                 f"The {kind}_step of {self._model.name!r} may have updated some variables before."

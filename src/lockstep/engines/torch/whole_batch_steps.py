@@ -177,9 +177,8 @@ class WholeBatchSteps:
             return f"its inputs have {sorted(rows)} rows"
         form = str(keras.tree.map_structure(_form, (args, kwargs)))
         attributes = tuple(_attributes(layer, self._own_calls))
-        if {_NEEDS_GRADIENT, _IN_GRAPH}.intersection(
-            attributes
-        ):  # of this replica's rows alone, if the call were shared
+        # It would be of this replica's rows alone, if the call were shared.
+        if _NEEDS_GRADIENT in attributes or _IN_GRAPH in attributes:
             return "it holds a tensor that needs a gradient and is no variable"
         # An attribute may be a list that grows: the key is a number. A function that is kept has
         # no other's identity.
@@ -216,7 +215,7 @@ class WholeBatchSteps:
         plan = Plan.of_all(unique([*layers_in(layer), *(each for each, _ in self._calls)]))
         tensors = [(variable, stored_value(variable)) for variable in self._variables]
         trained = [pair for pair in tensors if pair[1] is not None and pair[1].requires_grad]
-        used = _UsedTogether.apply(replica.group, *(tensor for _, tensor in trained))
+        used = _Used.apply(replica.group, *(tensor for _, tensor in trained))
         self._inside = True
         try:
             with (
@@ -251,7 +250,7 @@ class _CallReplica(Replica):
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if not leaf.ndim:
-            return _Used.apply(leaf, self.group)
+            return _Used.apply(self.group, leaf)[0]
         own = _Rows.apply(leaf, self.group, self.counts)
         if not len(own):  # it runs one row for its form; see `Replica`
             own = torch.cat([own, leaf[:1].detach()])
@@ -324,19 +323,6 @@ class _Joined(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _Used(torch.autograd.Function):  # type: ignore[misc]
-    """A replicated tensor, as every replica uses it for its rows."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Any, group: Group) -> Any:
-        ctx.group = group
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        return _Summed.apply(gradient, ctx.group), None
-
-
-class _UsedTogether(torch.autograd.Function):  # type: ignore[misc]
     """Replicated tensors, as every replica uses them: their gradients are summed at a time."""
 
     @staticmethod
@@ -348,11 +334,11 @@ class _UsedTogether(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         reached = [gradient for gradient in gradients if gradient is not None]
-        sums = iter(_SummedTogether.apply(ctx.group, *reached) if reached else ())
+        sums = iter(_Summed.apply(ctx.group, *reached) if reached else ())
         return None, *(None if gradient is None else next(sums) for gradient in gradients)
 
 
-class _SummedTogether(torch.autograd.Function):  # type: ignore[misc]
+class _Summed(torch.autograd.Function):  # type: ignore[misc]
     """The replicated sums of tensors of each replica."""
 
     @staticmethod
@@ -365,21 +351,8 @@ class _SummedTogether(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         reached = [gradient for gradient in gradients if gradient is not None]
-        used = iter(_UsedTogether.apply(ctx.group, *reached) if reached else ())
+        used = iter(_Used.apply(ctx.group, *reached) if reached else ())
         return None, *(None if gradient is None else next(used) for gradient in gradients)
-
-
-class _Summed(torch.autograd.Function):  # type: ignore[misc]
-    """The replicated sum of one tensor of each replica."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Any, group: Group) -> Any:
-        ctx.group = group
-        return group.sum(own)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        return _Used.apply(gradient, ctx.group), None
 
 
 class _SameOnAll(torch.autograd.Function):  # type: ignore[misc]

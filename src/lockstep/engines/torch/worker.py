@@ -138,7 +138,7 @@ class _Worker:
         rank.group = rank.shards.group = self._group
         rank.tensors, rank.generators = tensors, generators
         rank.draws_together = draws_together
-        rank.renew()
+        rank.forget_model()
         self._ranks[key] = rank
         self._answer("taken", parts_of(rank.plan))
 

@@ -146,6 +146,18 @@ class BatchesAhead:
         return ready[1] if ready is not None and ready[0] is batch else self._place(batch)
 
 
+def drawn(iterator: Iterator[Any], times: int) -> Iterator[Any]:
+    """Draw the batches of one execution.
+
+    Raises:
+        StopIteration: If no batch is left.
+    """
+    batches = list(islice(iterator, times))
+    if not batches:
+        raise StopIteration
+    return iter(batches)
+
+
 def check_times(times: object) -> None:
     """Check that `steps_per_execution` is a whole number of at least 1.
 

@@ -25,6 +25,7 @@ LAYERS = [
     {"devices", "package_versions", "state"},
     {"launch"},
     {"fit_lines", "layout", "step_bytes"},
+    {"core"},
     {"processes"},
     {"checkpoint", "training", "engines"},
     {"batches", "targets"},

@@ -27,7 +27,10 @@ Methods = dict[str, Callable[..., Any]]
 """Methods of a model by name."""
 
 Guard = Callable[[str, Callable[..., Any]], Callable[..., Any]]
-"""Wraps a method, given its name, to wait until no other thread is in a call of the model."""
+"""Wraps a method, given its name: one thread at a time is in a call of the model.
+
+A method that runs steps runs in `Session.call`.
+"""
 
 Execute = Callable[[Iterator[Any], int], Any]
 """Runs so many steps, or fewer if the batches end first, and returns the outputs."""
@@ -218,7 +221,7 @@ class Session(ABC):
 
         Args:
             methods: Those of all engines.
-            guarded: Guards a method that this session adds, if it calls the model.
+            guarded: Wraps a method that this session adds and that calls the model.
         """
         return methods
 

@@ -87,7 +87,7 @@ class Attachment:
         self.session.open()
         vars(self.model)[ATTACHMENT] = self
         self._of_class = self._methods_of_class()
-        self._inner = self.session.methods(self._methods(), self.turns.guarded)
+        self._inner = self.session.methods(self._methods(), self._guarded)
         self.hooks = {name: self._newest(name, method) for name, method in self._inner.items()}
         self.replaced = _put_on(self.model, self.hooks)
         remake_functions(self.model)
@@ -127,7 +127,7 @@ class Attachment:
         now = {name: attributes.pop(name) for name in self.hooks if name in attributes}
         attributes.update(self.replaced)
         try:
-            made = self.session.methods(self._methods(), self.turns.guarded)
+            made = self.session.methods(self._methods(), self._guarded)
             names = [name for name in _OF_CLASS if name in self.hooks]
             self._inner |= {name: made.get(name) or getattr(self.model, name) for name in names}
             self._of_class = of_class
@@ -144,12 +144,13 @@ class Attachment:
         return {
             **{f"make_{kind.function}": functools.partial(self._make, kind) for kind in KINDS},
             "reset_states": self._reset_states,
-            **{
-                name: self.turns.guarded(name, self._called(name, method))
-                for name, method in stepping.items()
-            },
+            **{name: self._guarded(name, method) for name, method in stepping.items()},
             **atomic_saves(model),
         }
+
+    def _guarded(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a method that calls the model: one thread at a time does."""
+        return self.turns.guarded(name, self._called(name, method) if name in STEPPING else method)
 
     def _called(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a method that runs steps: variables have values at its end.

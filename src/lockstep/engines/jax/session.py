@@ -31,6 +31,7 @@ from lockstep.engines.jax import devices as jax_devices
 from lockstep.engines.jax import jax_group
 from lockstep.engines.jax import states as jax_states
 from lockstep.engines.jax.branches.branch_steps import BranchSteps
+from lockstep.engines.jax.fit.on_batch import OnBatch
 from lockstep.engines.jax.jax_group import GROUP
 from lockstep.engines.jax.snapshot_buffers import SnapshotBuffers
 from lockstep.engines.jax.steps.execution import (
@@ -266,6 +267,7 @@ class JaxSession(Session):
         methods |= {
             "call": self._calling(model.call, guarded),
             "reset_states": lambda: jax_states.reset(model, rnn_states(model)),
+            **{name: guarded(name, each) for name, each in OnBatch(model).methods().items()},
             TAKE_JAX_STATE: functools.partial(take_out, model),
             "compile": self._noting_choice(model.compile),
             "stateless_call": _keeping_losses(model.stateless_call, model),

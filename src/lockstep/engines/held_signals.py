@@ -44,6 +44,10 @@ class HeldSignals:
         """Return whether an exception at this moment loses no values."""
         return False
 
+    def begin(self) -> Any:
+        """Begin, and return what the context gives; `finish` follows, whatever happens."""
+        return self
+
     def finish(self, error: BaseException | None) -> None:
         """Put values back, at the end of the context; signals do not interrupt it.
 
@@ -57,14 +61,16 @@ class HeldSignals:
             self._install()
             self._finishing = False
             handle_held()
-        except BaseException:
-            self._finishing = True
-            self._restore()
+            return self.begin()
+        except BaseException as error:
+            self._end(error)
             raise
-        return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Finish, and handle the signals that were held back; see `_note` for its first moment."""
+        """Finish, and handle the signals that were held back."""
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
         self._finishing = True
         try:
             self.finish(error)
@@ -88,9 +94,9 @@ class HeldSignals:
     def _is_whole_at(self, frame: FrameType | None) -> bool:
         """Return whether a signal may interrupt a frame.
 
-        Nothing would run `finish` if the exception came before the first instruction of `__exit__`.
+        Nothing would run `finish` if an exception came between the begin of `__exit__` and that.
         """
-        ends = frame is not None and frame.f_code is HeldSignals.__exit__.__code__
+        ends = frame is not None and frame.f_code in _ENDS
         return not (self._finishing or ends) and self.may_interrupt()
 
     def _install(self) -> None:
@@ -119,6 +125,9 @@ class HeldSignals:
                 self._before[number](number, frame)
             finally:
                 self._handle_each(signals[1:])
+
+
+_ENDS = (HeldSignals.__exit__.__code__, HeldSignals._end.__code__)
 
 
 def handle_held() -> None:

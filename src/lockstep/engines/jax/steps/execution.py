@@ -163,9 +163,8 @@ class Execution(HeldSignals):
         """Return whether every value of the model is in its variables or in its state."""
         return is_whole(self._model)
 
-    def __enter__(self) -> Any:
-        """Begin, and return the function that runs steps."""
-        super().__enter__()
+    def begin(self) -> Any:
+        """Return the function that runs steps."""
         self._attributes[JAX_STATE_SYNCED] = True
         return self.step
 
@@ -230,16 +229,10 @@ class ModelCall(HeldSignals):
         """Return whether every value of the model is in its variables or in its state."""
         return is_whole(self._model)
 
-    def __enter__(self) -> Any:
+    def begin(self) -> Any:
         """Begin with values in the variables, of a loop too whose callback calls the method."""
-        super().__enter__()
-        try:
-            sync_to_variables(self._model)
-            vars(self._model)[JAX_STATE] = None  # an earlier call may have left a state
-        except BaseException as error:
-            self.__exit__(type(error), error, error.__traceback__)
-            raise
-        return self
+        sync_to_variables(self._model)
+        vars(self._model)[JAX_STATE] = None  # an earlier call may have left a state
 
     def finish(self, error: BaseException | None) -> None:
         """Put the values back into the variables, and forget the state."""

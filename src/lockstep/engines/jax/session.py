@@ -451,8 +451,10 @@ class MeshIterator(HostIterator):
             return True
         return not (self.recorded or isinstance(self.data_adapter, GeneratorDataAdapter))
 
-    def _copies(self) -> bool:
-        return self.watched or self.ahead is None  # a batch that is sent ahead is a copy
+    def watch(self, watched: bool) -> None:
+        """Set whether callbacks run between steps."""
+        super().watch(watched)
+        self.copies = watched or self.ahead is None  # a batch that is sent ahead is a copy
 
     def _new_check(self) -> DataCheck | None:
         return DataCheck(every_pull=True) if process_group.several() else None

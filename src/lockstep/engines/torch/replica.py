@@ -159,6 +159,7 @@ class Replica:
         rows: The number of rows of the batch.
         device: The PyTorch device of this replica.
         has_updated: Whether the optimizer has begun to change variables in this step.
+        is_over: Whether the step has ended: the other replicas send nothing any more.
         shares_draws: Whether an update draws from the state of rank 0, which is sent for it.
         has_drawn: Whether the update has drawn random numbers of PyTorch.
         metrics_have_drawn: Whether the metrics have.
@@ -185,7 +186,7 @@ class Replica:
         self.counts = tuple(map(len, ranges))
         self.rows = rows
         self.device = device
-        self.has_updated = False
+        self.has_updated = self.is_over = False
         self.streams = streams
 
     @property

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -180,7 +181,7 @@ class Replica:
         self.shards = shards or Shards()
         self.shares_draws = shares_draws
         self.has_drawn = self.metrics_have_drawn = False
-        ranges = shard_rows(rows, group.size)
+        ranges = _shards(rows, group.size)
         self.group = group
         self._own = ranges[group.rank]
         self.counts = tuple(map(len, ranges))
@@ -193,6 +194,11 @@ class Replica:
     def rank(self) -> int:
         """The number of this replica."""
         return self.group.rank
+
+    @property
+    def scale(self) -> int:
+        """What the gradient of a tensor of the global batch is multiplied by on its way to rows."""
+        return self.size
 
     @property
     def size(self) -> int:
@@ -233,17 +239,15 @@ class Replica:
                 "Keep the batch as the first dim, or set KERAS_BACKEND=jax, where any layer works."
             )
 
-    def gather(self, own: Any, name: str, *, for_loss: bool = False) -> Any:
+    def gather(self, own: Any, name: str) -> Any:
         """Return the rows of all replicas, and their mask; gradients flow back to each replica.
 
         Args:
             own: A tensor with the rows of this replica.
             name: What the tensor is, for an error.
-            for_loss: Whether every replica does the same with the result, down to the loss.
-                Then no gradient has to be exchanged.
         """
         rows = self.true_rows(own, name)
-        whole = _Gather.apply(rows, self.group, self.counts, for_loss)
+        whole = _Gather.apply(rows, self.group, self.counts)
         mask = get_keras_mask(own)
         if mask is not None:
             set_keras_mask(whole, self.group.gather(self.true_rows(mask, name), self.counts))
@@ -268,7 +272,7 @@ class Replica:
 
     def gather_each(self, value: Any) -> Any:
         """Return a value of each replica, stacked; gradients flow back to each of them."""
-        return _Gather.apply(value[None], self.group, (1,) * self.size, False)
+        return _Gather.apply(value[None], self.group, (1,) * self.size)
 
     def sum(self, value: Any) -> Any:
         """Return the sum over the replicas; gradients flow back to each of them."""
@@ -306,10 +310,13 @@ class Replica:
         self.group.check()
 
 
+_shards = lru_cache(shard_rows)
+
+
 class _Gather(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, rows: Any, group: Group, counts: Sequence[int], for_loss: bool) -> Any:
-        ctx.group, ctx.counts, ctx.for_loss = group, counts, for_loss
+    def forward(ctx: Any, rows: Any, group: Group, counts: Sequence[int]) -> Any:
+        ctx.group, ctx.counts = group, counts
         whole = group.gather(rows, counts)
         if not (whole.is_floating_point() or whole.is_complex()):
             ctx.mark_non_differentiable(whole)
@@ -319,9 +326,7 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, gradient: Any) -> Any:
         start = sum(ctx.counts[: ctx.group.rank])
         own = slice(start, start + ctx.counts[ctx.group.rank])
-        if ctx.for_loss:
-            return gradient[own] * ctx.group.size, None, None, None
-        return _Sum.apply(gradient, ctx.group)[own], None, None, None
+        return _Sum.apply(gradient, ctx.group)[own], None, None
 
 
 class _Sum(torch.autograd.Function):  # type: ignore[misc]

@@ -27,6 +27,9 @@ class _Values:
         every: The rows of all replicas, into which code may write. `None` until they are gathered.
     """
 
+    base: "_Values | None" = None
+    """What these are a cast of."""
+
     def __init__(self, replica: Replica, own: Any, name: str) -> None:
         self.replica, self.own, self.name = replica, own, name
         self.form_row = own if len(own) else own.new_zeros((1, *own.shape[1:]))
@@ -36,6 +39,7 @@ class _Values:
         """Return the rows of all replicas, and keep them. Every replica has to call this."""
         if self.every is None:
             self.every = self.copied()
+            self.version = self.every._version
         return self.every
 
     def copied(self) -> Any:
@@ -46,6 +50,8 @@ class _Values:
         """
         if self.every is not None:
             return self.every.clone()
+        if self.base is not None and self.base.every is None:  # others may cast them too
+            return self.base.gathered().to(self.own.dtype)
         if self.replica.is_over:
             raise UnsupportedModel(
                 f"{self.name} was kept, and is used after its step, when each device has only "
@@ -63,8 +69,8 @@ class Rows(torch.Tensor):  # type: ignore[misc]
     """
 
     values: _Values
-    _node: Any = None
     _whole: Any = None
+    _nodes: tuple[Any, Any] = (None, None)
 
     @classmethod
     def of(cls, values: _Values) -> "Rows":
@@ -78,21 +84,25 @@ class Rows(torch.Tensor):  # type: ignore[misc]
         return made
 
     @property
+    def is_written(self) -> bool:
+        """Whether code has written into the values of all replicas."""
+        every = self.values.every
+        return every is not None and every._version != self.values.version
+
+    @property
     def is_gathered(self) -> bool:
         """Whether code may have the values of all replicas, and may have written into them."""
         return self.values.every is not None
 
-    def own(self) -> Any:
-        """Return the rows of this replica."""
-        return _rows_of(self, self.values.replica)
-
     def whole(self) -> Any:
         """Return the tensor of the global batch. Every replica has to call this."""
-        if self._whole is None:
+        with torch._C.DisableTorchFunctionSubclass():
+            node = self.grad_fn or self.requires_grad
+        if self._whole is None or self._nodes[0] is not node:
             # The graph is that of the output, whatever the mode is where it is used first.
             with torch.inference_mode(False), torch.enable_grad():
                 self._whole = _Gather.apply(self)
-                self._node = self._whole.grad_fn
+            self._nodes = node, self._whole.grad_fn
             mask = get_keras_mask(self)
             if mask is not None:
                 set_keras_mask(self._whole, mask)
@@ -100,7 +110,8 @@ class Rows(torch.Tensor):  # type: ignore[misc]
 
     def _in_graph(self) -> Any:
         """Return what stands for this tensor in the graph: code may have written into it."""
-        return self if self._whole is None or self._whole.grad_fn is self._node else self._whole
+        is_same = self._whole is None or self._whole.grad_fn is self._nodes[1]
+        return self if is_same else self._whole
 
     def _to(self, *args: Any, **kwargs: Any) -> Any:
         form = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
@@ -108,7 +119,11 @@ class Rows(torch.Tensor):  # type: ignore[misc]
             return self
         if self.is_gathered:
             return self.whole().to(*args, **kwargs)
-        return leave(self.own().to(*args, **kwargs), self.values.replica, self.values.name)
+        made = _Leave.apply(
+            _Enter.apply(self).to(*args, **kwargs), self.values.replica, self.values.name
+        )
+        made.values.base, made.values.form_row = self.values, self.values.form_row.to(made.dtype)
+        return made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -121,8 +136,6 @@ class Rows(torch.Tensor):  # type: ignore[misc]
         elif func not in _OF_FORM:
             args, kwargs = gathered((args, kwargs))
             return func(*args, **kwargs)
-        if func is torch.Tensor.requires_grad_ and isinstance(args[0], Rows):
-            args[0]._whole = None  # that has no graph
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -161,10 +174,12 @@ _OF_GRAPH = frozenset(
             for n in ("requires_grad", "grad_fn", "grad", "is_leaf")
         ),
         torch.Tensor.grad.__set__,
+        torch.Tensor.requires_grad.__set__,
         torch.Tensor.requires_grad_,
         torch.Tensor.register_hook,
         torch.Tensor.retain_grad,
         torch.Tensor.backward,
+        torch.autograd.backward,
         torch.autograd.grad,
     }
 )
@@ -234,6 +249,9 @@ def _own_values(tensor: Any, replica: Replica) -> Any:
     return every[start : start + replica.counts[replica.rank]]
 
 
+_GRADIENT = "A gradient"
+
+
 class _Take(torch.autograd.Function):  # type: ignore[misc]
     """The rows of this replica of a replicated tensor."""
 
@@ -244,20 +262,7 @@ class _Take(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        return _Join.apply(gradient, ctx.replica), None
-
-
-class _Join(torch.autograd.Function):  # type: ignore[misc]
-    """The replicated tensor of the rows of all replicas."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Any, replica: Replica) -> Any:
-        ctx.replica = replica
-        return replica.group.gather(own, replica.counts)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        return _rows_of(gradient, ctx.replica), None
+        return _Leave.apply(gradient, ctx.replica, _GRADIENT).whole(), None
 
 
 class _Leave(torch.autograd.Function):  # type: ignore[misc]
@@ -278,12 +283,12 @@ class _Enter(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, rows: Any) -> Any:
-        ctx.replica, ctx.name = rows.values.replica, rows.values.name
+        ctx.replica = rows.values.replica
         return rows.values.own.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        return _Leave.apply(gradient, ctx.replica, ctx.name)
+        return _Leave.apply(gradient, ctx.replica, _GRADIENT)
 
 
 class _Gather(torch.autograd.Function):  # type: ignore[misc]
@@ -291,11 +296,15 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, rows: Any) -> Any:
+        ctx.replica = rows.values.replica
         return rows.values.gathered().detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        return gradient
+        scale = ctx.replica.scale
+        if scale == 1:
+            return gradient
+        return _Leave.apply(_rows_of(gradient, ctx.replica) * scale, ctx.replica, _GRADIENT)
 
 
 class _Used(torch.autograd.Function):  # type: ignore[misc]
@@ -344,6 +353,5 @@ class _SameOnAll(torch.autograd.Function):  # type: ignore[misc]
         return gradient / ctx.group.size, None
 
 
-joined = _Join.apply
 used = _Used.apply
 same_on_all = _SameOnAll.apply

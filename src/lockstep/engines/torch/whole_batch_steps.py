@@ -27,7 +27,7 @@ from lockstep.engines.torch.layers import Plan, copied_states
 from lockstep.engines.torch.model_copy import copy_of
 from lockstep.engines.torch.model_pickle import dump
 from lockstep.engines.torch.replica import RandomStreams, Replica
-from lockstep.engines.torch.rows import copied, enter, gathered, joined, leave, same_on_all, used
+from lockstep.engines.torch.rows import copied, enter, gathered, leave, same_on_all, used
 from lockstep.engines.torch.scratch import Scratch
 from lockstep.engines.torch.split_checks import has_torch_hooks
 from lockstep.errors import UnsupportedModel
@@ -290,6 +290,8 @@ class _Weight(NamedTuple):
 class _SharedCall(Replica):
     """The rows of one replica in one shared call."""
 
+    scale = 1
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._inputs: list[tuple[Any, Any, int]] = []
@@ -304,7 +306,7 @@ class _SharedCall(Replica):
         self._inputs.append((leaf, own, own._version))
         return own
 
-    def gather(self, own: Any, name: str, *, for_loss: bool = False) -> Any:
+    def gather(self, own: Any, name: str) -> Any:
         """Return the rows of all replicas, and their mask: a replicated tensor."""
         return leave(own, self, name).whole()
 
@@ -313,7 +315,7 @@ class _SharedCall(Replica):
         name = f"{{}} of layer {layer.name!r} ({type(layer).__name__})"
         for whole, own, version in self._inputs:
             if own._version != version:  # the layer has written into it: `x += 1` in `call`
-                whole.copy_(joined(self.true_rows(own, name.format("An input")), self))
+                whole.copy_(leave(own, self, name.format("An input")).whole())
         made = {id(own): whole for whole, own, _ in self._inputs}
 
         def output(own: Any) -> Any:

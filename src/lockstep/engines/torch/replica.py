@@ -19,7 +19,6 @@ from lockstep.devices import shard_rows
 from lockstep.engines.torch.group import Group, summed_gradients
 from lockstep.engines.torch.sharded_variables import Shards
 from lockstep.errors import UnsupportedModel, counted
-from lockstep.keras_compat import get_keras_mask, set_keras_mask
 
 
 @dataclass(frozen=True)
@@ -239,20 +238,6 @@ class Replica:
                 "Keep the batch as the first dim, or set KERAS_BACKEND=jax, where any layer works."
             )
 
-    def gather(self, own: Any, name: str) -> Any:
-        """Return the rows of all replicas, and their mask; gradients flow back to each replica.
-
-        Args:
-            own: A tensor with the rows of this replica.
-            name: What the tensor is, for an error.
-        """
-        rows = self.true_rows(own, name)
-        whole = _Gather.apply(rows, self.group, self.counts)
-        mask = get_keras_mask(own)
-        if mask is not None:
-            set_keras_mask(whole, self.group.gather(self.true_rows(mask, name), self.counts))
-        return whole
-
     def share_of(self, own: Any, name: str) -> Any:
         """Return values of the global batch whose mean over the replicas is that of all rows.
 
@@ -272,7 +257,7 @@ class Replica:
 
     def gather_each(self, value: Any) -> Any:
         """Return a value of each replica, stacked; gradients flow back to each of them."""
-        return _Gather.apply(value[None], self.group, (1,) * self.size)
+        return _Each.apply(value, self.group)
 
     def sum(self, value: Any) -> Any:
         """Return the sum over the replicas; gradients flow back to each of them."""
@@ -313,20 +298,15 @@ class Replica:
 _shards = lru_cache(shard_rows)
 
 
-class _Gather(torch.autograd.Function):  # type: ignore[misc]
+class _Each(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, rows: Any, group: Group, counts: Sequence[int]) -> Any:
-        ctx.group, ctx.counts = group, counts
-        whole = group.gather(rows, counts)
-        if not (whole.is_floating_point() or whole.is_complex()):
-            ctx.mark_non_differentiable(whole)
-        return whole
+    def forward(ctx: Any, value: Any, group: Group) -> Any:
+        ctx.group = group
+        return group.gather(value[None], (1,) * group.size)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        start = sum(ctx.counts[: ctx.group.rank])
-        own = slice(start, start + ctx.counts[ctx.group.rank])
-        return _Sum.apply(gradient, ctx.group)[own], None, None
+        return _Sum.apply(gradient, ctx.group)[ctx.group.rank], None
 
 
 class _Sum(torch.autograd.Function):  # type: ignore[misc]

@@ -25,15 +25,17 @@ class _Values:
         name: What they are, for an error.
         form_row: A row that is run for its form where this replica has none; see `Replica`.
         every: The rows of all replicas, into which code may write. `None` until they are gathered.
+        version: The version of `every` before that.
+        base: What these values are a cast of.
     """
 
+    every: Any = None
+    version = 0
     base: "_Values | None" = None
-    """What these are a cast of."""
 
     def __init__(self, replica: Replica, own: Any, name: str) -> None:
         self.replica, self.own, self.name = replica, own, name
         self.form_row = own if len(own) else own.new_zeros((1, *own.shape[1:]))
-        self.every: Any = None
 
     def gathered(self) -> Any:
         """Return the rows of all replicas, and keep them. Every replica has to call this."""
@@ -50,7 +52,7 @@ class _Values:
         """
         if self.every is not None:
             return self.every.clone()
-        if self.base is not None and self.base.every is None:  # others may cast them too
+        if self.base is not None and self.base.every is None:  # there may be other casts of it
             return self.base.gathered().to(self.own.dtype)
         if self.replica.is_over:
             raise UnsupportedModel(
@@ -119,9 +121,8 @@ class Rows(torch.Tensor):  # type: ignore[misc]
             return self
         if self.is_gathered:
             return self.whole().to(*args, **kwargs)
-        made = _Leave.apply(
-            _Enter.apply(self).to(*args, **kwargs), self.values.replica, self.values.name
-        )
+        own = _Enter.apply(self).to(*args, **kwargs)
+        made = _Leave.apply(own, self.values.replica, self.values.name)
         made.values.base, made.values.form_row = self.values, self.values.form_row.to(made.dtype)
         return made
 
@@ -262,7 +263,8 @@ class _Take(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        return _Leave.apply(gradient, ctx.replica, _GRADIENT).whole(), None
+        gathered = _Leave.apply(gradient, ctx.replica, _GRADIENT).whole()
+        return gathered / ctx.replica.scale, None
 
 
 class _Leave(torch.autograd.Function):  # type: ignore[misc]

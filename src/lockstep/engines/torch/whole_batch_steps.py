@@ -306,10 +306,6 @@ class _SharedCall(Replica):
         self._inputs.append((leaf, own, own._version))
         return own
 
-    def gather(self, own: Any, name: str) -> Any:
-        """Return the rows of all replicas, and their mask: a replicated tensor."""
-        return leave(own, self, name).whole()
-
     def outputs(self, outputs: Any, layer: Any) -> Any:
         """Return the outputs of a layer for all rows; an input that it returns is that input."""
         name = f"{{}} of layer {layer.name!r} ({type(layer).__name__})"

@@ -135,8 +135,10 @@ class Rows(torch.Tensor):  # type: ignore[misc]
         if func in _OF_GRAPH:
             args, kwargs = _mapped(Rows._in_graph, (args, kwargs))
         elif func not in _OF_FORM:
-            args, kwargs = gathered((args, kwargs))
-            return func(*args, **kwargs)
+            given, options = gathered((args, kwargs))
+            result = func(*given, **options)
+            writes = given and result is given[0] and isinstance(args[0], Rows)
+            return args[0]._in_graph() if writes else result
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 

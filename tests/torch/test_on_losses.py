@@ -1,7 +1,5 @@
 """Losses and metrics by rows on PyTorch: what a process holds and sends."""
 
-import math
-
 import keras
 import numpy as np
 import pytest
@@ -180,33 +178,42 @@ def _largest_of_all(y_true, y_pred):
     return losses.sparse_categorical_crossentropy(y_true, y_pred) * ops.max(y_pred) / WORDS
 
 
-def test_what_an_ungathered_output_is_asked():
+class Shard:
+    """The first two of four rows; the other replica has zeros."""
+
+    rank, size, rows, counts, scale, is_over = 0, 2, 4, (2, 2), 2, False
+
+    def __init__(self):
+        self.group, self.asked = self, 0
+
+    def true_rows(self, own, name):
+        return own
+
+    def gather(self, own, counts):
+        import torch
+
+        self.asked += 1
+        return torch.cat([own, torch.zeros_like(own)])
+
+
+def test_what_rows_are_asked():
     """Code of Keras sees the form of the global batch; values are gathered when they are read."""
     import torch
 
-    from lockstep.engines.torch.loss_sharding import UngatheredOutput
+    from lockstep.engines.torch.rows import leave
 
-    class Rows:
-        def __init__(self):
-            self.asked = 0
-
-        def own(self, number):
-            return torch.ones(2, 3)
-
-        def whole(self, number):
-            self.asked += 1
-            return torch.arange(12.0).reshape(4, 3)
-
-    made = UngatheredOutput.made((4, 3), torch.float32, torch.device("cpu"), True)
-    made.outputs, made.number = Rows(), 0
+    replica = Shard()
+    own = torch.arange(6.0).reshape(2, 3).requires_grad_()
+    made = leave(own, replica, "An output")
     cast = ops.convert_to_tensor(made, dtype="float64")
     assert (tuple(cast.shape), cast.dtype, len(cast), cast.ndim) == ((4, 3), torch.float64, 4, 2)
     assert ops.convert_to_tensor(cast, dtype="float64") is cast
     assert (made.requires_grad, cast.requires_grad, made.to(torch.int32).requires_grad) == (
         (True, True, False)
     )
-    assert cast.own().dtype == torch.float64
-    assert not made.outputs.asked
-    assert float((cast * 2)[3, 2]) == 22
-    assert made.outputs.asked
-    assert math.isclose(float(ops.sum(made)), 66)
+    assert not replica.asked
+    assert float((cast * 2)[1, 2].detach()) == 10
+    assert float(ops.sum(made).detach()) == 15
+    assert replica.asked == 1
+    (cast * made).sum().backward()  # of a loss that is divided by the number of replicas
+    np.testing.assert_array_equal(own.grad, 4 * own.detach())

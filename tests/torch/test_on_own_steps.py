@@ -830,7 +830,7 @@ def test_a_call_is_proven_once_for_each_form_and_nothing_grows_with_the_steps(mo
     sizes = []
     for _ in range(3):
         made.fit(numbers(12, 5), numbers(12, 2), batch_size=4, **QUIET)
-        sizes.append((len(proven), len(steps._known), len(steps._functions)))
+        sizes.append((len(proven), len(steps._known), steps._size))
     assert sizes[0][0] > 0
     assert sizes[1:] == sizes[:1] * 2
     lockstep.release(made)

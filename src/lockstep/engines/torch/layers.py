@@ -19,17 +19,16 @@ from lockstep.engines.rowwise import (
     is_container,
 )
 from lockstep.engines.torch.replica import Replica, seed_of_replica
+from lockstep.engines.torch.rows import enter, gathered, leave
 from lockstep.keras_compat import (
     EXPECTED_BATCH_SIZE,
     GLOBAL_SEED_GENERATOR,
     MOMENTS,
     calls_of,
-    get_keras_mask,
     global_state,
     operations_of,
     reduction_axes,
     seed_generators,
-    set_keras_mask,
 )
 from lockstep.state import stateful_layers, unique
 
@@ -159,17 +158,13 @@ def _on_global_batch(layer: Any, call: Callable[..., Any], replica: Replica) -> 
 
     def whole(value: Any) -> Any:
         has_rows = isinstance(value, torch.Tensor) and value.ndim
-        return replica.gather(value, enters) if has_rows else value
+        return gathered(leave(value, replica, enters)) if has_rows else value
 
     def own(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.ndim:
             return value
         replica.check_whole(value, leaves)
-        part = replica.take(value)
-        mask = get_keras_mask(value)
-        if mask is not None:
-            set_keras_mask(part, replica.take(mask))
-        return part
+        return enter(value, replica)
 
     def gathered_call(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = keras.tree.map_structure(whole, (args, kwargs))
@@ -227,7 +222,7 @@ def _of_global_outputs(layer: Any, regularizer: Any, replica: Replica) -> Callab
     def regularize(output: Any) -> Any:
         if output.ndim == 0:
             return regularizer(output)
-        loss = regularizer(replica.gather(output, name))
+        loss = regularizer(gathered(leave(output, replica, name)))
         # keras/src/layers/layer.py, Layer.__call__ divides by the rows of `output`.
         return loss * (len(output) / replica.rows)
 
@@ -348,7 +343,7 @@ class _Gathered:
 
     def assign(self, own: Any) -> None:
         """Assign the gathered rows of all replicas."""
-        self._state.assign(self._replica.gather(own.detach(), self._name))
+        self._state.assign(gathered(leave(own.detach(), self._replica, self._name)))
 
 
 def _check_rows(states: Any, replica: Replica) -> None:

@@ -1,12 +1,13 @@
 """Losses and metrics that each replica computes on its own rows; see `rows_of_losses`.
 
-Keras's code of a step is given ungathered outputs of the global batch. A loss or metric of Keras
+Keras's code of a step is given `Rows`. A loss or metric of Keras
 that works row by row takes the rows of this replica from them. Anything else gathers the rows of
 all replicas first. So an output that nothing uses whole is never gathered.
 """
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import keras
@@ -23,9 +24,9 @@ from lockstep.engines.replicas.rows_of_losses import (
 )
 from lockstep.engines.rowwise import is_declared
 from lockstep.engines.torch.replica import Replica
+from lockstep.engines.torch.rows import Rows, enter, gathered, leave
 from lockstep.engines.torch.scratch import Scratch
 from lockstep.engines.torch.sharded_variables import STEP
-from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
     COMPILED_METRICS,
     METRIC_FUNCTION,
@@ -34,7 +35,6 @@ from lockstep.keras_compat import (
     get_keras_mask,
     loss_of,
     loss_tracker,
-    set_keras_mask,
     single_losses,
 )
 from lockstep.state import unique
@@ -42,7 +42,7 @@ from lockstep.training.overrides import is_keras
 
 
 class Outputs:
-    """The outputs of the model in one step: the rows of this replica, and of all if needed.
+    """The outputs of the model in one step.
 
     Args:
         replica: This replica.
@@ -51,8 +51,7 @@ class Outputs:
 
     Attributes:
         replica: This replica.
-        ungathered: The outputs of the global batch, as Keras's code is given them.
-        are_over: Whether the step has ended: the other replicas send nothing any more.
+        rows: The outputs of the global batch, as Keras's code is given them.
         sums_loss: Whether a loss may have the values of this replica alone: the mean over the
             replicas is the loss.
         has_share: Whether the loss has.
@@ -60,41 +59,10 @@ class Outputs:
 
     def __init__(self, replica: Replica, own: Any, name: str) -> None:
         self.replica = replica
-        self.are_over = False
         self.sums_loss = self.has_share = False
-        self._own = keras.tree.flatten(own)
-        self._name = name
-        self._whole: dict[int, tuple[Any, int]] = {}
-        made = [self._ungathered(number, each) for number, each in enumerate(self._own)]
-        self.ungathered = keras.tree.pack_sequence_as(own, made)
+        self.rows = keras.tree.map_structure(lambda each: leave(each, replica, name), own)
 
-    def own(self, number: int) -> Any:
-        """Return the rows of this replica of one output."""
-        return self._own[number]
-
-    def whole(self, number: int) -> Any:
-        """Return one output of the global batch. Every replica has to call this.
-
-        Raises:
-            UnsupportedModel: If the step has ended, and nobody has gathered it before.
-        """
-        if number not in self._whole:
-            if self.are_over:
-                raise UnsupportedModel(
-                    f"{self._name} was kept, and is used after its step, when each device has only "
-                    "its own rows.\nUse it within the step: "
-                    "keras.ops.convert_to_numpy gives an array to keep."
-                )
-            whole = self.replica.gather(self._own[number], self._name, for_loss=True)
-            self._whole[number] = whole, whole._version
-        return self._whole[number][0]
-
-    def is_written(self, number: int) -> bool:
-        """Return whether code has written into one output of the global batch."""
-        whole, version = self._whole.get(number, (None, 0))
-        return whole is not None and whole._version != version
-
-    def values(self, function: Callable[..., Any], y_true: Any, own: Any, name: str) -> Any:
+    def values(self, function: Callable[..., Any], y_true: Any, y_pred: Rows, name: str) -> Any:
         """Return what a function gives for the rows of the global batch.
 
         Every replica has to call this. If the loss is summed, the values of other replicas are
@@ -103,17 +71,15 @@ class Outputs:
         Args:
             function: A function of targets and outputs that works row by row.
             y_true: The targets of the global batch.
-            own: The outputs for the rows of this replica.
+            y_pred: The outputs.
             name: The name of the function, for an error.
         """
-        found = function(self.replica.take(y_true), own)
+        found = function(self.replica.take(y_true), enter(y_pred, self.replica))
         what = f"What {name!r} gives"
         if self.sums_loss and self._may_sum(found):
             self.has_share = True
             return self.replica.share_of(found, what)
-        return keras.tree.map_structure(
-            lambda part: self.replica.gather(part, what, for_loss=True), found
-        )
+        return keras.tree.map_structure(lambda part: leave(part, self.replica, what).whole(), found)
 
     def _may_sum(self, values: Any) -> bool:
         """Return whether values may be multiplied, and summed in another order.
@@ -126,98 +92,12 @@ class Outputs:
         )
         return (
             is_wide
-            and all(each.dtype.itemsize <= values.dtype.itemsize for each in self._own)
+            and all(
+                each.dtype.itemsize <= values.dtype.itemsize
+                for each in keras.tree.flatten(self.rows)
+            )
             and get_keras_mask(values) is None  # a mask would be gathered
         )
-
-    def _ungathered(self, number: int, own: Any) -> "UngatheredOutput":
-        self.replica.true_rows(own, self._name)
-        shape = (self.replica.rows, *own.shape[1:])
-        made = UngatheredOutput.made(shape, own.dtype, own.device, own.requires_grad)
-        made.outputs, made.number = self, number
-        mask = get_keras_mask(own)
-        if mask is not None:
-            set_keras_mask(made, self.replica.gather(mask, self._name))
-        return made
-
-
-class UngatheredOutput(torch.Tensor):  # type: ignore[misc]
-    """An output of the global batch that has a shape and a type, and no values yet.
-
-    Any operation but a cast gathers the output first.
-    """
-
-    outputs: Outputs
-    number: int
-    casts: tuple[tuple[Any, Any], ...] = ()
-
-    @classmethod
-    def made(
-        cls, shape: tuple[int, ...], dtype: Any, device: Any, requires_grad: bool = False
-    ) -> "UngatheredOutput":
-        """Return an ungathered output of this form."""
-        made: UngatheredOutput = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
-        )
-        return made
-
-    def own(self) -> Any:
-        """Return the rows of this replica."""
-        return self._cast(self.outputs.own(self.number))
-
-    def whole(self) -> Any:
-        """Return the output of the global batch. Every replica has to call this."""
-        return self._cast(self.outputs.whole(self.number))
-
-    def _cast(self, tensor: Any) -> Any:
-        for args, kwargs in self.casts:
-            tensor = tensor.to(*args, **kwargs)
-        return tensor
-
-    def _to(self, *args: Any, **kwargs: Any) -> Any:
-        form = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
-        if (form.dtype, form.device) == (self.dtype, self.device):
-            return self
-        differentiable = self.requires_grad and form.dtype.is_floating_point
-        made = UngatheredOutput.made(tuple(self.shape), form.dtype, form.device, differentiable)
-        made.outputs, made.number = self.outputs, self.number
-        made.casts = (*self.casts, (args, kwargs))
-        return made
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer what is asked of the form, and gather the output for anything else."""
-        kwargs = kwargs or {}
-        if func in _OF_FORM:
-            return super().__torch_function__(func, types, args, kwargs)
-        if func is torch.Tensor.to:
-            return args[0]._to(*args[1:], **kwargs)
-        args, kwargs = gathered((args, kwargs))
-        return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise: there are no values to compute with."""
-        raise NotImplementedError(f"{func} of an ungathered output")
-
-
-_OF_FORM = (
-    *(
-        getattr(torch.Tensor, name).__get__
-        for name in ("shape", "dtype", "device", "ndim", "is_meta", "requires_grad", "layout")
-    ),
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.__len__,
-)
-"""What a tensor is asked without its values."""
-
-
-def gathered(nest: Any) -> Any:
-    """Return a nest in which all outputs are gathered."""
-    return keras.tree.map_structure(
-        lambda leaf: leaf.whole() if isinstance(leaf, UngatheredOutput) else leaf, nest
-    )
 
 
 class LossSharding:
@@ -248,13 +128,15 @@ class LossSharding:
         """Return the loss of the global batch. Every replica has to call this."""
         x, y, sample_weight = data
         losses = losses_by_rows(self._model)
-        y_pred = outputs.ungathered
+        y_pred = outputs.rows
         if not self._are_all_losses(losses):
             y_pred = gathered(y_pred)
         elif training and len(losses) == 1 and losses[0].reduction in _LINEAR:
             # A loss of one output among several has a metric, which needs its value.
             outputs.sums_loss = not compiled_loss(self._model).metrics
-        with patched([(each, "call", self._taking_rows(each, each.call)) for each in losses]):
+        with patched(
+            [(each, "call", self._taking_rows(outputs, each, each.call)) for each in losses]
+        ):
             try:
                 return loss_of(self._model, x, y, y_pred, sample_weight, training=training)
             finally:
@@ -265,7 +147,7 @@ class LossSharding:
         x, y, sample_weight = data
         model, compiled = self._model, compiled_metrics(self._model)
         loss_tracker(model).update_state(loss, sample_weight=outputs.replica.rows)
-        y_pred = outputs.ungathered
+        y_pred = outputs.rows
         changes: list[tuple[Any, str, Any]] = []
         left_out = isinstance(compiled, LeftOutMetric)
         by_keras = is_keras(model, "compute_metrics")
@@ -276,10 +158,10 @@ class LossSharding:
         if left_out or self.without_metrics or not by_keras:
             y_pred = gathered(y_pred)
         elif compiled is not None:
-            by_rows = metrics_by_rows(model)
+            by_rows, take = metrics_by_rows(model), partial(self._taking_rows, outputs)
             known = set(map(id, by_rows))
             changes += [
-                (each, METRIC_FUNCTION, self._taking_rows(each, getattr(each, METRIC_FUNCTION)))
+                (each, METRIC_FUNCTION, take(each, getattr(each, METRIC_FUNCTION)))
                 for each in by_rows
             ]
             changes += [
@@ -291,7 +173,7 @@ class LossSharding:
             with replica.shards.read_by(STEP), replica.drawing_in_metrics(), patched(changes):
                 return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         finally:
-            outputs.are_over = True
+            outputs.replica.is_over = True
 
     def _are_all_losses(self, losses: list[Any]) -> bool:
         """Return whether Keras's code alone and these losses see the outputs."""
@@ -312,10 +194,13 @@ class LossSharding:
 
         return update_state
 
-    def _taking_rows(self, owner: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _taking_rows(
+        self, outputs: Outputs, owner: Any, function: Callable[..., Any]
+    ) -> Callable[..., Any]:
         """Return a function of own rows in place of one of the global batch, where this is exact.
 
         Args:
+            outputs: The outputs of the step.
             owner: A loss or metric.
             function: Its function.
         """
@@ -327,20 +212,20 @@ class LossSharding:
                 return function(*gathered(given), **options)
             self.choices[owner.name] = self.choices.get(owner.name)
             y_true, y_pred = given
-            return y_pred.outputs.values(
-                lambda *own: function(*own, **options), y_true, y_pred.own(), owner.name
+            return outputs.values(
+                lambda *own: function(*own, **options), y_true, y_pred, owner.name
             )
 
         return values
 
     def _why_gathered(self, owner: Any, function: Any, options: Any, given: Any) -> str | None:
-        if len(given) != 2 or not isinstance(given[1], UngatheredOutput):
+        if len(given) != 2 or not isinstance(given[1], Rows):
             return "what it is given are no outputs and targets of the model"
         y_true, y_pred = given
-        outputs = y_pred.outputs
+        replica = y_pred.values.replica
         if not (isinstance(y_true, torch.Tensor) and y_true.ndim):
             return "its targets have no rows"
-        if len(y_true) != outputs.replica.rows:
+        if len(y_true) != replica.rows:
             return "its targets have another number of rows"
         if len(y_true) == 1:
             return "the batch has one row"
@@ -351,16 +236,16 @@ class LossSharding:
         declared = is_loss and (is_declared(owner) or is_declared(source))
         if not (declared or is_of_keras(source)):
             return "it is code of your own"
-        if outputs.is_written(y_pred.number):
+        if y_pred.is_written:
             return "code has written into the outputs"
         key = id(owner), id(source), str(_form(y_true, y_pred))
         if key not in self._reasons:  # the owner is kept, so that no other one gets its identity
             reason = why_whole(owner, function, options, y_true, y_pred, Scratch)
-            self._reasons[key] = (owner, source), _agreed(reason, outputs.replica)
+            self._reasons[key] = (owner, source), _agreed(reason, replica)
         return self._reasons[key][1]
 
     def _note(self, owner: Any, reason: str, given: Any) -> None:
-        wholes = [each for each in given if isinstance(each, UngatheredOutput) and len(each) > 1]
+        wholes = [each for each in given if isinstance(each, Rows) and len(each) > 1]
         if wholes:
             self.choices[owner.name] = reason
         if sum(math.prod(each.shape) * each.dtype.itemsize for each in wholes) >= _LARGE:

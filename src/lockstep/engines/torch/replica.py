@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from lockstep.devices import shard_rows
 from lockstep.engines.torch.group import Group, summed_gradients
 from lockstep.engines.torch.sharded_variables import Shards
 from lockstep.errors import UnsupportedModel, counted
-from lockstep.keras_compat import get_keras_mask, set_keras_mask
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,7 @@ class Replica:
         rows: The number of rows of the batch.
         device: The PyTorch device of this replica.
         has_updated: Whether the optimizer has begun to change variables in this step.
+        is_over: Whether the step has ended: the other replicas send nothing any more.
         shares_draws: Whether an update draws from the state of rank 0, which is sent for it.
         has_drawn: Whether the update has drawn random numbers of PyTorch.
         metrics_have_drawn: Whether the metrics have.
@@ -179,19 +180,24 @@ class Replica:
         self.shards = shards or Shards()
         self.shares_draws = shares_draws
         self.has_drawn = self.metrics_have_drawn = False
-        ranges = shard_rows(rows, group.size)
+        ranges = _shards(rows, group.size)
         self.group = group
         self._own = ranges[group.rank]
         self.counts = tuple(map(len, ranges))
         self.rows = rows
         self.device = device
-        self.has_updated = False
+        self.has_updated = self.is_over = False
         self.streams = streams
 
     @property
     def rank(self) -> int:
         """The number of this replica."""
         return self.group.rank
+
+    @property
+    def scale(self) -> int:
+        """What the gradient of a tensor of the global batch is multiplied by on its way to rows."""
+        return self.size
 
     @property
     def size(self) -> int:
@@ -232,22 +238,6 @@ class Replica:
                 "Keep the batch as the first dim, or set KERAS_BACKEND=jax, where any layer works."
             )
 
-    def gather(self, own: Any, name: str, *, for_loss: bool = False) -> Any:
-        """Return the rows of all replicas, and their mask; gradients flow back to each replica.
-
-        Args:
-            own: A tensor with the rows of this replica.
-            name: What the tensor is, for an error.
-            for_loss: Whether every replica does the same with the result, down to the loss.
-                Then no gradient has to be exchanged.
-        """
-        rows = self.true_rows(own, name)
-        whole = _Gather.apply(rows, self.group, self.counts, for_loss)
-        mask = get_keras_mask(own)
-        if mask is not None:
-            set_keras_mask(whole, self.group.gather(self.true_rows(mask, name), self.counts))
-        return whole
-
     def share_of(self, own: Any, name: str) -> Any:
         """Return values of the global batch whose mean over the replicas is that of all rows.
 
@@ -267,7 +257,7 @@ class Replica:
 
     def gather_each(self, value: Any) -> Any:
         """Return a value of each replica, stacked; gradients flow back to each of them."""
-        return _Gather.apply(value[None], self.group, (1,) * self.size, False)
+        return _Each.apply(value, self.group)
 
     def sum(self, value: Any) -> Any:
         """Return the sum over the replicas; gradients flow back to each of them."""
@@ -305,22 +295,18 @@ class Replica:
         self.group.check()
 
 
-class _Gather(torch.autograd.Function):  # type: ignore[misc]
+_shards = lru_cache(shard_rows)
+
+
+class _Each(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, rows: Any, group: Group, counts: Sequence[int], for_loss: bool) -> Any:
-        ctx.group, ctx.counts, ctx.for_loss = group, counts, for_loss
-        whole = group.gather(rows, counts)
-        if not (whole.is_floating_point() or whole.is_complex()):
-            ctx.mark_non_differentiable(whole)
-        return whole
+    def forward(ctx: Any, value: Any, group: Group) -> Any:
+        ctx.group = group
+        return group.gather(value[None], (1,) * group.size)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        start = sum(ctx.counts[: ctx.group.rank])
-        own = slice(start, start + ctx.counts[ctx.group.rank])
-        if ctx.for_loss:
-            return gradient[own] * ctx.group.size, None, None, None
-        return _Sum.apply(gradient, ctx.group)[own], None, None, None
+        return _Sum.apply(gradient, ctx.group)[ctx.group.rank], None
 
 
 class _Sum(torch.autograd.Function):  # type: ignore[misc]

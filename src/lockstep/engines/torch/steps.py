@@ -19,6 +19,7 @@ from lockstep.engines.torch.layers import Plan, copied_states
 from lockstep.engines.torch.loss_sharding import LossSharding, Outputs
 from lockstep.engines.torch.placement import copies_on
 from lockstep.engines.torch.replica import Replica
+from lockstep.engines.torch.rows import gathered, leave
 from lockstep.engines.torch.sharded_updates import update
 from lockstep.engines.torch.sharded_variables import STEP, is_sharded, whole_gradients
 from lockstep.keras_compat import stored_value, takes_training
@@ -51,7 +52,7 @@ def run_step(
         with replica.shards.read_by(STEP):
             own = _forward(model, plan, replica, data[0], training=False)
         name = _name(model)
-        return keras.tree.map_structure(lambda each: replica.gather(each, name), own)
+        return keras.tree.map_structure(lambda each: gathered(leave(each, replica, name)), own)
 
 
 def _train(model: Any, plan: Plan, losses: LossSharding, replica: Replica, data: Any) -> Any:
@@ -90,7 +91,8 @@ def _update(model: Any, replica: Replica, gradients: list[Any], weights: list[An
 
 def _inspect(model: Any, plan: Plan, losses: LossSharding, replica: Replica, data: Any) -> Any:
     def whole(output: Any) -> Any:
-        return replica.gather(output.detach(), "A layer's output") if output.ndim else output
+        name = "A layer's output"
+        return gathered(leave(output.detach(), replica, name)) if output.ndim else output
 
     weights = model.trainable_weights
     with replica.shards.read_by(STEP):

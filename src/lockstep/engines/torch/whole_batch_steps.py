@@ -1,20 +1,17 @@
 """Steps with code that may do anything with the batch, on several replicas.
 
 Every replica runs the code of the step on the global batch. Each call of a layer with weights that
-works row by row is shared: a replica runs the layer on its rows, and the outputs are all-gathered.
-So the code sees what it sees on one device, and the layers, which are nearly all of the work, are
-split.
-
-A tensor is replicated outside of a shared call, and each replica has its own rows inside. The
-operations at this border are each other's derivatives: taking rows and joining them, using a weight
-and summing its gradients. So gradients of gradients are right too.
+works row by row is shared: a replica runs the layer on its rows, and the outputs are `Rows`, which
+are all-gathered if anything but another shared call uses them. So the code sees what it sees on one
+device, and the layers, which are nearly all of the work, are split.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import torch
@@ -25,11 +22,12 @@ from lockstep.engines.replicas.first_step import watched
 from lockstep.engines.replicas.object_states import ObjectStates, held_in_words
 from lockstep.engines.rowwise import call_refused, is_in_float8
 from lockstep.engines.torch.code_state import is_plain_object
-from lockstep.engines.torch.group import Group, buckets_of
+from lockstep.engines.torch.group import Group
 from lockstep.engines.torch.layers import Plan, copied_states
 from lockstep.engines.torch.model_copy import copy_of
 from lockstep.engines.torch.model_pickle import dump
 from lockstep.engines.torch.replica import RandomStreams, Replica
+from lockstep.engines.torch.rows import copied, enter, gathered, leave, same_on_all, used
 from lockstep.engines.torch.scratch import Scratch
 from lockstep.engines.torch.split_checks import has_torch_hooks
 from lockstep.errors import UnsupportedModel
@@ -49,8 +47,8 @@ from lockstep.state import unique
 Call = Callable[..., Any]
 
 _SENT = (torch.Tensor, keras.Variable, bool, int, float, str, type(None))
-_KEPT = 256
-"""The number of proofs that are kept."""
+_KEPT = 100_000
+"""The number of attributes whose proofs are kept."""
 
 _PLAIN = (bool, int, float, str, type(None), FunctionType)
 
@@ -73,12 +71,14 @@ class WholeBatchSteps:
         self.whole: dict[str, str] = {}
         self._model = model
         self._known: dict[Any, str | None] = {}
-        self._functions: set[FunctionType] = set()
+        self._size = 0
         self._inside = False
-        self._watched: set[int] = set()
-        self._calls: list[tuple[Any, Any]] = []
-        self._own_calls: dict[int, Any] = {}
+        self._watched: set[Any] = set()
+        self._calls: dict[Any, Call] = {}
+        self._own_calls: dict[Any, Any] = {}
         self._variables: list[Any] = []
+        self._used: dict[int, _Weight] = {}
+        self._replicas: list[_SharedCall] = []
 
     def run(
         self,
@@ -101,43 +101,27 @@ class WholeBatchSteps:
             draws_together: Whether every layer draws the random numbers of the global batch.
         """
         self.shared, self.whole = 0, {}
+        self._replica = partial(_SharedCall, group, streams=streams, device=device)
+        self._draws_together = draws_together
         layers = layers_in(self._model)
-
-        def sharing(layer: Any) -> Call:
-            call = layer.call
-
-            def called(*args: Any, **kwargs: Any) -> Any:
-                if self._inside or not layer.weights or (draws_together and _draws(layer)):
-                    return call(*args, **kwargs)
-                reason = self._why_whole(layer, args, kwargs)
-                if reason is not None:
-                    return self._run_whole(layer, call, args, kwargs, reason)
-                self.shared += 1
-                rows = next(len(leaf) for leaf in _with_rows((args, kwargs)))
-                return self._share(
-                    _CallReplica(group, rows, streams, device), layer, call, args, kwargs
-                )
-
-            def shared_call(*args: Any, **kwargs: Any) -> Any:
-                outputs = called(*args, **kwargs)
-                if id(layer) in self._watched and not self._inside:
-                    self._record(layer, args, outputs)
-                return outputs
-
-            return shared_call
-
-        self._calls = [(layer, vars(layer).get("call")) for layer in layers]
-        self._own_calls = {id(layer): call for layer, call in self._calls}
-        self._variables = unique([v for layer in layers for v in layer.variables])
-        step = getattr(self._model, f"{kind}_step")
-        changes = [(layer, "call", sharing(layer)) for layer in layers]
+        self._calls = {layer: layer.call for layer in layers}
+        self._own_calls = {layer: vars(layer)["call"] for layer in layers if "call" in vars(layer)}
+        self._variables = unique([v for layer in self._calls for v in layer.variables])
+        changes: list[Any] = [(layer, "call", self._called(layer)) for layer in self._calls]
         if isinstance(compiled_metrics(self._model), LeftOutMetric):
             changes.append((self._model, "compute_metrics", self._without_metrics))
-        sharing_calls = patched(changes)
+        step = getattr(self._model, f"{kind}_step")
         # keras/src/backend/torch/trainer.py: one_step_on_data
         gradients = nullcontext() if kind == "train" else torch.no_grad()
-        with sharing_calls, copied_states(self._model), gradients:
-            return step(data)
+        try:
+            with patched(changes), copied_states(self._model), gradients:
+                logs = gathered(step(data))
+                self._gather_kept()
+                return logs
+        finally:
+            for replica in self._replicas:
+                replica.is_over = True
+            self._replicas, self._used = [], {}
 
     def _without_metrics(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the metrics of the model but for those that rank 0 alone has."""
@@ -147,13 +131,40 @@ class WholeBatchSteps:
     @contextmanager
     def watched(self, record: Callable[[Any, Any, Any], None]) -> Iterator[None]:
         """Call `record` with the layers that a step calls, their arguments and whole outputs."""
-        self._record, self._watched = record, set(map(id, watched(self._model)))
+        self._record, self._watched = record, set(watched(self._model))
         try:
             yield
         finally:
             self._watched = set()
 
-    def _run_whole(self, layer: Any, call: Call, args: Any, kwargs: Any, reason: str) -> Any:
+    def _gather_kept(self) -> None:
+        """Gather what the step has kept in attributes: one process alone may read them after it."""
+        if self._replicas:
+            gathered([list(vars(layer).values()) for layer in self._calls])
+
+    # ------------------------------------------------------------------ the calls of a step
+
+    def _called(self, layer: Any) -> Call:
+        """Return what is called in a step in place of the `call` of a layer."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return self._calls[layer](*args, **kwargs)
+            outputs = self._outputs(layer, args, kwargs)
+            if layer in self._watched:
+                self._record(layer, args, copied(outputs))
+            return outputs
+
+        return call
+
+    def _outputs(self, layer: Any, args: Any, kwargs: Any) -> Any:
+        call = self._calls[layer]
+        if not layer.weights or (self._draws_together and _draws(layer)):
+            return call(*args, **kwargs)
+        reason = self._why_whole(layer, args, kwargs)
+        if reason is None:
+            self.shared += 1
+            return self._share(layer, call, args, kwargs)
         before = self.shared
         outputs = call(*args, **kwargs)
         if self.shared == before:  # no layer inside it was shared
@@ -166,7 +177,7 @@ class WholeBatchSteps:
 
     def _why_whole(self, layer: Any, args: Any, kwargs: Any) -> str | None:
         """Return why a call is not shared, `None` if it is."""
-        for number, (each, _) in enumerate(self._calls):
+        for number, each in enumerate(self._calls):
             if number in self.distrusted and layer in layers_in(each):
                 return self.distrusted[number]
         leaves = keras.tree.flatten((args, kwargs))
@@ -180,14 +191,11 @@ class WholeBatchSteps:
         # It would be of this replica's rows alone, if the call were shared.
         if _NEEDS_GRADIENT in attributes or _IN_GRAPH in attributes:
             return "it holds a tensor that needs a gradient and is no variable"
-        # An attribute may be a list that grows: the key is a number. A function that is kept has
-        # no other's identity.
-        key = (layer, layer.training, form, hash(repr(attributes)))
+        key = layer, layer.training, form, attributes
         if key not in self._known:
-            if len(self._known) >= _KEPT:  # an attribute may change at each step
-                self._known.clear()
-                self._functions.clear()
-            self._functions |= {part for part in attributes if isinstance(part, FunctionType)}
+            if self._size > _KEPT:  # an attribute may change at each step, and grow
+                self._known, self._size = {}, 0
+            self._size += len(attributes)
             with self._plain_calls():
                 self._known[key] = _refused(layer, args, kwargs)
         return self._known[key]
@@ -195,36 +203,33 @@ class WholeBatchSteps:
     @contextmanager
     def _plain_calls(self) -> Iterator[None]:
         """Let layers have their own `call` again inside the context."""
-        methods = [(layer, vars(layer)["call"], before) for layer, before in self._calls]
-        for layer, _, before in methods:
-            del vars(layer)["call"]
-            if before is not None:
-                vars(layer)["call"] = before
+        calls = {layer: vars(layer).pop("call") for layer in self._calls}
+        for layer, call in self._own_calls.items():
+            vars(layer)["call"] = call
         try:
             yield
         finally:
-            for layer, method, _ in methods:
-                vars(layer)["call"] = method
+            for layer, call in calls.items():
+                vars(layer)["call"] = call
 
     # ------------------------------------------------------------------ a call that is shared
 
-    def _share(
-        self, replica: "_CallReplica", layer: Any, call: Call, args: Any, kwargs: Any
-    ) -> Any:
+    def _share(self, layer: Any, call: Call, args: Any, kwargs: Any) -> Any:
+        rows = next(len(leaf) for leaf in _with_rows((args, kwargs)))
+        replica = self._replica(rows)
+        self._replicas.append(replica)
         # All layers and weights of the model, as a layer may use those of another one.
-        plan = Plan.of_all(unique([*layers_in(layer), *(each for each, _ in self._calls)]))
-        tensors = [(variable, stored_value(variable)) for variable in self._variables]
-        trained = [pair for pair in tensors if pair[1] is not None and pair[1].requires_grad]
-        used = _Used.apply(replica.group, *(tensor for _, tensor in trained))
+        plan = Plan.of_all(unique([*layers_in(layer), *self._calls]))
+        trained, weights = self._weights(layer, replica.group)
         self._inside = True
         try:
             with (
                 plan.in_force(replica),
-                values_replaced([variable for variable, _ in trained], used),
+                values_replaced(trained, weights),
                 replica.streams.separate(replica.rank, self.shared),
             ):
                 args, kwargs = keras.tree.map_structure(replica.own_part, (args, kwargs))
-                entered = _graph_nodes((used, args, kwargs))
+                entered = _graph_nodes((weights, args, kwargs))
                 own = call(*args, **kwargs)
         finally:
             self._inside = False
@@ -235,14 +240,60 @@ class WholeBatchSteps:
                 "some rows only.\nMake the tensor an argument of the call, make its layer an "
                 "attribute of the model, or call lockstep.release(model)."
             )
-        return replica.all_joined(own, layer)
+        return replica.outputs(own, layer)
+
+    def _weights(self, layer: Any, group: Group) -> tuple[list[Any], list[Any]]:
+        """Return the trained variables of the model, and what a shared call uses as their values.
+
+        The gradients of a layer's own weights are summed at a time, for all its calls until the
+        weights change. A layer may use those of other layers too.
+        """
+        own = set(map(id, layer.variables))
+        values = [(variable, stored_value(variable)) for variable in self._variables]
+        trained = [pair for pair in values if pair[1] is not None and pair[1].requires_grad]
+        for is_own in (True, False):
+            new = [
+                (variable, value)
+                for variable, value in trained
+                if (id(variable) in own) == is_own and not self._is_used(variable, value, is_own)
+            ]
+            with torch.inference_mode(False), torch.enable_grad():
+                shared = used(group, *(value for _, value in new))
+            for (variable, value), each in zip(new, shared, strict=True):
+                self._used[id(variable)] = _Weight(value, value._version, each, is_own)
+        variables = [variable for variable, _ in trained]
+        return variables, [self._used[id(variable)].used for variable in variables]
+
+    def _is_used(self, variable: Any, value: Any, is_own: bool) -> bool:
+        known = self._used.get(id(variable))
+        return (
+            known is not None
+            and known.value is value
+            and known.version == value._version
+            and known.is_own >= is_own
+        )
 
 
-class _CallReplica(Replica):
+class _Weight(NamedTuple):
+    """The value of a trained variable, and what shared calls use for it until it changes.
+
+    Attributes:
+        is_own: Whether its gradients are summed with those of a layer that has been called.
+    """
+
+    value: Any
+    version: int
+    used: Any
+    is_own: bool
+
+
+class _SharedCall(Replica):
     """The rows of one replica in one shared call."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    scale = 1
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._inputs: list[tuple[Any, Any, int]] = []
 
     def own_part(self, leaf: Any) -> Any:
@@ -250,122 +301,30 @@ class _CallReplica(Replica):
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if not leaf.ndim:
-            return _Used.apply(self.group, leaf)[0]
-        own = _Rows.apply(leaf, self.group, self.counts)
-        if not len(own):  # it runs one row for its form; see `Replica`
-            own = torch.cat([own, leaf[:1].detach()])
-        mask = get_keras_mask(leaf)
-        if mask is not None:
-            set_keras_mask(own, self.take(mask))
+            return used(self.group, leaf)[0]
+        own = enter(leaf, self)
         self._inputs.append((leaf, own, own._version))
         return own
 
-    def all_joined(self, outputs: Any, layer: Any) -> Any:
+    def outputs(self, outputs: Any, layer: Any) -> Any:
         """Return the outputs of a layer for all rows; an input that it returns is that input."""
         name = f"{{}} of layer {layer.name!r} ({type(layer).__name__})"
         for whole, own, version in self._inputs:
             if own._version != version:  # the layer has written into it: `x += 1` in `call`
-                whole.copy_(self.joined(own, name.format("An input")))
-        inputs = {id(own): whole for whole, own, _ in self._inputs}
+                whole.copy_(leave(own, self, name.format("An input")).whole())
+        made = {id(own): whole for whole, own, _ in self._inputs}
 
-        def whole_output(leaf: Any) -> Any:
-            is_input = id(leaf) in inputs
-            return inputs[id(leaf)] if is_input else self.joined(leaf, name.format("An output"))
+        def output(own: Any) -> Any:
+            if not isinstance(own, torch.Tensor):
+                return own
+            if id(own) not in made:
+                name_of = name.format("An output")
+                made[id(own)] = (
+                    leave(own, self, name_of) if own.ndim else same_on_all(own, self.group)
+                )
+            return made[id(own)]
 
-        return keras.tree.map_structure(whole_output, outputs)
-
-    def joined(self, own: Any, name: str) -> Any:
-        """Return the output of all replicas, given that of this one."""
-        if not isinstance(own, torch.Tensor):
-            return own
-        return self.gather(own, name) if own.ndim else _SameOnAll.apply(own, self.group)
-
-    def gather(self, own: Any, name: str, *, for_loss: bool = False) -> Any:
-        """Return the rows of all replicas, and their mask: a replicated tensor."""
-        whole = _Joined.apply(self.true_rows(own, name), self.group, self.counts)
-        mask = get_keras_mask(own)
-        if mask is not None:
-            set_keras_mask(whole, self.group.gather(self.true_rows(mask, name), self.counts))
-        return whole
-
-
-# ---------------------------------------------------------------- the border of a shared call
-
-
-class _Rows(torch.autograd.Function):  # type: ignore[misc]
-    """The rows of this replica of a replicated tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Any, group: Group, counts: tuple[int, ...]) -> Any:
-        ctx.group, ctx.counts = group, counts
-        start = sum(counts[: group.rank])
-        return whole[start : start + counts[group.rank]].clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        return _Joined.apply(gradient, ctx.group, ctx.counts), None, None
-
-
-class _Joined(torch.autograd.Function):  # type: ignore[misc]
-    """The replicated tensor of the rows of all replicas."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Any, group: Group, counts: tuple[int, ...]) -> Any:
-        ctx.group, ctx.counts = group, counts
-        whole = group.gather(own, counts)
-        if not (whole.is_floating_point() or whole.is_complex()):
-            ctx.mark_non_differentiable(whole)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        return _Rows.apply(gradient, ctx.group, ctx.counts), None, None
-
-
-class _Used(torch.autograd.Function):  # type: ignore[misc]
-    """Replicated tensors, as every replica uses them: their gradients are summed at a time."""
-
-    @staticmethod
-    def forward(ctx: Any, group: Group, *values: Any) -> Any:
-        ctx.group = group
-        ctx.set_materialize_grads(False)  # a layer may use some of the weights
-        return tuple(value.view_as(value) for value in values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        reached = [gradient for gradient in gradients if gradient is not None]
-        sums = iter(_Summed.apply(ctx.group, *reached) if reached else ())
-        return None, *(None if gradient is None else next(sums) for gradient in gradients)
-
-
-class _Summed(torch.autograd.Function):  # type: ignore[misc]
-    """The replicated sums of tensors of each replica."""
-
-    @staticmethod
-    def forward(ctx: Any, group: Group, *own: Any) -> Any:
-        ctx.group = group
-        ctx.set_materialize_grads(False)
-        running = [group.start_sum([each.clone() for each in bucket]) for bucket in buckets_of(own)]
-        return tuple(total for finish in running for total in finish())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        reached = [gradient for gradient in gradients if gradient is not None]
-        used = iter(_Used.apply(ctx.group, *reached) if reached else ())
-        return None, *(None if gradient is None else next(used) for gradient in gradients)
-
-
-class _SameOnAll(torch.autograd.Function):  # type: ignore[misc]
-    """A scalar that does not depend on rows: every replica has computed the same."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Any, group: Group) -> Any:
-        ctx.group = group
-        return own.view_as(own)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        return gradient / ctx.group.size, None
+        return keras.tree.map_structure(output, outputs)
 
 
 # ---------------------------------------------------------------- helpers
@@ -419,18 +378,18 @@ def _form(leaf: Any) -> Any:
 _NEEDS_GRADIENT, _IN_GRAPH = object(), object()
 
 
-def _attributes(layer: Any, own_calls: dict[int, Any]) -> Iterator[Any]:
+def _attributes(layer: Any, own_calls: dict[Any, Any]) -> Iterator[Any]:
     """Return what decides the operations of a layer, and whether it holds a tensor in a graph.
 
     Args:
         layer: The layer.
-        own_calls: The attribute `call` of layers, by identity, before the step replaced it.
+        own_calls: The attribute `call` of layers that had one before the step.
     """
     for inner in layers_in(layer):
         own = not module_in_keras(type(inner))
         for name, value in vars(inner).items():
-            if name == "call" and id(inner) in own_calls:
-                value = own_calls[id(inner)]  # that of the step is another one at each step
+            if name == "call":
+                value = own_calls.get(inner)  # that of the step is another one at each step
             if own or not name.startswith("_"):
                 yield name
                 yield from _parts(value)
@@ -446,7 +405,7 @@ def keeps_graph(model: Any) -> bool:
 
 def _parts(value: Any, inside: tuple[Any, ...] = ()) -> Iterator[Any]:
     if isinstance(value, _PLAIN):
-        yield value
+        yield type(value), value  # 1 is no True
     elif isinstance(value, dict):
         for name, part in value.items():
             yield str(name)

@@ -1,0 +1,154 @@
+"""Tensors of which each device has its rows: code of a step sees what it sees on one device."""
+
+import keras
+import numpy as np
+import pytest
+import torch
+from keras import layers, ops
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.engines.torch.group import Group
+from tests.torch.agreement import assert_equal, both
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 3 * gradient
+
+
+def gradient_of_what_two_layers_and_code_use(model, inner):
+    loss = model.last(inner).square().mean() + model.more(inner).sin().sum() + inner.pow(3).sum()
+    (slope,) = torch.autograd.grad(loss, inner, create_graph=True)
+    return slope.square().mean() + model.last(slope).mean()
+
+
+def hook_after_the_call(model, inner):
+    loss = model.last(inner).square().mean() + inner.mean()
+    inner.register_hook(lambda gradient: gradient / gradient.norm())
+    return loss
+
+
+def kept_gradient(model, inner):
+    inner.retain_grad()
+    loss = model.last(inner).square().mean()
+    loss.backward(retain_graph=True, inputs=[inner])
+    return model.last(inner + inner.grad.sign()).mean()
+
+
+def written_through_a_view(model, inner):
+    inner.view(-1)[3:9].mul_(2)
+    loss = model.last(inner).square().mean() + inner.square().mean()
+    (slope,) = torch.autograd.grad(loss, inner, retain_graph=True)
+    return loss + (slope.detach() * inner).sum()
+
+
+def written_without_its_graph(model, inner):
+    same = inner.detach()
+    same.mul_(2)
+    same.numpy()[0] = 5
+    return model.last(inner).square().mean() + model.last(same).mean()
+
+
+def read_without_gradients_first(model, inner):
+    with torch.no_grad():
+        center = inner.mean(0)
+    return (inner - center).square().mean() + model.last(inner - center).square().mean()
+
+
+def function_of_torch(model, inner):
+    doubled = Doubled.apply(inner)
+    return model.last(doubled).square().mean() + doubled.mean()
+
+
+def leaf(model, inner):
+    inner = inner.detach()
+    inner.requires_grad = True
+    for power in (2, 3):
+        model.last(inner).pow(power).sum().backward()
+    return model.last(inner.grad).mean()
+
+
+def recomputed(model, inner):
+    return checkpoint(lambda x: x.square().sin(), inner, use_reentrant=True).mean()
+
+
+CASES = (
+    gradient_of_what_two_layers_and_code_use,
+    hook_after_the_call,
+    kept_gradient,
+    written_through_a_view,
+    written_without_its_graph,
+    read_without_gradients_first,
+    function_of_torch,
+    leaf,
+    recomputed,
+)
+
+
+class Stepping(keras.Model):
+    """A step that takes the loss of each case, of outputs of its own."""
+
+    cases = CASES
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.more = (
+            keras.Sequential([keras.Input((inputs,)), layers.Dense(units)])
+            for inputs, units in ((4, 5), (5, 3), (5, 5))
+        )
+        self.built = True
+        self.kept = []
+
+    def train_step(self, x):
+        self.zero_grad()
+        losses = {case.__name__: case(self, self.first(x)) for case in self.cases}
+        sum(losses.values()).backward()
+        self.kept = [self.first(x).detach()]
+        weights = self.trainable_weights
+        with torch.no_grad():
+            self.optimizer.apply([weight.value.grad for weight in weights], weights)
+        return losses
+
+
+@pytest.mark.parametrize("batch_size", [7, 2])
+def test_code_of_a_step_does_with_rows_what_it_does_with_a_tensor(monkeypatch, batch_size):
+    monkeypatch.setenv("LOCKSTEP_CHECK", "0")  # it would let one device run the step
+    found = []
+    x = np.random.default_rng(0).normal(size=(2 * batch_size, 4))
+    for model in both(Stepping):
+        model.compile(keras.optimizers.SGD(0.01))
+        history = model.fit(x, batch_size=batch_size, epochs=2, shuffle=False, verbose=0).history
+        found.append((history, ops.convert_to_numpy(model.kept[0]), model.get_weights()))
+    assert_equal(*found)
+
+
+class Chain(Stepping):
+    cases = (
+        lambda model, inner: model.last(model.more(inner)).square().mean(),
+        lambda model, inner: model.last(model.more(inner)).mean(),
+    )
+
+
+def test_a_layer_takes_the_rows_of_another_one_and_weights_are_summed_once(monkeypatch):
+    """Two outputs of `last` and one that is kept are gathered; three layers have weights."""
+    asked = []
+    for name in ("gather", "start_sum"):
+        plain = getattr(Group, name)
+        monkeypatch.setattr(
+            Group,
+            name,
+            lambda group, *args, name=name, plain=plain: asked.append(name) or plain(group, *args),
+        )
+    _, model = both(Chain)
+    model.compile(keras.optimizers.SGD(0.01))
+    x = np.zeros((7, 4))
+    model.fit(x, batch_size=7, verbose=0)
+    asked.clear()
+    model.fit(x, batch_size=7, verbose=0)
+    assert (asked.count("gather"), asked.count("start_sum")) == (3, 3)

@@ -21,8 +21,9 @@ from lockstep.engines.torch.placement import move_model, torch_device_of
 from lockstep.engines.torch.pool import Lease
 from lockstep.engines.torch.pool_peers import PoolPeers
 from lockstep.engines.torch.session import TorchFitState, TorchSession, as_tensors
+from lockstep.engines.torch.settings import AutocastCheck
 from lockstep.engines.torch.sharded_variables import is_sharded, made_on_host
-from lockstep.engines.torch.split_checks import rows_of, unpacked
+from lockstep.engines.torch.split_checks import rows_of, unpacked, why_custom
 from lockstep.engines.torch.step_plans import BUILDS, BY_ROWS, ON_WHOLE_BATCH, StepPlans
 from lockstep.engines.torch.step_runner import StepRunner
 from lockstep.errors import UnsupportedModel, counted
@@ -34,7 +35,7 @@ from lockstep.state import bytes_of, variables_of
 from lockstep.training.call_guard import CallGuard
 from lockstep.training.callbacks import may_write_between_steps
 from lockstep.training.input import HostIterator
-from lockstep.training.session import PREDICT, Execute, Kind, recorded_type
+from lockstep.training.session import PREDICT, TRAIN, Execute, Kind, recorded_type
 
 Plain = Callable[[Any], Any]
 """Runs a step of Keras in this process, on a list of batches."""
@@ -48,6 +49,7 @@ class SplitSession(TorchSession):
         self._peers = _peers_of(model, self.devices)
         self._runner = StepRunner(self._peers)
         self._splits = len(self.devices) > 1
+        self._autocast = AutocastCheck(model, self._peers.rank.device)
         if isinstance(layout, DataParallel) and layout.same_random_numbers:
             self.draw_together()
         self._plans = StepPlans(
@@ -150,6 +152,9 @@ class SplitSession(TorchSession):
 
     def _step(self, kind: str, plain: Plain, batches: Iterator[Any]) -> Any:
         batch = self._runner.next_batch(batches)
+        if self._splits:
+            own_train_step = kind == "train" and why_custom(self.model, kind) is not None
+            self._autocast.check(several_updates=own_train_step)
         result = self._by_route(kind, plain, batch) if self._splits else plain([batch])
         self._runner.note_values()
         return result
@@ -234,6 +239,8 @@ class SplitSession(TorchSession):
 
     def epoch(self, kind: Kind, batches: Any, callbacks: Any, run: Callable[[Execute], Any]) -> Any:
         """Run the steps of one epoch; what callbacks may change is compared before each step."""
+        if self._splits:
+            self._autocast.check(several_updates=kind is TRAIN)
         changes = may_write_between_steps(callbacks, kind.name)
         own_data = number_of_rows(batches.data_adapter) is None
         with self._runner.epoch(changes=changes, own_data=own_data):

@@ -113,11 +113,38 @@ def stock_step(model: Any, kind: str, data: Any) -> Any:
         return getattr(model, f"{kind}_step")(data)
 
 
+class Undo:
+    """Puts back the tensors that a step has changed which was tried, interrupted, or has failed.
+
+    Args:
+        tensors: The tensors.
+    """
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        self._tensors = tensors
+        self._saved: dict[int, tuple[int, Any]] = {}
+
+    def save(self) -> None:
+        """Copy the values that have changed since the last copy."""
+        for tensor in self._tensors:
+            saved = self._saved.get(id(tensor))
+            if saved is None or saved[0] != tensor._version:
+                self._saved[id(tensor)] = tensor._version, tensor.detach().clone()
+
+    def put_back(self) -> None:
+        """Put back the values of the last `save`."""
+        with torch.no_grad():
+            for tensor in self._tensors:
+                _, value = self._saved[id(tensor)]
+                if not torch.equal(tensor, value):  # batch norm of PyTorch counts no version
+                    tensor.copy_(value)
+
+
 @contextmanager
 def _unchanged_tensors(model: Any, others: Sequence[Any], *, every: bool) -> Iterator[None]:
     """Put back what a step without an update changes; with `every`, all tensors of the model."""
-    tensors = _tensors(model, others, every=every)
-    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    undo = Undo(_tensors(model, others, every=every))
+    undo.save()
     parameters = list(model.parameters())
     gradients = [None if each.grad is None else each.grad.clone() for each in parameters]
     numbers = random_state()
@@ -125,10 +152,7 @@ def _unchanged_tensors(model: Any, others: Sequence[Any], *, every: bool) -> Ite
         yield
     finally:
         set_random_state(numbers)
-        with torch.no_grad():
-            for tensor, value in before:
-                if not torch.equal(tensor, value):  # batch norm of PyTorch counts no version
-                    tensor.copy_(value)
+        undo.put_back()
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
 

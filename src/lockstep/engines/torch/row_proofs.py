@@ -73,7 +73,6 @@ def _reasons(model: Any, x: Any) -> ReasonsByNumber:
         if not dump(model).is_of_same_model(before):
             found = dict.fromkeys(map(id, parts), "a call changes its attributes") | found
     finally:
-        before.reads.put_back()
         states.put_back()
     return {number: found[id(part)] for number, part in enumerate(parts) if id(part) in found}
 

@@ -17,6 +17,7 @@ from lockstep.engines.replicas.first_step import (
     watched,
     without_updates,
 )
+from lockstep.engines.torch.placement import Undo
 from lockstep.engines.torch.replica import random_state, set_random_state
 from lockstep.engines.torch.sharded_variables import was_sharded, whole_gradients
 from lockstep.engines.torch.steps import watching
@@ -111,33 +112,6 @@ def stock_step(model: Any, kind: str, data: Any) -> Any:
     # keras/src/backend/torch/trainer.py: one_step_on_data
     with nullcontext() if kind == "train" else torch.no_grad():
         return getattr(model, f"{kind}_step")(data)
-
-
-class Undo:
-    """Puts back the tensors that a step has changed which was tried, interrupted, or has failed.
-
-    Args:
-        tensors: The tensors.
-    """
-
-    def __init__(self, tensors: Sequence[Any]) -> None:
-        self._tensors = tensors
-        self._saved: dict[int, tuple[int, Any]] = {}
-
-    def save(self) -> None:
-        """Copy the values that have changed since the last copy."""
-        for tensor in self._tensors:
-            saved = self._saved.get(id(tensor))
-            if saved is None or saved[0] != tensor._version:
-                self._saved[id(tensor)] = tensor._version, tensor.detach().clone()
-
-    def put_back(self) -> None:
-        """Put back the values of the last `save`."""
-        with torch.no_grad():
-            for tensor in self._tensors:
-                _, value = self._saved[id(tensor)]
-                if not torch.equal(tensor, value):  # batch norm of PyTorch counts no version
-                    tensor.copy_(value)
 
 
 @contextmanager

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from lockstep.engines.replicas.first_step import Recording, Sketches
-from lockstep.engines.torch.first_step import Undo, recorded_step, sketched
+from lockstep.engines.torch.first_step import recorded_step, sketched
 from lockstep.engines.torch.generators import set_state
 from lockstep.engines.torch.group import Group, PeerLost
 from lockstep.engines.torch.layers import Plan
 from lockstep.engines.torch.loss_sharding import LossSharding
-from lockstep.engines.torch.placement import copies_on
+from lockstep.engines.torch.placement import Undo, copies_on
 from lockstep.engines.torch.replica import Draws, RandomStreams, Replica, set_random_state
 from lockstep.engines.torch.settings import checksum
 from lockstep.engines.torch.sharded_variables import Shards

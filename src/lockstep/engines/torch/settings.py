@@ -7,13 +7,7 @@ from typing import Any
 import keras
 import torch
 
-from lockstep.errors import UnsupportedModel
-from lockstep.keras_compat import (
-    compute_in_float64,
-    computes_in_float64,
-    names_mean_float64,
-    stored_value,
-)
+from lockstep.keras_compat import compute_in_float64, computes_in_float64, names_mean_float64
 
 Settings = dict[str, Any]
 
@@ -70,61 +64,6 @@ def apply_settings(settings: Settings) -> None:
         keras.config.enable_flash_attention()
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = settings["tf32"]
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = settings["cudnn"]
-
-
-class AutocastCheck:
-    """Refuses steps for which `torch.autocast` keeps casts of weights that have changed since.
-
-    It keeps them until its context ends. So one device, too, computes with old weights there.
-
-    Args:
-        model: The model.
-        device: The device of the weights.
-    """
-
-    def __init__(self, model: Any, device: torch.device) -> None:
-        self._model = model
-        self._device = device
-        self._marker: Any = None
-        self._versions: dict[int, int] = {}
-
-    def check(self, *, several_updates: bool = False) -> None:
-        """Raise if a step would compute with such casts.
-
-        Args:
-            several_updates: Whether weights change before the last step of the call.
-
-        Raises:
-            UnsupportedModel: If it would.
-        """
-        enabled = torch.is_autocast_enabled(self._device.type)
-        if not (enabled and torch.is_autocast_cache_enabled()):
-            return
-        tensors = [stored_value(weight) for weight in self._model.trainable_variables]
-        versions = {id(each): each._version for each in tensors if each is not None}
-        if self._is_another_context():
-            self._versions = versions
-        known = self._versions
-        if several_updates or any(known.get(each, now) != now for each, now in versions.items()):
-            raise UnsupportedModel(
-                f"torch.autocast is around steps of {self._model.name!r}, and computes with the "
-                "weights from before\nthe first update until its context ends, on one device too. "
-                "Give it cache_enabled=False,\nor make the model under "
-                'keras.config.set_dtype_policy("mixed_bfloat16") instead.'
-            )
-
-    def _is_another_context(self) -> bool:
-        """Return whether autocast has no cast of the marker: it was 0, and is 1 since."""
-        if self._marker is not None and not self._cast_of_marker():
-            return False
-        self._marker = torch.nn.Parameter(torch.zeros((1, 1), device=self._device))
-        self._cast_of_marker()
-        with torch.no_grad():
-            self._marker.fill_(1)
-        return True
-
-    def _cast_of_marker(self) -> float:
-        return float(torch.mm(self._marker, torch.ones_like(self._marker)).detach())
 
 
 def checksum(tensor: Any) -> int:

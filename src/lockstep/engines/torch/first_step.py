@@ -19,7 +19,11 @@ from lockstep.engines.replicas.first_step import (
 )
 from lockstep.engines.torch.placement import Undo
 from lockstep.engines.torch.replica import random_state, set_random_state
-from lockstep.engines.torch.sharded_variables import was_sharded, whole_gradients
+from lockstep.engines.torch.sharded_variables import (
+    parts_for_pytorch,
+    was_sharded,
+    whole_gradients,
+)
 from lockstep.engines.torch.steps import watching
 from lockstep.keras_compat import (
     GLOBAL_SEED_GENERATOR,
@@ -117,9 +121,10 @@ def stock_step(model: Any, kind: str, data: Any) -> Any:
 @contextmanager
 def _unchanged_tensors(model: Any, others: Sequence[Any], *, every: bool) -> Iterator[None]:
     """Put back what a step without an update changes; with `every`, all tensors of the model."""
-    undo = Undo(_tensors(model, others, every=every))
+    with parts_for_pytorch():
+        parameters = list(model.parameters())
+    undo = Undo(_tensors(model, [*others, *parameters], every=every))
     undo.save()
-    parameters = list(model.parameters())
     gradients = [None if each.grad is None else each.grad.clone() for each in parameters]
     numbers = random_state()
     try:
@@ -136,7 +141,7 @@ def _tensors(model: Any, others: Sequence[Any], *, every: bool) -> list[Any]:
     seeds = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
     variables = [*variables_of(model), *slots, *([] if seeds is None else [seeds.state])]
     values = [stored_value(variable) for variable in variables]
-    found = unique([*values, *others, *model.buffers(), *model.parameters()])
+    found = unique([*values, *others, *model.buffers()])
     trained = [each for each in found if _is_trained(each)]
     # No optimizer assigns to these now. Code of a layer, loss or metric may.
     few = sum(each.nbytes for each in trained) <= _COPIED

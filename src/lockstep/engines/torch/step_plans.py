@@ -166,7 +166,7 @@ class StepPlans:
 
     def plan(self) -> RankPlan:
         """Return how a rank runs the layers and losses of the last batch that was split."""
-        candidates = range(len(Plan(self._model).candidates))
+        candidates = range(self._proofs.count)
         proven = tuple(number for number in candidates if number not in self._reasons)
         return proven, tuple(sorted(self._distrusted)), self._runner.losses.by_rows
 

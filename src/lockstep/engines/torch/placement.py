@@ -111,3 +111,10 @@ class Undo:
                 _, value = self._saved[id(tensor)]
                 if not torch.equal(tensor, value):  # batch norm of PyTorch counts no version
                     tensor.copy_(value)
+
+
+def empty_parameter(variable: Any) -> Any:
+    """Return a parameter without memory for a variable: Keras registers it with the layer."""
+    with keras.device("meta"):
+        value = keras.ops.zeros(variable.shape, variable.dtype)
+    return torch.nn.Parameter(value, requires_grad=variable.trainable)

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import torch
 
-from lockstep.engines.patched import patched
+from lockstep.engines.probe_helpers import Record
 from lockstep.engines.replicas.first_step import (
     STATE,
     Recording,
@@ -33,8 +33,6 @@ from lockstep.keras_compat import (
     torch_current_device,
 )
 from lockstep.state import optimizers_of, unique, variables_of
-
-Record = Callable[[Any, Any, Any], None]
 
 
 class _Recording(Recording):
@@ -91,24 +89,6 @@ def sketched(tensors: Sequence[Any], numbers: Sequence[int]) -> Sketches:
         f"{STATE}/000/{number}": keras.ops.convert_to_numpy(sketch(tensors[number].reshape(1, -1)))
         for number in numbers
     }
-
-
-@contextmanager
-def calls_watched(model: Any, record: Record) -> Iterator[None]:
-    """Call `record` with what the `call` of a layer gives, before any hook of the user's."""
-
-    def recorded(layer: Any) -> Callable[..., Any]:
-        call = layer.call
-
-        def recorded_call(*args: Any, **kwargs: Any) -> Any:
-            outputs = call(*args, **kwargs)
-            record(layer, args, outputs)
-            return outputs
-
-        return recorded_call
-
-    with patched([(layer, "call", recorded(layer)) for layer in watched(model)]):
-        yield
 
 
 def stock_step(model: Any, kind: str, data: Any) -> Any:

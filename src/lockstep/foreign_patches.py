@@ -164,6 +164,9 @@ PATCHES = (
         (
             "keras/src/backend/torch/layer: TorchLayer.parameters TorchLayer.named_parameters",
             "keras/src/backend/torch/layer: TorchLayer.state_dict TorchLayer.load_state_dict",
+            "keras/src/backend/torch/layer: TorchLayer.zero_grad TorchLayer.requires_grad_",
+            "keras/src/backend/torch/layer: TorchLayer._track_variables",
+            "keras/src/backend/torch/layer: TorchLayer._post_track_variable",
         ),
         _PROCESS,
         "The tensors of a layer with sharded variables are the parts of one process.",

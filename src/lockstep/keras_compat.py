@@ -902,19 +902,14 @@ def stores_as_it_is(variable: Any, shape: tuple[int, ...], dtype: str) -> bool:
 
 
 _TORCH_LAYER = keras.layers.Layer if keras.backend.backend() == "torch" else None
-_REGISTER = (
+REGISTERING = (
     _named(_TORCH_LAYER, "_track_variables"),
     _named(_TORCH_LAYER, "_post_track_variable"),
 )
+"""Methods that give a module of PyTorch the tensors of a layer's variables.
 
-
-def registers_tensors(frame: Any) -> bool:
-    """Whether the code of a frame gives a module of PyTorch the tensors of a layer's variables.
-
-    keras/src/backend/torch/layer.py, TorchLayer
-    """
-    owner, _, method = str(frame.f_code.co_qualname).partition(".")
-    return owner == "TorchLayer" and method.startswith(_REGISTER)
+keras/src/backend/torch/layer.py, TorchLayer
+"""
 
 
 def wrap_methods_of_torch(wrapped: Callable[[str, Any], Any], names: tuple[str, ...]) -> None:

@@ -274,7 +274,7 @@ def writes_in_place():
         "parameters of 'dense' was called, and its state is sharded."
     )
     with torch.no_grad():
-        for parameter in torch.nn.Module.parameters(many.layers[0]):  # around that guard
+        for _, parameter in torch.nn.Module.named_parameters(many.layers[0]):  # around that guard
             parameter.mul_(0.5)
     for call in (many.get_weights, lambda: fit(many)):
         assert "was written into in place" in words(call)

@@ -275,6 +275,11 @@ def _new_global():
     return MADE  # noqa: F821
 
 
+def _global_by_text():
+    globals()["BY_TEXT"] = globals().get("BY_TEXT", 0) + 1
+    return globals()["BY_TEXT"]
+
+
 def _function_that_counts():
     def call():
         return _times(call)
@@ -291,6 +296,7 @@ PUT_BACK = {
     "a method of a base class": (lambda: type("Below", (Called,), {})(), lambda c: c()),
     "a closure's None": (_late, lambda call: call()),
     "a new global": (lambda: _new_global, lambda call: call()),
+    "a global that text names": (lambda: _global_by_text, lambda call: call()),
     "a new attribute of a function": (_function_that_counts, lambda call: call()),
     "a new attribute of a class": (_class_that_counts, lambda call: call()),
     "a large array": (lambda: np.zeros(70_000), lambda a: a.__iadd__(1).sum()),

@@ -2,9 +2,10 @@
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from lockstep.engines.torch import group
-from lockstep.engines.torch.group import summed_gradients
+from lockstep.engines.torch.group import Group, summed_gradients
 
 
 class TwoAlike:
@@ -67,3 +68,31 @@ def test_the_last_layers_come_first(monkeypatch):
         (torch.ones(2, 4) @ first @ last).sum().backward()
     assert seen == [[1]], "the last layer was being summed when the first had its gradient"
     assert both.started == [1, 1]
+
+
+def test_a_few_numbers_travel_with_the_next_sum_of_their_type():
+    alone = Group(dist.HashStore(), 0, 1, torch.device("cpu"))
+    sent, send = [], alone._backend.allreduce
+
+    def counted(tensors):
+        sent.append([(tensor.dtype, len(tensor)) for tensor in tensors])
+        return send(tensors)
+
+    class Counting:
+        allreduce = staticmethod(counted)
+
+    alone._backend = Counting()
+    short, long = torch.tensor(3.0), torch.arange(20.0).reshape(4, 5)
+    finish_short, finish_long = alone.start_sum([short.clone()]), alone.start_sum([long, long + 1])
+    for total, value in zip(
+        [*finish_short(), *finish_long()], [short, long, long + 1], strict=True
+    ):
+        np.testing.assert_array_equal(total, value)
+    assert sent == [[(torch.float32, 41)]]
+    # One of another type is no part of it, and one that nothing follows goes alone.
+    finish_short, finish_long = alone.start_sum([short.clone()]), alone.start_sum([long.double()])
+    assert alone.sum(short.half()) == short
+    assert finish_long()[0].dtype == torch.float64
+    assert finish_short()[0] == short
+    kinds = [(torch.float32, 1), (torch.float64, 20), (torch.float16, 1)]
+    assert sent[1:] == [[each] for each in kinds]

@@ -190,7 +190,7 @@ def test_a_process_has_a_part_of_each_variable_after_any_call(tmp_path):
         kinds = {type(v) for v in [*many.trainable_variables, *many.optimizer.variables[2:]]}
         assert kinds == {ShardedVariable}
         assert held(many) <= held(one) // 3 + 2 * len(variables(many))
-        registered = {id(tensor) for tensor in torch.nn.Module.parameters(many)}
+        registered = {id(tensor) for _, tensor in torch.nn.Module.named_parameters(many)}
         assert registered <= {id(stored_value(variable)) for variable in many.variables}
 
     for model in (one, many):
@@ -575,7 +575,7 @@ def test_an_autocast_that_lasts_several_steps_is_refused():
                 many.train_on_batch(x, y)
     with (
         torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(UnsupportedModel, match=r"torch\.autocast computes with the weights from"),
+        pytest.raises(UnsupportedModel, match=r"torch\.autocast is around steps of"),
     ):
         fit(many)
     fit(many)
@@ -655,7 +655,7 @@ def test_pytorch_s_own_methods_are_refused_and_what_they_write_is_noticed():
     many.fit(x, y, batch_size=7, verbose=0, shuffle=False)
     one.fit(x, y, batch_size=7, verbose=0, shuffle=False)
     with torch.no_grad():
-        for parameter in torch.nn.Module.parameters(many.layers[0]):  # around the guard
+        for _, parameter in torch.nn.Module.named_parameters(many.layers[0]):  # around the guard
             parameter.mul_(0.5)
     for call in (many.get_weights, lambda: many.fit(x, y, verbose=0)):
         with pytest.raises(UnsupportedModel, match="was written into in place"):

@@ -565,7 +565,7 @@ def test_a_proof_leaves_globals_as_they_are():
 
 
 def in_autocast(model, x, y):
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         model.predict(x, verbose=0)
         model.fit(x, y, epochs=3, **QUIET)
         return model.predict(x, verbose=0)
@@ -574,8 +574,12 @@ def in_autocast(model, x, y):
 def in_one_autocast_for_each_step(model, x, y):
     for _ in range(3):
         with torch.autocast("cpu", torch.bfloat16):
+            model.predict(x, verbose=0)
             model.train_on_batch(x, y)
-    return model.predict(x, verbose=0)
+        model.set_weights([weight * 2 for weight in model.get_weights()])
+    with torch.autocast("cpu", torch.bfloat16):
+        model.evaluate(x, y, batch_size=2, verbose=0)
+        return model.predict(x, verbose=0)
 
 
 @pytest.mark.parametrize("train", [in_autocast, in_one_autocast_for_each_step])
@@ -602,16 +606,39 @@ def test_workers_are_in_the_autocast_of_the_caller(train):
     lockstep.release(many)
 
 
+class StepOfItsOwn(keras.Sequential):
+    def train_step(self, batch):
+        return super().train_step(batch)
+
+
 def test_an_autocast_that_has_casts_of_other_weights_is_refused():
-    """PyTorch computes with them until its context ends, and a worker that starts has none."""
+    """PyTorch computes with them until its context ends: one device would train with old ones."""
+    refused = functools.partial(
+        pytest.raises, UnsupportedModel, match=r"torch\.autocast is around steps of"
+    )
     model = lockstep.distribute(sequential(), 3)
     x, y = data()
+    before = model.get_weights()
     with torch.autocast("cpu", torch.bfloat16):
+        with refused():
+            model.fit(x, y, **QUIET)
+        for now, weight in zip(model.get_weights(), before, strict=True):
+            np.testing.assert_array_equal(now, weight)
         model.train_on_batch(x, y)
-        model.attribute = 1
-        with pytest.raises(UnsupportedModel, match=r"has changed within one torch\.autocast"):
-            model.train_on_batch(x, y)
-    model.train_on_batch(x, y)
+        for call in (model.train_on_batch, model.evaluate):
+            with refused():
+                call(x, y)
+    with torch.autocast("cpu", torch.bfloat16):
+        model.evaluate(x, y, verbose=0)
+        model.set_weights(before)
+        with refused():
+            model.predict(x, verbose=0)
+    model.fit(x, y, **QUIET)
+    lockstep.release(model)
+    model = lockstep.distribute(StepOfItsOwn(sequential().layers), 3)
+    model.compile("sgd", "mse")
+    with torch.autocast("cpu", torch.bfloat16), refused():
+        model.train_on_batch(x, y)  # it may update weights, and compute with them after
     lockstep.release(model)
 
 

@@ -1,12 +1,13 @@
 """Helpers of the probes of all backends."""
 
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import keras
 import numpy as np
 
+from lockstep.engines.patched import patched
 from lockstep.errors import UnusableData
 from lockstep.keras_compat import (
     build_from_batch,
@@ -39,6 +40,28 @@ def watched_layers(model: Any) -> list[Any]:
     for layer in model.layers:
         found += watched_layers(layer) if isinstance(layer, keras.Model) else [layer]
     return unique(found)
+
+
+Record = Callable[[Any, Any, Any], None]
+"""Is given a layer, the arguments of its call, and the outputs."""
+
+
+@contextmanager
+def calls_watched(layers: list[Any], record: Record) -> Iterator[None]:
+    """Call `record` in this context with what the `call` of each layer gives, before any hook."""
+
+    def recorded(layer: Any) -> Callable[..., Any]:
+        call = layer.call
+
+        def recorded_call(*args: Any, **kwargs: Any) -> Any:
+            outputs = call(*args, **kwargs)
+            record(layer, args, outputs)
+            return outputs
+
+        return recorded_call
+
+    with patched([(layer, "call", recorded(layer)) for layer in layers]):
+        yield
 
 
 def part_of(seen: dict[str, Any], prefix: str) -> dict[str, Any]:

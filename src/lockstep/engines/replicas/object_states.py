@@ -17,10 +17,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import suppress
 from contextvars import ContextVar
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from types import (
     BuiltinFunctionType,
     CellType,
+    CodeType,
     FunctionType,
     MappingProxyType,
     MemberDescriptorType,
@@ -241,7 +242,7 @@ class ObjectStates:
                 self._waiting.append(now)
             self._waiting += [function.__defaults__, function.__kwdefaults__]
             self._keep_content(vars(function))
-            self._keep_globals(function.__globals__, _names_in(function.__code__))
+            self._keep_globals(function.__globals__, names_in(function.__code__))
 
     def _keep_globals(self, names_of_module: dict[str, Any], names: Iterable[str]) -> None:
         before = {name: names_of_module.get(name, _EMPTY) for name in names}
@@ -371,9 +372,12 @@ def _home(kind: type, name: str) -> type:
     return next((each for each in kind.__mro__ if name in vars(each)), kind)
 
 
-def _names_in(code: Any) -> set[str]:
-    inner = [_names_in(each) for each in code.co_consts if isinstance(each, type(code))]
-    return set(code.co_names).union(*inner)
+@cache
+def names_in(code: CodeType) -> frozenset[str]:
+    """Return the names and the text in the code of a function and of those inside it."""
+    inner = [names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
+    text = [each for each in code.co_consts if isinstance(each, str)]
+    return frozenset(code.co_names).union(text, *inner)
 
 
 def _is_plain(value: Any) -> bool:

@@ -6,13 +6,13 @@ One program is traced of Keras's own step on the first device, and one of the st
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from lockstep.engines.patched import patched
+from lockstep.engines.probe_helpers import calls_watched
 from lockstep.engines.replicas.first_step import (
     Recording,
     Sketches,
@@ -39,11 +39,9 @@ class RecordedSteps:
         self._is_custom = is_custom
         self._replicas: dict[int, Recording] = {}
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Record the outputs of the layers that are called inside the context."""
-        with patched([(layer, "call", self._recorded(layer)) for layer in watched(self._model)]):
-            yield
+        return calls_watched(watched(self._model), self._record)
 
     def run(
         self, step: Callable[[Any], Any], data: Any, signature: Any, size: int
@@ -95,15 +93,8 @@ class RecordedSteps:
         number = getattr(threading.current_thread(), "replica_id", 0)
         return self._replicas.setdefault(number, Recording(self._model))
 
-    def _recorded(self, layer: Any) -> Callable[..., Any]:
-        call = layer.call
-
-        def recorded_call(*args: Any, **kwargs: Any) -> Any:
-            outputs = call(*args, **kwargs)
-            self._here().outputs(layer, keras.tree.map_structure(_dense, outputs))
-            return outputs
-
-        return recorded_call
+    def _record(self, layer: Any, arguments: Any, outputs: Any) -> None:
+        self._here().outputs(layer, keras.tree.map_structure(_dense, outputs))
 
     @contextmanager
     def _unchanged_outside(self, variables: Iterable[Any]) -> Iterator[None]:

@@ -11,9 +11,9 @@ import keras
 import tensorflow as tf
 
 from lockstep.engines.attachment import attachment_of
-from lockstep.engines.patched import patched
 from lockstep.engines.probe_helpers import (
     SHORT_FLOATS,
+    calls_watched,
     not_built,
     part_of,
     shortest_cast,
@@ -160,22 +160,14 @@ def _recorded(model: Any, whole: Callable[[Any], Any]) -> Iterator[Callable[[], 
         has its own thread.
     """
     threads: dict[int, dict[str, Any]] = {}
-    layers = watched_layers(model)
 
     def seen() -> dict[str, Any]:
         return threads.setdefault(threading.get_ident(), {})
 
-    def recording(layer: Any) -> Any:
-        call = layer.call
+    def record(layer: Any, arguments: Any, outputs: Any) -> None:
+        for output in keras.tree.flatten(outputs):
+            if isinstance(output, tf.Tensor):
+                seen()[f"{len(seen()):05d}/{layer.path}"] = whole(output)
 
-        def record(*args: Any, **kwargs: Any) -> Any:
-            outputs = call(*args, **kwargs)
-            for output in keras.tree.flatten(outputs):
-                if isinstance(output, tf.Tensor):
-                    seen()[f"{len(seen()):05d}/{layer.path}"] = whole(output)
-            return outputs
-
-        return record
-
-    with patched([(layer, "call", recording(layer)) for layer in layers]):
+    with calls_watched(watched_layers(model), record):
         yield seen

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from lockstep.engines.own_code import is_own
+from lockstep.engines.replicas.object_states import names_in
 from lockstep.keras_compat import KerasSaveable, module_in_keras, tracked_collections
 
 Place = tuple[str, str]
@@ -154,23 +155,6 @@ class CodeReads:
             value = _value(owner, name)
             if value is not _MISSING:
                 self.add(owner, {name: value})
-
-    def put_back(self) -> None:
-        """Give names and containers the objects that they had."""
-        for owner, name, value in self._names:
-            if _value(owner, name) is not value:
-                if isinstance(owner, dict):
-                    owner[name] = value
-                else:
-                    setattr(owner, name, value)
-        for container, before in self._containers.values():
-            if _is_alike(container, before):
-                continue
-            if isinstance(container, np.ndarray):
-                np.copyto(container, before)
-            else:
-                container.clear()
-                (container.extend if isinstance(container, list) else container.update)(before)
 
 
 def _value(owner: Any, name: str) -> Any:
@@ -315,14 +299,6 @@ def claims_other_home(function: FunctionType) -> bool:
     if name == function.__module__:
         return False
     return name == _MAIN or (_is_own_name(name) and not _is_own_name(function.__module__))
-
-
-@cache
-def names_in(code: CodeType) -> frozenset[str]:
-    """Return the names and the text in the code of a function and of those inside it."""
-    inner = [names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
-    text = [each for each in code.co_consts if isinstance(each, str)]
-    return frozenset(code.co_names).union(text, *inner)
 
 
 def _own_modules(names: Iterable[str]) -> list[ModuleType]:

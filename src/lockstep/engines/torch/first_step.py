@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import torch
 
-from lockstep.engines.patched import patched
+from lockstep.engines.probe_helpers import Record
 from lockstep.engines.replicas.first_step import (
     STATE,
     Recording,
@@ -17,8 +17,13 @@ from lockstep.engines.replicas.first_step import (
     watched,
     without_updates,
 )
+from lockstep.engines.torch.placement import Undo
 from lockstep.engines.torch.replica import random_state, set_random_state
-from lockstep.engines.torch.sharded_variables import was_sharded, whole_gradients
+from lockstep.engines.torch.sharded_variables import (
+    parts_for_pytorch,
+    was_sharded,
+    whole_gradients,
+)
 from lockstep.engines.torch.steps import watching
 from lockstep.keras_compat import (
     GLOBAL_SEED_GENERATOR,
@@ -28,8 +33,6 @@ from lockstep.keras_compat import (
     torch_current_device,
 )
 from lockstep.state import optimizers_of, unique, variables_of
-
-Record = Callable[[Any, Any, Any], None]
 
 
 class _Recording(Recording):
@@ -88,24 +91,6 @@ def sketched(tensors: Sequence[Any], numbers: Sequence[int]) -> Sketches:
     }
 
 
-@contextmanager
-def calls_watched(model: Any, record: Record) -> Iterator[None]:
-    """Call `record` with what the `call` of a layer gives, before any hook of the user's."""
-
-    def recorded(layer: Any) -> Callable[..., Any]:
-        call = layer.call
-
-        def recorded_call(*args: Any, **kwargs: Any) -> Any:
-            outputs = call(*args, **kwargs)
-            record(layer, args, outputs)
-            return outputs
-
-        return recorded_call
-
-    with patched([(layer, "call", recorded(layer)) for layer in watched(model)]):
-        yield
-
-
 def stock_step(model: Any, kind: str, data: Any) -> Any:
     """Run a step of the model's class on one device, and return its logs or predictions."""
     # keras/src/backend/torch/trainer.py: one_step_on_data
@@ -116,19 +101,17 @@ def stock_step(model: Any, kind: str, data: Any) -> Any:
 @contextmanager
 def _unchanged_tensors(model: Any, others: Sequence[Any], *, every: bool) -> Iterator[None]:
     """Put back what a step without an update changes; with `every`, all tensors of the model."""
-    tensors = _tensors(model, others, every=every)
-    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
-    parameters = list(model.parameters())
+    with parts_for_pytorch():
+        parameters = list(model.parameters())
+    undo = Undo(_tensors(model, [*others, *parameters], every=every))
+    undo.save()
     gradients = [None if each.grad is None else each.grad.clone() for each in parameters]
     numbers = random_state()
     try:
         yield
     finally:
         set_random_state(numbers)
-        with torch.no_grad():
-            for tensor, value in before:
-                if not torch.equal(tensor, value):  # batch norm of PyTorch counts no version
-                    tensor.copy_(value)
+        undo.put_back()
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
 
@@ -138,7 +121,7 @@ def _tensors(model: Any, others: Sequence[Any], *, every: bool) -> list[Any]:
     seeds = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
     variables = [*variables_of(model), *slots, *([] if seeds is None else [seeds.state])]
     values = [stored_value(variable) for variable in variables]
-    found = unique([*values, *others, *model.buffers(), *model.parameters()])
+    found = unique([*values, *others, *model.buffers()])
     trained = [each for each in found if _is_trained(each)]
     # No optimizer assigns to these now. Code of a layer, loss or metric may.
     few = sum(each.nbytes for each in trained) <= _COPIED

@@ -20,8 +20,21 @@ _BUCKET = 25 * 2**20
 _LONGEST_STEP = timedelta(hours=24)
 
 
+_FEW = 64
+"""Bytes of tensors that wait for the next sum, at most."""
+
+
 class PeerLost(Exception):
     """Another rank of the group has ended, or its connection has."""
+
+
+class _Sum:
+    """A sum of flat tensors: its exchange and its results, once it has been sent."""
+
+    work: Any = None
+
+    def __init__(self, parts: list[Any]) -> None:
+        self.parts = self.sums = parts
 
 
 class Group:
@@ -60,6 +73,7 @@ class Group:
         self._backend = self._waited(lambda: connect(store, rank, size, most))
         self._device = device
         self._aborted = False
+        self._waiting: list[_Sum] = []
         self.rank = rank
         self.size = size
 
@@ -89,23 +103,41 @@ class Group:
     def start_sum(self, tensors: Sequence[Any]) -> Callable[[], list[Any]]:
         """Begin to sum tensors of one type over all ranks.
 
+        A few numbers, such as a loss, travel with the next sum of their type.
+
         Returns:
             A function that waits for the sums and returns them. A single tensor is overwritten.
         """
         parts = [tensor.detach().reshape(-1).to(self._device) for tensor in tensors]
-        flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-        self._compare("sum", flat)
-        work = self._waited(lambda: self._backend.allreduce([flat]))
+        own, size = _Sum(parts), sum(part.nbytes for part in parts)
+        alone = size > _BUCKET  # its copy would be large
+        if self._waiting and (alone or self._waiting[0].parts[0].dtype != parts[0].dtype):
+            self._send_sums()
+        self._waiting.append(own)
+        if size > _FEW:
+            self._send_sums()
 
         def finish() -> list[Any]:
-            self._waited(work.wait)
-            sums = flat.split([tensor.numel() for tensor in tensors])
+            if own.work is None:
+                self._send_sums()
+            self._waited(own.work.wait)
             return [
                 total.view(tensor.shape).to(tensor.device)
-                for total, tensor in zip(sums, tensors, strict=True)
+                for total, tensor in zip(own.sums, tensors, strict=True)
             ]
 
         return finish
+
+    def _send_sums(self) -> None:
+        """Begin to sum what waits, in one exchange."""
+        waiting, self._waiting = self._waiting, []
+        parts = [part for each in waiting for part in each.parts]
+        flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+        self._compare("sum", flat)
+        work = self._waited(lambda: self._backend.allreduce([flat]))
+        sums = iter(flat.split([len(part) for part in parts]))
+        for each in waiting:
+            each.work, each.sums = work, [next(sums) for _ in each.parts]
 
     def sum_of_part(self, flat: Any) -> Any:
         """Return this rank's part of the sum of a flat tensor, which is overwritten.

@@ -1,4 +1,4 @@
-"""The PyTorch device of a rank, and what is moved there.
+"""The PyTorch device of a rank, and copies of tensors: moved there, or saved and put back.
 
 Keras makes its tensors on PyTorch's current device. So each process has one current device.
 """
@@ -84,6 +84,33 @@ def copies_on(device: torch.device, tensors: Any) -> Any:
     return keras.tree.map_structure(
         lambda tensor: None if tensor is None else tensor.to(device, copy=True), tensors
     )
+
+
+class Undo:
+    """Puts back the tensors that a step has changed which was tried, interrupted, or has failed.
+
+    Args:
+        tensors: The tensors.
+    """
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        self._tensors = tensors
+        self._saved: dict[int, tuple[int, Any]] = {}
+
+    def save(self) -> None:
+        """Copy the values that have changed since the last copy."""
+        for tensor in self._tensors:
+            saved = self._saved.get(id(tensor))
+            if saved is None or saved[0] != tensor._version:
+                self._saved[id(tensor)] = tensor._version, tensor.detach().clone()
+
+    def put_back(self) -> None:
+        """Put back the values of the last `save`."""
+        with torch.no_grad():
+            for tensor in self._tensors:
+                _, value = self._saved[id(tensor)]
+                if not torch.equal(tensor, value):  # batch norm of PyTorch counts no version
+                    tensor.copy_(value)
 
 
 def empty_parameter(variable: Any) -> Any:

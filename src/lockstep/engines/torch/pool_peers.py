@@ -19,7 +19,7 @@ from lockstep.engines.torch.peers import Peers, check_parts, dropped_part, unint
 from lockstep.engines.torch.placement import check_placement
 from lockstep.engines.torch.pool import Lease, Pool
 from lockstep.engines.torch.rank import RankPlan
-from lockstep.engines.torch.settings import CastsOfAutocast, checksum, current_settings
+from lockstep.engines.torch.settings import checksum, current_settings
 from lockstep.errors import ProcessesDisagree, UnsupportedModel, WorkerDied
 from lockstep.keras_compat import (
     GLOBAL_SEED_GENERATOR,
@@ -60,9 +60,6 @@ class PoolPeers(Peers):
         self._gradients: list[Any] = []
         self._random_numbers: Any = None
         self._states: list[bytes] = []
-        self._casts = CastsOfAutocast(device)
-        self._age_of_casts = 0.0
-        self._trained = False
 
     def check_devices(self, devices: tuple[str, ...]) -> None:
         """Raise if a process cannot compute on one of these devices."""
@@ -119,7 +116,6 @@ class PoolPeers(Peers):
 
     def call(self, method: str, *arguments: Any, batch: Any = None) -> Any:
         """Call a method of every rank, and return what it returns here."""
-        self._trained |= method in ("step", "whole_step") and arguments[0] == "train"
         self._call_workers(method, *arguments, batch=batch)
         here = arguments if batch is None else (batch, *arguments)
         return getattr(self.rank, method)(*here)
@@ -180,7 +176,7 @@ class PoolPeers(Peers):
         self._reads, rank.generators = dumped.reads, dumped.generators
         if dumped.in_modules and pool.in_modules != key:  # another model has put its own there
             self._sent = None
-        settings = {**current_settings(), "age_of_casts": self._casts.age()}
+        settings = current_settings()
         if settings != pool.settings:
             pool.settings = None
             pool.send("settings", settings)
@@ -193,7 +189,6 @@ class PoolPeers(Peers):
             sums = [None if id(each) in self._parts else checksum(each) for each in tensors]
             differ = sorted({n for answer in self._ask_workers("differing", sums) for n in answer})
         else:
-            self._check_casts(settings["age_of_casts"])
             self._sent, self._objects_changed = None, False
             sharded = {id(stored_value(variable)) for variable in rank.shards.variables}
             parts = {id(each): n for n, each in enumerate(tensors) if id(each) in sharded}
@@ -214,21 +209,9 @@ class PoolPeers(Peers):
             if dumped.in_modules:
                 pool.in_modules = key
         rank.losses.without_metrics = not dumped.has_metrics
-        self._age_of_casts = settings["age_of_casts"]
         self._send_values(differ)
         self._send_seeds()
         self._send_states([])
-
-    def _check_casts(self, age: float) -> None:
-        """Raise if autocast computes with weights from before an update, which no worker has."""
-        if age and age == self._age_of_casts and self._trained:
-            raise UnsupportedModel(
-                f"{self._model.name!r} has changed within one torch.autocast, which computes with "
-                "the weights\nfrom before the first update as long as it lasts. Enter it anew for "
-                "each call, or give it\ncache_enabled=False; keras.config.set_dtype_policy sets "
-                "mixed precision without it."
-            )
-        self._trained = False
 
     def _check_taken(self, every: list[list[str]]) -> None:
         """Raise if a worker has made another model of the bytes than this process has."""

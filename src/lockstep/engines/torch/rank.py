@@ -13,7 +13,7 @@ from lockstep.engines.torch.generators import set_state
 from lockstep.engines.torch.group import Group, PeerLost
 from lockstep.engines.torch.layers import Plan
 from lockstep.engines.torch.loss_sharding import LossSharding
-from lockstep.engines.torch.placement import copies_on
+from lockstep.engines.torch.placement import Undo, copies_on
 from lockstep.engines.torch.replica import Draws, RandomStreams, Replica, set_random_state
 from lockstep.engines.torch.settings import checksum
 from lockstep.engines.torch.sharded_variables import Shards
@@ -75,7 +75,7 @@ class Rank:
         self._recording: Recording | None = None
         self.losses = LossSharding(model)
         self.whole_batch = WholeBatchSteps(model)
-        self._state: ForwardState
+        self._undo: Undo
 
     def forget_model(self) -> None:
         """Forget what is known of the model, which is another one now."""
@@ -85,7 +85,7 @@ class Rank:
 
     def sort_layers(self) -> None:
         """Sort the layers of the model anew: it may have other ones."""
-        self._state = ForwardState(self.model)
+        self._undo = Undo(_changed_by_steps(self.model))
         self.take_plan(((), (), self.losses.by_rows))
 
     def take_plan(self, plan: RankPlan) -> None:
@@ -146,12 +146,12 @@ class Rank:
             state: The state of PyTorch's random numbers.
             distrusted: The numbers of layers that are not shared.
         """
-        self._state.save()
+        self._undo.save()
         try:
             logs = self._on_whole_batch(batch, kind, training, state, distrusted)()
             self._connected().check()
         except PeerLost:
-            self._state.put_back()
+            self._undo.put_back()
             raise
         self._numbers = numbers_in(logs, self.model)
         return logs
@@ -197,12 +197,12 @@ class Rank:
             shards=self.shards,
             shares_draws=draws.by_update,
         )
-        self._state.save()
+        self._undo.save()
         try:
             yield replica
         except BaseException:  # such as KeyboardInterrupt
             if not replica.has_updated:  # else the metrics alone are lost
-                self._state.put_back()
+                self._undo.put_back()
             raise
 
     def _set_mode(self, training: bool) -> None:
@@ -285,34 +285,8 @@ class Rank:
             part.copy_(flat[group.rank * size :][:size])
 
 
-class ForwardState:
-    """Moving means, seeds and the like of one model, as they were before a step.
-
-    Args:
-        model: The model.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._tensors = _tensors_of(model)
-        self._kept: dict[int, tuple[int, Any]] = {}
-
-    def save(self) -> None:
-        """Copy what has changed since the last copy."""
-        for tensor in self._tensors:
-            kept = self._kept.get(id(tensor))
-            if kept is None or kept[0] != tensor._version:
-                self._kept[id(tensor)] = (tensor._version, tensor.detach().clone())
-
-    def put_back(self) -> None:
-        """Put back the values of the last `save`."""
-        with torch.no_grad():
-            for tensor in self._tensors:
-                version, value = self._kept[id(tensor)]
-                if tensor._version != version:
-                    tensor.copy_(value)
-
-
-def _tensors_of(model: Any) -> list[Any]:
+def _changed_by_steps(model: Any) -> list[Any]:
+    """Return moving means, seeds and the like, which a step changes before its update."""
     layers = layers_in(model)
     weights = {id(variable) for layer in layers for variable in own_trainable_variables(layer)}
     variables = [v for v in model.non_trainable_variables if id(v) not in weights]

@@ -24,9 +24,13 @@ class RowProofs:
 
     The code of a copy is followed, so that an attribute that a call changes stays as it is in
     the model.
+
+    Attributes:
+        count: The number of candidates, in the last call of `reasons`.
     """
 
     def __init__(self, model: Any) -> None:
+        self.count = 0
         self._model = model
         self._of_model = b""
         self._found: dict[str, ReasonsByNumber] = {}
@@ -42,7 +46,7 @@ class RowProofs:
         form = str(keras.tree.map_structure(_form, x))
         if not unchecked and form in self._found:
             return self._found[form]
-        count = len(Plan(self._model).candidates)
+        self.count = count = len(Plan(self._model).candidates)
         if not count:
             if self._of_model:  # it had some before
                 self._of_model, self._found = b"", {}
@@ -73,7 +77,6 @@ def _reasons(model: Any, x: Any) -> ReasonsByNumber:
         if not dump(model).is_of_same_model(before):
             found = dict.fromkeys(map(id, parts), "a call changes its attributes") | found
     finally:
-        before.reads.put_back()
         states.put_back()
     return {number: found[id(part)] for number, part in enumerate(parts) if id(part) in found}
 

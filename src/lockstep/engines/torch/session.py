@@ -14,7 +14,7 @@ from lockstep.checkpoint.data_position import recorded_type
 from lockstep.core.engine import PREDICT, TRAIN, Execute, Kind, Session, Snapshot
 from lockstep.engines.holders import check_shared
 from lockstep.engines.torch.layers import copied_states
-from lockstep.engines.torch.sharded_variables import is_sharded
+from lockstep.engines.torch.sharded_variables import is_sharded, parts_for_pytorch
 from lockstep.errors import (
     LayoutConflict,
     UnsupportedBackend,
@@ -178,9 +178,10 @@ def _check_state(model: Any) -> None:
     of_keras = [module for module in modules if isinstance(module, keras.layers.Layer)]
     saved |= {id(tensor) for layer in of_keras for tensor in layer.torch_params.values()}
     found: dict[int, str] = {}
-    for layer in layers:
-        for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
-            found.setdefault(id(tensor), f"{name} of {layer.name!r}")
+    with parts_for_pytorch():
+        for layer in layers:
+            for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+                found.setdefault(id(tensor), f"{name} of {layer.name!r}")
     others = [name for tensor, name in found.items() if tensor not in saved]
     for layer in layers:
         names = (name for name, _ in optimizers_of(layer))

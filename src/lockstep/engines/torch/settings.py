@@ -66,30 +66,6 @@ def apply_settings(settings: Settings) -> None:
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = settings["cudnn"]
 
 
-class CastsOfAutocast:
-    """Tells whether autocast still has the casts of weights that it keeps until its context ends.
-
-    It computes with them even after an update, so that a worker has to drop them when it does.
-
-    Args:
-        device: The device of the weights.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._number = 0
-        self._weight = torch.nn.Parameter(torch.zeros((1, 1), dtype=torch.float32, device=device))
-
-    def age(self) -> float:
-        """Return a number that is another one as soon as autocast has dropped its casts."""
-        if not torch.is_autocast_enabled(self._weight.device.type):
-            return 0.0
-        self._number = self._number % 200 + 1  # bfloat16 has these numbers
-        with torch.no_grad():
-            self._weight.fill_(self._number)
-        with torch.enable_grad():
-            return float(torch.mm(self._weight, torch.ones_like(self._weight)).detach())
-
-
 def checksum(tensor: Any) -> int:
     """Return a number that differs, in all likelihood, if a value of the tensor does."""
     flat = flattened(tensor)

@@ -7,10 +7,10 @@ workers for theirs.
 """
 
 import math
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any, Protocol
 
@@ -25,11 +25,11 @@ from lockstep.engines.torch.group import Group
 from lockstep.engines.torch.placement import computes
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
+    REGISTERING,
     autocast_value,
     in_layer_call,
     layers_in,
     own_trainable_variables,
-    registers_tensors,
     store_value,
     stored_value,
     value_in_scope,
@@ -403,7 +403,7 @@ class ShardedVariable(keras.Variable):  # type: ignore[misc]
         """The whole value, or in an update of parts this process's part."""
         if not computes() or value_in_scope(self) is not None:
             return super().value
-        if registers_tensors(sys._getframe(1)):
+        if _PYTORCH_HAS_PARTS.get():
             return stored_value(self)
         return self._shards.value(self)
 
@@ -491,25 +491,36 @@ def made_on_host(devices: int) -> Iterator[None]:
 
 def guard_layers() -> None:
     """Let methods of PyTorch's modules raise that would give code of the user parts of weights."""
-    wrap_methods_of_torch(_for_frameworks, _GIVE_TENSORS)
+    wrap_methods_of_torch(_refusing, _GIVE_TENSORS)
+    wrap_methods_of_torch(_with_parts, (*REGISTERING, "zero_grad", "requires_grad_"))
 
 
 _GIVE_TENSORS = "parameters", "named_parameters", "state_dict", "load_state_dict"
 _GUARDED = "_lockstep_guarded"
+_PYTORCH_HAS_PARTS: ContextVar[bool] = ContextVar("PyTorch has parts", default=False)
 
 
-def _for_frameworks(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+@contextmanager
+def parts_for_pytorch() -> Iterator[None]:
+    """Let modules of PyTorch have the parts of this process inside the context."""
+    token = _PYTORCH_HAS_PARTS.set(True)
+    try:
+        yield
+    finally:
+        _PYTORCH_HAS_PARTS.reset(token)
+
+
+def _with_parts(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    return plain if hasattr(plain, _GUARDED) else _guarded(parts_for_pytorch()(plain))
+
+
+def _refusing(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     if hasattr(plain, _GUARDED):
         return plain
 
     @wraps(plain)
-    def called_by_frameworks(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        caller = str(sys._getframe(1).f_globals.get("__name__"))
-        # PyTorch's own `parameters` and `zero_grad` call another one; `state_dict` of a module
-        # around the layer was called by code of the user.
-        by_pytorch = caller == torch.nn.Module.__module__ and name.endswith("parameters")
-        by_framework = by_pytorch or caller.split(".")[0] in ("keras", "lockstep")
-        if by_framework or not any(map(is_sharded, layer.variables)):
+    def refused(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if _PYTORCH_HAS_PARTS.get() or not any(map(is_sharded, layer.variables)):
             return plain(layer, *args, **kwargs)
         raise UnsupportedModel(
             f"{name} of {layer.name!r} was called, and its state is sharded.\n"
@@ -517,8 +528,12 @@ def _for_frameworks(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
             "Use the variables, variable.assign, save_weights and load_weights of Keras."
         )
 
-    setattr(called_by_frameworks, _GUARDED, True)
-    return called_by_frameworks
+    return _guarded(refused)
+
+
+def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+    setattr(method, _GUARDED, True)
+    return method
 
 
 def was_sharded(variable: Any) -> bool:

@@ -24,12 +24,12 @@ from lockstep.engines.torch.pool import Lease
 from lockstep.engines.torch.pool_peers import PoolPeers
 from lockstep.engines.torch.session import TorchSession, as_tensors
 from lockstep.engines.torch.sharded_variables import is_sharded, made_on_host
-from lockstep.engines.torch.split_checks import rows_of, unpacked
+from lockstep.engines.torch.split_checks import rows_of, unpacked, why_custom
 from lockstep.engines.torch.step_plans import BUILDS, BY_ROWS, ON_WHOLE_BATCH, StepPlans
 from lockstep.engines.torch.step_runner import StepRunner
 from lockstep.errors import UnsupportedModel, counted
 from lockstep.fit_lines import sharded_words
-from lockstep.keras_compat import build_on_first_batch, is_built, number_of_rows
+from lockstep.keras_compat import build_on_first_batch, is_built, number_of_rows, stored_value
 from lockstep.layout import DataParallel, Layout
 from lockstep.processes.agreement import DataCheck
 from lockstep.state import bytes_of, variables_of
@@ -49,6 +49,7 @@ class SplitSession(TorchSession):
         self._peers.check_devices(self.devices)
         self._runner = StepRunner(self._peers)
         self._splits = len(self.devices) > 1
+        self._autocast = _AutocastCheck(model, self._peers.rank.device)
         if isinstance(layout, DataParallel) and layout.same_random_numbers:
             self.draw_together()
         self._plans = StepPlans(
@@ -140,6 +141,8 @@ class SplitSession(TorchSession):
 
     def _step(self, kind: str, plain: Plain, batches: Iterator[Any]) -> Any:
         batch = self._runner.next_batch(batches)
+        if self._splits:
+            self._autocast.check(kind)
         result = self._by_route(kind, plain, batch) if self._splits else plain([batch])
         self._runner.note_values()
         return result
@@ -221,6 +224,8 @@ class SplitSession(TorchSession):
     @contextmanager
     def epoch(self, kind: Kind, batches: Any, callbacks: Any) -> Iterator[Execute]:
         """Run the steps of one epoch; what callbacks may change is compared before each step."""
+        if self._splits:
+            self._autocast.check(kind.name, several_steps=True)
         changes = may_write_between_steps(callbacks, kind.name)
         own_data = number_of_rows(batches.data_adapter) is None
         with (
@@ -234,6 +239,65 @@ class SplitSession(TorchSession):
         if not self._peers.in_script:
             return super()._drawn(batches, iterator, times)
         return iter(batches.agreed(lambda: [next(iterator)], self._runner.assignments()))
+
+
+class _AutocastCheck:
+    """Refuses steps for which `torch.autocast` keeps casts of weights that have changed since.
+
+    It keeps them until its context ends. So one device, too, computes with old weights there.
+
+    Args:
+        model: The model.
+        device: The device of the weights.
+    """
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+        self._marker: Any = None
+        self._versions: dict[int, int] = {}
+
+    def check(self, kind: str, *, several_steps: bool = False) -> None:
+        """Raise if a step would compute with such casts.
+
+        Args:
+            kind: `"train"`, `"test"` or `"predict"`.
+            several_steps: Whether more steps of this kind follow.
+
+        Raises:
+            UnsupportedModel: If it would.
+        """
+        enabled = torch.is_autocast_enabled(self._device.type)
+        if not (enabled and torch.is_autocast_cache_enabled()):
+            return
+        tensors = [stored_value(weight) for weight in self._model.trainable_variables]
+        versions = {id(each): each._version for each in tensors if each is not None}
+        if self._is_another_context():
+            self._versions = versions
+        known = self._versions
+        several_updates = several_steps or why_custom(self._model, kind) is not None
+        if (kind == "train" and several_updates) or any(
+            known.get(each, now) != now for each, now in versions.items()
+        ):
+            raise UnsupportedModel(
+                f"torch.autocast is around steps of {self._model.name!r}, and computes with the "
+                "weights from before\nthe first update until its context ends, on one device too. "
+                "Give it cache_enabled=False,\nor make the model under "
+                'keras.config.set_dtype_policy("mixed_bfloat16") instead.'
+            )
+
+    def _is_another_context(self) -> bool:
+        """Return whether autocast has no cast of the marker: it was 0, and is 1 since."""
+        if self._marker is not None and not self._cast_of_marker():
+            return False
+        self._marker = torch.nn.Parameter(torch.zeros((1, 1), device=self._device))
+        self._cast_of_marker()
+        with torch.no_grad():
+            self._marker.fill_(1)
+        return True
+
+    def _cast_of_marker(self) -> float:
+        return float(torch.mm(self._marker, torch.ones_like(self._marker)).detach())
 
 
 class ComparedIterator(HostIterator):

@@ -10,6 +10,7 @@ import keras
 import torch
 
 from lockstep.engines.left_out import LeftOutUsed
+from lockstep.engines.probe_helpers import calls_watched
 from lockstep.engines.replicas.first_step import (
     GRADIENT,
     LOG,
@@ -21,8 +22,9 @@ from lockstep.engines.replicas.first_step import (
     distrusted_part,
     form_of,
     said_to_be_exact,
+    watched,
 )
-from lockstep.engines.torch.first_step import calls_watched, recorded_step, stock_step
+from lockstep.engines.torch.first_step import recorded_step, stock_step
 from lockstep.engines.torch.layers import Plan, copied_states
 from lockstep.engines.torch.rank import RankPlan
 from lockstep.engines.torch.row_proofs import ReasonsByNumber, RowProofs
@@ -166,7 +168,7 @@ class StepPlans:
 
     def plan(self) -> RankPlan:
         """Return how a rank runs the layers and losses of the last batch that was split."""
-        candidates = range(len(Plan(self._model).candidates))
+        candidates = range(self._proofs.count)
         proven = tuple(number for number in candidates if number not in self._reasons)
         return proven, tuple(sorted(self._distrusted)), self._runner.losses.by_rows
 
@@ -318,7 +320,7 @@ class StepPlans:
                 lambda: stock_step(self._model, kind, copies(data)),
                 is_custom=is_custom,
                 tensors=tensors,
-                watch=partial(calls_watched, self._model) if is_custom else None,
+                watch=partial(calls_watched, watched(self._model)) if is_custom else None,
             )
         return [one.sketches()], one.dtypes
 

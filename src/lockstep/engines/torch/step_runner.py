@@ -15,7 +15,6 @@ from lockstep.engines.torch.model_pickle import Dumped, dump
 from lockstep.engines.torch.peers import Peers, check_parts, uninterrupted
 from lockstep.engines.torch.rank import RankPlan
 from lockstep.engines.torch.replica import Draws, random_state
-from lockstep.engines.torch.settings import CastsOfAutocast
 from lockstep.engines.torch.sharded_updates import check_optimizers
 from lockstep.engines.torch.sharded_variables import (
     Shards,
@@ -59,8 +58,6 @@ class StepRunner:
         self._update_draws = False
         self._trained = False
         self._bytes_of_step: Dumped | None = None
-        self._casts = CastsOfAutocast(self.rank.device)
-        self._age_at_update = 0.0
 
     @property
     def shards(self) -> Shards:
@@ -136,7 +133,6 @@ class StepRunner:
         """
         rank = self.rank
         with self._of_equal_ranks("step", kind, data, plan) as form:
-            self._check_casts_of_parts(kind)
             self._trained |= kind == "train"
             draws = self._draws_of(kind)
             with self.peers.compared(form):
@@ -242,18 +238,6 @@ class StepRunner:
     def _make_equal(self) -> None:
         if self.peers.make_equal(self.unchecked, self.dumped):
             self.unchecked = self._changes
-
-    def _check_casts_of_parts(self, kind: str) -> None:
-        """Raise if autocast computes with weights from before an update, and nobody has them."""
-        age = self._casts.age() if self.shards.variables else 0.0
-        if age and age == self._age_at_update:
-            raise UnsupportedModel(
-                "torch.autocast computes with the weights from before the first update as long as "
-                f"it lasts,\nand the state of {self._model.name!r} is sharded: nobody keeps whole "
-                "weights.\nGive it cache_enabled=False, or call keras.config.set_dtype_policy."
-            )
-        if kind == "train":
-            self._age_at_update = age
 
     def _draws_of(self, kind: str) -> Draws:
         """Return where the next step draws random numbers."""

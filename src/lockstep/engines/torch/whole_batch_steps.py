@@ -445,7 +445,6 @@ def _refused(layer: Any, args: Any, kwargs: Any) -> str | None:
         reason = call_refused(copy, args, kwargs, rows=rows, held=held, scratch=Scratch)
         if reason is None and not dump(copy).is_of_same_model(before):
             reason = "a call changes its attributes"
-        before.reads.put_back()
         states.put_back()
     except (Exception, LeftOutUsed) as error:  # any error means that it is not known
         reason = str(error).strip().splitlines()[0][:160] or type(error).__name__

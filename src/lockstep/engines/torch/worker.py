@@ -115,7 +115,13 @@ class _Worker:
         getattr(self, f"_{name}")(*content)
 
     def _call(self, key: int, method: str, arguments: tuple[Any, ...], batch: Any) -> None:
-        """Call a method of the rank of a model, as rank 0 does."""
+        """Call a method of the rank of a model, as rank 0 does.
+
+        The context of its autocast may be another one, which has no casts yet.
+        """
+        import torch
+
+        torch.clear_autocast_cache()
         if batch is not None:
             arguments = (self._memory.read(batch), *arguments)
         getattr(self._ranks[key], method)(*arguments)

@@ -22,6 +22,7 @@ import inspect
 import math
 import operator
 import re
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -488,6 +489,29 @@ def same_draws_for_all_rows() -> Iterator[None]:
     changes = [(module, name, by_shape(vars(module)[name])) for name in _DRAWS_BY_SHAPE]
     with replaced([*changes, (module, "dropout", dropout)]):
         yield
+
+
+@contextmanager
+def keys_replaced(replacement: Callable[[Any], Any]) -> Iterator[None]:
+    """Let Keras draw on JAX with other keys inside the context.
+
+    keras/src/backend/jax/random.py, from 3.16 on keras/src/backend/jax/ops/random.py:
+    every random operation takes its key from `jax_draw_seed`.
+
+    Args:
+        replacement: Returns the key to draw with, from the one that Keras has.
+    """
+    module = sys.modules[keras.src.backend.random.normal.__module__]
+    plain = vars(module)[_JAX_DRAW_SEED]
+
+    def draw_seed(seed: Any) -> Any:
+        return replacement(plain(seed))
+
+    with replaced([(module, _JAX_DRAW_SEED, draw_seed)]):
+        yield
+
+
+_JAX_DRAW_SEED = "jax_draw_seed"
 
 
 # ---------------------------------------------------------------- devices and classes

@@ -15,6 +15,7 @@ import keras
 from lockstep.checkpoint.callback import checkpoint_among, fit_scope
 from lockstep.engines.atomic_save import SAVING, atomic_saves
 from lockstep.engines.engine import Engine
+from lockstep.engines.micro_batches import no_micro_batches
 from lockstep.engines.out_of_memory import has_note, is_out_of_memory, note_of
 from lockstep.errors import UnsupportedBackend, UnsupportedModel
 from lockstep.fit_lines import (
@@ -232,6 +233,9 @@ def attach(engine: Engine, model: Any, layout: Layout) -> None:
         )
     if layout.is_sharded:
         engine.check_shards()
+    size = layout.micro_batch_size
+    if size is not None and not engine.runs_micro_batches:
+        raise no_micro_batches(engine.name, size)
     before, name = session_of(model), layout.made_by
     if before is not None and type(before.layout) is not type(layout):
         raise both_layouts(model, name)

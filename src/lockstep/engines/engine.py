@@ -30,6 +30,9 @@ class Engine(ABC):
     reduces_in_compute_type = False
     """Whether gradients are summed over devices before they get the type of their variable."""
 
+    runs_micro_batches = False
+    """Whether a device can run its rows in parts."""
+
     def computes_in_caller(self, device: str) -> bool:
         """Return whether a step on this device computes in the thread that starts it."""
         return False

@@ -25,6 +25,7 @@ class JaxEngine(Engine):
     name = "jax"
     keras_drops_states = True
     reduces_in_compute_type = True
+    runs_micro_batches = True
 
     def devices(self) -> tuple[Device, ...]:
         """Return JAX's devices, those of its default backend first."""

@@ -22,6 +22,7 @@ from lockstep.engines.jax import states as jax_states
 from lockstep.engines.jax.branches.branch_steps import BranchSteps
 from lockstep.engines.jax.fit.on_batch import OnBatch
 from lockstep.engines.jax.jax_group import GROUP
+from lockstep.engines.jax.micro_batches import MicroBatches
 from lockstep.engines.jax.snapshot_buffers import SnapshotBuffers
 from lockstep.engines.jax.steps.epoch import run_epoch
 from lockstep.engines.jax.steps.gather_again import (
@@ -101,6 +102,8 @@ class JaxSession(Session):
         else:
             made = functools.partial(Sharded, model) if layout.is_sharded else Replicated
             self._steps = Steps(jax_devices.find(self.devices), made)
+        size = layout.micro_batch_size
+        self._parts = None if size is None else MicroBatches(model, self._steps, size)
         self._split: frozenset[int] = frozenset()
         self._room_for_gathered = math.inf
 
@@ -213,6 +216,9 @@ class JaxSession(Session):
             outputs, non_trainable_variables = model.predict_step(state, data)
             return outputs, (state[0], non_trainable_variables)
 
+        if self._parts is not None:
+            self._parts.check(compiled=self.is_compiled(), layers=self.not_compiled())
+            step, predict_step = self._parts.step(step), self._parts.step(predict_step)
         options = None
         if kind is TRAIN and self.layout.is_sharded:
             options = compiler_options(model, self._steps.devices, self._room_for_gathered)
@@ -234,6 +240,8 @@ class JaxSession(Session):
             times=times,
             per_row_outputs=kind is PREDICT,
         )
+        if self._parts is not None:
+            made = self._parts.checked(made, kind)
         return dataclasses.replace(made, assigned=self._assigned, model=model)
 
     def _is_complete(self) -> bool:
@@ -256,6 +264,8 @@ class JaxSession(Session):
             "compile": self._noting_choice(model.compile),
             "stateless_call": _keeping_losses(model.stateless_call, model),
         }
+        if self._parts is not None:
+            methods["stateless_call"] = self._parts.stateless_call(methods["stateless_call"])
         methods |= {name: self._naming_models(methods[name]) for name in STEPPING}
         if is_keras(model, state_sync_name()):
             methods[state_sync_name()] = functools.partial(write_state, model)
@@ -263,7 +273,7 @@ class JaxSession(Session):
             methods["get_state_tree"] = _on_one_device_for_orbax(model.get_state_tree)
         if self.layout.is_sharded and hasattr(model, "export"):
             methods["export"] = self._exporting(model.export)
-        if self.layout.is_sharded:
+        if self.layout.is_sharded and self._parts is None:  # a part gathers again as it is
             methods["compute_loss_and_updates"] = gathering_again(model, self._room_for_gathered)
         if self._assigned is None:
             return methods

@@ -1,1 +1,0 @@
-"""The proof that a traced program works row by row."""

@@ -10,10 +10,10 @@ The model is followed first: see `lockstep.engines.jax.rowtrace`. What does not 
 refused before the first update.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial, wraps
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lockstep.devices import micro_batches
 from lockstep.engines import micro_batches as refused
+from lockstep.engines.jax.first_rows import compare_first_rows
 from lockstep.engines.jax.row_draws import (
     Draws,
     PartRows,
@@ -35,9 +36,14 @@ from lockstep.engines.jax.row_draws import (
 )
 from lockstep.engines.jax.rowtrace.row_labels import Mixed, Rows, Same
 from lockstep.engines.jax.rowtrace.row_trace import trace_rows
+from lockstep.engines.jax.steps.live_state import Program, State
+from lockstep.engines.jax.steps.padded import is_padded
+from lockstep.engines.jax.steps.step import StepFunction
 from lockstep.engines.jax.steps.steps import Steps
 from lockstep.keras_compat import get_keras_mask, layers_in, set_keras_mask
 from lockstep.state import stateful_layers
+from lockstep.training.overrides import is_keras
+from lockstep.training.session import TRAIN, Kind
 
 Step = Callable[..., Any]
 
@@ -58,7 +64,7 @@ class MicroBatches:
     def step(self, step: Step) -> Step:
         """Return a step whose calls of the model run in parts."""
 
-        @functools.wraps(step)
+        @wraps(step)
         def step_in_parts(*args: Any, **kwargs: Any) -> Any:
             with self._running(True):
                 return step(*args, **kwargs)
@@ -70,8 +76,26 @@ class MicroBatches:
         if not compiled:
             raise refused.not_compiled(self._model, self._size, layers)
 
-    def checked(self, made: Any, kind: Any) -> Any:
-        return made
+    def checked(self, made: StepFunction, kind: Kind) -> StepFunction:
+        """Return a step function that compares the first rows in parts with them at once.
+
+        It does so before the first step with batches of a form.
+        """
+        known: set[str] = set()
+
+        def check(program: Program, state: State, batch: Any) -> Any:
+            is_stacked = program is not made.run
+            arrays = jax.tree.map(_array_of, batch, is_leaf=is_padded)
+            start = 2 if is_stacked else 1
+            form = str(jax.tree.map(lambda each: (str(each.dtype), each.shape[start:]), arrays))
+            placed = (
+                batch if made.check_program is None else made.check_program(program, state, batch)
+            )
+            if form not in known and self._compare(kind, state, batch, is_stacked):
+                known.add(form)
+            return placed
+
+        return replace(made, check_program=check)
 
     @contextmanager
     def _running(self, in_step: bool) -> Iterator[None]:
@@ -83,12 +107,13 @@ class MicroBatches:
 
     def stateless_call(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Return the model's `stateless_call`, in parts while a step is traced."""
+        self._plain = plain
 
-        @functools.wraps(plain)
+        @wraps(plain)
         def stateless_call(
             trainable: Any, others: Any, *args: Any, return_losses: bool = False, **kwargs: Any
         ) -> Any:
-            at_once = functools.partial(plain, return_losses=return_losses)
+            at_once = partial(plain, return_losses=return_losses)
             call = _Call.of(self._model, at_once, return_losses, args, kwargs)
             parts = self._parts(call.rows) if self._in_step and call.rows else None
             if parts is None:
@@ -97,6 +122,33 @@ class MicroBatches:
                 return _run(call, trainable, others, parts, self._size)
 
         return stateless_call
+
+    def _compare(self, kind: Kind, state: State, batch: Any, is_stacked: bool) -> bool:
+        """Compare the first rows in two parts with them at once; return `False` without parts."""
+        data = jax.tree.map(partial(_step_of, is_stacked), batch, is_leaf=is_padded)
+        x = keras.utils.unpack_x_y_sample_weight(data)[0]
+        every = [leaf for leaf in jax.tree.leaves(x, is_leaf=is_padded) if _rows_of(leaf)]
+        rows = _rows_of(every[0]) if every else 0
+        if not rows or self._parts(rows) is None:
+            return False
+        count = min(rows, max(2, self._size))
+        parts = _Parts(count, 1, -(-count // 2), self._steps.replicated)
+
+        def first(leaf: Any) -> Any:
+            array = _array_of(leaf)
+            return array[:count] if _rows_of(leaf) == rows else array
+
+        def in_parts(tv: Any, ntv: Any, x: Any, **kwargs: Any) -> Any:
+            given = kwargs.pop("return_losses")
+            call = _Call.of(self._model, partial(plain, return_losses=given), given, (x,), kwargs)
+            return _run(call, tv, ntv, parts, self._size)
+
+        plain = self._plain
+        values = state[0], state[1], jax.tree.map(first, x, is_leaf=is_padded)
+        if not is_keras(self._model, f"{kind.name}_step") and not _takes(plain, values):
+            return True  # a step of the user's own calls the model with something else
+        compare_first_rows(self._model, plain, in_parts, values, self._size, trains=kind is TRAIN)
+        return True
 
     def _parts(self, rows: int) -> "_Parts | None":
         """Return how a batch is cut, `None` if each device runs all of its rows at once."""
@@ -107,6 +159,33 @@ class MicroBatches:
             return None
         layout = steps.replicated if steps.is_whole or devices == 1 else steps.by_rows
         return _Parts(rows, devices, each, layout)
+
+
+def _step_of(is_stacked: bool, leaf: Any) -> Any:
+    """Return an array of a batch, of the first one if several are stacked."""
+    if not is_stacked:
+        return leaf
+    return replace(leaf, padded=leaf.padded[0]) if is_padded(leaf) else leaf[0]
+
+
+def _array_of(leaf: Any) -> Any:
+    return leaf.padded if is_padded(leaf) else leaf
+
+
+def _rows_of(leaf: Any) -> int:
+    """Return the rows of an array of a batch, 0 without any."""
+    if is_padded(leaf):
+        return int(leaf.rows)
+    return int(leaf.shape[0]) if getattr(leaf, "ndim", 0) else 0
+
+
+def _takes(call: Callable[..., Any], values: tuple[Any, ...]) -> bool:
+    """Return whether a model can be called with these inputs."""
+    try:
+        jax.eval_shape(call, *values)
+    except Exception:  # the code of the model may raise anything
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -175,7 +254,7 @@ class _Parts:
 
     def joined(self, parts: Any, rest: Any) -> Any:
         """Return all rows of an array, in order, from those of `cut` and of the last part."""
-        each, *others = parts.shape[1] // self.devices, *parts.shape[2:]
+        each, others = parts.shape[1] // self.devices, parts.shape[2:]
         if not self.rest and self.devices > 1:
             blocks = parts.reshape(self.full, self.devices, each, *others)
             parts = self.laid_out(jnp.swapaxes(self.laid_out(blocks, 1), 0, 1), 0)
@@ -335,7 +414,7 @@ def _run(call: _Call, trainable: Any, others: Any, parts: _Parts, size: int) -> 
     rest: Any = jax.tree.map(lambda _: None, (several, masks, losses))
     if parts.rest:
         start = parts.full * parts.size
-        last = functools.partial(part, first=start, rows=parts.of_rest())
+        last = partial(part, first=start, rows=parts.of_rest())
         own = jax.tree.map(lambda a: parts.laid_out(a[start:], 0), call.arrays)
         (outputs, own_masks), own_losses, _ = jax.checkpoint(last)(own)
         rest = outputs, own_masks, own_losses
@@ -344,9 +423,9 @@ def _run(call: _Call, trainable: Any, others: Any, parts: _Parts, size: int) -> 
     for position, many, one, has_rows in found:
         leaves[position] = parts.joined(many, one) if has_rows else many[0]
     of_masks = zip(proof.whole.arrays, masks, rest[1], proof.masks, strict=True)
-    for position, many, one, has_rows in of_masks:
-        if has_rows is not None:
-            mask = parts.joined(many, one) if has_rows else many[0]
+    for position, many, one, by_rows in of_masks:
+        if by_rows is not None:
+            mask = parts.joined(many, one) if by_rows else many[0]
             set_keras_mask(leaves[position], mask)
     state = list(others)
     for position, many in zip(proof.whole.changed, after, strict=True):

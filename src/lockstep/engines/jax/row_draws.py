@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import count
 from threading import get_ident
 from typing import Any
@@ -155,7 +155,7 @@ def _keys(method_of: Callable[[int], Any], first: Any) -> Iterator[None]:
         yield
 
 
-@lru_cache(maxsize=None)
+@cache
 def _numbered(number: int) -> Any:
     """Return a method of drawing whose keys have a number in their type. It is never run."""
     return _method(f"row{number}", lambda shape: shape, PartRows(1, 1, 1, 1))

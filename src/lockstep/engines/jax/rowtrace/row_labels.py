@@ -139,12 +139,14 @@ class Draw:
         place: The operation. `random_bits` makes counters of the entries' numbers;
             `random_split`, `random_gamma` and `rng_bit_generator` do not.
         rows: The dim of the rows and their order in it; `None` if the size does not depend on rows.
-        shapes: The shape for each traced number of rows.
+        key: The type of its key, such as "key<fry>".
+        shapes: The shape that one key draws, for each traced number of rows.
         bits: The bits of each number; `None` if the operation is not `random_bits`.
     """
 
     place: Place
     rows: Rows | None
+    key: str
     shapes: tuple[tuple[int, ...], ...]
     bits: int | None
 

@@ -411,7 +411,9 @@ class _Walk:
         found = [rows_of_shapes(each, self.sizes, DATA) for each in shapes]
         rows = next((each for each in found if each), None)
         bits = operation.params.get("bit_width")
-        self.draws.append(Draw(operation.place, rows, shapes[-1], bits))
+        key = operation.equations[0].invars[0].aval
+        drawn = tuple(tuple(shape[len(key.shape) :]) for shape in shapes[-1])
+        self.draws.append(Draw(operation.place, rows, str(key.dtype), drawn, bits))
         if not operation.rows:
             return [each or SAME for each in found]
         return [aligned([each, *operation.rows]) if each else SAME for each in found]

@@ -183,7 +183,8 @@ def _in_own_process(asked: dict[str, Any], count: int, rehearse: bool) -> Measur
         raise BenchFailed(
             f"The process that measured {counted(count, 'device')} ended with {done.returncode}:\n"
             f"{said.splitlines()[0][:180]}\n"
-            f"Train the model of {asked['target']} under lockstep.distribute(model, {count}) to see all."
+            f"Train the model of {asked['target']} under lockstep.distribute(model, {count}) to "
+            "see all."
         )
     measured = told["measured"]
     for name in ("devices", "spread"):

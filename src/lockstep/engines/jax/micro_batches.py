@@ -11,7 +11,7 @@ refused before the first update.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from typing import Any
@@ -40,12 +40,21 @@ from lockstep.engines.jax.steps.live_state import Program, State
 from lockstep.engines.jax.steps.padded import is_padded
 from lockstep.engines.jax.steps.step import StepFunction
 from lockstep.engines.jax.steps.steps import Steps
+from lockstep.engines.patched import patched
 from lockstep.keras_compat import get_keras_mask, layers_in, set_keras_mask
 from lockstep.state import stateful_layers
 from lockstep.training.overrides import is_keras
 from lockstep.training.session import TRAIN, Kind
 
 Step = Callable[..., Any]
+
+_AT_ONCE = "_lockstep_at_once"
+"""The attribute of a model whose steps run all rows of a device at once."""
+
+
+def all_rows_at_once(model: Any) -> AbstractContextManager[None]:
+    """Let the steps that are traced inside the context run all rows of a device at once."""
+    return patched([(model, _AT_ONCE, True)])
 
 
 class MicroBatches:
@@ -66,8 +75,11 @@ class MicroBatches:
 
         @wraps(step)
         def step_in_parts(*args: Any, **kwargs: Any) -> Any:
-            with self._running(True):
-                return step(*args, **kwargs)
+            try:
+                with self._running(True):
+                    return step(*args, **kwargs)
+            except jax.errors.UnexpectedTracerError as error:
+                raise refused.keeps_a_tensor(self._model, self._size) from error
 
         return step_in_parts
 
@@ -88,9 +100,11 @@ class MicroBatches:
             arrays = jax.tree.map(_array_of, batch, is_leaf=is_padded)
             start = 2 if is_stacked else 1
             form = str(jax.tree.map(lambda each: (str(each.dtype), each.shape[start:]), arrays))
-            placed = (
-                batch if made.check_program is None else made.check_program(program, state, batch)
-            )
+            if made.check_program is not None:
+                placed = made.check_program(program, state, batch)
+            else:
+                placed = batch
+                jax.eval_shape(program, state, batch)  # what is refused, for the rows that run
             if form not in known and self._compare(kind, state, batch, is_stacked):
                 known.add(form)
             return placed
@@ -115,7 +129,8 @@ class MicroBatches:
         ) -> Any:
             at_once = partial(plain, return_losses=return_losses)
             call = _Call.of(self._model, at_once, return_losses, args, kwargs)
-            parts = self._parts(call.rows) if self._in_step and call.rows else None
+            cuts = self._in_step and call.rows and _AT_ONCE not in vars(self._model)
+            parts = self._parts(call.rows) if cuts else None
             if parts is None:
                 return at_once(trainable, others, *args, **kwargs)
             with self._running(False):  # a model may call itself

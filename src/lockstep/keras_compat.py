@@ -279,6 +279,8 @@ _entries_of_losses = _read(_CompileLoss, "_flat_losses")
 loss_tracker = _read(_Trainer, "_loss_tracker")
 """The metric with the mean of the loss, to which Keras's steps add each batch."""
 _own_metrics = _call(keras.Model, "_get_own_metrics")
+UPDATE_METRICS = _held(_JAX, "_update_metrics_variables")
+"""The method of a step on JAX that updates the metrics, after the gradient."""
 loss_of = _call(keras.Model, "_compute_loss")
 """The loss of a batch, from the model's own `compute_loss`, whose arguments it takes."""
 metric_results: Callable[..., dict[str, Any]] = _call(keras.Model, "_get_metrics_result_or_logs")

@@ -11,7 +11,7 @@ refused before the first update.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from typing import Any
@@ -25,6 +25,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from lockstep.devices import micro_batches
 from lockstep.engines import micro_batches as refused
 from lockstep.engines.jax.first_rows import compare_first_rows
+from lockstep.engines.jax.loss_values import (
+    LossValues,
+    NoValues,
+    OutputsWithValues,
+    given_to_metrics,
+)
 from lockstep.engines.jax.row_draws import (
     Draws,
     PartRows,
@@ -41,7 +47,9 @@ from lockstep.engines.jax.steps.padded import is_padded
 from lockstep.engines.jax.steps.step import StepFunction
 from lockstep.engines.jax.steps.steps import Steps
 from lockstep.engines.patched import patched
-from lockstep.keras_compat import get_keras_mask, layers_in, set_keras_mask
+from lockstep.errors import UnsupportedModel
+from lockstep.fit_lines import arguments_of
+from lockstep.keras_compat import UPDATE_METRICS, get_keras_mask, layers_in, set_keras_mask
 from lockstep.state import stateful_layers
 from lockstep.training.overrides import is_keras
 from lockstep.training.session import TRAIN, Kind
@@ -69,6 +77,20 @@ class MicroBatches:
     def __init__(self, model: Any, steps: Steps, size: int) -> None:
         self._model, self._steps, self._size = model, steps, size
         self._in_step = False
+        self._values: LossValues | None = None  # that the next call of the model is to compute
+
+    def methods(self, stateless_call: Callable[..., Any]) -> dict[str, Any]:
+        """Return the methods to replace on the model.
+
+        Args:
+            stateless_call: The method of that name, for all rows at once.
+        """
+        methods = {"stateless_call": self._stateless_call(stateless_call)}
+        name = "compute_loss_and_updates"
+        if is_keras(self._model, name) and is_keras(self._model, UPDATE_METRICS):
+            methods[name] = self._compute_loss_and_updates(getattr(self._model, name))
+            methods[UPDATE_METRICS] = self._update_metrics(getattr(self._model, UPDATE_METRICS))
+        return methods
 
     def step(self, step: Step) -> Step:
         """Return a step whose calls of the model run in parts."""
@@ -119,7 +141,7 @@ class MicroBatches:
         finally:
             self._in_step = before
 
-    def stateless_call(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _stateless_call(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Return the model's `stateless_call`, in parts while a step is traced."""
         self._plain = plain
 
@@ -133,10 +155,52 @@ class MicroBatches:
             parts = self._parts(call.rows) if cuts else None
             if parts is None:
                 return at_once(trainable, others, *args, **kwargs)
+            values, self._values = self._values, None
             with self._running(False):  # a model may call itself
+                if values is not None:
+                    both = partial(values.call, at_once)
+                    more = kwargs | {"targets": values.targets}
+                    wide = _Call.of(self._model, both, return_losses, args, more)
+                    with suppress(NoValues, UnsupportedModel):  # a loss that needs all rows
+                        outputs, *rest = _run(wide, trainable, others, parts, self._size)
+                        return values.take(outputs), *rest
                 return _run(call, trainable, others, parts, self._size)
 
         return stateless_call
+
+    def _compute_loss_and_updates(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the model's `compute_loss_and_updates`: parts compute the values of losses."""
+
+        @wraps(plain)
+        def compute_loss_and_updates(*args: Any, **kwargs: Any) -> Any:
+            given = arguments_of(plain, args, kwargs)
+            training = bool(given.get("training"))
+            values = LossValues(self._model, given.get("y"), is_differentiated=training)
+            if not (self._in_step and values.are_possible()):
+                return plain(*args, **kwargs)
+            self._values = values
+            try:
+                with values.given_to_losses():
+                    loss, (unscaled, outputs, *rest) = plain(*args, **kwargs)
+            finally:
+                self._values = None
+            return loss, (unscaled, values.carried(outputs), *rest)
+
+        return compute_loss_and_updates
+
+    def _update_metrics(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return Keras's update of the metrics of a step, with values that parts have computed."""
+
+        @wraps(plain)
+        def update_metrics(*args: Any) -> Any:
+            found = next((each for each in args if isinstance(each, OutputsWithValues)), None)
+            if found is None:
+                return plain(*args)
+            args = tuple(each.outputs if each is found else each for each in args)
+            with given_to_metrics(self._model, found):
+                return plain(*args)
+
+        return update_metrics
 
     def _compare(self, kind: Kind, state: State, batch: Any, is_stacked: bool) -> bool:
         """Compare the first rows in two parts with them at once; return `False` without parts."""

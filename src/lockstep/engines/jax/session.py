@@ -265,7 +265,7 @@ class JaxSession(Session):
             "stateless_call": _keeping_losses(model.stateless_call, model),
         }
         if self._parts is not None:
-            methods["stateless_call"] = self._parts.stateless_call(methods["stateless_call"])
+            methods |= self._parts.methods(methods["stateless_call"])
         methods |= {name: self._naming_models(methods[name]) for name in STEPPING}
         if is_keras(model, state_sync_name()):
             methods[state_sync_name()] = functools.partial(write_state, model)

@@ -177,8 +177,9 @@ def case_of(family, name, draws):
     from dataclasses import replace
 
     from tests.conformance.cases import FAMILIES
+    from tests.conformance.cases.in_parts import IN_PARTS
 
-    case = FAMILIES[family][name]
+    case = {**FAMILIES, "In parts": IN_PARTS}[family][name]
     if case.make_plain is None or draws:
         return case
     return replace(case, make=case.make_plain)

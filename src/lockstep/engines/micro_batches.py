@@ -94,15 +94,6 @@ def has_fixed_rows(model: Any, rows: int) -> UnsupportedModel:
     )
 
 
-def keeps_a_tensor(model: Any, size: int) -> UnsupportedModel:
-    """Return the error for a step that reads a tensor that a layer has stored in its call."""
-    return UnsupportedModel(
-        f"A step of {model.name!r} reads a tensor that the call of a layer has stored, and with "
-        f"micro_batch_size={size}\nthe call has parts of the rows, in a loop of their own. Return "
-        "the tensor as an output, or leave out micro_batch_size."
-    )
-
-
 def fails_with_fewer_rows(model: Any, rows: int, error: BaseException) -> UnsupportedModel:
     """Return the error for a model that runs with all rows, and not with those of a part."""
     said = (str(error).strip().splitlines() or [""])[0][:160]

@@ -79,11 +79,8 @@ class MicroBatches:
 
         @wraps(step)
         def step_in_parts(*args: Any, **kwargs: Any) -> Any:
-            try:
-                with self._running(True):
-                    return step(*args, **kwargs)
-            except jax.errors.UnexpectedTracerError as error:
-                raise refused.keeps_a_tensor(self._model, self._size) from error
+            with self._running(True):
+                return step(*args, **kwargs)
 
         return step_in_parts
 

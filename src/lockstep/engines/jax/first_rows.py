@@ -16,7 +16,7 @@ import numpy as np
 
 from lockstep.engines.micro_batches import rows_differ
 from lockstep.engines.replicas.first_step import Bounds, bounds_for
-from lockstep.keras_compat import get_keras_mask
+from lockstep.keras_compat import get_keras_mask, takes_training
 
 StatelessCall = Callable[..., tuple[Any, ...]]
 Pair = tuple[Any, Any]
@@ -77,7 +77,7 @@ def _distances(
     x: Any,
 ) -> dict[str, list[Any]]:
     # keras/src/backend/jax/trainer.py, JAXTrainer.compute_loss_and_updates
-    kwargs = {"training": trains} if model._call_has_training_arg else {}
+    kwargs = {"training": trains} if takes_training(model) else {}
 
     def results(run: StatelessCall, trainable: Any) -> tuple[Any, Any]:
         outputs, after, losses = run(trainable, others, x, return_losses=True, **kwargs)

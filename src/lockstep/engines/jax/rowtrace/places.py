@@ -2,6 +2,7 @@
 
 import re
 import sysconfig
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,15 @@ def _line(equation: Any) -> str:
     """Return the innermost line that is not in a framework; empty if that is lockstep's."""
     traceback = equation.source_info.traceback
     for frame in traceback.frames if traceback else ():
-        path = Path(frame.file_name)
-        inside = any(map(path.is_relative_to, _FRAMEWORKS)) or not path.is_absolute()
-        if not inside and (not path.is_relative_to(_STANDARD) or "site-packages" in path.parts):
-            ours = path.is_relative_to(_LOCKSTEP)
-            return "" if ours else f"{path.name}:{frame.line_num}"
+        if not _is_framework(frame.file_name):
+            path = Path(frame.file_name)
+            return "" if path.is_relative_to(_LOCKSTEP) else f"{path.name}:{frame.line_num}"
     return ""
+
+
+@cache
+def _is_framework(file: str) -> bool:
+    path = Path(file)
+    if path.is_relative_to(_STANDARD) and "site-packages" not in path.parts:
+        return True
+    return any(map(path.is_relative_to, _FRAMEWORKS)) or not path.is_absolute()

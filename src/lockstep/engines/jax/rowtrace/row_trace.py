@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from lockstep.engines.jax.rowtrace.own_gradients import OwnGradient, is_of_jax
+from lockstep.engines.jax.rowtrace.own_gradients import OwnGradient
 from lockstep.engines.jax.rowtrace.places import place_of
 from lockstep.engines.jax.rowtrace.primitive_rules import (
     ELEMENTWISE,
@@ -327,6 +327,8 @@ class _Walk:
         """Return the label of each result of an operation."""
         count = len(operation.equations[0].outvars)
         try:
+            if operation.rows and not _has_rule(operation.name):
+                raise RowsMeet(NO_RULE)
             compare_parameters(operation, followed=operation.name in _FOLLOWED)
             made = self._label(operation)
         except RowsMeet as why:
@@ -379,7 +381,7 @@ class _Walk:
         rows = {label for label in operation.labels if not isinstance(label, Same)}
         if len(rows) > 1:
             raise RowsMeet(OTHER_ROWS)
-        if operation.name not in ELEMENTWISE | RANDOM_DRAWS and not rule_of(operation.name):
+        if not _has_rule(operation.name):
             raise RowsMeet(NO_RULE)
         compare_sizes(operation)
         return rows.pop()
@@ -444,7 +446,7 @@ class _Walk:
         key = next(key for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params)
         results = self.follow(operation.param(key), operation.labels, operation.place)
         mixed = any(isinstance(label, Mixed) for label in (*operation.labels, *results))
-        own = operation.name.startswith("custom_") and not is_of_jax(params[key])
+        own = operation.name.startswith("custom_")
         # The gradient of a gradient is followed too; one that calls itself would not end.
         if own and not mixed and self._derivatives < 2:
             self._check_gradient(operation, results, key)
@@ -550,6 +552,11 @@ class _Walk:
             pairs = zip(found, other, strict=True)
             found = [joined(*pair, operation.place) for pair in pairs]
         return [changeable(label) for label in found] if len(made) > 1 else found
+
+
+def _has_rule(name: str) -> bool:
+    known = name in ELEMENTWISE or name in RANDOM_DRAWS or name in _FOLLOWED
+    return known or name == "optimization_barrier" or rule_of(name) is not None
 
 
 def _plain(value: Any) -> Any:

@@ -6,10 +6,9 @@ rule holds for all numbers of rows. The walk checks the sizes of the results aft
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from math import prod
-from typing import Any
 
 from lockstep.engines.jax.rowtrace.row_labels import (
     COLUMNS,
@@ -18,7 +17,6 @@ from lockstep.engines.jax.rowtrace.row_labels import (
     NUMBER,
     UNIFORM,
     Label,
-    Place,
     Rows,
     RowsMeet,
     Same,
@@ -27,104 +25,13 @@ from lockstep.engines.jax.rowtrace.row_labels import (
     rows_among,
     same_places,
 )
-
-Shape = tuple[int, ...]
+from lockstep.engines.jax.rowtrace.traced_operation import Operation, agree, dims_of_rows, named
 
 OVER_ROWS = "over rows"
-BY_COUNT = "computes with the number of rows"
 CUTS = "takes some of the rows"
 BY_NUMBER = "takes rows by their number"
 OTHER_ROWS = "combines rows with other rows"
 NO_RULE = "is not known to work row by row"
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One operation, as traced for each number of rows.
-
-    Attributes:
-        equations: The equation of each trace.
-        labels: The labels of its operands.
-        sizes: The numbers of rows.
-        place: Its layer and name.
-    """
-
-    equations: tuple[Any, ...]
-    labels: list[Label]
-    sizes: tuple[int, ...]
-    place: Place
-
-    @property
-    def name(self) -> str:
-        """The name of the primitive."""
-        return str(self.equations[0].primitive.name)
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """The parameters of the first trace."""
-        return dict(self.equations[0].params)
-
-    def param(self, key: str) -> tuple[Any, ...]:
-        """Return a parameter's value in each trace."""
-        return tuple(each.params[key] for each in self.equations)
-
-    def shape(self, operand: int) -> Shape:
-        """Return the shape of an operand in the first trace."""
-        return self.shapes(operand)[0]
-
-    def shapes(self, operand: int) -> tuple[Shape, ...]:
-        """Return the shape of an operand in each trace."""
-        return tuple(shape_of(each.invars[operand]) for each in self.equations)
-
-    def made(self, result: int) -> tuple[Shape, ...]:
-        """Return the shape of a result in each trace."""
-        return tuple(shape_of(each.outvars[result]) for each in self.equations)
-
-    @property
-    def rows(self) -> list[Rows]:
-        """The labels of the operands with rows."""
-        return rows_among(self.labels)
-
-
-def shape_of(value: Any) -> Shape:
-    """Return the shape of a variable or a literal of a program."""
-    return tuple(getattr(value.aval, "shape", ()))
-
-
-def dims_of_rows(shapes: Sequence[Shape]) -> list[int]:
-    """Return the dims whose size depends on the number of rows."""
-    return [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len({*sizes}) > 1]
-
-
-def rows_of_shapes(shapes: Sequence[Shape], sizes: Sequence[int], content: str) -> Rows | None:
-    """Return the label of an array whose rows its sizes alone show; `None` if it has none.
-
-    Raises:
-        RowsMeet: If several dims, or no multiple of the rows, differ between the traces.
-    """
-    if len({len(shape) for shape in shapes}) > 1:
-        raise RowsMeet("makes as many dims as rows")
-    dims = dims_of_rows(shapes)
-    if not dims:
-        return None
-    if len(dims) > 1:
-        raise RowsMeet("has an entry for each pair of rows")
-    (dim,) = dims
-    each = shapes[0][dim] // sizes[0]
-    if any(shape[dim] != each * rows for shape, rows in zip(shapes, sizes, strict=True)):
-        raise RowsMeet("has a size that is no multiple of the rows")
-    return Rows(dim, 1, each, content)
-
-
-def agree(values: Sequence[Any]) -> None:
-    """Raise `RowsMeet` if a parameter depends on the number of rows."""
-    if any(value != values[0] for value in values):
-        raise RowsMeet(BY_COUNT)
-
-
-def named(text: str) -> frozenset[str]:
-    """Return the names in a text."""
-    return frozenset(text.split())
 
 
 ELEMENTWISE = named(
@@ -135,8 +42,8 @@ ELEMENTWISE = named(
     imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul name ne neg
     nextafter not or polygamma population_count pow random_clone random_fold_in random_gamma_grad
     random_seed random_unwrap random_wrap real reduce_precision regularized_incomplete_beta rem
-    round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin
-    sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta
+    round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical
+    sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta
     """
 )
 """Primitives whose result has the shape of its operands, entry by entry."""

@@ -225,3 +225,23 @@ def joined(one: Label, other: Label, place: Place) -> Label:
         if isinstance(first, Count) and isinstance(second, Count | Same):
             return Count()
     return Mixed(place, "has values that relate to rows in two ways")
+
+
+def changeable(label: Label) -> Label:
+    """Return the label of a value that may change, as the carry of a loop."""
+    if isinstance(label, Same | Count):
+        return type(label)()
+    if isinstance(label, Rows) and label.content not in (NUMBER, COLUMNS):
+        return replace(label, content=UNIFORM if label.content != DATA else DATA)
+    return label
+
+
+def in_one_step(label: Label, place: Place) -> Label:
+    """Return the label, in one step of a loop, of an array that the loop runs over."""
+    if isinstance(label, Rows) and label.dim == 0:
+        if label.content == DATA:
+            return Row(label.outer, label.each)
+        if label.content in (UNIFORM, FALSE):
+            return SAME
+        return Mixed(place, "computes with the numbers of the rows")
+    return replace(label, dim=label.dim - 1) if isinstance(label, Rows) else label

@@ -6,37 +6,27 @@ same parameters, wired alike. Each value gets a label, by a rule for its operati
 without a rule never accepts rows.
 """
 
-import re
-import sysconfig
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
-import keras
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
+from jax.extend.core import Literal
 
-import lockstep
+from lockstep.engines.jax.rowtrace.own_gradients import OwnGradient
+from lockstep.engines.jax.rowtrace.places import place_of
 from lockstep.engines.jax.rowtrace.primitive_rules import (
-    BY_COUNT,
     ELEMENTWISE,
     NO_RULE,
     OTHER_ROWS,
     RANDOM_DRAWS,
-    Operation,
-    agree,
     by_rule,
-    dims_of_rows,
-    named,
     of_numbers,
-    rows_of_shapes,
     rule_of,
-    shape_of,
 )
 from lockstep.engines.jax.rowtrace.row_labels import (
     COLUMNS,
@@ -57,8 +47,19 @@ from lockstep.engines.jax.rowtrace.row_labels import (
     Same,
     Total,
     aligned,
+    changeable,
+    in_one_step,
     joined,
-    same_places,
+)
+from lockstep.engines.jax.rowtrace.traced_operation import (
+    BY_COUNT,
+    Operation,
+    compare_parameters,
+    compare_sizes,
+    dims_of_rows,
+    named,
+    rows_of_shapes,
+    shape_of,
 )
 
 _CALLS = named(
@@ -69,15 +70,7 @@ _CALLS = named(
 )
 """Operations that only call another program."""
 
-_SIZES = named(
-    """
-    limit_indices length new_sizes padding_config reps shape sizes slice_sizes start_indices
-    """
-)
-"""Parameters that may depend on the number of rows: the rules compare them."""
-
-_MADE_ANEW = named("bwd fwd_jaxpr_thunk jvp_jaxpr_fun jvp_jaxpr_thunk out_trees policy")
-"""Parameters that are functions, made anew by each trace."""
+_FOLLOWED = _CALLS | {"scan", "while", "cond", "custom_linear_solve"}
 
 _LINEAR = named(
     """
@@ -140,12 +133,12 @@ def trace_rows(
     leaves = zip(*map(jax.tree.leaves, given), strict=True)
     labels = [walk.made(map(np.shape, each), DATA, nowhere) for each in leaves]
     _, tree = traced[0]
-    structure = jax.tree.structure(tree)
+    structure: Any = jax.tree.structure(tree)
     if any(jax.tree.structure(other) != structure for _, other in traced):
         mixed = [Mixed(Place("", "the structure of the outputs", ""), _OTHER_PROGRAM)]
         results: list[Label] = mixed * structure.num_leaves
     else:
-        results = walk.follow([program for program, _ in traced], labels, "")
+        results = walk.follow([program for program, _ in traced], labels, nowhere)
     outputs, terms, state = jax.tree.unflatten(structure, results)
     return RowTrace(
         jax.tree.map(_as_output, outputs),
@@ -241,47 +234,49 @@ class _Walk:
 
     # ----------------------------------------------------------------------------- programs
 
-    def follow(self, programs: Sequence[Any], labels: Sequence[Label], stack: str) -> list[Label]:
+    def follow(
+        self, programs: Sequence[Any], labels: Sequence[Label], caller: Place
+    ) -> list[Label]:
         """Return the labels of a program's results.
 
         Args:
             programs: The program as traced for each number of rows.
             labels: The labels of its inputs.
-            stack: The path of the layer that calls it.
+            caller: The operation that calls it.
         """
         jaxprs = [getattr(program, "jaxpr", program) for program in programs]
-        first, other = jaxprs[0], Mixed(Place(stack, "the program", ""), _OTHER_PROGRAM)
+        first, unlike = jaxprs[0], replace(caller, operation="the program")
         inputs = [(*jaxpr.constvars, *jaxpr.invars) for jaxpr in jaxprs]
         if len({(len(x.outvars), len(y)) for x, y in zip(jaxprs, inputs, strict=True)}) > 1:
-            return [other] * len(first.outvars)
+            return [Mixed(unlike, _OTHER_PROGRAM)] * len(first.outvars)
         constants = zip(*(getattr(program, "consts", ()) for program in programs), strict=True)
-        given = [*(self._constant(each, other.place) for each in constants), *labels]
+        given = [*(self._constant(each, caller) for each in constants), *labels]
         variables = zip(*inputs, strict=True)
         known = {each[0]: (each, label) for each, label in zip(variables, given, strict=True)}
 
-        def read(atoms: Sequence[Any]) -> Label:
+        def read(atoms: Sequence[Any], place: Place) -> Label:
             if all(isinstance(atom, Literal) for atom in atoms):
-                return self._constant([atom.val for atom in atoms], other.place)
-            if isinstance(atoms[0], Literal):
-                return other
-            twins, label = known[atoms[0]]
-            same = all(twin is atom for twin, atom in zip(twins, atoms, strict=True))
-            return label if same else other
+                return self._constant([atom.val for atom in atoms], place)
+            if not isinstance(atoms[0], Literal):
+                twins, label = known[atoms[0]]
+                if all(map(operator.is_, twins, atoms)):
+                    return label
+            return Mixed(place, _OTHER_PROGRAM)
 
         for equations in self._in_step(jaxprs, known):
-            place = _place(equations[0], stack)
-            operands = [each.invars for each in equations]
+            place = place_of(equations[0], caller)
             made: list[Label] = [Mixed(place, _OTHER_PROGRAM)] * len(equations[0].outvars)
             if len({each.primitive.name for each in equations}) > 1 or len(equations) < len(jaxprs):
                 return [Mixed(place, _OTHER_PROGRAM)] * len(first.outvars)
             if len({(len(each.invars), len(each.outvars)) for each in equations}) == 1:
-                read_labels = [read(atoms) for atoms in zip(*operands, strict=True)]
+                operands = zip(*(each.invars for each in equations), strict=True)
+                read_labels = [read(atoms, place) for atoms in operands]
                 made = self._operation(Operation(equations, read_labels, self.sizes, place))
             results = zip(*(each.outvars for each in equations), strict=False)
-            known.update(
-                {each[0]: (each, label) for each, label in zip(results, made, strict=True)}
-            )
-        return [read(atoms) for atoms in zip(*(jaxpr.outvars for jaxpr in jaxprs), strict=True)]
+            pairs = zip(results, made, strict=True)
+            known.update({each[0]: (each, label) for each, label in pairs})
+        outputs = zip(*(jaxpr.outvars for jaxpr in jaxprs), strict=True)
+        return [read(atoms, unlike) for atoms in outputs]
 
     def _in_step(
         self, jaxprs: Sequence[Any], known: dict[Any, tuple[tuple[Any, ...], Label]]
@@ -295,7 +290,7 @@ class _Walk:
             if self.sizes[-1] == 1 and all(left[:-1]) and (twin := self._left_out(left, known)):
                 equations = [each.pop() for each in left[:-1]]
                 results = (*(each.outvars[0] for each in equations), twin)
-                label, place = known[equations[0].invars[0]][1], _place(equations[0], "")
+                label, place = known[equations[0].invars[0]][1], Place("", "broadcast_in_dim", "")
                 if isinstance(label, Same):
                     label = self.made(map(shape_of, results), UNIFORM, place)
                 elif not isinstance(label, Mixed):
@@ -332,7 +327,9 @@ class _Walk:
         """Return the label of each result of an operation."""
         count = len(operation.equations[0].outvars)
         try:
-            _compare_parameters(operation)
+            if operation.rows and not _has_rule(operation.name):
+                raise RowsMeet(NO_RULE)
+            compare_parameters(operation, followed=operation.name in _FOLLOWED)
             made = self._label(operation)
         except RowsMeet as why:
             made = Mixed(operation.place, str(why))
@@ -345,8 +342,8 @@ class _Walk:
         name, labels, kinds = operation.name, operation.labels, {*map(type, operation.labels)}
         if name in _CALLS:
             return self._call(operation)
-        if name in ("scan", "while", "cond"):
-            return getattr(self, f"_{name}")(operation)
+        if loop := {"scan": self._scan, "while": self._while, "cond": self._cond}.get(name):
+            return loop(operation)
         if name == "optimization_barrier":
             return labels
         if name == "custom_linear_solve":
@@ -384,16 +381,16 @@ class _Walk:
         rows = {label for label in operation.labels if not isinstance(label, Same)}
         if len(rows) > 1:
             raise RowsMeet(OTHER_ROWS)
-        if operation.name not in ELEMENTWISE | RANDOM_DRAWS and not rule_of(operation.name):
+        if not _has_rule(operation.name):
             raise RowsMeet(NO_RULE)
-        _compare_sizes(operation)
+        compare_sizes(operation)
         return rows.pop()
 
     def _of_same(self, operation: Operation) -> Label | list[Label]:
         """Return the label of results whose operands are the same for all rows."""
         shapes = [operation.made(n) for n in range(len(operation.equations[0].outvars))]
         if not any(len({*each}) > 1 for each in shapes):
-            _compare_sizes(operation)
+            compare_sizes(operation)
             return SAME
         if operation.name not in ("broadcast_in_dim", "iota", "tile"):
             raise RowsMeet("makes an array of as many entries as rows")
@@ -447,14 +444,14 @@ class _Walk:
     # -------------------------------------------------------------------- calls and gradients
 
     def _call(self, operation: Operation) -> list[Label]:
-        params, stack = operation.params, operation.place.layer
+        params = operation.params
         key = next(key for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params)
-        results = self.follow(operation.param(key), operation.labels, stack)
+        results = self.follow(operation.param(key), operation.labels, operation.place)
         mixed = any(isinstance(label, Mixed) for label in (*operation.labels, *results))
+        own = operation.name.startswith("custom_")
         # The gradient of a gradient is followed too; one that calls itself would not end.
-        if operation.name.startswith("custom_") and self._derivatives < 2 and not mixed:
-            if not _is_of_jax(params[key]):
-                self._check_gradient(operation, results, key)
+        if own and not mixed and self._derivatives < 2:
+            self._check_gradient(operation, results, key)
         return results
 
     def _check_gradient(self, operation: Operation, results: list[Label], key: str) -> None:
@@ -464,32 +461,12 @@ class _Walk:
             RowsMeet: If the gradient for a row depends on other rows, or that of a value that is
                 the same for all rows is no sum over rows.
         """
-        labels, first = operation.labels, operation.equations[0]
-        in_loop = any(isinstance(label, Row) for label in labels)
-        places = [n for n, atom in enumerate(first.invars) if isinstance(atom, Var)]
-        places = [n for n in places if first.invars.index(first.invars[n]) == n]
-        backward = operation.name.startswith("custom_vjp")
-        trace = _vjp if backward else _jvp
-        programs = [trace(each, places, each.params[key]) for each in operation.equations]
-        floats = [n for n in places if _has_gradient(first.invars[n])]
-        outputs = [n for n, value in enumerate(first.outvars) if _has_gradient(value)]
-        given: list[Label] = [labels[n] for n in places]
-        expected = [results[n] for n in outputs]
-        if any(isinstance(label, Mixed) for label in expected):
-            return
-        if backward:
-            given += [_gradient_label(results[n], operation.place) for n in outputs]
-            expected += [_gradient_label(labels[n], operation.place) for n in floats]
-        else:
-            given += [_plain_label(labels[n]) for n in floats]
-            expected += [results[n] for n in outputs]
+        gradient = OwnGradient.of(operation, results, key)
         count, self._derivatives = len(self.draws), self._derivatives + 1
-        found = self.follow(programs, given, operation.place.layer)
+        found = self.follow(gradient.programs, gradient.given, operation.place)
         self._derivatives -= 1
         del self.draws[count:]
-        for wanted, label in zip(expected, found, strict=True):
-            if not _is_as(wanted, label) and not (in_loop and isinstance(label, Row | Same)):
-                raise RowsMeet(f"has a gradient of its own: {_described(label)}")
+        gradient.check(found)
 
     def _linear_solve(self, operation: Operation) -> list[Label]:
         lengths, labels = operation.params["const_lengths"], operation.labels
@@ -500,7 +477,7 @@ class _Walk:
             length = getattr(lengths, field)
             if programs[0] is not None:
                 inputs = [*labels[start : start + length], *given]
-                found.append(self.follow(programs, inputs, operation.place.layer))
+                found.append(self.follow(programs, inputs, operation.place))
             start += length
         if any(each != found[0] for each in found):
             raise RowsMeet("solves by functions that relate to rows in two ways")
@@ -513,14 +490,14 @@ class _Walk:
         lengths = operation.param("length")
         over_rows = any(length != lengths[0] for length in lengths)
         start, stop = params["num_consts"], params["num_consts"] + params["num_carry"]
-        given = [_in_step_of(label, place) for label in labels[stop:]]
-        carry = [_plain_label(label) for label in labels[start:stop]]
+        given = [in_one_step(label, place) for label in labels[stop:]]
+        carry = [changeable(label) for label in labels[start:stop]]
         body, count = params["jaxpr"].jaxpr, len(self.draws)
         kept = [body.outvars[n] is body.invars[start + n] for n in range(stop - start)]
         while True:
             del self.draws[count:]
             inputs = [*labels[:start], *carry, *given]
-            made = self.follow(operation.param("jaxpr"), inputs, place.layer)
+            made = self.follow(operation.param("jaxpr"), inputs, place)
             after = [
                 label if same else self._carried(label, new, over_rows, place)
                 for label, new, same in zip(carry, made[: stop - start], kept, strict=True)
@@ -543,18 +520,18 @@ class _Walk:
             return replace(label, dim=label.dim + 1)
         if isinstance(label, Row):
             return Rows(0, label.outer, label.each)
-        return self.made(shapes, UNIFORM, place) if isinstance(label, Same) else _plain_label(label)
+        return self.made(shapes, UNIFORM, place) if isinstance(label, Same) else changeable(label)
 
     def _while(self, operation: Operation) -> list[Label]:
         params, labels, place = operation.params, operation.labels, operation.place
         first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        carry, count = [_plain_label(label) for label in labels[second:]], len(self.draws)
+        carry, count = [changeable(label) for label in labels[second:]], len(self.draws)
         while True:
             del self.draws[count:]
             inputs = [*labels[first:second], *carry]
-            made = self.follow(operation.param("body_jaxpr"), inputs, place.layer)
+            made = self.follow(operation.param("body_jaxpr"), inputs, place)
             inputs = [*labels[:first], *carry]
-            (going,) = self.follow(operation.param("cond_jaxpr"), inputs, place.layer)
+            (going,) = self.follow(operation.param("cond_jaxpr"), inputs, place)
             after = [joined(*each, place) for each in zip(carry, made, strict=True)]
             if not isinstance(going, Same):
                 ends = "depends on the rows in its number of steps"
@@ -571,39 +548,24 @@ class _Walk:
         if not isinstance(index, Same):
             raise RowsMeet("chooses a branch by the rows")
         branches = zip(*operation.param("branches"), strict=True)
-        made = [self.follow(each, labels, operation.place.layer) for each in branches]
+        made = [self.follow(each, labels, operation.place) for each in branches]
         found = made[0]
         for other in made[1:]:
             pairs = zip(found, other, strict=True)
             found = [joined(*pair, operation.place) for pair in pairs]
-        return [_plain_label(label) for label in found] if len(made) > 1 else found
+        return [changeable(label) for label in found] if len(made) > 1 else found
+
+
+def _has_rule(name: str) -> bool:
+    known = name in ELEMENTWISE or name in RANDOM_DRAWS or name in _FOLLOWED
+    return known or name == "optimization_barrier" or rule_of(name) is not None
 
 
 def _plain(value: Any) -> Any:
     """Return the numbers of a constant, of a random key too."""
-    if jax.dtypes.issubdtype(getattr(value, "dtype", np.float32), jax.dtypes.prng_key):
+    if jnp.issubdtype(getattr(value, "dtype", np.float32), jax.dtypes.prng_key):
         return jax.random.key_data(value)
     return value
-
-
-def _plain_label(label: Label) -> Label:
-    """Return the label of a value that may change, as the carry of a loop."""
-    if isinstance(label, Same | Count):
-        return type(label)()
-    if isinstance(label, Rows) and label.content not in (NUMBER, COLUMNS):
-        return replace(label, content=UNIFORM if label.content != DATA else DATA)
-    return label
-
-
-def _in_step_of(label: Label, place: Place) -> Label:
-    """Return the label, in one step of a loop, of an array that the loop runs over."""
-    if isinstance(label, Rows) and label.dim == 0:
-        if label.content == DATA:
-            return Row(label.outer, label.each)
-        if label.content in (UNIFORM, FALSE):
-            return SAME
-        return Mixed(place, "computes with the numbers of the rows")
-    return replace(label, dim=label.dim - 1) if isinstance(label, Rows) else label
 
 
 def _chosen(label: Label) -> int | None:
@@ -624,158 +586,3 @@ def _known_values(operation: Operation) -> list[tuple[Any, ...]] | None:
         else:
             return None
     return list(zip(*columns, strict=True)) or None
-
-
-def _compare_parameters(operation: Operation) -> None:
-    """Raise `RowsMeet` if a parameter that is no size differs between the traces."""
-    followed = operation.name in {*_CALLS, "scan", "while", "cond", "custom_linear_solve"}
-    for key in operation.params:
-        if key not in _SIZES | _MADE_ANEW:
-            values = [_compared(value, followed) for value in operation.param(key)]
-            if any(_differ(values[0], value) for value in values[1:]):
-                raise RowsMeet(f"has another {key} for another number of rows")
-
-
-def _compared(value: Any, followed: bool) -> Any:
-    """Return what of a parameter must be the same in all traces."""
-    if (
-        isinstance(value, tuple) and hasattr(getattr(value[0], "jaxpr", value[0]), "eqns")
-        if value
-        else False
-    ):
-        return tuple(_compared(each, followed) for each in value)
-    if hasattr(getattr(value, "jaxpr", value), "eqns"):
-        return (
-            None if followed else (str(value), tuple(map(np.asarray, getattr(value, "consts", ()))))
-        )
-    return value
-
-
-def _differ(one: Any, other: Any) -> bool:
-    if one is other:
-        return False
-    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
-        return len(one) != len(other) or any(map(_differ, one, other))
-    if isinstance(one, np.ndarray | jax.Array) or isinstance(other, np.ndarray | jax.Array):
-        return not np.array_equal(one, other)
-    return bool(one != other)
-
-
-def _compare_sizes(operation: Operation) -> None:
-    for key in _SIZES & operation.params.keys():
-        agree(operation.param(key))
-
-
-_OUTSIDE = (Path(jax.__file__).parent, Path(jaxlib.__file__).parent, Path(keras.__file__).parent)
-_STANDARD = Path(sysconfig.get_path("stdlib"))
-
-
-def _place(equation: Any, stack: str) -> Place:
-    """Return the layer, the name and the user's line of an operation."""
-    path = "/".join(filter(None, (stack, str(equation.source_info.name_stack))))
-    # Transformations, as in "transpose(jvp(layer))", are not part of the path.
-    return Place(re.sub(r"\w+\(|\)", "", path), equation.primitive.name, _line(equation))
-
-
-def _line(equation: Any) -> str:
-    traceback = equation.source_info.traceback
-    for frame in traceback.frames if traceback else ():
-        path = Path(frame.file_name)
-        standard = path.is_relative_to(_STANDARD) and "site-packages" not in path.parts
-        if not standard and path.is_absolute() and not any(map(path.is_relative_to, _OUTSIDE)):
-            ours = path.is_relative_to(Path(lockstep.__file__).parent)
-            return "" if ours else f"{path.name}:{frame.line_num}"
-    return ""
-
-
-# ------------------------------------------------------------------------- gradients of users
-
-
-def _is_of_jax(program: Any) -> bool:
-    """Whether a function with a gradient of its own is one of JAX's activations or functions."""
-    info = getattr(program, "jaxpr", program).debug_info
-    files = Path(jax.__file__).parent / "_src"
-    source = str(info.func_src_info or "").rpartition(" at ")[2].rpartition(":")[0]
-    return any(Path(source).is_relative_to(files / name) for name in ("nn", "numpy", "scipy"))
-
-
-def _has_gradient(value: Any) -> bool:
-    return bool(jnp.issubdtype(value.aval.dtype, jnp.inexact))
-
-
-def _alone(equation: Any, places: Sequence[int], program: Any) -> Callable[..., list[Any]]:
-    """Return an equation as a function of the operands in these places."""
-    info = getattr(program, "jaxpr", program).debug_info.with_unknown_names()
-    inputs = [equation.invars[n] for n in places]
-    one = Jaxpr([], inputs, equation.outvars, [equation], equation.effects, info)
-    return jaxpr_as_fun(ClosedJaxpr(one, ()))
-
-
-def _split_inputs(equation: Any, places: Sequence[int]) -> tuple[list[Any], list[int], list[int]]:
-    """Return the operands' shapes, the numbers of those with a gradient, and of such results."""
-    shapes = [equation.invars[n].aval for n in places]
-    floats = [n for n, place in enumerate(places) if _has_gradient(equation.invars[place])]
-    results = [n for n, value in enumerate(equation.outvars) if _has_gradient(value)]
-    return shapes, floats, results
-
-
-def _jvp(equation: Any, places: Sequence[int], program: Any) -> Any:
-    """Trace the results of an operation, and their change with its operands."""
-    function = _alone(equation, places, program)
-    shapes, floats, results = _split_inputs(equation, places)
-
-    def run(values: list[Any], changes: list[Any]) -> Any:
-        def of(given: list[Any]) -> list[Any]:
-            made = function(*_replaced(values, floats, given))
-            return [made[n] for n in results]
-
-        return jax.jvp(of, ([values[n] for n in floats],), (changes,))
-
-    return jax.make_jaxpr(run)(shapes, [shapes[n] for n in floats])
-
-
-def _vjp(equation: Any, places: Sequence[int], program: Any) -> Any:
-    """Trace the results of an operation, and the gradients with respect to its operands."""
-    function = _alone(equation, places, program)
-    shapes, floats, results = _split_inputs(equation, places)
-
-    def run(values: list[Any], gradients: list[Any]) -> Any:
-        def of(given: list[Any]) -> list[Any]:
-            made = function(*_replaced(values, floats, given))
-            return [made[n] for n in results]
-
-        made, pull = jax.vjp(of, [values[n] for n in floats])
-        return made, pull(gradients)
-
-    return jax.make_jaxpr(run)(shapes, [equation.outvars[n].aval for n in results])
-
-
-def _replaced(values: list[Any], places: Sequence[int], given: Sequence[Any]) -> list[Any]:
-    new = dict(zip(places, given, strict=True))
-    return [new.get(n, value) for n, value in enumerate(values)]
-
-
-def _gradient_label(label: Label, place: Place) -> Label:
-    """Return the label of the gradient with respect to a value of this label."""
-    if isinstance(label, Same):
-        return Total(0, place)
-    if isinstance(label, Rows) and label.content in (DATA, UNIFORM):
-        return Rows(label.dim, label.outer, label.each)
-    if isinstance(label, Row):
-        return label
-    raise RowsMeet("has a gradient of its own, which cannot be followed")
-
-
-def _is_as(wanted: Label, found: Label) -> bool:
-    if isinstance(wanted, Rows) and isinstance(found, Rows):
-        known = found.content not in (NUMBER, COLUMNS)
-        return known and wanted.dim == found.dim and same_places(wanted, found)
-    if isinstance(wanted, Total) and isinstance(found, Total):
-        return wanted.power == found.power
-    return wanted == found
-
-
-def _described(label: Label) -> str:
-    if isinstance(label, Mixed):
-        return f"{replace(label.place, line='').operation} {label.why}"
-    return "it is no sum over rows" if isinstance(label, Same | Total | Count) else OTHER_ROWS

@@ -22,9 +22,9 @@ import numpy as np
 from keras import layers
 
 import lockstep
+from lockstep.core.engine import TRAIN
 from lockstep.engines.attachment import session_of
 from lockstep.keras_compat import compute_in_float64
-from lockstep.training.session import TRAIN
 
 ROWS, CLASSES = 256, 4
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import keras
 
+from lockstep.core.engine import TRAIN, Kind
 from lockstep.devices import micro_batches
 from lockstep.engines import micro_batches as refused
 from lockstep.engines.jax.call_in_parts import Call, run_in_parts
@@ -25,16 +26,14 @@ from lockstep.engines.jax.loss_values import (
     given_to_metrics,
 )
 from lockstep.engines.jax.row_parts import RowParts
-from lockstep.engines.jax.steps.live_state import Program, State
+from lockstep.engines.jax.steps.execution import Program, State, StepFunction
 from lockstep.engines.jax.steps.padded import is_padded
-from lockstep.engines.jax.steps.step import StepFunction
 from lockstep.engines.jax.steps.steps import Steps
 from lockstep.engines.patched import patched
 from lockstep.errors import UnsupportedModel
 from lockstep.fit_lines import arguments_of
 from lockstep.keras_compat import UPDATE_METRICS
 from lockstep.training.overrides import is_keras
-from lockstep.training.session import TRAIN, Kind
 
 Step = Callable[..., Any]
 
@@ -94,20 +93,23 @@ class MicroBatches:
 
         It does so before the first step with batches of a form.
         """
-        known: set[str] = set()
+        known: set[Any] = set()
+        compared: set[Any] = set()
 
         def check(program: Program, state: State, batch: Any) -> Any:
-            is_stacked = program is not made.run
-            arrays = jax.tree.map(_array_of, batch, is_leaf=is_padded)
-            start = 2 if is_stacked else 1
-            form = str(jax.tree.map(lambda each: (str(each.dtype), each.shape[start:]), arrays))
+            leaves = jax.tree.leaves(batch)
+            form = program is made.run, tuple([(each.shape, str(each.dtype)) for each in leaves])
+            if form in known and made.check_program is None:
+                return batch
             if made.check_program is not None:
                 placed = made.check_program(program, state, batch)
             else:
                 placed = batch
                 jax.eval_shape(program, state, batch)  # what is refused, for the rows that run
-            if form not in known and self._compare(kind, state, batch, is_stacked):
-                known.add(form)
+            rows_apart = tuple([(shape[1 + (not form[0]) :], dtype) for shape, dtype in form[1]])
+            if rows_apart not in compared and self._compare(kind, state, batch, not form[0]):
+                compared.add(rows_apart)
+            known.add(form)
             return placed
 
         return replace(made, check_program=check)

@@ -230,7 +230,7 @@ class JaxSession(Session):
             return outputs, (state[0], non_trainable_variables)
 
         if self._parts is not None:
-            self._parts.check(compiled=self.is_compiled(), layers=self.not_compiled())
+            self._parts.check(compiled=self.is_compiled(), layers=self._not_compiled())
             step, predict_step = self._parts.step(step), self._parts.step(predict_step)
         options = None
         if kind is TRAIN and self.layout.is_sharded:

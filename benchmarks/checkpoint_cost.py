@@ -32,9 +32,9 @@ import lockstep
 from lockstep.checkpoint.callback import Checkpoint
 from lockstep.checkpoint.checkpoint_run import CheckpointRun
 from lockstep.checkpoint.fit_run import FitRun
+from lockstep.core.engine import TRAIN
 from lockstep.engines.attachment import attachment_of
 from lockstep.training.callbacks import Callbacks
-from lockstep.training.session import TRAIN
 
 
 def model(width, depth):
@@ -82,12 +82,9 @@ class Ways:
         x, y = self.batch
         session = attachment_of(self.made).session
         batches = session.batches(TRAIN, recorded=True, x=x, y=y, batch_size=len(x), shuffle=True)
-        callbacks = Callbacks(
-            [checkpoint], add_history=True, model=self.made, array_type=session.array_type
-        )
+        callbacks = Callbacks([checkpoint], add_history=True, model=self.made)
         others = callbacks.callbacks[:-1]  # the checkpoint is the last one
-        self.state = getattr(self, "state", None) or session.fit_state()
-        observed = FitRun(self.made, ("cpu:0",), batches, None, others, 10, self.state)
+        observed = FitRun(session, batches, None, others, 10)
         run = CheckpointRun(checkpoint._settings, ())
         run.begin(observed, 0)
         began = time.perf_counter()

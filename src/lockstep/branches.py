@@ -222,7 +222,7 @@ def placement(model: Any) -> Placement:
         words = f"data parallel, {where}"
     held = slots = 0
     for path, variable in named_variables(model).items():
-        size = bytes_of(variable) // (1 if session is None else session.shards(variable))
+        size = bytes_of(variable) // (1 if session is None else session.home(variable).shards)
         if path.startswith(("trainable/", "non_trainable/")):
             held += size
         elif path.startswith("optimizer/"):

@@ -80,7 +80,6 @@ def distribute(
     join(engine)
     names = parse_devices(devices, engine.devices())
     if state == SHARDED and len(names) == 1:
-        engine.check_shards()
         state = REPLICATED
         warnings.warn(
             f'state="sharded" has no effect on one device: {names[0]} has the whole state.\n'
@@ -196,7 +195,6 @@ def sharded(devices: Devices | None = None) -> Iterator[None]:
         >>> model = lockstep.distribute(model, devices=4, state="sharded")
     """
     engine = current_engine()
-    engine.check_shards()
     join(engine)
     with engine.made_in_shards(parse_devices(devices, engine.devices())):
         yield

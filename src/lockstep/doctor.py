@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from lockstep.package_versions import install_command, package_version
 from lockstep.rehearsal import choose_backend
 
 if TYPE_CHECKING:
-    from lockstep.engines.engine import Engine
+    from lockstep.core.engine import Engine
 
 PACKAGES = {
     "jax": ("jax", "jaxlib"),
@@ -194,7 +195,11 @@ CAUSE_OF_WRONG_PAIRS = (
 )
 
 Exchange = Callable[[Any, str, str], tuple[Any, Any]]
-"""As `Engine.exchanged`."""
+"""Copies integers from one device to another, and sums what both hold.
+
+It is given an array of the host and the names of two devices, and returns the copy and the sum as
+the second device has them, as arrays of the host.
+"""
 
 
 def wrong_pairs(exchange: Exchange, devices: Sequence[str], values: int = VALUES) -> list[str]:
@@ -203,7 +208,7 @@ def wrong_pairs(exchange: Exchange, devices: Sequence[str], values: int = VALUES
     The results are compared bit for bit with those of the host.
 
     Args:
-        exchange: As `Engine.exchanged`.
+        exchange: Copies and sums over two devices.
         devices: The names of the devices.
         values: The number of values in a pattern.
 
@@ -246,11 +251,12 @@ def check_devices(engine: "Engine", *, rehearsed: bool) -> tuple[list[str], str]
     if len(names) < 2:
         return [], f"{names[0]} is the only device: there is no pair to test."
     values = VALUES // 64 if rehearsed else VALUES
-    found = wrong_pairs(engine.exchanged, names, values)
+    exchanged = import_module(f"lockstep.engines.{engine.name}.devices").exchanged
+    found = wrong_pairs(exchanged, names, values)
     pairs = counted(len(names) * (len(names) - 1) // 2, "pair")
     said = f"{pairs} of devices tested by copies and sums, bit for bit."
     if rehearsed:
-        flipped = wrong_pairs(_flipping(engine.exchanged, names[0], names[1]), names, values)
+        flipped = wrong_pairs(_flipping(exchanged, names[0], names[1]), names, values)
         if [each.split(": ")[0] for each in flipped] != [f"{names[0]} to {names[1]}"]:
             found.append("A flipped bit was not found: the test itself is wrong.")
         said += f" A bit that was flipped from {names[0]} to {names[1]} was found."

@@ -12,7 +12,7 @@ from lockstep.launch.environment import ALONE, Place, find_place
 from lockstep.rehearsal import choose_backend
 
 if TYPE_CHECKING:
-    from lockstep.engines.engine import Engine
+    from lockstep.core.engine import Engine
 
 _JOINED = "LOCKSTEP_JOINED"
 """The variable with the id of the process that has joined. Its child processes do not join."""

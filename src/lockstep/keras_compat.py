@@ -769,6 +769,22 @@ def layers_not_compiled(model: Any) -> list[Any]:
     ]
 
 
+def finalizes_after_errors() -> bool:
+    """Whether Keras's `fit` on this backend finalizes the optimizer after an error too.
+
+    keras/src/backend/jax/trainer.py, JAXTrainer.fit, does so in a `finally`.
+    """
+    return bool(keras.backend.backend() == "jax")
+
+
+def keras_joins_predictions() -> bool:
+    """Whether Keras's `predict` on this backend joins ragged rows, which only it can.
+
+    keras/src/backend/tensorflow/trainer.py, TensorFlowTrainer.predict.
+    """
+    return bool(keras.backend.backend() == "tensorflow")
+
+
 def is_compiled_on_jax(model: Any, asked: bool | None) -> bool:
     """Whether a step of a model is one program on JAX.
 

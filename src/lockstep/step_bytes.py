@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import keras
+
 from lockstep.devices import REPLICATED, SHARDED, shard_rows
 from lockstep.keras_compat import autocasts, layers_in, stored_value
 from lockstep.state import GROUPS, bytes_of, item_bytes, named_variables
@@ -103,7 +105,6 @@ def layout_bytes(
     batch: Sequence[Leaf],
     devices: int,
     dims: Mapping[int, int | None] | None,
-    reduces_in_compute_type: bool,
     gathers_again: Callable[[int], bool] = lambda size: False,
 ) -> LayoutBytes:
     """Return the bytes of the device that holds and sends most.
@@ -114,7 +115,6 @@ def layout_bytes(
         devices: The number of devices.
         dims: The dim along which each variable is sharded, by its `id`; `None` if the state is
             replicated.
-        reduces_in_compute_type: See `Engine`.
         gathers_again: Returns whether sharded weights of so many bytes are gathered again.
     """
     sharded = {key for key, dim in (dims or {}).items() if dim is not None}
@@ -127,10 +127,12 @@ def layout_bytes(
             size = -(-size // (item * devices)) * item
         held[name.split("/")[0]] += size
     read = _sizes_as_read(model)
+    # JAX sums gradients before they get the type of their variable.
+    reduces_as_read = keras.backend.backend() == "jax"
     reduced = scattered = 0
     for variable in model.trainable_variables:
         size = size_of(variable)
-        as_read = read.get(id(variable), size) if reduces_in_compute_type else size
+        as_read = read.get(id(variable), size) if reduces_as_read else size
         if id(variable) in sharded:
             scattered += as_read
         else:

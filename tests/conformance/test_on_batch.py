@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.engines.jax.steps.step import StepFunction
+from lockstep.engines.jax.steps.execution import StepFunction
 from tests.conformance.common import assert_same, compile_, data, model, weights
 from tests.conformance.test_evaluation import aligned
 
@@ -33,17 +33,17 @@ def test_batches_go_from_the_host_to_the_devices_that_need_them(
         np.save(tmp_path / name, array)
         return np.load(tmp_path / f"{name}.npy", mmap_mode="r")
 
-    def seen(step, kept, iterator):
+    def seen(step, iterator):
         batch = next(iterator)
         batches.extend(leaf for leaf in keras.tree.flatten(batch) if leaf is not None)
-        return steps(step, kept, iter((batch,)))
+        return draws(step, iter((batch,)))
 
     made = lockstep.distribute(model(), devices)
     x, y = map(in_memory, data(ROWS), "xy")
     assert type(x) is memory
     made.train_on_batch(x, y), made.test_on_batch(x, y), made.predict_on_batch(x)  # compiled
-    batches, steps = [], StepFunction.steps
-    monkeypatch.setattr(StepFunction, "steps", seen)
+    batches, draws = [], StepFunction.draws
+    monkeypatch.setattr(StepFunction, "draws", seen)
     with jax.transfer_guard_device_to_device("disallow_explicit"):
         made.train_on_batch(x, y), made.test_on_batch(x, y), made.predict_on_batch(x)
     assert len(batches) == 5

@@ -13,6 +13,7 @@ import pytest
 
 import lockstep
 from lockstep import keras_compat
+from lockstep.core import engine
 from tests.processes.common import python
 
 SOURCE = Path(lockstep.__file__).parent
@@ -25,6 +26,7 @@ LAYERS = [
     {"devices", "package_versions", "state"},
     {"launch"},
     {"fit_lines", "layout", "step_bytes"},
+    {"core"},
     {"processes"},
     {"checkpoint", "training", "engines"},
     {"batches", "targets"},
@@ -159,6 +161,18 @@ def _modules_imported(path, modules):
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         yield from (name for name in names if name in modules)
+
+
+def test_an_engine_answers_few_questions():
+    """Each member is a question that every engine has to answer, and a reader has to learn."""
+    asked = [
+        name
+        for kind in (engine.Engine, engine.Session, engine.Probe)
+        for name in {**vars(kind), **vars(kind).get("__annotations__", {})}
+        if not name.startswith("_")
+    ]
+    assert {"name", "session", "epoch", "inspect"} <= set(asked), "the members are seen"
+    assert len(asked) <= 26, asked
 
 
 @pytest.mark.parametrize("core", ["checkpoint", "processes", "training"])

@@ -4,7 +4,6 @@ import copy
 import json
 import pickle
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -37,7 +36,7 @@ def logs(numbers):
 
 
 def of_two(numbers):
-    return lazy_logs({"loss": jnp.float32(2.25), "acc": jnp.float32(0.5)}, numbers, jax.Array)
+    return lazy_logs({"loss": jnp.float32(2.25), "acc": jnp.float32(0.5)}, numbers)
 
 
 NAMES = [
@@ -119,16 +118,16 @@ def test_values_are_fetched_once(logs, numbers):
 def test_nested_logs_are_flat_as_keras_makes_them():
     nested = {"b": {"z": jnp.float32(1), "a": jnp.float32(2)}, "a": jnp.float32(3), "c": "words"}
     keras_has = python_utils.pythonify_logs(nested)
-    for logs in (pythonify_logs(nested), lazy_logs(nested, pythonify_logs, jax.Array)):
+    for logs in (pythonify_logs(nested), lazy_logs(nested, pythonify_logs)):
         assert list(logs.items()) == list(keras_has.items())
 
 
 def test_arrays_stay_arrays():
-    logs = lazy_logs({"outputs": jnp.arange(3.0)}, pythonify_logs, jax.Array)
+    logs = lazy_logs({"outputs": jnp.arange(3.0)}, pythonify_logs)
     assert isinstance(logs, LazyLogs)
     assert type(logs["outputs"]) is np.ndarray
 
 
 def test_what_is_no_array_is_a_plain_dict_at_once():
     for logs in (None, {}, {"n": 3}, {"outputs": [jnp.ones(2)]}):
-        assert type(lazy_logs(logs, pythonify_logs, jax.Array)) is dict
+        assert type(lazy_logs(logs, pythonify_logs)) is dict

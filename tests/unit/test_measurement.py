@@ -11,9 +11,8 @@ from lockstep.batches import first_batches, for_fit, rows_of
 from lockstep.bench import measurement
 from lockstep.bench.measurement import measure
 from lockstep.bench.step_clock import StepClock
-from lockstep.engines import current_engine
-from lockstep.engines.engine import Profile
 from lockstep.engines.jax.introspection import profile
+from lockstep.engines.jax.introspection.profile import Profile
 from lockstep.errors import UnusableData
 from lockstep.training.arrays import Arrays
 
@@ -103,9 +102,8 @@ def found(keras, monkeypatch):
     made = model(keras)
     monkeypatch.setattr(made, "fit", lambda *args, **kwargs: None)
     monkeypatch.setattr(measurement, "StepClock", Clock)
-    engine = type(current_engine())
     worked = Profile(compute=22, communication=11)
-    monkeypatch.setattr(engine, "profile", lambda *_, devices: contextlib.nullcontext(worked))
+    monkeypatch.setattr(profile, "profiled", lambda *, devices: contextlib.nullcontext(worked))
     return measure(made, arrays(8), 1, steps=1, rounds=2, batch_size=None)
 
 
@@ -120,7 +118,7 @@ def test_the_profile_is_of_every_step(found):
 
 def test_a_profile_that_is_full_is_made_again_of_fewer_steps(keras, monkeypatch):
     monkeypatch.setattr(profile, "_MOST_EVENTS", 2500)
-    clocks, full = [], []
+    clocks, full, real = [], [], profile.profiled
 
     class Clock(StepClock):
         def __init__(self, most, batches):
@@ -128,13 +126,13 @@ def test_a_profile_that_is_full_is_made_again_of_fewer_steps(keras, monkeypatch)
             super().__init__(most, batches)
 
     @contextlib.contextmanager
-    def profiled(_, *, devices):
-        with profile.profiled(devices=devices) as found:
+    def profiled(*, devices):
+        with real(devices=devices) as found:
             yield found
         full.append(found.full)
 
     monkeypatch.setattr(measurement, "StepClock", Clock)
-    monkeypatch.setattr(type(current_engine()), "profile", profiled)
+    monkeypatch.setattr(profile, "profiled", profiled)
     found = measure(model(keras), arrays(8 * 100), 2, steps=80, rounds=1, batch_size=8)
     assert clocks == [80, 80, 80, 8]
     assert full == [False, True, False]

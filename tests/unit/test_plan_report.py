@@ -310,11 +310,7 @@ class OwnStep(keras.Sequential):
 
 def test_a_step_for_another_backend_is_not_tried_on_jax():
     """Its arguments are others: the reason was a TypeError, and its sentence came twice."""
-
-    def refuse(*arguments):
-        raise UnsupportedBackend("no tracing")
-
-    engine = SimpleNamespace(name="torch", traced_step=refuse)
+    engine = SimpleNamespace(name="torch")
     batch = (np.zeros((4, 4), "float32"),)
     made = OwnStep([layers.Dense(1)], name="mine")
     made.compile("sgd", "mse")
@@ -343,18 +339,27 @@ def test_a_gpu_is_described_as_xla_reads_it():
     assert described["gpu_device_info"]["device_memory_size"] < 24 * 2**30
 
 
-class Compiling:
-    """An engine that compiles a step of 1,000 bytes, and 10 more for each row of a device."""
+@pytest.fixture
+def compiles(monkeypatch):
+    """Compiles a step of 1,000 bytes, and 10 more for each row of a device."""
 
-    def __init__(self, most=10**9):
-        self.most, self.tried = most, []
+    def up_to(most):
+        tried = []
 
-    def compiled_bytes(self, model, batch, layout, gpu):
-        rows = batch[0].shape[0]
-        self.tried.append(rows)
-        if rows > self.most:
-            raise RuntimeError("XLA refuses\nthis")
-        return 1_000, 10 * rows // layout.devices
+        def compiled_bytes(model, batch, layout, gpu):
+            rows = batch[0].shape[0]
+            tried.append(rows)
+            if rows > most:
+                raise RuntimeError("XLA refuses\nthis")
+            return 1_000, 10 * rows // layout.devices
+
+        monkeypatch.setattr(ahead_of_time, "compiled_bytes", compiled_bytes)
+        return tried
+
+    return up_to
+
+
+JAX = SimpleNamespace(name="jax")
 
 
 def layout_of(devices):
@@ -363,23 +368,25 @@ def layout_of(devices):
 
 @pytest.mark.parametrize(("rows", "memory"), [(32, 20_000), (4_000, 20_000), (1, 2_000_000)])
 @pytest.mark.parametrize("devices", [1, 3])
-def test_the_largest_batch_is_found_to_a_sixteenth(rows, memory, devices):
-    engine, layout = Compiling(), layout_of(devices)
+def test_the_largest_batch_is_found_to_a_sixteenth(rows, memory, devices, compiles):
+    tried, layout = compiles(10**9), layout_of(devices)
     batch = (keras.KerasTensor((rows, 4)), keras.KerasTensor((rows,)))
     told = []
-    found = largest_batch(engine, None, batch, layout, {}, memory, told.append)
+    found = largest_batch(JAX, None, batch, layout, {}, memory, told.append)
     most = (0.85 * memory - 1_000) / 10 * devices
     assert most * 15 / 16 - devices <= found <= most
     assert found % devices == 0
-    assert len(engine.tried) == len(set(engine.tried)) < 16
+    assert len(tried) == len(set(tried)) < 16
     assert f"{found:,}".replace(",", "") + " rows ..." in " ".join(told)
 
 
-def test_no_batch_may_fit_and_a_refused_one_ends_the_search():
+def test_no_batch_may_fit_and_a_refused_one_ends_the_search(compiles):
     layout, batch = layout_of(1), (keras.KerasTensor((8, 4)),)
-    assert largest_batch(Compiling(), None, batch, layout, {}, 900, print) == 0
+    compiles(10**9)
+    assert largest_batch(JAX, None, batch, layout, {}, 900, print) == 0
     told = []
-    assert largest_batch(Compiling(100), None, batch, layout, {}, 10**6, told.append) == 32
+    compiles(100)
+    assert largest_batch(JAX, None, batch, layout, {}, 10**6, told.append) == 32
     assert told[-1] == "RuntimeError: XLA refuses"
 
 

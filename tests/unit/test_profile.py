@@ -9,9 +9,8 @@ import pytest
 
 import lockstep
 from lockstep.bench.step_clock import StepClock
-from lockstep.engines import current_engine
-from lockstep.engines.engine import Profile
 from lockstep.engines.jax.introspection import profile
+from lockstep.engines.jax.introspection.profile import Profile
 
 
 def trace_of(folder, *events):
@@ -70,7 +69,7 @@ def test_a_device_does_not_compute_for_longer_than_the_profile_lasted(keras):
     lockstep.distribute(made, 2)
     data = np.ones((64, 30, 3), "float32"), np.ones((64, 1), "float32")
     made.fit(*data, verbose=0)
-    with current_engine().profile(devices=True) as trace:
+    with profile.profiled(devices=True) as trace:
         clock = StepClock(10)
         made.fit(*data, verbose=0, callbacks=[clock])
     assert 0 < trace.compute <= clock.wall

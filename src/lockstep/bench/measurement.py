@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,15 @@ from typing import Any
 from lockstep.batches import Parts, for_fit, no_batch, rows_of
 from lockstep.bench.scaling import Measurement
 from lockstep.bench.step_clock import EXECUTIONS, StepClock
+from lockstep.core.engine import TRAIN
 from lockstep.distribute import distribute
 from lockstep.engines import current_engine
 from lockstep.engines.attachment import session_of
 from lockstep.errors import LockstepError, UnsupportedBackend, UnusableData
 from lockstep.fit_lines import not_compiled_words
+from lockstep.keras_compat import layers_not_compiled
 from lockstep.processes import process_group
 from lockstep.targets import model_and_data
-from lockstep.training.session import TRAIN
 
 
 def measure(
@@ -48,7 +50,7 @@ def measure(
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
     engine = current_engine()
     distribute(model, devices)
-    if process_group.several() and not engine.bench_in_several_processes:
+    if process_group.several() and engine.name == "torch":  # each process has one device
         raise UnsupportedBackend(
             f"bench was asked for in one of several processes on {engine.name!r}, and it measures "
             "a single one there.\nStart it without a launcher."
@@ -66,7 +68,7 @@ def measure(
         model.fit(x, y, sample_weight=sample_weight, **options)
         return clock
 
-    with engine.profile(devices=False) as compiling:
+    with _profiled(engine.name, devices=False) as compiling:
         steps_taken = train().steps
     if not steps_taken:
         raise UnusableData(
@@ -76,11 +78,13 @@ def measure(
         )
     clocks = [train() for _ in range(rounds)]
     most = steps
-    with engine.profile(devices=True) as profile:
+    with _profiled(engine.name, devices=True) as profile:
         traced = train()
-    while profile.full and most > 1:  # The profiler dropped events: profile fewer steps.
+    while (
+        profile is not None and profile.full and most > 1
+    ):  # The profiler dropped events: profile fewer steps.
         most = max(1, most // 10)
-        with engine.profile(devices=True) as profile:
+        with _profiled(engine.name, devices=True) as profile:
             traced = train(most)
     rows = rows[: max(clock.done for clock in clocks)]
     every = [clock.wall / clock.steps for clock in clocks]
@@ -88,7 +92,8 @@ def measure(
     quartiles = statistics.quantiles(every, n=4, method="inclusive") if rounds > 1 else every * 3
     session = session_of(model)
     devices_used = () if session is None else session.devices
-    starts = not engine.computes_in_caller(devices_used[0])
+    # PyTorch computes on a CPU in the thread that starts a step.
+    starts = engine.name != "torch" or not devices_used[0].startswith("cpu")
     return Measurement(
         devices=devices_used,
         rows=max(rows),
@@ -98,15 +103,13 @@ def measure(
         spread=(quartiles[0], quartiles[2]),
         input=seconds,
         host=statistics.median(clock.host / clock.steps for clock in clocks) if starts else None,
-        compute=None if profile.compute is None else profile.compute / traced.done,
-        communication=(
-            None if profile.communication is None else profile.communication / traced.done
-        ),
-        compile=compiling.compile,
+        compute=_of_each(traced.done, profile and profile.compute),
+        communication=_of_each(traced.done, profile and profile.communication),
+        compile=compiling and compiling.compile,
         checkpoint=_seconds_to_save(model),
         load=load,
         backend=engine.name,
-        not_compiled=not_compiled_words(session.not_compiled()) if session else "",
+        not_compiled=_not_compiled(model) if engine.name == "jax" else "",
     )
 
 
@@ -178,3 +181,24 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def _profiled(backend: str, *, devices: bool) -> AbstractContextManager[Any]:
+    """Measure compilation inside the context, and the work of the devices if asked.
+
+    Only JAX has calls for that; the context gives `None` on other backends.
+    """
+    if backend != "jax":
+        return nullcontext()
+    from lockstep.engines.jax.introspection.profile import profiled
+
+    return profiled(devices=devices)
+
+
+def _of_each(steps: int, seconds: float | None) -> float | None:
+    return None if seconds is None else seconds / steps
+
+
+def _not_compiled(model: Any) -> str:
+    """Return what keeps a step from being compiled on JAX, unless the user asked for that."""
+    return not_compiled_words([] if model.run_eagerly else layers_not_compiled(model))

@@ -24,13 +24,14 @@ from lockstep.checkpoint.fingerprint import (
     is_rate,
     rates_of,
 )
-from lockstep.checkpoint.fit_run import FitRun, Observer, Snapshot
+from lockstep.checkpoint.fit_run import FitRun, Observer
 from lockstep.checkpoint.folder_lock import only_writer
 from lockstep.checkpoint.manifest import read_manifest
 from lockstep.checkpoint.plain_state import from_plain, to_plain
 from lockstep.checkpoint.run_folder import Found, Retention, RunFolder
 from lockstep.checkpoint.run_report import position_in_words
 from lockstep.checkpoint.signals import Signals
+from lockstep.core.engine import Snapshot
 from lockstep.errors import (
     CheckpointError,
     CheckpointMismatch,
@@ -256,15 +257,15 @@ class CheckpointRun(Observer):
 
     def _all_save(self, due: bool) -> bool:
         """Whether this process saves now; all do if a snapshot needs all, as the first one asks."""
-        if not self._fit.fit_state.is_spread:
+        if not self._fit.is_spread:
             return due
         return process_group.any_asked(due and self._writes)
 
     def _save(self, epoch: int, step: int, logs: dict[str, Any], said: dict[str, Any]) -> None:
         """Wait for the previous save, copy the state and start to write it."""
         if not self._writes:
-            if self._fit.fit_state.is_spread:
-                self._fit.fit_state.follow()
+            if self._fit.is_spread:
+                self._fit.session.snapshot(logs, writes=False)
             return
         self._background.finish()
         self._say_failure()
@@ -286,7 +287,8 @@ class CheckpointRun(Observer):
             **self._facts,
             "run": _plain(run.state(step), others),
         }
-        snapshot = run.fit_state.snapshot(logs)
+        snapshot = run.session.snapshot(logs, writes=True)
+        assert snapshot is not None  # this process writes
         self._background.run(partial(self._write, epoch, step, state, snapshot, others))
 
     def _write(

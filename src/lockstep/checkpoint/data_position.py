@@ -1,5 +1,6 @@
 """Record the position of a run in its data, and restore it."""
 
+import functools
 import warnings
 from collections.abc import Iterator
 from copy import deepcopy
@@ -18,6 +19,7 @@ from lockstep.checkpoint.data_states import (
     put_states,
     states_of,
 )
+from lockstep.core.engine import TRAIN, Kind
 from lockstep.errors import CheckpointError, CheckpointMismatch, CheckpointWarning, counted
 from lockstep.keras_compat import (
     ArrayDataAdapter,
@@ -310,3 +312,10 @@ class ValidationPosition(EpochIterator):  # type: ignore[misc]  # Keras has no t
             yield from batches
 
         return counted()
+
+
+@functools.cache
+def recorded_type(kind: Kind, iterator: type[Any]) -> Any:
+    """Return a subclass of an iterator that records the position in the data for a checkpoint."""
+    position = TrainingPosition if kind is TRAIN else ValidationPosition
+    return type(f"Recorded{iterator.__name__}", (position, iterator), {"recorded": True})

@@ -1,9 +1,8 @@
 """Read and restore the state of a running `fit` between two steps."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import numpy as np
@@ -11,46 +10,9 @@ import numpy as np
 from lockstep.checkpoint import callback_states
 from lockstep.checkpoint.data_states import fingerprint, put_states
 from lockstep.checkpoint.fingerprint import compiled_of, config_of, is_rate
+from lockstep.core.engine import Session
 from lockstep.processes.group import current
 from lockstep.state import named_variables, renew_normalization
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The variables of a model between two steps.
-
-    Attributes:
-        variables: Number of arrays that are variables; the rest are logs.
-        arrays: The name, dtype and shape of each array.
-        values: The values in the same order, fetched to the host one at a time. Any thread may
-            consume the iterator once, while training continues.
-    """
-
-    variables: int
-    arrays: list[tuple[str, str, tuple[int, ...]]]
-    values: Iterator[np.ndarray]
-
-
-class FitState(Protocol):
-    """The variables of a model in a running `fit`; each engine implements it."""
-
-    def snapshot(self, logs: dict[str, Any]) -> Snapshot:
-        """Copy every variable, then the logs of the last step, between two steps.
-
-        Training waits only until the copies are enqueued.
-        """
-        ...
-
-    is_spread: bool = False
-    """Whether a snapshot needs every process."""
-
-    def follow(self) -> None:
-        """Take part in the snapshot of the first process, where it needs every process."""
-        return
-
-    def sync(self) -> None:
-        """Write the state of the running epoch to the variables."""
-        ...
 
 
 class Observer:
@@ -85,38 +47,36 @@ class FitRun:
         devices: The names of its devices.
         epochs: The epoch at which the run ends.
         adapter: Keras's adapter of the training data.
-        fit_state: The variables, as the engine holds them.
+        session: The model on its devices.
+        is_spread: Whether each of several processes has a part of the variables.
     """
 
     def __init__(
         self,
-        model: Any,
-        devices: tuple[str, ...],
+        session: Session,
         batches: Any,
         held_out: Any,
         callbacks: list[Any],
         epochs: int,
-        fit_state: FitState,
     ) -> None:
         """Start to record.
 
         Args:
-            model: The model.
-            devices: The names of its devices.
+            session: The model on its devices.
             batches: The training batches, a `TrainingPosition`.
             held_out: The validation batches, a `ValidationPosition`, or `None`.
             callbacks: All callbacks except the checkpoint.
             epochs: The epoch at which the run ends.
-            fit_state: The variables, as the engine holds them.
         """
-        self.model = model
-        self.devices = devices
+        self.session = session
+        self.model = session.model
+        self.devices = session.devices
+        self.is_spread = current().size > 1 and session.layout.is_sharded
         self.epochs = epochs
         self.adapter = batches.data_adapter
         self._batches = batches
         self._held_out = held_out
         self._callbacks = callbacks
-        self.fit_state = fit_state
         self._logs: dict[str, Any] = {}
         self._within: tuple[list[np.ndarray], Any] | None = None
 
@@ -172,7 +132,7 @@ class FitRun:
         """Undo the changes of the epoch's beginning if the run resumes within the epoch."""
         within, self._within = self._within, None
         if within is not None:
-            self.fit_state.sync()
+            self.session.sync()
             self._put(*within)
 
     def logs_of(self, logs: Any) -> Any:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from lockstep.errors import UnsupportedBackend
 
 if TYPE_CHECKING:
-    from lockstep.engines.engine import Engine
+    from lockstep.core.engine import Engine
 
 
 def current_engine() -> "Engine":

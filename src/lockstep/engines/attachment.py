@@ -6,15 +6,16 @@ What an attachment does is the same on every backend. What only one framework ne
 
 import functools
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import keras
+import numpy as np
 
 from lockstep.checkpoint.callback import checkpoint_among, fit_scope
+from lockstep.core.engine import KINDS, Engine, Kind, Methods, Session
 from lockstep.engines.atomic_save import SAVING, atomic_saves
-from lockstep.engines.engine import Engine
 from lockstep.engines.out_of_memory import has_note, is_out_of_memory, note_of
 from lockstep.errors import UnsupportedBackend, UnsupportedModel
 from lockstep.fit_lines import (
@@ -31,17 +32,14 @@ from lockstep.processes.agreement import check_course
 from lockstep.processes.call_scope import CALLS
 from lockstep.state import named_variables, optimizers_of, rnn_states
 from lockstep.step_bytes import size_of
-from lockstep.training.call_guard import STEPPING, CallGuard
+from lockstep.training.call_guard import LOOPS, STEPPING, CallGuard
 from lockstep.training.inner_fit import lead_to_loop
 from lockstep.training.input import check_times
 from lockstep.training.loop import Loop
 from lockstep.training.overrides import MAKERS, check_makers, knows_arguments, own_maker
-from lockstep.training.session import KINDS, Kind, Session
 
 ATTACHMENT = "_lockstep"
 """The attribute of a model that holds its attachment."""
-
-Methods = dict[str, Any]
 
 _OF_CLASS = (*STEPPING, *SAVING)
 """The methods of a class that tools replace, and lockstep on the instance."""
@@ -83,14 +81,13 @@ class Attachment:
         before = attachment_of(self.model)
         check_makers(self.model)
         _check_instance(self.model, {} if before is None else before.hooks)
-        self.session.check()
 
     def take_over(self) -> None:
         """Lay out the variables, and replace the methods that run steps."""
         self.session.open()
         vars(self.model)[ATTACHMENT] = self
         self._of_class = self._methods_of_class()
-        self._inner = self.session.methods(self._methods(), self.turns)
+        self._inner = self.session.methods(self._methods(), self._guarded)
         self.hooks = {name: self._newest(name, method) for name, method in self._inner.items()}
         self.replaced = _put_on(self.model, self.hooks)
         remake_functions(self.model)
@@ -130,7 +127,7 @@ class Attachment:
         now = {name: attributes.pop(name) for name in self.hooks if name in attributes}
         attributes.update(self.replaced)
         try:
-            made = self.session.methods(self._methods(), self.turns)
+            made = self.session.methods(self._methods(), self._guarded)
             names = [name for name in _OF_CLASS if name in self.hooks]
             self._inner |= {name: made.get(name) or getattr(self.model, name) for name in names}
             self._of_class = of_class
@@ -140,27 +137,32 @@ class Attachment:
             attributes.update(now)
 
     def _methods(self) -> Methods:
-        model, session = self.model, self.session
-        stepping = session.stepping({name: getattr(model, name) for name in STEPPING})
-        stepping |= _loop_methods(self.loop, session.loops)
+        model = self.model
+        stepping = {name: getattr(model, name) for name in STEPPING}
+        stepping |= _loop_methods(self.loop)
         stepping["fit"] = _announced_fit(stepping["fit"], self.loop, self._fit_line)
         return {
             **{f"make_{kind.function}": functools.partial(self._make, kind) for kind in KINDS},
             "reset_states": self._reset_states,
-            **{
-                name: self.turns.guarded(name, self._with_note(name, method))
-                for name, method in stepping.items()
-            },
+            **{name: self._guarded(name, method) for name, method in stepping.items()},
             **atomic_saves(model),
         }
 
-    def _with_note(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a method: an error of a device without memory gets a note on what holds it."""
+    def _guarded(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a method that calls the model: one thread at a time does."""
+        return self.turns.guarded(name, self._called(name, method) if name in STEPPING else method)
+
+    def _called(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a method that runs steps: variables have values at its end.
+
+        An error of a device without memory gets a note on what holds it.
+        """
 
         @functools.wraps(method)
-        def method_with_note(*args: Any, **kwargs: Any) -> Any:
+        def method_in_call(*args: Any, **kwargs: Any) -> Any:
             try:
-                return method(*args, **kwargs)
+                with self.session.call(name):
+                    return method(*args, **kwargs)
             except Exception as error:
                 is_data_parallel = isinstance(self.session.layout, DataParallel)
                 if is_out_of_memory(error) and is_data_parallel and not has_note(error):
@@ -168,19 +170,17 @@ class Attachment:
                     error.add_note(note_of(self._engine, self.session, name, given))
                 raise
 
-        return method_with_note
+        return method_in_call
 
     def _make(self, kind: Kind, force: bool = False) -> Any:
         # keras/src/backend/*/trainer.py, make_train_function and the like
-        model, name = self.model, kind.function
-        self.session.adopt(first=getattr(model, name) is None)
-        if getattr(model, name) is None or force:
-            vars(model)[name] = self.session.step_function(kind)
-        return getattr(model, name)
+        function = vars(self.model)[kind.function] = self.session.step_function(kind, force)
+        return function
 
     def _reset_states(self) -> None:
         """Set the states of every stateful RNN layer to zero, as in Keras 2."""
-        self.session.reset(rnn_states(self.model))
+        for state in rnn_states(self.model):
+            state.assign(np.zeros(state.shape, state.dtype))
 
     def _fit_line(self, given: Given, compiles: bool) -> str:
         session = self.session
@@ -230,8 +230,6 @@ def attach(engine: Engine, model: Any, layout: Layout) -> None:
             f"{model.name!r} was to have layers on several devices, and there are several "
             "processes,\nwhere every device runs all layers. Start one process."
         )
-    if layout.is_sharded:
-        engine.check_shards()
     before, name = session_of(model), layout.made_by
     if before is not None and type(before.layout) is not type(layout):
         raise both_layouts(model, name)
@@ -343,13 +341,13 @@ def _take_off(model: Any, methods: Methods, own: Methods) -> None:
             del attributes[name]
 
 
-def _loop_methods(loop: Loop, names: Collection[str]) -> dict[str, Callable[..., Any]]:
+def _loop_methods(loop: Loop) -> dict[str, Callable[..., Any]]:
     """Return the methods of a loop that can replace those of its model, by name.
 
     A `fit` that the class overrides stays. Lockstep's loop then replaces Keras's `fit` that it
     calls, if a checkpoint is given.
     """
-    methods = {name: getattr(loop, name) for name in names if loop.replaces(name)}
+    methods = {name: getattr(loop, name) for name in LOOPS if loop.replaces(name)}
     if "fit" not in methods and knows_arguments(Loop.fit, "fit"):
         lead_to_loop(_loop_of)
     return methods

@@ -3,13 +3,10 @@
 import os
 import signal
 import threading
-from collections.abc import Callable
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 from lockstep.keras_compat import catches_interrupts
-
-Result = TypeVar("Result")
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2")
 _SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
@@ -20,55 +17,65 @@ held: list[tuple["HeldSignals", int, FrameType | None]] = []
 
 
 class HeldSignals:
-    """Holds signals back while an exception would lose values.
+    """Holds signals back inside the context while an exception would lose values.
 
     Python runs signal handlers between two instructions of the main thread. So Ctrl-C may
     raise `KeyboardInterrupt` between a call that returns the only copy of a value and the
     instruction that stores it. This class replaces the handlers of the script. It calls them
-    at once if `may_interrupt` allows it, otherwise later.
+    at once if `may_interrupt` allows it, otherwise later. At its end the context runs `finish`
+    to the end, and then the handlers of the signals that came meanwhile.
 
     Signals within code of Keras that catches every exception are held back too: it would drop a
     `KeyboardInterrupt`.
 
-    Handlers installed during `run` are not held back. In other threads than the main thread,
+    Handlers installed inside the context are not held back. In other threads than the main thread,
     Python runs no handlers, and this class changes nothing.
 
-    Args:
-        may_interrupt: Returns whether an exception at this moment loses no values.
+    A subclass says when a signal may interrupt, and what has to be done at the end. Used as it
+    is, the class holds every signal back.
     """
 
-    def __init__(self, may_interrupt: Callable[[], bool]) -> None:
-        self._may_interrupt = may_interrupt
+    def __init__(self) -> None:
         self._before: dict[int, Any] = {}
         self._process = os.getpid()
         self._finishing = True
 
-    def run(self, body: Callable[[], Result], finish: Callable[[], object]) -> Result:
-        """Return the result of `body` after a complete run of `finish`.
+    def may_interrupt(self) -> bool:
+        """Return whether an exception at this moment loses no values."""
+        return False
 
-        At most one signal raises an exception before `finish` is done; others are handled
-        after it. That exception may come at the first instruction of a `finally`. So `finish`
-        is called in two `finally` blocks, and has nothing to do the second time.
+    def begin(self) -> Any:
+        """Begin, and return what the context gives; `finish` follows, whatever happens."""
+        return self
+
+    def finish(self, error: BaseException | None) -> None:
+        """Put values back, at the end of the context; signals do not interrupt it.
 
         Args:
-            body: Code that signals may interrupt.
-            finish: Code that signals may not interrupt. It is called twice.
+            error: What ends the context, `None` if nothing went wrong.
         """
+
+    def __enter__(self) -> Any:
+        """Hold signals back from now on."""
         try:
-            try:
-                self._install()
-                self._finishing = False
-                handle_held()
-                return body()
-            finally:
-                self._finishing = True
-                finish()
+            self._install()
+            self._finishing = False
+            handle_held()
+            return self.begin()
+        except BaseException as error:
+            self._end(error)
+            raise
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Finish, and handle the signals that were held back."""
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._finishing = True
+        try:
+            self.finish(error)
         finally:
-            self._finishing = True
-            try:
-                finish()
-            finally:
-                self._restore()
+            self._restore()
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Call the handler of the script; if it raises, hold further signals back."""
@@ -79,10 +86,18 @@ class HeldSignals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a forked worker has no values to lose
             self._before[number](number, frame)
-        elif self._finishing or not self._may_interrupt() or catches_interrupts(frame):
-            held.append((self, number, frame))
-        else:
+        elif self._is_whole_at(frame) and not catches_interrupts(frame):
             self.handle(number, frame)
+        else:
+            held.append((self, number, frame))
+
+    def _is_whole_at(self, frame: FrameType | None) -> bool:
+        """Return whether a signal may interrupt a frame.
+
+        Nothing would run `finish` if an exception came between the begin of `__exit__` and that.
+        """
+        ends = frame is not None and frame.f_code in _ENDS
+        return not (self._finishing or ends) and self.may_interrupt()
 
     def _install(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -110,6 +125,9 @@ class HeldSignals:
                 self._before[number](number, frame)
             finally:
                 self._handle_each(signals[1:])
+
+
+_ENDS = (HeldSignals.__exit__.__code__, HeldSignals._end.__code__)
 
 
 def handle_held() -> None:

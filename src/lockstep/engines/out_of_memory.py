@@ -3,11 +3,10 @@
 from contextlib import suppress
 from typing import Any
 
-from lockstep.engines.engine import Engine
+from lockstep.core.engine import Engine, Session
 from lockstep.errors import UnsupportedBackend
 from lockstep.fit_lines import Given, batch_size_of
 from lockstep.step_bytes import LayoutBytes, amount, layout_bytes
-from lockstep.training.session import Session
 
 _TYPES = {"OutOfMemoryError", "ResourceExhaustedError"}  # of PyTorch and TensorFlow
 _WORDS = ("resource_exhausted", "out of memory", "can't allocate memory", "oom when allocating")
@@ -40,11 +39,10 @@ def note_of(engine: Engine, session: Session, name: str, given: Given) -> str:
     model, count = session.model, len(session.devices)
 
     def bytes_with(dims: Any) -> LayoutBytes:
-        return layout_bytes(model, (), count, dims, engine.reduces_in_compute_type)
+        return layout_bytes(model, (), count, dims)
 
     held, sharded = bytes_with(None), None
     with suppress(UnsupportedBackend):
-        engine.check_shards()
         sharded = bytes_with(engine.sharded_dims(model, count))
     if session.layout.is_sharded and sharded is not None:
         held = sharded

@@ -162,7 +162,7 @@ def _plan(
     engine = current_engine()
     name = build if isinstance(build, str) else getattr(build, "__name__", "build")
     function = partial(call_target, build) if isinstance(build, str) else build
-    model, batch, has_targets = abstract_model(function, name, batch_size, engine.empty_value)
+    model, batch, has_targets = abstract_model(function, name, batch_size)
     if session_of(model) is not None:
         raise UnusableData(
             f"{name} distributes {model.name!r}, and a plan needs the model on one device.\n"
@@ -178,17 +178,14 @@ def _plan(
         notes.append(f"On JAX {not_compiled_words(layers)}: it may need more.")
     layouts: list[tuple[int, Any]] = [(count, None) for count in counts]
     try:
-        engine.check_shards()
-        layouts += [(n, engine.sharded_dims(model, n)) for n in counts if n > 1]
+        dims = [(n, engine.sharded_dims(model, n)) for n in counts]
+        layouts += [each for each in dims if each[0] > 1]
     except UnsupportedBackend as error:
         notes.append(f"{engine.name} has no sharded state. {str(error).splitlines()[1]}")
     arrays = arrays_of(batch if has_targets else batch[0])
-    in_compute_type = engine.reduces_in_compute_type
     layouts.sort(key=lambda each: each[0])
-    again = partial(engine.gathers_again, memory=inf if memory is None else memory)
-    found = [
-        layout_bytes(model, arrays, count, dims, in_compute_type, again) for count, dims in layouts
-    ]
+    again = _gathers_again(engine.name, inf if memory is None else memory)
+    found = [layout_bytes(model, arrays, count, dims, again) for count, dims in layouts]
     if target is None:
         pairs = [(each, dims) for each, (_, dims) in zip(found, layouts, strict=True)]
         sizes, words = estimated_temporaries(engine, model, batch, pairs, build, batch_size, policy)
@@ -212,3 +209,15 @@ def _plan(
         gpu=None if target is None else target["device_description_str"],
         notes=(EXACT, *words, *notes),
     )
+
+
+def _gathers_again(backend: str, memory: float) -> Callable[[int], bool]:
+    """Return a function: whether weights of so many bytes are gathered again on JAX.
+
+    The other engines keep them from the forward pass, or never have them all at once.
+    """
+    if backend != "jax":
+        return lambda size: False
+    from lockstep.engines.jax.steps.gather_again import would_gather_again
+
+    return partial(would_gather_again, memory=memory)

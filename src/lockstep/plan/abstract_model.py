@@ -26,7 +26,6 @@ def abstract_model(
     build: Callable[[], Any],
     name: str,
     batch_size: int | None,
-    empty: Callable[[Any], Any],
 ) -> tuple[Any, Any, bool]:
     """Call a function that returns a model, and build the model without values.
 
@@ -34,7 +33,6 @@ def abstract_model(
         build: Returns a compiled model, or `(model, data)`.
         name: The name of the function.
         batch_size: Rows of the global batch; `None` for those that the data give.
-        empty: Returns what a variable without a value stores.
 
     Returns:
         The model, the shapes of a global batch in the structure of a training step, and whether
@@ -51,7 +49,7 @@ def abstract_model(
             "Let it return the compiled model, and call fit elsewhere."
         )
 
-    with variables_without_values(empty, refuse):
+    with variables_without_values(_empty_value, refuse):
         try:
             result = build()
         except LockstepError:
@@ -67,6 +65,20 @@ def abstract_model(
             batch = _batch_of(data, batch_size)
             _build(model, batch, name)
     return model, batch, data is not None
+
+
+def _empty_value(variable: Any) -> Any:
+    """Return what a variable without a value stores; it takes no memory."""
+    backend = keras.backend.backend()
+    if backend == "torch":
+        from lockstep.engines.torch.placement import empty_parameter
+
+        return empty_parameter(variable)
+    if backend == "tensorflow":
+        from lockstep.engines.tensorflow.mirrored_variables import empty_variable
+
+        return empty_variable(variable)
+    return None
 
 
 def arrays_of(batch: Any) -> list[Leaf]:

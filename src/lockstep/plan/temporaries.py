@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from lockstep.batches import rows_of
+from lockstep.core.engine import Engine
 from lockstep.devices import REPLICATED, shard_rows
-from lockstep.engines.engine import Engine
-from lockstep.errors import LockstepError, UnsupportedBackend, UnusableData, counted
+from lockstep.errors import LockstepError, UnsupportedBackend, UnusableData, counted, first_line
 from lockstep.plan.abstract_model import resized
 from lockstep.plan.liveness import MEDIAN_ERROR, WORST_ERROR, TracedProgram
 from lockstep.plan.memory_plan import FULL
@@ -152,7 +152,7 @@ def _compiled_peak(
 ) -> int:
     began, devices = time.monotonic(), counted(layout.devices, "device")
     say(f"XLA compiles the step of {devices}, {layout.state}, {rows_of(batch)} rows ...")
-    used = engine.compiled_bytes(model, batch, layout, gpu)
+    used = _ahead_of_time(engine.name).compiled_bytes(model, batch, layout, gpu)
     say(f"    {time.monotonic() - began:.0f} s")
     return sum(used)
 
@@ -175,14 +175,31 @@ def _check_portable(model: Any, backend: str) -> None:
 
 
 def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def _ahead_of_time(backend: str) -> Any:
+    """Return the module that traces and compiles a step on shapes, which JAX alone can.
+
+    Raises:
+        UnsupportedBackend: If the backend is another one.
+    """
+    if backend != "jax":
+        raise UnsupportedBackend(
+            f"gpu= was given, and {backend} compiles no step for a GPU that is not here.\n"
+            "Set KERAS_BACKEND=jax."
+        )
+    from lockstep.engines.jax.introspection import ahead_of_time
+
+    return ahead_of_time
 
 
 def _traced(engine: Engine, model: Any, batch: Any, layouts: Layouts) -> list[int]:
     rows = rows_of(batch)
     traced_rows = max(rows, 2)  # JAX traces other operations for one row
-    program, variables = engine.traced_step(model, resized(batch, traced_rows))
-    other, _ = engine.traced_step(model, resized(batch, 2 * traced_rows))
+    traced_step = _ahead_of_time(engine.name).traced_step
+    program, variables = traced_step(model, resized(batch, traced_rows))
+    other, _ = traced_step(model, resized(batch, 2 * traced_rows))
     traced = TracedProgram(program, other, len(variables))
     found = []
     for layout, dims in layouts:

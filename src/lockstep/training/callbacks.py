@@ -77,16 +77,9 @@ class Callbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
     callback reads them. It calls the progress bar only for the batches at which the bar draws, and
     skips callbacks without batch hooks. The batch hooks are listed when an epoch begins. A
     checkpoint is called last, so that it saves the effects of all other callbacks.
-
-    Args:
-        array_type: The type of the arrays in the logs of a step.
     """
 
     _checkpoint: Checkpoint | None = None
-
-    def __init__(self, *args: Any, array_type: type[Any], **kwargs: Any) -> None:
-        self._array_type = array_type
-        super().__init__(*args, **kwargs)
 
     def _configure_async_dispatch(self, callbacks: Any) -> None:
         """Use no other thread."""
@@ -173,7 +166,7 @@ class Callbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
     def _end(self, hook: str, batch: int, logs: Any) -> None:
         hooked = [callback for callback in self._hooked[hook] if _draws(callback, batch)]
         if hooked:
-            logs = lazy_logs(logs, pythonify_logs, self._array_type)
+            logs = lazy_logs(logs, pythonify_logs)
             for callback in hooked:
                 getattr(callback, hook)(batch, logs=logs)
                 self._note_stop(callback)

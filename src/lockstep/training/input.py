@@ -25,11 +25,13 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
             those of a full pass.
         recorded: Whether a checkpoint records the position of the trained batches.
         watched: Whether callbacks run between steps. They may write into the arrays.
+        copies: Whether code could write into rows of the data set that a step still reads.
     """
 
     skip = 0
     recorded = False
     watched = True
+    copies = True
 
     # keras/src/trainers/epoch_iterator.py, EpochIterator
 
@@ -99,13 +101,9 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         arrays = plain_arrays(self.data_adapter)
         if arrays is not None:
             every = row_numbers(self.data_adapter, self.skip)
-            return (arrays.batch(rows, copied=self._copies()) for rows in every)
+            return (arrays.batch(rows, copied=self.copies) for rows in every)
         batches = self._source()
         return _fresh(islice(batches, self.skip, None) if self.skip else batches)
-
-    def _copies(self) -> bool:
-        """Return whether code could write into rows of the data set that a step still reads."""
-        return True
 
     def _source(self) -> Any:
         return self.data_adapter.get_numpy_iterator()
@@ -144,6 +142,18 @@ class BatchesAhead:
         """Return the batch on the devices: as it was put there ahead, if it was."""
         ready, self._ready = self._ready, None
         return ready[1] if ready is not None and ready[0] is batch else self._place(batch)
+
+
+def drawn(iterator: Iterator[Any], times: int) -> Iterator[Any]:
+    """Draw the batches of one execution.
+
+    Raises:
+        StopIteration: If no batch is left.
+    """
+    batches = list(islice(iterator, times))
+    if not batches:
+        raise StopIteration
+    return iter(batches)
 
 
 def check_times(times: object) -> None:

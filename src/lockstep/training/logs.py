@@ -8,15 +8,12 @@ import keras
 Numbers = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-def lazy_logs(
-    logs: dict[str, Any] | None, numbers: Numbers, array_type: type[Any]
-) -> dict[str, Any]:
+def lazy_logs(logs: dict[str, Any] | None, numbers: Numbers) -> dict[str, Any]:
     """Return the `logs` for callbacks as a dict that fetches its values on demand.
 
     Args:
         logs: The logs that a step or this function returned.
         numbers: Turns such logs into plain numbers, as Keras does.
-        array_type: The type of arrays that never change.
 
     Returns:
         A dict. It is plain if the step returned a value of another type: a variable, for
@@ -25,9 +22,14 @@ def lazy_logs(
     if type(logs) is LazyLogs:
         return logs
     flat = _flat(logs) if logs else {}
-    if flat and all(isinstance(value, array_type) for value in flat.values()):
+    if flat and all(map(_is_array, flat.values())):
         return LazyLogs(flat, numbers)
     return numbers(logs or {})
+
+
+def _is_array(value: Any) -> bool:
+    """Return whether a value is an array that never changes."""
+    return keras.ops.is_tensor(value) and not hasattr(value, "assign")  # a variable
 
 
 def pythonify_logs(logs: dict[str, Any] | None) -> dict[str, Any]:

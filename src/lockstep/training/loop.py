@@ -12,19 +12,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import keras
+import numpy as np
 
 from lockstep.checkpoint.callback import Checkpoint, observer_among
 from lockstep.checkpoint.fit_run import NO_OBSERVER, FitRun, Observer
+from lockstep.core.engine import NO_BATCH, PREDICT, TEST, TRAIN, Kind, Session
 from lockstep.errors import UnusableData
 from lockstep.fit_lines import LONG, Wait, first_step_line, waiting_line
 from lockstep.keras_compat import (
     WITHIN_FIT,
     check_compiled,
     filter_traceback,
+    finalizes_after_errors,
     first_epoch_of,
     forget_validation,
     keep_validation,
     kept_validation,
+    keras_joins_predictions,
     metric_results,
     train_validation_split,
     trainer_class,
@@ -36,7 +40,6 @@ from lockstep.training.callbacks import Callbacks, see_every_batch
 from lockstep.training.input import HostIterator
 from lockstep.training.logs import pythonify_logs
 from lockstep.training.overrides import is_keras, knows_arguments
-from lockstep.training.session import NO_BATCH, PREDICT, TEST, TRAIN, Execute, Kind, Session
 
 Begin = Callable[[int], None]
 End = Callable[[int, Any], None]
@@ -77,6 +80,7 @@ class Loop:
         self._ran: Any = None
         self._tested: Any = None
         self._prints = False
+        self._validation: Any = None
 
     def compiles(self) -> bool:
         """Return whether the next `fit` compiles the training step first."""
@@ -87,8 +91,10 @@ class Loop:
         """Return whether this loop can replace the model's method `name`.
 
         It cannot if the model overrides the method, or if this version of Keras has arguments that
-        the loop does not have.
+        the loop does not have, or joins predictions in a way of its own.
         """
+        if name == "predict" and keras_joins_predictions():
+            return False
         mine: Callable[..., Any] = getattr(type(self), name)
         return is_keras(self.model, name) and knows_arguments(mine, name)
 
@@ -139,10 +145,10 @@ class Loop:
             self._epochs(fit)
             ended = True
         except Exception as error:
-            fit.observer.end(error)  # before `_finish` clears the state
+            fit.observer.end(error)
             raise
         finally:
-            self._finish(finalizes=epochs > 0 and (ended or self._session.finalizes_always))
+            self._finish(finalizes=epochs > 0 and (ended or finalizes_after_errors()))
         fit.callbacks.on_train_end(logs=fit.logs)
         return self.model.history
 
@@ -176,15 +182,14 @@ class Loop:
     def _observed(self, fit: "_Fit") -> FitRun:
         model, session = self.model, self._session
         if fit.held_out is not None:
-            keep_validation(model, self._held_out(fit, recorded=True))
+            self._validation = self._held_out(fit, recorded=True)
+            keep_validation(model, self._validation)
         return FitRun(
-            model,
-            session.devices,
+            session,
             fit.batches,
             kept_validation(model),
             [each for each in fit.callbacks.callbacks if not isinstance(each, Checkpoint)],
             fit.epochs,
-            session.fit_state(),
         )
 
     def _epochs(self, fit: "_Fit") -> None:
@@ -216,7 +221,8 @@ class Loop:
         model = self.model
         # An overridden `evaluate` may pass the iterator on to Keras's.
         if kept_validation(model) is None:
-            keep_validation(model, self._held_out(fit))
+            self._validation = self._held_out(fit)
+            keep_validation(model, self._validation)
         self._prints = fit.verbose != 0
         logs = model.evaluate(
             **held_out,
@@ -238,13 +244,12 @@ class Loop:
         )
 
     def _finish(self, finalizes: bool) -> None:
-        """Put the state back into the variables, after an error too."""
+        """Let the optimizer set the final values, and forget the data of the validation."""
         model = self.model
-        self._session.sync()
         if isinstance(model.optimizer, keras.optimizers.Optimizer) and finalizes:
             model.optimizer.finalize_variable_values(model.trainable_weights)
         forget_validation(model)
-        self._session.clear()
+        self._validation = None
 
     # ------------------------------------------------------------------- evaluate
 
@@ -267,7 +272,8 @@ class Loop:
         within_fit = kwargs.pop(WITHIN_FIT, False)
         if kwargs:
             raise ValueError(f"Arguments not recognized: {kwargs}")
-        if within_fit and not isinstance(kept_validation(model), session.iterator_type):
+        mine = self._validation is not None and kept_validation(model) is self._validation
+        if within_fit and not mine:
             # Keras's fit made the iterator: fit is overridden, or began before `distribute`.
             given = (x, y, batch_size, verbose, sample_weight, steps, callbacks, return_dict)
             return trainer_class().evaluate(model, *given, **{WITHIN_FIT: True})
@@ -301,7 +307,6 @@ class Loop:
             raise _no_batch("evaluate")
         logs = pythonify_logs(self._results(logs))
         callbacks.on_test_end(logs)
-        session.clear()
         return logs if return_dict else values_in_order(model, logs)
 
     # -------------------------------------------------------------------- predict
@@ -333,21 +338,17 @@ class Loop:
         model.stop_predicting = False
         every: list[Any] = []
         callbacks.on_predict_begin()
-        sees = see_every_batch(callbacks, "predict")
 
         def end(step: int, outputs: Any) -> None:
             every.append(outputs)
-            outputs = session.fetched(outputs) if sees else outputs
             callbacks.on_predict_batch_end(step, {"outputs": outputs})
 
         begin = callbacks.on_predict_batch_begin
         self._epoch(PREDICT, batches, callbacks, begin, end)
-        session.sync()
         if not every:
             raise _no_batch("predict")
-        predictions = session.joined(every)
+        predictions = keras.tree.map_structure(_joined, *every)
         callbacks.on_predict_end()
-        session.clear()
         return predictions
 
     def _epoch(self, kind: Kind, batches: Any, callbacks: Any, begin: Begin, end: End) -> Any:
@@ -370,8 +371,11 @@ class Loop:
                 stopped.append(error)
             return not stopped
 
-        def run(execute: Execute) -> Any:
-            outputs: Any = NO_BATCH
+        outputs: Any = NO_BATCH
+        if isinstance(batches, HostIterator):
+            batches.watch(see_every_batch(callbacks, kind.name))
+        epoch = self._session.epoch(kind, batches, callbacks)
+        with phase(kind.phase, compiles=True), epoch as execute:
             with batches.catch_stop_iteration():
                 for first, last, iterator in batches:
                     if not goes_on(begin, first):
@@ -383,12 +387,7 @@ class Loop:
                 raise stopped[0]
             if isinstance(batches, HostIterator):
                 batches.check_epoch()
-            return outputs
-
-        if isinstance(batches, HostIterator):
-            batches.watch(see_every_batch(callbacks, kind.name))
-        with phase(kind.phase, compiles=True):
-            return self._session.epoch(kind, batches, callbacks, run)
+        return outputs
 
     @contextmanager
     def _first_steps(
@@ -405,7 +404,7 @@ class Loop:
             end: See `_epoch`.
             prints: Whether to print.
         """
-        work = self._session.first_work() if prints else None
+        work = self._session.first_work(kind, 0) if prints else None
         if work is None:
             yield begin, end
             return
@@ -421,7 +420,7 @@ class Loop:
             nonlocal spent, is_ready
             if not is_ready:
                 spent += waits.stop()
-                is_ready = self._session.is_ready(kind)
+                is_ready = self._session.first_work(kind, step + 1) is None
                 if is_ready and spent >= LONG:
                     print(first_step_line(phase, work, spent), flush=True)
             end(step, outputs)
@@ -432,8 +431,6 @@ class Loop:
             waits.stop()
 
     def _results(self, logs: dict[str, Any]) -> dict[str, Any]:
-        """Return the logs of an epoch. Metrics compute them operation by operation."""
-        self._session.sync_metrics()
         return metric_results(self.model, logs)
 
     def _callbacks(
@@ -448,9 +445,14 @@ class Loop:
             epochs=epochs,
             steps=batches.num_batches,
             model=self.model,
-            array_type=self._session.array_type,
             **kwargs,
         )
+
+
+def _joined(*parts: Any) -> np.ndarray:
+    """Return all rows of the predictions of several steps."""
+    # One by one: np.concatenate is slower at converting arrays of a framework.
+    return np.concatenate([keras.ops.convert_to_numpy(part) for part in parts])
 
 
 def _no_batch(call: str) -> UnusableData:

@@ -13,9 +13,9 @@ import keras
 import numpy as np
 
 from lockstep.batches import Batch, rows_of
+from lockstep.core.engine import Engine, Probe
 from lockstep.devices import REPLICATED
 from lockstep.engines.attachment import attach, detach, session_of
-from lockstep.engines.engine import Engine, Probe
 from lockstep.engines.probe_helpers import SHORT_FLOATS
 from lockstep.errors import UnsplitBatchWarning, counted
 from lockstep.keras_compat import computes_in_float64, layers_in, layers_not_in_float64
@@ -398,7 +398,8 @@ class _Comparison:
 
     def _loses_states(self) -> bool:
         """Return whether stock Keras drops RNN states between batches, and lockstep keeps them."""
-        loses = self.engine.keras_drops_states and bool(rnn_states(self.model))
+        # Stock Keras on JAX drops the states of stateful RNNs after each batch.
+        loses = self.engine.name == "jax" and bool(rnn_states(self.model))
         if loses:
             self.notes.append(
                 "Stock Keras on JAX drops the states of stateful RNNs after each batch; the runs "

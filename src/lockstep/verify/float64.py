@@ -19,8 +19,8 @@ import keras
 import numpy as np
 
 from lockstep.batches import Batch
+from lockstep.core.engine import Engine
 from lockstep.engines import current_engine
-from lockstep.engines.engine import Engine
 from lockstep.engines.model_pickle import ModelPickler, dumped, reason_of, trackers_mended
 from lockstep.engines.own_code import is_own
 from lockstep.keras_compat import DTYPES, KerasSaveable, compute_in_float64, stored_value

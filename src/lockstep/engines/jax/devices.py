@@ -65,7 +65,7 @@ def _describe(device: jax.Device) -> Device:
 
 
 def exchanged(values: Any, source: str, target: str) -> tuple[Any, Any]:
-    """Copy integers from one device to another, and sum them over both; see `Engine`."""
+    """Copy integers from one device to another, and sum them over both; see `doctor.Exchange`."""
     pair = find((source, target))
     copy = jax.device_put(jax.device_put(values, pair[0]), pair[1])
     mesh = jax.sharding.Mesh(np.array(pair), ("devices",))

@@ -5,15 +5,26 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
-from jax.sharding import Sharding
 
-from lockstep.checkpoint.fit_run import FitState, Snapshot
+from lockstep.checkpoint.data_position import recorded_type
+from lockstep.core.engine import (
+    PREDICT,
+    TRAIN,
+    Execute,
+    Guard,
+    Home,
+    Kind,
+    Methods,
+    Session,
+    Snapshot,
+)
 from lockstep.devices import names_in_words
 from lockstep.engines.holders import check_shared, holders_of
 from lockstep.engines.jax import devices as jax_devices
@@ -23,14 +34,19 @@ from lockstep.engines.jax.branches.branch_steps import BranchSteps
 from lockstep.engines.jax.fit.on_batch import OnBatch
 from lockstep.engines.jax.jax_group import GROUP
 from lockstep.engines.jax.snapshot_buffers import SnapshotBuffers
-from lockstep.engines.jax.steps.epoch import run_epoch
+from lockstep.engines.jax.steps.execution import (
+    GROUPS_OF,
+    Execution,
+    ModelCall,
+    State,
+    StepFunction,
+    take_out,
+)
 from lockstep.engines.jax.steps.gather_again import (
     compiler_options,
     gathering_again,
     room_for_gathered,
 )
-from lockstep.engines.jax.steps.live_state import GROUPS_OF, State, take_out, with_values_back
-from lockstep.engines.jax.steps.padded import fetched
 from lockstep.engines.jax.steps.state_layout import (
     Replicated,
     SavedShards,
@@ -41,7 +57,6 @@ from lockstep.engines.jax.steps.state_layout import (
     on_host,
     read_as_stored,
 )
-from lockstep.engines.jax.steps.step import StepFunction
 from lockstep.engines.jax.steps.steps import Steps
 from lockstep.engines.jax.variable_sync import (
     GROUPS,
@@ -76,10 +91,9 @@ from lockstep.processes.agreement import DataCheck
 from lockstep.processes.first_process_io import methods_of_all_processes
 from lockstep.processes.variable_drift import VariableDrift
 from lockstep.state import named_variables, rnn_states, variables_of
-from lockstep.training.call_guard import STEPPING, CallGuard
+from lockstep.training.call_guard import STEPPING
 from lockstep.training.input import BatchesAhead, HostIterator, check_times
 from lockstep.training.overrides import is_keras
-from lockstep.training.session import PREDICT, TRAIN, Execute, Kind, Session, recorded_type
 
 _ASKED = "_lockstep_jit_compile"
 """The attribute of a model that holds what `compile` was given as `jit_compile`."""
@@ -87,9 +101,6 @@ _ASKED = "_lockstep_jit_compile"
 
 class JaxSession(Session):
     """One model on a mesh, or with its layers on several devices; see `Session`."""
-
-    array_type = jax.Array
-    finalizes_always = True
 
     def __init__(self, model: Any, layout: Layout) -> None:
         super().__init__(model, layout)
@@ -103,10 +114,12 @@ class JaxSession(Session):
             self._steps = Steps(jax_devices.find(self.devices), made)
         self._split: frozenset[int] = frozenset()
         self._room_for_gathered = math.inf
+        self._buffers: SnapshotBuffers | None = None
+        self._check()
 
     # ------------------------------------------------------------ on and off the devices
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Raise if the model cannot be on these devices."""
         _check_mode()
         _check_no_distribution()
@@ -118,11 +131,11 @@ class JaxSession(Session):
 
     def open(self) -> None:
         """Move the variables to the devices."""
-        self.adopt(first=True)
+        self._adopt(first=True)
         if not self._several:  # outside a step, each process has them whole
             for variable in variables_of(self.model):  # one by one: each old array is freed
                 if layout_of(variable) is None:
-                    variable.assign(self._steps.moved(variable.value, self.home(variable)))
+                    variable.assign(self._steps.moved(variable.value, self._steps.home(variable)))
         self._steps.start()
         if self.layout.is_sharded:
             self._room_for_gathered = room_for_gathered(self._steps.devices)
@@ -141,7 +154,7 @@ class JaxSession(Session):
             drop_shards(variable)
         to_default_device(free)
 
-    def adopt(self, first: bool) -> None:
+    def _adopt(self, first: bool) -> None:
         """Take over variables created since the last call, before a fit, evaluate or predict.
 
         Without a step function, all processes compare what they have built, including a process
@@ -168,26 +181,20 @@ class JaxSession(Session):
             if id(variable) in states and self._steps.divides(variable.shape[0])
         )
 
-    def _several_have_shards(self) -> bool:
-        return self._several and self.layout.is_sharded
-
     def _held(self) -> list[Any]:
         return [v for v in variables_of(self.model) if self in holders_of(v)]
 
-    def home(self, variable: Any) -> Sharding:
-        """Return the layout of a variable of the model."""
-        return self._steps.home(variable)
-
-    def shards(self, variable: Any) -> int:
-        """Return the number of shards of a variable, 1 if each device has it whole."""
-        return len(self.devices) if isinstance(variable, ShardedVariable) else 1
+    def home(self, variable: Any) -> Home:
+        """Return where a variable of the model is."""
+        shards = len(self.devices) if isinstance(variable, ShardedVariable) else 1
+        return Home(self._steps.home(variable), shards)
 
     def remarks(self) -> str:
         """Return the state that each device holds, and what keeps a step from being compiled."""
-        words = "" if self._asked is not None else not_compiled_words(self.not_compiled())
+        words = "" if self._asked is not None else not_compiled_words(self._not_compiled())
         return (words and f", {words}") + self._sharded_words()
 
-    def not_compiled(self) -> list[Any]:
+    def _not_compiled(self) -> list[Any]:
         """Return the layers that keep a step from being compiled."""
         return [] if self.model.run_eagerly else layers_not_compiled(self.model)
 
@@ -196,14 +203,20 @@ class JaxSession(Session):
             return ""
         model = self.model
         if is_built(model):
-            self.adopt(first=False)
+            self._adopt(first=False)
             if model.optimizer is not None and not model.optimizer.built:
                 model.optimizer.build(model.trainable_variables)  # as `fit` would now
-                self.adopt(first=False)
-        sizes = [(v.path, v.value.nbytes, self.shards(v)) for v in variables_of(model)]
+                self._adopt(first=False)
+        sizes = [(v.path, v.value.nbytes, self.home(v).shards) for v in variables_of(model)]
         return sharded_words(sizes, len(self.devices))
 
-    def step_function(self, kind: Kind) -> StepFunction:
+    def step_function(self, kind: Kind, force: bool) -> Any:
+        """Return the step function of the model, or a new one; variables are laid out before."""
+        known = getattr(self.model, kind.function)
+        self._adopt(first=known is None)
+        return self._made(kind) if force or known is None else known
+
+    def _made(self, kind: Kind) -> StepFunction:
         """Make a step function over the devices."""
         # keras/src/backend/jax/trainer.py, JAXTrainer.make_train_function and the like
         model = self.model
@@ -242,16 +255,19 @@ class JaxSession(Session):
         parts = (getattr(self.model, f"_compile_{name}", None) for name in ("loss", "metrics"))
         return all(part is None or part.built for part in parts)
 
-    def stepping(self, methods: dict[str, Any]) -> dict[str, Any]:
-        """Return methods after which variables have values, and those that take one batch."""
-        kept = {name: self._with_values_back(method) for name, method in methods.items()}
-        return kept | OnBatch(self.model).methods()
+    def call(self, name: str) -> AbstractContextManager[object]:
+        """Run a method of the model inside the context; the variables have values at its end."""
+        if name == "fit":
+            self._buffers = None
+        return ModelCall(self.model)
 
-    def methods(self, methods: dict[str, Any], turns: CallGuard) -> dict[str, Any]:
+    def methods(self, methods: Methods, guarded: Guard) -> Methods:
         """Return the methods of all engines, and those that move the state of a loop."""
         model = self.model
         methods |= {
-            "call": self._calling(model.call, turns),
+            "call": self._calling(model.call, guarded),
+            "reset_states": lambda: jax_states.reset(model, rnn_states(model)),
+            **{name: guarded(name, each) for name, each in OnBatch(model).methods().items()},
             TAKE_JAX_STATE: functools.partial(take_out, model),
             "compile": self._noting_choice(model.compile),
             "stateless_call": _keeping_losses(model.stateless_call, model),
@@ -271,23 +287,8 @@ class JaxSession(Session):
         sync = methods.get(sync_name, getattr(model, sync_name))
         methods[sync_name] = _synced_here(model, sync, self._assigned)
         methods[TAKE_JAX_STATE] = _noting(methods[TAKE_JAX_STATE], self._assigned)
-        shards = SavedShards(model) if self._several_have_shards() else None
+        shards = SavedShards(model) if self._several and self.layout.is_sharded else None
         return methods_of_all_processes(model, methods, self._assigned, shards)
-
-    def _with_values_back(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a method so that variables have values after an interrupt in a Keras loop."""
-        model = self.model
-
-        @functools.wraps(method)
-        def method_with_values_back(*args: Any, **kwargs: Any) -> Any:
-            def body() -> Any:
-                sync_to_variables(model)  # the state of a loop that calls this method
-                vars(model)[JAX_STATE] = None  # an earlier call may have left a state
-                return method(*args, **kwargs)
-
-            return with_values_back(model, body, model.jax_state_sync)
-
-        return method_with_values_back
 
     def _naming_models(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a method: JAX's error for arrays of two models names the models."""
@@ -330,12 +331,12 @@ class JaxSession(Session):
 
         return export_plainly
 
-    def _calling(self, call: Callable[..., Any], turns: CallGuard) -> Callable[..., Any]:
+    def _calling(self, call: Callable[..., Any], guarded: Guard) -> Callable[..., Any]:
         @functools.wraps(call)
         def call_on_mesh(*args: Any, **kwargs: Any) -> Any:
             return self._steps.call(call, args, kwargs)
 
-        in_turn = turns.guarded("call", call_on_mesh)
+        in_turn = guarded("call", call_on_mesh)
 
         @functools.wraps(call)
         def call_model(*args: Any, **kwargs: Any) -> Any:
@@ -343,10 +344,6 @@ class JaxSession(Session):
             return (call_on_mesh if in_stateless_scope() else in_turn)(*args, **kwargs)
 
         return call_model
-
-    def reset(self, states: list[Any]) -> None:
-        """Set states of RNN layers to zero, also between two steps."""
-        jax_states.reset(self.model, states)
 
     # ------------------------------------------------------------ in a loop
 
@@ -364,11 +361,6 @@ class JaxSession(Session):
             batches.build(lambda: build_on_first_batch(model, batches))
         elif not is_built(model):
             batches.build(lambda: _call(model, batches))
-
-    def fit_state(self) -> "JaxFitState":
-        """Return access to the variables, for a checkpoint of one `fit`."""
-        on_host, is_spread = self.devices[0].startswith("cpu"), self._several_have_shards()
-        return JaxFitState(self.model, on_host, is_spread)
 
     def is_compiled(self) -> bool:
         """Return whether a step is one program."""
@@ -391,34 +383,47 @@ class JaxSession(Session):
 
         return compile_and_note
 
-    def epoch(self, kind: Kind, batches: Any, callbacks: Any, run: Callable[[Execute], Any]) -> Any:
-        """Run the steps of one epoch, with the state out of the variables."""
-        return run_epoch(self.model, kind, batches, run)
+    def epoch(self, kind: Kind, batches: Any, callbacks: Any) -> AbstractContextManager[Execute]:
+        """Run the steps of one epoch inside the context, with the state out of the variables."""
+        return Execution(self.model, kind, batches, gathers_metrics=self._many)
 
     def sync(self) -> None:
         """Write the state of a running epoch into the variables."""
         self.model.jax_state_sync()
 
-    def sync_metrics(self) -> None:
-        """Write the state into the variables, and move metrics to the default device."""
-        self.model.jax_state_sync()
-        if self._many:  # else every device would compute the same
-            to_default_device(self.model.metrics_variables)
+    def snapshot(self, logs: dict[str, Any], *, writes: bool) -> Snapshot | None:
+        """Copy every variable and the logs of the last step; see `snapshot_buffers.py`."""
+        values = self._values()
+        if not writes:
+            for value in values:
+                jax_group.whole(value)
+            return None
+        names = list(named_variables(self.model))
+        variables = len(values)
+        # `dict.items` bypasses the fetch of `LazyLogs`. A step does not donate its logs.
+        for name, value in dict.items(logs):
+            if isinstance(value, (str, bytes)) or value is None:  # added by a callback
+                continue
+            names.append(f"logs/{name}")
+            values.append(jnp.asarray(value))
+        arrays = [
+            (name, str(value.dtype), tuple(value.shape))
+            for name, value in zip(names, values, strict=True)
+        ]
+        if self._buffers is None:
+            self._buffers = SnapshotBuffers(on_host=self.devices[0].startswith("cpu"))
+        return Snapshot(variables, arrays, self._buffers.of(names, map(_on_one_device, values)))
 
-    def clear(self) -> None:
-        """Forget the state of the last epoch; the variables hold it."""
-        vars(self.model)[JAX_STATE] = None
-
-    def fetched(self, outputs: Any) -> Any:
-        """Fetch the stacked predictions of several steps."""
-        return fetched(outputs)
-
-    def joined(self, every: list[Any]) -> Any:
-        """Return all rows of the predictions of several steps, as NumPy arrays."""
-        jax.block_until_ready(every)
-        if not keras.tree.is_nested(every[0]):
-            return _joined(*every)
-        return keras.tree.map_structure(_joined, *every)
+    def _values(self) -> list[Any]:
+        # Within an epoch the state is outside the variables, unless a callback has synced it.
+        attributes = vars(self.model)
+        state = attributes.get(JAX_STATE)
+        variables = named_variables(self.model).values()
+        if not state or attributes.get(JAX_STATE_SYNCED, True):
+            return [variable.value for variable in variables]
+        groups = ((group_of(self.model, name), state.get(name)) for name in GROUPS_OF["train"])
+        held = {id(v): value for group in groups for v, value in zip(*group, strict=True)}
+        return [held[id(variable)] for variable in variables]
 
 
 class MeshIterator(HostIterator):
@@ -446,8 +451,10 @@ class MeshIterator(HostIterator):
             return True
         return not (self.recorded or isinstance(self.data_adapter, GeneratorDataAdapter))
 
-    def _copies(self) -> bool:
-        return self.watched or self.ahead is None  # a batch that is sent ahead is a copy
+    def watch(self, watched: bool) -> None:
+        """Set whether callbacks run between steps."""
+        super().watch(watched)
+        self.copies = watched or self.ahead is None  # a batch that is sent ahead is a copy
 
     def _new_check(self) -> DataCheck | None:
         return DataCheck(every_pull=True) if process_group.several() else None
@@ -456,68 +463,11 @@ class MeshIterator(HostIterator):
         return self.data_adapter.get_jax_iterator()
 
 
-class JaxFitState(FitState):
-    """Give access to the variables in a `fit` on JAX; see `lockstep.checkpoint.fit_run.FitState`.
-
-    Args:
-        model: The model.
-        on_host: Whether its devices are CPUs.
-        is_spread: Whether each of several processes has a part of the variables.
-    """
-
-    def __init__(self, model: Any, on_host: bool, is_spread: bool) -> None:
-        self.is_spread = is_spread
-        self._model = model
-        self._buffers = SnapshotBuffers(on_host)
-
-    def snapshot(self, logs: dict[str, Any]) -> Snapshot:
-        """Copy every variable and the logs of the last step; see `snapshot_buffers.py`."""
-        names = list(named_variables(self._model))
-        values = self._values()
-        variables = len(values)
-        # `dict.items` bypasses the fetch of `LazyLogs`. A step does not donate its logs.
-        for name, value in dict.items(logs):
-            if isinstance(value, (str, bytes)) or value is None:  # added by a callback
-                continue
-            names.append(f"logs/{name}")
-            values.append(jnp.asarray(value))
-        arrays = [
-            (name, str(value.dtype), tuple(value.shape))
-            for name, value in zip(names, values, strict=True)
-        ]
-        return Snapshot(variables, arrays, self._buffers.of(names, map(_on_one_device, values)))
-
-    def follow(self) -> None:
-        """Take part in the snapshot of the first process."""
-        for value in self._values():
-            jax_group.whole(value)
-
-    def sync(self) -> None:
-        """Write the state of the step into the variables."""
-        self._model.jax_state_sync()
-
-    def _values(self) -> list[Any]:
-        # Within an epoch the state is outside the variables, unless a callback has synced it.
-        attributes = vars(self._model)
-        state = attributes.get(JAX_STATE)
-        variables = named_variables(self._model).values()
-        if not state or attributes.get(JAX_STATE_SYNCED, True):
-            return [variable.value for variable in variables]
-        groups = ((group_of(self._model, name), state.get(name)) for name in GROUPS_OF["train"])
-        held = {id(v): value for group in groups for v, value in zip(*group, strict=True)}
-        return [held[id(variable)] for variable in variables]
-
-
 def _on_one_device(value: Any) -> Any:
     if GROUP.is_spread(value):  # at once: the next step may be a program of all processes
         return np.asarray(jax_group.whole(value))
     value = GROUP.local(value)
     return value.addressable_data(0) if value.is_fully_replicated else value
-
-
-def _joined(*parts: Any) -> np.ndarray:
-    # One by one: np.concatenate is slower at converting JAX arrays.
-    return np.concatenate([np.asarray(part) for part in parts])
 
 
 def _call(model: Any, batches: HostIterator) -> None:

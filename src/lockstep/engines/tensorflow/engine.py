@@ -1,11 +1,10 @@
 """The TensorFlow engine: mirrored variables, and replicas that run each step together."""
 
+from contextlib import AbstractContextManager
 from typing import Any
 
-from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
-
+from lockstep.core.engine import Engine
 from lockstep.devices import Device
-from lockstep.engines.engine import Engine, no_shards
 from lockstep.engines.tensorflow import devices as tensorflow_devices
 from lockstep.engines.tensorflow.probe import TensorFlowProbe
 from lockstep.engines.tensorflow.session import TensorFlowSession
@@ -38,26 +37,26 @@ class TensorFlowEngine(Engine):
 
     def session(self, model: Any, layout: Layout) -> TensorFlowSession:
         """Return a session of `model`; see `Engine`."""
+        if layout.is_sharded:
+            raise _no_shards()
         return TensorFlowSession(model, layout)
 
-    def check_shards(self) -> None:
+    def made_in_shards(self, devices: tuple[str, ...]) -> AbstractContextManager[None]:
         """Raise: this engine cannot shard variables."""
-        raise no_shards(
-            "TensorFlow",
-            "A graph may hold the gathered weights of all layers at once: no memory is saved.",
-            "Run the same script with KERAS_BACKEND=jax.",
-        )
+        raise _no_shards()
 
-    def empty_value(self, variable: Any) -> Any:
-        """Return a variable that was never initialized, as Keras asks it for its identity."""
-        return UninitializedVariable(
-            trainable=variable.trainable, shape=variable.shape, dtype=variable.dtype
-        )
-
-    def exchanged(self, values: Any, source: str, target: str) -> tuple[Any, Any]:
-        """Copy integers from one device to another, and sum what both hold."""
-        return tensorflow_devices.exchanged(values, source, target)
+    def sharded_dims(self, model: Any, devices: int) -> dict[int, int | None]:
+        """Raise: this engine cannot shard variables."""
+        raise _no_shards()
 
     def probe(self, model: Any) -> TensorFlowProbe:
         """Return a probe for the steps of `model`, attached or not."""
         return TensorFlowProbe(model)
+
+
+def _no_shards() -> UnsupportedBackend:
+    return UnsupportedBackend(
+        'state="sharded" was asked for, and TensorFlow has state="replicated" only.\n'
+        "A graph may hold the gathered weights of all layers at once: no memory is saved.\n"
+        "Run the same script with KERAS_BACKEND=jax."
+    )

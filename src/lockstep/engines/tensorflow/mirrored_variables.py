@@ -8,6 +8,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib, values
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable as ResourceVariable
+from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
 from lockstep.engines.holders import holders_of
 from lockstep.engines.outdated_programs import trace_others_again
@@ -263,3 +264,10 @@ def shared_seeds() -> list[Any]:
     """
     generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
     return [] if generator is None else [generator.state]
+
+
+def empty_variable(variable: Any) -> Any:
+    """Return a variable that was never initialized: Keras asks it for its identity."""
+    return UninitializedVariable(
+        trainable=variable.trainable, shape=variable.shape, dtype=variable.dtype
+    )

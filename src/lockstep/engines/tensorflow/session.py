@@ -12,14 +12,15 @@ identically. The update itself needs no further communication.
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from lockstep.checkpoint.fit_run import FitState, Snapshot
+from lockstep.checkpoint.data_position import recorded_type
+from lockstep.core.engine import PREDICT, TRAIN, Execute, Home, Kind, Session, Snapshot
 from lockstep.devices import names_in_words
 from lockstep.engines.holders import check_shared, holders_of
 from lockstep.engines.patched import patched
@@ -57,7 +58,6 @@ from lockstep.errors import LayoutConflict, UnsupportedModel
 from lockstep.keras_compat import (
     STRATEGY,
     XLA,
-    EpochIterator,
     TFDatasetAdapter,
     backend_iterator,
     function_of_iterator,
@@ -70,8 +70,7 @@ from lockstep.launch.status import STATUS_OF_PROCESS
 from lockstep.layout import Branches, Layout
 from lockstep.state import named_variables, optimizers_of
 from lockstep.training.build import build
-from lockstep.training.input import HostIterator
-from lockstep.training.session import PREDICT, TRAIN, Kind, Session, recorded_type
+from lockstep.training.input import HostIterator, drawn
 
 
 class TensorFlowSession(Session):
@@ -84,10 +83,6 @@ class TensorFlowSession(Session):
     Attributes:
         steps: The steps of the model on these devices.
     """
-
-    array_type = tf.Tensor
-    iterator_type = EpochIterator
-    loops = ("fit", "evaluate")
 
     def __init__(self, model: Any, layout: Layout) -> None:
         super().__init__(model, layout)
@@ -103,11 +98,12 @@ class TensorFlowSession(Session):
         self._first_steps = FirstSteps(model)
         self._before_trace = ObjectStates(())
         self._alone = len(self.devices) == 1
+        self._check()
 
     # ------------------------------------------------------------ on and off the devices
 
     @eager_variable_scope()
-    def check(self) -> None:
+    def _check(self) -> None:
         """Raise if the model cannot be on these devices."""
         self.steps.adopt()
         if tf.distribute.has_strategy() or getattr(self.model, STRATEGY) is not None:
@@ -129,10 +125,10 @@ class TensorFlowSession(Session):
         self.steps.stop()
         self._copies.let_go()
 
-    def home(self, variable: Any) -> tuple[str, ...]:
+    def home(self, variable: Any) -> Home:
         """Return the devices that have a variable of the model."""
         home = self.steps.home(variable)
-        return self.devices if home is None else (home,)
+        return Home(self.devices if home is None else (home,))
 
     def uses_outdated(self) -> bool:
         """Return whether a step was traced with a variable that has moved since."""
@@ -142,8 +138,11 @@ class TensorFlowSession(Session):
         """Return the end of the line that `fit` prints."""
         return "" if self._alone or not self.model.jit_compile else ", without XLA"
 
-    def step_function(self, kind: Kind) -> Callable[[Any], Any]:
-        """Make a step function that builds everything before its first trace."""
+    def step_function(self, kind: Kind, force: bool) -> Callable[[Any], Any]:
+        """Return the step function of the model, or a new one that builds all before its trace."""
+        known: Callable[[Any], Any] | None = getattr(self.model, kind.function)
+        if known is not None and not force:
+            return known
         # keras/src/backend/tensorflow/trainer.py, TensorFlowTrainer.make_train_function and the
         # like
         if kind is PREDICT:
@@ -337,18 +336,16 @@ class TensorFlowSession(Session):
 
     # ------------------------------------------------------------ in a loop
 
-    def first_work(self) -> str | None:
-        """Return what is done before a first step runs."""
+    def first_work(self, kind: Kind, steps: int) -> str | None:
+        """Return what the next step waits for: after one that made variables, another trace."""
+        if steps and not self.steps.made_variables(kind.name):
+            return None
         if len(self.devices) == 1 or self.model.run_eagerly or not is_checked():
-            return super().first_work()
+            return super().first_work(kind, 0)
         return (
             "reading its batch, comparing the step with one device (LOCKSTEP_CHECK=0 leaves this "
             "out) and compiling it"
         )
-
-    def is_ready(self, kind: Kind) -> bool:
-        """Return whether the last step was the one that the next batches run."""
-        return not self.steps.made_variables(kind.name)
 
     def batches(self, kind: Kind, *, recorded: bool = False, **data: Any) -> Any:
         """Return Keras's iterator over a `tf.data.Dataset`, or a recorded one over host batches."""
@@ -368,9 +365,31 @@ class TensorFlowSession(Session):
                 break
         batches.reset()
 
-    def fit_state(self) -> "TensorFlowFitState":
-        """Return access to the variables, for a checkpoint of one `fit`."""
-        return TensorFlowFitState(self.model)
+    @contextmanager
+    def epoch(self, kind: Kind, batches: Any, callbacks: Any) -> Iterator[Execute]:
+        """Run the steps of one epoch; variables hold their values between two steps."""
+        yield partial(self._execute, kind, isinstance(batches, HostIterator))
+
+    def _execute(self, kind: Kind, on_host: bool, iterator: Iterator[Any], times: int) -> Any:
+        return kind.function_of(self.model)(drawn(iterator, times) if on_host else iterator)
+
+    def snapshot(self, logs: dict[str, Any], *, writes: bool) -> Snapshot | None:
+        """Read every variable and the logs of the last step.
+
+        A tensor that was read from a variable keeps its value: later steps write elsewhere.
+        """
+        named = {name: v.value for name, v in named_variables(self.model).items()}
+        variables = len(named)
+        # `dict.items` bypasses the fetch of `LazyLogs`.
+        for name, value in dict.items(logs):
+            if value is not None and not isinstance(value, str | bytes):  # added by a callback
+                named[f"logs/{name}"] = value
+        tensors = [tf.convert_to_tensor(value) for value in named.values()]
+        arrays = [
+            (name, tensor.dtype.name, tuple(tensor.shape))
+            for name, tensor in zip(named, tensors, strict=True)
+        ]
+        return Snapshot(variables, arrays, (tensor.numpy() for tensor in tensors))
 
 
 class RecordableIterator(HostIterator):
@@ -386,34 +405,6 @@ class RecordableIterator(HostIterator):
 def _lazily(dataset: Any) -> Iterator[Any]:
     """Begin a pass at its first batch: a new iterator draws the seed of the next order."""
     yield from dataset
-
-
-class TensorFlowFitState(FitState):
-    """Give access to the variables in a `fit`; see `lockstep.checkpoint.fit_run.FitState`."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def snapshot(self, logs: dict[str, Any]) -> Snapshot:
-        """Read every variable and the logs of the last step.
-
-        A tensor that was read from a variable keeps its value: later steps write elsewhere.
-        """
-        named = {name: v.value for name, v in named_variables(self._model).items()}
-        variables = len(named)
-        # `dict.items` bypasses the fetch of `LazyLogs`.
-        for name, value in dict.items(logs):
-            if value is not None and not isinstance(value, str | bytes):  # added by a callback
-                named[f"logs/{name}"] = value
-        tensors = [tf.convert_to_tensor(value) for value in named.values()]
-        arrays = [
-            (name, tensor.dtype.name, tuple(tensor.shape))
-            for name, tensor in zip(named, tensors, strict=True)
-        ]
-        return Snapshot(variables, arrays, (tensor.numpy() for tensor in tensors))
-
-    def sync(self) -> None:
-        """Do nothing: variables hold their values between two steps."""
 
 
 def _check_state(model: Any) -> None:

@@ -64,7 +64,7 @@ def _gpus() -> list[Device]:
 
 
 def exchanged(values: Any, source: str, target: str) -> tuple[Any, Any]:
-    """Copy integers from one device to another, and sum them over both; see `Engine`.
+    """Copy integers from one device to another, and sum them over both; see `doctor.Exchange`.
 
     The sum is computed in this process. NCCL between the processes of a pool is not tried.
     """

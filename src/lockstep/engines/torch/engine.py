@@ -3,11 +3,8 @@
 from contextlib import AbstractContextManager
 from typing import Any
 
-import keras
-import torch
-
+from lockstep.core.engine import Engine
 from lockstep.devices import Device
-from lockstep.engines.engine import Engine
 from lockstep.engines.torch import devices as torch_devices
 from lockstep.engines.torch.branches.branch_session import BranchSession
 from lockstep.engines.torch.launcher_group import join, joined
@@ -23,11 +20,6 @@ class TorchEngine(Engine):
     """Runs Keras models on PyTorch devices; see `Engine` for the contract."""
 
     name = "torch"
-    bench_in_several_processes = False
-
-    def computes_in_caller(self, device: str) -> bool:
-        """Return whether a step on this device computes in the thread that starts it."""
-        return device.startswith("cpu")
 
     def devices(self) -> tuple[Device, ...]:
         """Return the devices of PyTorch, accelerators first; of joined processes one of each."""
@@ -48,9 +40,6 @@ class TorchEngine(Engine):
             return BranchSession(model, layout)
         return SplitSession(model, layout)
 
-    def check_shards(self) -> None:
-        """Do nothing: variables can be sharded."""
-
     def made_in_shards(self, devices: tuple[str, ...]) -> AbstractContextManager[None]:
         """Hold each large variable that is made inside the context on the host."""
         return made_on_host(len(devices))
@@ -58,16 +47,6 @@ class TorchEngine(Engine):
     def sharded_dims(self, model: Any, devices: int) -> dict[int, int | None]:
         """Return 0 for each variable of which every device has a flat part, by `id`."""
         return {id(variable): 0 for variable in to_shard(model, devices)}
-
-    def empty_value(self, variable: Any) -> Any:
-        """Return a parameter on the device "meta", as Keras registers it with the layer."""
-        with keras.device("meta"):
-            value = keras.ops.zeros(variable.shape, variable.dtype)
-        return torch.nn.Parameter(value, requires_grad=variable.trainable)
-
-    def exchanged(self, values: Any, source: str, target: str) -> tuple[Any, Any]:
-        """Copy integers from one device to another, and sum what both hold."""
-        return torch_devices.exchanged(values, source, target)
 
     def probe(self, model: Any) -> TorchProbe:
         """Return a probe for the steps of `model`, attached or not."""

@@ -31,7 +31,8 @@ def uninterrupted(method: Method) -> Method:
     def run(self: Any, *args: Any) -> Any:
         if not self.rank.shards.variables:
             return method(self, *args)
-        return HeldSignals(lambda: False).run(lambda: method(self, *args), lambda: None)
+        with HeldSignals():
+            return method(self, *args)
 
     return cast(Method, run)
 

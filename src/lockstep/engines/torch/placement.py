@@ -84,3 +84,10 @@ def copies_on(device: torch.device, tensors: Any) -> Any:
     return keras.tree.map_structure(
         lambda tensor: None if tensor is None else tensor.to(device, copy=True), tensors
     )
+
+
+def empty_parameter(variable: Any) -> Any:
+    """Return a parameter without memory for a variable: Keras registers it with the layer."""
+    with keras.device("meta"):
+        value = keras.ops.zeros(variable.shape, variable.dtype)
+    return torch.nn.Parameter(value, requires_grad=variable.trainable)

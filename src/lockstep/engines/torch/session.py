@@ -1,6 +1,7 @@
 """One model on PyTorch devices: its step functions, and what the loop needs of it."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lockstep.checkpoint.fit_run import FitState, Snapshot
+from lockstep.checkpoint.data_position import recorded_type
+from lockstep.core.engine import PREDICT, TRAIN, Execute, Kind, Session, Snapshot
 from lockstep.engines.holders import check_shared
 from lockstep.engines.torch.layers import copied_states
 from lockstep.engines.torch.sharded_variables import is_sharded
@@ -19,7 +21,6 @@ from lockstep.errors import (
     UnsupportedModel,
 )
 from lockstep.keras_compat import (
-    EpochIterator,
     backend_iterator,
     build_on_first_batch,
     layers_in,
@@ -27,9 +28,9 @@ from lockstep.keras_compat import (
     wrapped_by_keras,
 )
 from lockstep.launch.status import STATUS_OF_PROCESS
+from lockstep.layout import Layout
 from lockstep.state import named_variables, optimizers_of, variables_of
-from lockstep.training.input import HostIterator
-from lockstep.training.session import PREDICT, TRAIN, Execute, Kind, Session, recorded_type
+from lockstep.training.input import HostIterator, drawn
 
 
 class TorchSession(Session):
@@ -40,17 +41,35 @@ class TorchSession(Session):
     NumPy draws the order, as on other backends, and batches come from the host.
     """
 
-    array_type = torch.Tensor
-    iterator_type = EpochIterator
+    def __init__(self, model: Any, layout: Layout) -> None:
+        super().__init__(model, layout)
+        self._find_homes()
+        self._check()
 
-    def check(self) -> None:
+    def _find_homes(self) -> None:
+        """Decide where the variables are to be."""
+
+    def _check(self) -> None:
         """Raise if the model cannot be on these devices."""
         for variable in variables_of(self.model):
             check_shared(self, variable)
         if len(self.devices) > 1:
             check_reduced_once(self.model)
 
-    def step_function(self, kind: Kind) -> Callable[[Any], Any]:
+    def step_function(self, kind: Kind, force: bool) -> Callable[[Any], Any]:
+        """Return the step function of the model, or a new one; variables are laid out before."""
+        known: Callable[[Any], Any] | None = getattr(self.model, kind.function)
+        self._adopt(first=known is None)
+        return self._made(kind) if force or known is None else known
+
+    def _adopt(self, first: bool) -> None:
+        """Lay out variables that are new.
+
+        Args:
+            first: Whether there is no step function yet.
+        """
+
+    def _made(self, kind: Kind) -> Callable[[Any], Any]:
         """Make the step function; Keras checks the options, and makes it for one device."""
         model = self.model
         if len(self.devices) > 1:  # this may have changed since
@@ -103,42 +122,34 @@ class TorchSession(Session):
             build_on_first_batch(self.model, batches)
             batches.reset()
 
-    def fit_state(self) -> "TorchFitState":
-        """Return access to the variables, for a checkpoint of one `fit`."""
-        return TorchFitState(self.model, False)
-
     def is_compiled(self) -> bool:
         """Return whether the first call of a step function compiles it."""
         return len(self.devices) == 1 and bool(self.model.jit_compile)
 
-    def epoch(self, kind: Kind, batches: Any, callbacks: Any, run: Callable[[Execute], Any]) -> Any:
+    @contextmanager
+    def epoch(self, kind: Kind, batches: Any, callbacks: Any) -> Iterator[Execute]:
         """Run the steps of one epoch, in the mode of `torch.nn.Module` that Keras sets."""
         if kind is TRAIN:
             self.model.train()
-        outputs = super().epoch(kind, batches, callbacks, run)
+        yield partial(self._execute, kind, batches)
         self.model.eval()
-        return outputs
 
-    def joined(self, every: list[Any]) -> Any:
-        """Return all rows of the predictions of several steps, as NumPy arrays."""
-        return keras.tree.map_structure(_joined, *every)
+    def _execute(self, kind: Kind, batches: Any, iterator: Iterator[Any], times: int) -> Any:
+        if isinstance(batches, HostIterator):
+            iterator = self._drawn(batches, iterator, times)
+        return kind.function_of(self.model)(iterator)
 
+    def _drawn(self, batches: HostIterator, iterator: Iterator[Any], times: int) -> Iterator[Any]:
+        """Draw the batches of one execution."""
+        return drawn(iterator, times)
 
-class TorchFitState(FitState):
-    """Give access to the variables in a `fit`; see `lockstep.checkpoint.fit_run.FitState`.
-
-    Args:
-        model: The model.
-        is_spread: Whether each of several processes of a launcher has a part of the variables.
-    """
-
-    def __init__(self, model: Any, is_spread: bool) -> None:
-        self.is_spread = is_spread
-        self._model = model
-
-    def snapshot(self, logs: dict[str, Any]) -> Snapshot:
+    def snapshot(self, logs: dict[str, Any], *, writes: bool) -> Snapshot | None:
         """Copy every variable and the logs of the last step; later steps write in place."""
-        named = {name: _copy_of(v) for name, v in named_variables(self._model).items()}
+        if not writes:
+            for variable in filter(is_sharded, named_variables(self.model).values()):
+                _ = variable.value  # every process takes part
+            return None
+        named = {name: _copy_of(v) for name, v in named_variables(self.model).items()}
         variables = len(named)
         # `dict.items` bypasses the fetch of `LazyLogs`.
         for name, value in dict.items(logs):
@@ -149,14 +160,6 @@ class TorchFitState(FitState):
             for name, tensor in named.items()
         ]
         return Snapshot(variables, arrays, map(keras.ops.convert_to_numpy, named.values()))
-
-    def follow(self) -> None:
-        """Take part in the snapshot of the first process."""
-        for variable in filter(is_sharded, named_variables(self._model).values()):
-            _ = variable.value
-
-    def sync(self) -> None:
-        """Do nothing: variables hold their values between two steps."""
 
 
 def _copy_of(variable: Any) -> Any:
@@ -188,10 +191,6 @@ def _check_state(model: Any) -> None:
             "of layers and the optimizer of compile. Make variables by add_weight; with several "
             "optimizers,\nuse keras.callbacks.BackupAndRestore."
         )
-
-
-def _joined(*parts: Any) -> np.ndarray:
-    return np.concatenate([keras.ops.convert_to_numpy(part) for part in parts])
 
 
 def copies(nest: Any) -> Any:

@@ -1,13 +1,15 @@
 """One model on several PyTorch devices, each of which has a process."""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import keras
 import torch
 
+from lockstep.checkpoint.data_position import recorded_type
+from lockstep.core.engine import PREDICT, Execute, Guard, Home, Kind, Methods
 from lockstep.engines.holders import holders_of
 from lockstep.engines.left_out import LeftOutUsed
 from lockstep.engines.replicas.first_step import (
@@ -20,7 +22,7 @@ from lockstep.engines.torch.peers import Peers
 from lockstep.engines.torch.placement import move_model, torch_device_of
 from lockstep.engines.torch.pool import Lease
 from lockstep.engines.torch.pool_peers import PoolPeers
-from lockstep.engines.torch.session import TorchFitState, TorchSession, as_tensors
+from lockstep.engines.torch.session import TorchSession, as_tensors
 from lockstep.engines.torch.sharded_variables import is_sharded, made_on_host
 from lockstep.engines.torch.split_checks import rows_of, unpacked
 from lockstep.engines.torch.step_plans import BUILDS, BY_ROWS, ON_WHOLE_BATCH, StepPlans
@@ -31,10 +33,8 @@ from lockstep.keras_compat import build_on_first_batch, is_built, number_of_rows
 from lockstep.layout import DataParallel, Layout
 from lockstep.processes.agreement import DataCheck
 from lockstep.state import bytes_of, variables_of
-from lockstep.training.call_guard import CallGuard
 from lockstep.training.callbacks import may_write_between_steps
 from lockstep.training.input import HostIterator
-from lockstep.training.session import PREDICT, Execute, Kind, recorded_type
 
 Plain = Callable[[Any], Any]
 """Runs a step of Keras in this process, on a list of batches."""
@@ -46,25 +46,21 @@ class SplitSession(TorchSession):
     def __init__(self, model: Any, layout: Layout) -> None:
         super().__init__(model, layout)
         self._peers = _peers_of(model, self.devices)
+        self._peers.check_devices(self.devices)
         self._runner = StepRunner(self._peers)
         self._splits = len(self.devices) > 1
         if isinstance(layout, DataParallel) and layout.same_random_numbers:
             self.draw_together()
         self._plans = StepPlans(
-            model, self._runner, layout.is_sharded, partial(self.adopt, first=False)
+            model, self._runner, layout.is_sharded, partial(self._adopt, first=False)
         )
 
     # ------------------------------------------------------------ on and off the devices
 
-    def check(self) -> None:
-        """Raise if the model cannot be on these devices."""
-        super().check()
-        self._peers.check_devices(self.devices)
-
     def open(self) -> None:
         """Move the variables to the device of this process."""
         move_model(self.model, self._peers.rank.device)
-        self.adopt(first=True)
+        self._adopt(first=True)
 
     def close(self) -> None:
         """Undo `open`, even if it failed halfway."""
@@ -74,7 +70,7 @@ class SplitSession(TorchSession):
         self._runner.bring_home(shards.variables)
         self._peers.end()
 
-    def adopt(self, first: bool) -> None:
+    def _adopt(self, first: bool) -> None:
         """Compare new variables with those of the other processes, or shard them."""
         self._runner.leave_host(sharded=self.layout.is_sharded)
         self._peers.adopt(first=first)
@@ -86,18 +82,12 @@ class SplitSession(TorchSession):
         for variable in self._runner.shards.variables:
             holders_of(variable).add(self)
 
-    def home(self, variable: Any) -> Any:
-        """Return the device of a variable of the model, `None` if it is on every device.
+    def home(self, variable: Any) -> Home:
+        """Return where a variable of the model is. One in shards belongs to one model."""
+        shards = len(self.devices) if is_sharded(variable) else 1
+        return Home(self if self.layout.is_sharded else None, shards)
 
-        A variable in shards belongs to one model.
-        """
-        return self if self.layout.is_sharded else None
-
-    def shards(self, variable: Any) -> int:
-        """Return the number of shards of a variable, 1 if each device has it whole."""
-        return len(self.devices) if is_sharded(variable) else 1
-
-    def methods(self, methods: dict[str, Any], turns: CallGuard) -> dict[str, Any]:
+    def methods(self, methods: Methods, guarded: Guard) -> Methods:
         """Return the methods of all engines, and those of several processes."""
         if self.layout.is_sharded and hasattr(self.model, "export"):
             methods["export"] = self._no_export
@@ -138,13 +128,13 @@ class SplitSession(TorchSession):
         model = self.model
         if is_built(model):
             self._build_optimizer()
-            self.adopt(first=False)
-        sizes = [(v.path, bytes_of(v), self.shards(v)) for v in variables_of(model)]
+            self._adopt(first=False)
+        sizes = [(v.path, bytes_of(v), self.home(v).shards) for v in variables_of(model)]
         return sharded_words(sizes, len(self.devices))
 
-    def step_function(self, kind: Kind) -> Callable[[Any], Any]:
+    def _made(self, kind: Kind) -> Callable[[Any], Any]:
         """Make the step function: on several devices, or on one where it cannot be split."""
-        function = super().step_function(kind)
+        function = super()._made(kind)
         self._plans.forget(kind.name)
         return function
 
@@ -219,25 +209,25 @@ class SplitSession(TorchSession):
             elif not is_built(model):
                 batches.build(lambda: _call(model, batches))
 
-    def fit_state(self) -> TorchFitState:
-        """Return access to the variables, for a checkpoint of one `fit`."""
-        return TorchFitState(self.model, self._peers.in_script and self.layout.is_sharded)
-
-    def first_work(self) -> str | None:
-        """Return what is done before a first step runs."""
-        if len(self.devices) == 1 or not is_checked():
-            return super().first_work()
+    def first_work(self, kind: Kind, steps: int) -> str | None:
+        """Return what the next step waits for."""
+        if steps or len(self.devices) == 1 or not is_checked():
+            return super().first_work(kind, steps)
         return (
             "reading its batch, and comparing the step with one device (LOCKSTEP_CHECK=0 leaves "
             "this out)"
         )
 
-    def epoch(self, kind: Kind, batches: Any, callbacks: Any, run: Callable[[Execute], Any]) -> Any:
+    @contextmanager
+    def epoch(self, kind: Kind, batches: Any, callbacks: Any) -> Iterator[Execute]:
         """Run the steps of one epoch; what callbacks may change is compared before each step."""
         changes = may_write_between_steps(callbacks, kind.name)
         own_data = number_of_rows(batches.data_adapter) is None
-        with self._runner.epoch(changes=changes, own_data=own_data):
-            return super().epoch(kind, batches, callbacks, run)
+        with (
+            self._runner.epoch(changes=changes, own_data=own_data),
+            super().epoch(kind, batches, callbacks) as execute,
+        ):
+            yield execute
 
     def _drawn(self, batches: HostIterator, iterator: Iterator[Any], times: int) -> Iterator[Any]:
         """Draw the batches of one execution, once every process has as many."""

@@ -84,7 +84,8 @@ def _update(model: Any, replica: Replica, gradients: list[Any], weights: list[An
     if replica.shards.variables:  # signals wait for the end of the step already
         run()
     else:
-        HeldSignals(lambda: False).run(run, lambda: None)
+        with HeldSignals():
+            run()
 
 
 def _inspect(model: Any, plan: Plan, losses: LossSharding, replica: Replica, data: Any) -> Any:

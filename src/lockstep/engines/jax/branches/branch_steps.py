@@ -18,9 +18,8 @@ from lockstep.engines.jax.branches.program_cut import (
     devices_in_loops,
 )
 from lockstep.engines.jax.branches.staged_program import StagedProgram
-from lockstep.engines.jax.steps.live_state import State, uninterrupted
+from lockstep.engines.jax.steps.execution import Program, State, StepFunction, uninterrupted
 from lockstep.engines.jax.steps.state_layout import layouts_of_state
-from lockstep.engines.jax.steps.step import Step, StepFunction
 from lockstep.engines.jax.steps.steps import Steps
 from lockstep.errors import SerialBranchesWarning, UnsupportedModel
 from lockstep.keras_compat import BUILD, in_stateless_scope, is_built, values_replaced
@@ -74,7 +73,7 @@ class BranchSteps(Steps):
 
     def compiled(
         self,
-        step: Step,
+        step: Program,
         split: Callable[[], frozenset[int]],
         *,
         times: int,
@@ -149,7 +148,7 @@ class BranchSteps(Steps):
         return layouts_of_state(self._model, state, self.home, main)
 
     def _program(
-        self, step: Step, state: State, batch: Any, trains: bool
+        self, step: Program, state: State, batch: Any, trains: bool
     ) -> tuple[StagedProgram, Any]:
         form = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (state, batch)

@@ -1,6 +1,5 @@
 """`train_on_batch`, `test_on_batch` and `predict_on_batch` on a mesh."""
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -8,23 +7,19 @@ import jax
 import keras
 import numpy as np
 
-from lockstep.engines.jax.steps.live_state import GROUPS_OF, LiveState, with_values_back
-from lockstep.engines.jax.steps.step import StepFunction
+from lockstep.core.engine import PREDICT, TEST, TRAIN, Kind
+from lockstep.engines.jax.steps.execution import Execution
 from lockstep.keras_compat import (
-    JAX_STATE,
-    JAX_STATE_SYNCED,
     build_from_batch,
     check_compiled,
     class_weight_to_sample_weights,
     is_built,
-    take_jax_state,
     trainer_class,
     values_in_order,
 )
 from lockstep.training.arrays import host_array
 from lockstep.training.logs import pythonify_logs
 from lockstep.training.overrides import is_keras, knows_arguments
-from lockstep.training.session import PREDICT, TEST, TRAIN, Kind
 
 
 class OnBatch:
@@ -98,27 +93,11 @@ class OnBatch:
 
     def _step(self, kind: Kind, batch: Any) -> Any:
         """Run one step and return its outputs."""
-        model, attributes = self.model, vars(self.model)
-        step, batches = getattr(model, kind.function), iter((batch,))
-        groups = GROUPS_OF[kind.name]
-        state = take_jax_state(model, **dict.fromkeys(groups, True))
-        live = LiveState(model, groups, state)
-
-        def body() -> Any:
-            live.stand()
-            if isinstance(step, StepFunction):
-                return step.steps(live, batches)
-            return live.run(step, batches)  # user code wraps a step function
-
-        def back() -> None:
-            if attributes.get(JAX_STATE) is live:
-                if any(map(_differ, state, live.state)):
-                    model.jax_state_sync()
-                attributes[JAX_STATE], attributes[JAX_STATE_SYNCED] = None, True
-
-        outputs = with_values_back(model, body, back)
+        execution = Execution(self.model, kind)
+        with execution as step:
+            outputs = step(iter((batch,)), 1)
         # A device may read the rows in place, and the caller may write into them after this.
-        live.wait()
+        execution.wait()
         return outputs
 
     def _logs(self, logs: Any, return_dict: bool) -> Any:
@@ -128,11 +107,6 @@ class OnBatch:
 
 _NO_NUMBERS = "OSUMm"  # objects, strings and times
 _NAMES = ("train_on_batch", "test_on_batch", "predict_on_batch")
-
-
-def _differ(before: list[Any], after: list[Any]) -> bool:
-    """Return whether any variable gets another array."""
-    return any(map(operator.is_not, before, after)) or len(before) != len(after)
 
 
 def _as_jax_has_it(batch: Any) -> Any:

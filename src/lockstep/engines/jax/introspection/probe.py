@@ -12,7 +12,7 @@ import numpy as np
 from lockstep.engines.jax.cache import keep_programs
 from lockstep.engines.jax.fit.on_batch import OnBatch
 from lockstep.engines.jax.session import forget_losses
-from lockstep.engines.jax.steps.live_state import State
+from lockstep.engines.jax.steps.execution import State
 from lockstep.engines.patched import patched
 from lockstep.engines.probe_helpers import (
     SHORT_FLOATS,

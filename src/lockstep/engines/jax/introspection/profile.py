@@ -6,12 +6,11 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-
-from lockstep.engines.engine import Profile
 
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective", "nccl")
 
@@ -23,9 +22,30 @@ _Span = tuple[float, float, Any]
 """The begin and the end of an operation, and what it was."""
 
 
+@dataclass
+class Profile:
+    """Seconds that JAX measures of its own work; `None` for what was not measured.
+
+    Attributes:
+        compile: Tracing and compilation.
+        compute: Computation of the busiest device.
+        communication: Its collectives, including waits for other devices.
+        full: Whether the profiler dropped events, so that nothing is known of the devices.
+    """
+
+    compile: float | None = None
+    compute: float | None = None
+    communication: float | None = None
+    full: bool = False
+
+
 @contextmanager
 def profiled(*, devices: bool) -> Iterator[Profile]:
-    """Measure compilation in this context, and the work of the devices; see `Engine.profile`."""
+    """Measure compilation inside the context; the result is filled in at its end.
+
+    Args:
+        devices: Whether to profile the work of the devices too.
+    """
     found, counting = Profile(compile=0.0), True
 
     def listen(event: str, duration_secs: float, **_: Any) -> None:

@@ -12,7 +12,7 @@ from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from lockstep.engines.jax import jax_group
-from lockstep.engines.jax.steps.live_state import GROUPS_BY_NUMBER, State
+from lockstep.engines.jax.steps.execution import GROUPS_BY_NUMBER, State
 from lockstep.engines.jax.variable_sync import group_of
 from lockstep.engines.shard_rule import dim_by_shape, sharded_dims
 from lockstep.keras_compat import (

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from lockstep.devices import missing_rows
 from lockstep.engines.jax import jax_group, program_fingerprint
 from lockstep.engines.jax.partition_fallbacks import pooling_whole, why_whole
-from lockstep.engines.jax.steps.live_state import Program, State
+from lockstep.engines.jax.steps.execution import Program, State, StepFunction
 from lockstep.engines.jax.steps.padded import (
     PaddedArray,
     is_padded,
@@ -51,7 +51,6 @@ from lockstep.engines.jax.steps.state_layout import (
     is_held_in_shards,
     numbered,
 )
-from lockstep.engines.jax.steps.step import Step, StepFunction
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.launch.status import STATUS_OF_PROCESS
 from lockstep.processes import process_group
@@ -146,7 +145,7 @@ class Steps:
 
     def compiled(
         self,
-        step: Step,
+        step: Program,
         split: Callable[[], frozenset[int]],
         *,
         times: int,
@@ -188,7 +187,7 @@ class Steps:
 
     def eager(
         self,
-        step: Step,
+        step: Program,
         split: Callable[[], frozenset[int]],
         *,
         times: int,
@@ -363,7 +362,7 @@ class CompiledStep:
     def __init__(
         self,
         steps: Steps,
-        step: Step,
+        step: Program,
         split: Callable[[], frozenset[int]],
         per_row_outputs: bool,
         trains: bool,

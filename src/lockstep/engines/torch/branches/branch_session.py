@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import torch
 
+from lockstep.core.engine import Guard, Home, Kind, Methods
 from lockstep.engines.branch_homes import output_device, variable_homes
 from lockstep.engines.call_scopes import CallScopes
 from lockstep.engines.holders import holders_of
@@ -21,8 +22,6 @@ from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import BUILD, layers_in, stored_value, torch_default_device
 from lockstep.layout import Branches
 from lockstep.state import optimizers_of, unique, variables_of
-from lockstep.training.call_guard import CallGuard
-from lockstep.training.session import Kind
 
 
 class BranchSession(TorchSession):
@@ -36,25 +35,20 @@ class BranchSession(TorchSession):
     layout: Branches
 
     def __init__(self, model: Any, layout: Branches) -> None:
-        super().__init__(model, layout)
         self._main = output_device(model, layout)
         self._device = torch_device_of(self._main)
         self._homes: dict[int, str] = {}
         self._calls = LocalCalls(model, layout)
         self._scopes = CallScopes(model, layout, _scope)
-
-    def check(self) -> None:
-        """Raise if the model cannot be on these devices."""
-        self._find_homes()
-        super().check()
-        _check_not_compiled(self.model)
+        super().__init__(model, layout)
+        _check_not_compiled(model)
 
     def open(self) -> None:
         """Move the variables to their devices, and run the calls of layers there."""
         self._move_to_homes()
         self._calls.put_on()
         self._scopes.put_on()
-        self.adopt(first=True)
+        self._adopt(first=True)
 
     def close(self) -> None:
         """Undo `open`, even if it failed halfway."""
@@ -65,23 +59,26 @@ class BranchSession(TorchSession):
             holders_of(variable).discard(self)
         _to_default_device([variable for variable in variables if not holders_of(variable)])
 
-    def adopt(self, first: bool) -> None:
+    def _adopt(self, first: bool) -> None:
         """Move variables from the host that were made in `lockstep.sharded`."""
         leave_host(self.model)
 
-    def home(self, variable: Any) -> str:
+    def home(self, variable: Any) -> Home:
         """Return the device of a variable."""
+        return Home(self._home(variable))
+
+    def _home(self, variable: Any) -> str:
         return self._homes.get(id(variable), self._main)
 
-    def methods(self, methods: dict[str, Any], turns: CallGuard) -> dict[str, Any]:
+    def methods(self, methods: Methods, guarded: Guard) -> Methods:
         """Return the methods of all engines, and those that call and build on the devices."""
         return methods | {"call": self._calling(self.model.call), BUILD: self._build}
 
-    def step_function(self, kind: Kind) -> Callable[[Any], Any]:
+    def _made(self, kind: Kind) -> Callable[[Any], Any]:
         """Make the step function of Keras."""
         _check_not_compiled(self.model)
         self._move_to_homes()
-        return super().step_function(kind)
+        return super()._made(kind)
 
     def _on_one(self, plain: Callable[[Any], Any], batches: list[Any]) -> Any:
         with self._on_devices():
@@ -112,7 +109,7 @@ class BranchSession(TorchSession):
                 _move(buffer, torch_device_of(self.layout.home(layer)))
         for variable in self._variables():
             if stored_value(variable) is not None:
-                _move(stored_value(variable), torch_device_of(self.home(variable)))
+                _move(stored_value(variable), torch_device_of(self._home(variable)))
 
     def _variables(self) -> list[Any]:
         """Return every variable of the model and of its optimizers."""

@@ -1,0 +1,1 @@
+"""What everything above stands on: the interface of an engine."""

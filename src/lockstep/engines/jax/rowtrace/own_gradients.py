@@ -105,7 +105,8 @@ def _called(
     equation: Any, operands: Sequence[int], outputs: Sequence[int], program: Any
 ) -> Callable[[Sequence[Any]], list[Any]]:
     """Return an equation as a function of these operands, with these outputs."""
-    info = getattr(program, "jaxpr", program).debug_info.with_unknown_names()
+    info = getattr(program, "jaxpr", program).debug_info
+    info = getattr(info, "with_unknown_names", lambda: info)()  # JAX 0.7 has none
     inputs = [equation.invars[n] for n in operands]
     one = Jaxpr([], inputs, equation.outvars, [equation], equation.effects, info)
     function = jaxpr_as_fun(ClosedJaxpr(one, ()))

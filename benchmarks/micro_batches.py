@@ -99,7 +99,7 @@ def data(model, rows=ROWS):
 def temporaries(model, x, y):
     """The MB that a training step needs on a device besides its arguments."""
     model.train_on_batch(x, y)  # builds all
-    step = session_of(model).step_function(TRAIN)
+    step = session_of(model).step_function(TRAIN, force=True)
     groups = ("trainable", "non_trainable", "optimizer", "metrics")
     state = [[each.value for each in getattr(model, f"{name}_variables", [])] for name in groups]
     state[2] = [each.value for each in model.optimizer.variables]

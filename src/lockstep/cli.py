@@ -196,6 +196,13 @@ def _wrong_devices(backend: str) -> bool:
     return bool(wrong)
 
 
+_micro_batch_size = click.option(
+    "--micro-batch-size",
+    type=click.IntRange(min=1),
+    help="The most rows that a device runs at once.",
+)
+
+
 @main.command(epilog=EXIT_STATUS)
 @click.argument("target")
 @click.option("--devices", default=None, help="How many, or which: 4, 0,2 or gpu:0,gpu:1.")
@@ -207,6 +214,7 @@ def _wrong_devices(backend: str) -> bool:
     help="Training steps to compare.",
 )
 @click.option("--batch-size", type=click.IntRange(min=1), help="Rows of a batch, for arrays.")
+@_micro_batch_size
 @click.option("--rehearse", is_flag=True, help="Make as many virtual CPU devices.")
 @click.option("--float64", is_flag=True, help="Build the model in float64; equal is 1e-10.")
 @click.option(
@@ -222,6 +230,7 @@ def verify(
     devices: str | None,
     steps: int,
     batch_size: int | None,
+    micro_batch_size: int | None,
     rehearse: bool,
     float64: bool,
     state: str,
@@ -244,7 +253,15 @@ def verify(
         lockstep.rehearse(asked)
     with stdout_for(as_json), _rehearsal_by_option(), _could_not_run():
         model, data = (float64_model_and_data if float64 else model_and_data)(target)
-        found = lockstep.verify(model, data, asked, steps, batch_size=batch_size, state=state)
+        found = lockstep.verify(
+            model,
+            data,
+            asked,
+            steps,
+            batch_size=batch_size,
+            state=state,
+            micro_batch_size=micro_batch_size,
+        )
     print_report(found, as_json)
     sys.exit(VERDICTS[found.verdict])
 
@@ -289,6 +306,7 @@ def _rehearsal_by_option(devices: str | None = None) -> Iterator[None]:
     "--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Rounds to measure."
 )
 @click.option("--batch-size", type=click.IntRange(min=1), help="Rows of a batch, for arrays.")
+@_micro_batch_size
 @click.option("--rehearse", is_flag=True, help="Make as many virtual CPU devices each time.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def bench(
@@ -297,6 +315,7 @@ def bench(
     steps: int,
     rounds: int,
     batch_size: int | None,
+    micro_batch_size: int | None,
     rehearse: bool,
     as_json: bool,
 ) -> None:
@@ -317,6 +336,7 @@ def bench(
             steps=steps,
             rounds=rounds,
             batch_size=batch_size,
+            micro_batch_size=micro_batch_size,
             rehearse=rehearse,
             say=lambda text: click.echo(text, err=True),
         )

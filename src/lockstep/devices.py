@@ -116,6 +116,30 @@ def shard_rows(rows: int, replicas: int) -> tuple[range, ...]:
     return tuple(range(start, stop) for start, stop in pairwise(starts))
 
 
+def micro_batches(rows: int, devices: int, size: int) -> tuple[int, int]:
+    """Return into how many parts the rows of a device are cut, and the rows of a part.
+
+    No part has more than `size` rows of a device. Parts have as many rows as each other, but for
+    the last one, which may have fewer.
+
+    Args:
+        rows: Rows in the global batch, at least 1.
+        devices: Devices over which they are split, at least 1.
+        size: The most rows of a part on a device, at least 1.
+
+    Example:
+        >>> micro_batches(256, 2, 32)
+        (4, 32)
+        >>> micro_batches(75, 1, 32)
+        (3, 25)
+        >>> micro_batches(11, 1, 32)
+        (1, 11)
+    """
+    largest = -(-rows // devices)
+    number = -(-largest // size)
+    return number, -(-largest // number)
+
+
 def missing_rows(rows: int, replicas: int) -> int:
     """Rows to add so that every replica gets the same number.
 

@@ -1,5 +1,6 @@
 """The functions that distribute a model, release it, declare a layer, and list devices."""
 
+import operator
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ def distribute(
     *,
     state: str = REPLICATED,
     same_random_numbers: bool = False,
+    micro_batch_size: int | None = None,
 ) -> Model:
     """Make a Keras model train, evaluate and predict on several devices, in place.
 
@@ -48,16 +50,22 @@ def distribute(
             On JAX and TensorFlow they do in any case. On PyTorch, each device draws its own
             numbers by default; with `True`, each one draws those of all rows and uses its own,
             which takes longer.
+        micro_batch_size: The most rows that a device runs through the layers at once, for a batch
+            that does not fit its memory, also with one device. `fit(batch_size=256)` still updates
+            the weights by the gradient of 256 rows. A training step computes the forward pass
+            twice. What looks across rows inside the model, such as a batch norm that trains, is
+            refused. JAX only.
 
     Returns:
         The same `model`.
 
     Raises:
         DeviceError: If `devices` names an unknown device, one device twice, or more devices
-            than there are; or if `state` is unknown.
+            than there are; if `state` is unknown; or if `micro_batch_size` is no number of rows.
         TypeError: If `same_random_numbers` is no `bool`.
         NotAModel: If `model` is not a Keras model.
-        UnsupportedBackend: If there is no engine for Keras's backend, or it cannot shard.
+        UnsupportedBackend: If there is no engine for Keras's backend, it cannot shard, or it
+            runs all rows of a device at once.
         UnsupportedModel: If the engine cannot keep this model exact.
         LayoutConflict: If another tool has laid out a variable of the model, or the model
             shares a variable with a model on other devices.
@@ -76,6 +84,7 @@ def distribute(
             f"same_random_numbers={same_random_numbers!r} was asked for, and only True and False "
             "are possible.\nPass True for the random numbers of one device, or leave it out."
         )
+    rows = check_micro_batch_size(micro_batch_size)
     engine = current_engine()
     join(engine)
     names = parse_devices(devices, engine.devices())
@@ -90,7 +99,7 @@ def distribute(
     from lockstep.engines.attachment import attach  # which imports Keras
     from lockstep.layout import DataParallel
 
-    attach(engine, model, DataParallel(names, state, same_random_numbers))
+    attach(engine, model, DataParallel(names, state, same_random_numbers, rows))
     STATUS_OF_PROCESS.distributed = True
     return model
 
@@ -252,6 +261,23 @@ def check_state(state: str) -> None:
             f"state={shown(state)} was given, and the state of a model is replicated or sharded.\n"
             'Give state="sharded", or leave it out.'
         )
+
+
+def check_micro_batch_size(size: object) -> int | None:
+    """Raise `DeviceError` for any `micro_batch_size=` but `None` and a number of rows."""
+    if size is None:
+        return None
+    try:
+        rows = 0 if isinstance(size, bool) else operator.index(size)  # type: ignore[arg-type]
+    except TypeError:
+        rows = 0
+    if rows < 1:
+        raise DeviceError(
+            f"micro_batch_size={shown(size)} was given, and a whole number of rows of at least 1 "
+            "was expected.\nGive the most rows that a device is to run at once, such as 32, or "
+            "leave it out."
+        )
+    return rows
 
 
 def _legacy_keras(model: object) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any
 
-from lockstep.devices import names_in_words, rehearsed_devices, shard_rows
+from lockstep.devices import micro_batches, names_in_words, rehearsed_devices, shard_rows
 from lockstep.errors import counted
 from lockstep.layout import Branches, Layout
 from lockstep.step_bytes import amount
@@ -130,7 +130,9 @@ def fit_line(backend: str, layout: Layout, given: Given, compiles: bool = False)
     if isinstance(layout, Branches):
         what = f"layers on {names}"
     else:
-        what = f"{counted(count, 'device')} ({names}), {_batch_words(given, count)}"
+        size = layout.micro_batch_size
+        batch = _batch_words(given, count) if size is None else _parts_words(given, count, size)
+        what = f"{counted(count, 'device')} ({names}), {batch}"
     return f"lockstep: {backend}, {what}" + (", compiling the training step" if compiles else "")
 
 
@@ -141,6 +143,19 @@ def _batch_words(given: Given, replicas: int) -> str:
     largest = len(shard_rows(batch_size, replicas)[0])
     up_to = "up to " if batch_size % replicas else ""
     return f"global batch {batch_size} = {up_to}{largest} per replica"
+
+
+def _parts_words(given: Given, devices: int, size: int) -> str:
+    rows = batch_size_of(given)
+    if rows is None:
+        return f"batches as the data gives them, in micro-batches of at most {counted(size, 'row')}"
+    number, each = micro_batches(rows, devices, size)
+    parts = f"{counted(number, 'micro-batch')} of {each}"
+    if devices == 1:
+        return f"{counted(rows, 'row')}, {parts}"
+    largest = len(shard_rows(rows, devices)[0])
+    up_to = "up to " if rows % devices else ""
+    return f"{counted(rows, 'row')} over {devices} devices: {up_to}{largest} each, {parts}"
 
 
 def batch_size_of(given: Given) -> int | None:

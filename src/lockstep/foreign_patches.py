@@ -57,6 +57,13 @@ PATCHES = (
         _KERAS,
     ),
     Patch(
+        "keras_compat.py: keys_replaced",
+        ("keras/src/backend: jax.random.jax_draw_seed|jax.ops.random.jax_draw_seed",),
+        _CONTEXT,
+        "A part of the rows of a batch draws the random numbers that the batch has in these rows.",
+        _KERAS,
+    ),
+    Patch(
         "keras_compat.py: compute_in_float64",
         (
             "keras: DTypePolicy._parse_name",

@@ -22,6 +22,7 @@ import inspect
 import math
 import operator
 import re
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -278,6 +279,8 @@ _entries_of_losses = _read(_CompileLoss, "_flat_losses")
 loss_tracker = _read(_Trainer, "_loss_tracker")
 """The metric with the mean of the loss, to which Keras's steps add each batch."""
 _own_metrics = _call(keras.Model, "_get_own_metrics")
+UPDATE_METRICS = _held(_JAX, "_update_metrics_variables")
+"""The method of a step on JAX that updates the metrics, after the gradient."""
 loss_of = _call(keras.Model, "_compute_loss")
 """The loss of a batch, from the model's own `compute_loss`, whose arguments it takes."""
 metric_results: Callable[..., dict[str, Any]] = _call(keras.Model, "_get_metrics_result_or_logs")
@@ -488,6 +491,29 @@ def same_draws_for_all_rows() -> Iterator[None]:
     changes = [(module, name, by_shape(vars(module)[name])) for name in _DRAWS_BY_SHAPE]
     with replaced([*changes, (module, "dropout", dropout)]):
         yield
+
+
+@contextmanager
+def keys_replaced(replacement: Callable[[Any], Any]) -> Iterator[None]:
+    """Let Keras draw on JAX with other keys inside the context.
+
+    keras/src/backend/jax/random.py, from 3.16 on keras/src/backend/jax/ops/random.py:
+    every random operation takes its key from `jax_draw_seed`.
+
+    Args:
+        replacement: Returns the key to draw with, from the one that Keras has.
+    """
+    module = sys.modules[keras.src.backend.random.normal.__module__]
+    plain = vars(module)[_JAX_DRAW_SEED]
+
+    def draw_seed(seed: Any) -> Any:
+        return replacement(plain(seed))
+
+    with replaced([(module, _JAX_DRAW_SEED, draw_seed)]):
+        yield
+
+
+_JAX_DRAW_SEED = "jax_draw_seed"
 
 
 # ---------------------------------------------------------------- devices and classes

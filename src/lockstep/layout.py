@@ -21,11 +21,14 @@ class DataParallel:
         devices: The names of the devices.
         state: How the variables are laid out, `"replicated"` or `"sharded"`.
         same_random_numbers: Whether layers draw what one device draws, where there is a choice.
+        micro_batch_size: The most rows that a device runs through the layers at once; `None` for
+            all of its rows.
     """
 
     devices: tuple[str, ...]
     state: str = REPLICATED
     same_random_numbers: bool = False
+    micro_batch_size: int | None = None
     made_by = "distribute"
 
     @property
@@ -53,6 +56,7 @@ class Branches:
     calls: Mapping[int, str]
     fixed: frozenset[int]
     is_sharded = False
+    micro_batch_size = None
     made_by = "place"
 
     def home(self, layer: Any) -> str:

@@ -53,15 +53,18 @@ def transformer():
 MODELS = {"mlp": mlp, "cnn": cnn, "transformer": transformer}
 
 
-def training_program(model, devices, rows, times=1, **options):
-    """The compiled training step, or that of several steps, and the model."""
+def training_program(model, devices, rows, times=1, targets=(), **options):
+    """The compiled training step, or that of several steps, and the model.
+
+    `targets` is the shape of the targets of a row.
+    """
     model = MODELS[model]() if isinstance(model, str) else model
     lockstep.distribute(model, devices, **options)
     model.compile(
         "adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
     )
     shape = model.input_shape[1:]
-    batch = (np.ones((rows, *shape), model.inputs[0].dtype), np.zeros(rows, "int32"))
+    batch = (np.ones((rows, *shape), model.inputs[0].dtype), np.zeros((rows, *targets), "int32"))
     model._symbolic_build(data_batch=batch)
     model.make_train_function()
     step = model.train_function

@@ -42,15 +42,17 @@ class Worker:
             text=True,
         )
 
-    def difference(self, family, name, devices, *, by_layer=False, state="replicated"):
+    def difference(
+        self, family, name, devices, *, by_layer=False, state="replicated", micro_batch_size=None
+    ):
         """Return the largest difference of a case from one device, by quantity.
 
         Only quantities beyond the bound of the case are in it. `by_layer=True` places layers on
         the devices instead of distributing the model. With `state="sharded"` variables of any size
-        are sharded.
+        are sharded. A case that `micro_batch_size` refuses returns `{"refused": the text}`.
         """
         try:
-            call = json.dumps([family, name, devices, by_layer, state])
+            call = json.dumps([family, name, devices, by_layer, state, micro_batch_size])
             print(call, file=self._process.stdin, flush=True)
             answer = self._process.stdout.readline()
         except BrokenPipeError:
@@ -67,9 +69,9 @@ class Worker:
         self._process.stdout.close()
 
 
-def _differences(family, name, devices, by_layer, state):
+def _differences(family, name, devices, by_layer, state, micro_batch_size):
     import lockstep
-    from lockstep.errors import SerialBranchesWarning, UnsplitBatchWarning
+    from lockstep.errors import SerialBranchesWarning, UnsplitBatchWarning, UnsupportedModel
     from tests.conformance.cases.case import gaps, play
 
     draws = by_layer or _backend() != "torch"  # the random numbers of one device
@@ -87,10 +89,17 @@ def _differences(family, name, devices, by_layer, state):
     laid_out = []
     if state == "sharded":
         lay_out = partial(lay_out, state=state)
+    if micro_batch_size is not None:
+        lay_out = partial(lay_out, micro_batch_size=micro_batch_size)
     with machine, warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always", UnsplitBatchWarning)
         warnings.simplefilter("ignore", SerialBranchesWarning)
-        many = play(case, lambda model: laid_out.append(lay_out(model)))
+        try:
+            many = play(case, lambda model: laid_out.append(lay_out(model)))
+        except UnsupportedModel as refusal:
+            if micro_batch_size is None:
+                raise
+            return {"refused": str(refusal)}
     if state == "sharded":
         check_shards(laid_out[0], devices)
     if _backend() == "jax" and not by_layer:
@@ -168,8 +177,9 @@ def case_of(family, name, draws):
     from dataclasses import replace
 
     from tests.conformance.cases import FAMILIES
+    from tests.conformance.cases.in_parts import IN_PARTS
 
-    case = FAMILIES[family][name]
+    case = {**FAMILIES, "In parts": IN_PARTS}[family][name]
     if case.make_plain is None or draws:
         return case
     return replace(case, make=case.make_plain)

@@ -5,8 +5,11 @@ import pytest
 from tests.conformance.worker import Worker
 from tests.conftest import BACKEND
 
+collect_ignore = []
 if BACKEND == "tensorflow":  # which refuses sharded state
-    collect_ignore = ["test_sharded_cases.py"]
+    collect_ignore.append("test_sharded_cases.py")
+if BACKEND != "jax":  # which refuse micro-batches
+    collect_ignore.append("test_micro_batch_cases.py")
 
 
 @pytest.fixture(scope="session")

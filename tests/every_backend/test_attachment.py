@@ -57,6 +57,23 @@ def test_a_step_function_of_the_users_own_is_refused():
     assert_same(fit(model), fit(chain()))
 
 
+def test_micro_batches_are_exact_or_refused():
+    model = chain()
+    before = set(vars(model))
+    if keras.backend.backend() == "jax":
+        assert_same(fit(lockstep.distribute(model, 1, micro_batch_size=2)), fit(chain()))
+        return
+    with pytest.raises(UnsupportedBackend) as caught:
+        lockstep.distribute(model, 1, micro_batch_size=2)
+    assert str(caught.value) == (
+        f"micro_batch_size=2 was asked for, and on {keras.backend.backend()!r} a device runs all "
+        "of its rows at once so far.\nOn JAX it runs them in parts, with the numbers of the whole "
+        "batch.\nSet KERAS_BACKEND=jax before Keras is imported, or leave out micro_batch_size."
+    )
+    assert set(vars(model)) == before
+    assert session_of(model) is None
+
+
 def test_a_model_that_keras_has_trained_is_attached_and_released():
     model, alone = chain(), chain()
     assert_same(fit(model), fit(alone))

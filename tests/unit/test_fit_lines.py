@@ -95,6 +95,21 @@ def test_a_data_loader_knows_its_batch():
     assert line == "lockstep: jax, 1 device (gpu:0), global batch 8 = 8 per replica"
 
 
+@pytest.mark.parametrize(
+    ("devices", "size", "given", "said"),
+    [
+        (4, 32, {"batch_size": 256}, "256 rows over 4 devices: 64 each, 2 micro-batches of 32"),
+        (4, 2, {"batch_size": 10}, "10 rows over 4 devices: up to 3 each, 2 micro-batches of 2"),
+        (1, 32, {"batch_size": 75}, "75 rows, 3 micro-batches of 25"),
+        (1, 32, {"batch_size": 11}, "11 rows, 1 micro-batch of 11"),
+        (1, 1, {}, "batches as the data gives them, in micro-batches of at most 1 row"),
+    ],
+)
+def test_the_line_has_the_micro_batches(devices, size, given, said):
+    layout = DataParallel(GPUS[:devices], micro_batch_size=size)
+    assert fit_line("jax", layout, given).endswith(f"), {said}")
+
+
 def test_a_rehearsal_is_named(monkeypatch):
     monkeypatch.setenv("LOCKSTEP_REHEARSE", "2")
     line = fit_line("jax", DataParallel(("cpu:0", "cpu:1")), {"batch_size": 2})

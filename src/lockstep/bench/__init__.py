@@ -26,6 +26,7 @@ def bench(
     steps: int = 50,
     rounds: int = 5,
     batch_size: int | None = None,
+    micro_batch_size: int | None = None,
 ) -> Scaling:
     """Measure how fast a model trains on several numbers of devices, in this process.
 
@@ -41,12 +42,14 @@ def bench(
         steps: Steps of a round, at least 1.
         rounds: Measured rounds, at least 1. One round before them is not measured.
         batch_size: Rows of the global batch where `data` is arrays. Defaults to 32.
+        micro_batch_size: The most rows that a device runs at once, as in `lockstep.distribute`.
 
     Returns:
         The result. `.verdict` is a sentence, and `.measurements` has the times in seconds.
 
     Raises:
-        DeviceError: If `devices` are no numbers of devices, or there are too few.
+        DeviceError: If `devices` are no numbers of devices, there are too few, or
+            `micro_batch_size` is no number of rows.
         NotAModel: If `model` is not a Keras model.
         UnsupportedBackend: If several processes run, and the engine measures in one.
         UnusableData: If the model is not compiled, the data cannot be trained on, or a number is
@@ -92,7 +95,13 @@ def bench(
         start = snapshot(model)
         for count in sorted(set(counts), reverse=True):
             measured = measure(
-                model, data, count, steps=steps, rounds=rounds, batch_size=batch_size
+                model,
+                data,
+                count,
+                steps=steps,
+                rounds=rounds,
+                batch_size=batch_size,
+                micro_batch_size=micro_batch_size,
             )
             # A program of before, or of JAX's cache, is not compiled.
             found.insert(0, replace(measured, compile=None))
@@ -119,6 +128,7 @@ def run_bench(
     steps: int = 50,
     rounds: int = 5,
     batch_size: int | None = None,
+    micro_batch_size: int | None = None,
     rehearse: bool = False,
     say: Callable[[str], object] = lambda text: None,
 ) -> Scaling:
@@ -130,6 +140,7 @@ def run_bench(
         steps: Steps of a round, at least 1.
         rounds: Measured rounds, at least 1. One round before them is not measured.
         batch_size: Rows of the global batch where the data is arrays. Defaults to 32.
+        micro_batch_size: The most rows that a device runs at once.
         rehearse: Whether each process makes that number of virtual CPU devices.
         say: Called with a line about the measurement that begins.
 
@@ -138,29 +149,27 @@ def run_bench(
         BenchFailed: If one of the processes failed, with its error.
     """
     found: list[Measurement] = []
+    asked = {
+        "target": target,
+        "steps": steps,
+        "rounds": rounds,
+        "batch_size": batch_size,
+        "micro_batch_size": micro_batch_size,
+    }
     # The largest number first: if there are too few devices, no measurement is wasted.
     for count in sorted(set(counts), reverse=True):
         say(f"{counted(count, 'device')} ...")
-        found.insert(0, _in_own_process(target, count, steps, rounds, batch_size, rehearse))
+        found.insert(0, _in_own_process(asked, count, rehearse))
     return _scaling(target, found)
 
 
-def _in_own_process(
-    target: str, count: int, steps: int, rounds: int, batch_size: int | None, rehearse: bool
-) -> Measurement:
+def _in_own_process(asked: dict[str, Any], count: int, rehearse: bool) -> Measurement:
     # With the compilation cache of an earlier start, compilation would take no time.
     environment = {"JAX_ENABLE_COMPILATION_CACHE": "false", **os.environ}
     environment |= {"LOCKSTEP_REHEARSE": str(count)} if rehearse else {}
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
         output = Path(folder) / "measurement.json"
-        asked = {
-            "target": target,
-            "devices": count,
-            "steps": steps,
-            "rounds": rounds,
-            "batch_size": batch_size,
-            "output": str(output),
-        }
+        asked = asked | {"devices": count, "output": str(output)}
         command = [sys.executable, "-m", "lockstep.bench.measurement", json.dumps(asked)]
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, errors="replace", check=False
@@ -174,7 +183,8 @@ def _in_own_process(
         raise BenchFailed(
             f"The process that measured {counted(count, 'device')} ended with {done.returncode}:\n"
             f"{said.splitlines()[0][:180]}\n"
-            f"Train the model of {target} under lockstep.distribute(model, {count}) to see all."
+            f"Train the model of {asked['target']} under lockstep.distribute(model, {count}) to "
+            "see all."
         )
     measured = told["measured"]
     for name in ("devices", "spread"):

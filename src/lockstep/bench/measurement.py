@@ -28,7 +28,14 @@ from lockstep.targets import model_and_data
 
 
 def measure(
-    model: Any, data: Any, devices: int, *, steps: int, rounds: int, batch_size: int | None
+    model: Any,
+    data: Any,
+    devices: int,
+    *,
+    steps: int,
+    rounds: int,
+    batch_size: int | None,
+    micro_batch_size: int | None = None,
 ) -> Measurement:
     """Measure how fast `model` trains on `data` over a number of devices.
 
@@ -41,6 +48,7 @@ def measure(
             if the data end.
         rounds: Measured rounds, at least 1. One round before them is not measured.
         batch_size: Rows of the global batch where `data` is arrays. Defaults to 32.
+        micro_batch_size: The most rows that a device runs at once; `None` for all of its rows.
 
     Raises:
         DeviceError: If there are too few devices.
@@ -49,7 +57,7 @@ def measure(
     """
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
     engine = current_engine()
-    distribute(model, devices)
+    distribute(model, devices, micro_batch_size=micro_batch_size)
     if process_group.several() and engine.name == "torch":  # each process has one device
         raise UnsupportedBackend(
             f"bench was asked for in one of several processes on {engine.name!r}, and it measures "

@@ -16,6 +16,7 @@ import numpy as np
 from lockstep.checkpoint.callback import checkpoint_among, fit_scope
 from lockstep.core.engine import KINDS, Engine, Kind, Methods, Session
 from lockstep.engines.atomic_save import SAVING, atomic_saves
+from lockstep.engines.micro_batches import no_micro_batches
 from lockstep.engines.out_of_memory import has_note, is_out_of_memory, note_of
 from lockstep.errors import UnsupportedBackend, UnsupportedModel
 from lockstep.fit_lines import (
@@ -230,6 +231,9 @@ def attach(engine: Engine, model: Any, layout: Layout) -> None:
             f"{model.name!r} was to have layers on several devices, and there are several "
             "processes,\nwhere every device runs all layers. Start one process."
         )
+    size = layout.micro_batch_size
+    if size is not None and engine.name != "jax":
+        raise no_micro_batches(engine.name, size)
     before, name = session_of(model), layout.made_by
     if before is not None and type(before.layout) is not type(layout):
         raise both_layouts(model, name)

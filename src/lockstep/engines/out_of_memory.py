@@ -48,6 +48,8 @@ def note_of(engine: Engine, session: Session, name: str, given: Given) -> str:
         held = sharded
     rows = batch_size_of(given) if "on_batch" not in name else None
     tries = ["batches of fewer rows" if rows is None else f"batch_size={max(1, rows // 2)}"]
+    if engine.name == "jax" and (size := _micro_batch(session, rows)):
+        tries.insert(0, f"micro_batch_size={size} in distribute, which keeps the numbers")
     if sharded is not None and sharded.held < held.held:
         tries.append(f'state="sharded" in distribute (then {amount(sharded.held)} each)')
     tries.append("more devices")
@@ -58,3 +60,10 @@ def note_of(engine: Engine, session: Session, name: str, given: Given) -> str:
         "of gradients.\nThe rest are activations, which grow with the rows of a device.\n"
         f"Try {', '.join(tries[:-1])}, or {tries[-1]}; {_END}"
     )
+
+
+def _micro_batch(session: Session, rows: int | None) -> int:
+    """Return half of the rows that a device runs at once; 0 if it is not known, or one row."""
+    of_device = None if rows is None else -(-rows // len(session.devices))
+    known = [each for each in (of_device, session.layout.micro_batch_size) if each is not None]
+    return min(known, default=0) // 2

@@ -3,7 +3,7 @@
 from typing import Any
 
 from lockstep.devices import REPLICATED, SHARDED, parse_devices
-from lockstep.distribute import Devices, check_model, check_state
+from lockstep.distribute import Devices, check_micro_batch_size, check_model, check_state
 from lockstep.engines import current_engine
 from lockstep.errors import DeviceError, UnsupportedBackend, UnusableData
 from lockstep.verify.verification import Verification
@@ -17,6 +17,7 @@ def verify(
     *,
     batch_size: int | None = None,
     state: str = REPLICATED,
+    micro_batch_size: int | None = None,
 ) -> Verification:
     """Train on one device and on several from the same start, and compare every step.
 
@@ -42,21 +43,24 @@ def verify(
         model: A compiled `keras.Model`.
         data: `(x, y)` or `(x, y, sample_weight)` of arrays, or a data set that `fit` takes.
             If it holds fewer than `steps` batches, it starts again.
-        devices: As in `lockstep.distribute`, at least 2; `None` for all.
+        devices: As in `lockstep.distribute`, at least 2; `None` for all. One device is compared
+            with itself if `micro_batch_size` is given.
         steps: Training steps, at least 1. The weights and optimizer slots after each step are
             on disk until the end of the call.
         batch_size: Rows of the global batch where `data` is arrays. Defaults to 32.
         state: How weights and optimizer slots are laid out, as in `lockstep.distribute`.
+        micro_batch_size: The most rows that a device runs at once, as in `lockstep.distribute`.
 
     Returns:
         The result. `.verdict` is `"equal"`, `"different"` or `"cannot tell"`. `.equal` is true
         if the verdict is `"equal"`.
 
     Raises:
-        DeviceError: If a device is not available, `devices` is one device, or `state` is
-            unknown.
+        DeviceError: If a device is not available, `devices` is one device, `state` is unknown, or
+            `micro_batch_size` is no number of rows.
         NotAModel: If `model` is not a Keras model.
-        UnsupportedBackend: If the state is sharded, and several processes run.
+        UnsupportedBackend: If the state is sharded, and several processes run; or if the engine
+            runs all rows of a device at once.
         UnusableData: If the model is not compiled or cannot be built, or the data cannot be
             trained on.
 
@@ -67,14 +71,16 @@ def verify(
     """
     # These import NumPy, which `import lockstep` does not.
     from lockstep.batches import count_from_one, first_batches
+    from lockstep.layout import DataParallel
     from lockstep.processes.process_group import several
     from lockstep.verify.comparison import compare
 
     check_model(model)
     check_state(state)
+    rows = check_micro_batch_size(micro_batch_size)
     engine = current_engine()
     names = parse_devices(devices, engine.devices())
-    if len(names) < 2:
+    if len(names) < 2 and rows is None:
         raise DeviceError(
             f"{'Here is' if devices is None else f'devices={devices!r} means'} {names[0]} alone, "
             "and verify needs at least 2 devices.",
@@ -99,4 +105,5 @@ def verify(
         raise UnusableData(
             f"steps={steps} was asked for, and a whole number of at least 1 was expected."
         )
-    return compare(engine, model, first_batches(data, number, batch_size), names, state)[0]
+    layout = DataParallel(names, state, micro_batch_size=rows)
+    return compare(engine, model, first_batches(data, number, batch_size), layout)[0]

@@ -14,7 +14,6 @@ import numpy as np
 
 from lockstep.batches import Batch, rows_of
 from lockstep.core.engine import Engine, Probe
-from lockstep.devices import REPLICATED
 from lockstep.engines.attachment import attach, detach, session_of
 from lockstep.engines.probe_helpers import SHORT_FLOATS
 from lockstep.errors import UnsplitBatchWarning, counted
@@ -38,8 +37,7 @@ def compare(
     engine: Engine,
     model: Any,
     batches: list[Batch],
-    names: tuple[str, ...],
-    state: str = REPLICATED,
+    layout: DataParallel,
     *,
     from_same_weights: bool = False,
 ) -> tuple[Verification, SameWeights | None]:
@@ -52,8 +50,7 @@ def compare(
         engine: The engine of the model's backend.
         model: A compiled Keras model.
         batches: The batches to train on, one for each step, as `fit` hands them over.
-        names: The devices to compare with one, at least 2.
-        state: How the variables are laid out on them.
+        layout: How the model is laid out on the devices that are compared with one.
         from_same_weights: Whether steps in float64 that differ are compared from the same weights.
 
     Returns:
@@ -67,12 +64,13 @@ def compare(
         process_group.values_of_first(model),
         probe.precise(),
     ):
-        comparison = _Comparison(engine, model, probe, batches, names, state, Path(folder), lowered)
+        comparison = _Comparison(engine, model, probe, batches, layout, Path(folder), lowered)
         comparison.from_same_weights = from_same_weights
         comparison.run()
     found = Verification(
         backend=engine.name,
-        devices=names,
+        devices=layout.devices,
+        micro_batch_size=layout.micro_batch_size,
         steps=len(comparison.batches),
         rows=(min(rows), max(rows)),
         differences=comparison.differences,
@@ -102,8 +100,7 @@ class _Comparison:
     model: Any
     probe: Probe
     batches: list[Batch]
-    names: tuple[str, ...]
-    state: str
+    layout: DataParallel
     folder: Path
     lowered: str | None
     from_same_weights: bool = False
@@ -119,6 +116,7 @@ class _Comparison:
     not_finite_from: int | None = None
 
     def __post_init__(self) -> None:
+        self.names = self.layout.devices
         self._start = snapshot(self.model)
         self._double = computes_in_float64() and not layers_not_in_float64(self.model)
         self._bound = DOUBLE_BOUND if self._double else BOUND
@@ -343,14 +341,14 @@ class _Comparison:
             return f"float64 runs where no launcher has started several processes. {NEXT}"
         self._place(None)
         restore(self.model, self._start)
-        return compare_in_float64(
-            compare, self.engine, self.model, self.batches, self.names, self.state
-        )
+        return compare_in_float64(compare, self.engine, self.model, self.batches, self.layout)
 
     # --------------------------------------------------------------------------- runs
 
     def _on_several(self) -> str:
-        return f"{len(self.names)} devices"
+        size = self.layout.micro_batch_size
+        parts = "" if size is None else f", at most {counted(size, 'row')} at once"
+        return f"{counted(len(self.names), 'device')}{parts}"
 
     def _steps(self, run: str, *, by_itself: bool = False) -> Iterator[tuple[int, Values]]:
         """Train from the start, or each step from the weights of one device; yield the values."""
@@ -394,7 +392,8 @@ class _Comparison:
         """Put the model on these devices, or back to stock Keras."""
         detach(self.model)
         if devices is not None:
-            attach(self.engine, self.model, DataParallel(devices, self.state))
+            layout = DataParallel(devices, self.layout.state)
+            attach(self.engine, self.model, self.layout if devices == self.names else layout)
 
     def _loses_states(self) -> bool:
         """Return whether stock Keras drops RNN states between batches, and lockstep keeps them."""

@@ -24,6 +24,7 @@ from lockstep.engines import current_engine
 from lockstep.engines.model_pickle import ModelPickler, dumped, reason_of, trackers_mended
 from lockstep.engines.own_code import is_own
 from lockstep.keras_compat import DTYPES, KerasSaveable, compute_in_float64, stored_value
+from lockstep.layout import DataParallel
 from lockstep.state import to_host
 from lockstep.verify.verification import SameWeights, Verification
 
@@ -41,8 +42,7 @@ def compare_in_float64(
     engine: Engine,
     model: Any,
     batches: list[Batch],
-    names: tuple[str, ...],
-    state: str,
+    layout: DataParallel,
 ) -> Result | str:
     """Do what `compare` does with a copy of the model that computes in float64.
 
@@ -51,8 +51,7 @@ def compare_in_float64(
         engine: The engine of the model's backend.
         model: A compiled model that is built, has its values of the start, and is not attached.
         batches: The batches to train on, one for each step.
-        names: The devices to compare with one.
-        state: How the variables are laid out on them.
+        layout: How the model is laid out on the devices that are compared with one.
 
     Returns:
         The result, or why there is none.
@@ -61,7 +60,7 @@ def compare_in_float64(
     settings = keras.config.image_data_format(), keras.config.epsilon()
     try:
         with _own_code_by_value():
-            sent = compare, settings, model, batches, names, state
+            sent = compare, settings, model, batches, layout
             packed = dumped(sent, _Pickler).file.getvalue()
     except Exception as error:
         return f"for float64 it cannot be sent to another process ({reason_of(error)}). {NEXT}"
@@ -164,11 +163,11 @@ def main(given: Path, found: Path) -> None:
     compute_in_float64(whatever_is_asked=True)
     result: Result | str
     try:
-        compare, settings, model, batches, names, state = pickle.loads(given.read_bytes())
+        compare, settings, model, batches, layout = pickle.loads(given.read_bytes())
         keras.config.set_image_data_format(settings[0])
         keras.config.set_epsilon(settings[1])
         model = trackers_mended(model)
-        result = compare(current_engine(), model, batches, names, state, from_same_weights=True)
+        result = compare(current_engine(), model, batches, layout, from_same_weights=True)
     except Exception as error:
         result = f"the process of float64 ended with {type(error).__name__}: {reason_of(error)}."
     found.write_bytes(pickle.dumps(result))

@@ -111,6 +111,7 @@ class Verification(Report):
             are any, `rounding` is of each step from the same weights.
         behind_zero_gradients: What else differs over the steps, and agrees from the same weights,
             such as moving statistics behind such a variable.
+        micro_batch_size: The most rows that a device ran at once; `None` for all of its rows.
     """
 
     backend: str
@@ -127,6 +128,7 @@ class Verification(Report):
     lowered: str | None = None
     zero_gradients: tuple[str, ...] = ()
     behind_zero_gradients: tuple[str, ...] = ()
+    micro_batch_size: int | None = None
 
     @property
     def equal(self) -> bool:
@@ -180,7 +182,9 @@ class Verification(Report):
         if smallest != largest:
             rows = f"{smallest} to {rows}"
         steps = counted(self.steps, "step")
-        return f"{steps} of {rows}, on one device and on {len(self.devices)}"
+        size = self.micro_batch_size
+        parts = "" if size is None else f", at most {counted(size, 'row')} at once"
+        return f"{steps} of {rows}, on one device and on {len(self.devices)}{parts}"
 
     def _remark(self, difference: Difference) -> str:
         if difference.first_step is None:
@@ -208,7 +212,10 @@ class Verification(Report):
         return f"1e-5, as the code of the model casts values to {self.lowered}"
 
     def _words(self) -> str:
-        equal = f"{len(self.devices)} devices give what one device gives"
+        who = f"{len(self.devices)} devices give"
+        if self.micro_batch_size is not None:
+            who = f"{counted(len(self.devices), 'device')} in micro-batches give"
+        equal = f"{who} what one device gives"
         if self.rounding is not None:
             equal += (
                 f": in float64 to {self._float64_bound()}{self._but()}. In their own precision "

@@ -33,6 +33,7 @@ from lockstep.engines.jax import states as jax_states
 from lockstep.engines.jax.branches.branch_steps import BranchSteps
 from lockstep.engines.jax.fit.on_batch import OnBatch
 from lockstep.engines.jax.jax_group import GROUP
+from lockstep.engines.jax.micro_batches import MicroBatches
 from lockstep.engines.jax.snapshot_buffers import SnapshotBuffers
 from lockstep.engines.jax.steps.execution import (
     GROUPS_OF,
@@ -112,6 +113,8 @@ class JaxSession(Session):
         else:
             made = functools.partial(Sharded, model) if layout.is_sharded else Replicated
             self._steps = Steps(jax_devices.find(self.devices), made)
+        size = layout.micro_batch_size
+        self._parts = None if size is None else MicroBatches(model, self._steps, size)
         self._split: frozenset[int] = frozenset()
         self._room_for_gathered = math.inf
         self._buffers: SnapshotBuffers | None = None
@@ -226,6 +229,9 @@ class JaxSession(Session):
             outputs, non_trainable_variables = model.predict_step(state, data)
             return outputs, (state[0], non_trainable_variables)
 
+        if self._parts is not None:
+            self._parts.check(compiled=self.is_compiled(), layers=self._not_compiled())
+            step, predict_step = self._parts.step(step), self._parts.step(predict_step)
         options = None
         if kind is TRAIN and self.layout.is_sharded:
             options = compiler_options(model, self._steps.devices, self._room_for_gathered)
@@ -247,6 +253,8 @@ class JaxSession(Session):
             times=times,
             per_row_outputs=kind is PREDICT,
         )
+        if self._parts is not None:
+            made = self._parts.checked(made, kind)
         return dataclasses.replace(made, assigned=self._assigned, model=model)
 
     def _is_complete(self) -> bool:
@@ -272,6 +280,8 @@ class JaxSession(Session):
             "compile": self._noting_choice(model.compile),
             "stateless_call": _keeping_losses(model.stateless_call, model),
         }
+        if self._parts is not None:
+            methods |= self._parts.methods(methods["stateless_call"])
         methods |= {name: self._naming_models(methods[name]) for name in STEPPING}
         if is_keras(model, state_sync_name()):
             methods[state_sync_name()] = functools.partial(write_state, model)
@@ -279,7 +289,7 @@ class JaxSession(Session):
             methods["get_state_tree"] = _on_one_device_for_orbax(model.get_state_tree)
         if self.layout.is_sharded and hasattr(model, "export"):
             methods["export"] = self._exporting(model.export)
-        if self.layout.is_sharded:
+        if self.layout.is_sharded and self._parts is None:  # a part gathers again as it is
             methods["compute_loss_and_updates"] = gathering_again(model, self._room_for_gathered)
         if self._assigned is None:
             return methods

@@ -11,6 +11,7 @@ import numpy as np
 
 from lockstep.engines.jax.cache import keep_programs
 from lockstep.engines.jax.fit.on_batch import OnBatch
+from lockstep.engines.jax.micro_batches import all_rows_at_once
 from lockstep.engines.jax.session import forget_losses
 from lockstep.engines.jax.steps.execution import State
 from lockstep.engines.patched import patched
@@ -72,7 +73,9 @@ class JaxProbe:
         """
         model = self._model
         try:
-            with patched([(model, "train_step", partial(self._inspected_step, layers))]):
+            step = patched([(model, "train_step", partial(self._inspected_step, layers))])
+            # The outputs of layers cannot leave the loop over micro-batches.
+            with step, all_rows_at_once(model):
                 model.make_train_function(force=True)
                 for batch in batches:
                     seen = self.train(batch)

@@ -75,6 +75,7 @@ class Steps:
         platform: The platform of the devices: `"cpu"` or `"gpu"`.
         ahead: Puts batches on the devices a step ahead; `None` on CPUs, which read host memory.
         state_layout: Where the variables are.
+        is_whole: Whether the step that is traced gets all rows on every device.
 
     Args:
         devices: The devices, in order.
@@ -82,6 +83,7 @@ class Steps:
     """
 
     ahead: BatchesAhead | None = None
+    is_whole = False
 
     def __init__(
         self, devices: list[jax.Device], state: Callable[[Mesh], Replicated] = Replicated
@@ -325,6 +327,9 @@ class Steps:
     # ------------------------------------------------------ inside the compiled step
 
     def _true_rows(self, batch: Any) -> Any:
+        leaves = jax.tree.leaves(batch, is_leaf=is_padded)
+        self.is_whole = any(leaf.whole for leaf in leaves if is_padded(leaf))
+
         def slice_rows(leaf: Any) -> Any:
             if not isinstance(leaf, PaddedArray):
                 return leaf

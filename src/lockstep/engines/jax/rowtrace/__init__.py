@@ -1,0 +1,1 @@
+"""The proof that a traced program works row by row."""

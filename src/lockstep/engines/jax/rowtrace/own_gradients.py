@@ -1,0 +1,164 @@
+"""The gradient that a user defines for a function, by `jax.custom_jvp` or `jax.custom_vjp`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
+
+from lockstep.engines.jax.rowtrace.primitive_rules import OTHER_ROWS
+from lockstep.engines.jax.rowtrace.row_labels import (
+    COLUMNS,
+    DATA,
+    NUMBER,
+    Label,
+    Mixed,
+    Place,
+    Row,
+    Rows,
+    RowsMeet,
+    Same,
+    Total,
+    same_places,
+)
+from lockstep.engines.jax.rowtrace.traced_operation import Operation
+
+
+@dataclass(frozen=True)
+class OwnGradient:
+    """A function with a gradient of its own, traced with this gradient.
+
+    A `custom_jvp` is traced with the change of its operands: JAX derives the gradient from this.
+    A `custom_vjp` is traced with the gradients of its results.
+
+    Attributes:
+        programs: The trace for each number of rows.
+        given: The labels of its inputs.
+        expected: The labels that its outputs need.
+        in_loop: Whether it runs in a loop over rows. All that it computes is for one row there.
+    """
+
+    programs: list[Any]
+    given: list[Label]
+    expected: list[Label]
+    in_loop: bool
+
+    @classmethod
+    def of(cls, operation: Operation, results: Sequence[Label], key: str) -> "OwnGradient":
+        """Trace a call of such a function.
+
+        Args:
+            operation: The call.
+            results: The labels of its results.
+            key: The parameter that has its program.
+
+        Raises:
+            RowsMeet: If the gradient cannot be followed.
+        """
+        labels, first = operation.labels, operation.equations[0]
+        place = replace(operation.place, operation="the sum of gradients")
+        operands = [n for n, atom in enumerate(first.invars) if isinstance(atom, Var)]
+        operands = [n for n in operands if first.invars.index(first.invars[n]) == n]
+        inputs = [n for n in operands if _has_gradient(first.invars[n])]
+        outputs = [n for n, value in enumerate(first.outvars) if _has_gradient(value)]
+        of_inputs = [_gradient_label(labels[n], place) for n in inputs]
+        of_outputs = [_gradient_label(results[n], place) for n in outputs]
+        given, expected = [labels[n] for n in operands], [results[n] for n in outputs]
+        if backward := operation.name.startswith("custom_vjp"):
+            given, expected = [*given, *of_outputs], [*expected, *of_inputs]
+        else:
+            given, expected = [*given, *(labels[n] for n in inputs)], [*expected, *expected]
+        programs = []
+        for equation in operation.equations:
+            function = _called(equation, operands, outputs, equation.params[key])
+            shapes = [equation.invars[n].aval for n in operands]
+            of_float = [operands.index(n) for n in inputs]
+            changes = [equation.outvars[n].aval for n in outputs]
+            trace = _backward(function, of_float) if backward else _forward(function, of_float)
+            second = changes if backward else [shapes[n] for n in of_float]
+            programs.append(jax.make_jaxpr(trace)(shapes, second))
+        return cls(programs, given, expected, any(isinstance(label, Row) for label in labels))
+
+    def check(self, found: Sequence[Label]) -> None:
+        """Check the labels of the outputs.
+
+        Raises:
+            RowsMeet: If one is not as expected.
+        """
+        for wanted, label in zip(self.expected, found, strict=True):
+            if not _is_as(wanted, label) and not (self.in_loop and isinstance(label, Row | Same)):
+                why = OTHER_ROWS
+                if isinstance(label, Mixed):
+                    why = f"{label.place.operation} {label.why}"
+                elif isinstance(wanted, Total):
+                    why = "it is no sum over rows"
+                raise RowsMeet(f"has a gradient of its own: {why}")
+
+
+def _has_gradient(value: Any) -> bool:
+    return bool(jnp.issubdtype(value.aval.dtype, jnp.inexact))
+
+
+def _called(
+    equation: Any, operands: Sequence[int], outputs: Sequence[int], program: Any
+) -> Callable[[Sequence[Any]], list[Any]]:
+    """Return an equation as a function of these operands, with these outputs."""
+    info = getattr(program, "jaxpr", program).debug_info
+    info = getattr(info, "with_unknown_names", lambda: info)()  # JAX 0.7 has none
+    inputs = [equation.invars[n] for n in operands]
+    one = Jaxpr([], inputs, equation.outvars, [equation], equation.effects, info)
+    function = jaxpr_as_fun(ClosedJaxpr(one, ()))
+
+    def call(values: Sequence[Any]) -> list[Any]:
+        made = function(*values)
+        return [made[n] for n in outputs]
+
+    return call
+
+
+def _forward(function: Callable[..., list[Any]], places: Sequence[int]) -> Callable[..., Any]:
+    """Return the function that computes the results and their changes."""
+
+    def run(values: list[Any], changes: list[Any]) -> Any:
+        some = [values[n] for n in places]
+        return jax.jvp(lambda new: function(_replaced(values, places, new)), (some,), (changes,))
+
+    return run
+
+
+def _backward(function: Callable[..., list[Any]], places: Sequence[int]) -> Callable[..., Any]:
+    """Return the function that computes the results and the gradients of its operands."""
+
+    def run(values: list[Any], gradients: list[Any]) -> Any:
+        some = [values[n] for n in places]
+        made, pull = jax.vjp(lambda new: function(_replaced(values, places, new)), some)
+        return made, pull(gradients)
+
+    return run
+
+
+def _replaced(values: list[Any], places: Sequence[int], given: Sequence[Any]) -> list[Any]:
+    new = dict(zip(places, given, strict=True))
+    return [new.get(n, value) for n, value in enumerate(values)]
+
+
+def _gradient_label(label: Label, place: Place) -> Label:
+    """Return the label of the gradient with respect to a value of this label."""
+    if isinstance(label, Same):
+        return Total(0, place)
+    if isinstance(label, Rows) and label.content not in (NUMBER, COLUMNS):
+        return replace(label, content=DATA)
+    if isinstance(label, Row):
+        return label
+    raise RowsMeet("has a gradient of its own, which cannot be followed")
+
+
+def _is_as(wanted: Label, found: Label) -> bool:
+    if isinstance(wanted, Rows) and isinstance(found, Rows):
+        known = found.content not in (NUMBER, COLUMNS)
+        return known and wanted.dim == found.dim and same_places(wanted, found)
+    if isinstance(wanted, Total) and isinstance(found, Total):
+        return wanted.power == found.power
+    return wanted == found

@@ -1,0 +1,154 @@
+"""Micro-batches: the rows of a device in parts, and what is refused with them.
+
+A device runs at most `micro_batch_size` rows through the layers at once. The loss, the metrics and
+the optimizer see the whole batch. This file has the texts of the refusals, without a framework; the
+sizes of the parts are in `lockstep.devices.micro_batches`.
+"""
+
+from typing import Any
+
+import keras
+
+from lockstep.errors import UnsupportedBackend, UnsupportedModel
+
+
+def no_micro_batches(backend: str, size: int) -> UnsupportedBackend:
+    """Return the error for an engine that runs all rows of a device at once."""
+    return UnsupportedBackend(
+        f"micro_batch_size={size} was asked for, and on {backend!r} a device runs all of its rows "
+        "at once so far.\nOn JAX it runs them in parts, with the numbers of the whole batch.\n"
+        "Set KERAS_BACKEND=jax before Keras is imported, or leave out micro_batch_size."
+    )
+
+
+def not_compiled(model: Any, size: int, layers: list[Any]) -> UnsupportedModel:
+    """Return the error for a step that runs operation by operation."""
+    if layers:
+        names = ", ".join(f"{layer.name} ({type(layer).__name__})" for layer in layers)
+        return UnsupportedModel(
+            f"Keras cannot compile {names}, and micro_batch_size={size} needs a compiled step.\n"
+            "Apply such layers to the data before fit, or leave out micro_batch_size."
+        )
+    return UnsupportedModel(
+        f"{model.name!r} was compiled with run_eagerly=True or jit_compile=False, and "
+        f"micro_batch_size={size} needs a compiled step.\n"
+        "Leave both out of compile(), or leave out micro_batch_size."
+    )
+
+
+def needs_all_rows(layer: Any, size: int) -> UnsupportedModel:
+    """Return the error for a batch norm that trains."""
+    kind = type(layer).__name__
+    return UnsupportedModel(
+        f"{layer.name!r} ({kind}) needs the rows of the whole batch at once, and "
+        f"micro_batch_size={size} gives it parts of them.\n"
+        "Use GroupNormalization or LayerNormalization, freeze it (trainable=False),\n"
+        "or leave out micro_batch_size."
+    )
+
+
+def not_by_rows(what: str, why: str) -> UnsupportedModel:
+    """Return the error for code that is not known to work row by row.
+
+    Args:
+        what: The layer, in quotes and with its class, or the model.
+        why: The operation, with its place.
+    """
+    return UnsupportedModel(
+        f"{what} is not known to work row by row, as micro_batch_size needs:\n{why}.\n"
+        "Write it row by row, or leave out micro_batch_size."
+    )
+
+
+def neither_sum_nor_mean(model: Any, why: str) -> UnsupportedModel:
+    """Return the error for a term of `add_loss` that does not add up from parts."""
+    return UnsupportedModel(
+        f"{model.name!r} adds a loss that is neither the sum nor the mean over its rows:\n{why}.\n"
+        "Compute it in compute_loss or in a loss function, which see all rows, or leave out "
+        "micro_batch_size."
+    )
+
+
+def changes_by_rows(variable: Any) -> UnsupportedModel:
+    """Return the error for a variable that changes in the call, by the rows of a batch."""
+    return UnsupportedModel(
+        f"{variable.path!r} changes in the call of a layer, by the rows of the whole batch, and\n"
+        "micro_batch_size gives the layer parts of them. Leave out micro_batch_size."
+    )
+
+
+def is_stateful(layer: Any) -> UnsupportedModel:
+    """Return the error for an RNN that keeps a state for each row."""
+    return UnsupportedModel(
+        f"{layer.name!r} is stateful: it keeps a state for each row of a batch of a fixed size,\n"
+        "and micro_batch_size gives it parts of the rows. Make it stateless, or leave out "
+        "micro_batch_size."
+    )
+
+
+def has_fixed_rows(model: Any, rows: int) -> UnsupportedModel:
+    """Return the error for a model that is built for one number of rows."""
+    return UnsupportedModel(
+        f"{model.name!r} is built for batches of {rows} rows, and micro_batch_size gives it parts "
+        "of them.\nGive Input a shape instead of a batch_shape, or leave out micro_batch_size."
+    )
+
+
+def fails_with_fewer_rows(model: Any, rows: int, error: BaseException) -> UnsupportedModel:
+    """Return the error for a model that runs with all rows, and not with those of a part."""
+    said = (str(error).strip().splitlines() or [""])[0][:160]
+    return UnsupportedModel(
+        f"{model.name!r} runs with the rows of a batch, and fails with the {rows} of a part:\n"
+        f"{type(error).__name__}: {said}\n"
+        "Write no number of rows into a layer, or leave out micro_batch_size."
+    )
+
+
+def cannot_draw(model: Any, why: str) -> UnsupportedModel:
+    """Return the error for random numbers that a part of the rows cannot draw by itself."""
+    return UnsupportedModel(
+        f"{model.name!r}: {why},\nand a part of the rows cannot draw the numbers of its rows so.\n"
+        "Draw with keras.random.normal, uniform or dropout, or leave out micro_batch_size."
+    )
+
+
+def has_no_rows(model: Any, shape: tuple[int, ...], rows: int) -> UnsupportedModel:
+    """Return the error for an output whose rows are not those of the batch."""
+    return UnsupportedModel(
+        f"{model.name!r} has an output of shape {shape} for {rows} rows, and its first dim is not "
+        "made of rows.\nLet each output have the rows first, or leave out micro_batch_size."
+    )
+
+
+def rows_differ(model: Any, size: int, what: str, distance: float) -> UnsupportedModel:
+    """Return the error for rows that give other results in parts than at once."""
+    return UnsupportedModel(
+        f"{model.name!r} gives other {what} for the first rows in two parts than at once "
+        f"({distance:.1e} apart), and micro_batch_size={size} needs the same.\n"
+        "Leave out micro_batch_size, and report the model: its operations looked row by row."
+    )
+
+
+def training_batch_norm(model: Any, path: str) -> Any:
+    """Return the batch norm in `path` that trains, `None` if there is none.
+
+    Args:
+        model: The model.
+        path: The names of layers, from the outer ones to the inner ones, and "/" between them.
+    """
+    from lockstep.keras_compat import layers_in
+
+    norms = [each for each in layers_in(model) if isinstance(each, keras.layers.BatchNormalization)]
+    named = [each for each in norms if each.name in path.split("/")]
+    return next((each for each in named if each.trainable), None)
+
+
+def layer_in_words(model: Any, path: str) -> str:
+    """Return the innermost layer of a path, in quotes and with its class; else the model."""
+    from lockstep.keras_compat import layers_in
+
+    by_name = {each.name: each for each in layers_in(model)}
+    for name in reversed(path.split("/")):
+        if name in by_name and name:
+            return f"{name!r} ({type(by_name[name]).__name__})"
+    return repr(model.name)

@@ -1,0 +1,450 @@
+"""Micro-batches on JAX: memory, random numbers, refusals, files, and what `release` undoes."""
+
+import dataclasses
+import re
+import zipfile
+from itertools import product
+
+import jax
+import keras
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from keras import layers, ops
+
+import lockstep
+from lockstep.devices import micro_batches
+from lockstep.engines import micro_batches as texts
+from lockstep.engines.jax.row_draws import PartRows, drawn_for
+from lockstep.errors import DeviceError, UnsupportedModel
+from tests.conformance.common import assert_same, weights
+from tests.conformance.test_communication import collectives, training_program
+
+ROWS = 22
+
+
+def chain(*inner, seed=3, **options):
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(seed)
+    made = keras.Sequential([keras.Input((4,)), layers.Dense(6, "tanh"), *inner, layers.Dense(2)])
+    made.compile(**{"optimizer": keras.optimizers.SGD(0.05, momentum=0.9), "loss": "mse"} | options)
+    return made
+
+
+def data(rows=ROWS, seed=2):
+    rng = np.random.default_rng(seed)
+    return tuple(rng.normal(size=(rows, width)).astype("float32") for width in (4, 2))
+
+
+def fit(made, **options):
+    return made.fit(*data(), **{"batch_size": 8, "verbose": 0, "shuffle": False, **options})
+
+
+class Own(layers.Layer):
+    """Runs a function of its inputs."""
+
+    def __init__(self, function, **options):
+        super().__init__(**options)
+        self.function = function
+
+    def call(self, x):
+        return self.function(self, x)
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+# ------------------------------------------------------------------------------- memory
+
+
+def words(head):
+    inputs = keras.Input((32,), dtype="int32")
+    x = layers.Embedding(50, 16)(inputs)
+    x = layers.LayerNormalization()(x + layers.Dense(16)(layers.Dense(64, "gelu")(x)))
+    return keras.Model(inputs, layers.Dense(head)(x))
+
+
+def transformer():
+    inputs = keras.Input((32,), dtype="int32")
+    x = layers.Embedding(50, 16)(inputs)
+    x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 8, dropout=0.1)(x, x))
+    x = layers.LayerNormalization()(x + layers.Dense(16)(layers.Dense(64, "gelu")(x)))
+    return keras.Model(inputs, layers.Dense(4)(layers.GlobalAveragePooling1D()(x)))
+
+
+def recurrent():
+    made = [keras.Input((32, 8)), layers.LSTM(16, return_sequences=True), layers.LSTM(16)]
+    return keras.Sequential([*made, layers.Dense(4)])
+
+
+def convolutional():
+    made = [keras.Input((16, 16, 3))]
+    made += [layers.Conv2D(8, 3, padding="same", activation="relu") for _ in range(4)]
+    return keras.Sequential([*made, layers.GlobalAveragePooling2D(), layers.Dense(4)])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: words(512), id="token head"),
+        pytest.param(transformer, id="transformer"),
+        pytest.param(recurrent, id="lstm", marks=pytest.mark.thorough),
+        pytest.param(convolutional, id="cnn", marks=pytest.mark.thorough),
+    ],
+)
+def test_four_parts_take_at_most_three_tenths_of_the_temporaries(make):
+    """A head of 512 words has logits that are larger than all else: they never exist at once."""
+    rows, targets = 64, (32,) if len(make().output_shape) == 3 else ()
+    at_once, in_parts = (
+        training_program(make(), 1, rows, targets=targets, micro_batch_size=size)[1]
+        for size in (None, rows // 4)
+    )
+    at_once, in_parts = (
+        program.memory_analysis().temp_size_in_bytes for program in (at_once, in_parts)
+    )
+    assert in_parts <= 0.3 * at_once
+
+
+def test_no_row_moves_between_devices():
+    """Part j has the j-th block of each device."""
+    _, program = training_program("transformer", devices=8, rows=64, micro_batch_size=2)
+    assert set(collectives(program.as_text())[1]) == {"all-reduce"}
+
+
+# ------------------------------------------------------------------------ random numbers
+
+DRAWS = {
+    "normal": keras.random.normal,
+    "uniform": keras.random.uniform,
+    "truncated": keras.random.truncated_normal,
+    "whole numbers": lambda shape, seed: keras.random.randint(shape, 0, 100, seed=seed),
+    "of 16 bits": lambda shape, seed: keras.random.uniform(shape, dtype="bfloat16", seed=seed),
+    "dropout": lambda shape, seed: keras.random.dropout(ops.ones(shape), 0.3, seed=seed),
+}
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(
+    kind=st.sampled_from(sorted(DRAWS)),
+    seed=st.integers(0, 2**32 - 1),
+    parts=st.integers(1, 4),
+    devices=st.integers(1, 3),
+    block=st.integers(1, 3),
+    each=st.integers(1, 3),
+    before=st.lists(st.integers(1, 3), max_size=2),
+    after=st.lists(st.integers(1, 3), max_size=2),
+)
+def test_a_part_draws_the_numbers_of_its_rows(
+    kind, seed, parts, devices, block, each, before, after
+):
+    """Part j has the j-th block of `block` rows of each device, in any dim, with `each` entries."""
+    rows, of = devices * block, devices * parts * block
+    whole, part = ((*before, number * each, *after) for number in (of, rows))
+    expected = np.asarray(DRAWS[kind](whole, seed=seed), "float64")
+    found = [
+        np.asarray(_drawn(kind, part, whole, PartRows(rows, of, block, parts * block), j, seed))
+        for j in range(parts)
+    ]
+    dim = len(before)
+    blocks = np.stack(found).reshape(parts, *before, devices, block * each, *after)
+    moved = np.moveaxis(blocks, 0, dim + 1)
+    np.testing.assert_array_equal(moved.reshape(whole).astype("float64"), expected)
+
+
+def _drawn(kind, part, whole, rows, number, seed):
+    with drawn_for(rows, np.uint32(number * rows.block), (((part, whole),),)):
+        return ops.cast(DRAWS[kind](part, seed=seed), "float32")
+
+
+# ------------------------------------------------------------------------- what is counted
+
+
+def test_one_update_for_the_whole_batch():
+    one, made = chain(), chain()
+    lockstep.distribute(made, 1, micro_batch_size=3)
+    for each in (one, made):
+        each.train_on_batch(*data())
+    assert int(made.optimizer.iterations) == 1
+    assert_same(weights(made), weights(one), atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [ROWS, 1000])
+def test_a_size_above_the_batch_cuts_nothing(size):
+    one, made = chain(), lockstep.distribute(chain(), 1, micro_batch_size=size)
+    assert fit(made).history["loss"] == fit(one).history["loss"]
+    assert_same(weights(made), weights(one), atol=0)
+
+
+def test_parts_have_equal_sizes_within_the_bound():
+    for rows, devices, size in product((1, 7, 11, 256, 75), (1, 2, 3), (1, 4, 32)):
+        number, each = micro_batches(rows, devices, size)
+        largest = -(-rows // devices)
+        assert each <= size
+        assert (number - 1) * each < largest <= number * each
+        assert number == -(-largest // size)  # no more parts than are needed
+
+
+def test_batch_norm_runs_in_parts_where_it_does_not_train():
+    made = lockstep.distribute(chain(layers.BatchNormalization()), 2, micro_batch_size=3)
+    one = chain(layers.BatchNormalization())
+    x, y = data()
+    assert_same(made.predict(x, verbose=0), one.predict(x, verbose=0), atol=1e-6)
+    assert_same(made.evaluate(x, y, verbose=0), one.evaluate(x, y, verbose=0), atol=1e-6)
+
+
+def test_a_layer_frozen_and_freed_between_fits():
+    one, made = chain(), lockstep.distribute(chain(), 2, micro_batch_size=2)
+    for each in (one, made):
+        for trainable in (True, False, True):
+            each.layers[0].trainable = trainable
+            each.compile(keras.optimizers.SGD(0.05), "mse")
+            fit(each)
+    assert_same(weights(made), weights(one), atol=1e-6)
+
+
+# -------------------------------------------------------------------- on and off, and files
+
+
+def test_release_undoes_it():
+    made = chain()
+    before = set(vars(made))
+    lockstep.distribute(made, 1, micro_batch_size=2)
+    fit(made)
+    assert lockstep.release(made) is made
+    assert not {"stateless_call", "compute_loss_and_updates"} & set(vars(made))
+    assert set(vars(made)) >= before
+    one = chain()
+    fit(one)
+    fit(one)
+    fit(made)
+    assert_same(weights(made), weights(one), atol=1e-6)
+
+
+def test_another_size_takes_the_place_of_the_first(capsys):
+    made = lockstep.distribute(chain(), 2, micro_batch_size=1)
+    fit(made)
+    lockstep.distribute(made, 2, micro_batch_size=2)
+    made.fit(*data(), batch_size=8, verbose=2)
+    assert "8 rows over 2 devices: 4 each, 2 micro-batches of 2" in capsys.readouterr().out
+
+
+def test_a_saved_file_is_that_of_one_device(tmp_path):
+    files = []
+    for name, size in (("one", None), ("parts", 2)):
+        made = chain(layers.Dropout(0.2, name="dropout"))
+        if size is not None:
+            lockstep.distribute(made, 2, micro_batch_size=size)
+        x, _ = data()
+        made.predict(x, verbose=0)
+        made.save(tmp_path / f"{name}.keras")
+        with zipfile.ZipFile(tmp_path / f"{name}.keras") as file:
+            read = {each: file.read(each) for each in sorted(file.namelist())}
+        # Keras's numbers of objects that are shared are addresses in memory.
+        files.append(
+            {n: re.sub(rb'"shared_object_id": \d+', b"", each) for n, each in read.items()}
+        )
+    one, parts = files
+    assert one.keys() == parts.keys()
+    for name in one.keys() - {"metadata.json"}:  # which has the time
+        assert one[name] == parts[name], name
+
+
+class Stop(keras.callbacks.Callback):
+    """Ends a run within an epoch, as a signal does."""
+
+    def __init__(self, batch):
+        super().__init__()
+        self.batch = batch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == self.batch:
+            raise KeyboardInterrupt
+
+    def get_state(self):
+        return {}
+
+    def set_state(self, state):
+        """Have no state."""
+
+
+def test_a_run_goes_on_with_another_size(tmp_path):
+    one = chain(layers.Dropout(0.2))
+    fit(one, epochs=2)
+    for size, stop in ((3, 1), (2, None)):
+        made = lockstep.distribute(chain(layers.Dropout(0.2)), 1, micro_batch_size=size)
+        checkpoint = lockstep.Checkpoint(tmp_path / "run", steps=1)
+        try:
+            fit(made, epochs=2, callbacks=[checkpoint, Stop(stop)])
+        except KeyboardInterrupt:
+            assert stop is not None
+    assert_same(weights(made), weights(one), atol=1e-6)
+
+
+def test_verify_compares_one_device_in_parts_with_itself():
+    found = lockstep.verify(chain(layers.Dropout(0.2)), data(), 1, 2, micro_batch_size=3)
+    assert found.equal
+    assert str(found).startswith("1 device in micro-batches give what one device gives.")
+    assert "on one device and on 1, at most 3 rows at once" in str(found)
+
+
+# --------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, True, "8"])
+def test_a_size_that_is_no_number_of_rows(size):
+    made = chain()
+    before = dict(vars(made))
+    for call in (lockstep.distribute, lambda *a, **k: lockstep.verify(a[0], data(), a[1], **k)):
+        with pytest.raises(DeviceError) as caught:
+            call(made, 2, micro_batch_size=size)
+        assert str(caught.value) == (
+            f"micro_batch_size={size!r} was given, and a whole number of rows of at least 1 was "
+            "expected.\nGive the most rows that a device is to run at once, such as 32, or leave "
+            "it out."
+        )
+    assert vars(made).keys() == before.keys()
+
+
+def refusal(made, **options):
+    lockstep.distribute(made, 1, micro_batch_size=3)
+    before = weights(made)
+    with pytest.raises(UnsupportedModel) as caught:
+        fit(made, **options)
+    assert_same(weights(made), before, atol=0)
+    text = str(caught.value)
+    assert len(text.splitlines()) <= 3
+    assert max(map(len, text.splitlines())) <= 200
+    return text
+
+
+def test_batch_norm_that_trains():
+    assert refusal(chain(layers.BatchNormalization(name="norm"))) == (
+        "'norm' (BatchNormalization) needs the rows of the whole batch at once, and "
+        "micro_batch_size=3 gives it parts of them.\n"
+        "Use GroupNormalization or LayerNormalization, freeze it (trainable=False),\n"
+        "or leave out micro_batch_size."
+    )
+
+
+def test_a_layer_across_rows():
+    centre = Own(lambda self, x: x - ops.mean(x, axis=0), name="centre")
+    assert refusal(chain(centre)).startswith(
+        "'centre' (Own) is not known to work row by row, as micro_batch_size needs:\n"
+        "centre: reduce_sum over rows, then sub (test_micro_batches.py:"
+    )
+
+
+def test_a_loss_that_is_neither_a_sum_nor_a_mean():
+    def call(self, x):
+        self.add_loss(ops.sqrt(ops.sum(x**2)))
+        return x
+
+    assert refusal(chain(Own(call, name="odd"))).startswith(
+        "'sequential' adds a loss that is neither the sum nor the mean over its rows:\n"
+        "odd: reduce_sum over rows, then sqrt"
+    )
+
+
+class Running(layers.Layer):
+    """Keeps the mean of its inputs."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(shape=shape[1:], trainable=False, name="mean")
+
+    def call(self, x):
+        self.mean.assign(ops.mean(x, axis=0))
+        return x
+
+
+def test_a_variable_that_changes_by_the_rows():
+    assert refusal(chain(Running(name="running"))) == (
+        "'sequential/running/mean' changes in the call of a layer, by the rows of the whole batch, "
+        "and\nmicro_batch_size gives the layer parts of them. Leave out micro_batch_size."
+    )
+
+
+def test_random_numbers_that_a_part_cannot_draw():
+    seeds = keras.random.SeedGenerator(1)
+    gamma = Own(lambda self, x: x + keras.random.gamma(ops.shape(x), 1.0, seed=seeds), name="gamma")
+    gamma.seeds = seeds
+    assert refusal(chain(gamma)) == (
+        "'sequential': 'gamma' draws a key for each row, as keras.random.gamma, beta, binomial and "
+        "shuffle do,\nand a part of the rows cannot draw the numbers of its rows so.\n"
+        "Draw with keras.random.normal, uniform or dropout, or leave out micro_batch_size."
+    )
+
+
+def test_a_stateful_rnn():
+    keras.utils.clear_session(free_memory=False)
+    made = [keras.Input((3, 2), batch_size=8), layers.LSTM(4, stateful=True, name="memory")]
+    made = keras.Sequential([*made, layers.Dense(1)])
+    made.compile("sgd", "mse")
+    lockstep.distribute(made, 1, micro_batch_size=3)
+    with pytest.raises(UnsupportedModel, match=r"'memory' is stateful: it keeps a state for each"):
+        made.fit(np.ones((8, 3, 2)), np.ones((8, 1)), batch_size=8, verbose=0)
+
+
+def test_a_fixed_number_of_rows():
+    made = keras.Sequential([keras.Input((4,), batch_size=8), layers.Dense(2)])
+    made.compile("sgd", "mse")
+    lockstep.distribute(made, 1, micro_batch_size=3)
+    with pytest.raises(UnsupportedModel, match="is built for batches of 8 rows, and micro_batch_s"):
+        made.train_on_batch(*data(8))
+
+
+def test_a_number_of_rows_in_a_layer():
+    merged = Own(lambda self, x: ops.reshape(x, (2, 24)) if x.shape[0] else x, name="merged")
+    split = Own(lambda self, x: ops.reshape(x, (-1, 6)), name="split")
+    text = refusal(chain(merged, split), steps_per_epoch=1)
+    assert text.startswith("'sequential' runs with the rows of a batch, and fails with the 3 of a")
+
+
+@pytest.mark.parametrize("option", [{"run_eagerly": True}, {"jit_compile": False}])
+def test_a_step_that_is_not_compiled(option):
+    assert refusal(chain(**option)) == (
+        "'sequential' was compiled with run_eagerly=True or jit_compile=False, and "
+        "micro_batch_size=3 needs a compiled step.\n"
+        "Leave both out of compile(), or leave out micro_batch_size."
+    )
+
+
+def test_an_output_whose_first_dim_has_no_rows():
+    turn = Own(lambda self, x: ops.transpose(x))
+    made = keras.Sequential([keras.Input((4,)), turn], name="turned")
+    made.compile("sgd", lambda y, y_pred: ops.mean(y_pred))
+    text = refusal(made)
+    assert text.startswith("'turned' has an output of shape (4, 8) for 8 rows, and its first")
+
+
+def test_rows_that_differ_in_the_first_batch(monkeypatch):
+    """The second guard, with the first one out of the way."""
+    from lockstep.engines.jax import call_in_parts
+    from lockstep.engines.jax.rowtrace.row_labels import Rows
+
+    plain = call_in_parts.trace_rows
+
+    def all_by_rows(*args):
+        found = plain(*args)
+        labels = jax.tree.map(lambda _: Rows(0), found.outputs)
+        return dataclasses.replace(found, outputs=labels)
+
+    monkeypatch.setattr(call_in_parts, "trace_rows", all_by_rows)
+    text = refusal(chain(Own(lambda self, x: x - ops.mean(x, axis=0))))
+    assert text.startswith("'sequential' gives other outputs for the first rows in two parts than")
+
+
+def test_the_texts_of_refusals_are_short():
+    layer = layers.Dense(1, name="dense")
+    for text in (
+        texts.no_micro_batches("torch", 8),
+        texts.not_compiled(layer, 8, [layer]),
+        texts.has_no_rows(layer, (3, 4), 8),
+    ):
+        assert len(str(text).splitlines()) <= 3

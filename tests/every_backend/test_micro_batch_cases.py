@@ -1,0 +1,77 @@
+"""The promise with `micro_batch_size`: rows in parts leave what all rows at once leave, to 1e-10.
+
+`python -m pytest tests/every_backend/test_micro_batch_cases.py --thorough` runs every case.
+"""
+
+import pytest
+
+from tests.conformance.cases import FAMILIES
+from tests.conformance.cases.in_parts import IN_PARTS
+
+REFUSED = {
+    **dict.fromkeys(
+        [
+            *("cnn, sgd", "cnn, adamw", "bias before norm, sgd", "subclassed, sgd"),
+            *("subclassed, adamw", "batch norm", "batch norm, small momentum, no scale"),
+            "batch norm, frozen",  # it trains first
+        ],
+        "needs the rows of the whole batch at once",
+    ),
+    **dict.fromkeys(
+        [
+            *("minibatch deviation", "flipped batch", "cumulative sum over the batch"),
+            *("rolled batch", "halves of the batch swapped", "softmax over the batch"),
+            *("attention over the batch", "counters, running maximum and mean"),
+            "last row handed to the next batch",
+        ],
+        "is not known to work row by row|fails with the",
+    ),
+    "add_loss over the batch": "neither the sum nor the mean over its rows",
+    "fixed batch_shape": "is built for batches of",
+    "reshape with the batch size in it": "fails with the",
+    "jit_compile=False": "needs a compiled step",
+    "run_eagerly=True": "needs a compiled step",
+}
+"""The cases that are refused, by a part of the text. A new refusal fails."""
+
+SAMPLE = {
+    "attention, adamw": (3, "replicated"),
+    "masked lstm, sgd": (3, "sharded"),
+    "several inputs and outputs, sgd": (1, "replicated"),
+    "in-batch contrastive loss": (3, "replicated"),
+    "AUC, F1, IoU, precision, recall": (1, "replicated"),
+    "gradient accumulation over 3 steps": (3, "sharded"),
+    "steps_per_execution=3": (3, "replicated"),
+    "mixed_float16, loss scaled": (1, "replicated"),
+    "spectral normalization": (3, "replicated"),
+    "batch norm": (3, "replicated"),
+}
+"""The quick cases of other tests, each with devices and a layout."""
+
+
+def _runs():
+    families = {**FAMILIES, "In parts": IN_PARTS}
+    cases = [(family, name) for family, named in families.items() for name in named]
+    for position, (family, name) in enumerate(cases):
+        for devices, state in ((1, "replicated"), (3, "replicated"), (3, "sharded")):
+            quick = SAMPLE.get(name) == (devices, state)
+            if family == "In parts" and state == "replicated":
+                quick = devices == (1, 3)[position % 2]
+            marks = [] if quick else [pytest.mark.thorough]
+            yield pytest.param(family, name, devices, state, marks=marks)
+
+
+@pytest.mark.parametrize(("family", "name", "devices", "state"), list(_runs()))
+def test_parts_of_two_rows_equal_the_batch(worker, family, name, devices, state):
+    far = worker.difference(family, name, devices, state=state, micro_batch_size=2)
+    if name in REFUSED:
+        assert set(far) == {"refused"}, f"not refused: {far}"
+        assert any(part in far["refused"] for part in REFUSED[name].split("|")), far["refused"]
+    else:
+        assert not far, f"beyond the bound: {far}"
+
+
+@pytest.mark.parametrize("name", ["words", "draws of every kind", "group norm", "two directions"])
+def test_parts_of_one_row_equal_the_batch(worker, name):
+    far = worker.difference("In parts", name, 1, micro_batch_size=1)
+    assert not far, f"beyond the bound: {far}"

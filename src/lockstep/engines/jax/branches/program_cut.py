@@ -123,7 +123,8 @@ def cut(
         var: device for var, device in zip(inputs, input_devices, strict=True) if device is not None
     }
     equations, everywhere, devices = _assign(equations, homes, set(constants), kept, main)
-    names = program.jaxpr.debug_info.with_unknown_names()
+    info = program.jaxpr.debug_info
+    names = getattr(info, "with_unknown_names", lambda: info)()  # JAX 0.7 has none
     data = set(inputs) - homes.keys()
     stages = _stages(_group(equations, data), equations, everywhere, outputs, names)
     return Cut(inputs, constants, outputs, stages, devices)

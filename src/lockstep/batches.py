@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.errors import UnusableData, counted
+from lockstep.errors import UnusableData, counted, first_line
 
 Batch = Any
 """The argument of a training step: an array or a nest of arrays, in the structure of `fit`."""
@@ -46,7 +46,7 @@ def first_batches(data: Any, number: int, batch_size: int | None) -> list[Batch]
     except ValueError as error:
         raise UnusableData(
             f"Data that fit takes was expected, and of this {type(data).__name__} Keras says: "
-            f"{str(error).splitlines()[0][:160]}\n"
+            f"{first_line(error)}\n"
             "Hand over (x, y), or a data set that fit takes."
         ) from error
     if not every:

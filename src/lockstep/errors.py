@@ -200,6 +200,21 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
+def first_line(error: BaseException, most: int = 160) -> str:
+    """Return the first line of what an error says; the name of its class if it says nothing.
+
+    Args:
+        error: The error, of any package.
+        most: The most characters to return.
+
+    Example:
+        >>> first_line(ValueError("no rows" + chr(10) + "at all")), first_line(ValueError())
+        ('no rows', 'ValueError')
+    """
+    lines = str(error).strip().splitlines()
+    return lines[0][:most].rstrip() if lines else type(error).__name__
+
+
 def shown(value: object) -> str:
     """A wrong argument, for a message: a short value as Python writes it, else its type.
 

@@ -12,7 +12,7 @@ from lockstep.checkpoint.fingerprint import check_facts, config_of
 from lockstep.checkpoint.manifest import FILE, read_manifest
 from lockstep.checkpoint.run_folder import Found, Retention, RunFolder
 from lockstep.checkpoint.run_report import runs_within
-from lockstep.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint
+from lockstep.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint, first_line
 from lockstep.files import replacing
 from lockstep.state import GROUPS, named_variables
 
@@ -55,7 +55,7 @@ def export_model(run: Path, output: Path, model: Any = None, best: bool = False)
         try:
             check_facts(str(found.path), found.state, {"model": config_of(model)})
         except CheckpointMismatch as error:  # its advice is that of a run that is resumed
-            raise CheckpointMismatch(f"{str(error).splitlines()[0]}\n{_ITS_OWN}") from error
+            raise CheckpointMismatch(f"{first_line(error)}\n{_ITS_OWN}") from error
     _fill(made, found)
     try:
         with replacing(output) as temporary:
@@ -104,7 +104,7 @@ def _made(found: Found) -> Any:
         try:
             return keras.saving.deserialize_keras_object(config)
         except Exception as error:  # a constructor of the user may raise anything
-            why = str(error).strip().splitlines()[0].split(". ")[0].rstrip(".")[:200]
+            why = first_line(error, 200).split(". ")[0].rstrip(".")
     raise CheckpointError(
         f"The model of {found.path} cannot be made from the checkpoint alone: {why}.\n"
         "Say with --model FILE.PY:FUNCTION which function of yours makes it."

@@ -468,6 +468,20 @@ def test_a_model_that_fit_cannot_build_either():
     assert len(str(caught.value).splitlines()) <= 3
 
 
+def test_a_data_set_whose_error_says_nothing_is_refused_in_words():
+    from lockstep.batches import first_batches
+
+    class Empty(keras.utils.PyDataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, number):
+            raise ValueError
+
+    with pytest.raises(UnusableData, match="of this Empty Keras says: ValueError\n"):
+        first_batches(Empty(), 1, None)
+
+
 def test_a_data_set_that_writes_into_one_array_again_and_again():
     """Its batches were kept as they were, which is the last one each time."""
 

@@ -23,6 +23,7 @@ import keras
 from lockstep.engines.attachment import ATTACHMENT, attachment_of
 from lockstep.engines.travelling_objects import WITH_RULES as OF_PYTHON_WITH_RULES
 from lockstep.engines.travelling_objects import reduced
+from lockstep.errors import first_line
 from lockstep.keras_compat import (
     ATTRIBUTES_OF_RUNS,
     LOOKUP_TABLES,
@@ -131,7 +132,7 @@ def dumped(item: Any, pickler: Callable[[io.BytesIO], Pickler]) -> Pickler:
 
 def reason_of(error: Exception) -> str:
     """Return the first line of an error, for a message."""
-    return str(error).strip().splitlines()[0][:160].rstrip(".") if str(error) else repr(error)
+    return first_line(error).rstrip(".")
 
 
 def trackers_mended(model: Any) -> Any:

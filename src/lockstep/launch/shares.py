@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lockstep.devices import REHEARSE
-from lockstep.errors import LaunchError, ProcessesDisagree, counted
+from lockstep.errors import LaunchError, ProcessesDisagree, counted, first_line
 from lockstep.launch.environment import (
     COORDINATOR,
     LOCAL_PROCESS,
@@ -178,7 +178,7 @@ def not_met(place: Place, error: Exception) -> ProcessesDisagree:
     """Return the error of a process that has not met the others."""
     return ProcessesDisagree(
         f"This is {place}, and the others were not met at {place.coordinator}: "
-        f"{str(error).splitlines()[0][:60]}\n"
+        f"{first_line(error, 60)}\n"
         f"Check that process 0 runs and that its host is reached there, or set "
         f"{COORDINATOR}=host:port in every process."
     )

@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.batches import rows_of
 from lockstep.core.engine import Engine
 from lockstep.devices import REPLICATED, shard_rows
-from lockstep.errors import LockstepError, UnsupportedBackend, UnusableData, counted
+from lockstep.errors import LockstepError, UnsupportedBackend, UnusableData, counted, first_line
 from lockstep.plan.abstract_model import resized
 from lockstep.plan.liveness import MEDIAN_ERROR, WORST_ERROR, TracedProgram
 from lockstep.plan.memory_plan import FULL
@@ -175,7 +175,7 @@ def _check_portable(model: Any, backend: str) -> None:
 
 
 def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _ahead_of_time(backend: str) -> Any:

@@ -115,12 +115,10 @@ class Rows(torch.Tensor):  # type: ignore[misc]
         is_same = self._whole is None or self._whole.grad_fn is self._nodes[1]
         return self if is_same else self._whole
 
-    def _to(self, *args: Any, **kwargs: Any) -> Any:
+    def _cast(self, *args: Any, **kwargs: Any) -> Any:
         form = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
         if (form.dtype, form.device) == (self.dtype, self.device):
             return self
-        if self.is_gathered:
-            return self.whole().to(*args, **kwargs)
         own = _Enter.apply(self).to(*args, **kwargs)
         made = _Leave.apply(own, self.values.replica, self.values.name)
         made.values.base, made.values.form_row = self.values, self.values.form_row.to(made.dtype)
@@ -130,8 +128,8 @@ class Rows(torch.Tensor):  # type: ignore[misc]
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer what is asked of the form and the graph, and gather the rows for the rest."""
         kwargs = kwargs or {}
-        if func is torch.Tensor.to:
-            return args[0]._to(*args[1:], **kwargs)
+        if func is torch.Tensor.to and _is_cast(*args, **kwargs):
+            return args[0]._cast(*args[1:], **kwargs)
         if func in _OF_GRAPH:
             args, kwargs = _mapped(Rows._in_graph, (args, kwargs))
         elif func not in _OF_FORM:
@@ -149,7 +147,7 @@ class Rows(torch.Tensor):  # type: ignore[misc]
             return Rows.of(args[0].values)
         if func is torch.ops.aten.add.Tensor and not kwargs and args[0].shape == args[1].shape:
             values = next(each.values for each in args if isinstance(each, Rows))
-            total = sum(_own_values(each, values.replica) for each in args)
+            total = torch.add(*(_own_values(each, values.replica) for each in args))
             return Rows.of(_Values(values.replica, total, values.name))
         given, options = _mapped(lambda each: each.values.gathered(), (args, kwargs or {}))
         result = func(*given, **options)
@@ -187,6 +185,13 @@ _OF_GRAPH = frozenset(
     }
 )
 """What a tensor is asked of its place in the gradient graph."""
+
+
+def _is_cast(tensor: Any, *args: Any, **kwargs: Any) -> bool:
+    """Return whether the arguments of `Tensor.to` are a type and a device for own rows."""
+    plain = all(isinstance(each, torch.dtype | torch.device | str) for each in args)
+    is_own = isinstance(tensor, Rows) and not tensor.is_gathered
+    return is_own and plain and kwargs.keys() <= {"dtype", "device"}
 
 
 def _mapped(function: Any, nest: Any) -> Any:

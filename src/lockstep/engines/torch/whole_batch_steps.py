@@ -139,8 +139,9 @@ class WholeBatchSteps:
 
     def _gather_kept(self) -> None:
         """Gather what the step has kept in attributes: one process alone may read them after it."""
-        if self._replicas:
-            gathered([list(vars(layer).values()) for layer in self._calls])
+        for layer in self._calls if self._replicas else ():
+            for tensor in _tensors_in(vars(layer)):
+                gathered(tensor)
 
     # ------------------------------------------------------------------ the calls of a step
 
@@ -401,6 +402,17 @@ def keeps_graph(model: Any) -> bool:
     Another process would have its values without its graph.
     """
     return any(part is _IN_GRAPH for value in vars(model).values() for part in _parts(value))
+
+
+def _tensors_in(value: Any, inside: tuple[Any, ...] = ()) -> Iterator[Any]:
+    """Return the tensors that a value holds in an order that is the same in all processes."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(part, inside)
+    elif is_plain_object(value) and not any(value is each for each in inside):
+        yield from _tensors_in(vars(value), (*inside, value))
 
 
 def _parts(value: Any, inside: tuple[Any, ...] = ()) -> Iterator[Any]:

@@ -196,7 +196,9 @@ class MicroBatches:
 
         def first(leaf: Any) -> Any:
             array = _array_of(leaf)[0] if is_stacked else _array_of(leaf)
-            return array[:count] if _rows_of(leaf, is_stacked) == rows else array
+            own = array[:count] if _rows_of(leaf, is_stacked) == rows else array
+            # Every device runs them all: XLA cannot split each layer unevenly.
+            return jax.lax.with_sharding_constraint(own, self._steps.replicated)
 
         def first_rows(x: Any) -> Any:
             return jax.tree.map(first, x, is_leaf=is_padded)

@@ -125,7 +125,7 @@ DRAWS = {
 
 
 @settings(
-    max_examples=40,
+    max_examples=15,
     deadline=None,
     derandomize=True,
     database=None,

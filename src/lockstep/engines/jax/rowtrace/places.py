@@ -45,7 +45,7 @@ def _line(equation: Any) -> str:
     """Return the innermost line that is not in a framework; empty if that is lockstep's."""
     traceback = equation.source_info.traceback
     for frame in traceback.frames if traceback else ():
-        if frame.function_name == "_create_pjit_jaxpr":
+        if frame.function_name.endswith("create_pjit_jaxpr"):
             break  # JAX keeps the trace of such a function, with the line that called it first
         if not _is_framework(frame.file_name):
             path = Path(frame.file_name)

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
+
 DATA, UNIFORM, FALSE, NUMBER, COLUMNS = "data", "uniform", "false", "number", "columns"
 
 
@@ -177,6 +179,12 @@ class RowTrace:
     terms: Any
     state: Any
     draws: tuple[Draw, ...]
+
+    @property
+    def mixed(self) -> list[Mixed]:
+        """The results that depend on several rows: of the outputs, the terms, and the state."""
+        results = jax.tree.leaves((self.outputs, self.terms, self.state))
+        return [label for label in results if isinstance(label, Mixed)]
 
 
 class RowsMeet(Exception):

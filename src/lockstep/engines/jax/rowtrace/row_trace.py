@@ -472,9 +472,7 @@ class _Walk:
         lengths, labels = operation.params["const_lengths"], operation.labels
         given, start = labels[sum(lengths) :], 0
         found = []
-        for field in lengths._fields:
-            programs = [getattr(each, field) for each in operation.param("jaxprs")]
-            length = getattr(lengths, field)
+        for length, *programs in zip(lengths, *operation.param("jaxprs"), strict=True):
             if programs[0] is not None:
                 inputs = [*labels[start : start + length], *given]
                 found.append(self.follow(programs, inputs, operation.place))

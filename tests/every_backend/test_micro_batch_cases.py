@@ -7,6 +7,7 @@ import pytest
 
 from tests.conformance.cases import FAMILIES
 from tests.conformance.cases.in_parts import IN_PARTS
+from tests.tiers import further
 
 REFUSED = {
     **dict.fromkeys(
@@ -37,7 +38,6 @@ REFUSED = {
 SAMPLE = {
     "attention, adamw": (3, "replicated"),
     "masked lstm, sgd": (3, "sharded"),
-    "several inputs and outputs, sgd": (1, "replicated"),
     "in-batch contrastive loss": (3, "replicated"),
     "AUC, F1, IoU, precision, recall": (1, "replicated"),
     "gradient accumulation over 3 steps": (3, "sharded"),
@@ -49,13 +49,17 @@ SAMPLE = {
 """The quick cases of other tests, each with devices and a layout."""
 
 
+SLOW = ("two directions", "an own step", "keys of the user's", "nested and shared")
+"""Cases of which others have most; they are thorough."""
+
+
 def _runs():
     families = {**FAMILIES, "In parts": IN_PARTS}
     cases = [(family, name) for family, named in families.items() for name in named]
     for position, (family, name) in enumerate(cases):
         for devices, state in ((1, "replicated"), (3, "replicated"), (3, "sharded")):
             quick = SAMPLE.get(name) == (devices, state)
-            if family == "In parts" and state == "replicated":
+            if family == "In parts" and state == "replicated" and name not in SLOW:
                 quick = devices == (1, 3)[position % 2]
             marks = [] if quick else [pytest.mark.thorough]
             yield pytest.param(family, name, devices, state, marks=marks)
@@ -71,7 +75,9 @@ def test_parts_of_two_rows_equal_the_batch(worker, family, name, devices, state)
         assert not far, f"beyond the bound: {far}"
 
 
-@pytest.mark.parametrize("name", ["words", "draws of every kind", "group norm", "two directions"])
+@pytest.mark.parametrize(
+    "name", ["words", *further("draws of every kind", "group norm", "two directions")]
+)
 def test_parts_of_one_row_equal_the_batch(worker, name):
     far = worker.difference("In parts", name, 1, micro_batch_size=1)
     assert not far, f"beyond the bound: {far}"

@@ -27,9 +27,9 @@ def compare_first_rows(
     model: Any,
     at_once: StatelessCall,
     in_parts: StatelessCall,
+    first_rows: Callable[[Any], Any],
     values: tuple[Any, Any, Any],
     size: int,
-    *,
     trains: bool,
 ) -> None:
     """Raise if a model gives other results for the first rows in parts than at once.
@@ -38,14 +38,20 @@ def compare_first_rows(
         model: The model.
         at_once: Its `stateless_call`.
         in_parts: The same in two parts of the rows.
-        values: The values of the trainable variables, of the other variables, and the first rows.
+        first_rows: Returns the first rows of a batch, inside the program.
+        values: The values of the trainable variables, of the other variables, and the batch.
         size: The micro-batch size, for the message.
         trains: Whether the step trains.
 
     Raises:
         UnsupportedModel: If they differ by more than rounding.
     """
-    compare = jax.jit(partial(_distances, model, at_once, in_parts, trains))
+
+    def distances(trainable: Any, others: Any, x: Any) -> dict[str, list[Any]]:
+        given = trainable, others, first_rows(x)
+        return _distances(model, at_once, in_parts, trains, *given)
+
+    compare = jax.jit(distances)
     with jax.default_matmul_precision("highest"):
         found = jax.tree.map(_on_host, compare(*values))
     bounds = bounds_for(model, ())

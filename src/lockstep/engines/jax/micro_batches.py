@@ -185,29 +185,37 @@ class MicroBatches:
 
     def _compare(self, kind: Kind, state: State, batch: Any, is_stacked: bool) -> bool:
         """Compare the first rows in two parts with them at once; return `False` without parts."""
-        data = jax.tree.map(partial(_step_of, is_stacked), batch, is_leaf=is_padded)
-        x = keras.utils.unpack_x_y_sample_weight(data)[0]
-        every = [leaf for leaf in jax.tree.leaves(x, is_leaf=is_padded) if _rows_of(leaf)]
-        rows = _rows_of(every[0]) if every else 0
+        x = keras.utils.unpack_x_y_sample_weight(batch)[0]
+        leaves = jax.tree.leaves(x, is_leaf=is_padded)
+        rows = next((found for each in leaves if (found := _rows_of(each, is_stacked))), 0)
         if not rows or self._parts(rows) is None:
             return False
         count = min(rows, max(2, self._size))
         parts = RowParts(count, 1, -(-count // 2), self._steps.replicated)
+        plain = self._plain
 
         def first(leaf: Any) -> Any:
-            array = _array_of(leaf)
-            return array[:count] if _rows_of(leaf) == rows else array
+            array = _array_of(leaf)[0] if is_stacked else _array_of(leaf)
+            own = array[:count] if _rows_of(leaf, is_stacked) == rows else array
+            # Every device runs them all: XLA cannot split each layer unevenly.
+            return jax.lax.with_sharding_constraint(own, self._steps.replicated)
+
+        def first_rows(x: Any) -> Any:
+            return jax.tree.map(first, x, is_leaf=is_padded)
 
         def in_parts(tv: Any, ntv: Any, x: Any, **kwargs: Any) -> Any:
             given = kwargs.pop("return_losses")
             call = Call.of(self._model, partial(plain, return_losses=given), given, (x,), kwargs)
             return run_in_parts(call, tv, ntv, parts, self._size)
 
-        plain = self._plain
-        values = state[0], state[1], jax.tree.map(first, x, is_leaf=is_padded)
-        if not is_keras(self._model, f"{kind.name}_step") and not _takes(plain, values):
+        def at_once(tv: Any, ntv: Any, x: Any) -> Any:
+            return plain(tv, ntv, first_rows(x))
+
+        values = state[0], state[1], x
+        if not is_keras(self._model, f"{kind.name}_step") and not _takes(at_once, values):
             return True  # a step of the user's own calls the model with something else
-        compare_first_rows(self._model, plain, in_parts, values, self._size, trains=kind is TRAIN)
+        trains = kind is TRAIN
+        compare_first_rows(self._model, plain, in_parts, first_rows, values, self._size, trains)
         return True
 
     def _parts(self, rows: int) -> RowParts | None:
@@ -221,22 +229,16 @@ class MicroBatches:
         return RowParts(rows, devices, each, layout)
 
 
-def _step_of(is_stacked: bool, leaf: Any) -> Any:
-    """Return an array of a batch, of the first one if several are stacked."""
-    if not is_stacked:
-        return leaf
-    return replace(leaf, padded=leaf.padded[0]) if is_padded(leaf) else leaf[0]
-
-
 def _array_of(leaf: Any) -> Any:
     return leaf.padded if is_padded(leaf) else leaf
 
 
-def _rows_of(leaf: Any) -> int:
+def _rows_of(leaf: Any, is_stacked: bool) -> int:
     """Return the rows of an array of a batch, 0 without any."""
     if is_padded(leaf):
         return int(leaf.rows)
-    return int(leaf.shape[0]) if getattr(leaf, "ndim", 0) else 0
+    shape = getattr(leaf, "shape", ())[int(is_stacked) :]
+    return int(shape[0]) if shape else 0
 
 
 def _takes(call: Callable[..., Any], values: tuple[Any, ...]) -> bool:

@@ -325,6 +325,26 @@ def test_a_size_that_is_no_number_of_rows(size):
     assert vars(made).keys() == before.keys()
 
 
+class Apart(keras.Sequential):
+    """Its step calls the layers, and not the model."""
+
+    def train_step(self, state, data):
+        trainable, others, slots, metrics = state
+        with keras.StatelessScope(zip(self.trainable_variables, trainable, strict=True)):
+            found = self.layers[0](data[0])
+        return {"mean": ops.mean(found)}, (trainable, others, slots, metrics)
+
+
+def test_a_step_in_which_nothing_would_be_cut():
+    made = Apart([keras.Input((4,)), layers.Dense(2)], name="apart")
+    made.compile("sgd", "mse")
+    assert refusal(made) == (
+        "The train_step of 'apart' does not call self.stateless_call, whose rows "
+        "micro_batch_size=3 runs in parts:\nall rows of a device would run at once.\n"
+        "Call it in the step, or leave out micro_batch_size."
+    )
+
+
 def refusal(made, **options):
     lockstep.distribute(made, 1, micro_batch_size=3)
     before = weights(made)

@@ -36,6 +36,15 @@ def not_compiled(model: Any, size: int, layers: list[Any]) -> UnsupportedModel:
     )
 
 
+def cuts_nothing(model: Any, step: str, size: int) -> UnsupportedModel:
+    """Return the error for a step of the user's own that does not call the model as a whole."""
+    return UnsupportedModel(
+        f"The {step} of {model.name!r} does not call self.stateless_call, whose rows "
+        f"micro_batch_size={size} runs in parts:\nall rows of a device would run at once.\n"
+        "Call it in the step, or leave out micro_batch_size."
+    )
+
+
 def needs_all_rows(layer: Any, size: int) -> UnsupportedModel:
     """Return the error for a batch norm that trains."""
     kind = type(layer).__name__

@@ -58,6 +58,7 @@ class MicroBatches:
     def __init__(self, model: Any, steps: Steps, size: int) -> None:
         self._model, self._steps, self._size = model, steps, size
         self._in_step = False
+        self._called = False  # in the step that is traced
         self._values: LossValues | None = None  # that the next call of the model is to compute
 
     def methods(self, stateless_call: Callable[..., Any]) -> dict[str, Any]:
@@ -77,9 +78,15 @@ class MicroBatches:
         """Return a step whose calls of the model run in parts."""
 
         @wraps(step)
-        def step_in_parts(*args: Any, **kwargs: Any) -> Any:
+        def step_in_parts(state: State, data: Any) -> Any:
+            self._called = False
             with self._running(True):
-                return step(*args, **kwargs)
+                result = step(state, data)
+            x = keras.utils.unpack_x_y_sample_weight(data)[0]
+            rows = next(filter(None, map(_rows_of, jax.tree.leaves(x))), 0)
+            if rows and not self._called and self._parts(rows) is not None:
+                raise refused.cuts_nothing(self._model, getattr(step, "__name__", "step"), self._size)
+            return result
 
         return step_in_parts
 
@@ -130,6 +137,7 @@ class MicroBatches:
         def stateless_call(
             trainable: Any, others: Any, *args: Any, return_losses: bool = False, **kwargs: Any
         ) -> Any:
+            self._called = True
             at_once = partial(plain, return_losses=return_losses)
             call = Call.of(self._model, at_once, return_losses, args, kwargs)
             cuts = self._in_step and call.rows and _AT_ONCE not in vars(self._model)

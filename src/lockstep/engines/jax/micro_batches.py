@@ -83,9 +83,11 @@ class MicroBatches:
             with self._running(True):
                 result = step(state, data)
             x = keras.utils.unpack_x_y_sample_weight(data)[0]
-            rows = next(filter(None, map(_rows_of, jax.tree.leaves(x))), 0)
+            rows = next(filter(None, (_rows_of(leaf, False) for leaf in jax.tree.leaves(x))), 0)
             if rows and not self._called and self._parts(rows) is not None:
-                raise refused.cuts_nothing(self._model, getattr(step, "__name__", "step"), self._size)
+                raise refused.cuts_nothing(
+                    self._model, getattr(step, "__name__", "step"), self._size
+                )
             return result
 
         return step_in_parts

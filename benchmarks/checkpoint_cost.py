@@ -29,11 +29,11 @@ import keras
 import numpy as np
 
 import lockstep
+from lockstep.attach.attachment import attachment_of
 from lockstep.checkpoint.callback import Checkpoint
 from lockstep.checkpoint.checkpoint_run import CheckpointRun
 from lockstep.checkpoint.fit_run import FitRun
 from lockstep.core.engine import TRAIN
-from lockstep.engines.attachment import attachment_of
 from lockstep.training.callbacks import Callbacks
 
 

@@ -22,8 +22,8 @@ import numpy as np
 from keras import layers
 
 import lockstep
+from lockstep.attach.attachment import session_of
 from lockstep.core.engine import TRAIN
-from lockstep.engines.attachment import session_of
 from lockstep.keras_compat import compute_in_float64
 
 ROWS, CLASSES = 256, 4

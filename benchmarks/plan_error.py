@@ -27,7 +27,7 @@ import models
 import numpy as np
 
 import lockstep
-from lockstep.devices import REPLICATED, SHARDED
+from lockstep.core.devices import REPLICATED, SHARDED
 from tests.conformance.zoo import OPTIMIZERS, ZOO
 
 ROOT = Path(__file__).parents[1]
@@ -101,7 +101,7 @@ def main():
         head = "| model | MB | " + " | ".join(f"{n} {state}" for n, state in LAYOUTS) + " |"
         table = "\n".join([head, "|---" + "|---:" * (len(LAYOUTS) + 1) + "|", *lines])
         replace("docs/plan.md", r"(?<=<!-- errors -->\n\n).*?(?=\n\n<!-- end -->)", table)
-        source = "src/lockstep/plan/liveness.py"
+        source = "src/lockstep/tools/plan/liveness.py"
         replace(source, r"(?<=^MEDIAN_ERROR = ).*?$", f"{median:.2f}")
         replace(source, r"(?<=^WORST_ERROR = ).*?$", f"({min(errors):.2f}, {max(errors):.2f})")
 

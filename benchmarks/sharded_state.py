@@ -32,7 +32,7 @@ import keras
 import numpy as np
 
 import lockstep
-from lockstep.devices import sharded_dim
+from lockstep.core.devices import sharded_dim
 
 DEVICES = (2, 3, 4, 8)
 
@@ -124,9 +124,9 @@ def peak_of_passes(model, batch):
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    from lockstep.core.state import variables_of
     from lockstep.engines.torch import steps
     from lockstep.keras_compat import stored_value
-    from lockstep.state import variables_of
 
     on_gpu = stored_value(model.variables[0]).is_cuda
     known = {stored_value(v).untyped_storage()._cdata for v in variables_of(model)}
@@ -171,8 +171,8 @@ def peak_of_passes(model, batch):
 
 
 def steps_on_pytorch(devices, rows, rounds=15):
+    from lockstep.core.state import variables_of
     from lockstep.keras_compat import stored_value
-    from lockstep.state import variables_of
 
     batch = np.random.default_rng(0).normal(size=(2, rows, 32, 384)).astype("float32")
     teams = {}

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 import lockstep  # noqa: F401  (follows LOCKSTEP_REHEARSE before anything runs)
-from lockstep.launch.shares import visible_gpus
+from lockstep.processes.shares import visible_gpus
 from tests.tiers import TIERS, belongs, each_value_once
 
 BACKEND = os.environ["KERAS_BACKEND"]

@@ -4,29 +4,29 @@ import os as _os
 import typing as _typing
 
 from lockstep import errors as errors
-from lockstep.bench import bench as bench
 from lockstep.branches import on as on
 from lockstep.branches import place as place
 from lockstep.branches import placement as placement
+from lockstep.core.package_versions import __version__ as __version__
+from lockstep.core.status import report_from_environment as _report_from_environment
 from lockstep.distribute import devices as devices
 from lockstep.distribute import distribute as distribute
 from lockstep.distribute import multi_gpu_model as multi_gpu_model
 from lockstep.distribute import release as release
 from lockstep.distribute import rowwise as rowwise
 from lockstep.distribute import sharded as sharded
-from lockstep.first_process import first_process as first_process
-from lockstep.first_process import is_first as is_first
 from lockstep.initialize import initialize as initialize
 from lockstep.initialize import join_at_first_use as _join_at_first_use
-from lockstep.launch.status import report_from_environment as _report_from_environment
-from lockstep.package_versions import __version__ as __version__
-from lockstep.plan import plan as plan
 from lockstep.rehearsal import rehearse as rehearse
 from lockstep.rehearsal import rehearse_from_environment as _rehearse_from_environment
 from lockstep.rescue.api import inspect as inspect
 from lockstep.rescue.api import load_weights as load_weights
 from lockstep.rescue.api import rescue as rescue
-from lockstep.verify import verify as verify
+from lockstep.tools.bench import bench as bench
+from lockstep.tools.first_process import first_process as first_process
+from lockstep.tools.first_process import is_first as is_first
+from lockstep.tools.plan import plan as plan
+from lockstep.tools.verify import verify as verify
 
 if _typing.TYPE_CHECKING:
     from lockstep.checkpoint import Checkpoint as Checkpoint

@@ -8,16 +8,16 @@ from dataclasses import asdict, dataclass
 from io import StringIO
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lockstep.devices import names_in_words, parse_devices
+from lockstep.core.devices import names_in_words, parse_devices
+from lockstep.core.report import Report, console, print_table, table
 from lockstep.distribute import check_model
 from lockstep.engines import current_engine
 from lockstep.errors import DeviceError, SerialBranchesWarning, UnsupportedModel, shown
-from lockstep.report import Report, console, print_table, table
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from lockstep.transfers import PlacedLayer, Transfer
+    from lockstep.core.transfers import PlacedLayer, Transfer
 
 Model = TypeVar("Model")
 
@@ -52,8 +52,8 @@ def on(device: str | int) -> Iterator[None]:
         ...     b = keras.layers.Dense(4)(input_b)
         >>> model = keras.Model([input_a, input_b], keras.layers.concatenate([a, b]))
     """
+    from lockstep.core.layout import mark_node
     from lockstep.keras_compat import device_scope, nodes_reported, report_functional_models
-    from lockstep.layout import mark_node
 
     name = _one_device(device)
     calls = 0
@@ -110,7 +110,7 @@ def place(model: Model, layers: Mapping[str, str | int] | None = None) -> Model:
             f"layers={shown(layers)} was given, and devices by name of layer were expected.\n"
             'Give a dict, as in lockstep.place(model, {"dense_*": "gpu:1"}).'
         )
-    from lockstep.layout import marked
+    from lockstep.core.layout import marked
 
     chosen = _known(model) | _choose(model, layers or {})
     if not chosen and not marked(model):
@@ -201,10 +201,10 @@ def placement(model: Any) -> Placement:
         >>> print(lockstep.placement(model))
     """
     check_model(model)
-    from lockstep.engines.attachment import session_of
-    from lockstep.layout import Branches
-    from lockstep.state import bytes_of, named_variables
-    from lockstep.transfers import placed_layers
+    from lockstep.attach.attachment import session_of
+    from lockstep.core.layout import Branches
+    from lockstep.core.state import bytes_of, named_variables
+    from lockstep.core.transfers import placed_layers
 
     name = getattr(model, "name", type(model).__name__)
     session = session_of(model)
@@ -235,7 +235,7 @@ def _place_new(model: Any) -> None:
 
     `lockstep.on` has given it, or the layer is one of a model that is placed.
     """
-    from lockstep.layout import marked
+    from lockstep.core.layout import marked
 
     chosen = _known(model)
     if chosen or marked(model):
@@ -244,8 +244,8 @@ def _place_new(model: Any) -> None:
 
 def _known(model: Any) -> dict[str, str]:
     """Return the devices of layers that another model has placed, by their path."""
-    from lockstep.engines.holders import holders_of
-    from lockstep.layout import Branches, layers_by_path
+    from lockstep.attach.holders import holders_of
+    from lockstep.core.layout import Branches, layers_by_path
 
     found = {}
     for path, layer in layers_by_path(model).items():
@@ -257,10 +257,10 @@ def _known(model: Any) -> dict[str, str]:
 
 
 def _place(model: Any, chosen: dict[str, str]) -> None:
-    from lockstep.engines.attachment import attach
+    from lockstep.attach.attachment import attach
+    from lockstep.core.layout import lay_out, marked
+    from lockstep.core.transfers import cycle, transfers
     from lockstep.keras_compat import report_functional_models
-    from lockstep.layout import lay_out, marked
-    from lockstep.transfers import cycle, transfers
 
     engine = current_engine()
     order = [each.name for each in engine.devices()]
@@ -275,7 +275,7 @@ def _place(model: Any, chosen: dict[str, str]) -> None:
 
 def _choose(model: Any, layers: Mapping[str, str | int]) -> dict[str, str]:
     """Return the device of each layer that a pattern names, by the path of the layer."""
-    from lockstep.layout import layers_by_path, matches
+    from lockstep.core.layout import layers_by_path, matches
 
     paths = list(layers_by_path(model))
     found: dict[str, tuple[str, str]] = {}

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 import click
 
 from lockstep import __version__
-from lockstep.devices import REPLICATED, SHARDED, rehearsed_devices
+from lockstep.core.devices import REPLICATED, SHARDED, rehearsed_devices
+from lockstep.core.package_versions import install_command
+from lockstep.core.report import console, print_report, print_table, stdout_for, table
 from lockstep.errors import DeviceError, LockstepError, UnsupportedBackend
 from lockstep.launch.run_command import run_command
-from lockstep.package_versions import install_command
-from lockstep.report import console, print_report, print_table, stdout_for, table
 from lockstep.rescue.commands import inspect_command, rescue_command
 
 if TYPE_CHECKING:
-    from lockstep.demo import DemoResult
+    from lockstep.tools.demo import DemoResult
 
 KERAS_BACKENDS = ("jax", "tensorflow", "torch", "numpy", "openvino")
 
@@ -132,7 +132,7 @@ def demo(devices: int, epochs: int, output: Path) -> None:
             f"The demo needs {' and '.join(missing)}, which is not installed here.\n"
             f"Install what it needs with: {install_command('demo')}"
         )
-    from lockstep.demo import run_demo
+    from lockstep.tools.demo import run_demo
 
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -176,7 +176,7 @@ def doctor(chosen_backend: str | None, test_devices: bool) -> None:
 
     Example: lockstep doctor
     """
-    from lockstep.doctor import examine, script_environment
+    from lockstep.tools.doctor import examine, script_environment
 
     found = examine(script_environment(chosen_backend))
     for label, value in found.rows():
@@ -188,8 +188,8 @@ def doctor(chosen_backend: str | None, test_devices: bool) -> None:
 def _wrong_devices(backend: str) -> bool:
     """Print which pairs of devices of a backend are wrong; return whether there are any."""
     os.environ["KERAS_BACKEND"] = backend
-    from lockstep.doctor import CAUSE_OF_WRONG_PAIRS, check_devices
     from lockstep.engines import current_engine
+    from lockstep.tools.doctor import CAUSE_OF_WRONG_PAIRS, check_devices
 
     wrong, said = check_devices(current_engine(), rehearsed=bool(rehearsed_devices(os.environ)))
     click.echo("\n" + "\n".join([*wrong, *[CAUSE_OF_WRONG_PAIRS] * bool(wrong), said]))
@@ -244,7 +244,7 @@ def verify(
     Example: lockstep verify train.py:build --devices 4 --rehearse
     """
     import lockstep
-    from lockstep.targets import float64_model_and_data, model_and_data
+    from lockstep.tools.targets import float64_model_and_data, model_and_data
 
     asked = int(devices) if devices is not None and devices.strip().isdecimal() else devices
     if rehearse:
@@ -326,7 +326,7 @@ def bench(
 
     Example: lockstep bench train.py:build --devices 1,2,4
     """
-    from lockstep.bench import run_bench
+    from lockstep.tools.bench import run_bench
 
     counts = _counts(devices)
     with _rehearsal_by_option(",".join(map(str, counts))):
@@ -421,8 +421,8 @@ def export(run: Path, output: Path, best: bool, model: str | None) -> None:
 
     Example: lockstep export runs/digits -o model.keras
     """
-    from lockstep.export import export_model
-    from lockstep.targets import model_alone
+    from lockstep.checkpoint.export import export_model
+    from lockstep.tools.targets import model_alone
 
     made = model_alone(model) if model else None
     taken = export_model(run, output, made, best)

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from lockstep.devices import REPLICATED, SHARDED, parse_devices
+from lockstep.core.devices import REPLICATED, SHARDED, parse_devices
+from lockstep.core.status import STATUS_OF_PROCESS
 from lockstep.engines import current_engine
 from lockstep.errors import DeviceError, NotAModel, NothingToDoWarning, shown
 from lockstep.initialize import join
-from lockstep.launch.status import STATUS_OF_PROCESS
 
 Model = TypeVar("Model")
 Declared = TypeVar("Declared")
@@ -96,8 +96,8 @@ def distribute(
             NothingToDoWarning,
             stacklevel=2,
         )
-    from lockstep.engines.attachment import attach  # which imports Keras
-    from lockstep.layout import DataParallel
+    from lockstep.attach.attachment import attach  # which imports Keras
+    from lockstep.core.layout import DataParallel
 
     attach(engine, model, DataParallel(names, state, same_random_numbers, rows))
     STATUS_OF_PROCESS.distributed = True
@@ -125,7 +125,7 @@ def release(model: Model) -> Model:
         True
     """
     check_model(model)
-    from lockstep.engines.attachment import detach
+    from lockstep.attach.attachment import detach
 
     detach(model)
     return model

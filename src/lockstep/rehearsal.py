@@ -6,7 +6,7 @@ from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.devices import REHEARSE, count_to_rehearse, rehearsed_devices
+from lockstep.core.devices import REHEARSE, count_to_rehearse, rehearsed_devices
 from lockstep.errors import DeviceError, RehearsalTooLate
 
 
@@ -74,7 +74,7 @@ def rehearse_from_environment(environ: MutableMapping[str, str]) -> None:
         except RehearsalTooLate:
             return
     else:
-        from lockstep.engines.xla_threads import give_threads
+        from lockstep.core.xla_threads import give_threads
 
         environ["JAX_NUM_CPU_DEVICES"] = str(count)
         environ["JAX_PLATFORMS"] = "cpu"

@@ -7,9 +7,9 @@ from click.testing import CliRunner
 from keras import layers
 
 import lockstep
+from lockstep.checkpoint.export import export_model
 from lockstep.checkpoint.run_folder import RunFolder
 from lockstep.cli import main
-from lockstep.export import export_model
 from tests.checkpoints.data import arrays
 from tests.checkpoints.models import recurrent, sequences
 from tests.checkpoints.runs import small, train

@@ -8,10 +8,10 @@ import pytest
 
 from lockstep import errors
 from lockstep.checkpoint.callback import Checkpoint
+from lockstep.checkpoint.export import export_model
 from lockstep.checkpoint.folder_lock import only_writer
 from lockstep.checkpoint.run_folder import Retention, RunFolder
-from lockstep.export import export_model
-from lockstep.files import sync_folder
+from lockstep.core.files import sync_folder
 from tests.checkpoints.data import arrays
 from tests.checkpoints.runs import train
 from tests.checkpoints.test_saving import names

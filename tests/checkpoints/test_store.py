@@ -15,7 +15,7 @@ from lockstep import errors
 from lockstep.checkpoint import array_file
 from lockstep.checkpoint.array_file import Entry
 from lockstep.checkpoint.run_folder import Retention, RunFolder
-from lockstep.files import CHUNK
+from lockstep.core.files import CHUNK
 from tests.checkpoints.cutting import CHANGING, Cutting, cut_at
 
 

@@ -10,12 +10,12 @@ import keras
 import numpy as np
 
 from lockstep.checkpoint.data_position import recorded_type
+from lockstep.core.devices import Device
 from lockstep.core.engine import PREDICT, TEST, TRAIN, Engine, Home, Session, Snapshot
-from lockstep.devices import Device
-from lockstep.engines.held_signals import HeldSignals
+from lockstep.core.held_signals import HeldSignals
+from lockstep.core.state import named_variables, variables_of
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import build_on_first_batch
-from lockstep.state import named_variables, variables_of
 from lockstep.training.input import HostIterator, drawn
 
 LAYERS = (

@@ -17,7 +17,7 @@ from jax._src.interpreters import pxla
 from keras.src import backend
 
 import lockstep
-from lockstep.engines import held_signals
+from lockstep.core import held_signals
 from tests.conformance.common import assert_same, weights
 
 BATCH, STEPS = 4, 3

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from keras import layers, ops
 
 import lockstep
-from lockstep.devices import micro_batches
-from lockstep.engines import micro_batches as texts
+from lockstep.core import micro_batches as texts
+from lockstep.core.devices import micro_batches
 from lockstep.engines.jax.row_draws import PartRows, drawn_for
 from lockstep.errors import DeviceError, UnsplitBatchWarning, UnsupportedModel
 from tests.conformance.common import assert_same, weights

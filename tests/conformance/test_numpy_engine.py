@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import lockstep
+from lockstep.core import held_signals
 from lockstep.core.engine import TRAIN
-from lockstep.engines import held_signals
 from lockstep.errors import BusyModel, DeviceError, UnsupportedBackend, UnsupportedModel
 from tests.conformance import numpy_engine
 from tests.conformance.common import assert_same, weights

@@ -12,7 +12,7 @@ import pytest
 from keras import layers, ops
 
 import lockstep
-from lockstep.devices import sharded_dim
+from lockstep.core.devices import sharded_dim
 from lockstep.engines.jax.steps.gather_again import (
     compiler_options,
     gathers_again,

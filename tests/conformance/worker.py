@@ -110,7 +110,7 @@ def _differences(family, name, devices, by_layer, state, micro_batch_size):
 def shard_small_variables():
     """Let `state="sharded"` shard variables of any size, as the models of the cases are small."""
     # `lockstep.devices` is a function; its module has the same name.
-    sys.modules["lockstep.devices"].SHARDED_FROM = 0
+    sys.modules["lockstep.core.devices"].SHARDED_FROM = 0
 
 
 def check_shards(model, devices):
@@ -120,8 +120,8 @@ def check_shards(model, devices):
     """
     import keras
 
-    from lockstep.devices import sharded_dim
-    from lockstep.engines.attachment import session_of
+    from lockstep.attach.attachment import session_of
+    from lockstep.core.devices import sharded_dim
     from lockstep.keras_compat import layers_in
 
     session, variables = session_of(model), model.variables

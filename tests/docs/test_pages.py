@@ -18,7 +18,7 @@ import pytest
 import lockstep
 from lockstep import errors
 from lockstep.cli import main
-from lockstep.demo import DemoResult, TaskResult
+from lockstep.tools.demo import DemoResult, TaskResult
 from tests.docs import commands
 from tests.docs.blocks import blocks, same_lines
 

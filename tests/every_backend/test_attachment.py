@@ -8,10 +8,10 @@ import pytest
 from keras import layers
 
 import lockstep
+from lockstep.attach.attachment import session_of
+from lockstep.core.layout import DataParallel
 from lockstep.engines import current_engine
-from lockstep.engines.attachment import session_of
 from lockstep.errors import UnsupportedBackend, UnsupportedModel
-from lockstep.layout import DataParallel
 
 
 def chain():

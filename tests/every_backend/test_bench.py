@@ -11,7 +11,7 @@ import pytest
 from keras import layers
 
 import lockstep
-from lockstep.bench.measurement import measure
+from lockstep.tools.bench.measurement import measure
 from tests.tiers import rest
 
 BACKEND = keras.backend.backend()

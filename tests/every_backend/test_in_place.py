@@ -6,7 +6,7 @@ import pytest
 from keras import layers
 
 import lockstep
-from lockstep.engines.attachment import session_of
+from lockstep.attach.attachment import session_of
 from lockstep.errors import DeviceNotFound, LayoutConflict
 from tests.conformance import common
 from tests.conformance.common import data

@@ -12,9 +12,9 @@ import pytest
 from keras import layers
 
 import lockstep
+from lockstep.core.state import GROUPS, named_variables
 from lockstep.errors import UnsupportedBackend
 from lockstep.keras_compat import stored_value
-from lockstep.state import GROUPS, named_variables
 
 BACKEND = keras.backend.backend()
 
@@ -67,7 +67,7 @@ STATES = ["replicated", *["sharded"] * SHARDS]
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("build", [dense, recurrent, mixed])
 def test_planned_bytes_are_those_of_the_first_device(build, state, monkeypatch):
-    monkeypatch.setattr(sys.modules["lockstep.devices"], "SHARDED_FROM", 64)
+    monkeypatch.setattr(sys.modules["lockstep.core.devices"], "SHARDED_FROM", 64)
     plan = lockstep.plan(build, 2, batch_size=7)
     planned = next(each for each in plan.layouts if each.state == state)
     model, (x, y) = build()

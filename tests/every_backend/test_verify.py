@@ -10,7 +10,7 @@ from keras import layers, ops
 from rich.console import Console
 
 import lockstep
-from lockstep.engines.attachment import session_of
+from lockstep.attach.attachment import session_of
 from tests.tiers import further, rest
 
 BACKEND = keras.backend.backend()

@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from lockstep.foreign_patches import PATCHES
+from lockstep.keras_compat.foreign_patches import PATCHES
 from tests.house.test_house import FILES, SOURCE
 from tests.processes.common import python
 
@@ -26,7 +26,7 @@ def test_every_replaced_attribute_of_another_package_is_in_the_list():
 def test_what_is_replaced_exists_in_the_installed_packages():
     script = (
         "import importlib, operator\n"
-        "from lockstep.foreign_patches import PATCHES\n"
+        "from lockstep.keras_compat.foreign_patches import PATCHES\n"
         "def has(module, name):\n"
         "    try: return bool(operator.attrgetter(name)(importlib.import_module(module)))\n"
         "    except AttributeError: return False\n"
@@ -87,6 +87,6 @@ def _imported(tree):
             names = [(alias.asname or alias.name).split(".")[0] for alias in node.names]
             yield from (name for name in names if name != "lockstep")
         elif isinstance(node, ast.ImportFrom):
-            of_keras = node.module == "lockstep.keras_compat"
+            of_keras = node.module.startswith("lockstep.keras_compat")
             names = [alias.asname or alias.name for alias in node.names]
             yield from names if of_keras or not node.module.startswith("lockstep") else []

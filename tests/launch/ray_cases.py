@@ -39,7 +39,7 @@ def late(_options):
 def gpus(_options):
     """What a worker takes of the GPUs of its node."""
     from lockstep.initialize import place_of_this_process
-    from lockstep.launch.shares import devices_of_process
+    from lockstep.processes.shares import devices_of_process
 
     place = place_of_this_process(os.environ)
     visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")

@@ -2,14 +2,14 @@
 
 import pytest
 
-from lockstep.errors import ProcessesDisagree
-from lockstep.launch.environment import (
+from lockstep.core.environment import (
     ALONE,
     Place,
     find_place,
     first_host,
 )
-from lockstep.launch.shares import devices_of_process
+from lockstep.errors import ProcessesDisagree
+from lockstep.processes.shares import devices_of_process
 
 TORCHRUN = {
     "RANK": "3",

@@ -15,7 +15,7 @@ EXAMPLES = ROOT / "examples"
 
 STAND_IN = """
 import os, sys
-from lockstep.launch.environment import find_place
+from lockstep.core.environment import find_place
 place = find_place(os.environ)
 print(place.rank, place.size, place.coordinator, place.launcher, *sys.argv[1:])
 sys.exit(int(os.environ.get("EXIT", "0")))

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.core import status
+from lockstep.core.status import Status
 from lockstep.errors import ProcessesDisagree
-from lockstep.launch import local_run, status
+from lockstep.launch import local_run
 from lockstep.launch.progress_watch import ProgressWatch
 from lockstep.launch.rank import Failure, Output, cause_of
-from lockstep.launch.status import Status
 from tests.tiers import rest
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -284,7 +285,7 @@ def test_restarts_come_to_an_end(tmp_path):
 def test_a_process_that_stands_still_is_named_with_its_phase_and_stacks(tmp_path, stops):
     body = f"""
 import lockstep
-from lockstep.launch.status import STATUS_OF_PROCESS, phase
+from lockstep.core.status import STATUS_OF_PROCESS, phase
 
 def stands_still():
     while STATUS_OF_PROCESS.step:
@@ -438,7 +439,7 @@ def test_what_cannot_be_started_is_refused_in_words(case, tmp_path, monkeypatch)
 
 
 def test_the_visible_gpus_are_divided(monkeypatch):
-    from lockstep.launch.shares import devices_of_each
+    from lockstep.processes.shares import devices_of_each
 
     of = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     got = [devices_of_each(2, None, of), devices_of_each(2, 1, of), devices_of_each(1, None, of)]

@@ -25,7 +25,7 @@ from lockstep.processes.coordination import patience
 from tests.torch.agreement import assert_equal, values
 from tests.torch.test_on_sharded_state import MODELS, OPTIMIZERS, SAMPLE, data
 
-sys.modules["lockstep.devices"].SHARDED_FROM = 0
+sys.modules["lockstep.core.devices"].SHARDED_FROM = 0
 RANK, SIZE = lockstep.initialize()
 FOLDER = Path(sys.argv[1])
 QUIET = {"verbose": 0, "shuffle": False}

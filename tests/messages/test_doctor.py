@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lockstep.doctor import Findings, choose_backend, wrong_pairs
-from lockstep.package_versions import install_command
+from lockstep.core.package_versions import install_command
+from lockstep.tools.doctor import Findings, choose_backend, wrong_pairs
 from tests.processes.common import python, warm_python
 from tests.tiers import rest
 
@@ -92,7 +92,9 @@ def test_an_extra_is_installed_from_where_lockstep_came_from(noted, command, mon
     """`keras-lockstep[demo]` alone needs a release on a package index."""
     text = None if noted is None else json.dumps(noted)
     installed = SimpleNamespace(read_text={"direct_url.json": text}.get)
-    monkeypatch.setattr("lockstep.package_versions.distribution", {"keras-lockstep": installed}.get)
+    monkeypatch.setattr(
+        "lockstep.core.package_versions.distribution", {"keras-lockstep": installed}.get
+    )
     assert install_command("demo") == command
 
 

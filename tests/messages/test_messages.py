@@ -8,7 +8,7 @@ import pytest
 
 import lockstep
 from lockstep import errors, keras_compat
-from lockstep.devices import Device, parse_devices
+from lockstep.core.devices import Device, parse_devices
 from tests.conformance.common import data, model
 from tests.processes.common import warm_python
 

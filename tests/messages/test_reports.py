@@ -9,11 +9,11 @@ from click.testing import CliRunner
 from rich.console import Console
 
 import lockstep
-from lockstep.bench.scaling import Measurement, Scaling
 from lockstep.cli import main
-from lockstep.report import print_report
+from lockstep.core.report import print_report
 from lockstep.rescue.rescue_report import Rescued
-from lockstep.verify.verification import Difference, Verification
+from lockstep.tools.bench.scaling import Measurement, Scaling
+from lockstep.tools.verify.verification import Difference, Verification
 from tests.conformance.common import data, model
 
 OLD = "tests/files/legacy/keras-2.2.4__mlp4-g2/parallel_full.h5"

@@ -8,8 +8,8 @@ import pytest
 
 import lockstep
 from lockstep.engines.jax.introspection.ahead_of_time import compiled_bytes
-from lockstep.plan.abstract_model import abstract_model
-from lockstep.plan.gpus import gpu_named
+from lockstep.tools.plan.abstract_model import abstract_model
+from lockstep.tools.plan.gpus import gpu_named
 from tests.processes.common import script, warm_end
 
 COMMAND = Path(__file__).parents[2] / "benchmarks" / "ahead_of_time.py"

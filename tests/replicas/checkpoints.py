@@ -17,9 +17,9 @@ import pytest
 from keras import layers
 
 import lockstep
-from lockstep.engines.attachment import attachment_of
+from lockstep.attach.attachment import attachment_of
+from lockstep.checkpoint.export import export_model
 from lockstep.errors import CheckpointWarning, UnsplitBatchWarning
-from lockstep.export import export_model
 from tests.checkpoints.data import SOURCES, arrays
 from tests.checkpoints.models import accumulating, everything, recurrent, sequences, with_validation
 from tests.checkpoints.runs import EPOCHS, STEPS, assert_same_end, small, train, variables

@@ -11,7 +11,7 @@ import pytest
 from keras import layers, losses, metrics, ops
 
 import lockstep
-from lockstep.engines.attachment import attachment_of
+from lockstep.attach.attachment import attachment_of
 from lockstep.errors import UnsplitBatchWarning
 from lockstep.keras_compat import get_keras_mask, set_keras_mask
 from tests.conformance.common import assert_same

@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras import layers
 
 import lockstep
-from lockstep.engines.attachment import attachment_of
+from lockstep.attach.attachment import attachment_of
 from lockstep.errors import UnsupportedModel
 from tests.checkpoints.data import arrays
 from tests.checkpoints.runs import Cut, CutAfter, variables

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 import lockstep
-from lockstep.engines.attachment import attachment_of
+from lockstep.attach.attachment import attachment_of
 from lockstep.errors import UnsplitBatchWarning
 from tests.conformance.stock import every_loss_counted
 from tests.precision import floats as precision_of_keras

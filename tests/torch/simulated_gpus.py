@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lockstep.devices import Device
+from lockstep.core.devices import Device
 
 CPU = torch.device("cpu")
 COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)

@@ -10,7 +10,7 @@ import torch
 from keras import layers
 
 import lockstep
-from lockstep.engines.attachment import attach, session_of
+from lockstep.attach.attachment import attach, session_of
 from lockstep.engines.torch.branches import branch_session
 from lockstep.errors import UnsupportedBackend, UnsupportedModel
 from lockstep.processes import process_group
@@ -289,7 +289,7 @@ def test_a_failure_leaves_the_model_as_it_was(gpus, monkeypatch):
     def fail(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lockstep.engines.attachment._put_on", fail)
+    monkeypatch.setattr("lockstep.attach.attachment._put_on", fail)
     with pytest.raises(KeyboardInterrupt):
         lockstep.place(model, APART)
     monkeypatch.undo()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from keras import layers, ops
 
-from lockstep.engines.patched import patched
+from lockstep.core.patched import patched
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.keras_compat import compiled_metrics
 from tests.replicas.losses_by_rows import leaves

@@ -12,7 +12,7 @@ from keras import layers, ops
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from lockstep.engines.attachment import attachment_of
+from lockstep.attach.attachment import attachment_of
 from lockstep.engines.torch import whole_batch_steps
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel, WorkerDied
 from tests.torch.agreement import assert_equal, both

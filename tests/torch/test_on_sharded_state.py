@@ -31,7 +31,7 @@ from tests.torch.test_on_failures import failing
 
 @pytest.fixture(autouse=True)
 def _small_variables_are_sharded(monkeypatch):
-    monkeypatch.setattr(sys.modules["lockstep.devices"], "SHARDED_FROM", 0)
+    monkeypatch.setattr(sys.modules["lockstep.core.devices"], "SHARDED_FROM", 0)
 
 
 def mlp():
@@ -721,7 +721,7 @@ def test_a_variable_made_of_a_view_of_another_one_is_refused_in_shards():
 
 
 def test_statistics_adapted_in_shards_are_those_of_one_device(monkeypatch):
-    monkeypatch.setattr(sys.modules["lockstep.devices"], "SHARDED_FROM", 16)
+    monkeypatch.setattr(sys.modules["lockstep.core.devices"], "SHARDED_FROM", 16)
     x = np.random.default_rng(0).normal(size=(8, 5, 7))
 
     def build():

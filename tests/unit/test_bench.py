@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 import lockstep
-from lockstep.bench import run_bench
-from lockstep.bench.scaling import Measurement, Scaling
 from lockstep.errors import BenchFailed, DeviceError, DeviceNotFound, TargetNotFound, UnusableData
+from lockstep.tools.bench import run_bench
+from lockstep.tools.bench.scaling import Measurement, Scaling
 from tests.conformance.common import data, devices_of, distances, model, snapshot
 
 

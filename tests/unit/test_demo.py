@@ -8,8 +8,8 @@ import sys
 import keras
 import pytest
 
-from lockstep.demo import run_demo
 from lockstep.errors import UnsupportedBackend
+from lockstep.tools.demo import run_demo
 
 
 @pytest.mark.whole

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.devices import (
+from lockstep.core.devices import (
     Device,
     check_visible,
     missing_rows,

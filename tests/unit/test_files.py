@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from lockstep.files import is_temporary, replacing, write_file
+from lockstep.core.files import is_temporary, replacing, write_file
 from tests.checkpoints.cutting import Cut, Cutting, cut_at
 
 

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep import fit_lines
-from lockstep.fit_lines import (
+from lockstep.core import fit_lines
+from lockstep.core.fit_lines import (
     arguments_of,
     first_step_line,
     fit_line,
     replicated_words,
     wants_words,
 )
-from lockstep.layout import DataParallel
+from lockstep.core.layout import DataParallel
 from lockstep.training import loop
 
 GPUS = ("gpu:0", "gpu:1", "gpu:2", "gpu:3")

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.batches import first_batches, for_fit, rows_of
-from lockstep.bench import measurement
-from lockstep.bench.measurement import measure
-from lockstep.bench.step_clock import StepClock
 from lockstep.engines.jax.introspection import profile
 from lockstep.engines.jax.introspection.profile import Profile
 from lockstep.errors import UnusableData
+from lockstep.tools.batches import first_batches, for_fit, rows_of
+from lockstep.tools.bench import measurement
+from lockstep.tools.bench.measurement import measure
+from lockstep.tools.bench.step_clock import StepClock
 from lockstep.training.arrays import Arrays
 
 

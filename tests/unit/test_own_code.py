@@ -7,8 +7,8 @@ import keras
 import numpy as np
 import pytest
 
-from lockstep.engines.model_pickle import reason_of
-from lockstep.engines.own_code import is_own
+from lockstep.attach.model_pickle import reason_of
+from lockstep.core.own_code import is_own
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from lockstep.plan.liveness import TracedProgram
+from lockstep.tools.plan.liveness import TracedProgram
 
 WIDE, ROWS = 256, 1024
 SQUARE, BATCH = WIDE * WIDE * 4, ROWS * WIDE * 4

@@ -15,13 +15,13 @@ from keras import layers
 from rich.console import Console
 
 import lockstep
+from lockstep.core.step_bytes import LayoutBytes, amount
 from lockstep.engines.jax.introspection import ahead_of_time
 from lockstep.errors import DeviceError, TargetNotFound, UnsupportedBackend, UnusableData
-from lockstep.plan.gpus import gpu_named
-from lockstep.plan.liveness import MEDIAN_ERROR, WORST_ERROR
-from lockstep.plan.memory_plan import parse_memory
-from lockstep.plan.temporaries import estimated_temporaries, largest_batch
-from lockstep.step_bytes import LayoutBytes, amount
+from lockstep.tools.plan.gpus import gpu_named
+from lockstep.tools.plan.liveness import MEDIAN_ERROR, WORST_ERROR
+from lockstep.tools.plan.memory_plan import parse_memory
+from lockstep.tools.plan.temporaries import estimated_temporaries, largest_batch
 from tests.processes.common import warm_end
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.bench.step_clock import StepClock
 from lockstep.engines.jax.introspection import profile
 from lockstep.engines.jax.introspection.profile import Profile
+from lockstep.tools.bench.step_clock import StepClock
 
 
 def trace_of(folder, *events):

@@ -22,12 +22,12 @@ from rich.console import Console
 
 import lockstep
 from lockstep import keras_compat
+from lockstep.attach.attachment import session_of
 from lockstep.cli import main
-from lockstep.engines.attachment import session_of
 from lockstep.errors import DeviceError, TargetNotFound, UnsupportedBackend, UnusableData
-from lockstep.targets import model_and_data
-from lockstep.verify import comparison, float64
-from lockstep.verify.verification import Difference, Verification
+from lockstep.tools.targets import model_and_data
+from lockstep.tools.verify import comparison, float64
+from lockstep.tools.verify.verification import Difference, Verification
 from tests.conformance.common import devices_of, distances, snapshot
 from tests.processes.common import warm_end
 from tests.tiers import rest
@@ -469,7 +469,7 @@ def test_a_model_that_fit_cannot_build_either():
 
 
 def test_a_data_set_whose_error_says_nothing_is_refused_in_words():
-    from lockstep.batches import first_batches
+    from lockstep.tools.batches import first_batches
 
     class Empty(keras.utils.PyDataset):
         def __len__(self):
@@ -491,7 +491,7 @@ def test_a_data_set_that_writes_into_one_array_again_and_again():
             x += 1
             yield x, y
 
-    from lockstep.batches import first_batches
+    from lockstep.tools.batches import first_batches
 
     # Keras takes the first two batches of a generator at once, for `fit` as well.
     _, two, three = (x for x, _ in first_batches(one_buffer(), 3, None))

@@ -4,7 +4,7 @@ import signal
 import subprocess
 import threading
 
-from lockstep.engines import worker_watch
+from lockstep.processes import worker_watch
 
 
 def test_each_worker_that_stays_stopped_is_killed_and_named(monkeypatch):

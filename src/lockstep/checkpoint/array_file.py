@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from lockstep.core.files import CHUNK, write_file
 from lockstep.errors import DamagedCheckpoint
-from lockstep.files import CHUNK, write_file
 
 _TYPES = {
     "bool": "BOOL",

@@ -11,9 +11,9 @@ import keras
 from lockstep.checkpoint import callback_states
 from lockstep.checkpoint.checkpoint_run import CheckpointRun, Settings
 from lockstep.checkpoint.fit_run import NO_OBSERVER, Observer
+from lockstep.core.files import path_text
+from lockstep.core.fit_lines import callbacks_in
 from lockstep.errors import CheckpointError, UnsupportedBackend, UnsupportedModel
-from lockstep.files import path_text
-from lockstep.fit_lines import callbacks_in
 from lockstep.processes import process_group
 
 

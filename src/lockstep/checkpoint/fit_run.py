@@ -11,8 +11,8 @@ from lockstep.checkpoint import callback_states
 from lockstep.checkpoint.data_states import fingerprint, put_states
 from lockstep.checkpoint.fingerprint import compiled_of, config_of, is_rate
 from lockstep.core.engine import Session
+from lockstep.core.state import named_variables, renew_normalization
 from lockstep.processes.group import current
-from lockstep.state import named_variables, renew_normalization
 
 
 class Observer:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.array_file import Entry
+from lockstep.core.files import write_file
 from lockstep.errors import DamagedCheckpoint, NewerCheckpoint
-from lockstep.files import write_file
 
 FILE = "manifest.json"
 FORMAT = "lockstep checkpoint"

@@ -32,8 +32,8 @@ from lockstep.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from lockstep.core.files import is_temporary, remove_folder, replacing, sync_folder
 from lockstep.errors import DamagedCheckpoint, NotARun, counted
-from lockstep.files import is_temporary, remove_folder, replacing, sync_folder
 
 _MARK = "lockstep.json"
 _FORMAT = "lockstep run"

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from lockstep.checkpoint.fingerprint import parts_of
 from lockstep.checkpoint.manifest import FILE, read_manifest
 from lockstep.checkpoint.run_folder import Retention, RunFolder
+from lockstep.core.report import Report, print_table
 from lockstep.errors import CheckpointError, DamagedCheckpoint, counted
-from lockstep.report import Report, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lockstep.devices import Device
+from lockstep.core.devices import Device
+from lockstep.core.environment import Place
+from lockstep.core.layout import Layout
 from lockstep.errors import BusyModel, UnsupportedBackend
-from lockstep.launch.environment import Place
-from lockstep.layout import Layout
 
 Methods = dict[str, Callable[..., Any]]
 """Methods of a model by name."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from lockstep.launch.guardian import Guard
 from lockstep.launch.progress_watch import ProgressWatch
 from lockstep.launch.rank import Failure, Output, RankProcess, cause_of, print_line
-from lockstep.launch.shares import place_of_each
+from lockstep.processes.shares import place_of_each
 
 _POLL = 0.05
 _STOP_WITHIN = 120.0

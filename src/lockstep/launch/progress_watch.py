@@ -3,8 +3,8 @@
 import time
 from collections.abc import Sequence
 
+from lockstep.core.status import DUMP_STACKS, Status
 from lockstep.launch.rank import Failure, RankProcess, print_line
-from lockstep.launch.status import DUMP_STACKS, Status
 
 NOTE_AFTER = 300.0
 """Seconds without a step of any process until a line says where each process is."""

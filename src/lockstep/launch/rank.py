@@ -14,7 +14,7 @@ from typing import IO, TextIO
 
 import click
 
-from lockstep.launch.status import STATUS, Status, read
+from lockstep.core.status import STATUS, Status, read
 
 _LAST_LINES = 20
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_red")

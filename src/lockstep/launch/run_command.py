@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
+from lockstep.core.environment import find_place
 from lockstep.errors import LaunchError
-from lockstep.launch.environment import find_place
 from lockstep.launch.rank import print_line
-from lockstep.launch.shares import devices_of_each
+from lockstep.processes.shares import devices_of_each
 
 _WHOLE = click.IntRange(min=1)
 

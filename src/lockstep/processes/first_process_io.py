@@ -8,9 +8,9 @@ from typing import Any
 
 import keras
 
-from lockstep.fit_lines import names_by_place
-from lockstep.foreign_patches import replaced
+from lockstep.core.fit_lines import names_by_place
 from lockstep.keras_compat import io_utils
+from lockstep.keras_compat.foreign_patches import replaced
 from lockstep.processes.call_scope import CALLS
 from lockstep.processes.coordination import report_done, wait_for_first_process
 from lockstep.processes.group import current

@@ -6,6 +6,7 @@ import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from lockstep.core.files import path_text
 from lockstep.errors import (
     NotAModel,
     OldFileError,
@@ -14,13 +15,12 @@ from lockstep.errors import (
     WeightsDoNotFit,
     shown,
 )
-from lockstep.files import path_text
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.run_report import RunReport
-    from lockstep.old_script import ScriptInspection
     from lockstep.rescue.match import Matched
     from lockstep.rescue.old_layers import RebuildContext
+    from lockstep.rescue.old_script import ScriptInspection
     from lockstep.rescue.read import OldFile
     from lockstep.rescue.rescue_report import Inspection, Rescued, Row
 
@@ -59,7 +59,7 @@ def inspect(path: Path) -> Inspection | RunReport | ScriptInspection:
 
     source = path_text(path, "path", UnreadableFile)
     if source.endswith(".py"):
-        from lockstep.old_script import inspect_script
+        from lockstep.rescue.old_script import inspect_script
 
         return inspect_script(source)
     if os.path.isdir(source) and is_run(Folder(source)):
@@ -327,9 +327,9 @@ def _check(matched: Matched | None, suffix: str, path: str, proof: str) -> float
 
 def _load(model: Any, old: OldFile) -> Rescued:
     """Match, assign and compare all weights; a failure leaves the model unchanged."""
+    from lockstep.core.state import renew_normalization
     from lockstep.rescue import exactness, match
     from lockstep.rescue.old_layers import RebuildContext
-    from lockstep.state import renew_normalization
 
     matched = match.match_model(old, model, RebuildContext(version=old.version))
     variables = {pair.slot.index: model.variables[pair.slot.index] for pair in matched.plan.pairs}

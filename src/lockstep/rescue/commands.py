@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from lockstep.report import print_report, stdout_for
+from lockstep.core.report import print_report, stdout_for
 from lockstep.rescue import api
 
 
@@ -49,7 +49,7 @@ def rescue_command(
 
     Example: lockstep rescue multi.h5 -o single.keras
     """
-    from lockstep import targets
+    from lockstep.tools import targets
 
     with stdout_for(as_json):
         objects = _public_names(targets.load_module(custom)) if custom else None

@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from lockstep.engines.patched import patched
+from lockstep.core.patched import patched
 from lockstep.errors import UntranslatableModel
 from lockstep.rescue.old_layers import REBUILD, RebuildContext
 from lockstep.rescue.rebuild import Part

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from lockstep.core.report import Report, print_table
 from lockstep.errors import counted, printable
-from lockstep.report import Report, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console

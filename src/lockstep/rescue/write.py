@@ -21,8 +21,8 @@ import h5py
 import keras
 import numpy as np
 
-from lockstep import files
 from lockstep.checkpoint import array_file
+from lockstep.core import files
 from lockstep.errors import UnsuitableOutput
 from lockstep.rescue import hdf5, rebuild
 from lockstep.rescue.exactness import as_dtype, is_exact, quiet, rounded

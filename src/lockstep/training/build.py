@@ -4,6 +4,7 @@ from typing import Any
 
 import keras
 
+from lockstep.core.state import optimizers_of
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
     build_from_batch,
@@ -12,7 +13,6 @@ from lockstep.keras_compat import (
     compute_output_spec,
     is_built,
 )
-from lockstep.state import optimizers_of
 
 
 def build(model: Any, step: str, batch: Any) -> None:

@@ -12,7 +12,7 @@ from types import CellType
 from typing import Any
 
 from lockstep.checkpoint.callback import checkpoint_among, fit_scope
-from lockstep.fit_lines import arguments_of
+from lockstep.core.fit_lines import arguments_of
 from lockstep.keras_compat import trainer_class
 
 _DONE = "_lockstep_inner_fit"

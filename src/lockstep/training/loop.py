@@ -17,8 +17,9 @@ import numpy as np
 from lockstep.checkpoint.callback import Checkpoint, observer_among
 from lockstep.checkpoint.fit_run import NO_OBSERVER, FitRun, Observer
 from lockstep.core.engine import NO_BATCH, PREDICT, TEST, TRAIN, Kind, Session
+from lockstep.core.fit_lines import LONG, Wait, first_step_line, waiting_line
+from lockstep.core.status import STATUS_OF_PROCESS, phase
 from lockstep.errors import UnusableData
-from lockstep.fit_lines import LONG, Wait, first_step_line, waiting_line
 from lockstep.keras_compat import (
     WITHIN_FIT,
     check_compiled,
@@ -35,7 +36,6 @@ from lockstep.keras_compat import (
     validates_after,
     values_in_order,
 )
-from lockstep.launch.status import STATUS_OF_PROCESS, phase
 from lockstep.training.callbacks import Callbacks, see_every_batch
 from lockstep.training.input import HostIterator
 from lockstep.training.logs import pythonify_logs

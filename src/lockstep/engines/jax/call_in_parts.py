@@ -17,7 +17,8 @@ import jax
 import keras
 from jax.experimental import sparse
 
-from lockstep.engines import micro_batches as refused
+from lockstep.core import micro_batches as refused
+from lockstep.core.state import stateful_layers
 from lockstep.engines.jax.row_draws import (
     Draws,
     PartRows,
@@ -31,7 +32,6 @@ from lockstep.engines.jax.row_parts import RowParts
 from lockstep.engines.jax.rowtrace.row_labels import Mixed, Rows, Same
 from lockstep.engines.jax.rowtrace.row_trace import trace_rows
 from lockstep.keras_compat import get_keras_mask, layers_in, set_keras_mask
-from lockstep.state import stateful_layers
 
 
 @dataclass

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from lockstep.devices import Device, check_visible, rehearsed_devices
-from lockstep.engines.rehearsal_error import rehearsal_too_late
-from lockstep.engines.xla_threads import give_threads
+from lockstep.core.devices import Device, check_visible, rehearsed_devices
+from lockstep.core.rehearsal_error import rehearsal_too_late
+from lockstep.core.xla_threads import give_threads
 
 
 def list_devices() -> tuple[Device, ...]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from lockstep.engines.micro_batches import rows_differ
+from lockstep.core.micro_batches import rows_differ
 from lockstep.engines.replicas.first_step import Bounds, bounds_for
 from lockstep.keras_compat import get_keras_mask, takes_training
 

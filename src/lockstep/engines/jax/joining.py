@@ -9,10 +9,15 @@ from collections.abc import Callable
 import jax
 from jax._src import distributed, xla_bridge
 
+from lockstep.core.environment import Place
+from lockstep.core.status import phase
 from lockstep.errors import ProcessesDisagree
-from lockstep.launch.environment import Place
-from lockstep.launch.shares import announce_coordinator, devices_of_process, not_met, visible_gpus
-from lockstep.launch.status import phase
+from lockstep.processes.shares import (
+    announce_coordinator,
+    devices_of_process,
+    not_met,
+    visible_gpus,
+)
 
 _first_use: list[str] = []
 """The line of the user's code that started JAX's devices, if it was seen."""

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from lockstep.engines.patched import patched
+from lockstep.core.patched import patched
+from lockstep.core.state import unique
 from lockstep.engines.replicas.rows_of_losses import losses_by_rows, metrics_by_rows
 from lockstep.keras_compat import (
     METRIC_FUNCTION,
@@ -25,7 +26,6 @@ from lockstep.keras_compat import (
     set_keras_mask,
     single_losses,
 )
-from lockstep.state import unique
 from lockstep.training.overrides import is_keras
 
 

@@ -14,9 +14,11 @@ from typing import Any
 import jax
 import keras
 
+from lockstep.core import micro_batches as refused
+from lockstep.core.devices import micro_batches
 from lockstep.core.engine import TRAIN, Kind
-from lockstep.devices import micro_batches
-from lockstep.engines import micro_batches as refused
+from lockstep.core.fit_lines import arguments_of
+from lockstep.core.patched import patched
 from lockstep.engines.jax.call_in_parts import Call, run_in_parts
 from lockstep.engines.jax.first_rows import compare_first_rows
 from lockstep.engines.jax.loss_values import (
@@ -29,9 +31,7 @@ from lockstep.engines.jax.row_parts import RowParts
 from lockstep.engines.jax.steps.execution import Program, State, StepFunction
 from lockstep.engines.jax.steps.padded import is_padded
 from lockstep.engines.jax.steps.steps import Steps
-from lockstep.engines.patched import patched
 from lockstep.errors import UnsupportedModel
-from lockstep.fit_lines import arguments_of
 from lockstep.keras_compat import UPDATE_METRICS
 from lockstep.training.overrides import is_keras
 

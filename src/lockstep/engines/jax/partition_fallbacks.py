@@ -9,7 +9,7 @@ import jax
 from jax.extend.core.primitives import select_and_scatter_add_p
 from jax.sharding import NamedSharding
 
-from lockstep.engines.patched import patched
+from lockstep.core.patched import patched
 from lockstep.errors import counted
 
 

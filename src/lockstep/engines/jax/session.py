@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from lockstep.attach.holders import check_shared, holders_of
 from lockstep.checkpoint.data_position import recorded_type
+from lockstep.core.devices import names_in_words
 from lockstep.core.engine import (
     PREDICT,
     TRAIN,
@@ -25,8 +27,9 @@ from lockstep.core.engine import (
     Session,
     Snapshot,
 )
-from lockstep.devices import names_in_words
-from lockstep.engines.holders import check_shared, holders_of
+from lockstep.core.fit_lines import arguments_of, not_compiled_words, sharded_words
+from lockstep.core.layout import Branches, Layout
+from lockstep.core.state import named_variables, rnn_states, variables_of
 from lockstep.engines.jax import devices as jax_devices
 from lockstep.engines.jax import jax_group
 from lockstep.engines.jax import states as jax_states
@@ -68,7 +71,6 @@ from lockstep.engines.jax.variable_sync import (
     write_state,
 )
 from lockstep.errors import LayoutConflict, UnsupportedBackend, UnsupportedModel
-from lockstep.fit_lines import arguments_of, not_compiled_words, sharded_words
 from lockstep.keras_compat import (
     JAX_STATE,
     JAX_STATE_SYNCED,
@@ -86,12 +88,10 @@ from lockstep.keras_compat import (
     layout_of,
     state_sync_name,
 )
-from lockstep.layout import Branches, Layout
 from lockstep.processes import constants, process_group
 from lockstep.processes.agreement import DataCheck
 from lockstep.processes.first_process_io import methods_of_all_processes
 from lockstep.processes.variable_drift import VariableDrift
-from lockstep.state import named_variables, rnn_states, variables_of
 from lockstep.training.call_guard import STEPPING
 from lockstep.training.input import BatchesAhead, HostIterator, check_times
 from lockstep.training.overrides import is_keras

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lockstep.core.state import variables_of
 from lockstep.engines.jax import jax_group
 from lockstep.keras_compat import (
     JAX_STATE,
@@ -18,7 +19,6 @@ from lockstep.keras_compat import (
     stores_as_it_is,
     trainer_class,
 )
-from lockstep.state import variables_of
 
 
 def unshare_arrays(variables: list[Any]) -> None:

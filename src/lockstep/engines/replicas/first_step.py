@@ -15,10 +15,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep.devices import shard_rows
-from lockstep.engines.left_out import LeftOutMetric
-from lockstep.engines.patched import patched
-from lockstep.engines.probe_helpers import watched_layers
+from lockstep.core.devices import shard_rows
+from lockstep.core.left_out import LeftOutMetric
+from lockstep.core.patched import patched
+from lockstep.core.state import optimizers_of, rnn_states
 from lockstep.engines.replicas.object_states import ObjectStates
 from lockstep.engines.rowwise import is_declared, untouched_random_numbers
 from lockstep.errors import UnsupportedModel
@@ -32,8 +32,8 @@ from lockstep.keras_compat import (
     own_trainable_variables,
     single_losses,
 )
-from lockstep.state import optimizers_of, rnn_states
 from lockstep.training.overrides import is_keras
+from lockstep.training.probe_helpers import watched_layers
 
 Sketches = dict[str, np.ndarray]
 """What a step has computed, by name: for each entry of the first dim, the numbers of `sketch`."""

@@ -35,8 +35,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep.engines.left_out import LeftOut, LeftOutMetric
-from lockstep.engines.own_code import is_own
+from lockstep.core.left_out import LeftOut, LeftOutMetric
+from lockstep.core.own_code import is_own
 
 _MOST = 200_000
 """Objects that are looked at, at most; with more of them, nothing is tried."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 
+from lockstep.core.state import unique
 from lockstep.engines.rowwise import Scratch, function_refused, is_declared
 from lockstep.keras_compat import (
     LossFunctionWrapper,
@@ -21,7 +22,6 @@ from lockstep.keras_compat import (
     options_of,
     single_losses,
 )
-from lockstep.state import unique
 from lockstep.training.overrides import is_keras
 
 

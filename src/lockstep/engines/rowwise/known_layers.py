@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep.engines.patched import patched
+from lockstep.core.patched import patched
 from lockstep.engines.rowwise.rules import (
     ELEMENTWISE,
     RULES,

@@ -7,8 +7,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lockstep.engines.branch_homes import output_device, slots_made_at_home, variable_homes
-from lockstep.engines.call_scopes import CallScopes
+from lockstep.core.branch_homes import output_device, slots_made_at_home, variable_homes
+from lockstep.core.call_scopes import CallScopes
+from lockstep.core.layout import Branches
+from lockstep.core.state import unique
 from lockstep.engines.tensorflow.mirrored_variables import MirroredVariables
 from lockstep.engines.tensorflow.op_devices import OpDevices, device_scope
 from lockstep.engines.tensorflow.steps import Steps
@@ -20,8 +22,6 @@ from lockstep.keras_compat import (
     stored_value,
     values_replaced,
 )
-from lockstep.layout import Branches
-from lockstep.state import unique
 
 
 class BranchSteps(Steps):

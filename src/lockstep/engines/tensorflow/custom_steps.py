@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lockstep.engines.patched import patched
+from lockstep.core.patched import patched
 from lockstep.engines.rowwise import LOOKS_AT_ROWS, call_refused
 from lockstep.engines.tensorflow.layers import Plan
 from lockstep.engines.tensorflow.programs import (
@@ -29,11 +29,11 @@ from lockstep.engines.tensorflow.replica_consistency import (
 )
 from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup, Shards
 from lockstep.engines.tensorflow.tensor_metadata import known_rows, remade, signature
-from lockstep.foreign_patches import replaced
 from lockstep.keras_compat import (
     added_losses,
     layers_in,
 )
+from lockstep.keras_compat.foreign_patches import replaced
 
 Call = Callable[..., Any]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from lockstep.devices import Device, check_visible, rehearsed_devices
-from lockstep.engines.rehearsal_error import rehearsal_too_late
+from lockstep.core.devices import Device, check_visible, rehearsed_devices
+from lockstep.core.rehearsal_error import rehearsal_too_late
 
 
 def list_devices() -> tuple[Device, ...]:

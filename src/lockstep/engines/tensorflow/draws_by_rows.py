@@ -12,12 +12,12 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops import gen_stateless_random_ops, gen_stateless_random_ops_v2
 
-from lockstep.engines.patched import patched
+from lockstep.core.patched import patched
 from lockstep.engines.tensorflow.lookup_gradients import own_rows
 from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer
 from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup
-from lockstep.foreign_patches import replaced
 from lockstep.keras_compat import GLOBAL_SEED_GENERATOR, global_state
+from lockstep.keras_compat.foreign_patches import replaced
 
 _BY_COUNT = """
     stateless_random_normal_v2 stateless_random_uniform_full_int_v2 stateless_random_uniform_int_v2

@@ -3,14 +3,14 @@
 from contextlib import AbstractContextManager
 from typing import Any
 
+from lockstep.core.devices import Device
 from lockstep.core.engine import Engine
-from lockstep.devices import Device
+from lockstep.core.environment import Place
+from lockstep.core.layout import Layout
 from lockstep.engines.tensorflow import devices as tensorflow_devices
 from lockstep.engines.tensorflow.probe import TensorFlowProbe
 from lockstep.engines.tensorflow.session import TensorFlowSession
 from lockstep.errors import UnsupportedBackend
-from lockstep.launch.environment import Place
-from lockstep.layout import Layout
 
 
 class TensorFlowEngine(Engine):

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lockstep.engines.probe_helpers import calls_watched
+from lockstep.core.state import optimizers_of
 from lockstep.engines.replicas.first_step import (
     Recording,
     Sketches,
@@ -23,7 +23,7 @@ from lockstep.engines.replicas.first_step import (
 from lockstep.engines.tensorflow.mirrored_variables import mirrored_variables, shared_seeds
 from lockstep.engines.tensorflow.programs import eager_variable_scope
 from lockstep.keras_compat import stored_value
-from lockstep.state import optimizers_of
+from lockstep.training.probe_helpers import calls_watched
 
 
 class RecordedSteps:

@@ -7,8 +7,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lockstep.engines.layer_plan import LayerPlan
-from lockstep.engines.patched import patched
+from lockstep.core.patched import patched
+from lockstep.core.state import unique
+from lockstep.engines.replicas.layer_plan import LayerPlan
 from lockstep.engines.rowwise import call_name
 from lockstep.engines.tensorflow.draws_by_rows import draws_of_one_device
 from lockstep.engines.tensorflow.moments import moments_over
@@ -24,7 +25,6 @@ from lockstep.keras_compat import (
     layers_in,
     set_keras_mask,
 )
-from lockstep.state import unique
 
 
 class Plan(LayerPlan):

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lockstep.engines.patched import patched
+from lockstep.core.patched import patched
 from lockstep.engines.replicas.rows_of_losses import (
     is_of_keras,
     losses_by_rows,

@@ -10,8 +10,9 @@ from tensorflow.python.framework.auto_control_deps_utils import get_read_write_r
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable as ResourceVariable
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
-from lockstep.engines.holders import holders_of
-from lockstep.engines.outdated_programs import trace_others_again
+from lockstep.attach.holders import holders_of
+from lockstep.core.state import metric_variables, optimizers_of, unique, variables_of
+from lockstep.engines.replicas.outdated_programs import trace_others_again
 from lockstep.keras_compat import (
     GLOBAL_SEED_GENERATOR,
     STRATEGY,
@@ -20,7 +21,6 @@ from lockstep.keras_compat import (
     stored_value,
     tracked_metrics,
 )
-from lockstep.state import metric_variables, optimizers_of, unique, variables_of
 
 
 class MirroredVariable(values.MirroredVariable):  # type: ignore[misc]

@@ -5,8 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from lockstep.engines.holders import holders_of
-from lockstep.engines.outdated_programs import trace_others_again
+from lockstep.attach.holders import holders_of
+from lockstep.engines.replicas.outdated_programs import trace_others_again
 from lockstep.engines.tensorflow import devices as tensorflow_devices
 from lockstep.engines.tensorflow.mirrored_variables import devices_of, mark_outdated
 from lockstep.keras_compat import store_value, stored_value

@@ -10,8 +10,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lockstep.engines.attachment import attachment_of
-from lockstep.engines.probe_helpers import (
+from lockstep.attach.attachment import attachment_of
+from lockstep.engines.tensorflow.mirrored_variables import mirrored_variables
+from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer
+from lockstep.engines.tensorflow.split_checks import why_custom
+from lockstep.engines.tensorflow.steps import Steps
+from lockstep.errors import UnsupportedModel
+from lockstep.keras_compat import loss_of, takes_training
+from lockstep.training.build import build, is_ready
+from lockstep.training.probe_helpers import (
     SHORT_FLOATS,
     calls_watched,
     not_built,
@@ -21,13 +28,6 @@ from lockstep.engines.probe_helpers import (
     trained_once,
     watched_layers,
 )
-from lockstep.engines.tensorflow.mirrored_variables import mirrored_variables
-from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer
-from lockstep.engines.tensorflow.split_checks import why_custom
-from lockstep.engines.tensorflow.steps import Steps
-from lockstep.errors import UnsupportedModel
-from lockstep.keras_compat import loss_of, takes_training
-from lockstep.training.build import build, is_ready
 
 
 class TensorFlowProbe:

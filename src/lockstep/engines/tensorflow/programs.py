@@ -13,7 +13,7 @@ from tensorflow.python.framework.function_def_to_graph import function_def_to_gr
 from tensorflow.python.ops.variable_scope import get_variable_scope
 
 from lockstep.engines.rowwise import NotRowByRow, is_following
-from lockstep.foreign_patches import replaced
+from lockstep.keras_compat.foreign_patches import replaced
 
 _REPEATABLE = """
     AssignAddVariableOp AssignSubVariableOp AssignVariableOp Assert Case If LookupTableFindV2

@@ -19,11 +19,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from lockstep.attach.holders import check_shared, holders_of
 from lockstep.checkpoint.data_position import recorded_type
+from lockstep.core.devices import names_in_words
 from lockstep.core.engine import PREDICT, TRAIN, Execute, Home, Kind, Session, Snapshot
-from lockstep.devices import names_in_words
-from lockstep.engines.holders import check_shared, holders_of
-from lockstep.engines.patched import patched
+from lockstep.core.layout import Branches, Layout
+from lockstep.core.patched import patched
+from lockstep.core.state import named_variables, optimizers_of
+from lockstep.core.status import STATUS_OF_PROCESS
 from lockstep.engines.replicas.first_step import (
     GRADIENT,
     LOG,
@@ -66,9 +69,6 @@ from lockstep.keras_compat import (
     takes_batch_before_trace,
     taking_optionals,
 )
-from lockstep.launch.status import STATUS_OF_PROCESS
-from lockstep.layout import Branches, Layout
-from lockstep.state import named_variables, optimizers_of
 from lockstep.training.build import build
 from lockstep.training.input import HostIterator, drawn
 

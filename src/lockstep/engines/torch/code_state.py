@@ -24,7 +24,7 @@ import keras
 import numpy as np
 import torch
 
-from lockstep.engines.own_code import is_own
+from lockstep.core.own_code import is_own
 from lockstep.engines.replicas.object_states import names_in
 from lockstep.keras_compat import KerasSaveable, module_in_keras, tracked_collections
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from lockstep.devices import Device, check_visible, rehearsed_devices
-from lockstep.engines.rehearsal_error import rehearsal_too_late
+from lockstep.core.devices import Device, check_visible, rehearsed_devices
+from lockstep.core.rehearsal_error import rehearsal_too_late
 from lockstep.engines.torch.launcher_group import TorchGroup
 from lockstep.engines.torch.placement import torch_device_of
 from lockstep.keras_compat import torch_default_device

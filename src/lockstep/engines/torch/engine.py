@@ -3,8 +3,10 @@
 from contextlib import AbstractContextManager
 from typing import Any
 
+from lockstep.core.devices import Device
 from lockstep.core.engine import Engine
-from lockstep.devices import Device
+from lockstep.core.environment import Place
+from lockstep.core.layout import Branches, Layout
 from lockstep.engines.torch import devices as torch_devices
 from lockstep.engines.torch.branches.branch_session import BranchSession
 from lockstep.engines.torch.launcher_group import join, joined
@@ -12,8 +14,6 @@ from lockstep.engines.torch.probe import TorchProbe
 from lockstep.engines.torch.session import TorchSession
 from lockstep.engines.torch.sharded_variables import made_on_host, to_shard
 from lockstep.engines.torch.split_session import SplitSession
-from lockstep.launch.environment import Place
-from lockstep.layout import Branches, Layout
 
 
 class TorchEngine(Engine):

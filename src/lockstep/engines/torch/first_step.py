@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import torch
 
-from lockstep.engines.probe_helpers import Record
+from lockstep.core.state import optimizers_of, unique, variables_of
 from lockstep.engines.replicas.first_step import (
     STATE,
     Recording,
@@ -32,7 +32,7 @@ from lockstep.keras_compat import (
     stored_value,
     torch_current_device,
 )
-from lockstep.state import optimizers_of, unique, variables_of
+from lockstep.training.probe_helpers import Record
 
 
 class _Recording(Recording):

@@ -16,18 +16,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from lockstep.core.environment import Place
+from lockstep.core.status import phase
 from lockstep.engines.torch.group import Group
 from lockstep.engines.torch.placement import make_current
 from lockstep.engines.torch.replica import random_state, set_random_state
 from lockstep.engines.torch.sharded_variables import is_sharded
 from lockstep.errors import ProcessesDisagree
 from lockstep.keras_compat import torch_default_device
-from lockstep.launch.environment import Place
-from lockstep.launch.shares import announce_coordinator, devices_of_process, not_met
-from lockstep.launch.status import phase
 from lockstep.processes.coordination import patience
 from lockstep.processes.group import use
 from lockstep.processes.process_group import from_first
+from lockstep.processes.shares import announce_coordinator, devices_of_process, not_met
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02
 """Seconds between two looks for a key."""

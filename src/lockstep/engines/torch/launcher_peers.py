@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lockstep.core.state import variables_of
 from lockstep.engines.replicas.first_step import Difference
 from lockstep.engines.torch.devices import of_all
 from lockstep.engines.torch.group import PeerLost
@@ -24,7 +25,6 @@ from lockstep.processes.first_process_io import methods_of_all_processes
 from lockstep.processes.process_group import check_alike, share_variables
 from lockstep.processes.reads_of_all import ReadsOfFirst, agree_on_variable
 from lockstep.processes.variable_drift import VariableDrift
-from lockstep.state import variables_of
 
 _MOST_VARIABLES = 1 << 32
 """The numbers of the variables of one model do not reach those of the next one."""

@@ -10,9 +10,10 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
-from lockstep.engines.layer_plan import LayerPlan
-from lockstep.engines.left_out import LeftOutUsed
-from lockstep.engines.patched import patched
+from lockstep.core.left_out import LeftOutUsed
+from lockstep.core.patched import patched
+from lockstep.core.state import stateful_layers, unique
+from lockstep.engines.replicas.layer_plan import LayerPlan
 from lockstep.engines.rowwise import (
     arrays_in,
     call_name,
@@ -30,7 +31,6 @@ from lockstep.keras_compat import (
     reduction_axes,
     seed_generators,
 )
-from lockstep.state import stateful_layers, unique
 
 
 class Plan(LayerPlan):

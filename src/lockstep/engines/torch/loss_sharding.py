@@ -13,8 +13,9 @@ from typing import Any
 import keras
 import torch
 
-from lockstep.engines.left_out import LeftOutMetric
-from lockstep.engines.patched import patched
+from lockstep.core.left_out import LeftOutMetric
+from lockstep.core.patched import patched
+from lockstep.core.state import unique
 from lockstep.engines.replicas.rows_of_losses import (
     is_of_keras,
     losses_by_rows,
@@ -37,7 +38,6 @@ from lockstep.keras_compat import (
     loss_tracker,
     single_losses,
 )
-from lockstep.state import unique
 from lockstep.training.overrides import is_keras
 
 

@@ -8,7 +8,7 @@ import io
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
-from lockstep.engines.model_pickle import trackers_mended
+from lockstep.attach.model_pickle import trackers_mended
 from lockstep.engines.torch.model_pickle import (
     TensorPickler,
     TensorUnpickler,

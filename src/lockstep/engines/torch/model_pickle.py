@@ -13,14 +13,15 @@ from typing import Any, NamedTuple, TypeVar
 import keras
 import torch
 
-from lockstep.engines.left_out import LeftOut, LeftOutMetric
-from lockstep.engines.model_pickle import (
+from lockstep.attach.model_pickle import (
     WITH_RULES,
     ModelPickler,
     dumped,
     reason_of,
     trackers_mended,
 )
+from lockstep.core.left_out import LeftOut, LeftOutMetric
+from lockstep.core.travelling_objects import CACHE, reduced
 from lockstep.engines.torch.code_state import (
     CodeReads,
     SetCode,
@@ -34,7 +35,6 @@ from lockstep.engines.torch.generators import KINDS as GENERATORS
 from lockstep.engines.torch.generators import made_by
 from lockstep.engines.torch.generators import state_of as generator_state
 from lockstep.engines.torch.sharded_variables import ShardedVariable
-from lockstep.engines.travelling_objects import CACHE, reduced
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
     COMPILED_METRICS,

@@ -10,13 +10,13 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from lockstep.engines.held_signals import HeldSignals
+from lockstep.core.held_signals import HeldSignals
+from lockstep.core.state import variables_of
 from lockstep.engines.replicas.first_step import Difference
 from lockstep.engines.torch.model_pickle import Dumped
 from lockstep.engines.torch.rank import Rank, RankPlan
 from lockstep.engines.torch.sharded_variables import Shards, shards_in
 from lockstep.errors import UnsupportedModel
-from lockstep.state import variables_of
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

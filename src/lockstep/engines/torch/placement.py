@@ -9,9 +9,9 @@ from typing import Any
 import keras
 import torch
 
+from lockstep.core.state import variables_of
 from lockstep.errors import DeviceError
 from lockstep.keras_compat import stored_value, torch_current_device
-from lockstep.state import variables_of
 
 
 def torch_device_of(name: str) -> torch.device:

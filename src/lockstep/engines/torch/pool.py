@@ -24,12 +24,12 @@ import keras
 import torch
 import torch.distributed as dist
 
-from lockstep.engines.own_code import is_own
-from lockstep.engines.sent_error import load_error
+from lockstep.core.own_code import is_own
 from lockstep.engines.torch.group import HOST, Group, PeerLost
 from lockstep.engines.torch.placement import torch_device_of
-from lockstep.engines.worker_watch import WorkerWatch
 from lockstep.errors import WorkerDied
+from lockstep.processes.sent_error import load_error
+from lockstep.processes.worker_watch import WorkerWatch
 
 _ALIGNMENT = 64
 

@@ -9,15 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lockstep.engines.attachment import attachment_of
-from lockstep.engines.probe_helpers import (
-    SHORT_FLOATS,
-    build_symbolically,
-    part_of,
-    shortest_cast,
-    tensors,
-    trained_once,
-)
+from lockstep.attach.attachment import attachment_of
+from lockstep.core.state import restore, snapshot, variables_of
 from lockstep.engines.torch.replica import random_state, set_random_state
 from lockstep.engines.torch.split_checks import why_custom
 from lockstep.engines.torch.steps import recorded
@@ -25,7 +18,14 @@ from lockstep.keras_compat import loss_of, takes_training
 from lockstep.processes import process_group
 from lockstep.processes.call_scope import CALLS
 from lockstep.processes.group import current
-from lockstep.state import restore, snapshot, variables_of
+from lockstep.training.probe_helpers import (
+    SHORT_FLOATS,
+    build_symbolically,
+    part_of,
+    shortest_cast,
+    tensors,
+    trained_once,
+)
 
 
 class _Casts(TorchDispatchMode):  # type: ignore[misc]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lockstep.core.state import rnn_states
 from lockstep.engines.replicas.first_step import Recording, Sketches
 from lockstep.engines.torch.first_step import recorded_step, sketched
 from lockstep.engines.torch.generators import set_state
@@ -20,7 +21,6 @@ from lockstep.engines.torch.sharded_variables import Shards
 from lockstep.engines.torch.steps import run_step
 from lockstep.engines.torch.whole_batch_steps import WholeBatchSteps, numbers_in
 from lockstep.keras_compat import layers_in, own_trainable_variables
-from lockstep.state import rnn_states
 from lockstep.training.overrides import is_keras
 
 RankPlan = tuple[tuple[int, ...], tuple[int, ...], bool]

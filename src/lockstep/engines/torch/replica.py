@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.devices import shard_rows
+from lockstep.core.devices import shard_rows
 from lockstep.engines.torch.group import Group, summed_gradients
 from lockstep.engines.torch.sharded_variables import Shards
 from lockstep.errors import UnsupportedModel, counted

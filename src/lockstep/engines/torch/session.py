@@ -10,9 +10,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from lockstep.attach.holders import check_shared
 from lockstep.checkpoint.data_position import recorded_type
 from lockstep.core.engine import PREDICT, TRAIN, Execute, Kind, Session, Snapshot
-from lockstep.engines.holders import check_shared
+from lockstep.core.layout import Layout
+from lockstep.core.state import named_variables, optimizers_of, variables_of
+from lockstep.core.status import STATUS_OF_PROCESS
 from lockstep.engines.torch.layers import copied_states
 from lockstep.engines.torch.sharded_variables import is_sharded, parts_for_pytorch
 from lockstep.errors import (
@@ -27,9 +30,6 @@ from lockstep.keras_compat import (
     stored_value,
     wrapped_by_keras,
 )
-from lockstep.launch.status import STATUS_OF_PROCESS
-from lockstep.layout import Layout
-from lockstep.state import named_variables, optimizers_of, variables_of
 from lockstep.training.input import HostIterator, drawn
 
 

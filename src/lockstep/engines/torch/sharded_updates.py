@@ -11,7 +11,8 @@ from typing import Any
 import keras
 import torch
 
-from lockstep.engines.patched import patched
+from lockstep.core.patched import patched
+from lockstep.core.state import optimizers_of
 from lockstep.engines.torch.sharded_variables import (
     PARTS,
     WHOLE,
@@ -29,7 +30,6 @@ from lockstep.keras_compat import (
     counted_steps,
     module_in_keras,
 )
-from lockstep.state import optimizers_of
 
 _ELEMENTWISE = [
     "SGD",

@@ -18,8 +18,9 @@ import keras
 import torch
 from torch.autograd.function import once_differentiable
 
-from lockstep.devices import is_large
-from lockstep.engines.branch_homes import owners_of_slots
+from lockstep.core.branch_homes import owners_of_slots
+from lockstep.core.devices import is_large
+from lockstep.core.state import item_bytes, optimizers_of, rnn_states, unique, variables_of
 from lockstep.engines.torch.gathered_values import GatheredValues, backward_of_own
 from lockstep.engines.torch.group import Group
 from lockstep.engines.torch.placement import computes
@@ -36,7 +37,6 @@ from lockstep.keras_compat import (
     variables_reported,
     wrap_methods_of_torch,
 )
-from lockstep.state import item_bytes, optimizers_of, rnn_states, unique, variables_of
 
 OUTSIDE, STEP, WHOLE, PARTS = "outside", "step", "whole", "parts"
 """What reads a variable: code of one process; a step; an update of whole values, or of parts."""

@@ -8,10 +8,13 @@ from typing import Any
 import keras
 import torch
 
+from lockstep.attach.holders import holders_of
 from lockstep.checkpoint.data_position import recorded_type
 from lockstep.core.engine import PREDICT, Execute, Guard, Home, Kind, Methods
-from lockstep.engines.holders import holders_of
-from lockstep.engines.left_out import LeftOutUsed
+from lockstep.core.fit_lines import sharded_words
+from lockstep.core.layout import DataParallel, Layout
+from lockstep.core.left_out import LeftOutUsed
+from lockstep.core.state import bytes_of, variables_of
 from lockstep.engines.replicas.first_step import (
     is_checked,
 )
@@ -28,11 +31,8 @@ from lockstep.engines.torch.split_checks import rows_of, unpacked, why_custom
 from lockstep.engines.torch.step_plans import BUILDS, BY_ROWS, ON_WHOLE_BATCH, StepPlans
 from lockstep.engines.torch.step_runner import StepRunner
 from lockstep.errors import UnsupportedModel, counted
-from lockstep.fit_lines import sharded_words
 from lockstep.keras_compat import build_on_first_batch, is_built, number_of_rows, stored_value
-from lockstep.layout import DataParallel, Layout
 from lockstep.processes.agreement import DataCheck
-from lockstep.state import bytes_of, variables_of
 from lockstep.training.callbacks import may_write_between_steps
 from lockstep.training.input import HostIterator
 

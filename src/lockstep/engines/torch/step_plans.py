@@ -9,8 +9,8 @@ from typing import Any
 import keras
 import torch
 
-from lockstep.engines.left_out import LeftOutUsed
-from lockstep.engines.probe_helpers import calls_watched
+from lockstep.core.left_out import LeftOutUsed
+from lockstep.core.state import unique
 from lockstep.engines.replicas.first_step import (
     GRADIENT,
     LOG,
@@ -43,8 +43,8 @@ from lockstep.engines.torch.whole_batch_steps import keeps_graph
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.keras_compat import is_rematerialized, layers_in, stored_value
 from lockstep.processes import process_group
-from lockstep.state import unique
 from lockstep.training.build import build, is_ready_for_custom_step, unbuilt
+from lockstep.training.probe_helpers import calls_watched
 
 BY_ROWS, ON_WHOLE_BATCH, ALONE, BUILDS = "by rows", "on the whole batch", "alone", "builds"
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lockstep.core.state import variables_of
 from lockstep.engines.replicas.first_step import Recording, Sketches
 from lockstep.engines.torch.layers import Plan
 from lockstep.engines.torch.loss_sharding import LossSharding
@@ -30,7 +31,6 @@ from lockstep.engines.torch.whole_batch_steps import (
 )
 from lockstep.errors import UnsupportedModel, WorkerDied
 from lockstep.keras_compat import counted_steps, stored_value
-from lockstep.state import variables_of
 
 
 class StepRunner:

@@ -13,8 +13,7 @@ from typing import Any
 import keras
 import torch
 
-from lockstep.engines.held_signals import HeldSignals
-from lockstep.engines.probe_helpers import watched_layers
+from lockstep.core.held_signals import HeldSignals
 from lockstep.engines.torch.layers import Plan, copied_states
 from lockstep.engines.torch.loss_sharding import LossSharding, Outputs
 from lockstep.engines.torch.placement import copies_on
@@ -23,6 +22,7 @@ from lockstep.engines.torch.rows import gathered, leave
 from lockstep.engines.torch.sharded_updates import update
 from lockstep.engines.torch.sharded_variables import STEP, is_sharded, whole_gradients
 from lockstep.keras_compat import stored_value, takes_training
+from lockstep.training.probe_helpers import watched_layers
 
 
 def run_step(

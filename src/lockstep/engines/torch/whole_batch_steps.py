@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import keras
 import torch
 
-from lockstep.engines.left_out import LeftOutMetric, LeftOutUsed
-from lockstep.engines.patched import patched
+from lockstep.core.left_out import LeftOutMetric, LeftOutUsed
+from lockstep.core.patched import patched
+from lockstep.core.state import unique
 from lockstep.engines.replicas.first_step import watched
 from lockstep.engines.replicas.object_states import ObjectStates, held_in_words
 from lockstep.engines.rowwise import call_refused, is_in_float8
@@ -42,7 +43,6 @@ from lockstep.keras_compat import (
     stored_value,
     values_replaced,
 )
-from lockstep.state import unique
 
 Call = Callable[..., Any]
 

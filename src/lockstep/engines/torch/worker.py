@@ -50,8 +50,8 @@ def _end_with(lifeline: int) -> None:
 
 def _report(rank_0: Any, error: BaseException) -> None:
     """Send an error to rank 0, if it is still there."""
-    from lockstep.engines.sent_error import dump_error
     from lockstep.engines.torch.group import PeerLost
+    from lockstep.processes.sent_error import dump_error
 
     traceback.print_exception(error)
     try:

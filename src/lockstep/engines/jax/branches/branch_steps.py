@@ -9,8 +9,11 @@ import jax
 import keras
 from jax.sharding import SingleDeviceSharding
 
-from lockstep.engines.branch_homes import output_device, slots_made_at_home, variable_homes
-from lockstep.engines.call_scopes import CallScopes
+from lockstep.core.branch_homes import output_device, slots_made_at_home, variable_homes
+from lockstep.core.call_scopes import CallScopes
+from lockstep.core.layout import Branches
+from lockstep.core.state import variables_of
+from lockstep.core.status import STATUS_OF_PROCESS
 from lockstep.engines.jax import devices as jax_devices
 from lockstep.engines.jax.branches.program_cut import (
     cut,
@@ -23,9 +26,6 @@ from lockstep.engines.jax.steps.state_layout import layouts_of_state
 from lockstep.engines.jax.steps.steps import Steps
 from lockstep.errors import SerialBranchesWarning, UnsupportedModel
 from lockstep.keras_compat import BUILD, in_stateless_scope, is_built, values_replaced
-from lockstep.launch.status import STATUS_OF_PROCESS
-from lockstep.layout import Branches
-from lockstep.state import variables_of
 from lockstep.training.arrays import host_array
 
 

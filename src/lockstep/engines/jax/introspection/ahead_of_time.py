@@ -12,7 +12,10 @@ import keras
 from jax.experimental import topologies
 from jax.sharding import Sharding
 
-from lockstep.devices import SHARDED, missing_rows
+from lockstep.core.devices import SHARDED, missing_rows
+from lockstep.core.patched import patched
+from lockstep.core.state import variables_of
+from lockstep.core.step_bytes import LayoutBytes
 from lockstep.engines.jax.steps.gather_again import ONE_BY_ONE, gathering_again
 from lockstep.engines.jax.steps.padded import PaddedArray
 from lockstep.engines.jax.steps.state_layout import (
@@ -23,11 +26,8 @@ from lockstep.engines.jax.steps.state_layout import (
 )
 from lockstep.engines.jax.steps.steps import Steps
 from lockstep.engines.jax.variable_sync import GROUPS, group_of
-from lockstep.engines.patched import patched
 from lockstep.errors import UnsupportedBackend
 from lockstep.keras_compat import store_value, stored_value
-from lockstep.state import variables_of
-from lockstep.step_bytes import LayoutBytes
 
 
 def traced_step(model: Any, batch: Any) -> tuple[Any, list[Any]]:

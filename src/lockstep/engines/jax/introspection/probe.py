@@ -9,13 +9,17 @@ import jax
 import keras
 import numpy as np
 
+from lockstep.core.patched import patched
+from lockstep.core.state import GROUPS
 from lockstep.engines.jax.cache import keep_programs
 from lockstep.engines.jax.fit.on_batch import OnBatch
 from lockstep.engines.jax.micro_batches import all_rows_at_once
 from lockstep.engines.jax.session import forget_losses
 from lockstep.engines.jax.steps.execution import State
-from lockstep.engines.patched import patched
-from lockstep.engines.probe_helpers import (
+from lockstep.keras_compat import take_jax_state, trainer_class
+from lockstep.processes import process_group
+from lockstep.processes.call_scope import CALLS
+from lockstep.training.probe_helpers import (
     SHORT_FLOATS,
     build_symbolically,
     part_of,
@@ -23,10 +27,6 @@ from lockstep.engines.probe_helpers import (
     tensors,
     watched_layers,
 )
-from lockstep.keras_compat import take_jax_state, trainer_class
-from lockstep.processes import process_group
-from lockstep.processes.call_scope import CALLS
-from lockstep.state import GROUPS
 
 
 class JaxProbe:

@@ -17,7 +17,8 @@ import keras
 import numpy as np
 
 from lockstep.core.engine import PREDICT, Kind
-from lockstep.engines.held_signals import HeldSignals, handle_held, held
+from lockstep.core.held_signals import HeldSignals, handle_held, held
+from lockstep.core.status import STATUS_OF_PROCESS
 from lockstep.engines.jax.steps.padded import fetched
 from lockstep.engines.jax.steps.scan import runs_of_alike
 from lockstep.engines.jax.variable_sync import GROUPS, sync_to_variables, to_default_device
@@ -30,7 +31,6 @@ from lockstep.keras_compat import (
     trainer_class,
     unstacked,
 )
-from lockstep.launch.status import STATUS_OF_PROCESS
 from lockstep.processes.agreement import DataCheck
 from lockstep.processes.variable_drift import VariableDrift
 from lockstep.training.input import HostIterator

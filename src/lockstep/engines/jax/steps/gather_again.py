@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from lockstep.core.state import bytes_of
 from lockstep.engines.jax.jax_group import GROUP
 from lockstep.engines.jax.steps.state_layout import ShardedVariable
 from lockstep.keras_compat import get_keras_mask, set_keras_mask
-from lockstep.state import bytes_of
 
 GATHER_AGAIN = "LOCKSTEP_GATHER_AGAIN"
 _KEPT_PART = 1 / 4

@@ -11,10 +11,11 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from lockstep.core.shard_rule import dim_by_shape, sharded_dims
+from lockstep.core.state import variables_of
 from lockstep.engines.jax import jax_group
 from lockstep.engines.jax.steps.execution import GROUPS_BY_NUMBER, State
 from lockstep.engines.jax.variable_sync import group_of
-from lockstep.engines.shard_rule import dim_by_shape, sharded_dims
 from lockstep.keras_compat import (
     in_layer_call,
     in_stateless_scope,
@@ -26,7 +27,6 @@ from lockstep.keras_compat import (
 )
 from lockstep.processes import process_group
 from lockstep.processes.reads_of_all import ReadsOfFirst
-from lockstep.state import variables_of
 
 
 class Replicated:

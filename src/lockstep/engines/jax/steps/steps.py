@@ -18,7 +18,8 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from lockstep.devices import missing_rows
+from lockstep.core.devices import missing_rows
+from lockstep.core.status import STATUS_OF_PROCESS
 from lockstep.engines.jax import jax_group, program_fingerprint
 from lockstep.engines.jax.partition_fallbacks import pooling_whole, why_whole
 from lockstep.engines.jax.steps.execution import Program, State, StepFunction
@@ -52,7 +53,6 @@ from lockstep.engines.jax.steps.state_layout import (
     numbered,
 )
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
-from lockstep.launch.status import STATUS_OF_PROCESS
 from lockstep.processes import process_group
 from lockstep.processes.agreement import DataCheck
 from lockstep.training.arrays import host_array, is_native

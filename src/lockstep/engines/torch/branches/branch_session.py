@@ -8,10 +8,12 @@ from typing import Any
 import keras
 import torch
 
+from lockstep.attach.holders import holders_of
+from lockstep.core.branch_homes import output_device, variable_homes
+from lockstep.core.call_scopes import CallScopes
 from lockstep.core.engine import Guard, Home, Kind, Methods
-from lockstep.engines.branch_homes import output_device, variable_homes
-from lockstep.engines.call_scopes import CallScopes
-from lockstep.engines.holders import holders_of
+from lockstep.core.layout import Branches
+from lockstep.core.state import optimizers_of, unique, variables_of
 from lockstep.engines.torch.branches.local_calls import LocalCalls, tensors_on
 from lockstep.engines.torch.branches.local_updates import updates_at_home
 from lockstep.engines.torch.branches.mixed_devices import mixed_devices
@@ -20,8 +22,6 @@ from lockstep.engines.torch.session import TorchSession
 from lockstep.engines.torch.step_runner import leave_host
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import BUILD, layers_in, stored_value, torch_default_device
-from lockstep.layout import Branches
-from lockstep.state import optimizers_of, unique, variables_of
 
 
 class BranchSession(TorchSession):

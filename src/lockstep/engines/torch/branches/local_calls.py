@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import torch
 
+from lockstep.core.layout import Branches
 from lockstep.engines.torch.branches.mixed_devices import one_device_each
 from lockstep.engines.torch.placement import computes, current_device
 from lockstep.keras_compat import (
@@ -24,7 +25,6 @@ from lockstep.keras_compat import (
     sublayers_of,
     values_replaced,
 )
-from lockstep.layout import Branches
 
 
 def tensors_on(device: torch.device, tensors: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import torch
 
-from lockstep.engines.patched import patched
+from lockstep.core.patched import patched
 from lockstep.engines.torch.branches.local_calls import (
     copies_in_use,
     tensors_on,

@@ -1,0 +1,1 @@
+"""How a session enters a model and leaves it."""

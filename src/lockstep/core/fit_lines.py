@@ -1,0 +1,217 @@
+"""The line that is printed at the start of a `fit`."""
+
+import inspect
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from numbers import Integral
+from typing import Any
+
+from lockstep.core.devices import micro_batches, names_in_words, rehearsed_devices, shard_rows
+from lockstep.core.layout import Branches, Layout
+from lockstep.core.step_bytes import amount
+from lockstep.errors import counted
+
+Given = dict[str, Any]
+"""The arguments of one call, by name."""
+
+
+def arguments_of(fit: Callable[..., Any], args: tuple[Any, ...], kwargs: Given) -> Given:
+    """Return the arguments of `fit` in this call, by name."""
+    # `fit` itself raises for a wrong call. A `fit` of the user may take **kwargs.
+    return {**dict(zip(names_by_place(fit), args, strict=False)), **kwargs}
+
+
+def callbacks_in(given: Any) -> list[Any]:
+    """Return the callbacks of a loop, from one, a list, a `CallbackList`, or `None`."""
+    import keras
+
+    if isinstance(given, keras.callbacks.CallbackList):
+        given = given.callbacks
+    return keras.tree.flatten(given) if given else []
+
+
+def names_by_place(method: Callable[..., Any]) -> list[str]:
+    """Return the names of the positional arguments of a method.
+
+    Arguments that the method takes as `*args` have the names of the method that it overrides.
+    """
+    names, open_end = _names(method)
+    owner = type(getattr(method, "__self__", None))
+    name = getattr(method, "__name__", "")
+    for overridden in (vars(base).get(name) for base in owner.__mro__):
+        if not open_end or overridden is None:
+            continue
+        longer, open_end = _names(overridden)
+        if longer[1 : len(names) + 1] == names:  # all but self
+            names = longer[1:]
+    return names
+
+
+def _names(method: Callable[..., Any]) -> tuple[list[str], bool]:
+    """Return the names of positional arguments, and whether `*args` follows them."""
+    parameters = inspect.signature(method).parameters.values()
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [each.name for each in parameters if each.kind in by_place]
+    return names, any(each.kind is each.VAR_POSITIONAL for each in parameters)
+
+
+def wants_words(given: Given) -> bool:
+    """Whether a call of `fit` with these arguments asks for any output."""
+    return bool(given.get("verbose", "auto"))
+
+
+LONG = 1.0
+"""The duration of a first step, in seconds, from which a line reports it."""
+
+
+WAIT = 5.0
+"""The duration of a first step, in seconds, from which a line says what it waits for."""
+
+
+class Wait:
+    """A wait that prints a line if it takes longer than `WAIT`, once."""
+
+    def __init__(self, line: str) -> None:
+        self._line = line
+        self._began = 0.0
+        self._timer: threading.Timer | None = None
+        self._is_told = False
+
+    def start(self) -> None:
+        """Begin to wait."""
+        self._began = time.monotonic()
+        if not self._is_told:
+            self._timer = threading.Timer(WAIT, self._tell)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def stop(self) -> float:
+        """End the wait, and return its seconds."""
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+            timer.join()
+        return time.monotonic() - self._began
+
+    def _tell(self) -> None:
+        self._is_told = True
+        print(self._line, flush=True)
+
+
+def waiting_line(phase: str, work: str) -> str:
+    """Return the line that says what a slow first step waits for.
+
+    Args:
+        phase: What the steps do, such as "training".
+        work: What is done before the step runs, as a noun.
+    """
+    return f"lockstep: the first {phase} step takes more than {WAIT:.0f} s: {work}"
+
+
+def first_step_line(phase: str, work: str, seconds: float) -> str:
+    """Return the line that reports that a slow first step is ready."""
+    return f"lockstep: the first {phase} step is under way after {seconds:.1f} s: {work}"
+
+
+def fit_line(backend: str, layout: Layout, given: Given, compiles: bool = False) -> str:
+    """Return one line with the backend, the devices, and the global and per-replica batch.
+
+    Args:
+        backend: The name of the backend.
+        layout: How the model is laid out.
+        given: What `fit` is called with.
+        compiles: Whether the training step is compiled first.
+    """
+    count = len(layout.devices)
+    names = names_in_words(layout.devices)
+    names += ", rehearsed" if rehearsed_devices(os.environ) else ""
+    if isinstance(layout, Branches):
+        what = f"layers on {names}"
+    else:
+        size = layout.micro_batch_size
+        batch = _batch_words(given, count) if size is None else _parts_words(given, count, size)
+        what = f"{counted(count, 'device')} ({names}), {batch}"
+    return f"lockstep: {backend}, {what}" + (", compiling the training step" if compiles else "")
+
+
+def _batch_words(given: Given, replicas: int) -> str:
+    batch_size = batch_size_of(given)
+    if batch_size is None:
+        return f"batches as the data gives them, each split over {replicas}"
+    largest = len(shard_rows(batch_size, replicas)[0])
+    up_to = "up to " if batch_size % replicas else ""
+    return f"global batch {batch_size} = {up_to}{largest} per replica"
+
+
+def _parts_words(given: Given, devices: int, size: int) -> str:
+    rows = batch_size_of(given)
+    if rows is None:
+        return f"batches as the data gives them, in micro-batches of at most {counted(size, 'row')}"
+    number, each = micro_batches(rows, devices, size)
+    parts = f"{counted(number, 'micro-batch')} of {each}"
+    if devices == 1:
+        return f"{counted(rows, 'row')}, {parts}"
+    largest = len(shard_rows(rows, devices)[0])
+    up_to = "up to " if rows % devices else ""
+    return f"{counted(rows, 'row')} over {devices} devices: {up_to}{largest} each, {parts}"
+
+
+def batch_size_of(given: Given) -> int | None:
+    """Return the rows of a batch in a call of `fit`, `None` if only the data know."""
+    batch_size, data = given.get("batch_size"), given.get("x")
+    if not batch_size:  # 0 is None for Keras too
+        batch_size = getattr(data, "batch_size", None)
+    if batch_size is None and not given.get("steps_per_epoch") and _is_arrays(data):
+        batch_size = 32  # what Keras takes for arrays where nothing is said
+    # An attribute of the user's own may be anything, and with steps_per_epoch arrays are cut so.
+    if type(batch_size) is bool or not isinstance(batch_size, Integral) or batch_size < 1:
+        return None
+    return int(batch_size)
+
+
+def _is_arrays(data: Any) -> bool:
+    return hasattr(data, "shape") or isinstance(data, list | tuple | dict)
+
+
+def not_compiled_words(layers: Sequence[Any]) -> str:
+    """Return which layers keep a step from being compiled, `""` without any."""
+    names = [f"{layer.name} ({type(layer).__name__})" for layer in layers]
+    return f"the step is not compiled, for {', '.join(names)}" if names else ""
+
+
+def replicated_words(held: int, has_slots: bool, memory: int | None) -> str:
+    """Return the bytes of the variables that each device holds.
+
+    Args:
+        held: The bytes.
+        has_slots: Whether the optimizer has made its slots, as it does in the first step.
+        memory: The memory of a device; `None` where unknown.
+    """
+    of = "" if memory is None else f" (memory {amount(memory)})"
+    return f", {amount(held)} of state each{of}{'' if has_slots else ', without slots'}"
+
+
+def sharded_words(sizes: Sequence[tuple[str, int, int]], devices: int) -> str:
+    """Return the state that each device holds, for a state in shards.
+
+    A sentence follows if a device holds more than twice its share.
+
+    Args:
+        sizes: The path, the bytes and the number of shards of each variable.
+        devices: The number of devices.
+    """
+    total = sum(size for _, size, _ in sizes)
+    held = sum(size // shards for _, size, shards in sizes)
+    if not total:
+        return ", state sharded"
+    words = f", state sharded: {held / 1e6:,.1f} of {total / 1e6:,.1f} MB each"
+    if held * devices <= 2 * total:
+        return words
+    path, size, _ = max((each for each in sizes if each[2] == 1), key=lambda each: each[1])
+    return (
+        f"{words}\nlockstep: each device holds {held / total:.0%} of the state, and its share is "
+        f"{1 / devices:.0%}. The largest variable that is not sharded is {path} "
+        f"({size / 1e6:,.1f} MB)."
+    )

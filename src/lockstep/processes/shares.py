@@ -1,0 +1,184 @@
+"""What each process on a host gets: its share of the devices, and the address where all meet."""
+
+import re
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from lockstep.core.devices import REHEARSE
+from lockstep.core.environment import (
+    COORDINATOR,
+    LOCAL_PROCESS,
+    LOCAL_PROCESSES,
+    PROCESS,
+    PROCESSES,
+    Place,
+)
+from lockstep.errors import LaunchError, ProcessesDisagree, counted, first_line
+
+
+def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
+    """Return the names of the NVIDIA GPUs, as `CUDA_VISIBLE_DEVICES` writes them.
+
+    Args:
+        environ: The environment of the process.
+        devices: The folder with the device files.
+
+    Returns:
+        The names, none where JAX is told to run on CPUs.
+    """
+    if environ.get(REHEARSE, "").strip() or environ.get("JAX_PLATFORMS", "").strip() == "cpu":
+        return []
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        files = [file.name for file in devices.glob("nvidia*")]
+        numbers = [int(name[6:]) for name in files if re.fullmatch(r"nvidia\d+", name)]
+        return [str(position) for position in range(len(numbers))]
+    names = [name.strip() for name in visible.split(",")]
+    # CUDA ignores everything from the first invalid name on.
+    return names[: names.index("-1")] if "-1" in names else [name for name in names if name]
+
+
+def devices_of_each(
+    processes: int, per_process: int | None, environ: Mapping[str, str]
+) -> list[dict[str, str]]:
+    """Return for each process the variables that give it its devices.
+
+    The visible GPUs are divided. Without a GPU, `per_process` virtual CPU devices are rehearsed.
+
+    Args:
+        processes: The number of processes.
+        per_process: The number of devices of each, `None` for an equal share of all.
+        environ: The environment of the launcher.
+
+    Raises:
+        LaunchError: If there are not enough GPUs, or they cannot be divided.
+    """
+    gpus = visible_gpus(environ)
+    if not gpus:
+        rehearsed = {} if per_process is None else {REHEARSE: str(per_process)}
+        return [rehearsed] * processes
+    if per_process is None and len(gpus) % processes and processes < len(gpus):
+        raise LaunchError(
+            f"--processes={processes} was asked for, and {len(gpus)} GPUs are here, which they "
+            "cannot divide.\n"
+            "Add --devices-per-process, or set CUDA_VISIBLE_DEVICES to fewer GPUs."
+        )
+    share = per_process or max(1, len(gpus) // processes)
+    if processes * share > len(gpus):
+        raise LaunchError(
+            f"--processes={processes} with {counted(share, 'device')} each need "
+            f"{counted(processes * share, 'GPU')}; {counted(len(gpus), 'GPU')} here: "
+            f"{', '.join(gpus)}.\n"
+            f"Start fewer, or rehearse on virtual CPU devices: {REHEARSE}={share}."
+        )
+    parts = [gpus[rank * share : (rank + 1) * share] for rank in range(processes)]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts]
+
+
+def devices_of_process(place: Place, visible: int) -> list[int] | None:
+    """Return the GPUs that this process takes, by their position among the visible ones.
+
+    Launchers such as torchrun let every process of a host see all GPUs.
+
+    Args:
+        place: The place of this process.
+        visible: The number of GPUs that it sees.
+
+    Returns:
+        The positions; `None` for all.
+
+    Raises:
+        ProcessesDisagree: If the processes of this host cannot divide the GPUs.
+
+    Example:
+        >>> devices_of_process(Place(rank=1, size=2, local_rank=1, local_size=2), visible=4)
+        [2, 3]
+    """
+    rank, size = place.local_rank, place.local_size
+    if not visible or place.divides_devices or rank is None or size is None or size == 1:
+        return None
+    if visible % size:
+        raise ProcessesDisagree(
+            f"{size} processes run on this host ({place.launcher}), and each sees "
+            f"{counted(visible, 'GPU')}: they would claim the same ones.\n"
+            f"Start {counted(_fitting(visible, size), 'process')} per host, or set "
+            f"CUDA_VISIBLE_DEVICES and {LOCAL_PROCESSES}=1 in each."
+        )
+    share = visible // size
+    return list(range(rank * share, (rank + 1) * share))
+
+
+def _fitting(visible: int, most: int) -> int:
+    """Return the largest number of processes, up to `most`, that divides the GPUs."""
+    return max(size for size in range(1, most + 1) if visible % size == 0)
+
+
+def place_of_each(processes: int) -> list[dict[str, str]]:
+    """Return for each process of this host the variables that `find_place` reads.
+
+    Args:
+        processes: The number of processes.
+    """
+    if processes == 1:
+        return [{PROCESSES: "1"}]
+    address = free_address("127.0.0.1")
+    return [
+        {
+            PROCESSES: str(processes),
+            PROCESS: str(rank),
+            LOCAL_PROCESSES: str(processes),
+            LOCAL_PROCESS: str(rank),
+            COORDINATOR: address,
+            # JAX would listen on all interfaces.
+            "JAX_COORDINATOR_BIND_ADDRESS": address,
+        }
+        for rank in range(processes)
+    ]
+
+
+def free_address(host: str) -> str:
+    """Return an address of this host, with a free port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as free:
+        free.bind((host, 0))
+        port = free.getsockname()[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def announce_coordinator(place: Place) -> None:
+    """Print where the processes meet, and check that this host has the port free.
+
+    A framework reports a port in use late, or ends Python.
+
+    Args:
+        place: The place of the first process.
+
+    Raises:
+        ProcessesDisagree: If the port is in use.
+    """
+    address = place.coordinator or ""
+    port = int(address.rpartition(":")[2])
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ProcessesDisagree(
+                f"This is {place}, and the processes cannot meet at {address}: port {port} of this "
+                f"host: {error.strerror}.\n"
+                f"Set {COORDINATOR}=host:port in every process: a free port of this host."
+            ) from None
+    said = f"lockstep: {place.size} processes join at {address} ({place.launcher}: "
+    print(said + f"{', '.join(place.variables)})", file=sys.stderr, flush=True)
+
+
+def not_met(place: Place, error: Exception) -> ProcessesDisagree:
+    """Return the error of a process that has not met the others."""
+    return ProcessesDisagree(
+        f"This is {place}, and the others were not met at {place.coordinator}: "
+        f"{first_line(error, 60)}\n"
+        f"Check that process 0 runs and that its host is reached there, or set "
+        f"{COORDINATOR}=host:port in every process."
+    )

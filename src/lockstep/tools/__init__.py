@@ -1,0 +1,1 @@
+"""What a user runs beside a training: verify, bench, plan, doctor and demo."""

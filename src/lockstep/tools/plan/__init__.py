@@ -1,0 +1,223 @@
+"""What each device holds and sends in a training step, before there are devices."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+from lockstep.engines import current_engine
+from lockstep.errors import (
+    DeviceError,
+    TargetNotFound,
+    UnsupportedBackend,
+    UnusableData,
+    shown,
+)
+
+if TYPE_CHECKING:
+    from lockstep.tools.plan.memory_plan import MemoryPlan
+
+EXACT = "The bytes of weights, slots, gradients and the batch are exact."
+MIXED = "mixed_bfloat16"
+"""The policy of the rows that `mixed_precision` adds."""
+SENT = (
+    "Sent: gradients and weights, by a ring. Statistics of batch norm, the loss and metrics are "
+    "not included."
+)
+
+
+def plan(
+    build: Callable[[], Any] | str,
+    devices: int | Sequence[int] = (1, 2, 4, 8),
+    *,
+    batch_size: int | None = None,
+    memory: str | int | None = None,
+    gpu: str | None = None,
+    find_largest_batch: bool = False,
+    mixed_precision: bool = False,
+    say: Callable[[str], object] = lambda text: None,
+) -> "MemoryPlan":
+    """Compute what each device holds and sends in a training step, before there are devices.
+
+    The bytes of weights, optimizer slots, gradients, metrics and the batch are those that
+    `distribute` then allocates. Those at the peak of a step, with activations, are an estimate.
+    Large variables of the model get a shape and no value, so a model may be larger than the
+    memory here.
+
+    Args:
+        build: A function that returns a compiled model, or `(model, data)` with data that `fit`
+            takes; or its name, such as `"train.py:build"`. A few rows of data are enough. A model
+            without data needs an input shape.
+        devices: Numbers of devices.
+        batch_size: Rows of the global batch. Defaults to those of a data set, and to 32 for arrays.
+        memory: The memory of one device, such as `"24GB"` (24e9 bytes) or `"80GiB"`. Defaults to
+            that of `gpu`.
+        gpu: A GPU for which XLA compiles the step, such as `"h100"`. None has to be here. Needs
+            `keras-lockstep[plan]` and JAX.
+        find_largest_batch: Whether to compile for `gpu` with other numbers of rows too, until the
+            largest global batch is found whose peak is 85 % of the memory at most.
+        mixed_precision: Whether to add the same rows for `build` under Keras's global policy
+            `mixed_bfloat16`, which layers with a policy of their own do not follow.
+        say: Called with a line about the compilation that begins.
+
+    Returns:
+        The result. `.layouts` has the bytes of a device for each number of devices, and for
+        replicated and sharded state. `str()` of it is a short text.
+
+    Raises:
+        DeviceError: If `devices` or `memory` cannot be read, or `gpu` is not known or missing.
+        TargetNotFound: If `build` is not found, trains the model, or returns no model.
+        UnusableData: If the model is not compiled, or its shapes are not known without data.
+        UnsupportedBackend: If there is no engine for Keras's backend, or no compiler for `gpu`.
+
+    Example:
+        >>> def build():
+        ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(512)])
+        ...     model.compile("adam", "mse")
+        ...     return model
+        >>> lockstep.plan(build, devices=4, memory="24GB").layouts[0].weights
+        133120
+    """
+    # These import NumPy and Keras, which `import lockstep` does not.
+    import keras
+
+    from lockstep.tools.batches import count_from_one
+    from lockstep.tools.plan.gpus import gpu_named
+    from lockstep.tools.plan.memory_plan import parse_memory
+
+    if not (isinstance(build, str) or callable(build)) or isinstance(build, keras.layers.Layer):
+        raise TargetNotFound(
+            f"build={shown(build)} was given, and a function that returns a model was expected.\n"
+            "A plan builds the model itself, without values: give the function, or its name, such "
+            'as\n"train.py:build".'
+        )
+    if not callable(say):
+        raise TargetNotFound(
+            f"say={shown(say)} was given, and a function of a text was expected.\n"
+            "Give a function, such as print, or leave it out."
+        )
+    several = isinstance(devices, Iterable) and not isinstance(devices, str | bytes)
+    asked: Any = devices if several else [devices]
+    read = [count_from_one(count) for count in asked]
+    counts = sorted({count for count in read if count is not None})
+    if not counts or None in read:
+        raise DeviceError(
+            f"devices={shown(devices)} was given, and numbers of devices of at least 1 were "
+            "expected.\n"
+            "Give a number, or several, such as (1, 2, 4)."
+        )
+    if batch_size is not None and count_from_one(batch_size) is None:
+        raise UnusableData(
+            f"batch_size={shown(batch_size)} was given, and a whole number of at least 1 was "
+            "expected.\nLeave batch_size out for that of the data."
+        )
+    if find_largest_batch and gpu is None:
+        raise DeviceError(
+            "The largest batch was asked for, and no GPU for which the step is compiled.\n"
+            'Name one, such as gpu="h100".'
+        )
+    target = None if gpu is None else gpu_named(gpu)
+    bytes_of_memory = None if memory is None else parse_memory(memory)
+    if target and bytes_of_memory is None:
+        bytes_of_memory = target["gpu_device_info"]["device_memory_size"]
+    given = (counts, batch_size, bytes_of_memory, target, find_largest_batch, say)
+    found = _plan(build, *given)
+    if mixed_precision:
+        before = keras.config.dtype_policy()
+        keras.config.set_dtype_policy(MIXED)
+        try:
+            mixed = _plan(build, *given, policy=MIXED)
+        finally:
+            keras.config.set_dtype_policy(before)
+        found = found.with_rows_of(mixed)
+    return found
+
+
+def _plan(
+    build: Callable[[], Any] | str,
+    counts: list[int],
+    batch_size: int | None,
+    memory: int | None,
+    target: dict[str, Any] | None,
+    find_largest_batch: bool,
+    say: Callable[[str], object],
+    policy: str = "",
+) -> "MemoryPlan":
+    """Return the plan for one dtype policy; see `plan`."""
+    from lockstep.attach.attachment import session_of
+    from lockstep.core.fit_lines import not_compiled_words
+    from lockstep.core.state import optimizers_of
+    from lockstep.core.step_bytes import layout_bytes
+    from lockstep.keras_compat import layers_not_compiled
+    from lockstep.tools.plan.abstract_model import abstract_model, arrays_of
+    from lockstep.tools.plan.memory_plan import MemoryPlan
+    from lockstep.tools.plan.temporaries import (
+        compiled_temporaries,
+        estimated_temporaries,
+        largest_batch,
+    )
+    from lockstep.tools.targets import call_target
+
+    engine = current_engine()
+    name = build if isinstance(build, str) else getattr(build, "__name__", "build")
+    function = partial(call_target, build) if isinstance(build, str) else build
+    model, batch, has_targets = abstract_model(function, name, batch_size)
+    if session_of(model) is not None:
+        raise UnusableData(
+            f"{name} distributes {model.name!r}, and a plan needs the model on one device.\n"
+            "Return it before lockstep.distribute."
+        )
+    notes = [SENT]
+    if not has_targets:
+        notes.append(f"{name} returns no data: the batch is that of the inputs, without targets.")
+    others = [each for each, optimizer in optimizers_of(model) if optimizer is not model.optimizer]
+    if others:
+        notes.append(f"The slots of {', '.join(others)} are not counted: a step makes them.")
+    if engine.name == "jax" and not model.run_eagerly and (layers := layers_not_compiled(model)):
+        notes.append(f"On JAX {not_compiled_words(layers)}: it may need more.")
+    layouts: list[tuple[int, Any]] = [(count, None) for count in counts]
+    try:
+        dims = [(n, engine.sharded_dims(model, n)) for n in counts]
+        layouts += [each for each in dims if each[0] > 1]
+    except UnsupportedBackend as error:
+        notes.append(f"{engine.name} has no sharded state. {str(error).splitlines()[1]}")
+    arrays = arrays_of(batch if has_targets else batch[0])
+    layouts.sort(key=lambda each: each[0])
+    again = _gathers_again(engine.name, inf if memory is None else memory)
+    found = [layout_bytes(model, arrays, count, dims, again) for count, dims in layouts]
+    if target is None:
+        pairs = [(each, dims) for each, (_, dims) in zip(found, layouts, strict=True)]
+        sizes, words = estimated_temporaries(engine, model, batch, pairs, build, batch_size, policy)
+    else:
+        sizes, words = compiled_temporaries(engine, model, batch, found, target, say)
+    found = [
+        replace(each, temporaries=size, policy=policy)
+        for each, size in zip(found, sizes, strict=True)
+    ]
+    if find_largest_batch and target and memory:
+        rest = (target, memory, say)
+        rows = [largest_batch(engine, model, batch, each, *rest) for each in found]
+        found = [replace(each, largest_batch=n) for each, n in zip(found, rows, strict=True)]
+    return MemoryPlan(
+        name=model.name,
+        backend=engine.name,
+        parameters=model.count_params(),
+        batch_size=max((shape[0] for shape, _ in arrays if shape), default=0),
+        layouts=tuple(found),
+        memory=memory,
+        gpu=None if target is None else target["device_description_str"],
+        notes=(EXACT, *words, *notes),
+    )
+
+
+def _gathers_again(backend: str, memory: float) -> Callable[[int], bool]:
+    """Return a function: whether weights of so many bytes are gathered again on JAX.
+
+    The other engines keep them from the forward pass, or never have them all at once.
+    """
+    if backend != "jax":
+        return lambda size: False
+    from lockstep.engines.jax.steps.gather_again import would_gather_again
+
+    return partial(would_gather_again, memory=memory)

@@ -34,7 +34,7 @@ from jax.experimental import topologies
 import lockstep
 from lockstep.engines.jax.introspection.ahead_of_time import cuda_folder
 from lockstep.engines.jax.steps.padded import PaddedArray
-from lockstep.engines.jax.steps.steps import Steps
+from lockstep.engines.jax.steps.programs import Programs
 
 TARGET = """
 platform_name: "CUDA"
@@ -103,8 +103,8 @@ def training_step(name: str, devices: list[Any]) -> tuple[Any, Any, Any, int, in
     model = lockstep.distribute(getattr(models, name)(), devices=1)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(1e-3), loss, metrics=["accuracy"])
-    steps = Steps(devices)
-    vars(model)["_lockstep"].session._steps = steps  # the mesh of devices that are not here
+    steps = Programs(devices)
+    vars(model)["_lockstep"].session._programs = steps  # the mesh of devices that are not here
     shape, dtype = model.input_shape[1:], model.inputs[0].dtype
     model._symbolic_build(data_batch=(np.ones((2, *shape), dtype), np.zeros(2, "int32")))
     model.make_train_function()

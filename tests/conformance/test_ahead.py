@@ -11,7 +11,7 @@ import pytest
 
 import lockstep
 from lockstep.engines.jax.session import MeshIterator
-from lockstep.engines.jax.steps.steps import Steps
+from lockstep.engines.jax.steps.programs import Programs
 from lockstep.training.input import BatchesAhead
 from tests.conformance import common
 from tests.conformance.common import assert_same, compile_, model, weights
@@ -24,13 +24,13 @@ X, Y = common.data(7 * BATCH)
 @pytest.fixture
 def ahead(monkeypatch):
     """The devices of this test count as accelerators."""
-    prepared = Steps.__init__
+    prepared = Programs.__init__
 
     def prepare(self, *given):
         prepared(self, *given)
         self.ahead = BatchesAhead(self._shard)
 
-    monkeypatch.setattr(Steps, "__init__", prepare)
+    monkeypatch.setattr(Programs, "__init__", prepare)
 
 
 class Items(keras.utils.PyDataset):

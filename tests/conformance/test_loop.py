@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.engines.jax.steps.steps import Steps
+from lockstep.engines.jax.steps.programs import Programs
 from lockstep.errors import UnusableData
 from lockstep.training.input import HostIterator
 from tests.conformance import common
@@ -157,13 +157,13 @@ def test_a_metric_that_returns_its_own_variable_can_be_looked_at_later(tmp_path)
 @pytest.mark.parametrize("devices", [1, 4])
 def test_variables_are_looked_at_once_an_epoch(devices, monkeypatch):
     counted = []
-    settled = Steps.settled
+    settled = Programs.settled
 
     def counting(self, *args):
         counted.append(1)
         return settled(self, *args)
 
-    monkeypatch.setattr(Steps, "settled", counting)
+    monkeypatch.setattr(Programs, "settled", counting)
     made = lockstep.distribute(smooth(), devices)
     train(made, [Notes()], epochs=3, validation_data=None)
     assert len(counted) == 3
@@ -609,13 +609,13 @@ def test_data_without_a_batch_are_refused_in_words(call):
 def test_batches_go_from_the_host_straight_to_their_devices_and_stay_narrow(devices, monkeypatch):
     """No device is in between, and a byte stays a byte until it is in the program."""
     host, taken = [], []
-    shard = Steps._shard
+    shard = Programs._shard
 
     def watching(self, batch):
         host.extend(type(leaf) for leaf in batch)
         return shard(self, batch)
 
-    monkeypatch.setattr(Steps, "_shard", watching)
+    monkeypatch.setattr(Programs, "_shard", watching)
     made = keras.Sequential([keras.Input((4,), dtype="uint8"), keras.layers.Rescaling(1 / 255)])
     made.add(keras.layers.Dense(2))
     made.compile("sgd", "mse")

@@ -15,7 +15,7 @@ from keras import layers
 import lockstep
 from lockstep import keras_compat
 from lockstep.core.state import metric_variables
-from lockstep.engines.jax.steps.steps import Steps
+from lockstep.engines.jax.steps.programs import Programs
 from tests.conformance.zoo import OPTIMIZERS, ZOO
 from tests.tiers import rest
 
@@ -43,7 +43,7 @@ def allocated(build, devices, state, rows, monkeypatch):
     model, (x, y) = build()
     lockstep.distribute(model, devices, state=state)
     batches = []
-    shard = Steps._shard
+    shard = Programs._shard
 
     def noted(steps, batch):
         placed = shard(steps, batch)
@@ -51,7 +51,7 @@ def allocated(build, devices, state, rows, monkeypatch):
         return placed
 
     with monkeypatch.context() as patch:
-        patch.setattr(Steps, "_shard", noted)
+        patch.setattr(Programs, "_shard", noted)
         model.fit(x, y, batch_size=rows, epochs=1, shuffle=False, verbose=0)
     metrics = metric_variables(model)
     counted = {id(variable) for variable in metrics}

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.engines.torch import group
-from lockstep.engines.torch.group import Group, summed_gradients
+from lockstep.engines.torch.group import RankGroup, summed_gradients
 
 
 class TwoAlike:
@@ -71,7 +71,7 @@ def test_the_last_layers_come_first(monkeypatch):
 
 
 def test_a_few_numbers_travel_with_the_next_sum_of_their_type():
-    alone = Group(dist.HashStore(), 0, 1, torch.device("cpu"))
+    alone = RankGroup(dist.HashStore(), 0, 1, torch.device("cpu"))
     sent, send = [], alone._backend.allreduce
 
     def counted(tensors):

@@ -6,7 +6,7 @@ import pytest
 from keras import layers, losses, ops
 
 import lockstep
-from lockstep.engines.torch.group import Group
+from lockstep.engines.torch.group import RankGroup
 from lockstep.errors import UnsplitBatchWarning
 from tests.replicas.losses_by_rows import *  # noqa: F403
 from tests.replicas.losses_by_rows import ROWS, WORDS, gathered, leaves, steps_model, words
@@ -19,14 +19,14 @@ MANY_WORDS, STEPS = 300, 8
 def bytes_gathered(monkeypatch):
     """The bytes that the first process receives of all processes in each gather."""
     found = []
-    gather = Group.gather
+    gather = RankGroup.gather
 
     def counted(self, rows, counts):
         whole = gather(self, rows, counts)
         found.append(whole.nbytes)
         return whole
 
-    monkeypatch.setattr(Group, "gather", counted)
+    monkeypatch.setattr(RankGroup, "gather", counted)
     return found
 
 

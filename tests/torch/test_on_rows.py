@@ -7,7 +7,7 @@ import torch
 from keras import layers, ops
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.engines.torch.group import Group
+from lockstep.engines.torch.group import RankGroup
 from tests.torch.agreement import assert_equal, both
 
 
@@ -139,9 +139,9 @@ def test_a_layer_takes_the_rows_of_another_one_and_weights_are_summed_once(monke
     """Two outputs of `last` and one that is kept are gathered; three layers have weights."""
     asked = []
     for name in ("gather", "start_sum"):
-        plain = getattr(Group, name)
+        plain = getattr(RankGroup, name)
         monkeypatch.setattr(
-            Group,
+            RankGroup,
             name,
             lambda group, *args, name=name, plain=plain: asked.append(name) or plain(group, *args),
         )

@@ -77,7 +77,7 @@ def counted(monkeypatch):
 
     counts(pool.Pool, "send", "messages")
     for name in ("_send_sums", "gather", "broadcast_in_place"):
-        counts(group.Group, name, "exchanges")
+        counts(group.RankGroup, name, "exchanges")
     for name in ("_code_changed", "objects_changed"):
         counts(code_state.CodeReads, name, "scans")
     return found

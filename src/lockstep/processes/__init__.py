@@ -1,1 +1,1 @@
-"""What several processes that train one model agree on, over a `Group` of an engine."""
+"""What several processes that train one model agree on, over a `ProcessGroup` of an engine."""

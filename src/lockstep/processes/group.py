@@ -5,7 +5,7 @@ from typing import Any, Protocol
 import numpy as np
 
 
-class Group(Protocol):
+class ProcessGroup(Protocol):
     """The processes of one training, and a store of texts that all of them see.
 
     A lost connection raises `RuntimeError`.
@@ -88,12 +88,12 @@ class _OneProcess:
 _current: list[Any] = [_OneProcess()]
 
 
-def use(group: Group) -> None:
+def use(group: ProcessGroup) -> None:
     """Let all agreements of this process go over `group`."""
     _current[:] = [group]
 
 
-def current() -> Group:
+def current() -> ProcessGroup:
     """Return the group of this process; at first, the process alone."""
-    group: Group = _current[0]
+    group: ProcessGroup = _current[0]
     return group

@@ -30,7 +30,7 @@ from lockstep.rescue.match_by_order import (
     trainable_then_frozen,
 )
 from lockstep.rescue.old_layers import RebuildContext
-from lockstep.rescue.read import Group, OldFile, Stored, release
+from lockstep.rescue.read import H5Group, OldFile, Stored, release
 from lockstep.rescue.rebuild import Part
 from lockstep.rescue.weight_tree import Branch, Leaf, leaves
 
@@ -201,7 +201,7 @@ def assign(
     return by_order(root, sources, trusted=trusted, flagged=flagged)
 
 
-def _layerwise(groups: Sequence[Group], root: Branch, trusted: bool, flagged: bool) -> Plan:
+def _layerwise(groups: Sequence[H5Group], root: Branch, trusted: bool, flagged: bool) -> Plan:
     """Plan the file of a single model: one group per layer, nested models flattened."""
     wanted = root.children
     if len(groups) != len(wanted):
@@ -227,7 +227,7 @@ def _layerwise(groups: Sequence[Group], root: Branch, trusted: bool, flagged: bo
     return Plan(tuple(pairs), tuple(sorted(rules)), flat=False)
 
 
-def _layer(leaf: Leaf, group: Group) -> tuple[Pair, ...]:
+def _layer(leaf: Leaf, group: H5Group) -> tuple[Pair, ...]:
     pairs = within_layer(leaf, group.weights)
     if pairs is None:
         shapes = ", ".join(str(stored.shape) for stored in group.weights)
@@ -242,7 +242,7 @@ def _layer(leaf: Leaf, group: Group) -> tuple[Pair, ...]:
     return pairs
 
 
-def _require_numbers(groups: Sequence[Group], wanted: list[Leaf | Branch]) -> None:
+def _require_numbers(groups: Sequence[H5Group], wanted: list[Leaf | Branch]) -> None:
     """Raise AmbiguousWeights if names contradict the assignment by position."""
     chosen = given_names(wanted)
     alike: dict[object, list[tuple[str, str]]] = {}

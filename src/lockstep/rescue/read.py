@@ -32,7 +32,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Group:
+class H5Group:
     """The group of one layer: its weights, and the names of missing weights."""
 
     name: str
@@ -46,7 +46,7 @@ class OldFile:
 
     path: str
     version: str | None
-    groups: tuple[Group, ...]
+    groups: tuple[H5Group, ...]
     backend: str | None = None
     config: dict[str, Any] | None = None
     template: unwrap.Template | None = None
@@ -55,7 +55,7 @@ class OldFile:
     flaws: tuple[str, ...] = ()
 
     @property
-    def weighted(self) -> tuple[Group, ...]:
+    def weighted(self) -> tuple[H5Group, ...]:
         """The groups that list weights, in file order."""
         return tuple(group for group in self.groups if group.weights or group.missing)
 
@@ -228,15 +228,15 @@ def old_file(path: str, handle: Any) -> OldFile:
     return old
 
 
-def _group(root: Any, name: str, flaws: list[str]) -> Group:
+def _group(root: Any, name: str, flaws: list[str]) -> H5Group:
     group = hdf5.child(root, name)
     if group is None:
         flaws.append(f"the group {name!r} is listed and not there")
-        return Group(name, ())
+        return H5Group(name, ())
     listed = hdf5.names(group, "weight_names")
     if listed is None:
         flaws.append(f"the group {name!r} has no list of weights (weight_names)")
-        return Group(name, ())
+        return H5Group(name, ())
     present: dict[str, Stored] = {}
     missing: list[str] = []
     for weight in listed:
@@ -250,7 +250,7 @@ def _group(root: Any, name: str, flaws: list[str]) -> Group:
             f"{len(missing)} of {len(listed)} weights of {name!r} are not there "
             f"(the first is {missing[0]!r})"
         )
-    return Group(name, tuple(present.values()), tuple(missing))
+    return H5Group(name, tuple(present.values()), tuple(missing))
 
 
 def _stored(name: str, data: Any) -> Stored:

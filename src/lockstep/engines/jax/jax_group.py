@@ -28,7 +28,7 @@ from lockstep.processes.reads_of_all import agree_on_variable
 
 
 class JaxGroup:
-    """The processes of `jax.distributed`, and its coordination service; see `Group`."""
+    """The processes of `jax.distributed`, and its coordination service; see `ProcessGroup`."""
 
     @property
     def rank(self) -> int:

@@ -30,7 +30,7 @@ from lockstep.engines.jax.loss_values import (
 from lockstep.engines.jax.row_parts import RowParts
 from lockstep.engines.jax.steps.execution import Program, State, StepFunction
 from lockstep.engines.jax.steps.padded import is_padded
-from lockstep.engines.jax.steps.steps import Steps
+from lockstep.engines.jax.steps.programs import Programs
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import UPDATE_METRICS
 from lockstep.training.overrides import is_keras
@@ -55,8 +55,8 @@ class MicroBatches:
         size: The most rows that a device runs at once.
     """
 
-    def __init__(self, model: Any, steps: Steps, size: int) -> None:
-        self._model, self._steps, self._size = model, steps, size
+    def __init__(self, model: Any, steps: Programs, size: int) -> None:
+        self._model, self._programs, self._size = model, steps, size
         self._in_step = False
         self._called = False  # in the step that is traced
         self._values: LossValues | None = None  # that the next call of the model is to compute
@@ -201,14 +201,14 @@ class MicroBatches:
         if not rows or self._parts(rows) is None:
             return False
         count = min(rows, max(2, self._size))
-        parts = RowParts(count, 1, -(-count // 2), self._steps.replicated)
+        parts = RowParts(count, 1, -(-count // 2), self._programs.replicated)
         plain = self._plain
 
         def first(leaf: Any) -> Any:
             array = _array_of(leaf)[0] if is_stacked else _array_of(leaf)
             own = array[:count] if _rows_of(leaf, is_stacked) == rows else array
             # Every device runs them all: XLA cannot split each layer unevenly.
-            return jax.lax.with_sharding_constraint(own, self._steps.replicated)
+            return jax.lax.with_sharding_constraint(own, self._programs.replicated)
 
         def first_rows(x: Any) -> Any:
             return jax.tree.map(first, x, is_leaf=is_padded)
@@ -230,7 +230,7 @@ class MicroBatches:
 
     def _parts(self, rows: int) -> RowParts | None:
         """Return how a batch is cut, `None` if each device runs all of its rows at once."""
-        steps = self._steps
+        steps = self._programs
         devices = 1 if steps.is_whole else len(steps.devices)
         number, each = micro_batches(rows, devices, self._size)
         if number == 1:

@@ -33,7 +33,7 @@ from lockstep.core.state import named_variables, rnn_states, variables_of
 from lockstep.engines.jax import devices as jax_devices
 from lockstep.engines.jax import jax_group
 from lockstep.engines.jax import states as jax_states
-from lockstep.engines.jax.branches.branch_steps import BranchSteps
+from lockstep.engines.jax.branches.branch_programs import BranchPrograms
 from lockstep.engines.jax.fit.on_batch import OnBatch
 from lockstep.engines.jax.jax_group import GROUP
 from lockstep.engines.jax.micro_batches import MicroBatches
@@ -51,6 +51,7 @@ from lockstep.engines.jax.steps.gather_again import (
     gathering_again,
     room_for_gathered,
 )
+from lockstep.engines.jax.steps.programs import Programs
 from lockstep.engines.jax.steps.state_layout import (
     Replicated,
     SavedShards,
@@ -61,7 +62,6 @@ from lockstep.engines.jax.steps.state_layout import (
     on_host,
     read_as_stored,
 )
-from lockstep.engines.jax.steps.steps import Steps
 from lockstep.engines.jax.variable_sync import (
     GROUPS,
     group_of,
@@ -109,12 +109,12 @@ class JaxSession(Session):
         self._many = len(self.devices) > 1 and not self._several
         self._assigned = VariableDrift(model, self._held) if self._several else None
         if isinstance(layout, Branches):
-            self._steps: Steps = BranchSteps(model, layout)
+            self._programs: Programs = BranchPrograms(model, layout)
         else:
             made = functools.partial(Sharded, model) if layout.is_sharded else Replicated
-            self._steps = Steps(jax_devices.find(self.devices), made)
+            self._programs = Programs(jax_devices.find(self.devices), made)
         size = layout.micro_batch_size
-        self._parts = None if size is None else MicroBatches(model, self._steps, size)
+        self._parts = None if size is None else MicroBatches(model, self._programs, size)
         self._split: frozenset[int] = frozenset()
         self._room_for_gathered = math.inf
         self._buffers: SnapshotBuffers | None = None
@@ -126,7 +126,7 @@ class JaxSession(Session):
         """Raise if the model cannot be on these devices."""
         _check_mode()
         _check_no_distribution()
-        self._steps.adopt()
+        self._programs.adopt()
         for variable in variables_of(self.model):
             if layout_of(variable) is not None or not holders_of(variable):
                 _check_layout(self.model, variable)
@@ -138,15 +138,17 @@ class JaxSession(Session):
         if not self._several:  # outside a step, each process has them whole
             for variable in variables_of(self.model):  # one by one: each old array is freed
                 if layout_of(variable) is None:
-                    variable.assign(self._steps.moved(variable.value, self._steps.home(variable)))
-        self._steps.start()
+                    variable.assign(
+                        self._programs.moved(variable.value, self._programs.home(variable))
+                    )
+        self._programs.start()
         if self.layout.is_sharded:
-            self._room_for_gathered = room_for_gathered(self._steps.devices)
+            self._room_for_gathered = room_for_gathered(self._programs.devices)
 
     def close(self) -> None:
         """Undo `open`, even if it failed halfway."""
         sync_to_variables(self.model)
-        self._steps.stop()
+        self._programs.stop()
         variables = variables_of(self.model)
         for variable in variables:
             holders_of(variable).discard(self)
@@ -175,13 +177,13 @@ class JaxSession(Session):
         for variable in variables:
             holders_of(variable).add(self)
         unshare_arrays(variables)
-        self._steps.adopt()
-        self._steps.hold(variables)
+        self._programs.adopt()
+        self._programs.hold(variables)
         others = self.model.non_trainable_variables if states else []
         self._split = frozenset(
             position
             for position, variable in enumerate(others)
-            if id(variable) in states and self._steps.divides(variable.shape[0])
+            if id(variable) in states and self._programs.divides(variable.shape[0])
         )
 
     def _held(self) -> list[Any]:
@@ -190,7 +192,7 @@ class JaxSession(Session):
     def home(self, variable: Any) -> Home:
         """Return where a variable of the model is."""
         shards = len(self.devices) if isinstance(variable, ShardedVariable) else 1
-        return Home(self._steps.home(variable), shards)
+        return Home(self._programs.home(variable), shards)
 
     def remarks(self) -> str:
         """Return the state that each device holds, and what keeps a step from being compiled."""
@@ -234,9 +236,9 @@ class JaxSession(Session):
             step, predict_step = self._parts.step(step), self._parts.step(predict_step)
         options = None
         if kind is TRAIN and self.layout.is_sharded:
-            options = compiler_options(model, self._steps.devices, self._room_for_gathered)
+            options = compiler_options(model, self._programs.devices, self._room_for_gathered)
         make: Any = functools.partial(
-            self._steps.compiled,
+            self._programs.compiled,
             trains=kind is TRAIN,
             complete=self._is_complete,
             options=options,
@@ -244,7 +246,7 @@ class JaxSession(Session):
         if not self.is_compiled():
             if self._several:
                 raise _no_program(model)
-            make = self._steps.eager
+            make = self._programs.eager
         times = model.steps_per_execution
         check_times(times)
         made: StepFunction = make(
@@ -344,7 +346,7 @@ class JaxSession(Session):
     def _calling(self, call: Callable[..., Any], guarded: Guard) -> Callable[..., Any]:
         @functools.wraps(call)
         def call_on_mesh(*args: Any, **kwargs: Any) -> Any:
-            return self._steps.call(call, args, kwargs)
+            return self._programs.call(call, args, kwargs)
 
         in_turn = guarded("call", call_on_mesh)
 
@@ -361,7 +363,7 @@ class JaxSession(Session):
         """Return an iterator over host batches."""
         iterator = (recorded_type(kind, MeshIterator) if recorded else MeshIterator)(**data)
         if self.is_compiled():
-            iterator.ahead = self._steps.ahead
+            iterator.ahead = self._programs.ahead
         return iterator
 
     def build(self, batches: Any, kind: Kind) -> None:

@@ -37,7 +37,7 @@ class _Sum:
         self.parts = self.sums = parts
 
 
-class Group:
+class RankGroup:
     """The ranks of one training.
 
     It is no default group of `torch.distributed`, so that nothing else in the process sees
@@ -263,7 +263,7 @@ def _copy_out_bytes(flat: Any, tensors: Sequence[Any]) -> None:
 
 
 @contextmanager
-def summed_gradients(group: Group, parameters: Sequence[Any]) -> Iterator[None]:
+def summed_gradients(group: RankGroup, parameters: Sequence[Any]) -> Iterator[None]:
     """Replace the gradients of a backward pass inside the context by their sums over all ranks.
 
     The gradients of the last layers come first. They are summed as soon as a bucket is full, while

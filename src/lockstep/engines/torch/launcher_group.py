@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lockstep.core.environment import Place
 from lockstep.core.status import phase
-from lockstep.engines.torch.group import Group
+from lockstep.engines.torch.group import RankGroup
 from lockstep.engines.torch.placement import make_current
 from lockstep.engines.torch.replica import random_state, set_random_state
 from lockstep.engines.torch.sharded_variables import is_sharded
@@ -37,7 +37,7 @@ _AT_EXIT = 10.0
 
 
 class TorchGroup:
-    """The processes of a launcher, and a store of process 0; see `processes.group.Group`.
+    """The processes of a launcher, and a store of process 0; see `processes.group.ProcessGroup`.
 
     Args:
         store: The store where the processes meet.
@@ -60,17 +60,17 @@ class TorchGroup:
         self._store = store
         self._local = local
         self._keys: set[str] = set()
-        self._ranks: Group | None = None
+        self._ranks: RankGroup | None = None
         self._broken = 0
         atexit.register(self._end)
 
     @property
-    def ranks(self) -> Group:
+    def ranks(self) -> RankGroup:
         """The collectives of the processes, made anew after a failure of any of them."""
         if self._ranks is None:
             store = dist.PrefixStore(f"lockstep/ranks/{self._broken}", self._store)
             most = timedelta(seconds=patience())
-            self._ranks = Group(
+            self._ranks = RankGroup(
                 store, self.rank, self.size, self.device, most=most, local=self._local
             )
         return self._ranks

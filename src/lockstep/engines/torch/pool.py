@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.core.own_code import is_own
-from lockstep.engines.torch.group import HOST, Group, PeerLost
+from lockstep.engines.torch.group import HOST, PeerLost, RankGroup
 from lockstep.engines.torch.placement import torch_device_of
 from lockstep.errors import WorkerDied
 from lockstep.processes.sent_error import load_error
@@ -149,7 +149,7 @@ class Pool:
         self._files: list[int] = []
         self._workers: list[_Worker] = []
         self._watch: WorkerWatch | None = None
-        self._group: Group | None = None
+        self._group: RankGroup | None = None
         _running.add(self)
         try:
             self._start()
@@ -181,10 +181,10 @@ class Pool:
             for worker in self._workers:
                 worker.send(pickle.dumps(store.port))
             self._store = store
-            self._group = Group(store, 0, size, torch_device_of(self._devices[0]))
+            self._group = RankGroup(store, 0, size, torch_device_of(self._devices[0]))
 
     @property
-    def group(self) -> Group:
+    def group(self) -> RankGroup:
         """The ranks of this pool."""
         assert self._group is not None, "the constructor makes it"
         return self._group
@@ -219,7 +219,7 @@ class Pool:
             worker.send(data)
 
     def compare_exchanges(self, compared: bool) -> None:
-        """Let every rank compare what it exchanges from now on, or no longer; see `Group`."""
+        """Let every rank compare what it exchanges from now on, or no longer; see `RankGroup`."""
         self.send("exchanges", compared)
         self.group.compares = compared
 

@@ -11,7 +11,7 @@ from lockstep.core.state import rnn_states
 from lockstep.engines.replicas.first_step import Recording, Sketches
 from lockstep.engines.torch.first_step import recorded_step, sketched
 from lockstep.engines.torch.generators import set_state
-from lockstep.engines.torch.group import Group, PeerLost
+from lockstep.engines.torch.group import PeerLost, RankGroup
 from lockstep.engines.torch.layers import Plan
 from lockstep.engines.torch.loss_sharding import LossSharding
 from lockstep.engines.torch.placement import Undo, copies_on
@@ -64,7 +64,7 @@ class Rank:
         self.model = model
         self.device = device
         self.shards = shards
-        self.group: Group | None = None
+        self.group: RankGroup | None = None
         self.streams = RandomStreams()
         self.draws_together = False
         self.tensors: list[Any] = []
@@ -223,7 +223,7 @@ class Rank:
             x = copies_on(self.device, x)  # code of the user's own is given them
         return x, y, sample_weight
 
-    def _connected(self) -> Group:
+    def _connected(self) -> RankGroup:
         assert self.group is not None, "the ranks are connected"
         return self.group
 

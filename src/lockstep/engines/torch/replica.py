@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from lockstep.core.devices import shard_rows
-from lockstep.engines.torch.group import Group, summed_gradients
+from lockstep.engines.torch.group import RankGroup, summed_gradients
 from lockstep.engines.torch.sharded_variables import Shards
 from lockstep.errors import UnsupportedModel, counted
 
@@ -169,7 +169,7 @@ class Replica:
 
     def __init__(
         self,
-        group: Group,
+        group: RankGroup,
         rows: int,
         streams: RandomStreams,
         device: torch.device,
@@ -291,7 +291,7 @@ class Replica:
             self.metrics_have_drawn = not all(map(_is_same, before, random_state()))
 
     def check(self) -> None:
-        """Return when the other replicas have sent what this one asked for; see `Group`."""
+        """Return when the other replicas have sent what this one asked for; see `RankGroup`."""
         self.group.check()
 
 
@@ -300,7 +300,7 @@ _shards = lru_cache(shard_rows)
 
 class _Each(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, value: Any, group: Group) -> Any:
+    def forward(ctx: Any, value: Any, group: RankGroup) -> Any:
         ctx.group = group
         return group.gather(value[None], (1,) * group.size)
 
@@ -311,7 +311,7 @@ class _Each(torch.autograd.Function):  # type: ignore[misc]
 
 class _Sum(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, value: Any, group: Group) -> Any:
+    def forward(ctx: Any, value: Any, group: RankGroup) -> Any:
         ctx.group = group
         return group.sum(value)
 

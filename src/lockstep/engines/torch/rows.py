@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import torch
 
-from lockstep.engines.torch.group import Group, buckets_of
+from lockstep.engines.torch.group import RankGroup, buckets_of
 from lockstep.engines.torch.replica import Replica
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import get_keras_mask, set_keras_mask
@@ -320,7 +320,7 @@ class _Used(torch.autograd.Function):  # type: ignore[misc]
     """Replicated tensors, as every replica uses them: their gradients are summed at a time."""
 
     @staticmethod
-    def forward(ctx: Any, group: Group, *values: Any) -> Any:
+    def forward(ctx: Any, group: RankGroup, *values: Any) -> Any:
         ctx.group = group
         ctx.set_materialize_grads(False)  # a layer may use some of the weights
         return tuple(value.view_as(value) for value in values)
@@ -336,7 +336,7 @@ class _Summed(torch.autograd.Function):  # type: ignore[misc]
     """The replicated sums of tensors of each replica."""
 
     @staticmethod
-    def forward(ctx: Any, group: Group, *own: Any) -> Any:
+    def forward(ctx: Any, group: RankGroup, *own: Any) -> Any:
         ctx.group = group
         ctx.set_materialize_grads(False)
         running = [group.start_sum([each.clone() for each in bucket]) for bucket in buckets_of(own)]
@@ -353,7 +353,7 @@ class _SameOnAll(torch.autograd.Function):  # type: ignore[misc]
     """A scalar that does not depend on rows: every replica has computed the same."""
 
     @staticmethod
-    def forward(ctx: Any, own: Any, group: Group) -> Any:
+    def forward(ctx: Any, own: Any, group: RankGroup) -> Any:
         ctx.group = group
         return own.view_as(own)
 

@@ -22,7 +22,7 @@ from lockstep.core.branch_homes import owners_of_slots
 from lockstep.core.devices import is_large
 from lockstep.core.state import item_bytes, optimizers_of, rnn_states, unique, variables_of
 from lockstep.engines.torch.gathered_values import GatheredValues, backward_of_own
-from lockstep.engines.torch.group import Group
+from lockstep.engines.torch.group import RankGroup
 from lockstep.engines.torch.placement import computes
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
@@ -65,7 +65,7 @@ class Shards:
 
     def __init__(self, remote: Remote | None = None, host: Any = None) -> None:
         self.variables: list[ShardedVariable] = []
-        self.group: Group | None = None
+        self.group: RankGroup | None = None
         self.remote = remote
         self.is_updating = False
         self.host = host

@@ -23,7 +23,7 @@ from lockstep.engines.replicas.first_step import watched
 from lockstep.engines.replicas.object_states import ObjectStates, held_in_words
 from lockstep.engines.rowwise import call_refused, is_in_float8
 from lockstep.engines.torch.code_state import is_plain_object
-from lockstep.engines.torch.group import Group
+from lockstep.engines.torch.group import RankGroup
 from lockstep.engines.torch.layers import Plan, copied_states
 from lockstep.engines.torch.model_copy import copy_of
 from lockstep.engines.torch.model_pickle import dump
@@ -84,7 +84,7 @@ class WholeBatchSteps:
         self,
         kind: str,
         data: Any,
-        group: Group,
+        group: RankGroup,
         streams: RandomStreams,
         device: torch.device,
         *,
@@ -243,7 +243,7 @@ class WholeBatchSteps:
             )
         return replica.outputs(own, layer)
 
-    def _weights(self, layer: Any, group: Group) -> tuple[list[Any], list[Any]]:
+    def _weights(self, layer: Any, group: RankGroup) -> tuple[list[Any], list[Any]]:
         """Return the trained variables of the model, and what a shared call uses as their values.
 
         The gradients of a layer's own weights are summed at a time, for all its calls until the

@@ -90,7 +90,7 @@ class _Worker:
         import torch.distributed as dist
 
         from lockstep.engines.torch.code_state import SetCode
-        from lockstep.engines.torch.group import HOST, Group
+        from lockstep.engines.torch.group import HOST, RankGroup
         from lockstep.engines.torch.placement import make_current, torch_device_of
         from lockstep.engines.torch.pool import BatchMemory
 
@@ -104,7 +104,7 @@ class _Worker:
         self._answer("ready", None)
         port = pickle.loads(rank_0.recv_bytes())
         store = dist.TCPStore(HOST, port, size, is_master=False)
-        self._group = Group(store, rank, size, self._device)
+        self._group = RankGroup(store, rank, size, self._device)
 
     def _answer(self, name: str, content: Any) -> None:
         self._rank_0.send_bytes(pickle.dumps((name, content, "")))

@@ -18,13 +18,13 @@ from lockstep.core.state import variables_of
 from lockstep.core.step_bytes import LayoutBytes
 from lockstep.engines.jax.steps.gather_again import ONE_BY_ONE, gathering_again
 from lockstep.engines.jax.steps.padded import PaddedArray
+from lockstep.engines.jax.steps.programs import Programs
 from lockstep.engines.jax.steps.state_layout import (
     Replicated,
     Sharded,
     drop_shards,
     hold_in_shards,
 )
-from lockstep.engines.jax.steps.steps import Steps
 from lockstep.engines.jax.variable_sync import GROUPS, group_of
 from lockstep.errors import UnsupportedBackend
 from lockstep.keras_compat import store_value, stored_value
@@ -69,7 +69,7 @@ def compiled_bytes(
         target_config=_text(gpu),
     )
     is_sharded = layout.state == SHARDED
-    steps = Steps(list(topology.devices), partial(Sharded, model) if is_sharded else Replicated)
+    steps = Programs(list(topology.devices), partial(Sharded, model) if is_sharded else Replicated)
     config: Any = jax.config
     cached = config.jax_enable_compilation_cache
     config.update("jax_enable_compilation_cache", False)  # it holds programs for this machine
@@ -109,7 +109,7 @@ def _folders_of(package: str) -> list[str]:
     return list(found.submodule_search_locations or ()) if found else []
 
 
-def _lowered(model: Any, batch: Any, steps: Steps) -> Any:
+def _lowered(model: Any, batch: Any, steps: Programs) -> Any:
     many = len(steps.devices) > 1
 
     def placed(leaf: Any) -> Any:
@@ -136,7 +136,7 @@ def _gathering(model: Any, *, again: bool) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def _in_shards(model: Any, steps: Steps) -> Any:
+def _in_shards(model: Any, steps: Programs) -> Any:
     """Let the layers of a model gather variables inside the context, as in a fit."""
     steps.adopt()
     before = []

@@ -22,15 +22,15 @@ from lockstep.engines.jax.branches.program_cut import (
 )
 from lockstep.engines.jax.branches.staged_program import StagedProgram
 from lockstep.engines.jax.steps.execution import Program, State, StepFunction, uninterrupted
+from lockstep.engines.jax.steps.programs import Programs
 from lockstep.engines.jax.steps.state_layout import layouts_of_state
-from lockstep.engines.jax.steps.steps import Steps
 from lockstep.errors import SerialBranchesWarning, UnsupportedModel
 from lockstep.keras_compat import BUILD, in_stateless_scope, is_built, values_replaced
 from lockstep.training.arrays import host_array
 
 
-class BranchSteps(Steps):
-    """Turn Keras's steps into programs in stages; see `Steps`.
+class BranchPrograms(Programs):
+    """Turn Keras's steps into programs in stages; see `Programs`.
 
     Every variable is on the device of its layer, an optimizer slot on the device of its variable,
     and all others on the device of the first output.
@@ -82,7 +82,7 @@ class BranchSteps(Steps):
         complete: Callable[[], bool] = lambda: True,
         options: dict[str, str] | None = None,
     ) -> StepFunction:
-        """Return a step function whose program runs in stages; see `Steps.compiled`."""
+        """Return a step function whose program runs in stages; see `Programs.compiled`."""
         programs: dict[Any, tuple[StagedProgram, Any]] = {}
 
         def run(state: State, batch: Any) -> tuple[Any, Any]:

@@ -65,7 +65,7 @@ _DELETED = (
 )
 
 
-class Steps:
+class Programs:
     """Turn Keras's steps into step functions over one mesh.
 
     Attributes:
@@ -357,7 +357,7 @@ class Steps:
 
 
 class CompiledStep:
-    """One step of a model as a program, and what is known of it; see `Steps.compiled`.
+    """One step of a model as a program, and what is known of it; see `Programs.compiled`.
 
     Attributes:
         run: The program for one batch, from a state with all groups to one with all.
@@ -366,7 +366,7 @@ class CompiledStep:
 
     def __init__(
         self,
-        steps: Steps,
+        steps: Programs,
         step: Program,
         split: Callable[[], frozenset[int]],
         per_row_outputs: bool,
@@ -374,7 +374,7 @@ class CompiledStep:
         complete: Callable[[], bool],
         options: dict[str, str] | None,
     ) -> None:
-        self._steps, self._step, self._split = steps, step, split
+        self._programs, self._step, self._split = steps, step, split
         self._trains, self._complete, self._by_rows = trains, complete, per_row_outputs
         # No process could read outputs that are sharded over several processes.
         self.stay_split = per_row_outputs and steps._replicas > 1 and not steps._several
@@ -395,15 +395,17 @@ class CompiledStep:
     def program(self, state: State, batch: Any) -> tuple[Any, Any]:
         """Run the step on tracers, and return the outputs and the groups that are returned."""
         after: Any
-        outputs, after = self._step(state, self._steps._true_rows(batch))
+        outputs, after = self._step(state, self._programs._true_rows(batch))
         # `after` may be larger than `state`: the first step after `compile` builds metrics.
-        layouts = self._steps._layouts(after, self._split())
+        layouts = self._programs._layouts(after, self._split())
         if self._trains:
             after = tuple(map(_laid_out, after, layouts))
         else:
             positions = changed_groups(state, after)
             after = {n: _laid_out(after[n], layouts[n]) for n in positions}
-        return (self._steps._split_outputs(outputs, batch) if self.stay_split else outputs), after
+        return (
+            self._programs._split_outputs(outputs, batch) if self.stay_split else outputs
+        ), after
 
     def check(self, program: Program, state: State, batch: Any) -> Any:
         """Check a program before its first batch of a shape; see `StepFunction.check_program`."""
@@ -412,7 +414,7 @@ class CompiledStep:
             STATUS_OF_PROCESS.compiles = True
             compiled = self._one if program is self.run else self._many
             traced = compiled.trace(state, batch)
-            if self._steps._several:
+            if self._programs._several:
                 program_fingerprint.check_same(traced)
             self._is_whole[known] = self._is_unsplittable(compiled, traced, state, batch)
         return undivided(batch) if self._is_whole[known] else batch
@@ -430,15 +432,15 @@ class CompiledStep:
         if unknown and not (self._ran_alone or self._by_rows or self._complete()):
             self._ran_alone = True  # once: custom metrics may never count as built
             return None
-        placed = self._steps._shard_stacked(stacked(batches))
+        placed = self._programs._shard_stacked(stacked(batches))
         if unknown:
-            platform = self._steps.platform
+            platform = self._programs.platform
             self._is_worth_it = is_worth_it(lambda: self._many.trace(state, placed), platform)
         return (self._run_many, placed) if self._is_worth_it else None
 
     def _is_unsplittable(self, program: Any, traced: Any, state: State, batch: Any) -> bool:
         """Return whether every device needs the whole batch, and warn if so."""
-        replicas = self._steps._replicas
+        replicas = self._programs._replicas
         why = why_whole(
             traced.jaxpr.jaxpr,
             {rows for rows, *_ in shapes_of(batch)},

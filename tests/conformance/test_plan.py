@@ -13,9 +13,9 @@ import pytest
 from keras import layers
 
 import lockstep
-from lockstep import keras_compat
 from lockstep.core.state import metric_variables
 from lockstep.engines.jax.steps.programs import Programs
+from lockstep.keras_compat import variables as of_variables
 from tests.conformance.zoo import OPTIMIZERS, ZOO
 from tests.tiers import rest
 
@@ -90,7 +90,7 @@ def zoo(name, optimizer):
 def test_planned_bytes_are_those_that_are_allocated(name, devices, state, monkeypatch):
     """Small variables count as large ones, so that these models have shards."""
     monkeypatch.setattr(sys.modules["lockstep.core.devices"], "SHARDED_FROM", 64)
-    monkeypatch.setattr(keras_compat, "_LARGE", 8)
+    monkeypatch.setattr(of_variables, "_LARGE", 8)
     build = zoo(name, "adamw" if devices % 2 else "sgd")
     found = planned(build, devices, state, 21)
     assert found == allocated(build, devices, state, 21, monkeypatch)

@@ -6,7 +6,7 @@ import pytest
 from keras import layers
 
 import lockstep
-from lockstep.engines.jax.steps import steps
+from lockstep.engines.jax.steps import programs
 from tests.conformance import common
 from tests.conformance.common import assert_same, weights
 from tests.conformance.side_by_side import BATCH, assert_same_runs, both, held_out, smooth, train
@@ -19,13 +19,13 @@ STEPS = 7  # of an epoch of `train`
 def together(monkeypatch):
     """How many steps each program for several steps had."""
     counted = []
-    stacked = steps.stacked
+    stacked = programs.stacked
 
     def counting(batches):
         counted.append(len(batches))
         return stacked(batches)
 
-    monkeypatch.setattr(steps, "stacked", counting)
+    monkeypatch.setattr(programs, "stacked", counting)
     return counted
 
 
@@ -195,8 +195,8 @@ def test_batches_that_are_not_stacked_are_drawn_one_by_one(most, ahead, monkeypa
     notes = []
     monkeypatch.setattr(scan, "MOST_BYTES", most)
     name = "_shard_stacked" if most > 100 else "_shard"
-    shard = getattr(steps.Steps, name)
-    monkeypatch.setattr(steps.Steps, name, running)
+    shard = getattr(programs.Programs, name)
+    monkeypatch.setattr(programs.Programs, name, running)
     made = lockstep.distribute(at_once(smooth(), 7), 2)
     made.fit(source(), steps_per_epoch=7, shuffle=False, verbose=0)
     drawn = [notes[:place].count("drawn") for place, what in enumerate(notes) if what == "runs"]

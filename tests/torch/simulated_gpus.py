@@ -27,7 +27,7 @@ def simulated_gpus(count=3):
     """
     from lockstep.engines.torch import devices
     from lockstep.engines.torch.branches import branch_session
-    from lockstep.keras_compat import _torch_core
+    from lockstep.keras_compat.calls import _torch_core
 
     found = tuple(Device(f"gpu:{number}", "simulated") for number in range(count))
     core, generator = _torch_core(), torch.Generator

@@ -140,6 +140,8 @@ MIXING = {  # of rows of 6 numbers
     "number as a column": lambda x: (x @ np.ones((6, 64), "float32") * np.arange(64.0))[
         numbers(x), numbers(x)
     ],
+    "repeated weights": lambda x: x + jnp.repeat(WEIGHTS[0], count(x)).reshape(count(x), 6),
+    "tiled weights, turned": lambda x: x + jnp.tile(WEIGHTS[0], count(x)).reshape(6, count(x)).T,
     "two rows": lambda x: jnp.concatenate([x, 2 * x])[jnp.arange(2 * count(x)).reshape(-1, 2)].sum(
         1
     ),
@@ -237,6 +239,10 @@ BY_ROWS = {  # of rows of 4 x 6 numbers
     "own slices": own_slices,
     "last step": last_step,
     "last step set": lambda x: x.at[numbers(x), jnp.argmax(x[..., 0], -1)].set(1.0),
+    "repeated weights, turned": lambda x: (
+        x + jnp.repeat(WEIGHTS[0], count(x)).reshape(6, count(x)).T[:, None]
+    ),
+    "tiled weights": lambda x: x + jnp.tile(WEIGHTS[0], count(x)).reshape(count(x), 1, 6),
     "repeated": lambda x: jnp.repeat(x, 3, 0).reshape(-1, 3, *x.shape[1:]).sum(1),
     "tiled": lambda x: jnp.tile(x, (3, 1, 1)).reshape(3, *x.shape).sum(0),
     "gradient by row": lambda x: jax.vmap(jax.grad(lambda row: (row**3).sum() ** 2))(x),

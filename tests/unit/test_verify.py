@@ -21,10 +21,10 @@ from keras import layers
 from rich.console import Console
 
 import lockstep
-from lockstep import keras_compat
 from lockstep.attach.attachment import session_of
 from lockstep.cli import main
 from lockstep.errors import DeviceError, TargetNotFound, UnsupportedBackend, UnusableData
+from lockstep.keras_compat import double_precision
 from lockstep.tools.targets import model_and_data
 from lockstep.tools.verify import comparison, float64
 from lockstep.tools.verify.verification import Difference, Verification
@@ -857,5 +857,5 @@ def test_the_attention_of_float64_is_that_of_keras(causal):
     for options in ({}, given, {"scale": 0.3}):
         options["is_causal"] = causal
         theirs = keras.ops.dot_product_attention(query, key, value, **options)
-        ours = keras_compat._attention(query, key, value, **options)
+        ours = double_precision._attention(query, key, value, **options)
         np.testing.assert_allclose(ours, theirs, atol=1e-5)

@@ -98,7 +98,10 @@ def _reshape(operation: Operation) -> Label:
         outside = outer * prod(old[: label.dim])
         inside, rest = divmod(size * prod(old[label.dim + 1 :]), outer)
         if not rest and before and after and not outside % before and not inside % after:
-            return replace(label, dim=dim, outer=outside // before, each=inside // after)
+            made = replace(label, dim=dim, outer=outside // before, each=inside // after)
+            alone = not (before % prod(old[: label.dim]) or after % prod(old[label.dim + 1 :]))
+            # Entries that were equal along their dim differ along other dims that joined it.
+            return made if label.content != UNIFORM or alone else replace(made, content=DATA)
     raise RowsMeet(CUTS)
 
 

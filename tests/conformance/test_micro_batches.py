@@ -240,6 +240,46 @@ def test_release_undoes_it():
     assert_same(weights(made), weights(one), atol=1e-6)
 
 
+class Noisy(keras.losses.Loss):
+    """A loss that draws, and reads a metric of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.seeds, self.seen = keras.random.SeedGenerator(3), None
+
+    def call(self, y, found):
+        noise = keras.random.normal(ops.shape(y), seed=self.seeds)
+        return ops.mean((y + noise - found) ** 2, -1) * (1 + self.seen.result())
+
+
+class Counted(keras.Sequential):
+    """The loss of an epoch is a metric that the loss of a batch reads."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.noisy, self.seen = Noisy(), keras.metrics.Mean(name="seen")
+        self.seeds, self.noisy.seen = self.noisy.seeds, self.seen
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        self.seen.update_state(y_pred)
+        return super().compute_metrics(x, y, y_pred, sample_weight)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_loss_that_draws_and_reads_a_metric_sees_all_rows(devices):
+    found = []
+    for size in (None, 2):
+        keras.utils.set_random_seed(1)
+        made = Counted([keras.Input((4,)), layers.Dense(2)])
+        made.compile("sgd", made.noisy)
+        if size is not None:
+            lockstep.distribute(made, devices, micro_batch_size=size)
+        history = fit(made, epochs=2)
+        found.append((history.history["loss"], weights(made), np.array(made.seeds.state)))
+    for one, parts in zip(*found, strict=True):
+        assert_same(one, parts, atol=1e-6)
+
+
 def test_another_size_takes_the_place_of_the_first(capsys):
     made = lockstep.distribute(chain(), 2, micro_batch_size=1)
     fit(made)

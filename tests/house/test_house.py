@@ -351,6 +351,13 @@ def test_a_file_is_one_idea():
     assert len([path for path in FILES if path.parent == SOURCE]) <= 8
 
 
+def test_each_file_that_the_architecture_names_exists():
+    text = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", text))
+    assert len(named) > 80
+    assert not [name for name in named if not (SOURCE / name).exists()]
+
+
 def test_file_names_are_unique_but_those_that_engines_share():
     names = {}
     for path in FILES:

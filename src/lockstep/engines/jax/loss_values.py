@@ -3,6 +3,7 @@
 A loss of Keras has one value for each row, and then Keras reduces those of all rows. Where a part
 computes the values, nothing reads the outputs of all rows, and XLA leaves them out: the logits of a
 language model are larger than its activations. The row trace proves that the values are by rows.
+Code of the user's may draw random numbers, or read and change variables: it sees all rows at once.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from lockstep.keras_compat import (
     compiled_loss,
     compiled_metrics,
     get_keras_mask,
+    is_code_of_keras,
     set_keras_mask,
     single_losses,
 )
@@ -63,8 +65,8 @@ class LossValues:
     def __init__(self, model: Any, targets: Any, *, is_differentiated: bool) -> None:
         self._model, self.targets = model, targets
         self._is_differentiated = is_differentiated
-        self._losses = losses_by_rows(model)
-        self._metrics = metrics_by_rows(model)
+        self._losses = [each for each in losses_by_rows(model) if _is_of_keras(each, "fn")]
+        self._metrics = _metrics_of_keras(model)
         self._owners: tuple[list[int], list[int]] = [], []
         self._values: tuple[list[Any], list[Any]] = [], []
 
@@ -183,10 +185,20 @@ def given_to_metrics(model: Any, given: OutputsWithValues) -> Iterator[None]:
         own = [value for owner, value in pairs if owner == number]
         return lambda *args, **kwargs: own.pop(0) if own else function(*args, **kwargs)
 
-    metrics = metrics_by_rows(model)
-    changes = _changes_of_metrics(model, metrics, change)
+    changes = _changes_of_metrics(model, _metrics_of_keras(model), change)
     with patched([each for each in changes if each[1] == METRIC_FUNCTION]):
         yield
+
+
+def _metrics_of_keras(model: Any) -> list[Any]:
+    return [each for each in metrics_by_rows(model) if _is_of_keras(each, METRIC_FUNCTION)]
+
+
+def _is_of_keras(owner: Any, name: str) -> bool:
+    """Return whether a loss or metric, and the function under this name, are Keras's own code."""
+    function = getattr(owner, name, None)
+    own = is_code_of_keras(owner.__call__) and type(owner).__module__.startswith("keras.")
+    return own and (function is None or is_code_of_keras(function))
 
 
 def _changes_of_metrics(

@@ -438,6 +438,21 @@ def lockstep_attached(made):
     return "_lockstep" in vars(made)
 
 
+def test_the_data_may_end_within_a_step_function_that_somebody_has_put_around():
+    """The end was taken for that of what keeps the state, and every weight was lost."""
+    x, y = common.data(3 * BATCH)
+    found = []
+    for devices in (None, 2):
+        made = smooth()
+        if devices:
+            lockstep.distribute(made, devices)
+        plain = made.make_train_function()
+        made.train_function = lambda state, iterator, plain=plain: plain(state, iterator)
+        rows = (part for part in zip(np.split(x, 3), np.split(y, 3), strict=True))
+        found.append((made.fit(rows, shuffle=False, verbose=0).history, weights(made)))
+    assert_same(*found)
+
+
 def test_moving_a_model_says_its_line_once(capsys):
     made = smooth()
     for devices in (2, 4, 1):

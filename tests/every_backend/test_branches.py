@@ -64,11 +64,13 @@ def _products_of_pytorch(gpus, model, x):
 
 
 def _products_of_stages(monkeypatch):
-    from lockstep.engines.jax.branches import branch_steps
+    from lockstep.engines.jax.branches import branch_programs
 
     cuts = []
-    cut = branch_steps.cut
-    monkeypatch.setattr(branch_steps, "cut", lambda *a: cuts.append((a[1], cut(*a))) or cuts[-1][1])
+    cut = branch_programs.cut
+    monkeypatch.setattr(
+        branch_programs, "cut", lambda *a: cuts.append((a[1], cut(*a))) or cuts[-1][1]
+    )
 
     def count(model, x):
         cuts.clear()

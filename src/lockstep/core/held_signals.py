@@ -31,8 +31,8 @@ class HeldSignals:
     Handlers installed inside the context are not held back. In other threads than the main thread,
     Python runs no handlers, and this class changes nothing.
 
-    A subclass says when a signal may interrupt, and what has to be done at the end. Used as it
-    is, the class holds every signal back.
+    A subclass defines when a signal may interrupt (`may_interrupt`), and what runs at the end
+    (`finish`). Used as it is, the class holds every signal back.
     """
 
     def __init__(self) -> None:
@@ -109,13 +109,18 @@ class HeldSignals:
                 signal.signal(number, self._note)
 
     def _restore(self) -> None:
+        ended = {id(self)}
         for number, before in self._before.items():
-            if signal.getsignal(number) == self._note:  # else the script has replaced it
+            holder = getattr(signal.getsignal(number), "__self__", None)
+            while isinstance(holder, HeldSignals) and holder is not self:
+                ended.add(id(holder))  # a debugger has left its context without `__exit__`
+                holder = getattr(holder._before.get(number), "__self__", None)
+            if holder is self:  # else the script has replaced the handler
                 signal.signal(number, before)
         # If a script restores this handler later, the handler calls the one before it.
         self._process = -1
-        mine = [(number, frame) for who, number, frame in held if who is self]
-        held[:] = [each for each in held if each[0] is not self]
+        mine = [(number, frame) for who, number, frame in held if id(who) in ended]
+        held[:] = [each for each in held if id(each[0]) not in ended]
         self._handle_each(mine)
 
     def _handle_each(self, signals: list[tuple[int, FrameType | None]]) -> None:

@@ -2,7 +2,7 @@
 
 A device runs at most `micro_batch_size` rows through the layers at once. The loss, the metrics and
 the optimizer see the whole batch. This file has the texts of the refusals, without a framework; the
-sizes of the parts are in `lockstep.devices.micro_batches`.
+sizes of the parts are in `lockstep.core.devices.micro_batches`.
 """
 
 from typing import Any

@@ -226,7 +226,7 @@ def _proof(call: Call, trainable: Any, others: Any, parts: RowParts, size: int) 
         UnsupportedModel: If it does not, or is not known to.
     """
     model = call.model
-    _check(call, size)
+    _check(call)
     made: dict[int, _Made] = {}
 
     def function(trainable: Any, others: Any, arrays: Any, rest: Any) -> Any:
@@ -298,7 +298,7 @@ def _rule(term: Any) -> str:
     return "mean" if term.is_mean else "sum"
 
 
-def _check(call: Call, size: int) -> None:
+def _check(call: Call) -> None:
     """Raise if a model cannot have parts of its rows, whatever its code is."""
     model = call.model
     for layer in stateful_layers(model):

@@ -167,7 +167,7 @@ def _client() -> Any:
 def check_started() -> None:
     """Warn if MPICH started several processes and JAX knows of one: each trains alone.
 
-    `launch/environment.py` knows the launchers that say which process of how many this one is.
+    `core/environment.py` has the launchers that tell a process its rank and their number.
     """
     asked = os.environ.get("PMI_SIZE", "")
     if GROUP.size == 1 and asked.isdecimal() and int(asked) > 1:

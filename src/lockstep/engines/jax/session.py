@@ -267,9 +267,10 @@ class JaxSession(Session):
 
     def call(self, name: str) -> AbstractContextManager[object]:
         """Run a method of the model inside the context; the variables have values at its end."""
-        if name == "fit":
-            self._buffers = None
-        return ModelCall(self.model)
+        return ModelCall(self.model, self._drop_buffers)
+
+    def _drop_buffers(self) -> None:
+        self._buffers = None
 
     def methods(self, methods: Methods, guarded: Guard) -> Methods:
         """Return the methods of all engines, and those that move the state of a loop."""

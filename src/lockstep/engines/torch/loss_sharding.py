@@ -1,8 +1,8 @@
 """Losses and metrics that each replica computes on its own rows; see `rows_of_losses`.
 
-Keras's code of a step is given `Rows`. A loss or metric of Keras
-that works row by row takes the rows of this replica from them. Anything else gathers the rows of
-all replicas first. So an output that nothing uses whole is never gathered.
+Keras's code of a step is given `Rows` (`rows.py`). A loss or metric of Keras that works row by row
+takes the rows of this replica from them. Anything else gathers the rows of all replicas first. So
+an output that nothing uses whole is never gathered.
 """
 
 import math

@@ -48,7 +48,7 @@ Call = Callable[..., Any]
 
 _SENT = (torch.Tensor, keras.Variable, bool, int, float, str, type(None))
 _KEPT = 100_000
-"""The number of attributes whose proofs are kept."""
+"""Proofs are dropped once their keys have more attributes than this."""
 
 _PLAIN = (bool, int, float, str, type(None), FunctionType)
 
@@ -325,7 +325,9 @@ class _SharedCall(Replica):
                 )
             return made[id(own)]
 
-        return keras.tree.map_structure(output, outputs)
+        result = keras.tree.map_structure(output, outputs)
+        self._inputs = []  # a step has many calls: activations live no longer than on one device
+        return result
 
 
 # ---------------------------------------------------------------- helpers

@@ -117,7 +117,7 @@ class _Worker:
     def _call(self, key: int, method: str, arguments: tuple[Any, ...], batch: Any) -> None:
         """Call a method of the rank of a model, as rank 0 does.
 
-        The context of its autocast may be another one, which has no casts yet.
+        The casts of autocast are cleared first: the caller may have entered a new context.
         """
         import torch
 

@@ -81,6 +81,8 @@ class LiveState:
         """
         kept = self._kept
         kept.extend(map(program, (kept[-1][1],), (batch,)))
+        if len(kept) == 1:  # the program has no batch, and `extend` takes that as its own end
+            raise StopIteration
         del kept[0]
         STATUS_OF_PROCESS.stepped()
         if held:
@@ -219,11 +221,16 @@ class ModelCall(HeldSignals):
     """Run a method of a model inside the context; the variables have values at its end.
 
     It may be a method of the user's own, which ends in Keras's loops.
+
+    Args:
+        model: The model.
+        end: Called at the end.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, end: Callable[[], object] = lambda: None) -> None:
         super().__init__()
         self._model = model
+        self._end_of_call = end
 
     def may_interrupt(self) -> bool:
         """Return whether every value of the model is in its variables or in its state."""
@@ -238,6 +245,7 @@ class ModelCall(HeldSignals):
         """Put the values back into the variables, and forget the state."""
         self._model.jax_state_sync()
         vars(self._model)[JAX_STATE] = None
+        self._end_of_call()
 
 
 def take_out(model: Any, purge_model_variables: bool = False, **groups: bool) -> State:

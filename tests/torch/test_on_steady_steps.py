@@ -99,7 +99,9 @@ def test_a_steady_step_touches_and_exchanges_no_more_than_before(name, counted):
 
     def profile(frame, event, argument):
         if event == "call" and frame.f_code.co_filename.startswith(SOURCE):
-            files.add(frame.f_code.co_filename)
+            name = frame.f_code.co_filename.removeprefix(SOURCE)
+            # What is private in Keras counts once, in whatever file it is.
+            files.add("/keras_compat" if name.startswith("/keras_compat/") else name)
 
     function = model.train_function
     batches = []

@@ -187,10 +187,6 @@ def main() -> None:
     output.write_text(json.dumps(found))
 
 
-if __name__ == "__main__":
-    main()
-
-
 def _profiled(backend: str, *, devices: bool) -> AbstractContextManager[Any]:
     """Measure compilation inside the context, and the work of the devices if asked.
 
@@ -210,3 +206,7 @@ def _of_each(steps: int, seconds: float | None) -> float | None:
 def _not_compiled(model: Any) -> str:
     """Return what keeps a step from being compiled on JAX, unless the user asked for that."""
     return not_compiled_words([] if model.run_eagerly else layers_not_compiled(model))
+
+
+if __name__ == "__main__":
+    main()

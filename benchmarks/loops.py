@@ -78,6 +78,37 @@ def by_hand(model: keras.Model, x: np.ndarray, y: np.ndarray, devices: int = 1) 
     return epoch
 
 
+def barest_by_hand(model: keras.Model, x: np.ndarray, y: np.ndarray, devices: int = 1) -> Run:
+    """One epoch of the shortest loop: it updates weights, and knows no loss and no metric."""
+    import jax
+
+    everywhere, by_rows = layouts(devices)
+    optimizer, loss_function = model.optimizer, model.loss
+    optimizer.build(model.trainable_variables)
+
+    def loss_of(trainable: Any, non_trainable: Any, x: Any, y: Any) -> Any:
+        y_pred, non_trainable = model.stateless_call(trainable, non_trainable, x, training=True)
+        return loss_function(y, y_pred), non_trainable
+
+    def step(trainable: Any, non_trainable: Any, slots: Any, x: Any, y: Any) -> Any:
+        gradients, non_trainable = jax.grad(loss_of, has_aux=True)(trainable, non_trainable, x, y)
+        trainable, slots = optimizer.stateless_apply(slots, gradients, trainable)
+        return trainable, non_trainable, slots
+
+    run = _over(by_rows, 2, jax.jit(step, donate_argnums=(0, 1, 2), out_shardings=everywhere))
+    variables = (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
+    kept = [jax.device_put(_copies(*variables), everywhere)]
+
+    def epoch() -> None:
+        order = np.random.permutation(len(x))
+        for start in range(0, len(x), BATCH):
+            rows = order[start : start + BATCH]
+            kept[0] = run(*kept[0], x[rows], y[rows])
+        jax.block_until_ready(kept[0])
+
+    return epoch
+
+
 def evaluated_by_hand(model: keras.Model, x: np.ndarray, y: np.ndarray, devices: int = 1) -> Run:
     """One evaluation by a jitted loop, with the same metrics."""
     import jax

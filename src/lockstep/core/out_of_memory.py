@@ -48,6 +48,7 @@ def note_of(engine: Engine, session: Session, name: str, given: Given) -> str:
         held = sharded
     rows = batch_size_of(given) if "on_batch" not in name else None
     tries = ["batches of fewer rows" if rows is None else f"batch_size={max(1, rows // 2)}"]
+    # The other engines run all rows of a device at once.
     if engine.name == "jax" and (size := _micro_batch(session, rows)):
         tries.insert(0, f"micro_batch_size={size} in distribute, which keeps the numbers")
     if sharded is not None and sharded.held < held.held:

@@ -6,7 +6,7 @@ on the global batch.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
@@ -18,7 +18,6 @@ from lockstep.core import micro_batches as refused
 from lockstep.core.devices import micro_batches
 from lockstep.core.engine import TRAIN, Kind
 from lockstep.core.fit_lines import arguments_of
-from lockstep.core.patched import patched
 from lockstep.engines.jax.call_in_parts import Call, run_in_parts
 from lockstep.engines.jax.first_rows import compare_first_rows
 from lockstep.engines.jax.loss_values import (
@@ -37,14 +36,6 @@ from lockstep.training.overrides import is_keras
 
 Step = Callable[..., Any]
 
-_AT_ONCE = "_lockstep_at_once"
-"""The attribute of a model whose steps run all rows of a device at once."""
-
-
-def all_rows_at_once(model: Any) -> AbstractContextManager[None]:
-    """Let the steps that are traced inside the context run all rows of a device at once."""
-    return patched([(model, _AT_ONCE, True)])
-
 
 class MicroBatches:
     """Runs one model on at most `size` rows of a device at once, inside its steps.
@@ -58,8 +49,18 @@ class MicroBatches:
     def __init__(self, model: Any, steps: Programs, size: int) -> None:
         self._model, self._programs, self._size = model, steps, size
         self._in_step = False
+        self._at_once = False
         self._called = False  # in the step that is traced
         self._values: LossValues | None = None  # that the next call of the model is to compute
+
+    @contextmanager
+    def all_rows_at_once(self) -> Iterator[None]:
+        """Let the steps that are traced inside the context run all rows of a device at once."""
+        before, self._at_once = self._at_once, True
+        try:
+            yield
+        finally:
+            self._at_once = before
 
     def methods(self, stateless_call: Callable[..., Any]) -> dict[str, Any]:
         """Return the methods to replace on the model.
@@ -142,7 +143,7 @@ class MicroBatches:
             self._called = True
             at_once = partial(plain, return_losses=return_losses)
             call = Call.of(self._model, at_once, return_losses, args, kwargs)
-            cuts = self._in_step and call.rows and _AT_ONCE not in vars(self._model)
+            cuts = self._in_step and call.rows and not self._at_once
             parts = self._parts(call.rows) if cuts else None
             if parts is None:
                 return at_once(trainable, others, *args, **kwargs)

@@ -5,7 +5,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -268,6 +268,10 @@ class JaxSession(Session):
     def call(self, name: str) -> AbstractContextManager[object]:
         """Run a method of the model inside the context; the variables have values at its end."""
         return ModelCall(self.model, self._drop_buffers)
+
+    def all_rows_at_once(self) -> AbstractContextManager[None]:
+        """Let the steps that are traced inside the context run all rows of a device at once."""
+        return nullcontext() if self._parts is None else self._parts.all_rows_at_once()
 
     def _drop_buffers(self) -> None:
         self._buffers = None

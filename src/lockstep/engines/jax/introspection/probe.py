@@ -9,11 +9,11 @@ import jax
 import keras
 import numpy as np
 
+from lockstep.attach.attachment import session_of
 from lockstep.core.patched import patched
 from lockstep.core.state import GROUPS
 from lockstep.engines.jax.cache import keep_programs
 from lockstep.engines.jax.fit.on_batch import OnBatch
-from lockstep.engines.jax.micro_batches import all_rows_at_once
 from lockstep.engines.jax.session import forget_losses
 from lockstep.engines.jax.steps.execution import State
 from lockstep.keras_compat import take_jax_state, trainer_class
@@ -74,8 +74,10 @@ class JaxProbe:
         model = self._model
         try:
             step = patched([(model, "train_step", partial(self._inspected_step, layers))])
+            session: Any = session_of(model)
             # The outputs of layers cannot leave the loop over micro-batches.
-            with step, all_rows_at_once(model):
+            at_once = nullcontext() if session is None else session.all_rows_at_once()
+            with step, at_once:
                 model.make_train_function(force=True)
                 for batch in batches:
                     seen = self.train(batch)

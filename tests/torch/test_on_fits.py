@@ -83,6 +83,21 @@ def test_what_is_written_through_data_reaches_every_device():
     assert_equal(one, many)
 
 
+def test_a_weight_whose_data_is_assigned_between_two_steps():
+    """By code of data, after which the versions of tensors are compared, and not their values."""
+    one, many = both(network)
+
+    def batches(model):
+        while True:
+            yield regression()
+            kernel = model.layers[0].kernel.value
+            kernel.data = kernel.data * 2
+
+    for model in (one, many):
+        model.fit(batches(model), steps_per_epoch=4, verbose=0, shuffle=False)
+    assert_equal(one, many)
+
+
 def test_every_callback_of_keras(tmp_path):
     """Each sees the model, and the files that callbacks write are those of one device."""
     pytest.importorskip("tensorboard")

@@ -74,6 +74,18 @@ def leaf(model, inner):
     return model.last(inner.grad).mean()
 
 
+def weights_that_are_replaced(model, inner):
+    """By `data`, as in sharpness-aware minimization: PyTorch counts no such change."""
+    kernel = model.last.weights[0].value
+    before, slope = kernel.data, 0
+    for _ in range(2):
+        kernel.data = before + slope
+        loss = model.last(inner).square().mean()
+        (slope,) = torch.autograd.grad(loss, kernel, retain_graph=True)
+    kernel.data = before
+    return (model.last(inner) * slope.sum(0)).mean()
+
+
 def recomputed(model, inner):
     return checkpoint(lambda x: x.square().sin(), inner, use_reentrant=True).mean()
 
@@ -87,6 +99,7 @@ CASES = (
     read_without_gradients_first,
     function_of_torch,
     leaf,
+    weights_that_are_replaced,
     recomputed,
 )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.core.state import variables_of
 from lockstep.errors import DeviceError
@@ -86,6 +87,19 @@ def copies_on(device: torch.device, tensors: Any) -> Any:
     )
 
 
+def version_of(tensor: Any) -> Any:
+    """Return what is another one once code has written into a tensor, or assigned to its `data`.
+
+    PyTorch counts no writes to an inference tensor, and no assignments to `data`.
+    """
+    count = 0 if tensor.is_inference() else tensor._version
+    if tensor.layout != torch.strided:
+        return count
+    # A weak reference keeps the number of a storage from being that of another one.
+    storage = StorageWeakRef(tensor.untyped_storage())
+    return count, storage, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
 class Undo:
     """Puts back the tensors that a step has changed which was tried, interrupted, or has failed.
 
@@ -95,14 +109,14 @@ class Undo:
 
     def __init__(self, tensors: Sequence[Any]) -> None:
         self._tensors = tensors
-        self._saved: dict[int, tuple[int, Any]] = {}
+        self._saved: dict[int, tuple[Any, Any]] = {}
 
     def save(self) -> None:
         """Copy the values that have changed since the last copy."""
         for tensor in self._tensors:
-            saved = self._saved.get(id(tensor))
-            if saved is None or saved[0] != tensor._version:
-                self._saved[id(tensor)] = tensor._version, tensor.detach().clone()
+            saved, version = self._saved.get(id(tensor)), version_of(tensor)
+            if saved is None or saved[0] != version:
+                self._saved[id(tensor)] = version, tensor.detach().clone()
 
     def put_back(self) -> None:
         """Put back the values of the last `save`."""

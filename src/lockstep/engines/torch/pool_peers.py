@@ -16,7 +16,7 @@ from lockstep.engines.torch.generators import state_of
 from lockstep.engines.torch.layers import parts_of
 from lockstep.engines.torch.model_pickle import Dumped
 from lockstep.engines.torch.peers import Peers, check_parts, dropped_part, uninterrupted
-from lockstep.engines.torch.placement import check_placement
+from lockstep.engines.torch.placement import check_placement, version_of
 from lockstep.engines.torch.pool import Lease, Pool
 from lockstep.engines.torch.rank import RankPlan
 from lockstep.engines.torch.settings import checksum, current_settings
@@ -266,14 +266,14 @@ class PoolPeers(Peers):
         return [
             number
             for number, (now, before) in enumerate(
-                zip(map(_version_of, tensors), self._versions, strict=True)
+                zip(map(version_of, tensors), self._versions, strict=True)
             )
             if now != before and id(tensors[number]) not in self._parts
         ]
 
     def note_step(self, *, by_own_code: bool = False) -> None:
         """Note what a step of all ranks has left, which is the same in every process."""
-        self._versions = list(map(_version_of, self.rank.tensors))
+        self._versions = list(map(version_of, self.rank.tensors))
         if by_own_code:
             self._gradients = list(map(_version_of_gradient, self.rank.tensors))
         self._random_numbers = _states_of_random_numbers()
@@ -317,7 +317,7 @@ class PoolPeers(Peers):
         with self.connected():
             paths = {id(stored_value(v)): v.path for v in self._model.trainable_variables}
             known = [
-                id(tensor) in paths and id(tensor) not in self._parts and _version_of(tensor) == was
+                id(tensor) in paths and id(tensor) not in self._parts and version_of(tensor) == was
                 for tensor, was in zip(tensors, self._versions, strict=True)
             ]
             sums = [
@@ -379,7 +379,7 @@ def _states_of_random_numbers() -> Any:
     """
     _, numbers, *rest = np.random.get_state()
     seeds = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
-    moved = None if seeds is None else _version_of(stored_value(seeds.state))
+    moved = None if seeds is None else version_of(stored_value(seeds.state))
     return random.getstate(), np.asarray(numbers).tobytes(), rest, seeds, moved
 
 
@@ -387,14 +387,9 @@ def _is(a: Any, b: Any) -> bool:
     return a is b
 
 
-def _version_of(tensor: Any) -> int:
-    """Return the number of changes of a tensor. PyTorch counts none of an inference tensor."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def _version_of_gradient(tensor: Any) -> Any:
     gradient = tensor.grad if tensor.is_leaf else None
-    return None if gradient is None else (id(gradient), gradient._version)
+    return None if gradient is None else (id(gradient), version_of(gradient))
 
 
 def _structure(tensors: list[Any]) -> list[bool]:

@@ -23,7 +23,7 @@ from lockstep.core.devices import is_large
 from lockstep.core.state import item_bytes, optimizers_of, rnn_states, unique, variables_of
 from lockstep.engines.torch.gathered_values import GatheredValues, backward_of_own
 from lockstep.engines.torch.group import RankGroup
-from lockstep.engines.torch.placement import computes
+from lockstep.engines.torch.placement import computes, version_of
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
     REGISTERING,
@@ -74,7 +74,7 @@ class Shards:
         self._held: dict[int, tuple[Any, Any]] = {}
         self._gathered: GatheredValues | None = None
         self._new: dict[int, Any] = {}
-        self._versions: dict[int, int] = {}
+        self._versions: dict[int, Any] = {}
 
     def __reduce__(self) -> Any:
         return Shards, ()
@@ -113,12 +113,12 @@ class Shards:
 
     def note(self, parts: Iterable[Any]) -> None:
         """Note that some parts of this process are as lockstep has left them."""
-        self._versions.update((id(part), part._version) for part in parts)
+        self._versions.update((id(part), version_of(part)) for part in parts)
 
     def is_written(self, part: Any) -> bool:
         """Return whether other code has written into a part of this process since."""
-        version: int = part._version
-        return self._versions.get(id(part), version) != version
+        version = version_of(part)
+        return bool(self._versions.get(id(part), version) != version)
 
     def check_written(self) -> None:
         """Raise before a step if other code has written into parts of this process.
@@ -318,10 +318,10 @@ class Shards:
                 whole = _plain_value(variable)
                 variable.__class__ = keras.Variable
                 store_value(variable, whole)
-            versions = [stored_value(variable)._version for variable in found]
+            versions = [version_of(stored_value(variable)) for variable in found]
             yield
             for variable, version in zip(found, versions, strict=True):
-                if stored_value(variable)._version != version:
+                if version_of(stored_value(variable)) != version:
                     raise _assigned(variable)
         finally:
             for variable, part in zip(found, parts, strict=True):

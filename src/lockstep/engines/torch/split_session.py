@@ -22,7 +22,7 @@ from lockstep.engines.torch.launcher_group import joined
 from lockstep.engines.torch.launcher_peers import LauncherPeers
 from lockstep.engines.torch.loss_sharding import LossSharding
 from lockstep.engines.torch.peers import Peers
-from lockstep.engines.torch.placement import move_model, torch_device_of
+from lockstep.engines.torch.placement import move_model, torch_device_of, version_of
 from lockstep.engines.torch.pool import Lease
 from lockstep.engines.torch.pool_peers import PoolPeers
 from lockstep.engines.torch.session import TorchSession, as_tensors
@@ -255,7 +255,7 @@ class _AutocastCheck:
         self._model = model
         self._device = device
         self._marker: Any = None
-        self._versions: dict[int, int] = {}
+        self._versions: dict[int, Any] = {}
 
     def check(self, kind: str, *, several_steps: bool = False) -> None:
         """Raise if a step would compute with such casts.
@@ -271,7 +271,7 @@ class _AutocastCheck:
         if not (enabled and torch.is_autocast_cache_enabled()):
             return
         tensors = [stored_value(weight) for weight in self._model.trainable_variables]
-        versions = {id(each): each._version for each in tensors if each is not None}
+        versions = {id(each): version_of(each) for each in tensors if each is not None}
         if self._is_another_context():
             self._versions = versions
         known = self._versions

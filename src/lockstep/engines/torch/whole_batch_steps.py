@@ -27,6 +27,7 @@ from lockstep.engines.torch.group import RankGroup
 from lockstep.engines.torch.layers import Plan, copied_states
 from lockstep.engines.torch.model_copy import copy_of
 from lockstep.engines.torch.model_pickle import dump
+from lockstep.engines.torch.placement import version_of
 from lockstep.engines.torch.replica import RandomStreams, Replica
 from lockstep.engines.torch.rows import copied, enter, gathered, leave, same_on_all, used
 from lockstep.engines.torch.scratch import Scratch
@@ -261,7 +262,7 @@ class WholeBatchSteps:
             with torch.inference_mode(False), torch.enable_grad():
                 shared = used(group, *(value for _, value in new))
             for (variable, value), each in zip(new, shared, strict=True):
-                self._used[id(variable)] = _Weight(value, value._version, each, is_own)
+                self._used[id(variable)] = _Weight(value, version_of(value), each, is_own)
         variables = [variable for variable, _ in trained]
         return variables, [self._used[id(variable)].used for variable in variables]
 
@@ -270,7 +271,7 @@ class WholeBatchSteps:
         return (
             known is not None
             and known.value is value
-            and known.version == value._version
+            and known.version == version_of(value)
             and known.is_own >= is_own
         )
 
@@ -283,7 +284,7 @@ class _Weight(NamedTuple):
     """
 
     value: Any
-    version: int
+    version: Any
     used: Any
     is_own: bool
 

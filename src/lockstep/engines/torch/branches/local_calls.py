@@ -14,7 +14,7 @@ import torch
 
 from lockstep.core.layout import Branches
 from lockstep.engines.torch.branches.mixed_devices import one_device_each
-from lockstep.engines.torch.placement import computes, current_device
+from lockstep.engines.torch.placement import computes, current_device, version_of
 from lockstep.keras_compat import (
     functional_of,
     get_keras_mask,
@@ -56,14 +56,14 @@ def copies_in_use(variables: list[Any], device: torch.device) -> Iterator[list[t
     away = [pair for pair in every if pair[1] is not None and pair[1].device != device]
     homes = [value for _, value in away]
     copies = [home.to(device) for home in homes]
-    versions = [copy._version for copy in copies]
+    versions = list(map(version_of, copies))
     changed: list[tuple[Any, Any]] = []
     try:
         with values_replaced([variable for variable, _ in away], copies):
             yield changed
     finally:
         for home, copy, version in zip(homes, copies, versions, strict=True):
-            if copy._version != version:  # Keras assigns in place
+            if version_of(copy) != version:  # Keras assigns in place
                 changed.append((home, copy))
 
 

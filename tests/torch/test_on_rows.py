@@ -86,6 +86,13 @@ def weights_that_are_replaced(model, inner):
     return (model.last(inner) * slope.sum(0)).mean()
 
 
+def in_inference_mode(model, inner):
+    with torch.inference_mode():
+        labels = model.last(model.more(inner))
+        labels += model.last(labels.mean() * inner.float().double())
+    return (model.last(inner) - labels.clone()).square().mean()
+
+
 def recomputed(model, inner):
     return checkpoint(lambda x: x.square().sin(), inner, use_reentrant=True).mean()
 
@@ -100,6 +107,7 @@ CASES = (
     function_of_torch,
     leaf,
     weights_that_are_replaced,
+    in_inference_mode,
     recomputed,
 )
 

@@ -5,6 +5,8 @@ inside. The operations at this border are each other's derivatives: taking rows 
 using a weight and summing its gradients. So gradients of gradients are right too.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -40,7 +42,8 @@ class _Values:
     def gathered(self) -> Any:
         """Return the rows of all replicas, and keep them. Every replica has to call this."""
         if self.every is None:
-            self.every = self.copied()
+            with counting_writes():
+                self.every = self.copied()
             self.version = self.every._version
         return self.every
 
@@ -119,8 +122,9 @@ class Rows(torch.Tensor):  # type: ignore[misc]
         form = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
         if (form.dtype, form.device) == (self.dtype, self.device):
             return self
-        own = _Enter.apply(self).to(*args, **kwargs)
-        made = _Leave.apply(own, self.values.replica, self.values.name)
+        with counting_writes():
+            own = _Enter.apply(self).to(*args, **kwargs)
+            made = _Leave.apply(own, self.values.replica, self.values.name)
         made.values.base, made.values.form_row = self.values, self.values.form_row.to(made.dtype)
         return made
 
@@ -208,6 +212,16 @@ def gathered(nest: Any) -> Any:
 def copied(nest: Any) -> Any:
     """Return a nest with the values of all replicas, without an effect on the step."""
     return _mapped(lambda leaf: leaf.values.copied(), nest)
+
+
+@contextmanager
+def counting_writes() -> Iterator[None]:
+    """Compute in the context so that PyTorch counts writes: `torch.inference_mode` counts none."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(mode=False), torch.no_grad():
+        yield
 
 
 def leave(own: Any, replica: Replica, name: str) -> Rows:

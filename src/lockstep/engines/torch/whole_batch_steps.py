@@ -29,7 +29,15 @@ from lockstep.engines.torch.model_copy import copy_of
 from lockstep.engines.torch.model_pickle import dump
 from lockstep.engines.torch.placement import version_of
 from lockstep.engines.torch.replica import RandomStreams, Replica
-from lockstep.engines.torch.rows import copied, enter, gathered, leave, same_on_all, used
+from lockstep.engines.torch.rows import (
+    copied,
+    counting_writes,
+    enter,
+    gathered,
+    leave,
+    same_on_all,
+    used,
+)
 from lockstep.engines.torch.scratch import Scratch
 from lockstep.engines.torch.split_checks import has_torch_hooks
 from lockstep.errors import UnsupportedModel
@@ -226,6 +234,7 @@ class WholeBatchSteps:
         self._inside = True
         try:
             with (
+                counting_writes(),
                 plan.in_force(replica),
                 values_replaced(trained, weights),
                 replica.streams.separate(replica.rank, self.shared),
@@ -311,9 +320,12 @@ class _SharedCall(Replica):
     def outputs(self, outputs: Any, layer: Any) -> Any:
         """Return the outputs of a layer for all rows; an input that it returns is that input."""
         name = f"{{}} of layer {layer.name!r} ({type(layer).__name__})"
-        for whole, own, version in self._inputs:
-            if own._version != version:  # the layer has written into it: `x += 1` in `call`
-                whole.copy_(leave(own, self, name.format("An input")).whole())
+        with counting_writes():
+            written = [  # by the layer: `x += 1` in `call`
+                (whole, leave(own, self, name.format("An input")).whole())
+                for whole, own, version in self._inputs
+                if own._version != version
+            ]
         made = {id(own): whole for whole, own, _ in self._inputs}
 
         def output(own: Any) -> Any:
@@ -326,7 +338,10 @@ class _SharedCall(Replica):
                 )
             return made[id(own)]
 
-        result = keras.tree.map_structure(output, outputs)
+        with counting_writes():
+            result = keras.tree.map_structure(output, outputs)
+        for whole, every in written:
+            whole.copy_(every)
         self._inputs = []  # a step has many calls: activations live no longer than on one device
         return result
 

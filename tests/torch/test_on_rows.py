@@ -93,6 +93,12 @@ def in_inference_mode(model, inner):
     return (model.last(inner) - labels.clone()).square().mean()
 
 
+def transformed_by_torch(model, inner):
+    slope = torch.func.grad(lambda x: (model.last(x) * model.last(inner)).sum())(inner)
+    each = torch.func.vmap(lambda row: model.more(row[None]).pow(3).sum())(inner)
+    return model.last(slope).square().mean() + each.mean()
+
+
 def recomputed(model, inner):
     return checkpoint(lambda x: x.square().sin(), inner, use_reentrant=True).mean()
 
@@ -108,6 +114,7 @@ CASES = (
     leaf,
     weights_that_are_replaced,
     in_inference_mode,
+    transformed_by_torch,
     recomputed,
 )
 
@@ -137,6 +144,7 @@ class Stepping(keras.Model):
         return losses
 
 
+@pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")
 @pytest.mark.parametrize("batch_size", [7, 2])
 def test_code_of_a_step_does_with_rows_what_it_does_with_a_tensor(monkeypatch, batch_size):
     monkeypatch.setenv("LOCKSTEP_CHECK", "0")  # it would let one device run the step

@@ -19,6 +19,7 @@ from lockstep.engines.replicas.first_step import (
 )
 from lockstep.engines.torch.placement import Undo
 from lockstep.engines.torch.replica import random_state, set_random_state
+from lockstep.engines.torch.rows import is_transformed
 from lockstep.engines.torch.sharded_variables import (
     parts_for_pytorch,
     was_sharded,
@@ -65,7 +66,7 @@ def recorded_step(
     recording = _Recording(model)
 
     def record(layer: Any, arguments: Any, outputs: Any) -> None:
-        if torch_current_device() != "meta":  # Keras learns shapes
+        if torch_current_device() != "meta" and not is_transformed():  # Keras learns shapes
             with torch.no_grad():
                 recording.outputs(layer, outputs)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from lockstep.engines.torch.group import RankGroup, buckets_of
 from lockstep.engines.torch.replica import Replica
@@ -42,7 +43,7 @@ class _Values:
     def gathered(self) -> Any:
         """Return the rows of all replicas, and keep them. Every replica has to call this."""
         if self.every is None:
-            with counting_writes():
+            with at_base():
                 self.every = self.copied()
             self.version = self.every._version
         return self.every
@@ -105,7 +106,7 @@ class Rows(torch.Tensor):  # type: ignore[misc]
             node = self.grad_fn or self.requires_grad
         if self._whole is None or self._nodes[0] is not node:
             # The graph is that of the output, whatever the mode is where it is used first.
-            with torch.inference_mode(False), torch.enable_grad():
+            with at_base(), torch.enable_grad():
                 self._whole = _Gather.apply(self)
             self._nodes = node, self._whole.grad_fn
             mask = get_keras_mask(self)
@@ -122,7 +123,7 @@ class Rows(torch.Tensor):  # type: ignore[misc]
         form = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
         if (form.dtype, form.device) == (self.dtype, self.device):
             return self
-        with counting_writes():
+        with at_base():
             own = _Enter.apply(self).to(*args, **kwargs)
             made = _Leave.apply(own, self.values.replica, self.values.name)
         made.values.base, made.values.form_row = self.values, self.values.form_row.to(made.dtype)
@@ -214,13 +215,27 @@ def copied(nest: Any) -> Any:
     return _mapped(lambda leaf: leaf.values.copied(), nest)
 
 
+def is_transformed() -> bool:
+    """Return whether this runs in a function that `torch.func` differentiates or maps."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 @contextmanager
-def counting_writes() -> Iterator[None]:
-    """Compute in the context so that PyTorch counts writes: `torch.inference_mode` counts none."""
-    if not torch.is_inference_mode_enabled():
+def at_base() -> Iterator[None]:
+    """Compute inside the context as outside of `torch.inference_mode` and of `torch.func`.
+
+    The first counts no writes into a tensor, and the second knows no operations of this module.
+    """
+    is_inference = torch.is_inference_mode_enabled()
+    if not is_inference and not is_transformed():
         yield
         return
-    with torch.inference_mode(mode=False), torch.no_grad():
+    gradients = torch.is_grad_enabled() and not is_inference
+    with (
+        temporarily_clear_interpreter_stack(),
+        torch.inference_mode(mode=False),
+        torch.set_grad_enabled(gradients),
+    ):
         yield
 
 

@@ -30,10 +30,11 @@ from lockstep.engines.torch.model_pickle import dump
 from lockstep.engines.torch.placement import version_of
 from lockstep.engines.torch.replica import RandomStreams, Replica
 from lockstep.engines.torch.rows import (
+    at_base,
     copied,
-    counting_writes,
     enter,
     gathered,
+    is_transformed,
     leave,
     same_on_all,
     used,
@@ -161,7 +162,7 @@ class WholeBatchSteps:
             if self._inside:
                 return self._calls[layer](*args, **kwargs)
             outputs = self._outputs(layer, args, kwargs)
-            if layer in self._watched:
+            if layer in self._watched and not is_transformed():
                 self._record(layer, args, copied(outputs))
             return outputs
 
@@ -190,6 +191,8 @@ class WholeBatchSteps:
         for number, each in enumerate(self._calls):
             if number in self.distrusted and layer in layers_in(each):
                 return self.distrusted[number]
+        if is_transformed():
+            return "torch.func differentiates or maps it"
         leaves = keras.tree.flatten((args, kwargs))
         rows = {len(leaf) for leaf in _with_rows(leaves)}
         if not all(isinstance(leaf, _SENT) for leaf in leaves):  # it may hold a tensor
@@ -234,7 +237,7 @@ class WholeBatchSteps:
         self._inside = True
         try:
             with (
-                counting_writes(),
+                at_base(),
                 plan.in_force(replica),
                 values_replaced(trained, weights),
                 replica.streams.separate(replica.rank, self.shared),
@@ -320,7 +323,7 @@ class _SharedCall(Replica):
     def outputs(self, outputs: Any, layer: Any) -> Any:
         """Return the outputs of a layer for all rows; an input that it returns is that input."""
         name = f"{{}} of layer {layer.name!r} ({type(layer).__name__})"
-        with counting_writes():
+        with at_base():
             written = [  # by the layer: `x += 1` in `call`
                 (whole, leave(own, self, name.format("An input")).whole())
                 for whole, own, version in self._inputs
@@ -338,7 +341,7 @@ class _SharedCall(Replica):
                 )
             return made[id(own)]
 
-        with counting_writes():
+        with at_base():
             result = keras.tree.map_structure(output, outputs)
         for whole, every in written:
             whole.copy_(every)

@@ -99,6 +99,22 @@ def transformed_by_torch(model, inner):
     return model.last(slope).square().mean() + each.mean()
 
 
+def named_outputs(model, inner):
+    named = model.pair(inner, inner.sin(), is_named=True)
+    return model.last(named.one).square().mean() + named.other.std()
+
+
+def with_weights_of_its_own(model, inner):
+    """First-order meta-learning."""
+    given, fixed = [weight.value for weight in model.last.trainable_weights], []
+    for _ in range(2):
+        given = [each.detach().requires_grad_() for each in given]
+        loss = model.last.stateless_call(given, fixed, inner)[0].square().mean()
+        slopes = torch.autograd.grad(loss, given, retain_graph=True)
+        given = [each - slope for each, slope in zip(given, slopes, strict=True)]
+    return model.last(inner * slopes[0].sum(1)).mean()
+
+
 def recomputed(model, inner):
     return checkpoint(lambda x: x.square().sin(), inner, use_reentrant=True).mean()
 
@@ -115,8 +131,29 @@ CASES = (
     weights_that_are_replaced,
     in_inference_mode,
     transformed_by_torch,
+    named_outputs,
+    with_weights_of_its_own,
     recomputed,
 )
+
+
+class Named:
+    def __init__(self, one, other):
+        self.one, self.other = one, other
+
+
+class Paired(layers.Layer):
+    """Looks whether its arguments are one tensor, and may return an object that holds tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(5)
+        self.dense.build((None, 5))
+        self.built = True
+
+    def call(self, one, other, is_named=False):
+        inner = self.dense(one) * 2 if one is other else self.dense(one) + other
+        return Named(inner, one) if is_named else inner
 
 
 class Stepping(keras.Model):
@@ -130,6 +167,7 @@ class Stepping(keras.Model):
             keras.Sequential([keras.Input((inputs,)), layers.Dense(units)])
             for inputs, units in ((4, 5), (5, 3), (5, 5))
         )
+        self.pair = Paired()
         self.built = True
         self.kept = []
 
@@ -138,7 +176,7 @@ class Stepping(keras.Model):
         losses = {case.__name__: case(self, self.first(x)) for case in self.cases}
         sum(losses.values()).backward()
         self.kept = [self.first(x).detach()]
-        weights = self.trainable_weights
+        weights = [weight for weight in self.trainable_weights if weight.value.grad is not None]
         with torch.no_grad():
             self.optimizer.apply([weight.value.grad for weight in weights], weights)
         return losses

@@ -217,6 +217,7 @@ def _judged(
     return _why_other(programs, _has_unknown_dims(given), sees_rows=sees_rows)
 
 
+_CONSTANTS = (bool, int, float, str, type(None))
 _STAND_INS = (6, 10)
 """Lengths that stand in for an unknown dim other than the batch, one for each run."""
 
@@ -323,8 +324,10 @@ class _Follower:
         """Raise if an output, or its mask, does not have one entry for each row of the batch."""
         for leaf in keras.tree.flatten(outputs):
             for tensor in (leaf, get_keras_mask(leaf)):
-                if tensor is None or not hasattr(tensor, "shape"):
+                if isinstance(tensor, _CONSTANTS):
                     continue
+                if not hasattr(tensor, "shape"):  # it may hold a tensor
+                    raise NotRowByRow("an output that is no tensor")
                 rank, each = len(shape_of(tensor)), each_of(tensor)
                 if rank == 0 and each is None and scalars:
                     continue

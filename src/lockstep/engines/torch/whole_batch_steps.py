@@ -51,6 +51,7 @@ from lockstep.keras_compat import (
     seed_generators,
     set_keras_mask,
     stored_value,
+    value_in_scope,
     values_replaced,
 )
 
@@ -193,6 +194,9 @@ class WholeBatchSteps:
                 return self.distrusted[number]
         if is_transformed():
             return "torch.func differentiates or maps it"
+        in_scope = map(value_in_scope, self._variables)
+        if any(value is not None and value.requires_grad for value in in_scope):
+            return "stateless_call gives it other weights that need a gradient"
         leaves = keras.tree.flatten((args, kwargs))
         rows = {len(leaf) for leaf in _with_rows(leaves)}
         if not all(isinstance(leaf, _SENT) for leaf in leaves):  # it may hold a tensor
@@ -333,7 +337,13 @@ class _SharedCall(Replica):
 
         def output(own: Any) -> Any:
             if not isinstance(own, torch.Tensor):
-                return own
+                if isinstance(own, _SENT):
+                    return own
+                raise UnsupportedModel(
+                    f"Layer {layer.name!r} returns an object of {type(own).__name__}, which may "
+                    "hold the rows of one device.\nReturn tensors, or lists, tuples or dicts of "
+                    "them, or remove lockstep.rowwise."
+                )
             if id(own) not in made:
                 name_of = name.format("An output")
                 made[id(own)] = (

@@ -104,6 +104,10 @@ def named_outputs(model, inner):
     return model.last(named.one).square().mean() + named.other.std()
 
 
+def one_tensor_twice(model, inner):
+    return (model.pair(inner, inner) + model.pair(inner, inner.sin())).square().mean()
+
+
 def with_weights_of_its_own(model, inner):
     """First-order meta-learning."""
     given, fixed = [weight.value for weight in model.last.trainable_weights], []
@@ -132,6 +136,7 @@ CASES = (
     in_inference_mode,
     transformed_by_torch,
     named_outputs,
+    one_tensor_twice,
     with_weights_of_its_own,
     recomputed,
 )

@@ -151,12 +151,15 @@ def call_refused(
 
     def run(stand_in: int, rows: int | None) -> _Follower:
         follower = _Follower([], scratch(), rows, held)
-        symbols = keras.tree.map_structure(
-            lambda leaf: _symbol(
-                leaf, stand_in=stand_in, rows=rows, batch=shape_of(leaf)[:1] == (None,)
-            ),
-            (args, kwargs),
-        )
+        made: dict[int, Any] = {}
+
+        def symbol(leaf: Any) -> Any:
+            if id(leaf) not in made:  # a layer may ask whether two arguments are one tensor
+                batch = shape_of(leaf)[:1] == (None,)
+                made[id(leaf)] = _symbol(leaf, stand_in=stand_in, rows=rows, batch=batch)
+            return made[id(leaf)]
+
+        symbols = keras.tree.map_structure(symbol, (args, kwargs))
         with follower.following():
             follower.check_outputs(follower.inside_layer(layer, *symbols))
             follower.programs[0] = follower.program_since(0)

@@ -203,7 +203,17 @@ class WholeBatchSteps:
             return "it is given an object that is no tensor"
         if len(rows) != 1 or 0 in rows:
             return f"its inputs have {sorted(rows)} rows"
-        form = str(keras.tree.map_structure(_form, (args, kwargs)))
+        places = {id(leaf): place for place, leaf in enumerate(leaves)}
+        form = str(
+            keras.tree.map_structure(
+                lambda leaf: (
+                    (_form(leaf), places[id(leaf)])  # a layer may ask `a is b`
+                    if isinstance(leaf, torch.Tensor)
+                    else _form(leaf)
+                ),
+                (args, kwargs),
+            )
+        )
         attributes = tuple(_attributes(layer, self._own_calls))
         # It would be of this replica's rows alone, if the call were shared.
         if _NEEDS_GRADIENT in attributes or _IN_GRAPH in attributes:
@@ -320,6 +330,9 @@ class _SharedCall(Replica):
             return leaf
         if not leaf.ndim:
             return used(self.group, leaf)[0]
+        for whole, own, _ in self._inputs:
+            if whole is leaf:
+                return own
         own = enter(leaf, self)
         self._inputs.append((leaf, own, own._version))
         return own
@@ -483,7 +496,10 @@ def _refused(layer: Any, args: Any, kwargs: Any) -> str | None:
             return held_in_words(states)
         before = dump(copy)
         rows = len(_with_rows((args, kwargs))[0])
-        args, kwargs = keras.tree.map_structure(_symbol, (args, kwargs))
+        symbols: dict[int, Any] = {}
+        args, kwargs = keras.tree.map_structure(
+            lambda leaf: symbols.setdefault(id(leaf), _symbol(leaf)), (args, kwargs)
+        )
         held = layers_in(copy)
         reason = call_refused(copy, args, kwargs, rows=rows, held=held, scratch=Scratch)
         if reason is None and not dump(copy).is_of_same_model(before):

@@ -61,6 +61,31 @@ def read_without_gradients_first(model, inner):
     return (inner - center).square().mean() + model.last(inner - center).square().mean()
 
 
+def another_shape_in_place(model, inner):
+    with torch.no_grad():
+        inner = model.more(inner)
+        inner.unsqueeze_(0)
+        inner.transpose_(1, 2)
+    return (inner * inner.shape[1]).sin().mean() * len(inner.detach())
+
+
+def other_data(model, inner):
+    inner = model.more(inner)
+    loss = model.last(inner).sin().mean()
+    other = model.more(inner)
+    other.data = other.data * 2
+    return loss + model.last(other.detach()).square().mean() + model.last(other).mean()
+
+
+def kept_gradient_after_writing(model, inner):
+    inner = model.more(inner)
+    inner.retain_grad()
+    inner.mul_(2)
+    loss = model.last(inner).square().mean()
+    loss.backward(retain_graph=True, inputs=[inner])
+    return model.last(inner + inner.grad.sign()).mean()
+
+
 def function_of_torch(model, inner):
     doubled = Doubled.apply(inner)
     return model.last(doubled).square().mean() + doubled.mean()
@@ -130,6 +155,9 @@ CASES = (
     written_through_a_view,
     written_without_its_graph,
     read_without_gradients_first,
+    another_shape_in_place,
+    other_data,
+    kept_gradient_after_writing,
     function_of_torch,
     leaf,
     weights_that_are_replaced,

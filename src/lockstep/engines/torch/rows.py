@@ -14,6 +14,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from lockstep.engines.torch.group import RankGroup, buckets_of
+from lockstep.engines.torch.placement import version_of
 from lockstep.engines.torch.replica import Replica
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import get_keras_mask, set_keras_mask
@@ -77,6 +78,7 @@ class Rows(torch.Tensor):  # type: ignore[misc]
     values: _Values
     _whole: Any = None
     _nodes: tuple[Any, Any] = (None, None)
+    _place: Any = None
 
     @classmethod
     def of(cls, values: _Values) -> "Rows":
@@ -93,7 +95,7 @@ class Rows(torch.Tensor):  # type: ignore[misc]
     def is_written(self) -> bool:
         """Whether code has written into the values of all replicas."""
         every = self.values.every
-        return every is not None and every._version != self.values.version
+        return every is not None and (every._version != self.values.version or self._has_moved())
 
     @property
     def is_gathered(self) -> bool:
@@ -104,11 +106,11 @@ class Rows(torch.Tensor):  # type: ignore[misc]
         """Return the tensor of the global batch. Every replica has to call this."""
         with torch._C.DisableTorchFunctionSubclass():
             node = self.grad_fn or self.requires_grad
-        if self._whole is None or self._nodes[0] is not node:
+        if self._whole is None or (self._nodes[0] is not node and not self._has_moved()):
             # The graph is that of the output, whatever the mode is where it is used first.
             with at_base(), torch.enable_grad():
                 self._whole = _Gather.apply(self)
-            self._nodes = node, self._whole.grad_fn
+            self._nodes, self._place = (node, self._whole.grad_fn), version_of(self._whole)[1:]
             mask = get_keras_mask(self)
             if mask is not None:
                 set_keras_mask(self._whole, mask)
@@ -116,8 +118,22 @@ class Rows(torch.Tensor):  # type: ignore[misc]
 
     def _in_graph(self) -> Any:
         """Return what stands for this tensor in the graph: code may have written into it."""
-        is_same = self._whole is None or self._whole.grad_fn is self._nodes[1]
+        is_same = self._whole is None or (
+            self._whole.grad_fn is self._nodes[1] and not self._has_moved()
+        )
         return self if is_same else self._whole
+
+    def _has_moved(self) -> bool:
+        """Return whether code has given the whole tensor another shape in place, or other data."""
+        return self._whole is not None and version_of(self._whole)[1:] != self._place
+
+    def _after_writing(self) -> Any:
+        """Return what stands for this tensor in the graph, after code may have written into it."""
+        now = self._in_graph()
+        with torch._C.DisableTorchFunctionSubclass():
+            if now is not self and self.retains_grad and now.requires_grad:
+                now.retain_grad()
+        return now
 
     def _cast(self, *args: Any, **kwargs: Any) -> Any:
         form = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
@@ -140,8 +156,14 @@ class Rows(torch.Tensor):  # type: ignore[misc]
         elif func not in _OF_FORM:
             given, options = gathered((args, kwargs))
             result = func(*given, **options)
-            writes = given and result is given[0] and isinstance(args[0], Rows)
-            return args[0]._in_graph() if writes else result
+            if not (args and isinstance(args[0], Rows)):
+                return result
+            if func is _DATA:
+                args[0].values.version = -1  # PyTorch counts no writes into it
+            now = args[0]._after_writing()
+            return now if result is given[0] else result
+        elif args[0]._whole is not None:
+            args = args[0].whole(), *args[1:]
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -172,6 +194,8 @@ _OF_FORM = frozenset(
     }
 )
 """What a tensor is asked without its values."""
+
+_DATA = torch.Tensor.data.__get__
 
 _OF_GRAPH = frozenset(
     {

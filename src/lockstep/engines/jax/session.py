@@ -51,6 +51,7 @@ from lockstep.engines.jax.steps.gather_again import (
     gathering_again,
     room_for_gathered,
 )
+from lockstep.engines.jax.steps.lora import with_lora_by_factors
 from lockstep.engines.jax.steps.programs import Programs
 from lockstep.engines.jax.steps.state_layout import (
     Replicated,
@@ -226,6 +227,8 @@ class JaxSession(Session):
         # keras/src/backend/jax/trainer.py, JAXTrainer.make_train_function and the like
         model = self.model
         step = getattr(model, f"{kind.name}_step")
+        if kind is TRAIN and len(self.devices) > 1 and not isinstance(self.layout, Branches):
+            step = with_lora_by_factors(model, step)
 
         def predict_step(state: State, data: Any) -> tuple[Any, State]:
             outputs, non_trainable_variables = model.predict_step(state, data)

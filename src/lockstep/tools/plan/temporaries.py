@@ -1,5 +1,6 @@
 """Activations, gradients and other temporaries of a step, by number of devices and layout."""
 
+import functools
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from lockstep.core.devices import REPLICATED, shard_rows
 from lockstep.core.engine import Engine
 from lockstep.core.step_bytes import LayoutBytes
 from lockstep.errors import LockstepError, UnsupportedBackend, UnusableData, counted, first_line
+from lockstep.keras_compat import layers_in
 from lockstep.tools.batches import rows_of
 from lockstep.tools.plan.abstract_model import resized
 from lockstep.tools.plan.liveness import MEDIAN_ERROR, WORST_ERROR, TracedProgram
@@ -198,12 +200,19 @@ def _traced(engine: Engine, model: Any, batch: Any, layouts: Layouts) -> list[in
     rows = rows_of(batch)
     traced_rows = max(rows, 2)  # JAX traces other operations for one row
     traced_step = _ahead_of_time(engine.name).traced_step
-    program, variables = traced_step(model, resized(batch, traced_rows))
-    other, _ = traced_step(model, resized(batch, 2 * traced_rows))
-    traced = TracedProgram(program, other, len(variables))
+    has_lora = any(getattr(layer, "lora_enabled", False) for layer in layers_in(model))
+
+    @functools.cache
+    def traced_for(devices: int) -> tuple[TracedProgram, list[Any]]:
+        program, variables = traced_step(model, resized(batch, traced_rows), devices)
+        other, _ = traced_step(model, resized(batch, 2 * traced_rows), devices)
+        return TracedProgram(program, other, len(variables)), variables
+
     found = []
     for layout, dims in layouts:
         devices, again = layout.devices, layout.gathers_again
+        # Without LoRA, the step is the same program for any number of devices.
+        traced, variables = traced_for(min(devices, 2) if has_lora else 1)
         is_split = [(dims or {}).get(id(each)) is not None for each in variables]
         shards = [devices if split else 1 for split in is_split]
         share = len(shard_rows(rows, devices)[0]) / traced_rows

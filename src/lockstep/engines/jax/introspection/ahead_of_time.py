@@ -1,6 +1,7 @@
 """A training step on shapes, before there are devices or values."""
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from lockstep.core.patched import patched
 from lockstep.core.state import variables_of
 from lockstep.core.step_bytes import LayoutBytes
 from lockstep.engines.jax.steps.gather_again import ONE_BY_ONE, gathering_again
+from lockstep.engines.jax.steps.lora import with_lora_by_factors
 from lockstep.engines.jax.steps.padded import PaddedArray
 from lockstep.engines.jax.steps.programs import Programs
 from lockstep.engines.jax.steps.state_layout import (
@@ -30,16 +32,18 @@ from lockstep.errors import UnsupportedBackend
 from lockstep.keras_compat import store_value, stored_value
 
 
-def traced_step(model: Any, batch: Any) -> tuple[Any, list[Any]]:
+def traced_step(model: Any, batch: Any, devices: int) -> tuple[Any, list[Any]]:
     """Return the jaxpr of the training step of `model`, and the variables that it takes first.
 
     Args:
         model: A model that is built.
         batch: The shapes of a batch.
+        devices: The number of devices that the step is for.
     """
     groups = [group_of(model, name) for name in GROUPS]
     state = tuple([_shape(variable) for variable in group] for group in groups)
-    program = jax.make_jaxpr(model.train_step)(state, keras.tree.map_structure(_shape, batch))
+    step = _step(model, devices)
+    program = jax.make_jaxpr(step)(state, keras.tree.map_structure(_shape, batch))
     return program.jaxpr, [variable for group in groups for variable in group]
 
 
@@ -124,9 +128,15 @@ def _lowered(model: Any, batch: Any, steps: Programs) -> Any:
 
     groups = [group_of(model, name) for name in GROUPS]
     state = tuple([_shape(each, steps.home(each)) for each in group] for group in groups)
-    step = steps.compiled(model.train_step, frozenset, times=1, per_row_outputs=False, trains=True)
-    run: Any = step.run
+    step = _step(model, len(steps.devices))
+    made = steps.compiled(step, frozenset, times=1, per_row_outputs=False, trains=True)
+    run: Any = made.run
     return run.lower(state, keras.tree.map_structure(placed, batch))
+
+
+def _step(model: Any, devices: int) -> Callable[..., Any]:
+    """Return the training step of a model, as a fit on so many devices has it."""
+    return with_lora_by_factors(model, model.train_step) if devices > 1 else model.train_step
 
 
 def _gathering(model: Any, *, again: bool) -> AbstractContextManager[Any]:

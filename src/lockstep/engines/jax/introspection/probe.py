@@ -143,7 +143,6 @@ def _type(value: Any) -> str:
 def _recorded(model: Any) -> Iterator[dict[str, Any]]:
     """Record the outputs of a model's layers in this context, in the order of the calls."""
     seen: dict[str, Any] = {}
-    layers = [layer for layer in watched_layers(model) if "call" not in vars(layer)]
 
     def recording(layer: Any) -> Any:
         call = layer.call
@@ -158,5 +157,5 @@ def _recorded(model: Any) -> Iterator[dict[str, Any]]:
 
         return record
 
-    with patched([(layer, "call", recording(layer)) for layer in layers]):
+    with patched([(layer, "call", recording(layer)) for layer in watched_layers(model)]):
         yield seen

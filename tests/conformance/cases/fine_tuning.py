@@ -93,8 +93,9 @@ class Penalized(keras.Model):
 
     def __init__(self):
         super().__init__()
-        sizes = layers.Dense(WIDTH, "softplus"), layers.Dense(WIDTH, "gelu"), layers.Dense(3)
-        self.inner = keras.Sequential([keras.Input((6,)), *sizes])
+        with keras.RematScope(mode="full"):
+            hidden = layers.Dense(WIDTH, "softplus"), layers.Dense(WIDTH, "gelu")
+        self.inner = keras.Sequential([keras.Input((6,)), *hidden, layers.Dense(3)])
 
     def call(self, x, training=None):
         return self.inner(x, training=training)
@@ -108,7 +109,7 @@ class Penalized(keras.Model):
 
 
 class WithStep(Penalized):
-    """A step of its own, which takes the gradients of all variables, the frozen ones too."""
+    """Makes two updates in a step, with the gradients of all variables, the frozen ones too."""
 
     def train_step(self, state, data):
         import jax
@@ -121,11 +122,12 @@ class WithStep(Penalized):
             return ops.mean((outputs - ops.one_hot(y, 3)) ** 2), after
 
         both = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-        (value, after), (gradients, frozen) = both(trainable, others)
-        size = sum(ops.sum(each**2) for each in frozen if each.ndim == 2)
-        gradients = [each * (1 + ops.tanh(size)) for each in gradients]
-        trainable, slots = self.optimizer.stateless_apply(slots, gradients, trainable)
-        return {"loss": value}, (trainable, after, slots, metrics)
+        for _ in range(2):
+            (value, others), (gradients, frozen) = both(trainable, others)
+            size = sum(ops.sum(each**2) for each in frozen if each.ndim == 2)
+            gradients = [each * (1 + ops.tanh(size)) for each in gradients]
+            trainable, slots = self.optimizer.stateless_apply(slots, gradients, trainable)
+        return {"loss": value}, (trainable, others, slots, metrics)
 
 
 def _in_batches(data):

@@ -5,6 +5,7 @@ whole sum, and XLA sums that one over the devices. Here the derivatives, of any 
 `x K + s (x A) B`, which is the same function of the same arguments.
 """
 
+import itertools
 from collections.abc import Callable
 from functools import partial, wraps
 from string import ascii_letters
@@ -32,10 +33,29 @@ def with_lora_by_factors(model: Any, step: Callable[..., Any]) -> Callable[..., 
     @wraps(step)
     def step_by_factors(*args: Any, **kwargs: Any) -> Any:
         found = [(layer, _call_by_factors(layer)) for layer in layers_in(model)]
-        with patched((layer, "call", call) for layer, call in found if call is not None):
+        with patched((layer, "call", _Method(call)) for layer, call in found if call is not None):
             return step(*args, **kwargs)
 
     return step_by_factors
+
+
+class _Method:
+    """A function in the place of a method.
+
+    JAX keeps the trace of a function, with the variables that it reads, for a function with the
+    same hash. It finds no trace for a method, which is another object each time that it is read.
+    """
+
+    _hashes = itertools.count()
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __hash__(self) -> int:
+        return next(self._hashes)
 
 
 def _call_by_factors(layer: Any) -> Callable[..., Any] | None:

@@ -1,10 +1,13 @@
 """Frozen weights with the factors of LoRA."""
 
+from contextlib import nullcontext
+
 import keras
 import numpy as np
 from keras import layers, ops
 
 from tests.conformance.cases.case import Case, classes, fitted_with, rows_of
+from tests.precision import floats
 
 WIDTH, WORDS = 8, 20
 
@@ -36,6 +39,7 @@ class AsDense(layers.Dense):
 
 def network():
     """Layers that can have LoRA, one after the other."""
+    on_jax = keras.backend.backend() == "jax"  # others do not split what is made again
     words = keras.Input((6,), dtype="int32")
     x = layers.Embedding(WORDS, WIDTH, mask_zero=True)(words)
     x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4)(x, x))
@@ -49,10 +53,9 @@ def network():
     )(x)
     x = layers.EinsumDense("abc,dc->abd", (None, WIDTH))(x)  # the last dim is the input's
     x = AsDense(WIDTH, "softplus", kernel_regularizer="l2")(WithCall(WIDTH)(Reads()(x)))
-    with keras.RematScope(mode="full"):
-        x = layers.Dense(WIDTH, "silu", use_bias=False)(x)
-    with keras.RematScope(mode="activations"):
-        x = layers.Dense(WIDTH, "silu")(x)
+    for mode in ("full", "activations"):
+        with keras.RematScope(mode=mode) if on_jax else nullcontext():
+            x = layers.Dense(WIDTH, "silu", use_bias=mode == "full")(x)
     return keras.Model(words, layers.Dense(3)(layers.GlobalAveragePooling1D()(x)))
 
 
@@ -78,9 +81,11 @@ def with_factors(model, rank=3, dtype=None):
     return model
 
 
-def _compiled(made):
+def _compiled(made, policy=None):
     def make(sizes):
-        model = with_factors(made(), dtype=keras.config.floatx())
+        dtype = keras.config.floatx()
+        with floats(dtype, policy):
+            model = with_factors(made(), dtype=None if policy else dtype)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss, weighted_metrics=["accuracy"])
         return model
@@ -138,7 +143,10 @@ _WORDS = _in_batches(lambda rows, rng: rng.integers(0, WORDS, (rows, 6)).astype(
 _NUMBERS = _in_batches(lambda rows, rng: rng.normal(size=(rows, 6)).astype("float32"))
 
 FINE_TUNING = {
-    "LoRA": Case(_compiled(network), _WORDS, fitted_with(in_batches=True)),
     "LoRA, gradient penalty": Case(_compiled(Penalized), _NUMBERS),
+    "LoRA, mixed_bfloat16": Case(_compiled(network, "mixed_bfloat16"), _WORDS, bound=2.0**-7),
+    "LoRA": Case(_compiled(network), _WORDS, fitted_with(in_batches=True)),
+    # Each update of a bias is rounded to its type too.
+    "LoRA, bfloat16": Case(_compiled(network, "bfloat16"), _WORDS, bound=2.0**-6),
     "LoRA, an own step": Case(_compiled(WithStep), _NUMBERS),
 }

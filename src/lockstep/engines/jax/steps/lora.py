@@ -40,10 +40,11 @@ def with_lora_by_factors(model: Any, step: Callable[..., Any]) -> Callable[..., 
 
 
 class _Method:
-    """A function in the place of a method.
+    """A function in the place of a method of a layer.
 
-    JAX keeps the trace of a function, with the variables that it reads, for a function with the
-    same hash. It finds no trace for a method, which is another object each time that it is read.
+    `jax.checkpoint` finds the trace of a function by its hash, with the values of variables that
+    the function has read. A method is another object each time that it is read, and is traced anew.
+    So is this one: its hash differs each time.
     """
 
     _hashes = itertools.count()

@@ -46,7 +46,6 @@ SAMPLE = {
     "mixed_float16, loss scaled": (1, "replicated"),
     "spectral normalization": (3, "replicated"),
     "batch norm": (3, "replicated"),
-    "LoRA": (3, "sharded"),
 }
 """The quick cases of other tests, each with devices and a layout."""
 

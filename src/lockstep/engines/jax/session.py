@@ -35,6 +35,7 @@ from lockstep.engines.jax import jax_group
 from lockstep.engines.jax import states as jax_states
 from lockstep.engines.jax.branches.branch_programs import BranchPrograms
 from lockstep.engines.jax.fit.on_batch import OnBatch
+from lockstep.engines.jax.generation import HOOK, generating_by_rows
 from lockstep.engines.jax.jax_group import GROUP
 from lockstep.engines.jax.micro_batches import MicroBatches
 from lockstep.engines.jax.snapshot_buffers import SnapshotBuffers
@@ -297,6 +298,8 @@ class JaxSession(Session):
             methods[state_sync_name()] = functools.partial(write_state, model)
         if hasattr(model, "get_state_tree"):  # a layer with Keras's Trainer has none
             methods["get_state_tree"] = _on_one_device_for_orbax(model.get_state_tree)
+        if self._many and not isinstance(self.layout, Branches) and hasattr(model, HOOK):
+            methods[HOOK] = generating_by_rows(model, self._programs)
         if self.layout.is_sharded and hasattr(model, "export"):
             methods["export"] = self._exporting(model.export)
         if self.layout.is_sharded and self._parts is None:  # a part gathers again as it is

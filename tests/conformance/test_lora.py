@@ -49,7 +49,7 @@ CASES = {
 
 @pytest.fixture
 def float64(monkeypatch):
-    """Keras caches few types, and none that a test of float32 asks for."""
+    """Compute in float64 throughout; Keras reads its table of types in each operation."""
     monkeypatch.setitem(double_precision._dtypes.BIT64_TO_BIT32_DTYPE, "float64", "float64")
     jax.config.update("jax_enable_x64", True)
     with floats("float64"):

@@ -37,6 +37,7 @@ from lockstep.engines.jax.steps.scan import (
     changed_groups,
     every_row,
     few_bytes,
+    is_short,
     is_worth_it,
     last,
     merged,
@@ -185,6 +186,7 @@ class Programs:
             data_check=DataCheck(every_pull=True) if self._several else None,
             to_local=partial(jax.tree.map, jax_group.GROUP.local) if self._several else None,
             one_at_a_time=self._one_at_a_time,
+            is_short=made.is_short if self.platform == "cpu" and not self._several else None,
         )
 
     def eager(
@@ -418,6 +420,10 @@ class CompiledStep:
                 program_fingerprint.check_same(traced)
             self._is_whole[known] = self._is_unsplittable(compiled, traced, state, batch)
         return undivided(batch) if self._is_whole[known] else batch
+
+    def is_short(self, state: State, batch: Any) -> bool:
+        """Return whether the call of a program of one step matters beside the step itself."""
+        return self._complete() and is_short(self._one.trace(state, batch))
 
     def batches_to_pull(self, batch: Any, times: int) -> int:
         """Return the number of batches to draw before the first step runs."""

@@ -479,7 +479,7 @@ class MeshIterator(HostIterator):
             return False
         state: State = take_jax_state(model, **dict.fromkeys(GROUPS_OF["train"], True))
         first = arrays.batch(slice(0, batch_size_of(self.data_adapter)))
-        return step.is_short(state, step.place(first))
+        return step.is_short(step.settle(state), step.place(first))
 
     def watch(self, watched: bool) -> None:
         """Set whether callbacks run between steps."""

@@ -168,8 +168,8 @@ class Scaling(Report):
             if steps > 1:
                 found.append(
                     f"Try compile(steps_per_execution={steps}): Python takes "
-                    f"{last.host / last.step:.0%} of a step. A long fit over arrays on CPUs does so "
-                    "by itself."
+                    f"{last.host / last.step:.0%} of a step. On CPUs, a long fit over "
+                    "arrays does so by itself."
                 )
         if last.input > 0.8 * last.step:
             found.append(

@@ -6,6 +6,7 @@ sharding constraint, for which JAX allows uneven shards. The partitioner thus ha
 split, the result is that of one device, and the padding never reaches the model.
 """
 
+import math
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -33,6 +34,7 @@ from lockstep.engines.jax.steps.padded import (
     whole_rows,
 )
 from lockstep.engines.jax.steps.scan import (
+    MOST_NUMBERS,
     can_be_stacked,
     changed_groups,
     every_row,
@@ -423,7 +425,11 @@ class CompiledStep:
 
     def is_short(self, state: State, batch: Any) -> bool:
         """Return whether the call of a program of one step matters beside the step itself."""
-        return self._complete() and is_short(self._one.trace(state, batch))
+        # A step computes each trained variable anew: many of them need no trace.
+        numbers = sum(math.prod(value.shape) for value in state[0])
+        if numbers > MOST_NUMBERS or not self._complete():
+            return False
+        return is_short(self._one.trace(state, batch))
 
     def batches_to_pull(self, batch: Any, times: int) -> int:
         """Return the number of batches to draw before the first step runs."""

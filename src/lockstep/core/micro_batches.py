@@ -11,6 +11,9 @@ import keras
 
 from lockstep.errors import UnsupportedBackend, UnsupportedModel
 
+BACKENDS = ("jax",)
+"""Keras's backends on which a device can run its rows in parts."""
+
 
 def no_micro_batches(backend: str, size: int) -> UnsupportedBackend:
     """Return the error for an engine that runs all rows of a device at once."""

@@ -172,6 +172,7 @@ def test_devices_send_the_gradients_of_the_factors_alone(made, options):
             for each in lockstep.plan(made, 4).layouts
             if (each.devices, each.state) == (4, options.get("state", "replicated"))
         ]
+        assert planned.temporaries is not None
         halves = {"bfloat16": 2}.get(model.layers[0].compute_dtype, 1)  # CPUs sum in float32
         assert planned.all_reduce * halves == 2 * 3 / 4 * sent
         assert planned.all_gather * halves * 4 / 3 == sizes.get("all-gather", 0)

@@ -24,7 +24,7 @@ from lockstep.core.fit_lines import (
     wants_words,
 )
 from lockstep.core.layout import Branches, DataParallel, Layout, both_layouts
-from lockstep.core.micro_batches import no_micro_batches
+from lockstep.core.micro_batches import BACKENDS, no_micro_batches
 from lockstep.core.out_of_memory import has_note, is_out_of_memory, note_of
 from lockstep.core.state import named_variables, optimizers_of, rnn_states
 from lockstep.core.step_bytes import size_of
@@ -232,7 +232,7 @@ def attach(engine: Engine, model: Any, layout: Layout) -> None:
             "processes,\nwhere every device runs all layers. Start one process."
         )
     size = layout.micro_batch_size
-    if size is not None and engine.name != "jax":
+    if size is not None and engine.name not in BACKENDS:
         raise no_micro_batches(engine.name, size)
     before, name = session_of(model), layout.made_by
     if before is not None and type(before.layout) is not type(layout):

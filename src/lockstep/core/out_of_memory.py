@@ -5,6 +5,7 @@ from typing import Any
 
 from lockstep.core.engine import Engine, Session
 from lockstep.core.fit_lines import Given, batch_size_of
+from lockstep.core.micro_batches import BACKENDS
 from lockstep.core.step_bytes import LayoutBytes, amount, layout_bytes
 from lockstep.errors import UnsupportedBackend
 
@@ -48,8 +49,7 @@ def note_of(engine: Engine, session: Session, name: str, given: Given) -> str:
         held = sharded
     rows = batch_size_of(given) if "on_batch" not in name else None
     tries = ["batches of fewer rows" if rows is None else f"batch_size={max(1, rows // 2)}"]
-    # The other engines run all rows of a device at once.
-    if engine.name == "jax" and (size := _micro_batch(session, rows)):
+    if engine.name in BACKENDS and (size := _micro_batch(session, rows)):
         tries.insert(0, f"micro_batch_size={size} in distribute, which keeps the numbers")
     if sharded is not None and sharded.held < held.held:
         tries.append(f'state="sharded" in distribute (then {amount(sharded.held)} each)')

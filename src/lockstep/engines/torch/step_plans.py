@@ -16,6 +16,7 @@ from lockstep.core.state import unique
 from lockstep.engines.replicas.first_step import (
     GRADIENT,
     LOG,
+    OUTPUT,
     Computed,
     Difference,
     FirstSteps,
@@ -273,7 +274,8 @@ class StepPlans:
             kind, form, lambda: [model] if in_parts else Plan(model).candidates
         ):
             return
-        shards *= 2 if in_parts else 1
+        shards *= 2 if in_parts else 1  # each device is to run two parts
+        alone = partial(self._recorded_alone, kind)
 
         def together(some: Any, count: int) -> Computed:
             most = None if self._most is None else min(self._most, -(-count // shards))
@@ -295,7 +297,7 @@ class StepPlans:
         self._first_steps.settle(
             kind,
             lambda: runner.peers.agreed_difference(
-                compare(model, data, rows, shards, partial(self._recorded_alone, kind), together)
+                compare(model, data, rows, shards, alone, together, self._most)
             ),
             distrust,
         )

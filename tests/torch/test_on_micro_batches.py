@@ -182,7 +182,12 @@ def test_no_layer_gets_more_than_two_rows(monkeypatch):
     made = lockstep.distribute(chain(), 1, micro_batch_size=2)
     x, y = features()
     seen, plain = [], torch.matmul
-    monkeypatch.setattr(torch, "matmul", lambda a, b: seen.append(len(a)) or plain(a, b))
+    def noting(a, b):
+        if not a.is_meta:  # Keras learns shapes
+            seen.append(len(a))
+        return plain(a, b)
+
+    monkeypatch.setattr(torch, "matmul", noting)
     made.train_on_batch(x[:9], y[:9])
     assert set(seen) == {1, 2}  # the first rows are compared with one device
     seen.clear()

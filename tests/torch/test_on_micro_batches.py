@@ -1,5 +1,6 @@
-"""Micro-batches on PyTorch: the numbers of the whole batch, random numbers, memory, and refusals."""
+"""Micro-batches on PyTorch: the numbers of the batch, random numbers, memory, and refusals."""
 
+import sys
 import threading
 
 import keras
@@ -14,7 +15,6 @@ from lockstep.engines.torch import steps
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import added_losses
 from tests.conformance.test_micro_batches import Own, Stop
-from tests.tiers import further
 from tests.torch.agreement import assert_equal, both, values
 
 QUIET = {"verbose": 0, "shuffle": False, "batch_size": 9}
@@ -120,7 +120,7 @@ def accumulated():
 
 
 class OwnLoss(keras.Model):
-    """Its code is followed, writes into its input, and its loss sees all rows."""
+    """Its code is followed, and its loss sees all rows."""
 
     def __init__(self):
         super().__init__()
@@ -149,8 +149,6 @@ SHARDED = (dense, transformer)
 @pytest.fixture
 def in_shards(monkeypatch):
     """Shards variables of any size."""
-    import sys
-
     monkeypatch.setattr(sys.modules["lockstep.core.devices"], "SHARDED_FROM", 0)
 
 
@@ -182,6 +180,7 @@ def test_no_layer_gets_more_than_two_rows(monkeypatch):
     made = lockstep.distribute(chain(), 1, micro_batch_size=2)
     x, y = features()
     seen, plain = [], torch.matmul
+
     def noting(a, b):
         if not a.is_meta:  # Keras learns shapes
             seen.append(len(a))
@@ -507,6 +506,8 @@ def test_an_output_without_rows():
 
 
 def test_no_loss_of_a_second_run_stays_on_a_layer():
-    made = lockstep.distribute(chain(layers.Dense(3, kernel_regularizer="l2")), 1, micro_batch_size=2)
+    made = lockstep.distribute(
+        chain(layers.Dense(3, kernel_regularizer="l2")), 1, micro_batch_size=2
+    )
     made.fit(*features(), **QUIET)
     assert not any(map(added_losses, made.layers))

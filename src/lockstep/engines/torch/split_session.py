@@ -52,9 +52,7 @@ class SplitSession(TorchSession):
         self._autocast = _AutocastCheck(model, self._peers.rank.device)
         if isinstance(layout, DataParallel) and layout.same_random_numbers:
             self.draw_together()
-        self._plans = StepPlans(
-            model, self._runner, layout, partial(self._adopt, first=False)
-        )
+        self._plans = StepPlans(model, self._runner, layout, partial(self._adopt, first=False))
 
     # ------------------------------------------------------------ on and off the devices
 

@@ -166,7 +166,7 @@ def _test(model: Any, plan: Plan, losses: LossSharding, replica: Replica, data: 
 
 def _outputs(model: Any, plan: Plan, replica: Replica, data: Any, *, training: bool) -> Outputs:
     own = _forward(model, plan, replica, data[0], training=training)
-    return Outputs(replica, own, _name(model))
+    return Outputs(replica, own, _name(model), plan.micro_batch_size)
 
 
 def _forward(model: Any, plan: Plan, replica: Replica, x: Any, *, training: bool) -> Any:

@@ -358,6 +358,7 @@ def _counts(devices: str) -> list[int]:
 @click.option("--memory", help="Of one device: 24GB, or 80GiB.")
 @click.option("--gpu", help="Compile for it, without having it: h100, for example.")
 @click.option("--batch-size", type=click.IntRange(min=1), help="Rows of the global batch.")
+@click.option("--micro-batch-size", type=click.IntRange(min=1), help="Rows of a device at once.")
 @click.option("--largest-batch", is_flag=True, help="Compile until it is found. Takes longer.")
 @click.option("--mixed-precision", is_flag=True, help="Add rows under mixed_bfloat16.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
@@ -367,6 +368,7 @@ def plan(
     memory: str | None,
     gpu: str | None,
     batch_size: int | None,
+    micro_batch_size: int | None,
     largest_batch: bool,
     mixed_precision: bool,
     as_json: bool,
@@ -393,6 +395,7 @@ def plan(
             target,
             counts,
             batch_size=batch_size,
+            micro_batch_size=micro_batch_size,
             memory=memory,
             gpu=gpu,
             find_largest_batch=largest_batch,

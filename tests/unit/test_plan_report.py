@@ -21,7 +21,7 @@ from lockstep.errors import DeviceError, TargetNotFound, UnsupportedBackend, Unu
 from lockstep.tools.plan.gpus import gpu_named
 from lockstep.tools.plan.liveness import MEDIAN_ERROR, WORST_ERROR
 from lockstep.tools.plan.memory_plan import parse_memory
-from lockstep.tools.plan.temporaries import estimated_temporaries, largest_batch
+from lockstep.tools.plan.temporaries import Asked, estimated_temporaries, largest_batch
 from tests.processes.common import warm_end
 
 
@@ -94,7 +94,15 @@ def not_traceable():
             {"gpu": "h1000"},
             DeviceError,
             "gpu='h1000' was asked for, and its description is not known.\n"
-            "Known are a100, h100, h200, b200, l4, rtx4090.",
+            "Known are a100, h100, h200, b200, l4, rtx4090, b300, rtx6000pro, l40s, a6000, a40, "
+            "a10g, rtx3090, t4, v100, p100. For another one",
+        ),
+        (
+            wide,
+            {"gpu": "v100", "find_largest_batch": True},
+            DeviceError,
+            "The largest batch was asked for, and XLA compiles no step for gpu='v100'.\n"
+            "Leave it out: the peak of one batch size is estimated.",
         ),
         (
             wide,
@@ -102,6 +110,13 @@ def not_traceable():
             DeviceError,
             "devices=(1, 0) was given, and numbers of devices of at least 1 were expected.\n"
             "Give a number, or several, such as (1, 2, 4).",
+        ),
+        (
+            wide,
+            {"micro_batch_size": 0},
+            DeviceError,
+            "micro_batch_size=0 was given, and a whole number of rows of at least 1 was expected.\n"
+            "Give the most rows that a device is to run at once, such as 32, or leave it out.",
         ),
         (
             wide,
@@ -250,7 +265,8 @@ def test_weights_that_training_gathers_again_are_not_counted_as_kept(monkeypatch
     assert "and not kept: the weights of 4 sharded." in console.file.getvalue()
     assert "together" not in console.file.getvalue()  # one figure to compare with the memory
     monkeypatch.setenv("LOCKSTEP_GATHER_AGAIN", "0")
-    assert lockstep.plan(deep, 4, batch_size=4, memory=small).layouts[1] == kept
+    said_to_keep = lockstep.plan(deep, 4, batch_size=4, memory=small).layouts[1]
+    assert replace(said_to_keep, largest_micro_batch=None) == kept
 
 
 def fixed_rows():
@@ -314,9 +330,9 @@ def test_a_step_for_another_backend_is_not_tried_on_jax():
     batch = (np.zeros((4, 4), "float32"),)
     made = OwnStep([layers.Dense(1)], name="mine")
     made.compile("sgd", "mse")
-    layout = (SimpleNamespace(devices=1, gathers_again=False), None)
-    sizes, notes = estimated_temporaries(engine, made, batch, [layout], "train.py:build", None)
-    assert sizes == [None]
+    layouts, asked = [(layout_of(1), None)], Asked([1])
+    found, notes = estimated_temporaries(engine, made, batch, layouts, "train.py:build", asked)
+    assert [each.temporaries for each in found] == [None]
     assert notes[1] == (
         "The step could not be traced without data. UnusableData: 'mine' has a train_step for "
         "torch, and JAX alone traces activations."
@@ -339,6 +355,24 @@ def test_a_gpu_is_described_as_xla_reads_it():
     assert described["gpu_device_info"]["device_memory_size"] < 24 * 2**30
 
 
+def test_a_gpu_without_bfloat16_is_planned_in_float16(monkeypatch):
+    monkeypatch.setattr(ahead_of_time, "compiled_bytes", lambda *given: (0, 10**6))
+    found = lockstep.plan(wide, 1, gpu="t4", mixed_precision=True)
+    assert [each.policy for each in found.layouts] == ["", "mixed_float16"]
+    assert found.notes[-1] == "Tesla T4 has no bfloat16: use float16."
+    assert not any("bfloat16" in note for note in lockstep.plan(wide, 1, gpu="l4").notes)
+
+
+def test_a_gpu_that_is_too_old_to_compile_for_is_estimated():
+    found, plain = lockstep.plan(wide, 1, gpu="p100"), lockstep.plan(wide, 1)
+    assert found.layouts == plain.layouts
+    assert (found.gpu, found.memory) == (None, 17_066_885_120)
+    assert found.notes[-2:] == (
+        "Tesla P100-SXM2-16GB has no bfloat16: use float16.",
+        "XLA compiles no step for it today: the peak is an estimate.",
+    )
+
+
 @pytest.fixture
 def compiles(monkeypatch):
     """Compiles a step of 1,000 bytes, and 10 more for each row of a device."""
@@ -346,7 +380,7 @@ def compiles(monkeypatch):
     def up_to(most):
         tried = []
 
-        def compiled_bytes(model, batch, layout, gpu):
+        def compiled_bytes(model, batch, layout, gpu, micro_batch_size):
             rows = batch[0].shape[0]
             tried.append(rows)
             if rows > most:
@@ -366,13 +400,17 @@ def layout_of(devices):
     return LayoutBytes(devices, "replicated", *[0] * 9)
 
 
+def asked_for(memory, say):
+    return Asked([1], memory=memory, gpu={"name": "h100"}, say=say)
+
+
 @pytest.mark.parametrize(("rows", "memory"), [(32, 20_000), (4_000, 20_000), (1, 2_000_000)])
 @pytest.mark.parametrize("devices", [1, 3])
 def test_the_largest_batch_is_found_to_a_sixteenth(rows, memory, devices, compiles):
     tried, layout = compiles(10**9), layout_of(devices)
     batch = (keras.KerasTensor((rows, 4)), keras.KerasTensor((rows,)))
     told = []
-    found = largest_batch(JAX, None, batch, layout, {}, memory, told.append)
+    found = largest_batch(JAX, None, batch, layout, asked_for(memory, told.append))
     most = (0.85 * memory - 1_000) / 10 * devices
     assert most * 15 / 16 - devices <= found <= most
     assert found % devices == 0
@@ -383,10 +421,10 @@ def test_the_largest_batch_is_found_to_a_sixteenth(rows, memory, devices, compil
 def test_no_batch_may_fit_and_a_refused_one_ends_the_search(compiles):
     layout, batch = layout_of(1), (keras.KerasTensor((8, 4)),)
     compiles(10**9)
-    assert largest_batch(JAX, None, batch, layout, {}, 900, print) == 0
+    assert largest_batch(JAX, None, batch, layout, asked_for(900, print)) == 0
     told = []
     compiles(100)
-    assert largest_batch(JAX, None, batch, layout, {}, 10**6, told.append) == 32
+    assert largest_batch(JAX, None, batch, layout, asked_for(10**6, told.append)) == 32
     assert told[-1] == "RuntimeError: XLA refuses"
 
 
@@ -511,14 +549,93 @@ def test_a_notebook_shows_a_bar_for_each_layout_and_the_memory():
     assert "memory: " not in no_peak._repr_html_()
 
 
+def shown(found):
+    console = Console(width=200, file=io.StringIO(), record=True)
+    found.show(console)
+    return console.export_text()
+
+
+def eight_layers():
+    hidden = [layers.Dense(64, "relu") for _ in range(8)]
+    return compiled(keras.Input((64,)), *hidden)
+
+
+def test_the_micro_batch_that_fits_is_found_and_a_plan_with_it_agrees():
+    """The sizes of a device's rows: 2 devices need half as many parts."""
+    peaks = {
+        size: [
+            each.peak
+            for each in lockstep.plan(
+                eight_layers, (1, 2), batch_size=4096, micro_batch_size=size
+            ).layouts
+        ]
+        for size in (None, 2048, 1024, 512)
+    }
+    assert peaks[2048][1:] == peaks[None][1:]  # two devices have no more rows
+    memory = peaks[1024][0]
+    found = lockstep.plan(eight_layers, (1, 2), batch_size=4096, memory=memory)
+    one, two, _ = found.layouts
+    assert (one.largest_micro_batch, one.micro_batch_peak) == (1024, memory)
+    assert two.largest_micro_batch == 1024
+    assert two.micro_batch_peak == peaks[1024][1]
+    fits = lockstep.plan(eight_layers, 1, batch_size=4096, memory=memory, micro_batch_size=1024)
+    assert fits.verdict(fits.layouts[0]) == "about 0 B left"
+    assert fits.layouts[0].largest_micro_batch is None
+    said = shown(found).splitlines()
+    assert said[-1] == (
+        f"1 replicated fits with micro_batch_size=1024 ({amount(one.peak)} → {amount(memory)}, "
+        "one more forward pass)."
+    )
+    assert "1,024 rows" in said[4]
+    assert "runs 1024 at once" in shown(fits).splitlines()[0]
+    smaller = lockstep.plan(
+        eight_layers, 1, batch_size=4096, memory=peaks[512][0], micro_batch_size=1024
+    )
+    assert smaller.layouts[0].largest_micro_batch == 512
+
+
+def test_a_micro_batch_for_a_gpu_is_compiled(monkeypatch):
+    """XLA has the last word: the estimate is too small by half here."""
+    tried = []
+
+    def compiled_bytes(model, batch, layout, gpu, micro_batch_size):
+        tried.append(micro_batch_size)
+        return 0, 1.5 * estimates[micro_batch_size]
+
+    estimates = {
+        size: lockstep.plan(eight_layers, 1, batch_size=4096, micro_batch_size=size).layouts[0].peak
+        for size in (None, 2048, 1024, 512)
+    }
+    monkeypatch.setattr(ahead_of_time, "compiled_bytes", compiled_bytes)
+    memory = round(1.01 * estimates[1024] / 0.85)
+    found = lockstep.plan(eight_layers, 1, batch_size=4096, gpu="h100", memory=memory).layouts[0]
+    assert tried == [None, 1024, 512]
+    assert found.largest_micro_batch == 512
+    assert found.micro_batch_peak == 1.5 * estimates[512]
+
+
+def test_a_model_that_cannot_have_parts_says_why():
+    def build():
+        return compiled(keras.Input((512,)), layers.BatchNormalization(name="norm"))
+
+    peak = lockstep.plan(build, 1, batch_size=4096).layouts[0].peak
+    found = lockstep.plan(build, 1, batch_size=4096, memory=peak - 1)
+    assert found.layouts[0].largest_micro_batch is None
+    assert found.notes[-1].startswith(
+        "No smaller micro-batch can be planned: 'norm' (BatchNormalization) needs the rows of the "
+        "whole batch at once"
+    )
+    found = lockstep.plan(build, 1, batch_size=4096, micro_batch_size=64)
+    assert found.layouts[0].peak is None
+    assert "'norm' (BatchNormalization) needs the rows" in found.notes[2]
+
+
 def test_what_to_try_is_said_if_no_layout_fits():
-    def shown(memory):
-        console = Console(width=200, file=io.StringIO(), record=True)
-        lockstep.plan(wide, (1, 2), memory=memory).show(console)
-        return console.export_text()
+    def told(memory):
+        return shown(lockstep.plan(wide, (1, 2), memory=memory))
 
     least = min(each.peak for each in lockstep.plan(wide, (1, 2)).layouts)
-    said = shown(least - 1)
+    said = told(least - 1)
     assert f"No layout fits {amount(least - 1)}: the least is {amount(least)}, of 2 sharded" in said
     assert "Try more devices, a smaller batch, or mixed precision." in said
-    assert "No layout fits" not in shown(least)
+    assert "No layout fits" not in told(least)

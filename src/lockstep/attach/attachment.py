@@ -14,6 +14,7 @@ import keras
 import numpy as np
 
 from lockstep.checkpoint.callback import checkpoint_among, fit_scope
+from lockstep.core import micro_batches
 from lockstep.core.atomic_save import SAVING, atomic_saves
 from lockstep.core.engine import KINDS, Engine, Kind, Methods, Session
 from lockstep.core.fit_lines import (
@@ -24,7 +25,6 @@ from lockstep.core.fit_lines import (
     wants_words,
 )
 from lockstep.core.layout import Branches, DataParallel, Layout, both_layouts
-from lockstep.core.micro_batches import BACKENDS, no_micro_batches
 from lockstep.core.out_of_memory import has_note, is_out_of_memory, note_of
 from lockstep.core.state import named_variables, optimizers_of, rnn_states
 from lockstep.core.step_bytes import size_of
@@ -232,8 +232,8 @@ def attach(engine: Engine, model: Any, layout: Layout) -> None:
             "processes,\nwhere every device runs all layers. Start one process."
         )
     size = layout.micro_batch_size
-    if size is not None and engine.name not in BACKENDS:
-        raise no_micro_batches(engine.name, size)
+    if size is not None and engine.name not in micro_batches.BACKENDS:
+        raise micro_batches.no_micro_batches(engine.name, size)
     before, name = session_of(model), layout.made_by
     if before is not None and type(before.layout) is not type(layout):
         raise both_layouts(model, name)

@@ -13,7 +13,7 @@ from lockstep.core.state import stateful_layers
 from lockstep.errors import UnsupportedBackend, UnsupportedModel
 
 BACKENDS = ("jax", "torch")
-"""The backends on which a device runs its rows in parts."""
+"""Keras's backends on which a device can run its rows in parts."""
 
 
 def no_micro_batches(backend: str, size: int) -> UnsupportedBackend:

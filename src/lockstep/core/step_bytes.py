@@ -41,6 +41,9 @@ class LayoutBytes:
             together; `None` if they are not known.
         largest_batch: Rows of the largest global batch that fits, 0 if none does; `None` if not
             asked for.
+        largest_micro_batch: The largest `micro_batch_size` that fits, 0 if none does; `None` if it
+            is not needed or not known.
+        micro_batch_peak: About the peak with that size; `None` without one.
         gathers_again: Whether a step gathers sharded weights again for its backward pass, because
             they would take too much of the memory.
         policy: The dtype policy under which the model was made, empty for that of the script.
@@ -59,6 +62,8 @@ class LayoutBytes:
     reduce_scatter: int
     temporaries: int | None = None
     largest_batch: int | None = None
+    largest_micro_batch: int | None = None
+    micro_batch_peak: int | None = None
     gathers_again: bool = False
     policy: str = ""
 

@@ -17,10 +17,11 @@ from lockstep.errors import (
 
 if TYPE_CHECKING:
     from lockstep.tools.plan.memory_plan import MemoryPlan
+    from lockstep.tools.plan.temporaries import Asked
 
 EXACT = "The bytes of weights, slots, gradients and the batch are exact."
-MIXED = "mixed_bfloat16"
-"""The policy of the rows that `mixed_precision` adds."""
+MIXED, MIXED_OLD = "mixed_bfloat16", "mixed_float16"
+"""The policy of the rows that `mixed_precision` adds, and that on a GPU without bfloat16."""
 SENT = (
     "Sent: gradients and weights, by a ring. Statistics of batch norm, the loss and metrics are "
     "not included."
@@ -32,6 +33,7 @@ def plan(
     devices: int | Sequence[int] = (1, 2, 4, 8),
     *,
     batch_size: int | None = None,
+    micro_batch_size: int | None = None,
     memory: str | int | None = None,
     gpu: str | None = None,
     find_largest_batch: bool = False,
@@ -51,14 +53,19 @@ def plan(
             without data needs an input shape.
         devices: Numbers of devices.
         batch_size: Rows of the global batch. Defaults to those of a data set, and to 32 for arrays.
+        micro_batch_size: The most rows that a device runs at once, as in `lockstep.distribute`.
+            Defaults to all of its rows. Where they do not fit the memory, the largest size that
+            fits is looked for.
         memory: The memory of one device, such as `"24GB"` (24e9 bytes) or `"80GiB"`. Defaults to
             that of `gpu`.
         gpu: A GPU for which XLA compiles the step, such as `"h100"`. None has to be here. Needs
-            `keras-lockstep[plan]` and JAX.
+            `keras-lockstep[plan]` and JAX. For `"v100"` and `"p100"`, which are too old to compile
+            for, the peak is an estimate.
         find_largest_batch: Whether to compile for `gpu` with other numbers of rows too, until the
             largest global batch is found whose peak is 85 % of the memory at most.
         mixed_precision: Whether to add the same rows for `build` under Keras's global policy
-            `mixed_bfloat16`, which layers with a policy of their own do not follow.
+            `mixed_bfloat16`, which layers with a policy of their own do not follow; under
+            `mixed_float16` for a `gpu` without bfloat16.
         say: Called with a line about the compilation that begins.
 
     Returns:
@@ -82,9 +89,12 @@ def plan(
     # These import NumPy and Keras, which `import lockstep` does not.
     import keras
 
+    from lockstep.core import micro_batches
+    from lockstep.distribute import check_micro_batch_size
     from lockstep.tools.batches import count_from_one
-    from lockstep.tools.plan.gpus import gpu_named
+    from lockstep.tools.plan.gpus import COMPILED_FROM, capability_of, gpu_named, has_bfloat16
     from lockstep.tools.plan.memory_plan import parse_memory
+    from lockstep.tools.plan.temporaries import Asked
 
     if not (isinstance(build, str) or callable(build)) or isinstance(build, keras.layers.Layer):
         raise TargetNotFound(
@@ -117,38 +127,45 @@ def plan(
             "The largest batch was asked for, and no GPU for which the step is compiled.\n"
             'Name one, such as gpu="h100".'
         )
+    size = check_micro_batch_size(micro_batch_size)
+    backend = current_engine().name
+    if size is not None and backend not in micro_batches.BACKENDS:
+        raise micro_batches.no_micro_batches(backend, size)
     target = None if gpu is None else gpu_named(gpu)
     bytes_of_memory = None if memory is None else parse_memory(memory)
     if target and bytes_of_memory is None:
         bytes_of_memory = target["gpu_device_info"]["device_memory_size"]
-    given = (counts, batch_size, bytes_of_memory, target, find_largest_batch, say)
-    found = _plan(build, *given)
+    mixed_policy, old = MIXED, []
+    if target and not has_bfloat16(target):
+        old.append(f"{target['device_description_str']} has no bfloat16: use float16.")
+        mixed_policy = MIXED_OLD
+    if target and capability_of(target) < COMPILED_FROM:
+        if find_largest_batch:
+            raise DeviceError(
+                f"The largest batch was asked for, and XLA compiles no step for gpu={gpu!r}.\n"
+                "Leave it out: the peak of one batch size is estimated."
+            )
+        old.append("XLA compiles no step for it today: the peak is an estimate.")
+        target = None
+    asked = Asked(counts, batch_size, size, bytes_of_memory, target, find_largest_batch, say)
+    found = _plan(build, asked)
     if mixed_precision:
         before = keras.config.dtype_policy()
-        keras.config.set_dtype_policy(MIXED)
+        keras.config.set_dtype_policy(mixed_policy)
         try:
-            mixed = _plan(build, *given, policy=MIXED)
+            mixed = _plan(build, replace(asked, policy=mixed_policy))
         finally:
             keras.config.set_dtype_policy(before)
         found = found.with_rows_of(mixed)
-    return found
+    return replace(found, notes=(*found.notes, *old))
 
 
-def _plan(
-    build: Callable[[], Any] | str,
-    counts: list[int],
-    batch_size: int | None,
-    memory: int | None,
-    target: dict[str, Any] | None,
-    find_largest_batch: bool,
-    say: Callable[[str], object],
-    policy: str = "",
-) -> "MemoryPlan":
+def _plan(build: Callable[[], Any] | str, asked: "Asked") -> "MemoryPlan":
     """Return the plan for one dtype policy; see `plan`."""
     from lockstep.attach.attachment import session_of
     from lockstep.core.fit_lines import not_compiled_words
     from lockstep.core.state import optimizers_of
-    from lockstep.core.step_bytes import layout_bytes
+    from lockstep.core.step_bytes import LayoutBytes, layout_bytes
     from lockstep.keras_compat import layers_not_compiled
     from lockstep.tools.plan.abstract_model import abstract_model, arrays_of
     from lockstep.tools.plan.memory_plan import MemoryPlan
@@ -156,13 +173,14 @@ def _plan(
         compiled_temporaries,
         estimated_temporaries,
         largest_batch,
+        with_micro_batches,
     )
     from lockstep.tools.targets import call_target
 
     engine = current_engine()
     name = build if isinstance(build, str) else getattr(build, "__name__", "build")
     function = partial(call_target, build) if isinstance(build, str) else build
-    model, batch, has_targets = abstract_model(function, name, batch_size)
+    model, batch, has_targets = abstract_model(function, name, asked.batch_size)
     if session_of(model) is not None:
         raise UnusableData(
             f"{name} distributes {model.name!r}, and a plan needs the model on one device.\n"
@@ -176,37 +194,41 @@ def _plan(
         notes.append(f"The slots of {', '.join(others)} are not counted: a step makes them.")
     if engine.name == "jax" and not model.run_eagerly and (layers := layers_not_compiled(model)):
         notes.append(f"On JAX {not_compiled_words(layers)}: it may need more.")
-    layouts: list[tuple[int, Any]] = [(count, None) for count in counts]
+    layouts: list[tuple[int, Any]] = [(count, None) for count in asked.counts]
     try:
-        dims = [(n, engine.sharded_dims(model, n)) for n in counts]
+        dims = [(n, engine.sharded_dims(model, n)) for n in asked.counts]
         layouts += [each for each in dims if each[0] > 1]
     except UnsupportedBackend as error:
         notes.append(f"{engine.name} has no sharded state. {str(error).splitlines()[1]}")
     arrays = arrays_of(batch if has_targets else batch[0])
     layouts.sort(key=lambda each: each[0])
+    memory, dims_of = asked.memory, [dims for _, dims in layouts]
     again = _gathers_again(engine.name, inf if memory is None else memory)
+
+    def pairs() -> list[tuple[LayoutBytes, Any]]:
+        return list(zip(found, dims_of, strict=True))
+
     found = [layout_bytes(model, arrays, count, dims, again) for count, dims in layouts]
-    if target is None:
-        pairs = [(each, dims) for each, (_, dims) in zip(found, layouts, strict=True)]
-        sizes, words = estimated_temporaries(engine, model, batch, pairs, build, batch_size, policy)
+    if asked.gpu is None:
+        found, words = estimated_temporaries(engine, model, batch, pairs(), build, asked)
     else:
-        sizes, words = compiled_temporaries(engine, model, batch, found, target, say)
-    found = [
-        replace(each, temporaries=size, policy=policy)
-        for each, size in zip(found, sizes, strict=True)
-    ]
-    if find_largest_batch and target and memory:
-        rest = (target, memory, say)
-        rows = [largest_batch(engine, model, batch, each, *rest) for each in found]
+        found, words = compiled_temporaries(engine, model, batch, pairs(), asked)
+    if memory is not None:
+        found, more = with_micro_batches(engine, model, batch, pairs(), asked)
+        notes += more
+    if asked.find_largest_batch and asked.gpu and memory:
+        rows = [largest_batch(engine, model, batch, each, asked) for each in found]
         found = [replace(each, largest_batch=n) for each, n in zip(found, rows, strict=True)]
+    gpu, size = asked.gpu, asked.micro_batch_size
     return MemoryPlan(
         name=model.name,
         backend=engine.name,
         parameters=model.count_params(),
         batch_size=max((shape[0] for shape, _ in arrays if shape), default=0),
-        layouts=tuple(found),
+        micro_batch_size=size,
+        layouts=tuple([replace(each, policy=asked.policy) for each in found]),
         memory=memory,
-        gpu=None if target is None else target["device_description_str"],
+        gpu=None if gpu is None else gpu["device_description_str"],
         notes=(EXACT, *words, *notes),
     )
 

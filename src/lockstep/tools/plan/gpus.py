@@ -17,6 +17,11 @@ _OF_ALL = {
     "block_dim_limit_z": 65535,
 }
 
+COMPILED_FROM = (7, 5)
+"""The compute capability from which CUDA 13 and JAX compile."""
+
+_BFLOAT16_FROM = (8, 0)
+
 
 def gpu_named(name: str) -> dict[str, Any]:
     """Return what XLA has to know of a GPU, by the names of its descriptions.
@@ -41,3 +46,14 @@ def gpu_named(name: str) -> dict[str, Any]:
         "runtime_version": {"major": 12, "minor": 8},
         "gpu_device_info": {**_OF_ALL, **found, "cuda_compute_capability": capability},
     }
+
+
+def capability_of(gpu: dict[str, Any]) -> tuple[int, int]:
+    """Return the compute capability of a GPU, from `gpu_named`."""
+    found = gpu["gpu_device_info"]["cuda_compute_capability"]
+    return found["major"], found["minor"]
+
+
+def has_bfloat16(gpu: dict[str, Any]) -> bool:
+    """Return whether a GPU, from `gpu_named`, computes in bfloat16."""
+    return capability_of(gpu) >= _BFLOAT16_FROM

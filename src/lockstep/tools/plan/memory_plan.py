@@ -39,6 +39,7 @@ class MemoryPlan(Report):
         memory: Bytes of memory of a device; `None` where not given.
         gpu: The GPU for which the step was compiled; `None` if the peak is estimated.
         notes: Further remarks, a sentence each.
+        micro_batch_size: The most rows that a device runs at once; `None` for all of its rows.
     """
 
     name: str
@@ -49,6 +50,7 @@ class MemoryPlan(Report):
     memory: int | None = None
     gpu: str | None = None
     notes: tuple[str, ...] = ()
+    micro_batch_size: int | None = None
 
     def with_rows_of(self, other: MemoryPlan) -> MemoryPlan:
         """Return this plan with the layouts and remarks of another one besides its own."""
@@ -118,7 +120,8 @@ class MemoryPlan(Report):
         console.print(
             escape(
                 f"{self.name} on {self.backend}: {self.parameters:,} parameters, "
-                f"a global batch of {counted(self.batch_size, 'row')}. Bytes of each device:"
+                f"a global batch of {counted(self.batch_size, 'row')}{self._at_once()}. "
+                "Bytes of each device:"
             ),
             highlight=False,
         )
@@ -128,6 +131,8 @@ class MemoryPlan(Report):
         heads += [peak if has_peaks else "together", "sent in a step"]
         has_rows = any(each.largest_batch is not None for each in self.layouts)
         heads += ["largest batch"] * has_rows
+        has_parts = any(each.largest_micro_batch is not None for each in self.layouts)
+        heads += ["micro-batch"] * has_parts
         shown = table(*heads, *[] if self.memory is None else [f"of {amount(self.memory)}"])
         for each in self.layouts:
             sizes = (each.weights, each.optimizer, each.gradients, each.batch + each.metrics)
@@ -140,11 +145,12 @@ class MemoryPlan(Report):
                 needed + more,
                 amount(each.sent),
                 *[f"{each.largest_batch or 0:,} rows"] * has_rows,
+                *[_micro_batch(each)] * has_parts,
                 *left,
                 style="red" if left == [DOES_NOT_FIT] else "",
             )
         print_table(console, shown, narrow=_WIDE)
-        for note in (*self.notes, *self._gathered(), *self._remedy()):
+        for note in (*self.notes, *self._gathered(), *self._remedy(), *self._in_parts()):
             console.print(escape(note), highlight=False)
 
     def _gathered(self) -> list[str]:
@@ -166,9 +172,24 @@ class MemoryPlan(Report):
             )
         return said
 
+    def _at_once(self) -> str:
+        size = self.micro_batch_size
+        return "" if size is None else f", of which a device runs {size} at once"
+
+    def _in_parts(self) -> list[str]:
+        """Return the micro-batch that fits, of the fewest devices that need one."""
+        for each in self.layouts:
+            if each.largest_micro_batch and each.micro_batch_peak:
+                before, after = amount(each.peak or 0), amount(each.micro_batch_peak)
+                return [
+                    f"{each.name} fits with micro_batch_size={each.largest_micro_batch} "
+                    f"({before} \u2192 {after}, one more forward pass)."
+                ]
+        return []
+
     def _remedy(self) -> list[str]:
         """Return what to try if the memory of a device is given and no layout fits."""
-        if self.memory is None or not all(map(self._problem, self.layouts)):
+        if self.memory is None or not all(map(self._problem, self.layouts)) or self._in_parts():
             return []
         least = min(self.layouts, key=lambda each: each.peak or each.held)
         needed, room = amount(least.peak or least.held), amount(self.memory)
@@ -231,6 +252,13 @@ def _bars(layouts: Sequence[LayoutBytes], memory: int | None) -> str:
             "</div>"
         )
     return f'<div style="max-width:60em">{"".join(rows)}<div>{key}</div></div>'
+
+
+def _micro_batch(layout: LayoutBytes) -> str:
+    """Return the largest micro-batch that fits, in words."""
+    if layout.largest_micro_batch is None:
+        return "-"
+    return counted(layout.largest_micro_batch, "row") if layout.largest_micro_batch else "none fits"
 
 
 def _at_the_peak(layout: LayoutBytes) -> str:

@@ -1,6 +1,7 @@
 """A training step on shapes, before there are devices or values."""
 
 import os
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ from lockstep.core.devices import SHARDED, missing_rows
 from lockstep.core.patched import patched
 from lockstep.core.state import variables_of
 from lockstep.core.step_bytes import LayoutBytes
+from lockstep.engines.jax.micro_batches import MicroBatches
 from lockstep.engines.jax.steps.gather_again import ONE_BY_ONE, gathering_again
 from lockstep.engines.jax.steps.padded import PaddedArray
 from lockstep.engines.jax.steps.programs import Programs
@@ -30,21 +32,45 @@ from lockstep.errors import UnsupportedBackend
 from lockstep.keras_compat import store_value, stored_value
 
 
-def traced_step(model: Any, batch: Any) -> tuple[Any, list[Any]]:
+def traced_step(
+    model: Any, batch: Any, micro_batch_size: int | None = None
+) -> tuple[Any, list[Any]]:
     """Return the jaxpr of the training step of `model`, and the variables that it takes first.
 
     Args:
         model: A model that is built.
         batch: The shapes of a batch.
+        micro_batch_size: The most rows that run through the layers at once; `None` for all.
+
+    Raises:
+        UnsupportedModel: If the model cannot run its rows in parts.
     """
     groups = [group_of(model, name) for name in GROUPS]
     state = tuple([_shape(variable) for variable in group] for group in groups)
-    program = jax.make_jaxpr(model.train_step)(state, keras.tree.map_structure(_shape, batch))
+    steps = Programs(jax.devices("cpu")[:1])
+    with _train_step(model, steps, micro_batch_size) as step:
+        program = jax.make_jaxpr(step)(state, keras.tree.map_structure(_shape, batch))
     return program.jaxpr, [variable for group in groups for variable in group]
 
 
+@contextmanager
+def _train_step(model: Any, steps: Programs, micro_batch_size: int | None) -> Iterator[Any]:
+    """Yield the training step of a model, in parts of the rows if a size is given."""
+    if micro_batch_size is None:
+        yield model.train_step
+        return
+    parts = MicroBatches(model, steps, micro_batch_size)
+    methods = parts.methods(model.stateless_call)
+    with patched([(model, name, method) for name, method in methods.items()]):
+        yield parts.step(model.train_step)
+
+
 def compiled_bytes(
-    model: Any, batch: Any, layout: LayoutBytes, gpu: dict[str, Any]
+    model: Any,
+    batch: Any,
+    layout: LayoutBytes,
+    gpu: dict[str, Any],
+    micro_batch_size: int | None = None,
 ) -> tuple[int, int]:
     """Compile the training step for GPUs that are not here.
 
@@ -53,6 +79,7 @@ def compiled_bytes(
         batch: The shapes of a global batch.
         layout: The number of GPUs, and how the variables are laid out.
         gpu: What XLA has to know of the GPU.
+        micro_batch_size: The most rows that a device runs through the layers at once.
 
     Returns:
         The bytes of arguments of a device, and of temporaries.
@@ -74,8 +101,13 @@ def compiled_bytes(
     cached = config.jax_enable_compilation_cache
     config.update("jax_enable_compilation_cache", False)  # it holds programs for this machine
     try:
-        with _in_shards(model, steps), _gathering(model, again=layout.gathers_again):
-            program = _lowered(model, batch, steps)
+        again = layout.gathers_again and micro_batch_size is None  # a part gathers again as it is
+        with (
+            _in_shards(model, steps),
+            _gathering(model, again=again),
+            _train_step(model, steps, micro_batch_size) as step,
+        ):
+            program = _lowered(model, step, batch, steps)
         memory = program.compile(
             compiler_options={**options, "xla_gpu_autotune_level": 0}
         ).memory_analysis()
@@ -109,7 +141,7 @@ def _folders_of(package: str) -> list[str]:
     return list(found.submodule_search_locations or ()) if found else []
 
 
-def _lowered(model: Any, batch: Any, steps: Programs) -> Any:
+def _lowered(model: Any, train_step: Any, batch: Any, steps: Programs) -> Any:
     many = len(steps.devices) > 1
 
     def placed(leaf: Any) -> Any:
@@ -124,7 +156,7 @@ def _lowered(model: Any, batch: Any, steps: Programs) -> Any:
 
     groups = [group_of(model, name) for name in GROUPS]
     state = tuple([_shape(each, steps.home(each)) for each in group] for group in groups)
-    step = steps.compiled(model.train_step, frozenset, times=1, per_row_outputs=False, trains=True)
+    step = steps.compiled(train_step, frozenset, times=1, per_row_outputs=False, trains=True)
     run: Any = step.run
     return run.lower(state, keras.tree.map_structure(placed, batch))
 

@@ -264,6 +264,9 @@ def test_a_second_run_of_a_part_draws_the_numbers_of_the_first(seeds, monkeypatc
             assert any(torch.equal(first, again) for again in found[4:])
             assert not any(torch.equal(first, other) for other in found[:number])
     assert seeds is None or int(seeds.state.value[1]) == before + 1
+    first = seen["dropout"][:4]
+    made.train_on_batch(x, y)
+    assert not any(torch.equal(one, other) for one in first for other in seen["dropout"][8:12])
 
 
 def test_a_backward_pass_in_another_thread(monkeypatch):
@@ -488,6 +491,23 @@ def test_what_cannot_have_parts_is_refused_before_an_update(what):
     build, said = REFUSED[what]
     keras.utils.clear_session(free_memory=False)
     assert refusal(build()).startswith(said)
+
+
+class AlwaysTraining(keras.Model):
+    """Its batch norm takes the moments of the rows in `predict` too."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = layers.BatchNormalization(name="norm")
+
+    def call(self, x):
+        return self.norm(x, training=True)
+
+
+def test_a_batch_norm_that_takes_moments_where_nothing_trains():
+    made = lockstep.distribute(AlwaysTraining(), 1, micro_batch_size=3)
+    with pytest.raises(UnsupportedModel, match=r"'norm' \(BatchNormalization\) needs the rows"):
+        made.predict(features()[0], verbose=0)
 
 
 def test_a_refusal_of_several_devices():

@@ -15,6 +15,7 @@ from lockstep.engines.torch import steps
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import added_losses
 from tests.conformance.test_micro_batches import Own, Stop
+from tests.tiers import further
 from tests.torch.agreement import assert_equal, both, values
 
 QUIET = {"verbose": 0, "shuffle": False, "batch_size": 9}
@@ -143,7 +144,12 @@ ZOO = (
     *(dense, weighted, classes, masked, transformer, two_of_each, regularized, contrastive),
     *(curves, convolutional, accumulated, subclassed),
 )
-SHARDED = (dense, transformer)
+RUNS = [
+    pytest.param(case, devices, marks=[] if quick else pytest.mark.thorough)
+    for number, case in enumerate(ZOO)
+    for devices, quick in ((1, number % 2), (3, not number % 2))
+]
+"""Each model is quick on one number of devices."""
 
 
 @pytest.fixture
@@ -165,13 +171,12 @@ def compare(case, devices, **options):
     assert_equal(one, many)
 
 
-@pytest.mark.parametrize("devices", [1, 3])
-@pytest.mark.parametrize("case", ZOO)
+@pytest.mark.parametrize(("case", "devices"), RUNS)
 def test_parts_give_the_numbers_of_the_batch(case, devices):
     compare(case, devices)
 
 
-@pytest.mark.parametrize("case", SHARDED)
+@pytest.mark.parametrize("case", [dense, *further(transformer)])
 def test_parts_give_the_numbers_of_the_batch_with_sharded_state(case, in_shards):
     compare(case, 3, state="sharded")
 

@@ -126,6 +126,24 @@ def test_no_row_moves_between_devices():
     assert set(collectives(program.as_text())[1]) == {"all-reduce"}
 
 
+# ------------------------------------------------------------------------------ layers
+
+
+def test_quantized_layers_with_adapters_are_those_of_the_whole_batch():
+    """Keras defines the gradient of a product with int8, and it is 0 for the scale."""
+    found = []
+    for size in (None, 3):
+        made = chain()
+        for layer in made.layers:
+            layer.quantize("int8")
+            layer.enable_lora(2)
+        made.compile("sgd", "mse")
+        if size:
+            lockstep.distribute(made, 1, micro_batch_size=size)
+        found.append((fit(made, epochs=2).history, weights(made)))
+    assert_same(*found, atol=1e-6)
+
+
 # ------------------------------------------------------------------------ random numbers
 
 DRAWS = {

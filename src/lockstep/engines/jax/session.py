@@ -77,6 +77,7 @@ from lockstep.keras_compat import (
     TAKE_JAX_STATE,
     ArrayDataAdapter,
     GeneratorDataAdapter,
+    batch_size_of,
     build_on_first_batch,
     forget_loss_ids,
     in_stateless_scope,
@@ -87,11 +88,13 @@ from lockstep.keras_compat import (
     layers_not_compiled,
     layout_of,
     state_sync_name,
+    take_jax_state,
 )
 from lockstep.processes import constants, process_group
 from lockstep.processes.agreement import DataCheck
 from lockstep.processes.first_process_io import methods_of_all_processes
 from lockstep.processes.variable_drift import VariableDrift
+from lockstep.training.arrays import plain_arrays
 from lockstep.training.call_guard import STEPPING
 from lockstep.training.input import BatchesAhead, HostIterator, check_times
 from lockstep.training.overrides import is_keras
@@ -467,6 +470,16 @@ class MeshIterator(HostIterator):
         if isinstance(self.data_adapter, ArrayDataAdapter):
             return True
         return not (self.recorded or isinstance(self.data_adapter, GeneratorDataAdapter))
+
+    def may_run_at_once(self, model: Any) -> bool:
+        """Return whether several training steps may run as one program, and are short."""
+        step = model.train_function
+        arrays = plain_arrays(self.data_adapter)
+        if not isinstance(step, StepFunction) or step.is_short is None or arrays is None:
+            return False
+        state: State = take_jax_state(model, **dict.fromkeys(GROUPS_OF["train"], True))
+        first = arrays.batch(slice(0, batch_size_of(self.data_adapter)))
+        return step.is_short(step.settle(state), step.place(first))
 
     def watch(self, watched: bool) -> None:
         """Set whether callbacks run between steps."""

@@ -211,7 +211,7 @@ def with_micro_batches(
     except UnsupportedBackend:
         return plain, []
     except Exception as error:  # the code of the user, and what micro-batches refuse
-        said = first_line(error) if isinstance(error, UnsupportedModel) else _words(error)
+        said = str(error) if isinstance(error, UnsupportedModel) else _words(error)
         return plain, [f"No smaller micro-batch can be planned: {said}"]
 
 

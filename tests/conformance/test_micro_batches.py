@@ -548,7 +548,10 @@ def test_rows_that_differ_in_the_first_batch(monkeypatch):
 def test_the_texts_of_refusals_are_short():
     layer = layers.Dense(1, name="dense")
     for text in (
-        texts.no_micro_batches("torch", 8),
+        texts.no_micro_batches("tensorflow", 8),
+        texts.runs_alone(layer, "has a train_step of its own", 8),
+        texts.adds_losses(layer),
+        texts.draws_for_all_rows(layer),
         texts.not_compiled(layer, 8, [layer]),
         texts.has_no_rows(layer, (3, 4), 8),
     ):

@@ -144,6 +144,23 @@ def test_quantized_layers_with_adapters_are_those_of_the_whole_batch():
     assert_same(*found, atol=1e-6)
 
 
+def test_the_first_rows_are_cut_into_parts_that_a_batch_may_have():
+    """`take_along_axis` is another program for one row, and 12 rows are four parts of 3."""
+
+    def sorted_along(layer, x):
+        return ops.take_along_axis(x, ops.argsort(x, axis=-1), axis=-1)
+
+    found = []
+    for size in (None, 3):
+        made = chain(Own(sorted_along))
+        if size:
+            lockstep.distribute(made, 1, micro_batch_size=size)
+        x, y = data(24)
+        history = made.fit(x, y, batch_size=12, epochs=2, shuffle=False, verbose=0).history
+        found.append((history, weights(made)))
+    assert_same(*found, atol=1e-6)
+
+
 # ------------------------------------------------------------------------ random numbers
 
 DRAWS = {

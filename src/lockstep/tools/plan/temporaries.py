@@ -159,6 +159,8 @@ def estimated_temporaries(
         except UnsupportedBackend:
             _check_portable(model, engine.name)
             label = f"Activations are as compiled by JAX. {engine.name} may need more."
+            if asked.micro_batch_size or (asked.memory and engine.name in BACKENDS):
+                label += " In micro-batches it keeps the outputs of all rows of a device."
             return _on_jax(engine.name, target, plain, asked), [ESTIMATE, label]
         found = []
         for layout, dims in layouts:

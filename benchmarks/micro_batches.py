@@ -3,8 +3,10 @@
 OMP_NUM_THREADS=1 python benchmarks/micro_batches.py                 # one device
 LOCKSTEP_REHEARSE=2 python benchmarks/micro_batches.py --devices 2
 OMP_NUM_THREADS=1 python benchmarks/micro_batches.py --differences   # in float64
+KERAS_BACKEND=torch OMP_NUM_THREADS=1 python benchmarks/micro_batches.py
 
-The first table has the temporary memory of the compiled training step on a device, and the time of
+The first table has the temporary memory of the compiled training step on a device, on PyTorch the
+largest sum of the bytes that the tensors of a step have at a time, and the time of
 a step of `fit`: the least of some rounds, as other work on the machine only adds to it. Without
 `--devices`, the batch of 256 rows is that of one device.
 
@@ -99,12 +101,28 @@ def data(model, rows=ROWS):
 def temporaries(model, x, y):
     """The MB that a training step needs on a device besides its arguments."""
     model.train_on_batch(x, y)  # builds all
+    if keras.backend.backend() == "torch":
+        return live_bytes(lambda: model.train_on_batch(x, y)) / 1e6
     step = session_of(model).step_function(TRAIN, force=True)
     groups = ("trainable", "non_trainable", "optimizer", "metrics")
     state = [[each.value for each in getattr(model, f"{name}_variables", [])] for name in groups]
     state[2] = [each.value for each in model.optimizer.variables]
     program = step.run.lower(step.settle(tuple(state)), step.place((x, y))).compile()
     return program.memory_analysis().temp_size_in_bytes / 1e6
+
+
+def live_bytes(run):
+    """Return the largest sum of bytes that PyTorch has allocated at a time while `run` runs."""
+    import torch
+
+    with torch.profiler.profile(profile_memory=True) as seen:
+        run()
+    now = most = 0
+    for event in seen.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
 
 
 def seconds(model, x, y, rounds, steps=4):

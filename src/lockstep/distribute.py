@@ -54,7 +54,7 @@ def distribute(
             that does not fit its memory, also with one device. `fit(batch_size=256)` still updates
             the weights by the gradient of 256 rows. A training step computes the forward pass
             twice. What looks across rows inside the model, such as a batch norm that trains, is
-            refused. JAX only.
+            refused, and so is TensorFlow.
 
     Returns:
         The same `model`.

@@ -126,6 +126,41 @@ def test_no_row_moves_between_devices():
     assert set(collectives(program.as_text())[1]) == {"all-reduce"}
 
 
+# ------------------------------------------------------------------------------ layers
+
+
+def test_quantized_layers_with_adapters_are_those_of_the_whole_batch():
+    """Keras defines the gradient of a product with int8, and it is 0 for the scale."""
+    found = []
+    for size in (None, 3):
+        made = chain()
+        for layer in made.layers:
+            layer.quantize("int8")
+            layer.enable_lora(2)
+        made.compile("sgd", "mse")
+        if size:
+            lockstep.distribute(made, 1, micro_batch_size=size)
+        found.append((fit(made, epochs=2).history, weights(made)))
+    assert_same(*found, atol=1e-6)
+
+
+def test_the_first_rows_are_cut_into_parts_that_a_batch_may_have():
+    """`take_along_axis` is another program for one row, and 12 rows are four parts of 3."""
+
+    def sorted_along(layer, x):
+        return ops.take_along_axis(x, ops.argsort(x, axis=-1), axis=-1)
+
+    found = []
+    for size in (None, 3):
+        made = chain(Own(sorted_along))
+        if size:
+            lockstep.distribute(made, 1, micro_batch_size=size)
+        x, y = data(24)
+        history = made.fit(x, y, batch_size=12, epochs=2, shuffle=False, verbose=0).history
+        found.append((history, weights(made)))
+    assert_same(*found, atol=1e-6)
+
+
 # ------------------------------------------------------------------------ random numbers
 
 DRAWS = {
@@ -530,7 +565,10 @@ def test_rows_that_differ_in_the_first_batch(monkeypatch):
 def test_the_texts_of_refusals_are_short():
     layer = layers.Dense(1, name="dense")
     for text in (
-        texts.no_micro_batches("torch", 8),
+        texts.no_micro_batches("tensorflow", 8),
+        texts.runs_alone(layer, "has a train_step of its own", 8),
+        texts.adds_losses(layer),
+        texts.draws_for_all_rows(layer),
         texts.not_compiled(layer, 8, [layer]),
         texts.has_no_rows(layer, (3, 4), 8),
     ):

@@ -8,8 +8,7 @@ from tests.conftest import BACKEND
 collect_ignore = []
 if BACKEND == "tensorflow":  # which refuses sharded state
     collect_ignore.append("test_sharded_cases.py")
-if BACKEND != "jax":  # which refuse micro-batches
-    collect_ignore.append("test_micro_batch_cases.py")
+    collect_ignore.append("test_micro_batch_cases.py")  # and micro-batches
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ SAMPLE = {
         "Adafactor": 8,
         "Muon": 4,
         "mixed_float16, loss scaled": 2,
+        "LoRA, an own step": 3,
     },
     "torch": {"added losses, adamw": 3, "mixed_float16, loss scaled": 3},
 }

@@ -151,17 +151,28 @@ def test_a_preset_trains_and_writes_text_as_on_one_device(tmp_path, one):
             np.testing.assert_allclose(mine, theirs, rtol=0, atol=BOUNDS["float32"])
 
 
-@pytest.mark.parametrize(("frozen", "held"), [("int8", "0.4 of 1.0"), ("bfloat16", "0.7 of 1.8")])
+@pytest.mark.parametrize(
+    ("frozen", "held"), [("int8", "0.4 of 1.0"), ("bfloat16", "0.7 of 1.8"), ("float32", "of 3.5")]
+)
 def test_the_example_trains_lora_on_a_backbone_in_shards(tmp_path, frozen, held):
-    options = f"--samples 33 --epochs 2 --frozen {frozen} --folder {tmp_path}".split()
-    printed = script(FOLDER / "finetune_sharded.py", *options, LOCKSTEP_REHEARSE=str(DEVICES))
-    assert f"state sharded: {held} MB each" in printed
-    (difference,) = re.findall(r"lora.h5 by plain Keras on one device: .* (\S+)", printed)
-    assert float(difference) <= BOUNDS["float32"]
+    options = f"--samples 33 --epochs 2 --frozen {frozen} --folder {tmp_path} --gpus {DEVICES}"
+    printed = script(FOLDER / "finetune_lora.py", *options.split(), LOCKSTEP_REHEARSE=str(DEVICES))
+    assert held in printed
+    found = dict(re.findall(r"(\S+) by plain Keras on one device: .* (\S+)", printed))
+    assert float(found["trained.lora.h5"]) <= BOUNDS["float32"]
+    if frozen == "float32":
+        assert float(found["merged.keras"]) <= BOUNDS["float32"]
+    assert "generate: 256 of 256 tokens are equal" in printed
     with h5py.File(tmp_path / "trained.lora.h5") as file:
         trained = [name for name in _datasets(file) if name.endswith("lora_kernel_b")]
         assert len(trained) == 4
         assert all(np.any(file[name][()]) for name in trained)
+
+
+def test_the_example_is_planned_with_a_micro_batch(tmp_path):
+    words = f"plan {FOLDER / 'finetune_lora.py'}:build --devices 1,2 --batch-size 64".split()
+    printed = script("-m", "lockstep", *words, "--memory", "12MB", KERAS_BACKEND="jax")
+    assert "fits with micro_batch_size=" in printed
 
 
 def _datasets(file):

@@ -369,6 +369,12 @@ def test_the_workers_of_one_model_are_those_of_the_next_and_end_without_one(monk
     assert not new & set(workers(os.getpid()))
 
 
+def test_a_file_that_is_written_while_workers_start_does_not_end_them(monkeypatch):
+    monkeypatch.setattr(pool.Pool, "_is_outdated", lambda self: True)
+    _, new = trained()
+    assert len(new) == 1
+
+
 SCRIPT = """
 import os, sys
 import keras, lockstep, numpy as np

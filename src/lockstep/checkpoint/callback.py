@@ -78,6 +78,11 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has n
         )
         self._run: CheckpointRun | None = None
 
+    @property
+    def saves_at_epochs(self) -> bool:
+        """Whether no save is due within an epoch."""
+        return self._settings.steps is None and self._settings.seconds is None
+
     def on_train_begin(self, logs: Any = None) -> None:
         """Raise if another training loop than lockstep's runs, which reports no steps here."""
         backend = keras.backend.backend()

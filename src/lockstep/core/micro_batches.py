@@ -9,9 +9,10 @@ from typing import Any
 
 import keras
 
+from lockstep.core.state import stateful_layers
 from lockstep.errors import UnsupportedBackend, UnsupportedModel
 
-BACKENDS = ("jax",)
+BACKENDS = ("jax", "torch")
 """Keras's backends on which a device can run its rows in parts."""
 
 
@@ -19,8 +20,8 @@ def no_micro_batches(backend: str, size: int) -> UnsupportedBackend:
     """Return the error for an engine that runs all rows of a device at once."""
     return UnsupportedBackend(
         f"micro_batch_size={size} was asked for, and on {backend!r} a device runs all of its rows "
-        "at once so far.\nOn JAX it runs them in parts, with the numbers of the whole batch.\n"
-        "Set KERAS_BACKEND=jax before Keras is imported, or leave out micro_batch_size."
+        "at once so far.\nOn JAX and PyTorch it runs them in parts, with the numbers of the whole "
+        "batch.\nSet KERAS_BACKEND=jax before Keras is imported, or leave out micro_batch_size."
     )
 
 
@@ -45,6 +46,21 @@ def cuts_nothing(model: Any, step: str, size: int) -> UnsupportedModel:
         f"The {step} of {model.name!r} does not call self.stateless_call, whose rows "
         f"micro_batch_size={size} runs in parts:\nall rows of a device would run at once.\n"
         "Call it in the step, or leave out micro_batch_size."
+    )
+
+
+def runs_alone(model: Any, why: str, size: int) -> UnsupportedModel:
+    """Return the error for a step that one device would run by Keras's own code.
+
+    Args:
+        model: The model.
+        why: Why it would, as the end of a sentence about the model.
+        size: The micro-batch size.
+    """
+    return UnsupportedModel(
+        f"{model.name!r} {why},\nso its step would run all rows at once, and "
+        f"micro_batch_size={size} was asked for.\n"
+        "Use Keras's own step with layers that work row by row, or leave out micro_batch_size."
     )
 
 
@@ -81,12 +97,41 @@ def neither_sum_nor_mean(model: Any, why: str) -> UnsupportedModel:
     )
 
 
+def adds_losses(layer: Any) -> UnsupportedModel:
+    """Return the error for a term of `add_loss` whose rule of adding up parts is not known."""
+    return UnsupportedModel(
+        f"{in_words(layer)} adds a loss in its call, by add_loss or an activity regularizer.\n"
+        "On PyTorch it is not known how those of parts add up.\n"
+        "Compute it in compute_loss or in a loss function, set KERAS_BACKEND=jax, or leave out "
+        "micro_batch_size."
+    )
+
+
+def draws_for_all_rows(layer: Any) -> UnsupportedModel:
+    """Return the error for a layer that draws the numbers of one device from all rows."""
+    return UnsupportedModel(
+        f"{in_words(layer)} draws random numbers in its call, and a part of the rows cannot\ndraw "
+        "those of one device. Leave out same_random_numbers, set KERAS_BACKEND=jax,\nor leave out "
+        "micro_batch_size."
+    )
+
+
 def changes_by_rows(variable: Any) -> UnsupportedModel:
     """Return the error for a variable that changes in the call, by the rows of a batch."""
     return UnsupportedModel(
         f"{variable.path!r} changes in the call of a layer, by the rows of the whole batch, and\n"
         "micro_batch_size gives the layer parts of them. Leave out micro_batch_size."
     )
+
+
+def check_rows(model: Any) -> None:
+    """Raise if a model cannot have parts of its rows, whatever its code is."""
+    for layer in stateful_layers(model):
+        raise is_stateful(layer)
+    shapes = getattr(model, "inputs", None) or ()
+    fixed = {each.shape[0] for each in keras.tree.flatten(shapes) if each.shape} - {None}
+    for rows in fixed:
+        raise has_fixed_rows(model, rows)
 
 
 def is_stateful(layer: Any) -> UnsupportedModel:
@@ -162,5 +207,10 @@ def layer_in_words(model: Any, path: str) -> str:
     by_name = {each.name: each for each in layers_in(model)}
     for name in reversed(path.split("/")):
         if name in by_name and name:
-            return f"{name!r} ({type(by_name[name]).__name__})"
+            return in_words(by_name[name])
     return repr(model.name)
+
+
+def in_words(layer: Any) -> str:
+    """Return the name of a layer or operation, in quotes and with its class."""
+    return f"{layer.name!r} ({type(layer).__name__})"

@@ -68,6 +68,8 @@ from lockstep.keras_compat.graph import (
 )
 from lockstep.keras_compat.layers import (
     ATTRIBUTES_OF_RUNS,
+    EMBEDDINGS,
+    KERNEL,
     MOMENTS,
     added_losses,
     change_added_losses,

@@ -32,6 +32,11 @@ reduction_axes = _read(keras.layers.BatchNormalization, "_reduction_axes")
 """The axes over which a batch norm takes its mean."""
 MOMENTS = _named(keras.layers.BatchNormalization, "_moments")
 """The method of `BatchNormalization` that takes mean and variance of a batch."""
+KERNEL = _held(keras.layers.Dense, "_kernel")
+"""The attribute of a `Dense` or `EinsumDense` with its kernel, without the factors of LoRA."""
+_held(keras.layers.EinsumDense, KERNEL)
+EMBEDDINGS = _held(keras.layers.Embedding, "_embeddings")
+"""The attribute of an `Embedding` with its table, without the factors of LoRA."""
 _LOSSES = _held(keras.layers.Layer, "_losses")
 _losses = _read(None, _LOSSES)
 added_losses = _read(None, _LOSSES, to=list)

@@ -9,7 +9,12 @@ import keras
 import numpy as np
 
 from lockstep.errors import UnsupportedModel
-from lockstep.keras_compat import ArrayDataAdapter, EpochIterator, number_of_rows
+from lockstep.keras_compat import (
+    ArrayDataAdapter,
+    EpochIterator,
+    batch_size_of,
+    number_of_rows,
+)
 from lockstep.training.arrays import plain_arrays, row_numbers
 
 
@@ -26,12 +31,14 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         recorded: Whether a checkpoint records the position of the trained batches.
         watched: Whether callbacks run between steps. They may write into the arrays.
         copies: Whether code could write into rows of the data set that a step still reads.
+        at_once: Whether `steps_per_execution` is that of `run_at_once`, and not of the user.
     """
 
     skip = 0
     recorded = False
     watched = True
     copies = True
+    at_once = False
 
     # keras/src/trainers/epoch_iterator.py, EpochIterator
 
@@ -44,6 +51,11 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
 
     def __next__(self) -> Any:
         return next(self._epoch_iterator)
+
+    def _enumerate_iterator(self) -> Iterator[Any]:
+        for first, last, iterator in super()._enumerate_iterator():
+            # Keras's own last execution of an epoch counts steps that it does not have.
+            yield first, min(last, self.num_batches - 1) if self.at_once else last, iterator
 
     def reset(self) -> None:
         """Discard the batches drawn for inspection, as Keras does before the first step."""
@@ -85,6 +97,21 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
             return times  # other data may grow between epochs
         batches: int = self.data_adapter.num_batches
         return min(times, max(1, batches))
+
+    def full_batches(self) -> int:
+        """Return the number of batches of a pass over arrays with all of their rows, else 0."""
+        if self.steps_per_epoch or plain_arrays(self.data_adapter) is None:
+            return 0
+        full: int = number_of_rows(self.data_adapter) // batch_size_of(self.data_adapter)
+        return full
+
+    def may_run_at_once(self, model: Any) -> bool:
+        """Return whether several training steps of `model` may run as one program."""
+        return False
+
+    def run_at_once(self, steps: int) -> None:
+        """Let each execution have so many steps, or those that remain of an epoch."""
+        self.steps_per_execution, self.at_once = steps, True
 
     def watch(self, watched: bool) -> None:
         """Set whether callbacks run between steps. They may stop or fail in one process alone."""

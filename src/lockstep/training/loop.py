@@ -40,6 +40,7 @@ from lockstep.training.callbacks import Callbacks, see_every_batch
 from lockstep.training.input import HostIterator
 from lockstep.training.logs import pythonify_logs
 from lockstep.training.overrides import is_keras, knows_arguments
+from lockstep.training.steps_at_once import steps_at_once
 
 Begin = Callable[[int], None]
 End = Callable[[int, Any], None]
@@ -178,6 +179,11 @@ class Loop:
         model.stop_training = False
         fit.callbacks.on_train_begin()
         fit.first = fit.observer.begin(lambda: self._observed(fit), first_epoch_of(model, first))
+        steps = steps_at_once(model, fit.batches, fit.callbacks, fit.epochs)
+        if steps > 1:
+            fit.batches.run_at_once(steps)
+            if fit.verbose != 0 and model.train_function is not self._ran:
+                print(f"lockstep: {steps} short steps run as one program", flush=True)
 
     def _observed(self, fit: "_Fit") -> FitRun:
         model, session = self.model, self._session

@@ -18,7 +18,6 @@ import keras
 from jax.experimental import sparse
 
 from lockstep.core import micro_batches as refused
-from lockstep.core.state import stateful_layers
 from lockstep.engines.jax.row_draws import (
     Draws,
     PartRows,
@@ -300,15 +299,9 @@ def _rule(term: Any) -> str:
 
 def _check(call: Call) -> None:
     """Raise if a model cannot have parts of its rows, whatever its code is."""
-    model = call.model
-    for layer in stateful_layers(model):
-        raise refused.is_stateful(layer)
+    refused.check_rows(call.model)
     if any(map(_is_sparse, call.leaves)):
-        raise refused.not_by_rows(repr(model.name), "It has sparse inputs")
-    shapes = getattr(model, "inputs", None) or ()
-    fixed = {each.shape[0] for each in keras.tree.flatten(shapes) if each.shape} - {None}
-    for rows in fixed:
-        raise refused.has_fixed_rows(model, rows)
+        raise refused.not_by_rows(repr(call.model.name), "It has sparse inputs")
 
 
 def _refuse(model: Any, label: Mixed, size: int, variable: Any = None) -> None:

@@ -35,6 +35,7 @@ from lockstep.engines.jax import jax_group
 from lockstep.engines.jax import states as jax_states
 from lockstep.engines.jax.branches.branch_programs import BranchPrograms
 from lockstep.engines.jax.fit.on_batch import OnBatch
+from lockstep.engines.jax.generation import HOOK, generating_by_rows
 from lockstep.engines.jax.jax_group import GROUP
 from lockstep.engines.jax.micro_batches import MicroBatches
 from lockstep.engines.jax.snapshot_buffers import SnapshotBuffers
@@ -51,6 +52,7 @@ from lockstep.engines.jax.steps.gather_again import (
     gathering_again,
     room_for_gathered,
 )
+from lockstep.engines.jax.steps.lora import with_lora_by_factors
 from lockstep.engines.jax.steps.programs import Programs
 from lockstep.engines.jax.steps.state_layout import (
     Replicated,
@@ -77,6 +79,7 @@ from lockstep.keras_compat import (
     TAKE_JAX_STATE,
     ArrayDataAdapter,
     GeneratorDataAdapter,
+    batch_size_of,
     build_on_first_batch,
     forget_loss_ids,
     in_stateless_scope,
@@ -87,11 +90,13 @@ from lockstep.keras_compat import (
     layers_not_compiled,
     layout_of,
     state_sync_name,
+    take_jax_state,
 )
 from lockstep.processes import constants, process_group
 from lockstep.processes.agreement import DataCheck
 from lockstep.processes.first_process_io import methods_of_all_processes
 from lockstep.processes.variable_drift import VariableDrift
+from lockstep.training.arrays import plain_arrays
 from lockstep.training.call_guard import STEPPING
 from lockstep.training.input import BatchesAhead, HostIterator, check_times
 from lockstep.training.overrides import is_keras
@@ -226,6 +231,8 @@ class JaxSession(Session):
         # keras/src/backend/jax/trainer.py, JAXTrainer.make_train_function and the like
         model = self.model
         step = getattr(model, f"{kind.name}_step")
+        if kind is TRAIN and len(self.devices) > 1 and not isinstance(self.layout, Branches):
+            step = with_lora_by_factors(model, step)
 
         def predict_step(state: State, data: Any) -> tuple[Any, State]:
             outputs, non_trainable_variables = model.predict_step(state, data)
@@ -294,6 +301,8 @@ class JaxSession(Session):
             methods[state_sync_name()] = functools.partial(write_state, model)
         if hasattr(model, "get_state_tree"):  # a layer with Keras's Trainer has none
             methods["get_state_tree"] = _on_one_device_for_orbax(model.get_state_tree)
+        if self._many and not isinstance(self.layout, Branches) and hasattr(model, HOOK):
+            methods[HOOK] = generating_by_rows(model, self._programs)
         if self.layout.is_sharded and hasattr(model, "export"):
             methods["export"] = self._exporting(model.export)
         if self.layout.is_sharded and self._parts is None:  # a part gathers again as it is
@@ -467,6 +476,16 @@ class MeshIterator(HostIterator):
         if isinstance(self.data_adapter, ArrayDataAdapter):
             return True
         return not (self.recorded or isinstance(self.data_adapter, GeneratorDataAdapter))
+
+    def may_run_at_once(self, model: Any) -> bool:
+        """Return whether several training steps may run as one program, and are short."""
+        step = model.train_function
+        arrays = plain_arrays(self.data_adapter)
+        if not isinstance(step, StepFunction) or step.is_short is None or arrays is None:
+            return False
+        state: State = take_jax_state(model, **dict.fromkeys(GROUPS_OF["train"], True))
+        first = arrays.batch(slice(0, batch_size_of(self.data_adapter)))
+        return step.is_short(step.settle(state), step.place(first))
 
     def watch(self, watched: bool) -> None:
         """Set whether callbacks run between steps."""

@@ -370,13 +370,19 @@ def states_of(model: Any) -> ObjectStates:
 # ------------------------------------------------------------------------- the check
 
 
-def rows_to_check(model: Any, rows: int, replicas: int) -> list[slice]:
+def rows_to_check(model: Any, rows: int, replicas: int, most: int | None = None) -> list[slice]:
     """Return which rows of a batch are run: a few, and others in case that these differ.
 
     The shards are uneven where the batch has enough rows. A model of a fixed batch runs all rows.
+
+    Args:
+        model: The model.
+        rows: The rows of the batch.
+        replicas: The number of replicas.
+        most: The most rows that one device may run at once; `None` without a bound.
     """
     inputs = keras.tree.flatten(getattr(model, "inputs", None) or [])
-    count = min(rows, 2 * replicas + 1)
+    count = min(rows, 2 * replicas + 1, rows if most is None else most)
     if count == rows or rnn_states(model) or any(each.shape[:1] != (None,) for each in inputs):
         return [slice(0, rows)]
     start = min(count, rows - count)
@@ -411,11 +417,12 @@ def compare(
     replicas: int,
     alone: Callable[[Any], Computed],
     together: Callable[[Any, int], Computed],
+    most: int | None = None,
 ) -> Difference | None:
     """Return in what several devices part from one on a batch, `None` if they agree.
 
     A gradient that differs on some rows and not on others is that of a kink. Code that fails on a
-    few rows is compared on all.
+    few rows is compared on all, unless one device may not run these at once.
 
     Args:
         model: The model.
@@ -424,9 +431,10 @@ def compare(
         replicas: The number of replicas.
         alone: Runs a batch on one device.
         together: Runs a batch of that many rows on all devices.
+        most: The most rows that one device may run at once; `None` without a bound.
     """
     found = None
-    parts = rows_to_check(model, rows, replicas)
+    parts = rows_to_check(model, rows, replicas, most)
     while parts:
         part = parts.pop(0)
         some = few_rows(data, rows, part)
@@ -436,6 +444,8 @@ def compare(
         except Exception:
             if count == rows:
                 raise
+            if most is not None and most < rows:
+                return None
             parts = [slice(0, rows)]
             continue
         several, others = together(some, count)

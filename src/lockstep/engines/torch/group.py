@@ -214,6 +214,26 @@ class RankGroup:
         return whole.to(rows.device)
 
 
+class LoneRank(RankGroup):
+    """The group of a rank that has no other ones: it exchanges nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.compares = self._aborted = False
+        self._device = device
+        self.rank, self.size = 0, 1
+
+    def start_sum(self, tensors: Sequence[Any]) -> Callable[[], list[Any]]:
+        """Return a function that returns the tensors."""
+        return lambda: list(tensors)
+
+    def broadcast_in_place(self, tensors: Sequence[Any]) -> None:
+        """Leave the tensors as they are."""
+
+    def gather(self, rows: Any, counts: Sequence[int]) -> Any:
+        """Return a copy of the rows: the user's code may write into it."""
+        return rows.detach().clone()
+
+
 def _gloo(store: Any, rank: int, size: int, most: timedelta, *, local: bool) -> Any:
     options = dist.ProcessGroupGloo._Options()
     options._devices = [_gloo_device(local)]

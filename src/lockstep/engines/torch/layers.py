@@ -11,6 +11,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from lockstep.core.left_out import LeftOutUsed
+from lockstep.core.micro_batches import needs_all_rows
 from lockstep.core.patched import patched
 from lockstep.core.state import stateful_layers, unique
 from lockstep.engines.replicas.layer_plan import LayerPlan
@@ -34,14 +35,47 @@ from lockstep.keras_compat import (
 
 
 class Plan(LayerPlan):
-    """Runs each layer of a model as its `LayerPlan` says."""
+    """Runs each layer of a model as its `LayerPlan` says.
+
+    Attributes:
+        micro_batch_size: The most rows that run through the model at once; `None` for all rows.
+    """
+
+    micro_batch_size: int | None = None
+    _record: Callable[[Any, Any, Any], None] | None = None
+
+    @contextmanager
+    def watched(self, record: Callable[[Any, Any, Any], None]) -> Iterator[None]:
+        """Call `record` inside the context with the model, and its outputs for own rows."""
+        self._record = record
+        try:
+            yield
+        finally:
+            self._record = None
+
+    def called(self, model: Any, outputs: Any) -> None:
+        """Note the outputs of the model for the rows of this replica."""
+        if self._record is not None:
+            self._record(model, None, outputs)
+
+    def _no_moments(self, layer: Any, replica: Replica) -> Callable[[Any, Any], tuple[Any, Any]]:
+        def moments(inputs: Any, mask: Any) -> tuple[Any, Any]:
+            raise needs_all_rows(layer, self.micro_batch_size or 0)
+
+        return moments
+
+    def seeds(self) -> list[Any]:
+        """Return the seed generators of Keras from which layers draw apart on each replica."""
+        generators = [seeds for layer in unique(self.every) for seeds in seed_generators(layer)]
+        without_seed = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+        return unique([*generators, *filter(None, [without_seed])])
 
     @contextmanager
     def in_force(self, replica: Replica) -> Iterator[None]:
         """Apply this plan to the layers inside the context."""
         changes: list[tuple[Any, str, Any]] = []
         for layer in self.whole:
-            if self.draws_together and type(layer) in _NOISES:
+            if self.draws_together and type(layer) in NOISES:
                 changes.append((layer, "call", _with_noise_of_all(layer, layer.call, replica)))
                 continue
             name = call_name(layer)
@@ -52,14 +86,13 @@ class Plan(LayerPlan):
                 changes.append((layer, "compute_mask", mask))
         for rnn in unique(self.stateful):
             changes += by_rows(rnn, replica)
-        changes += [(layer, MOMENTS, moments_over(layer, replica)) for layer in self.norms]
+        moments = self._no_moments if replica.is_part else moments_over
+        changes += [(layer, MOMENTS, moments(layer, replica)) for layer in self.norms]
         for layer in unique([*self.every, *self.whole]):
             if getattr(layer, "activity_regularizer", None) is not None:
                 hook = _of_global_outputs(layer, layer.activity_regularizer, replica)
                 changes.append((layer, "activity_regularizer", hook))
-        generators = [seeds for layer in unique(self.every) for seeds in seed_generators(layer)]
-        without_seed = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
-        for seeds in unique([*generators, *filter(None, [without_seed])]):
+        for seeds in self.seeds():
             changes.append((seeds, "next", _of_this_replica(seeds.next, replica)))
         with patched(changes):
             yield
@@ -140,7 +173,7 @@ def _with_noise_of_all(
     return call_with_noise
 
 
-_NOISES = (
+NOISES = (
     keras.layers.Dropout,
     keras.layers.GaussianDropout,
     keras.layers.GaussianNoise,
@@ -237,7 +270,7 @@ def _of_this_replica(draw: Callable[..., Any], replica: Replica) -> Callable[...
 
     def draw_here(*args: Any, **kwargs: Any) -> Any:
         seed = draw(*args, **kwargs)
-        return seed if replica.streams.are_common else seed_of_replica(seed, replica.rank)
+        return seed if replica.streams.are_common else seed_of_replica(seed, replica.number)
 
     return draw_here
 

@@ -6,12 +6,13 @@ an output that nothing uses whole is never gathered.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import keras
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from lockstep.core.left_out import LeftOutMetric
 from lockstep.core.patched import patched
@@ -36,6 +37,7 @@ from lockstep.keras_compat import (
     get_keras_mask,
     loss_of,
     loss_tracker,
+    set_keras_mask,
     single_losses,
 )
 from lockstep.training.overrides import is_keras
@@ -48,6 +50,7 @@ class Outputs:
         replica: This replica.
         own: The outputs for the rows of this replica.
         name: What they are, for an error.
+        most: The most rows for which a function is called at once; `None` for all rows.
 
     Attributes:
         replica: This replica.
@@ -57,8 +60,9 @@ class Outputs:
         has_share: Whether the loss has.
     """
 
-    def __init__(self, replica: Replica, own: Any, name: str) -> None:
+    def __init__(self, replica: Replica, own: Any, name: str, most: int | None) -> None:
         self.replica = replica
+        self._most = most
         self.sums_loss = self.has_share = False
         self.rows = keras.tree.map_structure(lambda each: leave(each, replica, name), own)
 
@@ -74,12 +78,24 @@ class Outputs:
             y_pred: The outputs.
             name: The name of the function, for an error.
         """
-        found = function(self.replica.take(y_true), enter(y_pred, self.replica))
+        found = self._of_own(function, self.replica.take(y_true), enter(y_pred, self.replica))
         what = f"What {name!r} gives"
         if self.sums_loss and self._may_sum(found):
             self.has_share = True
             return self.replica.share_of(found, what)
         return keras.tree.map_structure(lambda part: leave(part, self.replica, what).whole(), found)
+
+    def _of_own(self, function: Callable[..., Any], y_true: Any, y_pred: Any) -> Any:
+        """Return what a function gives for own rows: in parts, which are computed again."""
+        most = self._most
+        if most is None or len(y_pred) <= most:
+            return function(y_true, y_pred)
+        pieces = zip(_split(y_true, most), _split(y_pred, most), strict=True)
+        if torch.is_grad_enabled():
+            made = [checkpoint(function, *piece, use_reentrant=False) for piece in pieces]
+        else:
+            made = [function(*piece) for piece in pieces]
+        return keras.tree.map_structure(lambda *leaves: _joined(leaves), *made)
 
     def _may_sum(self, values: Any) -> bool:
         """Return whether values may be multiplied, and summed in another order.
@@ -250,6 +266,22 @@ class LossSharding:
             self.choices[owner.name] = reason
         if sum(math.prod(each.shape) * each.dtype.itemsize for each in wholes) >= _LARGE:
             self.large[owner.name] = reason
+
+
+def _split(tensor: Any, rows: int) -> Any:
+    pieces, mask = tensor.split(rows), get_keras_mask(tensor)
+    if mask is not None:
+        for piece, own in zip(pieces, mask.split(rows), strict=True):
+            set_keras_mask(piece, own)
+    return pieces
+
+
+def _joined(leaves: Sequence[Any]) -> Any:
+    joined = torch.cat(leaves)
+    masks = [get_keras_mask(leaf) for leaf in leaves]
+    if masks[0] is not None:
+        set_keras_mask(joined, _joined(masks))
+    return joined
 
 
 def _form(*tensors: Any) -> Any:

@@ -13,7 +13,9 @@ import torch
 from lockstep.core.held_signals import HeldSignals
 from lockstep.core.state import variables_of
 from lockstep.engines.replicas.first_step import Difference
+from lockstep.engines.torch.group import LoneRank
 from lockstep.engines.torch.model_pickle import Dumped
+from lockstep.engines.torch.placement import check_placement
 from lockstep.engines.torch.rank import Rank, RankPlan
 from lockstep.engines.torch.sharded_variables import Shards, shards_in
 from lockstep.errors import UnsupportedModel
@@ -189,6 +191,74 @@ class Peers(ABC):
         Args:
             changes: Whether code of the user may change the model before the next one.
         """
+
+
+class NoPeers(Peers):
+    """The peers of the rank of one device: there are none.
+
+    Args:
+        model: The model.
+        device: The PyTorch device of this process.
+    """
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        super().__init__(model, device, 1)
+        self.rank.group = LoneRank(device)
+        self._plan: RankPlan | None = None
+
+    def check_devices(self, devices: tuple[str, ...]) -> None:
+        """Raise if this process cannot compute on the device."""
+        check_placement(devices)
+
+    def connected(self) -> AbstractContextManager[None]:
+        """Return a context without an effect."""
+        return nullcontext()
+
+    def make_equal(self, unchecked: bool, dumped: Callable[[], Dumped]) -> bool:
+        """Note that the model may have other layers."""
+        if unchecked:
+            self.rank.sort_layers()
+            self._plan = None
+        return unchecked
+
+    def share_plan(self, plan: RankPlan) -> None:
+        """Let the rank run by this plan."""
+        if plan != self._plan:
+            self.rank.take_plan(plan)
+            self._plan = plan
+
+    def compared(self, form: Any) -> AbstractContextManager[None]:
+        """Return a context without an effect: nothing is exchanged."""
+        return nullcontext()
+
+    def call(self, method: str, *arguments: Any, batch: Any = None) -> Any:
+        """Call a method of the rank, and return what it returns."""
+        here = arguments if batch is None else (batch, *arguments)
+        return getattr(self.rank, method)(*here)
+
+    def ask(self, method: str) -> list[Any]:
+        """Call a method of the rank, and return its answer."""
+        return [getattr(self.rank, method)()]
+
+    def compare_weights(self) -> None:
+        """Do nothing: no other process has weights."""
+
+    # One device has the whole of each variable.
+
+    def number_of(self, part: Any) -> int:
+        """Raise: there are no parts."""
+        raise dropped_part(self._model)
+
+    def give_parts(self, found: list[Any], dumped: Callable[[], Dumped]) -> None:
+        """Do nothing: there are no parts."""
+
+    def gathered(self, part: Any) -> tuple[Any, bool]:
+        """Return the whole."""
+        return part, False
+
+    def scatter(self, part: Any, whole: Any) -> None:
+        """Take the whole."""
+        part.copy_(whole)
 
 
 def check_parts(model: Any, shards: Shards) -> None:

@@ -227,10 +227,16 @@ class Pool:
         """Return the answer of each worker."""
         return [worker.receive()[1] for worker in self._workers]
 
-    def hold(self, key: int) -> bool:
-        """Keep the pool for the model of this key; return `False` if it has ended."""
+    def hold(self, key: int, *, is_new: bool = False) -> bool:
+        """Keep the pool for the model of this key; return `False` if it has ended.
+
+        Args:
+            key: The key.
+            is_new: Whether the pool was started for this model. Files that were written while the
+                workers started do not end it.
+        """
         with self.lock:
-            if not self._models and not self.closed and self._is_outdated():
+            if not self._models and not is_new and not self.closed and self._is_outdated():
                 self.close()
             if self.closed:
                 return False
@@ -498,7 +504,7 @@ class Lease:
         pool = _pools.get(self._devices)
         if pool is None or not pool.hold(self.key):
             pool = _pools[self._devices] = Pool(self._devices)
-            pool.hold(self.key)
+            pool.hold(self.key, is_new=True)
         self._pool = pool
         return pool
 

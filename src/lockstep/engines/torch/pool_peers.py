@@ -197,7 +197,7 @@ class PoolPeers(Peers):
             rank.forget_model()
             self._check_taken(pool.receive())
             self._exchanged = set()
-            self._plan_there = (), (), True
+            self._plan_there = (), (), True, None
             self.times_sent += 1
             self._gradients = []
             rank.tensors, self._parts = tensors, parts

@@ -23,9 +23,9 @@ from lockstep.engines.torch.whole_batch_steps import WholeBatchSteps, numbers_in
 from lockstep.keras_compat import layers_in, own_trainable_variables
 from lockstep.training.overrides import is_keras
 
-RankPlan = tuple[tuple[int, ...], tuple[int, ...], bool]
-"""Which candidates of a `LayerPlan` are proven, which parts are distrusted although they are, and
-whether losses and metrics may take the rows of each rank."""
+RankPlan = tuple[tuple[int, ...], tuple[int, ...], bool, int | None]
+"""Which candidates of a `LayerPlan` are proven, which parts are distrusted although they are,
+whether losses and metrics may take the rows of each rank, and the micro-batch size."""
 
 
 class Rank:
@@ -86,13 +86,14 @@ class Rank:
     def sort_layers(self) -> None:
         """Sort the layers of the model anew: it may have other ones."""
         self._undo = Undo(_changed_by_steps(self.model))
-        self.take_plan(((), (), self.losses.by_rows))
+        self.take_plan(((), (), self.losses.by_rows, None))
 
     def take_plan(self, plan: RankPlan) -> None:
         """Let layers and losses run so from now on."""
-        proven, distrusted, losses_by_rows = plan
+        proven, distrusted, losses_by_rows, micro_batch_size = plan
         together = self.draws_together
         self.plan = Plan(self.model, proven, draws_together=together, distrusted=distrusted)
+        self.plan.micro_batch_size = micro_batch_size
         self.losses.by_rows = losses_by_rows
 
     # ------------------------------------------------------------ steps
@@ -125,7 +126,11 @@ class Rank:
                 with self.streams.of_step(draws, replica.rank):
                     return run_step(kind, self.model, self.plan, self.losses, replica, data)
 
-            recording = recorded_step(self.model, run, is_custom=False, tensors=self.tensors)
+            # A layer runs once for each part: the outputs of the model are compared.
+            watch = self.plan.watched if self.plan.micro_batch_size is not None else None
+            recording = recorded_step(
+                self.model, run, is_custom=False, tensors=self.tensors, watch=watch
+            )
             replica.check()
         self._recording = recording
         return recording

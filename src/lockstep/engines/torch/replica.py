@@ -8,9 +8,10 @@ backward passes below keep that sum.
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -118,6 +119,15 @@ class RandomStreams:
         else:
             yield
 
+    def state(self) -> Any:
+        """Return the state of both kinds of numbers."""
+        return random_state(), self._common
+
+    def set_state(self, state: Any) -> None:
+        """Go on from what `state` has returned."""
+        own, self._common = state
+        set_random_state(own)
+
     @contextmanager
     def separate(self, rank: int, number: int) -> Iterator[None]:
         """Draw other numbers on every replica inside the context, and go on from before after it.
@@ -158,6 +168,8 @@ class Replica:
         counts: The number of rows of each replica.
         rows: The number of rows of the batch.
         device: The PyTorch device of this replica.
+        number: What distinguishes the random numbers of Keras that this replica draws.
+        is_part: Whether it has a part of the rows of a replica.
         has_updated: Whether the optimizer has begun to change variables in this step.
         is_over: Whether the step has ended: the other replicas send nothing any more.
         shares_draws: Whether an update draws from the state of rank 0, which is sent for it.
@@ -186,6 +198,7 @@ class Replica:
         self.counts = tuple(map(len, ranges))
         self.rows = rows
         self.device = device
+        self.number, self.is_part = group.rank, False
         self.has_updated = self.is_over = False
         self.streams = streams
 
@@ -203,6 +216,24 @@ class Replica:
     def size(self) -> int:
         """The number of replicas."""
         return self.group.size
+
+    @property
+    def count(self) -> int:
+        """The number of rows of this replica."""
+        return len(self._own)
+
+    def parts(self, number: int, rows: int) -> list[Self]:
+        """Return parts of the rows of this replica; the last ones may have fewer rows, or none.
+
+        Args:
+            number: The number of parts.
+            rows: The most rows of a part.
+        """
+        parts = [copy(self) for _ in range(number)]
+        for position, part in enumerate(parts):
+            part._own = self._own[position * rows :][:rows]
+            part.number, part.is_part = self.rank + position * self.size, True
+        return parts
 
     def take(self, whole: Any) -> Any:
         """Return the rows of this replica."""

@@ -85,6 +85,15 @@ class Shards:
         return self._reads if threading.get_ident() == self._thread else OUTSIDE
 
     @contextmanager
+    def in_this_thread(self) -> Iterator[None]:
+        """Let this thread read inside the context as that of the step does, which waits for it."""
+        before, self._thread = self._thread, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._thread = before
+
+    @contextmanager
     def read_by(self, what: str) -> Iterator[None]:
         """Let `STEP`, `WHOLE` or `PARTS` read variables inside the context.
 

@@ -21,7 +21,7 @@ from lockstep.engines.replicas.first_step import (
 from lockstep.engines.torch.launcher_group import joined
 from lockstep.engines.torch.launcher_peers import LauncherPeers
 from lockstep.engines.torch.loss_sharding import LossSharding
-from lockstep.engines.torch.peers import Peers
+from lockstep.engines.torch.peers import NoPeers, Peers
 from lockstep.engines.torch.placement import move_model, torch_device_of, version_of
 from lockstep.engines.torch.pool import Lease
 from lockstep.engines.torch.pool_peers import PoolPeers
@@ -48,13 +48,11 @@ class SplitSession(TorchSession):
         self._peers = _peers_of(model, self.devices)
         self._peers.check_devices(self.devices)
         self._runner = StepRunner(self._peers)
-        self._splits = len(self.devices) > 1
+        self._splits = len(self.devices) > 1 or layout.micro_batch_size is not None
         self._autocast = _AutocastCheck(model, self._peers.rank.device)
         if isinstance(layout, DataParallel) and layout.same_random_numbers:
             self.draw_together()
-        self._plans = StepPlans(
-            model, self._runner, layout.is_sharded, partial(self._adopt, first=False)
-        )
+        self._plans = StepPlans(model, self._runner, layout, partial(self._adopt, first=False))
 
     # ------------------------------------------------------------ on and off the devices
 
@@ -113,7 +111,8 @@ class SplitSession(TorchSession):
         line += ", without torch.compile" if ignored else ""
         draws = any("seed_generator_state" in v.path for v in self.model.non_trainable_variables)
         if self._splits and draws:
-            whose = "one device" if self._runner.rank.draws_together else "each device"
+            apart = "each device" if self.layout.micro_batch_size is None else "each micro-batch"
+            whose = "one device" if self._runner.rank.draws_together else apart
             line += f", with random numbers of {whose}"
         return line
 
@@ -174,14 +173,14 @@ class SplitSession(TorchSession):
 
     def inspect(self, batch: Any) -> Any:
         """Return layer outputs and gradients of a step, `None` if this process runs it alone."""
-        if not self._splits:
+        if len(self.devices) == 1:
             return None
         self._runner.has_changed()
         try:
             reason, data, rows = self._plans.split("train", batch)
             if reason is not None:
                 return None
-            return self._runner.step("inspect", data, rows, self._plans.plan())
+            return self._runner.step("inspect", data, rows, self._plans.plan(None))
         except LeftOutUsed:
             return None
 
@@ -214,7 +213,7 @@ class SplitSession(TorchSession):
 
     def first_work(self, kind: Kind, steps: int) -> str | None:
         """Return what the next step waits for."""
-        if steps or len(self.devices) == 1 or not is_checked():
+        if steps or not self._splits or not is_checked():
             return super().first_work(kind, steps)
         return (
             "reading its batch, and comparing the step with one device (LOCKSTEP_CHECK=0 leaves "
@@ -326,6 +325,8 @@ def _call(model: Any, batches: HostIterator) -> None:
 
 def _peers_of(model: Any, devices: tuple[str, ...]) -> Peers:
     group = joined()
+    if group is None and len(devices) == 1:
+        return NoPeers(model, torch_device_of(devices[0]))
     if group is None:
         return PoolPeers(model, torch_device_of(devices[0]), Lease(devices))
     return LauncherPeers(model, group)

@@ -9,11 +9,14 @@ from typing import Any
 import keras
 import torch
 
+from lockstep.core import micro_batches as refused
+from lockstep.core.layout import Layout
 from lockstep.core.left_out import LeftOutUsed
 from lockstep.core.state import unique
 from lockstep.engines.replicas.first_step import (
     GRADIENT,
     LOG,
+    OUTPUT,
     Computed,
     Difference,
     FirstSteps,
@@ -26,6 +29,7 @@ from lockstep.engines.replicas.first_step import (
 )
 from lockstep.engines.torch.first_step import recorded_step, stock_step
 from lockstep.engines.torch.layers import Plan, copied_states
+from lockstep.engines.torch.micro_batches import check_layers
 from lockstep.engines.torch.rank import RankPlan
 from lockstep.engines.torch.row_proofs import ReasonsByNumber, RowProofs
 from lockstep.engines.torch.session import copies
@@ -62,7 +66,7 @@ class Route:
 
     how: str
     reason: str = ""
-    plan: RankPlan = ((), (), True)
+    plan: RankPlan = ((), (), True, None)
 
 
 class StepPlans:
@@ -71,16 +75,17 @@ class StepPlans:
     Args:
         model: The model.
         runner: Runs its steps on all devices.
-        is_sharded: Whether the state is sharded.
+        layout: How it is laid out.
         adopt: Lays out new variables.
     """
 
     def __init__(
-        self, model: Any, runner: StepRunner, is_sharded: bool, adopt: Callable[[], None]
+        self, model: Any, runner: StepRunner, layout: Layout, adopt: Callable[[], None]
     ) -> None:
         self._model = model
         self._runner = runner
-        self._is_sharded = is_sharded
+        self._is_sharded = layout.is_sharded
+        self._most = layout.micro_batch_size
         self._adopt = adopt
         self._size = runner.peers.size
         self._routes: dict[Any, Route] = {}
@@ -131,20 +136,29 @@ class StepPlans:
                 build(self._model, kind, batch)
             self._adopt()
         elif self._must_build(kind):
-            if not in_script:
+            if self._most is not None:  # one device would run all rows at once
+                build(self._model, kind, batch)
+                runner.unchecked = True
+                self._adopt()
+            elif not in_script:
                 return Route(BUILDS)
-            with torch.no_grad():  # each process builds it, and then takes the first one's values
-                self._model(keras.utils.unpack_x_y_sample_weight(batch)[0])
+            else:
+                with torch.no_grad():  # each process builds it, and takes the first one's values
+                    self._model(keras.utils.unpack_x_y_sample_weight(batch)[0])
+                runner.peers.adopt(first=False)
             self.built(kind)
-            runner.peers.adopt(first=False)
         reason, data, rows = self.split(kind, batch)
         runner.peers.agree_on_plan(reason, sorted(self._reasons))
+        if self._most is not None and data is not None:
+            together, (proven, *_) = runner.rank.draws_together, self.plan(self._most)
+            plan = Plan(self._model, proven, draws_together=together)
+            check_layers(self._model, plan, self._reasons, self._most, trains=kind == "train")
         if reason is not None:
             return self._on_whole_batch(kind, batch, reason)
         self._compare_first_step(kind, data, rows)
         if kind in self._first_steps.alone:
             return self._alone(self._first_steps.alone[kind])
-        return Route(BY_ROWS, plan=self.plan())
+        return Route(BY_ROWS, plan=self.plan(self._most))
 
     def split(self, kind: str, batch: Any) -> tuple[str | None, Any, int]:
         """Return why a batch cannot be split, `None` if it can; the batch, and its rows."""
@@ -166,15 +180,19 @@ class StepPlans:
             self._unsplit = unsplit_model(self._model, reasons)
         return self._unsplit
 
-    def plan(self) -> RankPlan:
-        """Return how a rank runs the layers and losses of the last batch that was split."""
+    def plan(self, most: int | None) -> RankPlan:
+        """Return how a rank runs the layers and losses of the last batch that was split.
+
+        Args:
+            most: The most rows that it runs at once; `None` for all of its rows.
+        """
         candidates = range(self._proofs.count)
         proven = tuple(number for number in candidates if number not in self._reasons)
-        return proven, tuple(sorted(self._distrusted)), self._runner.losses.by_rows
+        return proven, tuple(sorted(self._distrusted)), self._runner.losses.by_rows, most
 
     def _on_whole_batch(self, kind: str, batch: Any, reason: str) -> Route:
         """Return the route of a step that looks at the whole batch."""
-        if self._is_sharded:
+        if self._is_sharded or self._most is not None:
             return self._alone(reason)
         if kind in self._unshared:
             return Route(ALONE, reason)
@@ -190,9 +208,12 @@ class StepPlans:
         """Return the route of a step that one device runs, and say why it does.
 
         Raises:
-            UnsupportedModel: If the state is sharded, which one device does not have.
+            UnsupportedModel: If the state is sharded, which one device does not have, or if the
+                rows are to run in parts.
         """
         reason = " ".join(reasons)
+        if self._most is not None:
+            raise refused.runs_alone(self._model, reason, self._most)
         if self._is_sharded:
             raise UnsupportedModel(
                 f"{self._model.name!r} {reason},\nso one device would have to run every batch "
@@ -247,17 +268,24 @@ class StepPlans:
 
     def _compare_first_step(self, kind: str, data: Any, rows: int) -> None:
         """Compare a step of a new form with that of one device, before any update."""
-        model, runner, size = self._model, self._runner, self._size
-        form = self._form(data)
-        if not self._first_steps.is_due(kind, form, lambda: Plan(model).candidates):
+        model, runner, shards = self._model, self._runner, self._size
+        form, in_parts = self._form(data), self._most is not None
+        if not self._first_steps.is_due(
+            kind, form, lambda: [model] if in_parts else Plan(model).candidates
+        ):
             return
+        shards *= 2 if in_parts else 1  # each device is to run two parts
+        alone = partial(self._recorded_alone, kind)
 
         def together(some: Any, count: int) -> Computed:
-            several, sketches = runner.recorded(kind, copies(some), count, self.plan())
+            most = None if self._most is None else min(self._most, -(-count // shards))
+            several, sketches = runner.recorded(kind, copies(some), count, self.plan(most))
             return sketches, several.dtypes
 
         def distrust(found: Difference) -> str | None:
             self._routes.clear()  # those of other forms trust it
+            if self._most is not None and found.kind == OUTPUT:
+                raise refused.rows_differ(model, self._most, "outputs", found.distance)
             parts = runner.plan.parts
             part = distrusted_part(found, model, parts, self._distrusted, is_custom=False)
             if part is None and found.kind in (LOG, GRADIENT) and runner.losses.by_rows:
@@ -269,7 +297,7 @@ class StepPlans:
         self._first_steps.settle(
             kind,
             lambda: runner.peers.agreed_difference(
-                compare(model, data, rows, size, partial(self._recorded_alone, kind), together)
+                compare(model, data, rows, shards, alone, together, self._most)
             ),
             distrust,
         )

@@ -16,6 +16,7 @@ import torch
 from lockstep.core.held_signals import HeldSignals
 from lockstep.engines.torch.layers import Plan, copied_states
 from lockstep.engines.torch.loss_sharding import LossSharding, Outputs
+from lockstep.engines.torch.micro_batches import call_in_parts
 from lockstep.engines.torch.placement import copies_on
 from lockstep.engines.torch.replica import Replica
 from lockstep.engines.torch.rows import gathered, leave
@@ -165,18 +166,28 @@ def _test(model: Any, plan: Plan, losses: LossSharding, replica: Replica, data: 
 
 def _outputs(model: Any, plan: Plan, replica: Replica, data: Any, *, training: bool) -> Outputs:
     own = _forward(model, plan, replica, data[0], training=training)
-    return Outputs(replica, own, _name(model))
+    return Outputs(replica, own, _name(model), plan.micro_batch_size)
 
 
 def _forward(model: Any, plan: Plan, replica: Replica, x: Any, *, training: bool) -> Any:
     """Return the model's outputs for the rows of this replica, with their masks."""
+    options = {"training": training} if takes_training(model) else {}
+    outputs = None
+    if plan.micro_batch_size is not None:
+        outputs = call_in_parts(model, plan, replica, x, options)
+    if outputs is None:
+        outputs = _call_at_once(model, plan, replica, x, options)
+    plan.called(model, outputs)
+    return outputs
+
+
+def _call_at_once(model: Any, plan: Plan, replica: Replica, x: Any, options: Any) -> Any:
     own = keras.tree.map_structure(
         # A copy, because a layer may write into its input, and others read these rows too.
         lambda leaf: copies_on(replica.device, replica.take(leaf) if _has_rows(leaf) else leaf),
         x,
     )
     with plan.in_force(replica), copied_states(model):
-        options = {"training": training} if takes_training(model) else {}
         return model(own, **options)
 
 

@@ -24,6 +24,7 @@ from lockstep.errors import (
     counted,
     first_line,
 )
+from lockstep.keras_compat import layers_in
 from lockstep.tools.batches import rows_of
 from lockstep.tools.plan.abstract_model import resized
 from lockstep.tools.plan.liveness import MEDIAN_ERROR, WORST_ERROR, TracedProgram
@@ -99,7 +100,8 @@ class TracedSteps:
         _check_compiles(model)
         self._trace = _ahead_of_time(engine.name).traced_step
         self._model, self._batch = model, batch
-        self._known: dict[int, tuple[TracedProgram, Any, int]] = {}
+        self._has_lora = any(getattr(each, "lora_enabled", False) for each in layers_in(model))
+        self._known: dict[tuple[int, int], tuple[TracedProgram, Any, int]] = {}
 
     def temporaries(self, layout: LayoutBytes, dims: Dims, parts: int = 1) -> int:
         """Return about the bytes of temporaries of a device.
@@ -109,9 +111,11 @@ class TracedSteps:
             dims: The dim along which each variable is sharded.
             parts: The number of micro-batches into which a device cuts its rows.
         """
-        if parts not in self._known:
-            self._known[parts] = self._traced(parts)
-        program, variables, traced_rows = self._known[parts]
+        # Without LoRA, the step is the same program for any number of devices.
+        form = parts, min(layout.devices, 2) if self._has_lora else 1
+        if form not in self._known:
+            self._known[form] = self._traced(*form)
+        program, variables, traced_rows = self._known[form]
         devices, again = layout.devices, layout.gathers_again and parts == 1
         is_split = [(dims or {}).get(id(each)) is not None for each in variables]
         shards = [devices if split else 1 for split in is_split]
@@ -119,12 +123,12 @@ class TracedSteps:
         early = devices == 1
         return round(program.peak(share, shards, updates_early=early, gathers_again=again))
 
-    def _traced(self, parts: int) -> tuple[TracedProgram, Any, int]:
+    def _traced(self, parts: int, devices: int) -> tuple[TracedProgram, Any, int]:
         """Return the program for a number of parts, its variables and the rows of its batch."""
         each = max(-(-rows_of(self._batch) // parts), 2)  # JAX traces other operations for one row
         sizes = (None, None) if parts == 1 else (each, 2 * each)
         (program, variables), (longer, _) = (
-            self._trace(self._model, resized(self._batch, factor * each * parts), size)
+            self._trace(self._model, resized(self._batch, factor * each * parts), size, devices)
             for factor, size in zip((1, 2), sizes, strict=True)
         )
         return TracedProgram(program, longer, len(variables)), variables, each * parts
@@ -155,6 +159,8 @@ def estimated_temporaries(
         except UnsupportedBackend:
             _check_portable(model, engine.name)
             label = f"Activations are as compiled by JAX. {engine.name} may need more."
+            if asked.micro_batch_size or (asked.memory and engine.name in BACKENDS):
+                label += " In micro-batches it keeps the outputs of all rows of a device."
             return _on_jax(engine.name, target, plain, asked), [ESTIMATE, label]
         found = []
         for layout, dims in layouts:
@@ -211,7 +217,7 @@ def with_micro_batches(
     except UnsupportedBackend:
         return plain, []
     except Exception as error:  # the code of the user, and what micro-batches refuse
-        said = first_line(error) if isinstance(error, UnsupportedModel) else _words(error)
+        said = str(error) if isinstance(error, UnsupportedModel) else _words(error)
         return plain, [f"No smaller micro-batch can be planned: {said}"]
 
 

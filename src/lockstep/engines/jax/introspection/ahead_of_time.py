@@ -19,6 +19,7 @@ from lockstep.core.state import variables_of
 from lockstep.core.step_bytes import LayoutBytes
 from lockstep.engines.jax.micro_batches import MicroBatches
 from lockstep.engines.jax.steps.gather_again import ONE_BY_ONE, gathering_again
+from lockstep.engines.jax.steps.lora import with_lora_by_factors
 from lockstep.engines.jax.steps.padded import PaddedArray
 from lockstep.engines.jax.steps.programs import Programs
 from lockstep.engines.jax.steps.state_layout import (
@@ -33,7 +34,7 @@ from lockstep.keras_compat import store_value, stored_value
 
 
 def traced_step(
-    model: Any, batch: Any, micro_batch_size: int | None = None
+    model: Any, batch: Any, micro_batch_size: int | None = None, devices: int = 1
 ) -> tuple[Any, list[Any]]:
     """Return the jaxpr of the training step of `model`, and the variables that it takes first.
 
@@ -41,6 +42,7 @@ def traced_step(
         model: A model that is built.
         batch: The shapes of a batch.
         micro_batch_size: The most rows that run through the layers at once; `None` for all.
+        devices: The number of devices that the step is for.
 
     Raises:
         UnsupportedModel: If the model cannot run its rows in parts.
@@ -48,21 +50,24 @@ def traced_step(
     groups = [group_of(model, name) for name in GROUPS]
     state = tuple([_shape(variable) for variable in group] for group in groups)
     steps = Programs(jax.devices("cpu")[:1])
-    with _train_step(model, steps, micro_batch_size) as step:
+    with _train_step(model, steps, micro_batch_size, devices) as step:
         program = jax.make_jaxpr(step)(state, keras.tree.map_structure(_shape, batch))
     return program.jaxpr, [variable for group in groups for variable in group]
 
 
 @contextmanager
-def _train_step(model: Any, steps: Programs, micro_batch_size: int | None) -> Iterator[Any]:
+def _train_step(
+    model: Any, steps: Programs, micro_batch_size: int | None, devices: int
+) -> Iterator[Any]:
     """Yield the training step of a model, in parts of the rows if a size is given."""
+    step = with_lora_by_factors(model, model.train_step) if devices > 1 else model.train_step
     if micro_batch_size is None:
-        yield model.train_step
+        yield step
         return
     parts = MicroBatches(model, steps, micro_batch_size)
     methods = parts.methods(model.stateless_call)
     with patched([(model, name, method) for name, method in methods.items()]):
-        yield parts.step(model.train_step)
+        yield parts.step(step)
 
 
 def compiled_bytes(
@@ -105,7 +110,7 @@ def compiled_bytes(
         with (
             _in_shards(model, steps),
             _gathering(model, again=again),
-            _train_step(model, steps, micro_batch_size) as step,
+            _train_step(model, steps, micro_batch_size, layout.devices) as step,
         ):
             program = _lowered(model, step, batch, steps)
         memory = program.compile(

@@ -16,7 +16,7 @@ from lockstep.engines.jax.cache import keep_programs
 from lockstep.engines.jax.fit.on_batch import OnBatch
 from lockstep.engines.jax.session import forget_losses
 from lockstep.engines.jax.steps.execution import State
-from lockstep.keras_compat import take_jax_state, trainer_class
+from lockstep.keras_compat import is_rematerialized, take_jax_state, trainer_class
 from lockstep.processes import process_group
 from lockstep.processes.call_scope import CALLS
 from lockstep.training.probe_helpers import (
@@ -143,7 +143,6 @@ def _type(value: Any) -> str:
 def _recorded(model: Any) -> Iterator[dict[str, Any]]:
     """Record the outputs of a model's layers in this context, in the order of the calls."""
     seen: dict[str, Any] = {}
-    layers = [layer for layer in watched_layers(model) if "call" not in vars(layer)]
 
     def recording(layer: Any) -> Any:
         call = layer.call
@@ -158,5 +157,7 @@ def _recorded(model: Any) -> Iterator[dict[str, Any]]:
 
         return record
 
+    # What is computed again in the backward pass cannot leave it.
+    layers = [layer for layer in watched_layers(model) if not is_rematerialized(layer)]
     with patched([(layer, "call", recording(layer)) for layer in layers]):
         yield seen

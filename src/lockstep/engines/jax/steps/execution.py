@@ -160,6 +160,7 @@ class Execution(HeldSignals):
         self._batches = batches
         self._gathers_metrics = gathers_metrics and kind is not PREDICT
         self._live = LiveState(model, GROUPS_OF[kind.name])
+        self._outputs: Any = None
 
     def may_interrupt(self) -> bool:
         """Return whether every value of the model is in its variables or in its state."""
@@ -189,6 +190,9 @@ class Execution(HeldSignals):
             return fetched(self._run(step, step.draws(iterator), times))
         draw = partial(_drawn, source, step, iterator)
         outputs = self._run(step, draw, times)
+        if source.at_once:  # an interrupt waits for all programs that were begun: two at most
+            before, self._outputs = self._outputs, outputs
+            jax.block_until_ready(before)
         # Later steps do not change what a callback has been given.
         return fetched(outputs) if self._kind is PREDICT and source.watched else outputs
 
@@ -282,6 +286,8 @@ class StepFunction:
         to_local: Returns this process's copy of the outputs; `None` in one process.
         assigned: The values that this process has assigned to variables; `None` in one process.
         one_at_a_time: Whether each step finishes before the next one is called.
+        is_short: Returns whether a step with a state and a placed batch takes so little that the
+            call of its program matters; `None` if steps cannot run at once.
         model: The model. Its state between two steps is where Keras's loops have it.
     """
 
@@ -297,6 +303,7 @@ class StepFunction:
     to_local: Callable[[Any], Any] | None = None
     assigned: VariableDrift | None = None
     one_at_a_time: bool = False
+    is_short: Callable[[State, Any], bool] | None = None
     model: Any = None
 
     def __call__(self, state: State, iterator: Iterator[Any]) -> tuple[Any, State]:

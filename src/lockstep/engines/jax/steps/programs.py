@@ -6,6 +6,7 @@ sharding constraint, for which JAX allows uneven shards. The partitioner thus ha
 split, the result is that of one device, and the padding never reaches the model.
 """
 
+import math
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -33,10 +34,12 @@ from lockstep.engines.jax.steps.padded import (
     whole_rows,
 )
 from lockstep.engines.jax.steps.scan import (
+    MOST_NUMBERS,
     can_be_stacked,
     changed_groups,
     every_row,
     few_bytes,
+    is_short,
     is_worth_it,
     last,
     merged,
@@ -185,6 +188,7 @@ class Programs:
             data_check=DataCheck(every_pull=True) if self._several else None,
             to_local=partial(jax.tree.map, jax_group.GROUP.local) if self._several else None,
             one_at_a_time=self._one_at_a_time,
+            is_short=made.is_short if self.platform == "cpu" and not self._several else None,
         )
 
     def eager(
@@ -418,6 +422,14 @@ class CompiledStep:
                 program_fingerprint.check_same(traced)
             self._is_whole[known] = self._is_unsplittable(compiled, traced, state, batch)
         return undivided(batch) if self._is_whole[known] else batch
+
+    def is_short(self, state: State, batch: Any) -> bool:
+        """Return whether the call of a program of one step matters beside the step itself."""
+        # A step computes each trained variable anew: many of them need no trace.
+        numbers = sum(math.prod(value.shape) for value in state[0])
+        if numbers > MOST_NUMBERS or not self._complete():
+            return False
+        return is_short(self._one.trace(state, batch))
 
     def batches_to_pull(self, batch: Any, times: int) -> int:
         """Return the number of batches to draw before the first step runs."""

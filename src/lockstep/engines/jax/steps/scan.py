@@ -1,5 +1,6 @@
 """Several steps in one program, for `steps_per_execution`."""
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any
@@ -137,16 +138,59 @@ def is_worth_it(trace: Callable[[], Any], platform: str) -> bool:
         traced = trace()
     except TypeError:
         return False
-    return platform != "cpu" or not any(
-        name.startswith("conv_general_dilated") for name in _primitives(traced.jaxpr.jaxpr)
+    return platform != "cpu" or not _has_convolutions(traced.jaxpr.jaxpr)
+
+
+MOST_NUMBERS = 2**22
+"""The most numbers that the operations of a step on a CPU compute, for steps at once by themselves.
+
+A matrix product counts as a number for each 32 multiplications. `benchmarks/steps_at_once.py`
+measures where several steps in one program stop to be faster.
+"""
+
+
+def is_short(traced: Any) -> bool:
+    """Return whether a step on a CPU takes so little that the call of its program matters.
+
+    Args:
+        traced: The traced program of one step.
+    """
+    jaxpr = traced.jaxpr.jaxpr
+    return not _has_convolutions(jaxpr) and numbers_computed(jaxpr) <= MOST_NUMBERS
+
+
+def numbers_computed(jaxpr: Any) -> float:
+    """Return about how many numbers the operations of a program compute; see `MOST_NUMBERS`."""
+    total = 0.0
+    for equation in jaxpr.eqns:
+        bodies = [numbers_computed(body) for body in _bodies(equation)]
+        name = equation.primitive.name
+        if name == "while":
+            return math.inf  # as often as the data say
+        if bodies:
+            total += max(bodies) * equation.params.get("length", 1)
+            continue
+        size = sum(math.prod(each.aval.shape) for each in equation.outvars)
+        if name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            shape = equation.invars[0].aval.shape
+            size *= max(1, math.prod(shape[dim] for dim in contracted) / 32)
+        total += size
+    return total
+
+
+def _has_convolutions(jaxpr: Any) -> bool:
+    return any(
+        equation.primitive.name == "conv_general_dilated"
+        or any(map(_has_convolutions, _bodies(equation)))
+        for equation in jaxpr.eqns
     )
 
 
-def _primitives(jaxpr: Any) -> Iterator[str]:
-    for equation in jaxpr.eqns:
-        yield equation.primitive.name
-        for parameter in equation.params.values():
-            for part in parameter if isinstance(parameter, list | tuple) else [parameter]:
-                inner = getattr(part, "jaxpr", part)
-                if hasattr(inner, "eqns"):
-                    yield from _primitives(inner)
+def _bodies(equation: Any) -> Iterator[Any]:
+    """Yield the programs that an operation runs."""
+    for parameter in equation.params.values():
+        for part in parameter if isinstance(parameter, list | tuple) else [parameter]:
+            inner = getattr(part, "jaxpr", part)
+            if hasattr(inner, "eqns"):
+                yield inner

@@ -8,6 +8,7 @@ from keras import layers, ops
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.engines.torch.group import RankGroup
+from lockstep.errors import UnsupportedModel
 from tests.torch.agreement import assert_equal, both
 
 
@@ -99,6 +100,14 @@ def leaf(model, inner):
     return model.last(inner.grad).mean()
 
 
+def leaf_without_its_gradient(model, inner):
+    z = inner.detach().requires_grad_()
+    model.last(z).square().sum().backward()
+    del z.grad
+    model.last(z)[0].sum().backward()
+    return (z.grad * inner).sum()
+
+
 def weights_that_are_replaced(model, inner):
     """By `data`, as in sharpness-aware minimization: PyTorch counts no such change."""
     kernel = model.last.weights[0].value
@@ -160,6 +169,7 @@ CASES = (
     kept_gradient_after_writing,
     function_of_torch,
     leaf,
+    leaf_without_its_gradient,
     weights_that_are_replaced,
     in_inference_mode,
     transformed_by_torch,
@@ -252,3 +262,15 @@ def test_a_layer_takes_the_rows_of_another_one_and_weights_are_summed_once(monke
     asked.clear()
     model.fit(x, batch_size=7, verbose=0)
     assert (asked.count("gather"), asked.count("start_sum")) == (3, 3)
+
+
+class Refilled(Stepping):
+    cases = (lambda model, inner: inner.detach().set_(torch.ones_like(inner)).sum() + inner.sum(),)
+
+
+def test_an_output_cannot_be_given_other_memory(monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_CHECK", "0")
+    _, model = both(Refilled)
+    model.compile(keras.optimizers.SGD(0.01))
+    with pytest.raises(UnsupportedModel, match=r"other memory by set_ in a step"):
+        model.fit(np.zeros((7, 4)), batch_size=7, verbose=0)

@@ -18,7 +18,7 @@ from lockstep.core import micro_batches as refused
 from lockstep.core.devices import micro_batches
 from lockstep.core.state import unique
 from lockstep.engines.torch.layers import NOISES, Plan
-from lockstep.engines.torch.placement import copies_on
+from lockstep.engines.torch.placement import copies_on, version_of
 from lockstep.engines.torch.replica import Replica
 from lockstep.engines.torch.row_proofs import ReasonsByNumber
 from lockstep.keras_compat import (
@@ -86,7 +86,7 @@ def call_in_parts(
         return None
     numbers = _RandomNumbers(plan, replica)
     variables = [v for v in model.variables if not numbers.has(v)]
-    versions = [stored_value(variable)._version for variable in variables]
+    versions = [version_of(stored_value(variable)) for variable in variables]
     parts, made = replica.parts(number, rows), []
 
     def call(part: Replica) -> Any:
@@ -110,7 +110,7 @@ def call_in_parts(
         else:
             made.append(run())
     for variable, version in zip(variables, versions, strict=True):
-        if stored_value(variable)._version != version:
+        if version_of(stored_value(variable)) != version:
             raise refused.changes_by_rows(variable)
     return keras.tree.map_structure(lambda *leaves: _joined(model, replica, parts, leaves), *made)
 

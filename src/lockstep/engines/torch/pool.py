@@ -430,7 +430,7 @@ class _Worker:
                 if not self.connection.poll(max(0.0, deadline - time.monotonic())):
                     return "silent", None, ""
                 self.receive()
-        except PeerLost:
+        except (PeerLost, OSError):  # the second one if the connection is closed here
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(_TO_END)
         return self._reported or ("ended", None, "")

@@ -176,6 +176,13 @@ class Rows(torch.Tensor):  # type: ignore[misc]
             values = next(each.values for each in args if isinstance(each, Rows))
             total = torch.add(*(_own_values(each, values.replica) for each in args))
             return Rows.of(_Values(values.replica, total, values.name))
+        if func.overloadpacket in _OF_MEMORY:
+            name = next(each.values.name for each in args if isinstance(each, Rows))
+            how = func.overloadpacket.__name__
+            raise UnsupportedModel(
+                f"{name} was given other memory by {how} in a step, and it has the rows of one "
+                "device.\nWrite copy_, or use a copy: output.clone()."
+            )
         given, options = _mapped(lambda each: each.values.gathered(), (args, kwargs or {}))
         result = func(*given, **options)
         return args[0] if func._schema.is_mutable else result
@@ -197,6 +204,9 @@ _OF_FORM = frozenset(
 
 _DATA = torch.Tensor.data.__get__
 
+_OF_MEMORY = frozenset({torch.ops.aten.set_, torch.ops.aten.resize_})
+"""What gives a tensor other memory, below the functions that Python sees."""
+
 _OF_GRAPH = frozenset(
     {
         *(
@@ -204,6 +214,7 @@ _OF_GRAPH = frozenset(
             for n in ("requires_grad", "grad_fn", "grad", "is_leaf")
         ),
         torch.Tensor.grad.__set__,
+        torch.Tensor.grad.__delete__,
         torch.Tensor.requires_grad.__set__,
         torch.Tensor.requires_grad_,
         torch.Tensor.register_hook,

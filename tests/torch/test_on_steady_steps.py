@@ -112,18 +112,20 @@ def test_a_steady_step_touches_and_exchanges_no_more_than_before(name, counted):
         if len(batches) != 6:
             return function(iterator)
         counted.clear()
-        gc.collect()  # the ends of models of other tests would be counted
-        gc.disable()
         sys.setprofile(profile)
         try:
             return function(iterator)
         finally:
             sys.setprofile(None)
-            gc.enable()
             counts.append(dict(counted))
 
     model.train_function = steady
-    model.fit(x, y, batch_size=6, verbose=0)
+    gc.collect()  # models of other tests: a step would send word of their end, and be counted
+    gc.disable()
+    try:
+        model.fit(x, y, batch_size=6, verbose=0)
+    finally:
+        gc.enable()
     (count,) = counts
     found = {"files": len(files), **{what: count.get(what, 0) for what in list(MOST[name])[1:]}}
     assert all(found[what] <= most for what, most in MOST[name].items()), found

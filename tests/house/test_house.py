@@ -261,7 +261,7 @@ NOT_OF_KERAS = {
         "_config",
         "_test_",
     ),
-    "_C",  # of PyTorch
+    *("_C", "_functorch"),  # of PyTorch
     *("_train_", "_layer_checkpoint_dependencies"),
 }
 """Private names outside of Keras, or no names at all."""

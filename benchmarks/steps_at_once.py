@@ -19,6 +19,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -117,7 +118,7 @@ def main() -> None:
         if counted > MOST_NUMBERS:  # what it would be beyond the bound
             model = compiled(build, 20)
             lockstep.distribute(model, devices=1)
-            many = lambda model=model: model.fit(x, y, batch_size=BATCH, verbose=0)  # noqa: E731
+            many = partial(model.fit, x, y, batch_size=BATCH, verbose=0)
         one(), many()
         pairs = [
             (timed(one, time.process_time), timed(many, time.process_time))

@@ -120,7 +120,7 @@ def test_a_steady_step_touches_and_exchanges_no_more_than_before(name, counted):
             counts.append(dict(counted))
 
     model.train_function = steady
-    gc.collect()  # models of other tests: a step would send word of their end, and be counted
+    gc.collect()  # the end of a model of another test is a message to the workers
     gc.disable()
     try:
         model.fit(x, y, batch_size=6, verbose=0)

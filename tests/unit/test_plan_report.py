@@ -21,7 +21,7 @@ from lockstep.errors import DeviceError, TargetNotFound, UnsupportedBackend, Unu
 from lockstep.tools.plan.gpus import gpu_named
 from lockstep.tools.plan.liveness import MEDIAN_ERROR, WORST_ERROR
 from lockstep.tools.plan.memory_plan import parse_memory
-from lockstep.tools.plan.temporaries import Asked, estimated_temporaries, largest_batch
+from lockstep.tools.plan.temporaries import Request, estimated_temporaries, largest_batch
 from tests.processes.common import warm_end
 
 
@@ -330,7 +330,7 @@ def test_a_step_for_another_backend_is_not_tried_on_jax():
     batch = (np.zeros((4, 4), "float32"),)
     made = OwnStep([layers.Dense(1)], name="mine")
     made.compile("sgd", "mse")
-    layouts, asked = [(layout_of(1), None)], Asked([1])
+    layouts, asked = [(layout_of(1), None)], Request([1])
     found, notes = estimated_temporaries(engine, made, batch, layouts, "train.py:build", asked)
     assert [each.temporaries for each in found] == [None]
     assert notes[1] == (
@@ -400,8 +400,8 @@ def layout_of(devices):
     return LayoutBytes(devices, "replicated", *[0] * 9)
 
 
-def asked_for(memory, say):
-    return Asked([1], memory=memory, gpu={"name": "h100"}, say=say)
+def request_for(memory, say):
+    return Request([1], memory=memory, gpu={"name": "h100"}, say=say)
 
 
 @pytest.mark.parametrize(("rows", "memory"), [(32, 20_000), (4_000, 20_000), (1, 2_000_000)])
@@ -410,7 +410,7 @@ def test_the_largest_batch_is_found_to_a_sixteenth(rows, memory, devices, compil
     tried, layout = compiles(10**9), layout_of(devices)
     batch = (keras.KerasTensor((rows, 4)), keras.KerasTensor((rows,)))
     told = []
-    found = largest_batch(JAX, None, batch, layout, asked_for(memory, told.append))
+    found = largest_batch(JAX, None, batch, layout, request_for(memory, told.append))
     most = (0.85 * memory - 1_000) / 10 * devices
     assert most * 15 / 16 - devices <= found <= most
     assert found % devices == 0
@@ -421,10 +421,10 @@ def test_the_largest_batch_is_found_to_a_sixteenth(rows, memory, devices, compil
 def test_no_batch_may_fit_and_a_refused_one_ends_the_search(compiles):
     layout, batch = layout_of(1), (keras.KerasTensor((8, 4)),)
     compiles(10**9)
-    assert largest_batch(JAX, None, batch, layout, asked_for(900, print)) == 0
+    assert largest_batch(JAX, None, batch, layout, request_for(900, print)) == 0
     told = []
     compiles(100)
-    assert largest_batch(JAX, None, batch, layout, asked_for(10**6, told.append)) == 32
+    assert largest_batch(JAX, None, batch, layout, request_for(10**6, told.append)) == 32
     assert told[-1] == "RuntimeError: XLA refuses"
 
 

@@ -201,7 +201,7 @@ class MicroBatches:
         rows = next((found for each in leaves if (found := _rows_of(each, is_stacked))), 0)
         if not rows or self._parts(rows) is None:
             return False
-        # JAX traces some operations otherwise for one row, which no part of the batch may have.
+        # For one row JAX may trace another program, and the parts of the batch may have more rows.
         count = min(rows, max(2 if self._size == 1 else 4, self._size))
         parts = RowParts(count, 1, -(-count // 2), self._programs.replicated)
         plain = self._plain

@@ -10,6 +10,7 @@ from jax.extend.core.primitives import select_and_scatter_add_p
 from jax.sharding import NamedSharding
 
 from lockstep.core.patched import patched
+from lockstep.engines.jax.steps.scan import bodies_of
 from lockstep.errors import counted
 
 
@@ -152,8 +153,5 @@ def _equations(jaxpr: Any, outer: str, name: str) -> Iterator[tuple[str, Any]]:
         if equation.primitive.name.startswith(name):
             # Transformations, as in "transpose(jvp(layer))", are not part of the path.
             yield re.sub(r"\w+\(|\)", "", path), equation
-        for parameter in equation.params.values():
-            for part in parameter if isinstance(parameter, list | tuple) else [parameter]:
-                inner = getattr(part, "jaxpr", part)
-                if hasattr(inner, "eqns"):
-                    yield from _equations(inner, path, name)
+        for body in bodies_of(equation):
+            yield from _equations(body, path, name)

@@ -13,7 +13,6 @@ from lockstep.engines.torch.group import PeerLost
 from lockstep.engines.torch.launcher_group import TorchGroup
 from lockstep.engines.torch.model_pickle import Dumped
 from lockstep.engines.torch.peers import Peers, dropped_part
-from lockstep.engines.torch.rank import RankPlan
 from lockstep.engines.torch.settings import checksum
 from lockstep.engines.torch.sharded_variables import is_sharded
 from lockstep.errors import ProcessesDisagree, UnsupportedModel
@@ -53,7 +52,6 @@ class LauncherPeers(Peers):
         )
         self._in_epoch = False
         self._agreed_plan: list[Any] | None = None
-        self._plan: RankPlan | None = None
         self._compares_exchanges = False
 
     def check_devices(self, devices: tuple[str, ...]) -> None:
@@ -136,18 +134,9 @@ class LauncherPeers(Peers):
         self._shared = {id(variable): variable for variable in variables}
 
     def make_equal(self, unchecked: bool, dumped: Callable[[], Dumped]) -> bool:
-        """Note that the model may have other layers; every script has changed it alike."""
+        """Check the parts, and note that the model may have other layers."""
         self._check_parts_are_of_one_step()
-        if unchecked:
-            self.rank.sort_layers()
-            self._plan = None
-        return unchecked
-
-    def share_plan(self, plan: RankPlan) -> None:
-        """Let the rank run by this plan, on which all processes have agreed."""
-        if plan != self._plan:
-            self.rank.take_plan(plan)
-            self._plan = plan
+        return super().make_equal(unchecked, dumped)
 
     def note_values(self, *, changes: bool) -> None:
         """Record the values that a step has left, which are those of every process."""

@@ -58,6 +58,7 @@ class Peers(ABC):
         self.times_sent = 0
         self.user_code_between_steps = True
         self._model = model
+        self._plan: RankPlan | None = None
 
     @abstractmethod
     def check_devices(self, devices: tuple[str, ...]) -> None:
@@ -82,18 +83,25 @@ class Peers(ABC):
         """Return whether code has changed the model since a step, and whether a step has."""
         return False, False
 
-    @abstractmethod
     def make_equal(self, unchecked: bool, dumped: Callable[[], Dumped]) -> bool:
         """Let every process have the same model, and return whether all of it was compared.
+
+        Here the script of each process has changed it alike, and it may have other layers.
 
         Args:
             unchecked: Whether code of the user's may have changed anything.
             dumped: Returns the model as bytes.
         """
+        if unchecked:
+            self.rank.sort_layers()
+            self._plan = None
+        return unchecked
 
-    @abstractmethod
     def share_plan(self, plan: RankPlan) -> None:
-        """Give every rank this plan."""
+        """Give every rank this plan. Here all processes have agreed on it."""
+        if plan != self._plan:
+            self.rank.take_plan(plan)
+            self._plan = plan
 
     @abstractmethod
     def compared(self, form: Any) -> AbstractContextManager[None]:
@@ -204,7 +212,6 @@ class NoPeers(Peers):
     def __init__(self, model: Any, device: torch.device) -> None:
         super().__init__(model, device, 1)
         self.rank.group = LoneRank(device)
-        self._plan: RankPlan | None = None
 
     def check_devices(self, devices: tuple[str, ...]) -> None:
         """Raise if this process cannot compute on the device."""
@@ -213,19 +220,6 @@ class NoPeers(Peers):
     def connected(self) -> AbstractContextManager[None]:
         """Return a context without an effect."""
         return nullcontext()
-
-    def make_equal(self, unchecked: bool, dumped: Callable[[], Dumped]) -> bool:
-        """Note that the model may have other layers."""
-        if unchecked:
-            self.rank.sort_layers()
-            self._plan = None
-        return unchecked
-
-    def share_plan(self, plan: RankPlan) -> None:
-        """Let the rank run by this plan."""
-        if plan != self._plan:
-            self.rank.take_plan(plan)
-            self._plan = plan
 
     def compared(self, form: Any) -> AbstractContextManager[None]:
         """Return a context without an effect: nothing is exchanged."""

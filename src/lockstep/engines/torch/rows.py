@@ -44,7 +44,7 @@ class _Values:
     def gathered(self) -> Any:
         """Return the rows of all replicas, and keep them. Every replica has to call this."""
         if self.every is None:
-            with at_base():
+            with outside_transforms():
                 self.every = self.copied()
             self.version = self.every._version
         return self.every
@@ -108,7 +108,7 @@ class Rows(torch.Tensor):  # type: ignore[misc]
             node = self.grad_fn or self.requires_grad
         if self._whole is None or (self._nodes[0] is not node and not self._has_moved()):
             # The graph is that of the output, whatever the mode is where it is used first.
-            with at_base(), torch.enable_grad():
+            with outside_transforms(), torch.enable_grad():
                 self._whole = _Gather.apply(self)
             self._nodes, self._place = (node, self._whole.grad_fn), version_of(self._whole)[1:]
             mask = get_keras_mask(self)
@@ -139,7 +139,7 @@ class Rows(torch.Tensor):  # type: ignore[misc]
         form = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
         if (form.dtype, form.device) == (self.dtype, self.device):
             return self
-        with at_base():
+        with outside_transforms():
             own = _Enter.apply(self).to(*args, **kwargs)
             made = _Leave.apply(own, self.values.replica, self.values.name)
         made.values.base, made.values.form_row = self.values, self.values.form_row.to(made.dtype)
@@ -256,7 +256,7 @@ def is_transformed() -> bool:
 
 
 @contextmanager
-def at_base() -> Iterator[None]:
+def outside_transforms() -> Iterator[None]:
     """Compute inside the context as outside of `torch.inference_mode` and of `torch.func`.
 
     The first counts no writes into a tensor, and the second knows no operations of this module.

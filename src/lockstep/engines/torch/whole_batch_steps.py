@@ -30,12 +30,12 @@ from lockstep.engines.torch.model_pickle import dump
 from lockstep.engines.torch.placement import version_of
 from lockstep.engines.torch.replica import RandomStreams, Replica
 from lockstep.engines.torch.rows import (
-    at_base,
     copied,
     enter,
     gathered,
     is_transformed,
     leave,
+    outside_transforms,
     same_on_all,
     used,
 )
@@ -251,7 +251,7 @@ class WholeBatchSteps:
         self._inside = True
         try:
             with (
-                at_base(),
+                outside_transforms(),
                 plan.in_force(replica),
                 values_replaced(trained, weights),
                 replica.streams.separate(replica.rank, self.shared),
@@ -340,7 +340,7 @@ class _SharedCall(Replica):
     def outputs(self, outputs: Any, layer: Any) -> Any:
         """Return the outputs of a layer for all rows; an input that it returns is that input."""
         name = f"{{}} of layer {layer.name!r} ({type(layer).__name__})"
-        with at_base():
+        with outside_transforms():
             written = [  # by the layer: `x += 1` in `call`
                 (whole, leave(own, self, name.format("An input")).whole())
                 for whole, own, version in self._inputs
@@ -364,7 +364,7 @@ class _SharedCall(Replica):
                 )
             return made[id(own)]
 
-        with at_base():
+        with outside_transforms():
             result = keras.tree.map_structure(output, outputs)
         for whole, every in written:
             whole.copy_(every)

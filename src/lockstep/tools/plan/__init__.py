@@ -17,10 +17,10 @@ from lockstep.errors import (
 
 if TYPE_CHECKING:
     from lockstep.tools.plan.memory_plan import MemoryPlan
-    from lockstep.tools.plan.temporaries import Asked
+    from lockstep.tools.plan.temporaries import Request
 
 EXACT = "The bytes of weights, slots, gradients and the batch are exact."
-MIXED, MIXED_OLD = "mixed_bfloat16", "mixed_float16"
+MIXED, MIXED_FLOAT16 = "mixed_bfloat16", "mixed_float16"
 """The policy of the rows that `mixed_precision` adds, and that on a GPU without bfloat16."""
 SENT = (
     "Sent: gradients and weights, by a ring. Statistics of batch norm, the loss and metrics are "
@@ -94,7 +94,7 @@ def plan(
     from lockstep.tools.batches import count_from_one
     from lockstep.tools.plan.gpus import COMPILED_FROM, capability_of, gpu_named, has_bfloat16
     from lockstep.tools.plan.memory_plan import parse_memory
-    from lockstep.tools.plan.temporaries import Asked
+    from lockstep.tools.plan.temporaries import Request
 
     if not (isinstance(build, str) or callable(build)) or isinstance(build, keras.layers.Layer):
         raise TargetNotFound(
@@ -135,19 +135,19 @@ def plan(
     bytes_of_memory = None if memory is None else parse_memory(memory)
     if target and bytes_of_memory is None:
         bytes_of_memory = target["gpu_device_info"]["device_memory_size"]
-    mixed_policy, old = MIXED, []
+    mixed_policy, remarks = MIXED, list[str]()
     if target and not has_bfloat16(target):
-        old.append(f"{target['device_description_str']} has no bfloat16: use float16.")
-        mixed_policy = MIXED_OLD
+        remarks.append(f"{target['device_description_str']} has no bfloat16: use float16.")
+        mixed_policy = MIXED_FLOAT16
     if target and capability_of(target) < COMPILED_FROM:
         if find_largest_batch:
             raise DeviceError(
                 f"The largest batch was asked for, and XLA compiles no step for gpu={gpu!r}.\n"
                 "Leave it out: the peak of one batch size is estimated."
             )
-        old.append("XLA compiles no step for it today: the peak is an estimate.")
+        remarks.append("XLA compiles no step for it today: the peak is an estimate.")
         target = None
-    asked = Asked(counts, batch_size, size, bytes_of_memory, target, find_largest_batch, say)
+    asked = Request(counts, batch_size, size, bytes_of_memory, target, find_largest_batch, say)
     found = _plan(build, asked)
     if mixed_precision:
         before = keras.config.dtype_policy()
@@ -157,10 +157,10 @@ def plan(
         finally:
             keras.config.set_dtype_policy(before)
         found = found.with_rows_of(mixed)
-    return replace(found, notes=(*found.notes, *old))
+    return replace(found, notes=(*found.notes, *remarks))
 
 
-def _plan(build: Callable[[], Any] | str, asked: "Asked") -> "MemoryPlan":
+def _plan(build: Callable[[], Any] | str, asked: "Request") -> "MemoryPlan":
     """Return the plan for one dtype policy; see `plan`."""
     from lockstep.attach.attachment import session_of
     from lockstep.core.fit_lines import not_compiled_words

@@ -53,7 +53,7 @@ Layouts = Sequence[tuple[LayoutBytes, Dims]]
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """What a plan was asked for, of one dtype policy.
 
     Attributes:
@@ -140,7 +140,7 @@ def estimated_temporaries(
     batch: Any,
     layouts: Layouts,
     target: Any,
-    asked: Asked,
+    asked: Request,
 ) -> tuple[list[LayoutBytes], list[str]]:
     """Return layouts with the bytes of temporaries of a device, and what to say of them.
 
@@ -173,7 +173,7 @@ def estimated_temporaries(
 
 
 def compiled_temporaries(
-    engine: Engine, model: Any, batch: Any, layouts: Layouts, asked: Asked
+    engine: Engine, model: Any, batch: Any, layouts: Layouts, asked: Request
 ) -> tuple[list[LayoutBytes], list[str]]:
     """Return the same from the step that XLA compiles for the GPU that is asked for."""
     _check_compiles(model)
@@ -191,7 +191,7 @@ def compiled_temporaries(
 
 
 def with_micro_batches(
-    engine: Engine, model: Any, batch: Any, layouts: Layouts, asked: Asked
+    engine: Engine, model: Any, batch: Any, layouts: Layouts, asked: Request
 ) -> tuple[list[LayoutBytes], list[str]]:
     """Return layouts with the largest micro-batch that fits where all rows at once do not.
 
@@ -221,7 +221,7 @@ def with_micro_batches(
         return plain, [f"No smaller micro-batch can be planned: {said}"]
 
 
-def _may_fit_in_parts(layout: LayoutBytes, asked: Asked) -> bool:
+def _may_fit_in_parts(layout: LayoutBytes, asked: Request) -> bool:
     peak, memory = layout.peak, asked.limit
     return peak is not None and peak > memory >= layout.held - layout.gradients
 
@@ -232,7 +232,7 @@ def _with_micro_batch(
     batch: Any,
     layout: LayoutBytes,
     dims: Dims,
-    asked: Asked,
+    asked: Request,
 ) -> LayoutBytes:
     """Return a layout with the largest micro-batch that fits, 0 if none does.
 
@@ -265,7 +265,7 @@ def largest_batch(
     model: Any,
     batch: Any,
     layout: LayoutBytes,
-    asked: Asked,
+    asked: Request,
 ) -> int:
     """Return the rows of the largest global batch whose step fits, to a sixteenth.
 
@@ -300,7 +300,7 @@ def _compiled_peak(
     model: Any,
     batch: Any,
     layout: LayoutBytes,
-    asked: Asked,
+    asked: Request,
     micro_batch_size: int | None,
 ) -> int:
     began, devices = time.monotonic(), counted(layout.devices, "device")
@@ -352,7 +352,7 @@ def _ahead_of_time(backend: str) -> Any:
 
 
 def _on_jax(
-    backend: str, target: Any, layouts: Sequence[LayoutBytes], asked: Asked
+    backend: str, target: Any, layouts: Sequence[LayoutBytes], asked: Request
 ) -> list[LayoutBytes]:
     """Return layouts with the bytes of the same model with replicated state on JAX."""
     if not isinstance(target, str):

@@ -163,7 +163,7 @@ def numbers_computed(jaxpr: Any) -> float:
     """Return about how many numbers the operations of a program compute; see `MOST_NUMBERS`."""
     total = 0.0
     for equation in jaxpr.eqns:
-        bodies = [numbers_computed(body) for body in _bodies(equation)]
+        bodies = [numbers_computed(body) for body in bodies_of(equation)]
         name = equation.primitive.name
         if name == "while":
             return math.inf  # as often as the data say
@@ -182,12 +182,12 @@ def numbers_computed(jaxpr: Any) -> float:
 def _has_convolutions(jaxpr: Any) -> bool:
     return any(
         equation.primitive.name == "conv_general_dilated"
-        or any(map(_has_convolutions, _bodies(equation)))
+        or any(map(_has_convolutions, bodies_of(equation)))
         for equation in jaxpr.eqns
     )
 
 
-def _bodies(equation: Any) -> Iterator[Any]:
+def bodies_of(equation: Any) -> Iterator[Any]:
     """Yield the programs that an operation runs."""
     for parameter in equation.params.values():
         for part in parameter if isinstance(parameter, list | tuple) else [parameter]:

@@ -10,7 +10,6 @@ from jax.extend.core.primitives import select_and_scatter_add_p
 from jax.sharding import NamedSharding
 
 from lockstep.core.patched import patched
-from lockstep.engines.jax.steps.scan import bodies_of
 from lockstep.errors import counted
 
 
@@ -155,3 +154,12 @@ def _equations(jaxpr: Any, outer: str, name: str) -> Iterator[tuple[str, Any]]:
             yield re.sub(r"\w+\(|\)", "", path), equation
         for body in bodies_of(equation):
             yield from _equations(body, path, name)
+
+
+def bodies_of(equation: Any) -> Iterator[Any]:
+    """Yield the programs that an operation runs."""
+    for parameter in equation.params.values():
+        for part in parameter if isinstance(parameter, list | tuple) else [parameter]:
+            inner = getattr(part, "jaxpr", part)
+            if hasattr(inner, "eqns"):
+                yield inner

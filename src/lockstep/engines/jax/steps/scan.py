@@ -1,13 +1,14 @@
 """Several steps in one program, for `steps_per_execution`."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
 import jax
 import numpy as np
 
+from lockstep.engines.jax.partition_fallbacks import bodies_of
 from lockstep.engines.jax.steps.padded import StackedRows, is_padded
 
 State = tuple[Any, ...]
@@ -185,12 +186,3 @@ def _has_convolutions(jaxpr: Any) -> bool:
         or any(map(_has_convolutions, bodies_of(equation)))
         for equation in jaxpr.eqns
     )
-
-
-def bodies_of(equation: Any) -> Iterator[Any]:
-    """Yield the programs that an operation runs."""
-    for parameter in equation.params.values():
-        for part in parameter if isinstance(parameter, list | tuple) else [parameter]:
-            inner = getattr(part, "jaxpr", part)
-            if hasattr(inner, "eqns"):
-                yield inner

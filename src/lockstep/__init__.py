@@ -26,6 +26,7 @@ from lockstep.tools.bench import bench as bench
 from lockstep.tools.first_process import first_process as first_process
 from lockstep.tools.first_process import is_first as is_first
 from lockstep.tools.plan import plan as plan
+from lockstep.tools.predict import predict as predict
 from lockstep.tools.verify import verify as verify
 
 if _typing.TYPE_CHECKING:
@@ -47,6 +48,7 @@ __all__ = [
     "place",
     "placement",
     "plan",
+    "predict",
     "rehearse",
     "release",
     "rescue",

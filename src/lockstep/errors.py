@@ -22,6 +22,7 @@
     │   ├── DamagedCheckpoint         a file differs from the file that was written
     │   ├── NewerCheckpoint           a newer lockstep wrote the checkpoint
     │   └── CheckpointMismatch        the model, optimizer or data are others
+    ├── PredictionFileError (ValueError)  a file of predictions cannot be begun or continued
     ├── BusyModel (RuntimeError)      a call of the model is running
     ├── UnsupportedModel              the engine cannot keep this model exact
     ├── LayoutConflict                a variable would need two layouts
@@ -150,6 +151,10 @@ class NewerCheckpoint(CheckpointError):
 
 class CheckpointMismatch(CheckpointError):
     """The checkpoint belongs to another model, another optimizer or other data."""
+
+
+class PredictionFileError(LockstepError, ValueError):
+    """A file of predictions cannot be begun, continued or written."""
 
 
 class BusyModel(LockstepError, RuntimeError):

@@ -245,7 +245,7 @@ def test_two_checkpoints_of_one_process_in_one_folder(threads, tmp_path):
     assert_same_end(train(arrays, tmp_path / "run", **options), train(arrays, epochs=2))
     assert len(texts) == 2
     for text in texts:
-        assert "another fit of this process writes there" in text
+        assert "another call of this process writes there" in text
     train(arrays, tmp_path / "run")  # and the folder is free again
 
 

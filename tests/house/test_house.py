@@ -85,6 +85,7 @@ def test_the_public_names():
         "place",
         "placement",
         "plan",
+        "predict",
         "rehearse",
         "release",
         "rescue",

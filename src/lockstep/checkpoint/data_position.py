@@ -19,8 +19,14 @@ from lockstep.checkpoint.data_states import (
     put_states,
     states_of,
 )
-from lockstep.core.engine import TRAIN, Kind
-from lockstep.errors import CheckpointError, CheckpointMismatch, CheckpointWarning, counted
+from lockstep.core.engine import PREDICT, TEST, TRAIN, Kind
+from lockstep.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointWarning,
+    PredictionFileError,
+    counted,
+)
 from lockstep.keras_compat import (
     ArrayDataAdapter,
     EpochIterator,
@@ -314,8 +320,70 @@ class ValidationPosition(EpochIterator):  # type: ignore[misc]  # Keras has no t
         return counted()
 
 
+class PredictionPosition(EpochIterator):  # type: ignore[misc]  # Keras has no types
+    """An iterator over the batches of one `predict`, which can begin after some of them.
+
+    This is a mixin before an engine's iterator. Batches may be drawn ahead: the count and the
+    checksum are those of the batches that steps have taken.
+    """
+
+    _steps = _skipped = _wanted = 0
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._taken = 0, 0
+
+    def position(self) -> tuple[int, int]:
+        """Return the number of batches that steps have taken, and their checksum."""
+        return self._taken
+
+    def begin_at(self, steps: int, batches: int, check: int) -> None:
+        """Begin after the batches of an earlier call.
+
+        Args:
+            steps: The steps of its executions; the last one may have had fewer batches.
+            batches: Their batches.
+            check: The checksum of these batches.
+        """
+        self._steps, self._skipped, self._wanted = steps, batches, check
+
+    def _enumerate_iterator(self) -> Iterator[Any]:
+        for first, last, iterator in super()._enumerate_iterator():
+            if first < self._steps <= last:
+                raise PredictionFileError(
+                    f"The predictions go on after step {self._steps}, and with "
+                    f"steps_per_execution={self.steps_per_execution} no execution begins there.\n"
+                    "Compile with the value of the call that wrote them."
+                )
+            if first >= self._steps:
+                yield first, last, iterator
+
+    def _get_iterator(self) -> Iterator[Any]:
+        number = check = 0
+        for number, batch in enumerate(super()._get_iterator(), 1):
+            check = checksum(batch, check)
+            if number >= self._skipped:
+                self._compare(number, check)
+                self._taken = number, check
+            if number > self._skipped:
+                yield batch
+        if number < self._skipped:
+            self._compare(number, check)
+
+    def _compare(self, number: int, check: int) -> None:
+        if number < self._skipped or (number == self._skipped and check != self._wanted):
+            raise PredictionFileError(
+                f"Predictions of {counted(self._skipped, 'batch')} are written, and the first "
+                f"{number:,} of the data are others now: the rows,\ntheir order or batch_size have "
+                "changed. Give the data of that call, or another path; or delete the\n.partial "
+                "folder to begin anew."
+            )
+
+
 @functools.cache
 def recorded_type(kind: Kind, iterator: type[Any]) -> Any:
-    """Return a subclass of an iterator that records the position in the data for a checkpoint."""
-    position = TrainingPosition if kind is TRAIN else ValidationPosition
-    return type(f"Recorded{iterator.__name__}", (position, iterator), {"recorded": True})
+    """Return a subclass of an iterator that knows its position in the data."""
+    position = {TRAIN: TrainingPosition, TEST: ValidationPosition, PREDICT: PredictionPosition}
+    # A prediction may draw batches ahead.
+    attributes = {"recorded": kind is not PREDICT}
+    return type(f"Recorded{iterator.__name__}", (position[kind], iterator), attributes)

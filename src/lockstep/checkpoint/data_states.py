@@ -71,9 +71,13 @@ def fingerprint(batches: Any) -> Any:
         ) from error
 
 
-def checksum(batch: Any) -> int:
-    """Return a CRC-32 of the values, dtypes and shapes of a batch."""
-    check = 0
+def checksum(batch: Any, check: int = 0) -> int:
+    """Return a CRC-32 of the values, dtypes and shapes of a batch.
+
+    Args:
+        batch: The batch.
+        check: That of the batches before it.
+    """
     for leaf in keras.tree.flatten(batch):
         for part in _arrays_of(leaf):
             array = np.ascontiguousarray(np.asarray(part))

@@ -69,9 +69,7 @@ def changed_rate(written: Any, here: Any) -> tuple[Any, Any] | None:
     """
     for there, mine in zip(rates_of(written), rates_of(here), strict=False):
         pair = there["learning_rate"], mine["learning_rate"]
-        try:
-            _compare("", "compiled", (), *pair)
-        except CheckpointMismatch:
+        if first_difference(*pair) is not None:
             return pair
     return None
 
@@ -113,28 +111,44 @@ def check_facts(path: str, written: dict[str, Any], here: dict[str, Any]) -> Non
     """
     for what in here:
         if written[what] is not None and here[what] is not None:
-            _compare(path, what, (), written[what], here[what])
+            different = first_difference(written[what], here[what])
+            if different is not None:
+                _refuse(path, what, *different)
 
 
-def _compare(path: str, what: str, at: tuple[str, ...], written: Any, here: Any) -> None:
+def first_difference(
+    written: Any, here: Any, at: tuple[str, ...] = ()
+) -> tuple[str, str, str] | None:
+    """Return the first difference between two configurations that changes results, or `None`.
+
+    Args:
+        written: One configuration, as `config_of` returns it.
+        here: The other one.
+        at: The place of these parts in it.
+
+    Returns:
+        The place, and the values there.
+    """
     if isinstance(written, dict) and isinstance(here, dict):
         if written.get("class_name") == here.get("class_name") == "__lambda__":
-            return
-        for key in [*written, *(key for key in here if key not in written)]:
-            there, mine = written.get(key), here.get(key)
-            if key not in _NOT_COMPARED and key != "learning_rate":
-                _compare(path, what, (*at, key), there, mine)
-        return
-    if isinstance(written, list) and isinstance(here, list) and len(written) == len(here):
-        for number, pair in enumerate(zip(written, here, strict=True)):
-            _compare(path, what, (*at, str(number)), *pair)
-        return
-    if isinstance(written, str) and isinstance(here, str):
-        if _COUNTED.sub("", written) == _COUNTED.sub("", here):
-            return
-    elif written == here and type(written) is type(here):
-        return
-    _refuse(path, what, " ".join(at[-3:]), repr(written), repr(here))
+            return None
+        keys = [*written, *(key for key in here if key not in written)]
+        pairs = [
+            (key, written.get(key), here.get(key))
+            for key in keys
+            if key not in _NOT_COMPARED and key != "learning_rate"
+        ]
+    elif isinstance(written, list) and isinstance(here, list) and len(written) == len(here):
+        both = enumerate(zip(written, here, strict=True))
+        pairs = [(str(number), *pair) for number, pair in both]
+    elif isinstance(written, str) and isinstance(here, str):
+        is_same = _COUNTED.sub("", written) == _COUNTED.sub("", here)
+        return None if is_same else (" ".join(at[-3:]), repr(written), repr(here))
+    else:
+        is_same = written == here and type(written) is type(here)
+        return None if is_same else (" ".join(at[-3:]), repr(written), repr(here))
+    found = (first_difference(there, mine, (*at, key)) for key, there, mine in pairs)
+    return next(filter(None, found), None)
 
 
 def _refuse(path: str, what: str, name: str, written: str, here: str) -> None:

@@ -2,13 +2,14 @@
 
 import contextlib
 import errno
+import functools
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, LockstepError
 
 if sys.platform != "win32":
     import fcntl
@@ -19,24 +20,33 @@ _writers: dict[tuple[int, str], object] = {}
 """The process and the folder of each writer. A fork inherits those of its parent."""
 
 
+Refused = Callable[[str], LockstepError]
+"""Returns the error for a folder into which somebody else writes, given who."""
+
+
 @contextlib.contextmanager
-def only_writer(folder: Path) -> Iterator[None]:
-    """Keep every other `fit`, of this process or another one, from writing into the folder.
+def only_writer(folder: Path, refused: Refused | None = None) -> Iterator[None]:
+    """Keep every other call, of this process or another one, from writing into the folder.
 
     The lock ends with the process, and processes that are forked do not inherit it (`lockf`).
     Other processes are not kept out on Windows, or if the file system has no locks.
 
+    Args:
+        folder: The folder.
+        refused: Returns the error; by default that of a `fit` with checkpoints.
+
     Raises:
-        CheckpointError: If another `fit` writes there.
+        LockstepError: If another call writes there.
         OSError: If the file of the lock cannot be written.
     """
+    refused = refused or functools.partial(_refused, folder)
     writer, mine = (os.getpid(), os.path.realpath(folder)), object()
     # `lockf` locks for a process: two threads would both get the lock. `setdefault` is atomic.
     if _writers.setdefault(writer, mine) is not mine:
-        raise _refused(folder, "another fit of this process")
+        raise refused("another call of this process")
     handle = None
     try:
-        handle = None if sys.platform == "win32" else _locked(folder / FILE)
+        handle = None if sys.platform == "win32" else _locked(folder / FILE, refused)
         yield
     finally:
         if handle is not None:
@@ -46,7 +56,7 @@ def only_writer(folder: Path) -> Iterator[None]:
         del _writers[writer]
 
 
-def _locked(path: Path) -> int | None:
+def _locked(path: Path, refused: Refused) -> int | None:
     """Return the open file that has the lock, or `None` if the file system has no locks."""
     assert sys.platform != "win32"
     while True:
@@ -58,7 +68,7 @@ def _locked(path: Path) -> int | None:
             os.close(handle)
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 return None
-            raise _refused(path.parent, f"process {other}") from None
+            raise refused(f"process {other}") from None
         try:
             if os.path.samestat(os.fstat(handle), os.stat(path)):
                 os.ftruncate(handle, 0)

@@ -11,6 +11,7 @@ from lockstep.keras_compat import (
     is_default,
 )
 from lockstep.training.logs import lazy_logs, pythonify_logs
+from lockstep.training.predictions import RowsToFunction
 
 
 class StepTimer(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
@@ -57,6 +58,8 @@ def _sees(callback: Any, batch: str) -> bool:
         return False
     if isinstance(callback, StepTimer | Checkpoint):
         return False
+    if isinstance(callback, RowsToFunction):
+        return callback.may_act
     if type(callback) in _AT_EPOCHS and callback.save_freq == "epoch":
         return False
     return not all(is_default(getattr(callback, name, None)) for name in hooks)
@@ -64,7 +67,7 @@ def _sees(callback: Any, batch: str) -> bool:
 
 _WITH_FUNCTIONS = (
     *(keras.callbacks.LambdaCallback, keras.callbacks.LearningRateScheduler),
-    keras.callbacks.CallbackList,  # a nested list, of any callbacks
+    *(keras.callbacks.CallbackList, RowsToFunction),  # a nested list, of any callbacks
 )
 _AT_EPOCHS = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
 

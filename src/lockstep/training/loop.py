@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import keras
-import numpy as np
 
 from lockstep.checkpoint.callback import Checkpoint, observer_among
 from lockstep.checkpoint.fit_run import NO_OBSERVER, FitRun, Observer
@@ -40,6 +39,7 @@ from lockstep.training.callbacks import Callbacks, see_every_batch
 from lockstep.training.input import HostIterator
 from lockstep.training.logs import pythonify_logs
 from lockstep.training.overrides import is_keras, knows_arguments
+from lockstep.training.predictions import Rows, RowsInMemory, taker_among
 from lockstep.training.steps_at_once import steps_at_once
 
 Begin = Callable[[int], None]
@@ -92,10 +92,8 @@ class Loop:
         """Return whether this loop can replace the model's method `name`.
 
         It cannot if the model overrides the method, or if this version of Keras has arguments that
-        the loop does not have, or joins predictions in a way of its own.
+        the loop does not have.
         """
-        if name == "predict" and keras_joins_predictions():
-            return False
         mine: Callable[..., Any] = getattr(type(self), name)
         return is_keras(self.model, name) and knows_arguments(mine, name)
 
@@ -326,10 +324,17 @@ class Loop:
         steps: int | None = None,
         callbacks: Any = None,
     ) -> Any:
-        """Run Keras's `predict`."""
+        """Run Keras's `predict`.
+
+        One of the callbacks may take the rows; see `lockstep.training.predictions`.
+        """
         model, session = self.model, self._session
+        taker = taker_among(callbacks)
+        if taker is None and keras_joins_predictions():
+            return trainer_class().predict(model, x, batch_size, verbose, steps, callbacks)
         batches = session.batches(
             PREDICT,
+            recorded=taker is not None,
             x=x,
             batch_size=batch_size,
             steps_per_epoch=steps,
@@ -342,18 +347,19 @@ class Loop:
         callbacks = self._callbacks(callbacks, verbose, 1, batches)
         model.make_predict_function()
         model.stop_predicting = False
-        every: list[Any] = []
+        rows: Rows = taker or RowsInMemory()
         callbacks.on_predict_begin()
 
         def end(step: int, outputs: Any) -> None:
-            every.append(outputs)
+            rows.take(step + 1, outputs)
             callbacks.on_predict_batch_end(step, {"outputs": outputs})
 
         begin = callbacks.on_predict_batch_begin
-        self._epoch(PREDICT, batches, callbacks, begin, end)
-        if not every:
-            raise _no_batch("predict")
-        predictions = keras.tree.map_structure(_joined, *every)
+        with rows.opened(session, batches):
+            self._epoch(PREDICT, batches, callbacks, begin, end)
+            if not rows.has_rows():
+                raise _no_batch("predict")
+        predictions = rows.joined()
         callbacks.on_predict_end()
         return predictions
 
@@ -453,12 +459,6 @@ class Loop:
             model=self.model,
             **kwargs,
         )
-
-
-def _joined(*parts: Any) -> np.ndarray:
-    """Return all rows of the predictions of several steps."""
-    # One by one: np.concatenate is slower at converting arrays of a framework.
-    return np.concatenate([keras.ops.convert_to_numpy(part) for part in parts])
 
 
 def _no_batch(call: str) -> UnusableData:

@@ -11,7 +11,7 @@ identically. The update itself needs no further communication.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -149,7 +149,7 @@ class TensorFlowSession(Session):
             return self._predicting()
         return self._ready(kind.name, self.steps.train if kind is TRAIN else self.steps.test)
 
-    def _predicting(self) -> Callable[[list[Any]], Any]:
+    def _predicting(self) -> Callable[[Iterable[Any]], Any]:
         self.steps.check_mode()
         self.steps.try_again("predict")
         self._first_steps.forget("predict")
@@ -157,8 +157,9 @@ class TensorFlowSession(Session):
         ready = False
 
         @eager_variable_scope()
-        def predict(batches: list[Any]) -> Any:
+        def predict(drawn: Iterable[Any]) -> Any:
             nonlocal ready, step
+            batches = list(drawn)
             if not ready:
                 self._prepare("predict", batches[0])
                 ready = True

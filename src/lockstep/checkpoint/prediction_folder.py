@@ -1,0 +1,286 @@
+"""The files of a prediction: complete, or in a folder beside with the position to go on from."""
+
+import contextlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import keras
+import numpy as np
+
+from lockstep.checkpoint.folder_lock import FILE as LOCK
+from lockstep.checkpoint.folder_lock import only_writer
+from lockstep.core.files import replacing, sync_folder
+from lockstep.errors import PredictionFileError
+
+SUFFIX, NPY = ".partial", ".npy"
+_POSITION, _ROWS, _REPLACED = "position.json", "rows", "replaced"
+"""The names in a folder of an unfinished prediction."""
+
+
+class PredictionFolder:
+    """The files of one prediction.
+
+    Rows and position are in `PATH.partial/`, until the files are complete and replace those at
+    the path. At any kill, the path has its old files or the new ones.
+
+    Args:
+        path: The file of the rows, with the suffix `.npy`; or a folder with a file for each output.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._folder = path.with_name(path.name + SUFFIX)
+        self._files: list[_RowFile] | None = None
+        self._written: tuple[list[int], list[int]] = ([], [])  # a position, and rows of each file
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[dict[str, Any] | None]:
+        """Make the folder, and yield the position of an unfinished call, `None` if there is none.
+
+        Raises:
+            PredictionFileError: If the path or the folder has something else, or another call
+                writes there.
+        """
+        self._check()
+        self._folder.mkdir(exist_ok=True)
+        try:
+            with only_writer(self._folder, self._is_written):
+                try:
+                    yield self._left()
+                finally:
+                    for file in self._files or []:
+                        file.close()
+                    if not (self._folder / _POSITION).exists():  # nothing to go on from
+                        self._clear()
+        finally:
+            with contextlib.suppress(OSError):  # there is something to go on from
+                self._folder.rmdir()
+
+    def write(self, rows: Any, position: list[int]) -> None:
+        """Append the rows of an execution.
+
+        Args:
+            rows: NumPy arrays in the structure of the output.
+            position: The position after them.
+
+        Raises:
+            PredictionFileError: If they do not fit a file, or the rows before them.
+        """
+        named = {
+            _name(place): _storable(each) for place, each in keras.tree.flatten_with_path(rows)
+        }
+        if self._files is None:
+            self._check_outputs(list(named))
+            (self._folder / _ROWS).mkdir(exist_ok=True)
+            self._files = [
+                _RowFile(self._file(name), name, str(each.dtype), each.shape[1:])
+                for name, each in named.items()
+            ]
+            self._written = position, [0] * len(named)
+        if [file.name for file in self._files] != list(named):
+            raise PredictionFileError(
+                f"The outputs {list(named)} follow {[file.name for file in self._files]}, and one "
+                "file has one output.\nGive a function instead of a path."
+            )
+        for file in self._files:
+            file.check(named[file.name])
+        for file in self._files:
+            file.append(named[file.name])
+        counts = [count + len(named[file.name]) for count, file in self._counted()]
+        self._written = position, counts  # at once: an interrupt may come at any moment
+
+    def note(self, facts: dict[str, Any]) -> None:
+        """Note the position, when the disk has the rows before it.
+
+        Args:
+            facts: What an unfinished call and the next one must share.
+        """
+        if self._files is None:
+            return
+        files = [file.synced(rows) for rows, file in self._counted()]
+        noted = {**facts, "position": self._written[0], "files": files}
+        with replacing(self._folder / _POSITION) as temporary:
+            temporary.write_text(json.dumps(noted))
+
+    def finish(self) -> None:
+        """Replace the files at the path by those of this call."""
+        for count, file in self._counted():
+            file.synced(count)
+            file.close()
+        rows = self._folder / _ROWS
+        if self.path.suffix == NPY:
+            os.replace(rows / self.path.name, self.path)
+        else:
+            sync_folder(rows)
+            if self.path.exists():  # a folder of such files: it has been checked
+                os.rename(self.path, self._folder / _REPLACED)
+            os.rename(rows, self.path)
+        sync_folder(self.path.parent)
+        (self._folder / _POSITION).unlink(missing_ok=True)
+
+    def _counted(self) -> list[tuple[int, "_RowFile"]]:
+        return list(zip(self._written[1], self._files or [], strict=True))
+
+    def _check(self) -> None:
+        is_file = self.path.suffix == NPY
+        if not self.path.parent.is_dir():
+            raise self._refused(f"there is no folder {self.path.parent}.\nMake it first")
+        if is_file and self.path.is_dir():
+            raise self._refused("that is a folder.\nName a file, or remove the folder")
+        if not is_file and self.path.exists():
+            others = [name for name in _names_in(self.path) if not name.endswith(NPY)]
+            if not self.path.is_dir() or others:
+                found = f"it has {others[0]!r}" if others else "it is a file"
+                raise self._refused(f"{found}.\nName a folder that is new or has .npy files only")
+        known = (_POSITION, _ROWS, _REPLACED, LOCK)
+        others = [
+            name
+            for name in (_names_in(self._folder) if self._folder.exists() else [])
+            if name not in known and not name.endswith(f"-{_POSITION}")
+        ]
+        if others:
+            raise self._refused(
+                f"{self._folder} is no folder of an unfinished prediction: it has {others[0]!r}.\n"
+                "Move it, or name another path"
+            )
+
+    def _check_outputs(self, names: list[str]) -> None:
+        if self.path.suffix == NPY and len(names) > 1:
+            raise self._refused(
+                f"the model has {len(names)} outputs: {', '.join(names)}.\nName a folder, such as "
+                f"{self.path.stem!r}: each output gets a file in it"
+            )
+        if self.path.suffix != NPY and len(names) == 1:
+            raise self._refused(
+                f"the model has one output.\nName a file, such as '{self.path.name}{NPY}'"
+            )
+
+    def _refused(self, why: str) -> PredictionFileError:
+        return PredictionFileError(f"{self.path} was given for predictions, and {why}.")
+
+    def _is_written(self, writer: str) -> PredictionFileError:
+        return self._refused(f"{writer} writes there.\nWait for it, or name another path")
+
+    def _file(self, name: str) -> Path:
+        one = self.path.suffix == NPY
+        return self._folder / _ROWS / (self.path.name if one else f"{name}{NPY}")
+
+    def _left(self) -> dict[str, Any] | None:
+        """Return the position of an unfinished call, and open its files there."""
+        place = self._folder / _POSITION
+        if not place.exists():
+            self._clear()
+            return None
+        try:
+            position: dict[str, Any] = json.loads(place.read_text())
+            paths = [self._file(each["name"]) for each in position["files"]]
+            if not all(path.exists() for path in paths):  # they are at the path: only this is left
+                self._clear()
+                return None
+            pairs = zip(paths, position["files"], strict=True)
+            self._files = [_RowFile(path, **each) for path, each in pairs]
+            self._written = position["position"], [each["rows"] for each in position["files"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise self._refused(
+                f"{place} cannot be read ({error}).\nRemove {self._folder.name} to begin anew"
+            ) from error
+        return position
+
+    def _clear(self) -> None:
+        (self._folder / _POSITION).unlink(missing_ok=True)
+        for name in (_ROWS, _REPLACED):
+            shutil.rmtree(self._folder / name, ignore_errors=True)
+
+
+class _RowFile:
+    """A `.npy` file that grows by rows.
+
+    Args:
+        path: The file.
+        name: The name of the output.
+        dtype: The dtype.
+        shape: The shape of a row.
+        rows: The number of rows that it has; later ones are removed.
+    """
+
+    def __init__(self, path: Path, name: str, dtype: str, shape: Any, rows: int = 0) -> None:
+        self.name = name
+        self._dtype, self._shape = np.dtype(dtype), tuple(shape)
+        self._file: IO[bytes] = open(path, "r+b" if rows else "w+b")  # noqa: SIM115
+        self._write_header(rows)
+        size = self._file.tell() + rows * math.prod(self._shape) * self._dtype.itemsize
+        if rows and os.fstat(self._file.fileno()).st_size < size:
+            raise ValueError(f"{path} is shorter than {rows} rows")
+        self._file.truncate(size)
+        self._file.seek(size)
+
+    def check(self, rows: np.ndarray) -> None:
+        """Raise if rows are not like those of the file."""
+        if rows.dtype != self._dtype or rows.shape[1:] != self._shape:
+            raise PredictionFileError(
+                f"Output {self.name!r} has rows of the shape {rows.shape[1:]} and type "
+                f"{rows.dtype}, and those before them have\n{self._shape} and {self._dtype}: a "
+                ".npy file has one of each. Pad the data to one length, or give a function "
+                "instead\nof a path."
+            )
+
+    def append(self, rows: np.ndarray) -> None:
+        """Append rows."""
+        self._file.write(np.ascontiguousarray(rows).reshape(-1).view("uint8").data)
+
+    def synced(self, rows: int) -> dict[str, Any]:
+        """Return the arguments of this class for the file, when the disk has so many rows of it."""
+        self._file.seek(0)
+        self._write_header(rows)
+        self._file.seek(0, os.SEEK_END)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        dtype, shape = str(self._dtype), list(self._shape)
+        return {"name": self.name, "dtype": dtype, "shape": shape, "rows": rows}
+
+    def close(self) -> None:
+        """Close the file."""
+        with contextlib.suppress(OSError):  # a full disk, of which the caller knows
+            self._file.close()
+
+    def _write_header(self, rows: int) -> None:
+        # NumPy pads a header so that its first dim may grow: numpy/lib/_format_impl.py.
+        header = {"shape": (rows, *self._shape), "fortran_order": False}
+        header["descr"] = np.lib.format.dtype_to_descr(self._dtype)
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+
+def _storable(rows: np.ndarray) -> np.ndarray:
+    """Return rows of a type that a `.npy` file has, with the same values.
+
+    Raises:
+        PredictionFileError: If there is none.
+    """
+    if not rows.ndim:
+        raise PredictionFileError(
+            f"An output is one number for a batch ({rows}), and a file has a row for each row of "
+            "the data.\nReturn a number for each row from the model, or give a function instead of "
+            "a path."
+        )
+    if rows.dtype.kind == "V":  # bfloat16 and other short types, which float32 holds exactly
+        return rows.astype("float32")
+    if rows.dtype.kind not in "biufc":
+        raise PredictionFileError(
+            f"An output has the type {rows.dtype}, and a .npy file that every reader takes has "
+            "numbers.\nGive a function instead of a path: it is called with the rows in order."
+        )
+    return rows
+
+
+def _name(place: tuple[Any, ...]) -> str:
+    name = ".".join(str(part) for part in place) or "0"
+    return "".join(one if one.isalnum() or one in "._-" else "_" for one in name)
+
+
+def _names_in(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder)) if folder.is_dir() else []

@@ -1,0 +1,95 @@
+"""Predictions of any number of rows, into a file or to a function."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lockstep.core.files import path_text
+from lockstep.distribute import check_model, distribute, release
+from lockstep.errors import PredictionFileError, UnsupportedModel
+
+
+def predict(
+    model: Any,
+    data: Any,
+    to: "str | os.PathLike[str] | Callable[[Any], object]",
+    *,
+    batch_size: int | None = None,
+    steps: int | None = None,
+    verbose: Any = "auto",
+    callbacks: Any = None,
+) -> Path | None:
+    """Write the predictions of a model into a file, with the memory of a few batches.
+
+    The file has the rows of `model.predict`, each once and in order, on any number of devices and
+    processes. It is complete or absent: until the last row, rows and position are in
+    `scores.npy.partial/`. After a kill, the same call goes on where it was, on any devices, if
+    the weights are the same and the data begin with the same batches: it reads those again and
+    compares them, and does not compute them. A complete file is computed anew and replaced whole. A
+    model whose state goes from batch to batch (a stateful RNN, dropout at prediction) begins anew.
+
+    Args:
+        model: A `keras.Model`, distributed or not. One that is not runs on the first device.
+        data: What `model.predict` takes: arrays, a generator, a `PyDataset`, a data set.
+        to: A path that ends with `.npy`, for a model with one output; a folder, which gets a
+            `.npy` file for each of several outputs; or a function, which is called with the rows
+            of one or more batches, as NumPy arrays in the structure of the output, in order, and
+            keeps no position.
+        batch_size: Rows of a global batch where `data` is arrays. Defaults to 32.
+        steps: The number of batches; `None` for all.
+        verbose: As in `model.predict`.
+        callbacks: As in `model.predict`.
+
+    Returns:
+        The path, for `numpy.load(path, mmap_mode="r")`; `None` for a function. Rows in bfloat16
+        are in float32 in the file.
+
+    Raises:
+        NotAModel: If `model` is not a Keras model.
+        PredictionFileError: If the path does not fit the model; if the folder of an unfinished
+            call was written with another model or other data; or if rows have no fixed shape.
+        UnsupportedModel: If the class of the model overrides `predict`; or if it is not
+            distributed and several processes run.
+        UnusableData: If the data have no batch.
+
+    Example:
+        >>> path = lockstep.predict(model, x, "scores.npy", batch_size=1024)
+        >>> numpy.load(path, mmap_mode="r").shape
+        (64, 1)
+    """
+    check_model(model)
+    # These import Keras, which `import lockstep` does not.
+    from lockstep.attach.attachment import attachment_of
+    from lockstep.checkpoint.prediction_folder import PredictionFolder
+    from lockstep.core.fit_lines import callbacks_in
+    from lockstep.keras_compat import trainer_class
+    from lockstep.processes.process_group import several
+    from lockstep.training.predictions import RowsIntoFiles, RowsToFunction
+
+    if type(model).predict is not trainer_class().predict:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has its own predict, and lockstep.predict runs the loop of "
+            "Keras's.\nOverride predict_step instead, or call its predict."
+        )
+    is_attached = attachment_of(model) is not None
+    if not is_attached and several():
+        raise UnsupportedModel(
+            f"{model.name!r} is not distributed, and several processes run: each would predict all "
+            "rows.\nCall lockstep.distribute(model) first."
+        )
+    path: Path | None = None
+    if callable(to):
+        rows = RowsToFunction(to)
+    else:
+        path = Path(path_text(to, "to", PredictionFileError)).expanduser().absolute()
+        rows = RowsIntoFiles(PredictionFolder(path))
+    if not is_attached:
+        distribute(model, devices=1)
+    try:
+        arguments = {"batch_size": batch_size, "steps": steps, "verbose": verbose}
+        model.predict(data, callbacks=[*callbacks_in(callbacks), rows], **arguments)
+    finally:
+        if not is_attached:
+            release(model)
+    return path

@@ -1,0 +1,246 @@
+"""Where the rows of a `predict` go: into memory, to a function, or into files."""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from lockstep.checkpoint.fingerprint import config_of, first_difference
+from lockstep.checkpoint.prediction_folder import PredictionFolder
+from lockstep.core.engine import Session
+from lockstep.core.fit_lines import callbacks_in
+from lockstep.core.state import named_variables, to_host
+from lockstep.errors import PredictionFileError, counted
+from lockstep.keras_compat import layers_in, seed_generators
+from lockstep.processes.coordination import digest, once
+from lockstep.processes.group import current
+from lockstep.processes.process_group import is_first, several
+
+SECONDS = 10.0
+"""Seconds between two notes of the position: a kill costs the work since the last one."""
+
+
+class RowsInMemory:
+    """Joins the rows of a `predict`, as Keras does."""
+
+    def __init__(self) -> None:
+        self._parts: list[Any] = []
+
+    @contextlib.contextmanager
+    def opened(self, session: Session, batches: Any) -> Iterator[None]:
+        """Take the rows of a prediction inside the context.
+
+        Args:
+            session: The model on its devices.
+            batches: The iterator over the batches.
+        """
+        yield
+
+    def take(self, steps: int, outputs: Any) -> None:
+        """Take the rows of an execution.
+
+        Args:
+            steps: The number of steps with those of this execution.
+            outputs: Its outputs.
+        """
+        self._parts.append(outputs)
+
+    def has_rows(self) -> bool:
+        """Return whether there was a batch."""
+        return bool(self._parts)
+
+    def joined(self) -> Any:
+        """Return what `predict` returns."""
+        return keras.tree.map_structure(_joined, *self._parts)
+
+
+class RowsToFunction(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
+    """Gives the rows of a `predict` to a function, in order.
+
+    It is found among the callbacks, and the loop calls it. The rows of one execution are fetched
+    while the next one runs.
+
+    Args:
+        function: Called with NumPy arrays in the structure of the model's output, in the first
+            process.
+    """
+
+    def __init__(self, function: Callable[[Any], object]) -> None:
+        super().__init__()
+        self._function = function
+        self._last: Any = None
+        self._has_rows = False
+
+    @property
+    def may_act(self) -> bool:
+        """Whether code of the user runs between two steps, or one process may fail alone."""
+        return True
+
+    @contextlib.contextmanager
+    def opened(self, session: Session, batches: Any) -> Iterator[None]:
+        """Take the rows of a prediction inside the context."""
+        yield
+        self.give()
+
+    def take(self, steps: int, outputs: Any) -> None:
+        """Take the rows of an execution, and give those of the one before."""
+        self.give()
+        self._last, self._has_rows = outputs, True
+
+    def give(self) -> None:
+        """Give the rows of the last execution, unless they were given."""
+        outputs, self._last = self._last, None
+        if outputs is not None:
+            rows = keras.tree.map_structure(_joined, outputs)  # every process takes part
+            if is_first():
+                self._write(rows)
+
+    def _write(self, rows: Any) -> None:
+        self._function(rows)
+
+    def has_rows(self) -> bool:
+        """Return whether there was a batch."""
+        return self._has_rows
+
+    def joined(self) -> None:
+        """Return what `predict` returns."""
+
+
+class RowsIntoFiles(RowsToFunction):
+    """Writes the rows of a `predict` into files, and goes on where a call was ended by a kill.
+
+    Args:
+        folder: The files.
+    """
+
+    def __init__(self, folder: PredictionFolder) -> None:
+        super().__init__(print)  # which is not called
+        self._folder = folder
+        self._facts: dict[str, Any] = {}
+        self._weights: dict[str, str] | None = None
+        self._keeps_state = True
+        self._position = [0, 0, 0]  # steps, batches, and the checksum of the batches
+        self._noted = 0.0
+
+    @property
+    def may_act(self) -> bool:
+        """Whether one process may fail alone."""
+        return several()
+
+    @contextlib.contextmanager
+    def opened(self, session: Session, batches: Any) -> Iterator[None]:
+        """Begin where an earlier call was; the files are complete at the end.
+
+        Raises:
+            PredictionFileError: If that call had another model, or the files do not fit.
+        """
+        self._session, self._batches = session, batches
+        self._weights = _weights(session.model)
+        seeds = {name for name in self._weights if name in _seeds(session.model)}
+        parts = [f"{name} {text}" for name, text in self._weights.items() if name not in seeds]
+        weights = digest([part.encode() for part in parts])
+        self._facts = {"model": config_of(session.model), "weights": weights}
+        with self._folder.opened() if is_first() else contextlib.nullcontext() as left:
+            self._begin_at(left)
+            try:
+                yield
+                self.give()
+            except BaseException:
+                with contextlib.suppress(Exception):  # a full disk, or the same error again
+                    self.give()
+                with contextlib.suppress(Exception):
+                    self._note()
+                raise
+            if is_first() and self.has_rows():
+                self._folder.finish()
+        if several():  # a process that goes on may read the files
+            once([0])
+
+    def take(self, steps: int, outputs: Any) -> None:
+        """Take the rows of an execution, and write those of the one before."""
+        super().take(steps, outputs)
+        self._position = [steps, *self._batches.position()]
+        weights, self._weights = self._weights, None
+        if weights is not None:  # the first execution
+            self._session.sync()
+            self._keeps_state = weights == _weights(self._session.model)
+
+    def _write(self, rows: Any) -> None:
+        self._folder.write(rows, self._position)
+        if time.monotonic() - self._noted > SECONDS:
+            self._note()
+
+    def _begin_at(self, left: dict[str, Any] | None) -> None:
+        """Go on from the position of an unfinished call."""
+        if is_first() and left is not None:
+            self._check_facts(left)
+        if several():
+            left = json.loads(once([json.dumps(left) if is_first() else ""])[1][0])
+        if left is not None:
+            self._batches.begin_at(*left["position"])
+            self._has_rows = True
+            rows = max(file["rows"] for file in left["files"])
+            if is_first():
+                print(f"lockstep: {self._folder.path} goes on after {counted(rows, 'row')}")
+
+    def _check_facts(self, left: dict[str, Any]) -> None:
+        here, written = self._facts, left
+        what = None
+        if written["model"] is not None and here["model"] is not None:
+            what = first_difference(written["model"], here["model"])
+        if what is None and written["weights"] != here["weights"]:
+            what = "the weights", f"digest {written['weights']}", here["weights"]
+        if what is not None:
+            name, there, mine = (part[:60] for part in what)
+            raise PredictionFileError(
+                f"{self._folder.path} is unfinished, with another model: {name} was {there}, and "
+                f"is {mine}.\nGive the model of that call, or another path; or remove the folder\n"
+                f"{self._folder.path.name}.partial to begin anew."
+            )
+
+    def _note(self) -> None:
+        """Note the position of the rows that are written."""
+        self._noted = time.monotonic()
+        # State that goes from batch to batch is not saved: such a prediction begins anew.
+        if is_first() and self._keeps_state and self._weights is None:
+            self._folder.note(self._facts)
+
+
+Rows = RowsInMemory | RowsToFunction
+
+
+def taker_among(callbacks: Any) -> RowsToFunction | None:
+    """Return what takes the rows of a `predict`, among its callbacks; `None` for the memory."""
+    found = (each for each in callbacks_in(callbacks) if isinstance(each, RowsToFunction))
+    return next(found, None)
+
+
+def _weights(model: Any) -> dict[str, str]:
+    """Return a digest of each variable that a prediction may read."""
+    named = {
+        name: variable
+        for name, variable in named_variables(model).items()
+        if name.startswith(("trainable/", "non_trainable/"))
+    }
+    read = current().to_host if several() else to_host
+    found = {}
+    for name, variable in named.items():  # one by one: a value that is in parts is whole here
+        array = np.ascontiguousarray(read(variable.value)).reshape(-1)
+        found[name] = digest([array.view("uint8").data])
+    return found
+
+
+def _seeds(model: Any) -> set[str]:
+    """Return the names of the random seeds, which a new process may draw anew."""
+    states = {id(each.state) for layer in layers_in(model) for each in seed_generators(layer)}
+    return {name for name, each in named_variables(model).items() if id(each) in states}
+
+
+def _joined(*parts: Any) -> np.ndarray:
+    """Return all rows of the predictions of several steps."""
+    # One by one: np.concatenate is slower at converting arrays of a framework.
+    return np.concatenate([keras.ops.convert_to_numpy(part) for part in parts])

@@ -371,12 +371,18 @@ class PredictionPosition(EpochIterator):  # type: ignore[misc]  # Keras has no t
             self._compare(number, check)
 
     def _compare(self, number: int, check: int) -> None:
-        if number < self._skipped or (number == self._skipped and check != self._wanted):
+        if number < self._skipped:
+            raise PredictionFileError(
+                f"Predictions of {counted(self._skipped, 'batch')} are written, and the data end "
+                f"after {number:,} now: they have changed.\nGive the data of that call, or another "
+                "path; or remove the .partial folder to begin anew."
+            )
+        if number == self._skipped and check != self._wanted:
             raise PredictionFileError(
                 f"Predictions of {counted(self._skipped, 'batch')} are written, and the first "
-                f"{number:,} of the data are others now: the rows,\ntheir order or batch_size have "
-                "changed. Give the data of that call, or another path; or delete the\n.partial "
-                "folder to begin anew."
+                f"{number:,} of the data have checksum {check} now, and had\n{self._wanted}: the "
+                "rows, their order or batch_size have changed. Give the data of that call, or\n"
+                "another path; or remove the .partial folder to begin anew."
             )
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +11,7 @@ import keras
 import numpy as np
 
 from lockstep.checkpoint.fingerprint import config_of, first_difference
-from lockstep.checkpoint.prediction_folder import PredictionFolder
+from lockstep.checkpoint.prediction_folder import SUFFIX, PredictionFolder
 from lockstep.core.engine import Session
 from lockstep.core.fit_lines import callbacks_in
 from lockstep.core.state import named_variables, to_host
@@ -124,7 +125,7 @@ class RowsIntoFiles(RowsToFunction):
         self._weights: dict[str, str] | None = None
         self._keeps_state = True
         self._position = [0, 0, 0]  # steps, batches, and the checksum of the batches
-        self._noted = 0.0
+        self._noted = -math.inf
 
     @property
     def may_act(self) -> bool:
@@ -156,6 +157,7 @@ class RowsIntoFiles(RowsToFunction):
                     self._note()
                 raise
             if is_first() and self.has_rows():
+                self._note()  # a kill may come before the files are in place
                 self._folder.finish()
         if several():  # a process that goes on may read the files
             once([0])
@@ -184,7 +186,7 @@ class RowsIntoFiles(RowsToFunction):
             self._batches.begin_at(*left["position"])
             self._has_rows = True
             rows = max(file["rows"] for file in left["files"])
-            if is_first():
+            if is_first() and (self.params or {}).get("verbose"):
                 print(f"lockstep: {self._folder.path} goes on after {counted(rows, 'row')}")
 
     def _check_facts(self, left: dict[str, Any]) -> None:
@@ -193,13 +195,13 @@ class RowsIntoFiles(RowsToFunction):
         if written["model"] is not None and here["model"] is not None:
             what = first_difference(written["model"], here["model"])
         if what is None and written["weights"] != here["weights"]:
-            what = "the weights", f"digest {written['weights']}", here["weights"]
+            what = "a digest of the weights", written["weights"], here["weights"]
         if what is not None:
             name, there, mine = (part[:60] for part in what)
             raise PredictionFileError(
-                f"{self._folder.path} is unfinished, with another model: {name} was {there}, and "
-                f"is {mine}.\nGive the model of that call, or another path; or remove the folder\n"
-                f"{self._folder.path.name}.partial to begin anew."
+                f"{self._folder.path} is unfinished, with another model: {name} was {there},\nand "
+                f"is {mine}. Give the model of that call, or another path; or remove the folder\n"
+                f"{self._folder.path.name}{SUFFIX} to begin anew."
             )
 
     def _note(self) -> None:

@@ -346,6 +346,14 @@ ONE_ARGUMENT = {
     "bench, steps": lambda value: lockstep.bench(compiled(), data(), 2, steps=value),
     "bench, rounds": lambda value: lockstep.bench(compiled(), data(), 2, rounds=value),
     "bench, batch_size": lambda value: lockstep.bench(compiled(), data(), 2, batch_size=value),
+    "predict, model": lambda value: lockstep.predict(value, data()[0], "scores.npy"),
+    "predict, to": lambda value: lockstep.predict(compiled(), data()[0], value),
+    "predict, batch_size": lambda value: lockstep.predict(
+        compiled(), data()[0], "scores.npy", batch_size=value
+    ),
+    "predict, steps": lambda value: lockstep.predict(
+        compiled(), data()[0], "scores.npy", steps=value
+    ),
     "first_process": lockstep.first_process,
     "inspect": lockstep.inspect,
     "rescue, path": lambda value: lockstep.rescue(value, NEW),
@@ -365,13 +373,14 @@ ONE_ARGUMENT = {
     },
     "Checkpoint, seconds": lambda value: lockstep.Checkpoint("run", seconds=value),
 }
-"""Every argument of a public function that is not only true or false."""
+"""Every argument of a public function that is not only true or false, nor Keras's own data."""
 
 MAY_BE = {
     "Checkpoint, directory": [b"x\n"],
     "Checkpoint, seconds": [2.5],
     "rowwise": [compiled],
     "plan, build": [compiled],
+    "predict, to": [compiled],
     "plan, say": [compiled],
 }
 

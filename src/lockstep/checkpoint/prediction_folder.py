@@ -157,11 +157,11 @@ class PredictionFolder:
             )
         if self.path.suffix != NPY and len(names) == 1:
             raise self._refused(
-                f"the model has one output.\nName a file, such as '{self.path.name}{NPY}'"
+                f"the model has one output.\nName a file, such as {self.path.name + NPY!r}"
             )
 
     def _refused(self, why: str) -> PredictionFileError:
-        return PredictionFileError(f"{self.path} was given for predictions, and {why}.")
+        return PredictionFileError(f"{str(self.path)!r} was given for predictions, and {why}.")
 
     def _is_written(self, writer: str) -> PredictionFileError:
         return self._refused(f"{writer} writes there.\nWait for it, or name another path")

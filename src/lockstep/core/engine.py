@@ -255,7 +255,8 @@ class Session(ABC):
 
         Args:
             kind: The kind of steps that take the batches.
-            recorded: Whether a checkpoint records the position.
+            recorded: Whether the iterator knows its position, for a checkpoint or for predictions
+                that go into a file.
             data: The arguments of Keras's `EpochIterator`.
         """
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.core.files import path_text
 from lockstep.distribute import check_model, distribute, release
-from lockstep.errors import PredictionFileError, UnsupportedModel
+from lockstep.errors import PredictionFileError, UnsupportedModel, UnusableData, shown
 
 
 def predict(
@@ -51,7 +51,7 @@ def predict(
             call was written with another model or other data; or if rows have no fixed shape.
         UnsupportedModel: If the class of the model overrides `predict`; or if it is not
             distributed and several processes run.
-        UnusableData: If the data have no batch.
+        UnusableData: If the data have no batch, or `batch_size` or `steps` is no whole number.
 
     Example:
         >>> path = lockstep.predict(model, x, "scores.npy", batch_size=1024)
@@ -60,13 +60,21 @@ def predict(
     """
     check_model(model)
     # These import Keras, which `import lockstep` does not.
+    import keras
+
     from lockstep.attach.attachment import attachment_of
     from lockstep.checkpoint.prediction_folder import PredictionFolder
     from lockstep.core.fit_lines import callbacks_in
     from lockstep.keras_compat import trainer_class
     from lockstep.processes.process_group import several
+    from lockstep.tools.batches import count_from_one
     from lockstep.training.predictions import RowsIntoFiles, RowsToFunction
 
+    for name, number in (("batch_size", batch_size), ("steps", steps)):
+        if number is not None and count_from_one(number) is None:
+            raise UnusableData(
+                f"{name}={shown(number)} was given, and a whole number of at least 1 was expected."
+            )
     if type(model).predict is not trainer_class().predict:
         raise UnsupportedModel(
             f"{type(model).__name__} has its own predict, and lockstep.predict runs the loop of "
@@ -79,7 +87,7 @@ def predict(
             "rows.\nCall lockstep.distribute(model) first."
         )
     path: Path | None = None
-    if callable(to):
+    if callable(to) and not isinstance(to, keras.layers.Layer):
         rows = RowsToFunction(to)
     else:
         path = Path(path_text(to, "to", PredictionFileError)).expanduser().absolute()

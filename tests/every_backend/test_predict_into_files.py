@@ -29,6 +29,9 @@ def model(outputs=1):
     return keras.Model(x, heads if outputs == 2 else heads["a"])
 
 
+GIVEN = ["weights", "model", "rows", "batch size", "fewer", "fewer rows", "steps", "folder"]
+
+
 def batches(x=X, rows=8):
     for first in range(0, len(x), rows):
         yield (x[first : first + rows],)
@@ -98,6 +101,24 @@ def test_an_unfinished_call_goes_on_with_other_devices(tmp_path, capsys, times):
     assert_rows(np.load(path), wanted)
     assert [each.name for each in tmp_path.iterdir()] == ["scores.npy"]
     lockstep.release(made)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("known", [True, False])
+def test_a_call_that_was_killed_after_its_last_row_computes_nothing(tmp_path, monkeypatch, known):
+    made, path = model(), tmp_path / "scores.npy"
+    wanted = made.predict(X, verbose=0)
+    monkeypatch.setattr(prediction_folder.PredictionFolder, "finish", killed)
+    with pytest.raises(OSError, match="killed"):
+        lockstep.predict(made, X if known else batches(), path, batch_size=8, verbose=0)
+    monkeypatch.undo()
+    monkeypatch.setattr(type(made), "predict_step", None)
+    lockstep.predict(made, X if known else batches(), path, batch_size=8, verbose=0)
+    assert_rows(np.load(path), wanted)
+
+
+def killed(folder):
+    raise OSError("killed")
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
@@ -200,14 +221,16 @@ def test_a_function_gets_the_rows_in_order():
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
-@pytest.mark.parametrize("given", ["weights", "model", "rows", "batch size", "fewer", "folder"])
+@pytest.mark.parametrize(
+    "given", ["weights", "model", "rows", "batch size", "fewer", "fewer rows", "steps", "folder"]
+)
 def test_what_does_not_belong_together_is_refused_and_nothing_is_lost(tmp_path, given):
     made, path = model(), tmp_path / "scores.npy"
     wanted = made.predict(X, verbose=0)
     unfinished(made, path)
     partial = tmp_path / "scores.npy.partial"
     before = {each: each.read_bytes() for each in partial.rglob("*") if each.is_file()}
-    other, data, words = made, batches(), "have changed"
+    other, data, options, words = made, batches(), {}, "have changed"
     if given == "weights":
         other, words = model(), "a digest of the weights was"
         other.layers[1].bias.assign(np.ones(8))
@@ -223,11 +246,16 @@ def test_what_does_not_belong_together_is_refused_and_nothing_is_lost(tmp_path, 
         data = batches(rows=4)
     elif given == "fewer":
         data, words = batches(X[:16]), "4 batches are written, and the data end after 2 now"
+    elif given == "fewer rows":
+        data, options = X[:16], {"batch_size": 8}
+        words = "4 batches are written, and the data end after 2 now"
+    elif given == "steps":
+        options, words = {"steps": 3}, "steps=3 was given, and predictions of 4 steps are written"
     else:
         (partial / "thesis.txt").write_text("mine")
         words = "no folder of an unfinished prediction: it has 'thesis.txt'"
     with pytest.raises(PredictionFileError, match=words):
-        lockstep.predict(other, data, path, verbose=0)
+        lockstep.predict(other, data, path, verbose=0, **options)
     after = {each: each.read_bytes() for each in before}
     assert before == after
     (partial / "thesis.txt").unlink(missing_ok=True)

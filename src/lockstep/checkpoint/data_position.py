@@ -344,7 +344,16 @@ class PredictionPosition(EpochIterator):  # type: ignore[misc]  # Keras has no t
             steps: The steps of its executions; the last one may have had fewer batches.
             batches: Their batches.
             check: The checksum of these batches.
+
+        Raises:
+            PredictionFileError: If this call has fewer steps.
         """
+        if self.steps_per_epoch and self.steps_per_epoch < steps:
+            raise PredictionFileError(
+                f"steps={self.steps_per_epoch} was given, and predictions of {steps:,} steps are "
+                "written.\nGive as many as before, or another path; or remove the .partial folder "
+                "to begin anew."
+            )
         self._steps, self._skipped, self._wanted = steps, batches, check
 
     def _enumerate_iterator(self) -> Iterator[Any]:
@@ -357,6 +366,8 @@ class PredictionPosition(EpochIterator):  # type: ignore[misc]  # Keras has no t
                 )
             if first >= self._steps:
                 yield first, last, iterator
+        if self._taken[0] < self._skipped:  # no step was left, which had read the data
+            next(iter(self._get_iterator()), None)
 
     def _get_iterator(self) -> Iterator[Any]:
         number = check = 0

@@ -89,18 +89,22 @@ class RowsToFunction(keras.callbacks.Callback):  # type: ignore[misc]  # Keras h
 
     def take(self, steps: int, outputs: Any) -> None:
         """Take the rows of an execution, and give those of the one before."""
+        position = self._position(steps)
         self.give()
-        self._last, self._has_rows = outputs, True
+        self._last, self._has_rows = (outputs, position), True  # at once, for an interrupt
 
     def give(self) -> None:
         """Give the rows of the last execution, unless they were given."""
-        outputs, self._last = self._last, None
-        if outputs is not None:
-            rows = keras.tree.map_structure(_joined, outputs)  # every process takes part
+        last, self._last = self._last, None
+        if last is not None:
+            rows = keras.tree.map_structure(_joined, last[0])  # every process takes part
             if is_first():
-                self._write(rows)
+                self._write(rows, last[1])
 
-    def _write(self, rows: Any) -> None:
+    def _position(self, steps: int) -> list[int]:
+        return [steps]
+
+    def _write(self, rows: Any, position: list[int]) -> None:
         self._function(rows)
 
     def has_rows(self) -> bool:
@@ -124,7 +128,6 @@ class RowsIntoFiles(RowsToFunction):
         self._facts: dict[str, Any] = {}
         self._weights: dict[str, str] | None = None
         self._keeps_state = True
-        self._position = [0, 0, 0]  # steps, batches, and the checksum of the batches
         self._noted = -math.inf
 
     @property
@@ -141,9 +144,9 @@ class RowsIntoFiles(RowsToFunction):
         """
         self._session, self._batches = session, batches
         self._weights = _weights(session.model)
-        seeds = {name for name in self._weights if name in _seeds(session.model)}
-        parts = [f"{name} {text}" for name, text in self._weights.items() if name not in seeds]
-        weights = digest([part.encode() for part in parts])
+        seeds = _seeds(session.model)  # Keras counts layers in the names
+        parts = [text.encode() for name, text in self._weights.items() if name not in seeds]
+        weights = digest(parts)
         self._facts = {"model": config_of(session.model), "weights": weights}
         with self._folder.opened() if is_first() else contextlib.nullcontext() as left:
             self._begin_at(left)
@@ -152,7 +155,8 @@ class RowsIntoFiles(RowsToFunction):
                 self.give()
             except BaseException:
                 with contextlib.suppress(Exception):  # a full disk, or the same error again
-                    self.give()
+                    if not several():
+                        self.give()
                 with contextlib.suppress(Exception):
                     self._note()
                 raise
@@ -165,14 +169,16 @@ class RowsIntoFiles(RowsToFunction):
     def take(self, steps: int, outputs: Any) -> None:
         """Take the rows of an execution, and write those of the one before."""
         super().take(steps, outputs)
-        self._position = [steps, *self._batches.position()]
         weights, self._weights = self._weights, None
         if weights is not None:  # the first execution
             self._session.sync()
             self._keeps_state = weights == _weights(self._session.model)
 
-    def _write(self, rows: Any) -> None:
-        self._folder.write(rows, self._position)
+    def _position(self, steps: int) -> list[int]:
+        return [steps, *self._batches.position()]
+
+    def _write(self, rows: Any, position: list[int]) -> None:
+        self._folder.write(rows, position)
         if time.monotonic() - self._noted > SECONDS:
             self._note()
 

@@ -1,5 +1,6 @@
 """Micro-batches on PyTorch: the numbers of the batch, random numbers, memory, and refusals."""
 
+import random
 import sys
 import threading
 
@@ -427,7 +428,8 @@ def stateful():
 
 
 def fixed():
-    made = keras.Sequential([keras.Input((4,), batch_size=9), layers.Dense(2)], name="fixed")
+    inputs = keras.Input((4,), batch_size=9)
+    made = keras.Model(inputs, layers.Dense(2)(inputs), name="fixed")
     made.compile("sgd", "mse")
     return made
 
@@ -440,6 +442,18 @@ def own_step():
 
 def centred():
     return chain(Own(lambda self, x: x - ops.mean(x, axis=0), name="centre"))
+
+
+CALLS = keras.Variable(0.0, trainable=False)
+
+
+def counted_loss(y, found):
+    CALLS.assign_add(1.0)
+    return ops.mean((y - found) ** 2, -1)
+
+
+def noisy_loss(y, found):
+    return ops.mean((y - found * keras.random.uniform(())) ** 2, -1)
 
 
 REFUSED = {
@@ -462,7 +476,7 @@ REFUSED = {
     ),
     "a variable that changes": (
         lambda: chain(Counting(name="counting")),
-        "'sequential/counting/count' changes in the call of a layer, by the rows",
+        "'sequential/counting/count' changes in the call of a layer or loss, which is called for",
     ),
     "a stateful RNN": (stateful, "'memory' is stateful: it keeps a state for each row"),
     "a fixed number of rows": (fixed, "'fixed' is built for batches of 9 rows, and micro_batch"),
@@ -470,6 +484,18 @@ REFUSED = {
         own_step,
         "'own' has a train_step of its own,\nso its step would run all rows at once, and "
         "micro_batch_size=3 was asked for.\n",
+    ),
+    "a variable of no layer": (
+        lambda: chain(Own(lambda self, x: (CALLS.assign_add(1.0), x)[1])),
+        "a variable or tensor outside of 'sequential' changes in the call of a layer or loss",
+    ),
+    "a declared loss that counts": (
+        lambda: chain(loss=lockstep.rowwise(counted_loss)),
+        "The loss 'counted_loss' is declared row-wise, and changes a variable or draws random",
+    ),
+    "a declared loss that draws": (
+        lambda: chain(loss=lockstep.rowwise(noisy_loss)),
+        "The loss 'noisy_loss' is declared row-wise, and changes a variable or draws random",
     ),
     "a declared layer across rows": (
         lambda: chain(lockstep.rowwise(Own(lambda self, x: x - ops.mean(x, axis=0)))),
@@ -489,6 +515,82 @@ def refusal(made, devices=1, **options):
     assert len(text.splitlines()) <= 3
     assert max(map(len, text.splitlines())) <= 200
     return text
+
+
+@pytest.mark.parametrize("size", [1, *further(3)])
+def test_a_wrong_declaration_is_found_with_parts_of_few_rows(size):
+    """Where no device had two parts, the first step had compared nothing."""
+    made = chain(lockstep.rowwise(Own(lambda self, x: x - ops.mean(x, axis=0))))
+    lockstep.distribute(made, 3, micro_batch_size=size)
+    with pytest.raises(UnsupportedModel, match="gives other outputs for the first rows in two"):
+        made.fit(*features(), **QUIET)
+
+
+class Counted(keras.losses.Loss):
+    """Its value depends on the number of its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = keras.Variable(0.0, trainable=False)
+        self.seeds = keras.random.SeedGenerator(3)
+
+    def call(self, y, found):
+        self.calls.assign_add(1.0)
+        noise = keras.random.uniform((), seed=self.seeds)
+        return ops.mean((y - found) ** 2, -1) * ops.exp(-self.calls / 10) * noise
+
+
+def test_the_first_step_leaves_the_state_of_a_loss_as_it_was():
+    """It was called once more, and drew once more, on one device."""
+    one, many = both(lambda: chain(loss=Counted()), 1, micro_batch_size=2)
+    assert_equal(*[each.fit(*features(), **QUIET).history for each in (one, many)])
+    assert float(many.loss.calls) == float(one.loss.calls) == 3
+
+
+class Skipped(layers.Layer):
+    """Leaves its rows out now and then, as one number of Python, NumPy or its own says."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    def call(self, x, training=False):
+        return x * (0.0 if training and self.draw() < 0.2 else 1.0)
+
+
+@pytest.mark.parametrize("draw", [np.random.uniform, random.random])
+def test_both_runs_of_all_parts_draw_one_number_of_python_or_numpy(draw):
+    one, many = both(lambda: chain(lockstep.rowwise(Skipped(draw))), 1, micro_batch_size=2)
+    found = []
+    for model in (one, many):
+        keras.utils.set_random_seed(8)
+        history = model.fit(*features(90), **{**QUIET, "epochs": 3}).history
+        found.append((history, draw()))
+    assert_equal(*found)
+    assert_equal(one, many)
+
+
+def unbuilt():
+    made = keras.Sequential([layers.Dense(6, "tanh"), layers.Dense(2)])
+    made.compile("sgd", "mse")
+    return made, features(), {}
+
+
+def test_a_sequential_that_a_batch_has_built_has_parts():
+    """Keras gives its input the number of rows of the batch."""
+    compare(unbuilt, 1)
+
+
+def recurrent():
+    layer = layers.Bidirectional(layers.GRU(3))
+    made = keras.Sequential([keras.Input((2, 2)), layer, layers.Dense(2)])
+    made.compile("sgd", "mse")
+    x, y = features()
+    return made, (x.reshape(-1, 2, 2), y), {}
+
+
+def test_an_rnn_without_dropout_draws_nothing():
+    compare(recurrent, 3, same_random_numbers=True)
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -116,11 +116,27 @@ def draws_for_all_rows(layer: Any) -> UnsupportedModel:
     )
 
 
-def changes_by_rows(variable: Any) -> UnsupportedModel:
-    """Return the error for a variable that changes in the call, by the rows of a batch."""
+def changes_by_rows(model: Any, path: str | None) -> UnsupportedModel:
+    """Return the error for a variable that changes in the call, by the rows of a batch.
+
+    Args:
+        model: The model.
+        path: The path of the variable; `None` for a tensor that is none of the model's.
+    """
+    what = f"a variable or tensor outside of {model.name!r}" if path is None else repr(path)
     return UnsupportedModel(
-        f"{variable.path!r} changes in the call of a layer, by the rows of the whole batch, and\n"
-        "micro_batch_size gives the layer parts of them. Leave out micro_batch_size."
+        f"{what} changes in the call of a layer or loss, which is called for each part of the "
+        "rows:\nwith micro_batch_size it would change once for each. Change it in a callback or "
+        "train_step,\nor leave out micro_batch_size."
+    )
+
+
+def loss_keeps_state(name: str) -> UnsupportedModel:
+    """Return the error for a row-wise loss that changes a variable, or draws with keras.random."""
+    return UnsupportedModel(
+        f"The loss {name!r} is declared row-wise, and changes a variable or draws random numbers.\n"
+        "It is called for each part of the rows, and again in the backward pass.\n"
+        "Remove lockstep.rowwise from it, or leave out micro_batch_size."
     )
 
 
@@ -129,6 +145,8 @@ def check_rows(model: Any) -> None:
     for layer in stateful_layers(model):
         raise is_stateful(layer)
     shapes = getattr(model, "inputs", None) or ()
+    if isinstance(model, keras.Sequential):  # a batch may have built it, with its number of rows
+        return
     fixed = {each.shape[0] for each in keras.tree.flatten(shapes) if each.shape} - {None}
     for rows in fixed:
         raise has_fixed_rows(model, rows)

@@ -52,7 +52,7 @@ from lockstep.engines.jax.steps.gather_again import (
     gathering_again,
     room_for_gathered,
 )
-from lockstep.engines.jax.steps.lora import with_lora_by_factors
+from lockstep.engines.jax.steps.lora import TracedAnew, with_lora_by_factors
 from lockstep.engines.jax.steps.programs import Programs
 from lockstep.engines.jax.steps.state_layout import (
     Replicated,
@@ -287,7 +287,7 @@ class JaxSession(Session):
         """Return the methods of all engines, and those that move the state of a loop."""
         model = self.model
         methods |= {
-            "call": self._calling(model.call, guarded),
+            "call": TracedAnew(self._calling(model.call, guarded)),
             "reset_states": lambda: jax_states.reset(model, rnn_states(model)),
             **{name: guarded(name, each) for name, each in OnBatch(model).methods().items()},
             TAKE_JAX_STATE: functools.partial(take_out, model),

@@ -167,10 +167,17 @@ def drawing_layers(part: Any) -> list[Any]:
     if not isinstance(part, keras.layers.Layer):
         return []
     if type(part).__name__ in _MASKED_ATTENTION and works_by_rows(part):
-        return [layer for layer in layers_in(part) if seed_generators(layer)]  # of its scores
+        return [layer for layer in layers_in(part) if _draws(layer)]  # of its scores
     if seed_generators(part) or works_by_rows(part) or stateful_rnns(part):
-        return [part] if any(seed_generators(layer) for layer in layers_in(part)) else []
+        return [part] if any(map(_draws, layers_in(part))) else []
     return [layer for inner in layers_of(part) for layer in drawing_layers(inner)]
+
+
+def _draws(layer: Any) -> bool:
+    """Return whether a layer may draw: a cell of an RNN without dropout has a seed too."""
+    rates = [getattr(layer, name, None) for name in ("dropout", "recurrent_dropout")]
+    is_cell_without = rates == [0, 0] and bool(module_in_keras(type(layer)))
+    return bool(seed_generators(layer)) and not is_cell_without
 
 
 def is_known(layer: Any) -> bool:

@@ -28,13 +28,21 @@ def made_by(generator: Any) -> Any:
     return None
 
 
+GLOBAL = (random, np.random)
+"""The modules of Python and NumPy that draw from a state of the process."""
+
 KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 
 
 def state_of(generator: Any) -> bytes:
-    """Return the state of a generator."""
-    if isinstance(generator, np.random.Generator):
-        state: Any = generator.bit_generator.state
+    """Return the state of a generator, or of one of the modules in `GLOBAL`."""
+    state: Any
+    if generator is random:
+        state = random.getstate()
+    elif generator is np.random:
+        state = np.random.get_state()
+    elif isinstance(generator, np.random.Generator):
+        state = generator.bit_generator.state
     elif isinstance(generator, np.random.RandomState):
         state = generator.get_state(legacy=False)
     elif isinstance(generator, random.Random):
@@ -47,7 +55,11 @@ def state_of(generator: Any) -> bytes:
 def set_state(generator: Any, data: bytes) -> None:
     """Give a generator the state that `state_of` has returned in another process."""
     state = pickle.loads(data)
-    if isinstance(generator, np.random.Generator):
+    if generator is random:
+        random.setstate(state)
+    elif generator is np.random:
+        np.random.set_state(state)
+    elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, np.random.RandomState):
         generator.set_state(state)

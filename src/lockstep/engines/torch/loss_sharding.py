@@ -14,6 +14,7 @@ import keras
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.core import micro_batches as refused
 from lockstep.core.left_out import LeftOutMetric
 from lockstep.core.patched import patched
 from lockstep.core.state import unique
@@ -25,20 +26,24 @@ from lockstep.engines.replicas.rows_of_losses import (
     wrapped_function,
 )
 from lockstep.engines.rowwise import is_declared
+from lockstep.engines.torch.placement import version_of
 from lockstep.engines.torch.replica import Replica
 from lockstep.engines.torch.rows import Rows, enter, gathered, leave
 from lockstep.engines.torch.scratch import Scratch
 from lockstep.engines.torch.sharded_variables import STEP
 from lockstep.keras_compat import (
     COMPILED_METRICS,
+    GLOBAL_SEED_GENERATOR,
     METRIC_FUNCTION,
     compiled_loss,
     compiled_metrics,
     get_keras_mask,
+    global_state,
     loss_of,
     loss_tracker,
     set_keras_mask,
     single_losses,
+    stored_value,
 )
 from lockstep.training.overrides import is_keras
 
@@ -78,23 +83,29 @@ class Outputs:
             y_pred: The outputs.
             name: The name of the function, for an error.
         """
-        found = self._of_own(function, self.replica.take(y_true), enter(y_pred, self.replica))
+        own = self.replica.take(y_true), enter(y_pred, self.replica)
+        found = self._of_own(function, *own, name)
         what = f"What {name!r} gives"
         if self.sums_loss and self._may_sum(found):
             self.has_share = True
             return self.replica.share_of(found, what)
         return keras.tree.map_structure(lambda part: leave(part, self.replica, what).whole(), found)
 
-    def _of_own(self, function: Callable[..., Any], y_true: Any, y_pred: Any) -> Any:
+    def _of_own(self, function: Callable[..., Any], y_true: Any, y_pred: Any, name: str) -> Any:
         """Return what a function gives for own rows: in parts, which are computed again."""
         most = self._most
         if most is None or len(y_pred) <= most:
             return function(y_true, y_pred)
         pieces = zip(_split(y_true, most), _split(y_pred, most), strict=True)
+        seeds = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+        reached = [*self.replica.reached, *([] if seeds is None else [stored_value(seeds.state)])]
+        versions = list(map(version_of, reached))
         if torch.is_grad_enabled():
             made = [checkpoint(function, *piece, use_reentrant=False) for piece in pieces]
         else:
             made = [function(*piece) for piece in pieces]
+        if versions != list(map(version_of, reached)):  # the seeds of keras.random are among these
+            raise refused.loss_keeps_state(name)
         return keras.tree.map_structure(lambda *leaves: _joined(leaves), *made)
 
     def _may_sum(self, values: Any) -> bool:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from lockstep.core import micro_batches as refused
 from lockstep.core.devices import micro_batches
 from lockstep.core.state import unique
+from lockstep.engines.torch.generators import set_state, state_of
 from lockstep.engines.torch.layers import NOISES, Plan
 from lockstep.engines.torch.placement import copies_on, version_of
 from lockstep.engines.torch.replica import Replica
@@ -85,8 +86,10 @@ def call_in_parts(
     if number == 1:
         return None
     numbers = _RandomNumbers(plan, replica)
-    variables = [v for v in model.variables if not numbers.has(v)]
-    versions = [version_of(stored_value(variable)) for variable in variables]
+    paths = {id(stored_value(variable)): variable.path for variable in model.variables}
+    tensors = unique([*map(stored_value, model.variables), *replica.reached])
+    watched = [each for each in tensors if not numbers.has(each)]
+    versions = list(map(version_of, watched))
     parts, made = replica.parts(number, rows), []
 
     def call(part: Replica) -> Any:
@@ -109,9 +112,9 @@ def call_in_parts(
                 made.append(checkpoint(run, use_reentrant=False, preserve_rng_state=False))
         else:
             made.append(run())
-    for variable, version in zip(variables, versions, strict=True):
-        if version_of(stored_value(variable)) != version:
-            raise refused.changes_by_rows(variable)
+    for tensor, version in zip(watched, versions, strict=True):
+        if version_of(tensor) != version:
+            raise refused.changes_by_rows(model, paths.get(id(tensor)))
     return keras.tree.map_structure(lambda *leaves: _joined(model, replica, parts, leaves), *made)
 
 
@@ -138,38 +141,43 @@ class _RandomNumbers:
     """The random numbers with which the parts of one call begin.
 
     Keras's seeds, and what all ranks draw alike, begin each part from the same state. So they end
-    in that of a call with all rows. PyTorch's own numbers go on from part to part.
+    in that of a call with all rows. So do the generators of Python and NumPy from which the first
+    step has drawn. PyTorch's own numbers go on from part to part.
     """
 
     def __init__(self, plan: Plan, replica: Replica) -> None:
         generators = [*plan.seeds(), *(each for one in plan.whole for each in seed_generators(one))]
         self._states = [stored_value(seeds.state) for seeds in unique(generators)]
         self._streams = replica.streams
+        self._generators = replica.drawn_from
         self._start = self.now()
 
-    def has(self, variable: Any) -> bool:
-        """Return whether a variable is one of the seeds."""
-        return any(stored_value(variable) is state for state in self._states)
+    def has(self, tensor: Any) -> bool:
+        """Return whether a tensor is one of the seeds."""
+        return any(tensor is state for state in self._states)
 
     def now(self) -> Any:
         """Return the state of all numbers."""
-        return [state.clone() for state in self._states], self._streams.state()
+        seeds = [state.clone() for state in self._states]
+        return seeds, self._streams.state(), list(map(state_of, self._generators))
 
     def begin(self) -> Any:
         """Let the next part begin, and return the state in which it does."""
-        _, (own, _) = self.now()
-        seeds, (_, common) = self._start
-        begun = seeds, (own, common)
+        _, (own, _), _ = self.now()
+        seeds, (_, common), generators = self._start
+        begun = seeds, (own, common), generators
         self.go_on(begun)
         return begun
 
     def go_on(self, state: Any) -> None:
         """Go on from what `now` or `begin` has returned."""
-        seeds, streams = state
+        seeds, streams, generators = state
         with torch.no_grad():
             for variable, value in zip(self._states, seeds, strict=True):
                 variable.copy_(value)
         self._streams.set_state(streams)
+        for generator, data in zip(self._generators, generators, strict=True):
+            set_state(generator, data)
 
 
 def _run_of(call: Callable[[], Any], numbers: _RandomNumbers, replica: Replica) -> Any:
@@ -181,7 +189,8 @@ def _run_of(call: Callable[[], Any], numbers: _RandomNumbers, replica: Replica) 
         nonlocal begun
         if begun is None:
             begun = numbers.begin()
-            return call()
+            with replica.noting_draws():
+                return call()
         now = numbers.now()
         try:
             with _state_of(thread), replica.shards.in_this_thread():

@@ -5,7 +5,7 @@
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar, cast
 
 import torch
@@ -95,6 +95,9 @@ class Peers(ABC):
         if unchecked:
             self.rank.sort_layers()
             self._plan = None
+            with suppress(UnsupportedModel):  # no process needs a copy of it
+                found = dumped()
+                self.rank.tensors, self.rank.generators = found.tensors, found.generators
         return unchecked
 
     def share_plan(self, plan: RankPlan) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from lockstep.core.state import rnn_states
+from lockstep.core.state import rnn_states, unique
 from lockstep.engines.replicas.first_step import Recording, Sketches
 from lockstep.engines.torch.first_step import recorded_step, sketched
-from lockstep.engines.torch.generators import set_state
+from lockstep.engines.torch.generators import GLOBAL, set_state
 from lockstep.engines.torch.group import PeerLost, RankGroup
 from lockstep.engines.torch.layers import Plan
 from lockstep.engines.torch.loss_sharding import LossSharding
@@ -73,6 +73,7 @@ class Rank:
         self._reads_shared = reads_shared
         self._numbers: dict[str, float] = {}
         self._recording: Recording | None = None
+        self._drawn_from: list[Any] = []
         self.losses = LossSharding(model)
         self.whole_batch = WholeBatchSteps(model)
         self._undo: Undo
@@ -121,6 +122,7 @@ class Rank:
         """Run one step without an update, and return what this rank has computed."""
         with self._replica(training, rows, draws) as replica:
             data = self._own(batch)
+            replica.notes, replica.generators = [], [*GLOBAL, *self.generators]
 
             def run() -> Any:
                 with self.streams.of_step(draws, replica.rank):
@@ -132,6 +134,10 @@ class Rank:
                 self.model, run, is_custom=False, tensors=self.tensors, watch=watch
             )
             replica.check()
+        # Another thread may draw for the data meanwhile, but hardly in each of the parts.
+        drawn = set.intersection(*replica.notes) if replica.notes else set()
+        new = [replica.generators[number] for number in sorted(drawn)]
+        self._drawn_from = unique([*self._drawn_from, *new])
         self._recording = recording
         return recording
 
@@ -201,6 +207,8 @@ class Rank:
             self.device,
             shards=self.shards,
             shares_draws=draws.by_update,
+            reached=self.tensors,
+            drawn_from=self._drawn_from,
         )
         self._undo.save()
         try:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from lockstep.core.devices import shard_rows
+from lockstep.engines.torch.generators import state_of
 from lockstep.engines.torch.group import RankGroup, summed_gradients
 from lockstep.engines.torch.sharded_variables import Shards
 from lockstep.errors import UnsupportedModel, counted
@@ -177,6 +178,11 @@ class Replica:
         metrics_have_drawn: Whether the metrics have.
         streams: The random numbers of this replica.
         shards: The variables of which each replica has a part.
+        reached: The tensors that the code of the model reaches.
+        drawn_from: The generators of Python and NumPy from which calls of the model draw.
+        notes: For each part that has run, the numbers of `generators` that have drawn; `None` where
+            nobody asks.
+        generators: Those that may draw.
     """
 
     def __init__(
@@ -188,7 +194,12 @@ class Replica:
         *,
         shards: Shards | None = None,
         shares_draws: bool = False,
+        reached: Sequence[Any] = (),
+        drawn_from: Sequence[Any] = (),
     ) -> None:
+        self.reached, self.drawn_from = reached, drawn_from
+        self.generators: Sequence[Any] = ()
+        self.notes: list[set[int]] | None = None
         self.shards = shards or Shards()
         self.shares_draws = shares_draws
         self.has_drawn = self.metrics_have_drawn = False
@@ -221,6 +232,18 @@ class Replica:
     def count(self) -> int:
         """The number of rows of this replica."""
         return len(self._own)
+
+    @contextmanager
+    def noting_draws(self) -> Iterator[None]:
+        """Note which generators draw inside the context, if somebody asks."""
+        if self.notes is None:
+            yield
+            return
+        before = list(map(state_of, self.generators))
+        yield
+        now = list(map(state_of, self.generators))
+        pairs = enumerate(zip(before, now, strict=True))
+        self.notes.append({number for number, (was, state) in pairs if was != state})
 
     def parts(self, number: int, rows: int) -> list[Self]:
         """Return parts of the rows of this replica; the last ones may have fewer rows, or none.

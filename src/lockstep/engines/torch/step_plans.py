@@ -274,7 +274,9 @@ class StepPlans:
             kind, form, lambda: [model] if in_parts else Plan(model).candidates
         ):
             return
-        shards *= 2 if in_parts else 1  # each device is to run two parts
+        # A device is to run two parts, and may run one more row than asked for.
+        most_alone = None if self._most is None else max(self._most, self._size + 1)
+        shards *= 2 if in_parts else 1
         alone = partial(self._recorded_alone, kind)
 
         def together(some: Any, count: int) -> Computed:
@@ -297,7 +299,7 @@ class StepPlans:
         self._first_steps.settle(
             kind,
             lambda: runner.peers.agreed_difference(
-                compare(model, data, rows, shards, alone, together, self._most)
+                compare(model, data, rows, shards, alone, together, most_alone)
             ),
             distrust,
         )

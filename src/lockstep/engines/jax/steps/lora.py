@@ -7,7 +7,7 @@ whole sum, and XLA sums that one over the devices. Here the derivatives, of any 
 
 import itertools
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial, update_wrapper, wraps
 from string import ascii_letters
 from typing import Any
 
@@ -33,14 +33,16 @@ def with_lora_by_factors(model: Any, step: Callable[..., Any]) -> Callable[..., 
     @wraps(step)
     def step_by_factors(*args: Any, **kwargs: Any) -> Any:
         found = [(layer, _call_by_factors(layer)) for layer in layers_in(model)]
-        with patched((layer, "call", _Method(call)) for layer, call in found if call is not None):
+        with patched(
+            (layer, "call", TracedAnew(call)) for layer, call in found if call is not None
+        ):
             return step(*args, **kwargs)
 
     return step_by_factors
 
 
-class _Method:
-    """A function in the place of a method of a layer.
+class TracedAnew:
+    """A function in the place of a method of a layer or model.
 
     `jax.checkpoint` finds the trace of a function by its hash, with the values of variables that
     the function has read. A method is another object each time that it is read, and is traced anew.
@@ -50,9 +52,11 @@ class _Method:
     _hashes = itertools.count()
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        update_wrapper(self, function)
         self._function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
         return self._function(*args, **kwargs)
 
     def __hash__(self) -> int:

@@ -22,6 +22,7 @@
     │   ├── DamagedCheckpoint         a file differs from the file that was written
     │   ├── NewerCheckpoint           a newer lockstep wrote the checkpoint
     │   └── CheckpointMismatch        the model, optimizer or data are others
+    ├── ProfileError (ValueError)     the time of a fit cannot be told as asked for
     ├── BusyModel (RuntimeError)      a call of the model is running
     ├── UnsupportedModel              the engine cannot keep this model exact
     ├── LayoutConflict                a variable would need two layouts
@@ -150,6 +151,10 @@ class NewerCheckpoint(CheckpointError):
 
 class CheckpointMismatch(CheckpointError):
     """The checkpoint belongs to another model, another optimizer or other data."""
+
+
+class ProfileError(LockstepError, ValueError):
+    """The time of a `fit` cannot be told as asked for."""
 
 
 class BusyModel(LockstepError, RuntimeError):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import keras
+import numpy as np
 
 from lockstep.core.engine import TEST, TRAIN, Execute, Kind, Session
 from lockstep.training.input import HostIterator
@@ -49,7 +50,7 @@ class Clock:
 NO_CLOCK = Clock()
 
 
-@dataclass
+@dataclass(slots=True)
 class Steps:
     """The executions of one kind of steps in a `fit`. Times are in seconds.
 
@@ -60,10 +61,14 @@ class Steps:
         executions: How many there were.
         steps: The steps of them.
         drawing: The time to draw their batches.
-        firsts: The number of first executions.
+        drawn: The number of batches that were drawn within an execution.
+        firsts: The number of steps in first executions.
         first: The time of first executions, without their batches.
         sampled: The number of steps in samples.
         samples: The time of samples, without their batches.
+        ready: Whether the next step waits for nothing; `None` before the first one.
+        is_new: Whether this execution has a form that none before had.
+        next_sample: The number of the execution that is the next sample.
     """
 
     executions: int = 0
@@ -75,29 +80,52 @@ class Steps:
     sampled: int = 0
     samples: float = 0.0
     ready: bool | None = None
-    forms: set[Any] = field(default_factory=set)
-    next_sample: int = EARLY[0]
     is_new: bool = False
+    next_sample: int = EARLY[0]
+    _forms: set[Any] = field(default_factory=set)
 
-    def draws(self, batches: Iterator[Any]) -> Any:
-        """Draw the next batch."""
-        start = now()
-        batch = next(batches)
-        self.drawing += now() - start
-        self.drawn += 1
-        self.note(_form(batch))
-        return batch
-
-    def note(self, form: Any) -> None:
-        """Note the form of an execution or of its batches: a new form may be compiled."""
-        if form not in self.forms:
-            self.forms.add(form)
+    def note_form(self, form: Any) -> None:
+        """Note the form of an execution, or of its batches: a new form may be compiled."""
+        if form not in self._forms:
+            self._forms.add(form)
             self.is_new = True
 
-    def sample_later(self) -> None:
-        """Set which execution is sampled after this one."""
-        after = (number for number in EARLY if number > self.executions)
-        self.next_sample = next(after, (self.executions // EVERY + 1) * EVERY)
+    def note_sample(self, steps: int, seconds: float) -> None:
+        """Add a sample, and choose the next one."""
+        self.sampled += steps
+        self.samples += seconds
+        later = (number for number in EARLY if number > self.executions)
+        self.next_sample = next(later, (self.executions // EVERY + 1) * EVERY)
+
+    def compile(self, seconds: float, step: float | None = None) -> float:
+        """Return what first executions took beyond other ones.
+
+        Args:
+            seconds: The time of all executions.
+            step: The time of a step, if samples tell it.
+        """
+        others = self.steps - self.firsts
+        if step is None:
+            step = max(0.0, seconds - self.first) / others if others else 0.0
+        return max(0.0, self.first - self.firsts * step)
+
+    def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Draw batches, with their time and their form; this runs for every batch."""
+        form_before = None
+        while True:
+            start = now()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self.drawing += now() - start
+            self.drawn += 1
+            leaf = batch[0] if type(batch) is tuple and batch else batch
+            form = leaf.shape if type(leaf) is np.ndarray else _form(leaf)
+            if form != form_before:
+                self.note_form(form)
+                form_before = form
+            yield batch
 
 
 @dataclass(frozen=True)
@@ -162,25 +190,22 @@ class FitClock(Clock):
     def split(self) -> Split:
         """Tell apart what the loop has spent."""
         ran, loop = self.ran[TRAIN.name], self.parts[LOOP]
-        others, rest = ran.executions - ran.firsts, max(0.0, loop - ran.first - ran.drawing)
-        per_execution = rest / others if others else 0.0
         step = ran.samples / ran.sampled if ran.sampled else None
-        if step is not None and ran.executions:
-            per_execution = step * ran.steps / ran.executions
-        compile = min(loop, max(0.0, ran.first - ran.firsts * per_execution))
-        steps = loop - compile - min(ran.drawing, loop - compile)
-        if step is not None:
+        compile = min(loop, ran.compile(loop - ran.drawing, step))
+        if step is None:
+            steps = loop - compile - min(ran.drawing, loop - compile)
+            step = steps / ran.steps if ran.steps else 0.0
+        else:
             steps = min(step * ran.steps, loop - compile)
-        waited = min(ran.drawing, loop - compile - steps) if self.is_data_seen else 0.0
-        tested, held_out = self.ran[TEST.name], self.parts[VALIDATION]
-        others, rest = tested.executions - tested.firsts, max(0.0, held_out - tested.first)
-        usual = tested.firsts * rest / others if others else 0.0
+        waited = min(ran.drawing, loop - compile - steps)
+        held_out = self.parts[VALIDATION]
+        of_validation = self.ran[TEST.name].compile(held_out)
         return Split(
             input=waited if self.is_data_seen else None,
             steps=steps,
             compile=compile,
-            compile_validation=min(held_out, max(0.0, tested.first - usual)),
-            step=step if step is not None else steps / ran.steps if ran.steps else 0.0,
+            compile_validation=min(held_out, of_validation),
+            step=step,
         )
 
     @contextmanager
@@ -233,49 +258,47 @@ class FitClock(Clock):
 
         def each() -> Iterator[Any]:
             nonlocal sampled
-            source, inner, timed = iter(batches), None, None
-            while True:
-                sampled = samples and ran.executions + 1 >= ran.next_sample
-                if sampled:
-                    _wait(session, self._outputs)
-                ran.is_new = False
-                start = now()
-                try:
-                    first, last, iterator = next(source)
-                except StopIteration:
-                    return
-                finally:
-                    ran.drawing += now() - start
+            source, timed = None, None
+            if sampled := samples and ran.executions + 1 >= ran.next_sample:
+                _wait(session, self._outputs)
+            start = now()
+            for first, last, iterator in batches:
                 if on_host:
-                    if iterator is not inner:
-                        inner, timed = iterator, _Timed(iterator, ran)
-                    iterator = timed
-                elif type(iterator) is list and iterator:  # Keras has drawn the batches
-                    ran.note(_form(iterator[0]))
-                yield first, last, iterator
+                    if iterator is not source:
+                        ran.drawing += now() - start
+                        source, timed = iterator, ran.timed(iterator)
+                    yield first, last, timed
+                else:
+                    ran.drawing += now() - start
+                    if type(iterator) is list and iterator:  # Keras has drawn the batches
+                        ran.note_form(_form(iterator[0]))
+                    yield first, last, iterator
+                if sampled := samples and ran.executions + 1 >= ran.next_sample:
+                    _wait(session, self._outputs)
+                start = now()
+            ran.drawing += now() - start
 
         def run(iterator: Any, times: int) -> Any:
-            drawing, drawn = ran.drawing, ran.drawn
-            steps = len(iterator) if type(iterator) is list else times
-            start = now()
-            outputs = execute(iterator, times)
-            steps = ran.drawn - drawn if on_host else steps
-            ran.note(steps)
-            is_first = not ran.ready or (ran.is_new and compiles)
-            if is_first or sampled:
-                _wait(session, outputs)
-            seconds = now() - start - (ran.drawing - drawing)
+            drawing, drawn, start = ran.drawing, ran.drawn, now()
+            self._outputs = outputs = execute(iterator, times)
             ran.executions += 1
+            steps = ran.drawn - drawn if on_host else _length(iterator, times)
             ran.steps += steps
-            if is_first:
-                ran.firsts += 1
-                ran.first += seconds
-                ran.ready = ran.ready or session.first_work(kind, ran.steps) is None
-            elif sampled:
-                ran.sampled += steps
-                ran.samples += seconds
-                ran.sample_later()
-            self._outputs = outputs
+            if times > 1:
+                ran.note_form(steps)
+            if sampled or ran.is_new or not ran.ready:
+                is_first = not ran.ready or (ran.is_new and compiles)
+                ran.is_new = False
+                if not (is_first or sampled):
+                    return outputs
+                _wait(session, outputs)
+                seconds = now() - start - (ran.drawing - drawing)
+                if is_first:
+                    ran.firsts += steps
+                    ran.first += seconds
+                    ran.ready = ran.ready or session.first_work(kind, ran.steps) is None
+                else:
+                    ran.note_sample(steps, seconds)
             return outputs
 
         before = self._switch(self.parts, LOOP if trains else self._part)
@@ -287,19 +310,9 @@ class FitClock(Clock):
             self._switch(*before)
 
 
-class _Timed:
-    """An iterator over batches that times each draw."""
-
-    __slots__ = ("_batches", "_ran")
-
-    def __init__(self, batches: Iterator[Any], ran: Steps) -> None:
-        self._batches, self._ran = batches, ran
-
-    def __iter__(self) -> "_Timed":
-        return self
-
-    def __next__(self) -> Any:
-        return self._ran.draws(self._batches)
+def _length(batches: Any, times: int) -> int:
+    """Return the number of steps of an execution whose batches this process may have as a list."""
+    return len(batches) if type(batches) is list else times
 
 
 def _form(batch: Any) -> Any:

@@ -12,7 +12,7 @@ from lockstep.core.engine import TRAIN
 from lockstep.errors import LockstepWarning, ProfileError, UnsupportedModel
 from lockstep.training import fit_clock, profile
 from lockstep.training.profile_report import PARTS
-from tests.conformance.common import data, fit, model, weights
+from tests.conformance.common import data, fit, model
 from tests.tiers import rest
 
 BACKEND = keras.backend.backend()
@@ -21,6 +21,10 @@ TOLD = [part for part in PARTS if part != "other"]
 
 def distributed(devices=1, **options):
     return lockstep.distribute(model(**options), devices)
+
+
+def weights(made):
+    return [keras.ops.convert_to_numpy(variable.value) for variable in made.weights]
 
 
 def quiet(**options):
@@ -86,11 +90,12 @@ class SlowOnes(Slow):
     pass
 
 
-def adds_up(report):
+def adds_up(report, recorded=False):
+    """A checkpoint records the batches, which are then drawn in Python on TensorFlow too."""
     parts = [getattr(report, part) for part in PARTS]
     assert sum(part or 0.0 for part in parts) == pytest.approx(report.wall)
     assert all(part is None or part >= -1e-9 for part in parts)
-    assert (report.input is None) == (BACKEND == "tensorflow")
+    assert (report.input is None) == (BACKEND == "tensorflow" and not recorded)
     assert sum(report.by_callback.values()) == pytest.approx(report.callbacks)
 
 
@@ -111,7 +116,7 @@ def test_the_numbers_are_those_without_it_bit_for_bit(case, devices):
         made = distributed(devices)
         history = fit(made, callbacks=callbacks + profiles, **options)
         draw = keras.random.uniform((3,))
-        found.append((history, weights(made), np.asarray(draw)))
+        found.append((history, weights(made), keras.ops.convert_to_numpy(draw)))
         lockstep.release(made)
     (history, before, draw), (mine, after, drawn) = found
     assert mine == history
@@ -169,7 +174,7 @@ def test_a_checkpoint_is_counted_apart(time, monkeypatch, tmp_path):
     monkeypatch.setattr(lockstep.Checkpoint, "on_epoch_end", slow)
     told, run = quiet(), tmp_path / "run"
     fit(distributed(), epochs=2, callbacks=[told, lockstep.Checkpoint(run)])
-    adds_up(told.report)
+    adds_up(told.report, recorded=True)
     assert told.report.checkpoint == 2 * 6.0
     assert told.report.callbacks == 0.0
     assert "save less often" in told.report.advice
@@ -348,6 +353,14 @@ def generated():
     x, y = data()
     for first in range(0, len(x), 7):
         yield x[first : first + 7], y[first : first + 7]
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="Keras has one step in each execution")
+def test_steps_of_an_execution_are_counted_as_they_are():
+    made, told = lockstep.distribute(model(compiled=False), 1), quiet()
+    made.compile("sgd", "mse", steps_per_execution=3)
+    fit(made, epochs=2, callbacks=[told])  # of 8 steps
+    assert (told.report.taken, told.report.steps_per_execution) == (16, 3)
 
 
 def test_the_kind_of_data_is_known():

@@ -254,10 +254,10 @@ class FitClock(Clock):
             self.is_data_seen = on_host or keras.backend.backend() != "tensorflow"
         samples = trains and self.is_data_seen
         compiles = session.is_compiled()
-        sampled = False
+        sampled, length = False, 0
 
         def each() -> Iterator[Any]:
-            nonlocal sampled
+            nonlocal sampled, length
             source, timed = None, None
             if sampled := samples and ran.executions + 1 >= ran.next_sample:
                 _wait(session, self._outputs)
@@ -270,8 +270,12 @@ class FitClock(Clock):
                     yield first, last, timed
                 else:
                     ran.drawing += now() - start
+                    length = last - first + 1
                     if type(iterator) is list and iterator:  # Keras has drawn the batches
+                        length = len(iterator)
                         ran.note_form(_form(iterator[0]))
+                    elif batches.num_batches:  # Keras's last execution counts steps it has not
+                        length = min(length, batches.num_batches - first)
                     yield first, last, iterator
                 if sampled := samples and ran.executions + 1 >= ran.next_sample:
                     _wait(session, self._outputs)
@@ -282,7 +286,7 @@ class FitClock(Clock):
             drawing, drawn, start = ran.drawing, ran.drawn, now()
             self._outputs = outputs = execute(iterator, times)
             ran.executions += 1
-            steps = ran.drawn - drawn if on_host else _length(iterator, times)
+            steps = ran.drawn - drawn if on_host else length
             ran.steps += steps
             if times > 1:
                 ran.note_form(steps)
@@ -308,11 +312,6 @@ class FitClock(Clock):
         finally:
             self._outputs = None
             self._switch(*before)
-
-
-def _length(batches: Any, times: int) -> int:
-    """Return the number of steps of an execution whose batches this process may have as a list."""
-    return len(batches) if type(batches) is list else times
 
 
 def _form(batch: Any) -> Any:

@@ -191,6 +191,7 @@ def _report(clock: FitClock, ended_by: str | None) -> FitProfile:
         steps_per_execution=clock.steps_per_execution,
         data=data,
         workers=workers,
+        backend=keras.backend.backend(),
         ended_by=ended_by,
     )
 

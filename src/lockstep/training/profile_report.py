@@ -50,6 +50,7 @@ class FitProfile(Report):
         steps_per_execution: Steps of an execution.
         data: The kind of data, a key of `lockstep.training.profile_report.DATA`, or `"other"`.
         workers: The workers that prepare batches; `None` if that is unknown.
+        backend: The backend of Keras.
         ended_by: The class of the error that ended the `fit`; `None` without one.
     """
 
@@ -67,6 +68,7 @@ class FitProfile(Report):
     steps_per_execution: int
     data: str
     workers: int | None
+    backend: str
     ended_by: str | None = None
 
     @property
@@ -122,12 +124,13 @@ class FitProfile(Report):
         return f"Try {words}: at best {self._text(best)} s."
 
     def _advice_on_steps(self) -> str:
-        if self.step < SHORT and self.steps_per_execution == 1:
+        one_by_one = self.steps_per_execution == 1 and self.backend != "torch"  # Keras refuses it
+        if self.step < SHORT and one_by_one:
             return (
                 f"Try compile(steps_per_execution=10): a step takes {self.step * 1e3:.2g} ms, and "
                 "Python starts each."
             )
-        return "Most of it is steps: lockstep bench tells whether more devices help."
+        return "The steps take longest: lockstep bench tells whether more devices help."
 
     def as_dict(self) -> dict[str, Any]:
         """Return the same as plain lists, numbers and strings."""

@@ -96,14 +96,15 @@ class Profile(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no t
         if not process_group.is_first():
             return
         if self._prints:
-            print(f"lockstep: {report}", flush=True)
+            after_bar = "\n" if error is not None else ""  # an error leaves a line of it open
+            print(f"{after_bar}lockstep: {report}", flush=True)
         if self._path is not None:
             try:
                 with replacing(self._path) as temporary:
                     temporary.write_text(report.as_json() + "\n")
-            except OSError as error:  # the fit itself has gone well
+            except OSError as failed:  # the fit itself has gone well
                 warnings.warn(
-                    f"The profile was not written to {self._path}: {first_line(error)}",
+                    f"The profile was not written to {self._path}: {first_line(failed)}",
                     LockstepWarning,
                     stacklevel=2,
                 )

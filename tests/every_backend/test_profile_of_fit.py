@@ -127,6 +127,40 @@ def test_the_numbers_are_those_without_it_bit_for_bit(case, devices):
     assert profiles[0].report.wall > 0
 
 
+HOOKS = [name for name in dir(keras.callbacks.Callback) if name.startswith("on_")]
+
+
+class Notes(keras.callbacks.Callback):
+    """Notes each hook, its arguments and the values of its logs."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+
+def _noting(hook):
+    def note(self, *args, **kwargs):
+        *where, logs = [*args, *kwargs.values()]
+        self.seen.append((hook, *where, None if logs is None else dict(logs)))
+
+    return note
+
+
+for _hook in HOOKS:
+    setattr(Notes, _hook, _noting(_hook))
+
+
+def test_every_callback_is_called_as_without_it():
+    seen = []
+    for profiles in ([], [quiet()]):
+        notes = Notes()
+        options = {"epochs": 2, "validation_data": data(14), "validation_batch_size": 7}
+        fit(distributed(), callbacks=[notes, *profiles], **options)
+        seen.append(notes.seen)
+    assert seen[0] == seen[1]
+    assert {each[0] for each in seen[0]} >= {"on_train_begin", "on_test_batch_end", "on_train_end"}
+
+
 def test_each_part_has_its_time(time):
     told = quiet()
     callbacks = [Slow(time, batch=1.0, epoch=20.0), SlowOnes(time, begin=2.0, end=3.0, test=0.5)]

@@ -121,10 +121,10 @@ def test_the_wait_for_data_is_never_longer_than_drawing_them(time, monkeypatch):
     assert loop - split.input - split.steps - split.compile == 20 * 7.0
 
 
-def test_the_third_the_tenth_and_every_hundredth_execution_is_a_sample(time, monkeypatch):
+def test_the_third_the_tenth_and_every_250th_execution_is_a_sample(time, monkeypatch):
     clock, devices = FitClock(), Devices(time, monkeypatch, asynchronous=True)
-    run(clock, devices, batches(time, rows=2 * 230, draw=0.0), epochs=2)
-    assert clock.ran["train"].sampled == 2 + 4  # 3, 10, 100, 200, 300, 400
+    run(clock, devices, batches(time, rows=2 * 530, draw=0.0), epochs=2)
+    assert clock.ran["train"].sampled == 2 + 4  # 3, 10, 250, 500, 750, 1000
     # Before and after each, after the first step, and at the end of the epochs.
     assert devices.waits == 2 * 6 + 1 + 2
 

@@ -31,9 +31,11 @@ from lockstep.tools.verify import verify as verify
 
 if _typing.TYPE_CHECKING:
     from lockstep.checkpoint import Checkpoint as Checkpoint
+    from lockstep.training.profile import Profile as Profile
 
 __all__ = [
     "Checkpoint",
+    "Profile",
     "bench",
     "devices",
     "distribute",
@@ -65,11 +67,15 @@ _join_at_first_use(_os.environ)
 if not _typing.TYPE_CHECKING:  # which would take every name for one that is here
 
     def __getattr__(name: str) -> object:
-        """`Checkpoint`, a Keras callback, is made when asked for: Keras is slow to import."""
+        """Keras callbacks are made when asked for: Keras is slow to import."""
         if name == "Checkpoint":
             from lockstep.checkpoint import Checkpoint
 
             return Checkpoint
+        if name == "Profile":
+            from lockstep.training.profile import Profile
+
+            return Profile
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -23,6 +23,7 @@
     │   ├── NewerCheckpoint           a newer lockstep wrote the checkpoint
     │   └── CheckpointMismatch        the model, optimizer or data are others
     ├── PredictionFileError (ValueError)  a file of predictions cannot be begun or continued
+    ├── ProfileError (ValueError)     the time of a fit cannot be told as asked for
     ├── BusyModel (RuntimeError)      a call of the model is running
     ├── UnsupportedModel              the engine cannot keep this model exact
     ├── LayoutConflict                a variable would need two layouts
@@ -155,6 +156,10 @@ class CheckpointMismatch(CheckpointError):
 
 class PredictionFileError(LockstepError, ValueError):
     """A file of predictions cannot be begun, continued or written."""
+
+
+class ProfileError(LockstepError, ValueError):
+    """The time of a `fit` cannot be told as asked for."""
 
 
 class BusyModel(LockstepError, RuntimeError):

@@ -157,6 +157,7 @@ def generated():
         ),
         ("a hook of batches", {"callbacks": [Looks()]}, False),
         ("a clock of steps", {"callbacks": [StepTimer()]}, False),
+        ("a profile", {"callbacks": [lockstep.Profile(verbose=0)]}, True),
         ("few steps", {"epochs": 4}, False),
         ("steps of an epoch", {"steps_per_epoch": 42}, False),
         ("a checkpoint of steps", {"callbacks": lockstep.Checkpoint, "steps": 50}, False),

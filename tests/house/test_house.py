@@ -71,6 +71,7 @@ def test_the_public_names():
     assert star.keys() - {"__builtins__"} == public
     assert public == {
         "Checkpoint",
+        "Profile",
         "bench",
         "devices",
         "distribute",
@@ -109,9 +110,10 @@ def test_every_public_function_tells_the_whole_story():
             assert section in function.__doc__, (function.__name__, section)
 
 
-def test_the_public_class_tells_the_whole_story():
+def test_the_public_classes_tell_the_whole_story():
     for section in ("Args:", "Raises:", "Example:"):
-        assert section in lockstep.Checkpoint.__doc__, section
+        for public in (lockstep.Checkpoint, lockstep.Profile):
+            assert section in public.__doc__, (public, section)
     with pytest.raises(AttributeError, match="has no attribute 'Checkpoints'"):
         _ = lockstep.Checkpoints
 

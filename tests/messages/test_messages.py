@@ -372,12 +372,15 @@ ONE_ARGUMENT = {
         for name in ("directory", "every", "steps", "keep", "monitor", "mode", "learning_rate")
     },
     "Checkpoint, seconds": lambda value: lockstep.Checkpoint("run", seconds=value),
+    "Profile, path": lockstep.Profile,
+    "Profile, verbose": lambda value: lockstep.Profile(verbose=value),
 }
 """Every argument of a public function that is not only true or false, nor Keras's own data."""
 
 MAY_BE = {
     "Checkpoint, directory": [b"x\n"],
     "Checkpoint, seconds": [2.5],
+    "Profile, path": [b"x\n"],
     "rowwise": [compiled],
     "plan, build": [compiled],
     "predict, to": [compiled],

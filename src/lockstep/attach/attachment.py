@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep.checkpoint.callback import checkpoint_among, fit_scope
+from lockstep.checkpoint.callback import checkpoint_among
 from lockstep.core import micro_batches
 from lockstep.core.atomic_save import SAVING, atomic_saves
 from lockstep.core.engine import KINDS, Engine, Kind, Methods, Session
@@ -38,6 +38,7 @@ from lockstep.training.inner_fit import lead_to_loop
 from lockstep.training.input import check_times
 from lockstep.training.loop import Loop
 from lockstep.training.overrides import MAKERS, check_makers, knows_arguments, own_maker
+from lockstep.training.profile import observed_fit
 
 ATTACHMENT = "_lockstep"
 """The attribute of a model that holds its attachment."""
@@ -349,7 +350,7 @@ def _loop_methods(loop: Loop) -> dict[str, Callable[..., Any]]:
     """Return the methods of a loop that can replace those of its model, by name.
 
     A `fit` that the class overrides stays. Lockstep's loop then replaces Keras's `fit` that it
-    calls, if a checkpoint is given.
+    calls, if a checkpoint or a profile is given.
     """
     methods = {name: getattr(loop, name) for name in LOOPS if loop.replaces(name)}
     if "fit" not in methods and knows_arguments(Loop.fit, "fit"):
@@ -365,7 +366,7 @@ def _loop_of(model: Any) -> Loop | None:
 def _announced_fit(
     fit: Callable[..., Any], loop: Loop, line: Callable[[Given, bool], str]
 ) -> Callable[..., Any]:
-    """Wrap `fit`: print a line first, check the call, and let a checkpoint see all of it.
+    """Wrap `fit`: print a line first, check the call, and let a checkpoint or a profile see all.
 
     Args:
         fit: The method.
@@ -389,7 +390,7 @@ def _announced_fit(
         check_times(loop.model.steps_per_execution)
         if several:
             process_group.check_orbax(callbacks)
-        with fit_scope(callbacks, own_loop=own_loop):
+        with observed_fit(callbacks, own_loop=own_loop):
             return fit(*args, **kwargs)
 
     return fit_in_scope

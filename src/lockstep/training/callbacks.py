@@ -10,6 +10,7 @@ from lockstep.keras_compat import (
     is_bar_of_evaluation,
     is_default,
 )
+from lockstep.training.fit_clock import CHECKPOINT, NO_CLOCK, Clock, FitClock
 from lockstep.training.logs import lazy_logs, pythonify_logs
 from lockstep.training.predictions import RowsToFunction
 
@@ -41,7 +42,7 @@ def _is_users(callback: Any) -> bool:
 
 
 def _is_users_list(callbacks: Any) -> bool:
-    known = type(callbacks) in (Callbacks, keras.callbacks.CallbackList)
+    known = type(callbacks) in (Callbacks, TimedCallbacks, keras.callbacks.CallbackList)
     return not known or _has_own_hooks(callbacks)
 
 
@@ -80,8 +81,12 @@ class Callbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
     callback reads them. It calls the progress bar only for the batches at which the bar draws, and
     skips callbacks without batch hooks. The batch hooks are listed when an epoch begins. A
     checkpoint is called last, so that it saves the effects of all other callbacks.
+
+    Attributes:
+        clock: What times the `fit`.
     """
 
+    clock: Clock = NO_CLOCK
     _checkpoint: Checkpoint | None = None
 
     def _configure_async_dispatch(self, callbacks: Any) -> None:
@@ -143,7 +148,7 @@ class Callbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         """Call every callback after an epoch."""
         logs = pythonify_logs(logs)
         for callback in self.callbacks:
-            callback.on_epoch_end(epoch, logs)
+            self._call(callback, "on_epoch_end", epoch, logs)
             self._note_stop(callback)
 
     def _note_stop(self, callback: Any) -> None:
@@ -164,15 +169,71 @@ class Callbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         if hooked := self._hooked[hook]:
             logs = pythonify_logs(logs) if logs else {}
             for callback in hooked:
-                getattr(callback, hook)(batch, logs=logs)
+                self._call(callback, hook, batch, logs=logs)
 
     def _end(self, hook: str, batch: int, logs: Any) -> None:
         hooked = [callback for callback in self._hooked[hook] if _draws(callback, batch)]
         if hooked:
-            logs = lazy_logs(logs, pythonify_logs)
+            logs = lazy_logs(logs, self._numbers)
             for callback in hooked:
-                getattr(callback, hook)(batch, logs=logs)
+                self._call(callback, hook, batch, logs=logs)
                 self._note_stop(callback)
+
+    def _call(self, callback: Any, hook: str, *args: Any, **kwargs: Any) -> None:
+        """Call a hook of a callback."""
+        getattr(callback, hook)(*args, **kwargs)
+
+    def _numbers(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """Fetch the logs that a callback reads."""
+        return pythonify_logs(logs)
+
+
+class TimedCallbacks(Callbacks):
+    """Times the hooks of each callback; the callbacks are called as without it.
+
+    Args:
+        clock: The clock of the `fit`.
+        args: Those of `Callbacks`.
+        kwargs: Those of `Callbacks`.
+    """
+
+    def __init__(self, clock: FitClock, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.clock: FitClock = clock
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Call every callback before training."""
+        self._call_each("on_train_begin", logs=logs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Call every callback after training."""
+        self._call_each("on_train_end", logs=logs)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Call every callback before an epoch."""
+        self._call_each("on_epoch_begin", epoch, logs=logs)
+        self._note_hooks()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Call every callback before evaluation."""
+        self._call_each("on_test_begin", logs=logs)
+        self._note_hooks()
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Call every callback after evaluation."""
+        self._call_each("on_test_end", logs=logs)
+
+    def _call_each(self, hook: str, *args: Any, logs: Any) -> None:
+        logs = pythonify_logs(logs)
+        for callback in self.callbacks:
+            self._call(callback, hook, *args, logs)
+
+    def _call(self, callback: Any, hook: str, *args: Any, **kwargs: Any) -> None:
+        part = CHECKPOINT if isinstance(callback, Checkpoint) else None
+        self.clock.call(part, callback, hook, *args, **kwargs)
+
+    def _numbers(self, logs: dict[str, Any]) -> dict[str, Any]:
+        return self.clock.fetched(pythonify_logs, logs)
 
 
 _KINDS = ("train", "test", "predict")

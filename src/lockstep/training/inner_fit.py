@@ -2,8 +2,8 @@
 
 A class may override `fit` and call `super().fit`. A tool such as MLflow's autologging replaces
 `fit` of the class by a function that calls the original. Both end in Keras's `fit`, whose loop
-gives a checkpoint too little information. If the callbacks have a checkpoint, lockstep's loop runs
-instead. It behaves like Keras's loop for the code around it.
+gives a checkpoint or a profile too little information. If the callbacks have one, lockstep's loop
+runs instead. It behaves like Keras's loop for the code around it.
 """
 
 import functools
@@ -11,20 +11,21 @@ from collections.abc import Callable
 from types import CellType
 from typing import Any
 
-from lockstep.checkpoint.callback import checkpoint_among, fit_scope
+from lockstep.checkpoint.callback import checkpoint_among
 from lockstep.core.fit_lines import arguments_of
 from lockstep.keras_compat import trainer_class
+from lockstep.training.profile import observed_fit, profile_among
 
 _DONE = "_lockstep_inner_fit"
 
 
 def lead_to_loop(loop_of: Callable[[Any], Any]) -> None:
-    """Make Keras's `fit` of an attached model run lockstep's loop if a checkpoint is given.
+    """Make Keras's `fit` of an attached model run lockstep's loop for a checkpoint or a profile.
 
     A tool keeps the function that was `keras.Model.fit` when the tool was enabled, so replacing the
     class attribute would not reach it. The function therefore stays, and the function that it wraps
     is replaced. If this version of Keras has another structure, nothing is replaced, and
-    `lockstep.Checkpoint` raises when its training begins.
+    `lockstep.Checkpoint` and `lockstep.Profile` raise when training begins.
 
     Args:
         loop_of: Returns the loop of a model, `None` if it is not attached.
@@ -37,10 +38,11 @@ def lead_to_loop(loop_of: Callable[[Any], Any]) -> None:
     @functools.wraps(keras_fit)
     def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
         loop = loop_of(self)
-        given = arguments_of(trainer_class().fit, (self, *args), kwargs)
-        if loop is None or checkpoint_among(given.get("callbacks")) is None:
+        given = arguments_of(trainer_class().fit, (self, *args), kwargs).get("callbacks")
+        observed = checkpoint_among(given) is not None or profile_among(given) is not None
+        if loop is None or not observed:
             return keras_fit(self, *args, **kwargs)
-        with fit_scope(given.get("callbacks")):
+        with observed_fit(given):
             return loop.fit(*args, **kwargs)
 
     setattr(fit, _DONE, True)

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import keras
@@ -35,11 +36,13 @@ from lockstep.keras_compat import (
     validates_after,
     values_in_order,
 )
-from lockstep.training.callbacks import Callbacks, see_every_batch
+from lockstep.training.callbacks import Callbacks, TimedCallbacks, see_every_batch
+from lockstep.training.fit_clock import CHECKPOINT, NO_CLOCK, VALIDATION, Clock, FitClock
 from lockstep.training.input import HostIterator
 from lockstep.training.logs import pythonify_logs
 from lockstep.training.overrides import is_keras, knows_arguments
 from lockstep.training.predictions import Rows, RowsInMemory, taker_among
+from lockstep.training.profile import Profile, clock_among
 from lockstep.training.steps_at_once import steps_at_once
 
 Begin = Callable[[int], None]
@@ -63,6 +66,7 @@ class _Fit:
     validation_freq: Any
     first: int = 0
     observer: Observer = NO_OBSERVER
+    clock: Clock = NO_CLOCK
     batches: Any = None
     callbacks: Any = None
     logs: dict[str, Any] = field(default_factory=dict)
@@ -162,7 +166,7 @@ class Loop:
         """
         model, session = self.model, self._session
         forget_validation(model)
-        fit.observer = observer_among(callbacks)
+        fit.observer, fit.clock = observer_among(callbacks), clock_among(callbacks)
         fit.batches = session.batches(
             TRAIN,
             recorded=fit.observer.records,
@@ -171,12 +175,14 @@ class Loop:
         )
         session.build(fit.batches, TRAIN)
         fit.callbacks = self._callbacks(
-            callbacks, fit.verbose, fit.epochs, fit.batches, add_history=True
+            callbacks, fit.verbose, fit.epochs, fit.batches, clock=fit.clock, add_history=True
         )
         model.make_train_function()
         model.stop_training = False
         fit.callbacks.on_train_begin()
-        fit.first = fit.observer.begin(lambda: self._observed(fit), first_epoch_of(model, first))
+        with fit.clock.part(CHECKPOINT):
+            epoch = first_epoch_of(model, first)
+            fit.first = fit.observer.begin(lambda: self._observed(fit), epoch)
         steps = steps_at_once(model, fit.batches, fit.callbacks, fit.epochs)
         if steps > 1:
             fit.batches.run_at_once(steps)
@@ -192,7 +198,7 @@ class Loop:
             session,
             fit.batches,
             kept_validation(model),
-            [each for each in fit.callbacks.callbacks if not isinstance(each, Checkpoint)],
+            [c for c in fit.callbacks.callbacks if not isinstance(c, Checkpoint | Profile)],
             fit.epochs,
         )
 
@@ -216,7 +222,8 @@ class Loop:
                 raise _no_batch(f"fit, in epoch {epoch + 1},")
             fit.logs = dict(train_logs)  # no batch: those of the last epoch
             if fit.held_out is not None and validates_after(model, epoch, fit.validation_freq):
-                fit.logs.update(self._validate(fit, fit.held_out))
+                with fit.clock.part(VALIDATION):
+                    fit.logs.update(self._validate(fit, fit.held_out))
             callbacks.on_epoch_end(epoch, fit.logs)
             if model.stop_training:
                 break
@@ -387,9 +394,14 @@ class Loop:
         if isinstance(batches, HostIterator):
             batches.watch(see_every_batch(callbacks, kind.name))
         epoch = self._session.epoch(kind, batches, callbacks)
-        with phase(kind.phase, compiles=True), epoch as execute:
+        clock = getattr(callbacks, "clock", NO_CLOCK)
+        with (
+            phase(kind.phase, compiles=True),
+            epoch as run,
+            clock.steps(self._session, kind, batches, run) as (each, execute),
+        ):
             with batches.catch_stop_iteration():
-                for first, last, iterator in batches:
+                for first, last, iterator in each:
                     if not goes_on(begin, first):
                         break
                     outputs = execute(iterator, last - first + 1)
@@ -446,11 +458,18 @@ class Loop:
         return metric_results(self.model, logs)
 
     def _callbacks(
-        self, callbacks: Any, verbose: Any, epochs: int, batches: Any, **kwargs: Any
+        self,
+        callbacks: Any,
+        verbose: Any,
+        epochs: int,
+        batches: Any,
+        clock: Clock = NO_CLOCK,
+        **kwargs: Any,
     ) -> Any:
         if isinstance(callbacks, keras.callbacks.CallbackList):
             return callbacks
-        return Callbacks(
+        made = partial(TimedCallbacks, clock) if isinstance(clock, FitClock) else Callbacks
+        return made(
             callbacks,
             add_progbar=verbose != 0,
             verbose=verbose,

@@ -1,5 +1,6 @@
 """The clock of one `fit`: every moment belongs to one part."""
 
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -23,11 +24,12 @@ LOOP = "loop"
 
 VALIDATION, CHECKPOINT, OTHER = "validation", "checkpoint", "other"
 
-EARLY = (3, 10)
-"""The executions that are sampled first."""
+FIRST, EVERY = 3, 250
+"""The first execution that is sampled, and the most from one sample to the next.
 
-EVERY = 250
-"""Every so many executions one is sampled. At 100, a fit of short steps took 3 % longer."""
+Each sample is half as many executions later again as the one before, so that a short `fit` has
+several. At every 100th, a fit of short steps took 3 % longer.
+"""
 
 now = time.perf_counter
 """The time in seconds. Tests replace it."""
@@ -64,8 +66,7 @@ class Steps:
         drawn: The number of batches that were drawn within an execution.
         firsts: The number of steps in first executions.
         first: The time of first executions, without their batches.
-        sampled: The number of steps in samples.
-        samples: The time of samples, without their batches.
+        samples: The time of a step in each sample, without its batch.
         ready: Whether the next step waits for nothing; `None` before the first one.
         is_new: Whether this execution has a form that none before had.
         next_sample: The number of the execution that is the next sample.
@@ -77,11 +78,10 @@ class Steps:
     drawn: int = 0
     firsts: int = 0
     first: float = 0.0
-    sampled: int = 0
-    samples: float = 0.0
+    samples: list[float] = field(default_factory=list)
     ready: bool | None = None
     is_new: bool = False
-    next_sample: int = EARLY[0]
+    next_sample: int = FIRST
     _forms: set[Any] = field(default_factory=set)
 
     def note_form(self, form: Any) -> None:
@@ -92,10 +92,8 @@ class Steps:
 
     def note_sample(self, steps: int, seconds: float) -> None:
         """Add a sample, and choose the next one."""
-        self.sampled += steps
-        self.samples += seconds
-        later = (number for number in EARLY if number > self.executions)
-        self.next_sample = next(later, (self.executions // EVERY + 1) * EVERY)
+        self.samples.append(seconds / steps)
+        self.next_sample = self.executions + min(self.executions // 2 + 1, EVERY)
 
     def compile(self, seconds: float, step: float | None = None) -> float:
         """Return what first executions took beyond other ones.
@@ -190,7 +188,7 @@ class FitClock(Clock):
     def split(self) -> Split:
         """Tell apart what the loop has spent."""
         ran, loop = self.ran[TRAIN.name], self.parts[LOOP]
-        step = ran.samples / ran.sampled if ran.sampled else None
+        step = statistics.median(ran.samples) if ran.samples else None
         compile = min(loop, ran.compile(loop - ran.drawing, step))
         if step is None:
             steps = loop - compile - min(ran.drawing, loop - compile)

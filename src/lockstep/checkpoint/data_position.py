@@ -1,6 +1,7 @@
 """Record the position of a run in its data, and restore it."""
 
 import functools
+import math
 import warnings
 from collections.abc import Iterator
 from copy import deepcopy
@@ -327,7 +328,7 @@ class PredictionPosition(EpochIterator):  # type: ignore[misc]  # Keras has no t
     checksum are those of the batches that steps have taken.
     """
 
-    _steps = _skipped = _wanted = 0
+    _skipped = _wanted = 0
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -337,34 +338,29 @@ class PredictionPosition(EpochIterator):  # type: ignore[misc]  # Keras has no t
         """Return the number of batches that steps have taken, and their checksum."""
         return self._taken
 
-    def begin_at(self, steps: int, batches: int, check: int) -> None:
+    def begin_at(self, batches: int, check: int) -> None:
         """Begin after the batches of an earlier call.
 
         Args:
-            steps: The steps of its executions; the last one may have had fewer batches.
-            batches: Their batches.
-            check: The checksum of these batches.
+            batches: Their number.
+            check: Their checksum.
 
         Raises:
             PredictionFileError: If this call has fewer steps.
         """
-        if self.steps_per_epoch and self.steps_per_epoch < steps:
+        if self.steps_per_epoch and self.steps_per_epoch < batches:
             raise PredictionFileError(
-                f"steps={self.steps_per_epoch} was given, and predictions of {steps:,} steps are "
+                f"steps={self.steps_per_epoch} was given, and predictions of {batches:,} steps are "
                 "written.\nGive as many as before, or another path; or remove the .partial folder "
                 "to begin anew."
             )
-        self._steps, self._skipped, self._wanted = steps, batches, check
+        self._skipped, self._wanted = batches, check
 
     def _enumerate_iterator(self) -> Iterator[Any]:
         for first, last, iterator in super()._enumerate_iterator():
-            if first < self._steps <= last:
-                raise PredictionFileError(
-                    f"The predictions go on after step {self._steps}, and with "
-                    f"steps_per_execution={self.steps_per_execution} no execution begins there.\n"
-                    "Compile with the value of the call that wrote them."
-                )
-            if first >= self._steps:
+            # The first execution may begin in the middle: it draws as many batches as another one.
+            is_over = self._taken[0] >= (self.num_batches or math.inf)
+            if last >= self._skipped and not is_over:
                 yield first, last, iterator
         if self._taken[0] < self._skipped:  # no step was left, which had read the data
             next(iter(self._get_iterator()), None)

@@ -71,9 +71,12 @@ class PredictionFolder:
         Raises:
             PredictionFileError: If they do not fit a file, or the rows before them.
         """
-        named = {
-            _name(place): _storable(each) for place, each in keras.tree.flatten_with_path(rows)
-        }
+        named: dict[str, np.ndarray] = {}
+        for place, each in keras.tree.flatten_with_path(rows):
+            name = _name(place)
+            while name in named:  # "x/y" and "x_y" are two outputs
+                name += "_"
+            named[name] = _storable(each)
         if self._files is None:
             self._check_outputs(list(named))
             (self._folder / _ROWS).mkdir(exist_ok=True)
@@ -81,7 +84,6 @@ class PredictionFolder:
                 _RowFile(self._file(name), name, str(each.dtype), each.shape[1:])
                 for name, each in named.items()
             ]
-            self._written = position, [0] * len(named)
         if [file.name for file in self._files] != list(named):
             raise PredictionFileError(
                 f"The outputs {list(named)} follow {[file.name for file in self._files]}, and one "
@@ -91,7 +93,8 @@ class PredictionFolder:
             file.check(named[file.name])
         for file in self._files:
             file.append(named[file.name])
-        counts = [count + len(named[file.name]) for count, file in self._counted()]
+        before = self._written[1] or [0] * len(named)
+        counts = [count + len(rows) for count, rows in zip(before, named.values(), strict=True)]
         self._written = position, counts  # at once: an interrupt may come at any moment
 
     def note(self, facts: dict[str, Any]) -> None:
@@ -100,7 +103,7 @@ class PredictionFolder:
         Args:
             facts: What an unfinished call and the next one must share.
         """
-        if self._files is None:
+        if self._files is None or not self._written[1]:
             return
         files = [file.synced(rows) for rows, file in self._counted()]
         noted = {**facts, "position": self._written[0], "files": files}
@@ -192,6 +195,9 @@ class PredictionFolder:
         return position
 
     def _clear(self) -> None:
+        replaced = self._folder / _REPLACED
+        if replaced.exists() and not self.path.exists():  # a kill came before the new folder
+            os.rename(replaced, self.path)
         (self._folder / _POSITION).unlink(missing_ok=True)
         for name in (_ROWS, _REPLACED):
             shutil.rmtree(self._folder / name, ignore_errors=True)

@@ -90,7 +90,8 @@ def predict(
     if callable(to) and not isinstance(to, keras.layers.Layer):
         rows = RowsToFunction(to)
     else:
-        path = Path(path_text(to, "to", PredictionFileError)).expanduser().absolute()
+        given = os.path.expanduser(path_text(to, "to", PredictionFileError))
+        path = Path(os.path.realpath(given))  # a link stays one
         rows = RowsIntoFiles(PredictionFolder(path))
     if not is_attached:
         distribute(model, devices=1)

@@ -358,7 +358,7 @@ class Loop:
         callbacks.on_predict_begin()
 
         def end(step: int, outputs: Any) -> None:
-            rows.take(step + 1, outputs)
+            rows.take(outputs)
             callbacks.on_predict_batch_end(step, {"outputs": outputs})
 
         begin = callbacks.on_predict_batch_begin

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,8 +20,9 @@ from lockstep.processes.coordination import digest, once
 from lockstep.processes.group import current
 from lockstep.processes.process_group import is_first, several
 
-SECONDS = 10.0
-"""Seconds between two notes of the position: a kill costs the work since the last one."""
+SECONDS, _SHARE = 10.0, 30
+"""Seconds between two notes of the position: a kill costs the work since the last one. They are
+this many times as long as a note takes, if that is longer."""
 
 
 class RowsInMemory:
@@ -41,13 +41,8 @@ class RowsInMemory:
         """
         yield
 
-    def take(self, steps: int, outputs: Any) -> None:
-        """Take the rows of an execution.
-
-        Args:
-            steps: The number of steps with those of this execution.
-            outputs: Its outputs.
-        """
+    def take(self, outputs: Any) -> None:
+        """Take the rows of an execution, given its outputs."""
         self._parts.append(outputs)
 
     def has_rows(self) -> bool:
@@ -87,9 +82,9 @@ class RowsToFunction(keras.callbacks.Callback):  # type: ignore[misc]  # Keras h
         yield
         self.give()
 
-    def take(self, steps: int, outputs: Any) -> None:
+    def take(self, outputs: Any) -> None:
         """Take the rows of an execution, and give those of the one before."""
-        position = self._position(steps)
+        position = self._position()
         self.give()
         self._last, self._has_rows = (outputs, position), True  # at once, for an interrupt
 
@@ -101,8 +96,8 @@ class RowsToFunction(keras.callbacks.Callback):  # type: ignore[misc]  # Keras h
             if is_first():
                 self._write(rows, last[1])
 
-    def _position(self, steps: int) -> list[int]:
-        return [steps]
+    def _position(self) -> list[int]:
+        return []
 
     def _write(self, rows: Any, position: list[int]) -> None:
         self._function(rows)
@@ -126,9 +121,8 @@ class RowsIntoFiles(RowsToFunction):
         super().__init__(print)  # which is not called
         self._folder = folder
         self._facts: dict[str, Any] = {}
-        self._weights: dict[str, str] | None = None
-        self._keeps_state = True
-        self._noted = -math.inf
+        self._state: dict[str, str] = {}
+        self._next_note = 0.0
 
     @property
     def may_act(self) -> bool:
@@ -143,11 +137,12 @@ class RowsIntoFiles(RowsToFunction):
             PredictionFileError: If that call had another model, or the files do not fit.
         """
         self._session, self._batches = session, batches
-        self._weights = _weights(session.model)
-        seeds = _seeds(session.model)  # Keras counts layers in the names
-        parts = [text.encode() for name, text in self._weights.items() if name not in seeds]
-        weights = digest(parts)
+        named = _weights(session.model)
+        digests, seeds = _digests(named), _seeds(session.model)
+        # Keras counts layers in the names.
+        weights = digest([text.encode() for name, text in digests.items() if name not in seeds])
         self._facts = {"model": config_of(session.model), "weights": weights}
+        self._state = {name: digests[name] for name in _state_among(named)}
         with self._folder.opened() if is_first() else contextlib.nullcontext() as left:
             self._begin_at(left)
             try:
@@ -158,7 +153,8 @@ class RowsIntoFiles(RowsToFunction):
                     if not several():
                         self.give()
                 with contextlib.suppress(Exception):
-                    self._note()
+                    if is_first():
+                        self._note()
                 raise
             if is_first() and self.has_rows():
                 self._note()  # a kill may come before the files are in place
@@ -166,20 +162,12 @@ class RowsIntoFiles(RowsToFunction):
         if several():  # a process that goes on may read the files
             once([0])
 
-    def take(self, steps: int, outputs: Any) -> None:
-        """Take the rows of an execution, and write those of the one before."""
-        super().take(steps, outputs)
-        weights, self._weights = self._weights, None
-        if weights is not None:  # the first execution
-            self._session.sync()
-            self._keeps_state = weights == _weights(self._session.model)
-
-    def _position(self, steps: int) -> list[int]:
-        return [steps, *self._batches.position()]
+    def _position(self) -> list[int]:
+        return [*self._batches.position()]
 
     def _write(self, rows: Any, position: list[int]) -> None:
         self._folder.write(rows, position)
-        if time.monotonic() - self._noted > SECONDS:
+        if time.monotonic() > self._next_note:
             self._note()
 
     def _begin_at(self, left: dict[str, Any] | None) -> None:
@@ -211,11 +199,17 @@ class RowsIntoFiles(RowsToFunction):
             )
 
     def _note(self) -> None:
-        """Note the position of the rows that are written."""
-        self._noted = time.monotonic()
-        # State that goes from batch to batch is not saved: such a prediction begins anew.
-        if is_first() and self._keeps_state and self._weights is None:
+        """Note the position of the rows that are written.
+
+        State that goes from batch to batch is not saved. After it has changed, no position is
+        noted: the next call goes on from the last one before, or begins anew.
+        """
+        start = time.monotonic()
+        self._session.sync()
+        if self._state == _digests(_state_among(_weights(self._session.model))):
             self._folder.note(self._facts)
+        took = time.monotonic() - start
+        self._next_note = start + max(SECONDS, _SHARE * took)
 
 
 Rows = RowsInMemory | RowsToFunction
@@ -227,13 +221,23 @@ def taker_among(callbacks: Any) -> RowsToFunction | None:
     return next(found, None)
 
 
-def _weights(model: Any) -> dict[str, str]:
-    """Return a digest of each variable that a prediction may read."""
-    named = {
+def _weights(model: Any) -> dict[str, Any]:
+    """Return the variables that a prediction may read, by name."""
+    kinds = ("trainable/", "non_trainable/")
+    return {name: v for name, v in named_variables(model).items() if name.startswith(kinds)}
+
+
+def _state_among(named: dict[str, Any]) -> dict[str, Any]:
+    """Return the variables that a prediction may change. This process can read each alone."""
+    return {
         name: variable
-        for name, variable in named_variables(model).items()
-        if name.startswith(("trainable/", "non_trainable/"))
+        for name, variable in named.items()
+        if not name.startswith("trainable/") and not (several() and current().has_part(variable))
     }
+
+
+def _digests(named: dict[str, Any]) -> dict[str, str]:
+    """Return a digest of the value of each variable."""
     read = current().to_host if several() else to_host
     found = {}
     for name, variable in named.items():  # one by one: a value that is in parts is whole here

@@ -209,6 +209,20 @@ def test_a_kill_while_a_folder_is_replaced_keeps_the_old_one_if_there_is_no_posi
     assert [each.name for each in tmp_path.iterdir()] == ["scores"]
 
 
+def test_a_damaged_position_is_refused(tmp_path):
+    made, path = model(), tmp_path / "scores.npy"
+    unfinished(made, path)
+    position = tmp_path / "scores.npy.partial/position.json"
+    for text in ("{", "{}"):
+        position.write_text(text)
+        with pytest.raises(PredictionFileError, match=r"position\.json cannot be read"):
+            lockstep.predict(made, batches(), path, verbose=0)
+    (tmp_path / "scores.npy.partial/.saving-0123abcd-position.json").write_text("{")
+    position.unlink()
+    lockstep.predict(made, X, path, verbose=0)
+    assert [each.name for each in tmp_path.iterdir()] == ["scores.npy"]
+
+
 def test_a_link_stays_a_link(tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "scores.npy").symlink_to(tmp_path / "there/real.npy")
@@ -410,6 +424,13 @@ def test_an_option_that_ends_with_a_number_is_no_name_of_a_layer(tmp_path):
         lockstep.predict(second, batches(), tmp_path / "scores.npy", verbose=0)
 
 
+class Averaged(keras.Model):
+    """Its output is one number for a batch."""
+
+    def call(self, x):
+        return keras.ops.mean(x)
+
+
 class Longer(keras.Model):
     """Its rows are as long as the batch."""
 
@@ -429,6 +450,7 @@ def test_bad_input_says_what_to_do(tmp_path):
         (model(), tmp_path / "scores", "one output.\nName a file, such as 'scores.npy'"),
         (model(), tmp_path / "none/scores.npy", "there is no folder"),
         (model(), 5, "to=5 was given, and a path was expected"),
+        (Averaged(), path, "one number for a batch"),
         (Longer(), path, r"rows of the shape \(5,\) .* before them have\n\(8,\)"),
     ):
         with pytest.raises(PredictionFileError, match=words):

@@ -1,6 +1,7 @@
 """The fingerprint of the training data, and its state before and between passes."""
 
 import json
+import pickle
 import sys
 import zlib
 from typing import Any
@@ -82,7 +83,9 @@ def checksum(batch: Any, check: int = 0) -> int:
         for part in _arrays_of(leaf):
             array = np.ascontiguousarray(np.asarray(part))
             check = zlib.crc32(f"{array.dtype.name} {array.shape}".encode(), check)
-            check = zlib.crc32(array.reshape(-1).view("uint8").data, check)
+            is_text = array.dtype.hasobject
+            data = pickle.dumps(array.tolist()) if is_text else array.reshape(-1).view("uint8").data
+            check = zlib.crc32(data, check)
     return check
 
 

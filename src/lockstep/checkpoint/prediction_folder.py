@@ -181,6 +181,8 @@ class PredictionFolder:
             return None
         try:
             position: dict[str, Any] = json.loads(place.read_text())
+            if not {"model", "weights", "position", "files"} <= position.keys():
+                raise ValueError("a part of it is missing")
             paths = [self._file(each["name"]) for each in position["files"]]
             if not all(path.exists() for path in paths):  # they are at the path: only this is left
                 self._clear()
@@ -198,7 +200,9 @@ class PredictionFolder:
         replaced = self._folder / _REPLACED
         if replaced.exists() and not self.path.exists():  # a kill came before the new folder
             os.rename(replaced, self.path)
-        (self._folder / _POSITION).unlink(missing_ok=True)
+        for name in _names_in(self._folder):
+            if name.endswith(_POSITION):  # one that a kill has left unfinished too
+                (self._folder / name).unlink()
         for name in (_ROWS, _REPLACED):
             shutil.rmtree(self._folder / name, ignore_errors=True)
 

@@ -85,4 +85,6 @@ def is_ready_for_custom_step(model: Any, step: str) -> bool:
 def _symbol(leaf: Any) -> Any:
     if leaf is None or not hasattr(leaf, "dtype"):
         return leaf
-    return keras.KerasTensor(tuple(leaf.shape), keras.backend.standardize_dtype(leaf.dtype))
+    is_text = getattr(leaf.dtype, "kind", "") in ("O", "S", "U")  # an array of NumPy
+    dtype = "string" if is_text else keras.backend.standardize_dtype(leaf.dtype)
+    return keras.KerasTensor(tuple(leaf.shape), dtype)

@@ -92,7 +92,7 @@ class RowsToFunction(keras.callbacks.Callback):  # type: ignore[misc]  # Keras h
         """Give the rows of the last execution, unless they were given."""
         last, self._last = self._last, None
         if last is not None:
-            rows = keras.tree.map_structure(_joined, last[0])  # every process takes part
+            rows = keras.tree.map_structure(_copied, last[0])  # every process takes part
             if is_first():
                 self._write(rows, last[1])
 
@@ -140,7 +140,8 @@ class RowsIntoFiles(RowsToFunction):
         named = _weights(session.model)
         digests, seeds = _digests(named), _seeds(session.model)
         # Keras counts layers in the names.
-        weights = digest([text.encode() for name, text in digests.items() if name not in seeds])
+        parts = [text for name, text in digests.items() if name not in seeds]
+        weights = digest([text.encode() for text in [*parts, *_vocabularies(session.model)]])
         self._facts = {"model": config_of(session.model), "weights": weights}
         self._state = {name: digests[name] for name in _state_among(named)}
         with self._folder.opened() if is_first() else contextlib.nullcontext() as left:
@@ -250,6 +251,16 @@ def _seeds(model: Any) -> set[str]:
     """Return the names of the random seeds, which a new process may draw anew."""
     states = {id(each.state) for layer in layers_in(model) for each in seed_generators(layer)}
     return {name for name, each in named_variables(model).items() if id(each) in states}
+
+
+def _vocabularies(model: Any) -> list[str]:
+    """Return the vocabularies of lookup layers, which adapt to data and are no variables."""
+    layers = [layer for layer in layers_in(model) if hasattr(layer, "get_vocabulary")]
+    return [repr(layer.get_vocabulary()) for layer in layers]
+
+
+def _copied(part: Any) -> np.ndarray:
+    return np.array(keras.ops.convert_to_numpy(part))
 
 
 def _joined(*parts: Any) -> np.ndarray:

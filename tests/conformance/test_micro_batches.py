@@ -514,11 +514,27 @@ def test_a_stateful_rnn():
 
 
 def test_a_fixed_number_of_rows():
-    made = keras.Sequential([keras.Input((4,), batch_size=8), layers.Dense(2)])
+    inputs = keras.Input((4,), batch_size=8)
+    made = keras.Model(inputs, layers.Dense(2)(inputs))
     made.compile("sgd", "mse")
     lockstep.distribute(made, 1, micro_batch_size=3)
     with pytest.raises(UnsupportedModel, match="is built for batches of 8 rows, and micro_batch_s"):
         made.train_on_batch(*data(8))
+
+
+def test_a_sequential_that_a_batch_has_built():
+    """Keras gives its input the number of rows of that batch."""
+    found = []
+    for size in (None, 3):
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(4)
+        made = keras.Sequential([layers.Dense(6, "tanh"), layers.Dense(2)])
+        made.compile("sgd", "mse")
+        if size:
+            lockstep.distribute(made, 2, micro_batch_size=size)
+        history = made.fit(*data(20), batch_size=8, epochs=2, shuffle=False, verbose=0).history
+        found.append((history, made.get_weights()))
+    assert_same(*found)
 
 
 def test_a_number_of_rows_in_a_layer():

@@ -116,8 +116,16 @@ def draws_for_all_rows(layer: Any) -> UnsupportedModel:
     )
 
 
-def changes_by_rows(model: Any, path: str | None) -> UnsupportedModel:
-    """Return the error for a variable that changes in the call, by the rows of a batch.
+def changes_by_rows(variable: Any) -> UnsupportedModel:
+    """Return the error for a variable that changes in the call, by the rows of a batch."""
+    return UnsupportedModel(
+        f"{variable.path!r} changes in the call of a layer, by the rows of the whole batch, and\n"
+        "micro_batch_size gives the layer parts of them. Leave out micro_batch_size."
+    )
+
+
+def changes_in_parts(model: Any, path: str | None) -> UnsupportedModel:
+    """Return the error for a variable that changes in the call, which each part runs.
 
     Args:
         model: The model.

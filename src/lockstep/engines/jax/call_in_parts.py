@@ -312,5 +312,5 @@ def _refuse(model: Any, label: Mixed, size: int, variable: Any = None) -> None:
     if norm is not None:
         raise refused.needs_all_rows(norm, size)
     if variable is not None:
-        raise refused.changes_by_rows(model, variable.path)
+        raise refused.changes_by_rows(variable)
     raise refused.not_by_rows(refused.layer_in_words(model, label.place.layer), str(label))

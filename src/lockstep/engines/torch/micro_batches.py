@@ -114,7 +114,7 @@ def call_in_parts(
             made.append(run())
     for tensor, version in zip(watched, versions, strict=True):
         if version_of(tensor) != version:
-            raise refused.changes_by_rows(model, paths.get(id(tensor)))
+            raise refused.changes_in_parts(model, paths.get(id(tensor)))
     return keras.tree.map_structure(lambda *leaves: _joined(model, replica, parts, leaves), *made)
 
 

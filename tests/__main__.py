@@ -43,8 +43,8 @@ python -m tests PATH ...     files or folders, also with the arguments of pytest
 """
 STATUS = (
     f"Status: 0 if all pass, {FAILED} after a failure, {OVER_BUDGET} if a lane takes more "
-    f"processor time than twice its budget, {NO_TESTS} without a test of the name, {NO_BACKEND} without a "
-    "backend."
+    f"processor time than twice its budget, {NO_TESTS} without a test of the name, {NO_BACKEND} "
+    "without a backend."
 )
 
 

@@ -49,11 +49,13 @@ def only_writer(folder: Path, refused: Refused | None = None) -> Iterator[None]:
         handle = None if sys.platform == "win32" else _locked(folder / FILE, refused)
         yield
     finally:
-        if handle is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(folder / FILE)
-            os.close(handle)
-        del _writers[writer]
+        try:
+            if handle is not None:
+                with contextlib.suppress(OSError):
+                    os.unlink(folder / FILE)
+                os.close(handle)
+        finally:  # an interrupt above would keep this process out until it ends
+            del _writers[writer]
 
 
 def _locked(path: Path, refused: Refused) -> int | None:

@@ -82,19 +82,19 @@ class _Finder(ast.NodeTransformer):
         self._within.pop()
         return node
 
-    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _scope  # noqa: N815
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _scope
 
-    def visit_Compare(self, node: ast.Compare) -> Any:  # noqa: N802
+    def visit_Compare(self, node: ast.Compare) -> Any:
         names = set(_names(node))
         kinds = [each for each in _texts(node) if each in KINDS]
         if isinstance(node.ops[0], ast.Eq | ast.NotEq) and kinds:
             is_other = isinstance(node.ops[0], ast.NotEq)
             return self._noted(node, {("cpu" not in kinds) != is_other})
-        if names & OF_PLACES or "platform" in names and "sys" not in names:
+        if names & OF_PLACES or ("platform" in names and "sys" not in names):
             return self._noted(node, {True, False})
         return self.generic_visit(node)
 
-    def visit_Call(self, node: ast.Call) -> Any:  # noqa: N802
+    def visit_Call(self, node: ast.Call) -> Any:
         function = node.func
         if isinstance(function, ast.Attribute):
             if function.attr == "startswith" and _texts(node) and "cpu" in _texts(node)[0]:
@@ -112,7 +112,7 @@ class _Finder(ast.NodeTransformer):
             node.values = [self._name_alone(each) for each in node.values]
         return self.generic_visit(node)
 
-    visit_If = visit_IfExp = visit_While = visit_BoolOp = visit_UnaryOp = _tested  # noqa: N815
+    visit_If = visit_IfExp = visit_While = visit_BoolOp = visit_UnaryOp = _tested
 
     def _name_alone(self, node: Any) -> Any:
         if isinstance(node, ast.Name | ast.Attribute):

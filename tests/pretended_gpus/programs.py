@@ -12,6 +12,7 @@ from pathlib import Path
 
 import keras
 import numpy as np
+import pytest
 
 import lockstep
 from lockstep.keras_compat import compute_in_float64
@@ -170,14 +171,11 @@ def refusals():
 
 
 def _refused(call):
-    try:
+    with pytest.raises(lockstep.errors.LockstepError) as caught:
         call()
-    except lockstep.errors.LockstepError as error:
-        lines = str(error).splitlines()
-        print("refused:", lines[0])
-        assert len(lines) <= 3, error
-    else:
-        raise AssertionError("accepted")
+    lines = str(caught.value).splitlines()
+    print("refused:", lines[0])
+    assert len(lines) <= 3
 
 
 class _Noise(keras.utils.PyDataset):

@@ -2,7 +2,7 @@
 
 `PRETENDED_GPUS=jax` imports `tests.pretended_gpus.of_jax` after the start of Python. The dict
 `AFTER` there has a function for each module that it changes, which runs when that module has been
-imported. `NOTED_CONDITIONS` names the file for the conditions of `tests/pretended_gpus/conditions.py`.
+imported. `NOTED_CONDITIONS` names the file for what `tests/pretended_gpus/conditions.py` notes.
 """
 
 import builtins

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.engines.torch.accelerators import is_gpu, wait_for
 from lockstep.engines.torch.settings import flattened
 from lockstep.errors import UnsupportedModel
 
@@ -68,7 +69,7 @@ class RankGroup:
         most: timedelta = _LONGEST_STEP,
         local: bool = True,
     ) -> None:
-        connect = _nccl if device.type == "cuda" else partial(_gloo, local=local)
+        connect = _nccl if is_gpu(device) else partial(_gloo, local=local)
         self.compares = False
         self._backend = self._waited(lambda: connect(store, rank, size, most))
         self._device = device
@@ -90,8 +91,7 @@ class RankGroup:
         Raises:
             PeerLost: If a rank has been lost.
         """
-        if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        wait_for(self._device)
         if self._aborted:
             raise PeerLost("the group was aborted")
 
@@ -145,7 +145,7 @@ class RankGroup:
         Its size is a multiple of the number of ranks.
         """
         size = len(flat) // self.size
-        if flat.device.type == "cuda":
+        if is_gpu(flat.device):
             part = flat.new_empty(size)
             self._compare("sum", flat)
             self._waited(lambda: self._backend._reduce_scatter_base(part, flat).wait())

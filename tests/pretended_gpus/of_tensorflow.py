@@ -1,7 +1,8 @@
 """TensorFlow's logical CPU devices under the names of GPUs.
 
-A sum by NCCL is a collective that waits for every device, that TensorFlow leaves out on a device where nothing needs
-its result, and that takes tensors of one type alone: so a step that would hang on GPUs hangs here.
+A sum by NCCL is a collective that waits for every device, that TensorFlow leaves out on a device
+where nothing needs its result, and that takes tensors of one type alone: so a step that would hang
+on GPUs hangs here.
 """
 
 import itertools
@@ -61,7 +62,8 @@ def _all_sum(device):
         if len(types) > 1 or not types <= OF_NCCL:
             raise TypeError(f"NCCL sums tensors of one of {sorted(OF_NCCL)}, and not of {types}")
         names = tuple(tensor.device for tensor in tensors)
-        assert len({*names}) == len(names) and all(names), names
+        assert all(names), names
+        assert len({*names}) == len(names), names
         group, instance = groups.setdefault(names, 1000 + len(groups)), next(instances)
         sums = []
         for tensor in tensors:

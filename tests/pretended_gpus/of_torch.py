@@ -1,14 +1,15 @@
 """The CPU of PyTorch in the place of its GPUs, to the engine of lockstep.
 
-Tensors stay on the CPU. As on GPUs, a backward pass runs in a thread of its own, which stays for the next one; the
-devices have random numbers of their own; and what NCCL exchanges is there after `wait`. NCCL itself does not notice
-that a process has ended: it waits until it is aborted.
+Tensors stay on the CPU. As on GPUs, a backward pass runs in a thread of its own, which stays for
+the next one; the devices have random numbers of their own; and what NCCL exchanges is there after
+`wait`. NCCL itself does not notice that a process has ended: it waits until it is aborted.
 """
 
 import os
 import queue
 import threading
 from types import SimpleNamespace
+from typing import ClassVar
 
 from tests.pretended_gpus.visible import numbers_of_visible
 
@@ -59,15 +60,15 @@ def _backward_in_its_thread():
 
 
 class _Cuda:
-    """What lockstep asks of `torch.cuda`. A name that PyTorch does not have is none here."""
+    """What lockstep asks of `torch.cuda`, and nothing that PyTorch does not have there."""
 
     def __init__(self):
         import torch
 
         self._torch, self._current = torch, 0
         self._generators = [torch.Generator() for _ in numbers_of_visible()]
-        strange = [name for name in vars(_Cuda) if not name.startswith("_")]
-        assert all(hasattr(torch.cuda, name) for name in strange), strange
+        names = [name for name in vars(_Cuda) if not name.startswith("_")]
+        assert all(hasattr(torch.cuda, name) for name in names), names
 
     def is_available(self):
         return self.device_count() > 0
@@ -89,9 +90,8 @@ class _Cuda:
         return self._current
 
     def set_device(self, device):
-        number = device if isinstance(device, int) else device.index
-        # Every device of this process is the one CPU: see `device_of`.
-        self._current = self._current if number is None else number
+        self._current = device if isinstance(device, int) else device.index
+        assert self._current in range(self.device_count()), f"invalid device ordinal {device}"
 
     def current_stream(self):
         return SimpleNamespace(synchronize=_wait_for_all)
@@ -117,7 +117,7 @@ def _wait_for_all():
 class _Nccl:
     """What lockstep calls of `ProcessGroupNCCL`, by gloo."""
 
-    made = []
+    made: ClassVar = []
 
     def __init__(self, store, rank, size, most):
         from lockstep.engines.torch.group import _gloo
@@ -209,7 +209,7 @@ def _gpus():
 
     accelerators.cuda = _Cuda()
     accelerators.KIND = "cpu" if accelerators.cuda.is_available() else "cuda"
-    accelerators.device_of = lambda number: torch.device("cpu")
+    accelerators.device_of = lambda number: torch.device("cpu", number)  # tensors say "cpu" there
     accelerators.reduce_add = lambda tensors, destination: sum(tensors)
     if not os.environ.get("PRETENDED_NO_NCCL"):
         accelerators.dist = SimpleNamespace(is_nccl_available=lambda: True)

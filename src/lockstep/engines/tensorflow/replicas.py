@@ -217,15 +217,17 @@ class Replica:
     def _sums(self, values: list[Any]) -> list[Any]:
         """Return the sums of tensors over replicas.
 
-        NCCL sums tensors of one type in one call, and not of every type. Its sum on one device waits
-        for those on the others, and TensorFlow leaves out an operation whose result nothing needs,
-        such as a sum of which one replica alone uses the result. So each result here needs the sums
-        on all devices.
+        NCCL sums tensors of one type in one call, and not of every type. Its sum on one device
+        waits for those on the others, and TensorFlow leaves out an operation whose result nothing
+        needs, such as a sum that one replica alone uses. So each result here needs the sums on all
+        devices.
         """
         found: list[Any] = [None] * len(values)
         by_type: dict[Any, list[int]] = {}
         for number, value in enumerate(values):
-            by_type.setdefault((value.dtype, isinstance(value, tf.IndexedSlices)), []).append(number)
+            by_type.setdefault((value.dtype, isinstance(value, tf.IndexedSlices)), []).append(
+                number
+            )
         for (dtype, is_sparse), numbers in by_type.items():
             given = [values[number] for number in numbers]
             if is_sparse or dtype in _OF_NCCL:
@@ -416,7 +418,7 @@ def _mode(context: Any) -> Iterator[None]:
 
 
 _OF_NCCL = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
-"""The types of TensorFlow's operation for NCCL; see tensorflow/core/ops/nccl_ops.cc, NcclAllReduce."""
+"""The types of TensorFlow's operation: tensorflow/core/ops/nccl_ops.cc, NcclAllReduce."""
 
 
 def _to_sum(lookup: Any) -> Any:

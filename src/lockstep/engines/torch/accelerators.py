@@ -1,17 +1,20 @@
 """The GPUs of PyTorch: all that the engine asks of `torch.cuda`.
 
-The tests replace `cuda` and `KIND`, so that CPU devices stand for GPUs.
+The tests replace `cuda` and `KIND`, so that CPU devices stand for GPUs. Keras is not imported here:
+`import lockstep` needs this module under a launcher.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel.comm import reduce_add
 
-from lockstep.core.devices import Device
-from lockstep.errors import UnsupportedBackend
-from lockstep.keras_compat import torch_default_device
+from lockstep.core.devices import REHEARSE, Device
+from lockstep.core.environment import Place
+from lockstep.errors import ProcessesDisagree, UnsupportedBackend
+from lockstep.processes.shares import devices_of_process
 
 KIND = "cuda"
 """What PyTorch calls the kind of device that is `"gpu"` in lockstep."""
@@ -22,22 +25,6 @@ cuda: Any = torch.cuda
 def is_gpu(device: torch.device) -> bool:
     """Return whether a device of PyTorch is a GPU."""
     return bool(device.type == KIND)
-
-
-def keras_uses_gpus() -> bool:
-    """Return whether Keras has chosen a GPU for its tensors.
-
-    Raises:
-        UnsupportedBackend: If it has chosen a device that lockstep does not know.
-    """
-    kind = torch_default_device().partition(":")[0]
-    if kind not in ("cpu", KIND):
-        raise UnsupportedBackend(
-            f"Keras makes its tensors on {kind!r}, and lockstep on 'torch' runs on 'cuda' and "
-            "'cpu' alone.\nPyTorch has no collectives between devices of that kind that lockstep "
-            "can use.\nSet KERAS_TORCH_DEVICE=cpu before Keras is imported, or leave lockstep out."
-        )
-    return kind == KIND
 
 
 def device_of(number: int) -> torch.device:
@@ -70,6 +57,27 @@ def make_current(device: torch.device) -> None:
     """Let Keras make its tensors on this device, in this process."""
     if is_gpu(device):
         cuda.set_device(device)
+
+
+def take_own(place: Place, environ: Mapping[str, str]) -> None:
+    """Make the GPU of a launcher's process PyTorch's current one, if it sees those of others too.
+
+    A script may build its model before it calls `distribute`. Every process of the host would build
+    it on the first GPU. What cannot be divided is refused by `distribute`.
+
+    Args:
+        place: The place of this process.
+        environ: The environment.
+    """
+    on_cpu = environ.get(REHEARSE, "").strip() or environ.get("KERAS_TORCH_DEVICE", KIND) != KIND
+    if on_cpu or not cuda.is_available() or current_number():  # the script has chosen another one
+        return
+    try:
+        mine = devices_of_process(place, number_of_gpus())
+    except ProcessesDisagree:
+        return
+    if mine is not None and len(mine) == 1:
+        cuda.set_device(mine[0])
 
 
 def wait_for(device: torch.device) -> None:

@@ -7,15 +7,9 @@ import torch
 
 from lockstep.core.devices import Device, check_visible, rehearsed_devices
 from lockstep.core.rehearsal_error import rehearsal_too_late
-from lockstep.engines.torch.accelerators import (
-    is_gpu,
-    keras_uses_gpus,
-    listed,
-    name_of,
-    summed,
-)
+from lockstep.engines.torch.accelerators import is_gpu, listed, name_of, summed
 from lockstep.engines.torch.launcher_group import TorchGroup
-from lockstep.engines.torch.placement import torch_device_of
+from lockstep.engines.torch.placement import keras_uses_gpus, torch_device_of
 
 _rehearsed: int | None = None
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.engines.torch.accelerators import is_gpu, wait_for
+from lockstep.engines.torch.backward_order import BackwardOrder
 from lockstep.engines.torch.settings import flattened
 from lockstep.errors import UnsupportedModel
 
@@ -55,6 +56,7 @@ class RankGroup:
         local: Whether all processes are on this host.
 
     Attributes:
+        backward_order: Keeps the order of backward passes the same on all ranks, if these are GPUs.
         compares: Whether every rank says what it is about to exchange: gloo ends the process where
             two ranks exchange tensors of other sizes.
     """
@@ -74,6 +76,7 @@ class RankGroup:
         self._backend = self._waited(lambda: connect(store, rank, size, most))
         self._device = device
         self._aborted = False
+        self.backward_order = BackwardOrder(device) if is_gpu(device) else None
         self._waiting: list[_Sum] = []
         self.rank = rank
         self.size = size
@@ -219,6 +222,7 @@ class LoneRank(RankGroup):
 
     def __init__(self, device: torch.device) -> None:
         self.compares = self._aborted = False
+        self.backward_order = None
         self._device = device
         self.rank, self.size = 0, 1
 

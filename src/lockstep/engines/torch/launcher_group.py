@@ -21,11 +21,11 @@ from lockstep.core.status import phase
 from lockstep.engines.torch.accelerators import (
     check_nccl,
     device_of,
-    keras_uses_gpus,
     make_current,
     number_of_gpus,
 )
 from lockstep.engines.torch.group import RankGroup
+from lockstep.engines.torch.placement import keras_uses_gpus
 from lockstep.engines.torch.replica import random_state, set_random_state
 from lockstep.engines.torch.sharded_variables import is_sharded
 from lockstep.errors import ProcessesDisagree

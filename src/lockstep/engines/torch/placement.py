@@ -11,9 +11,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.core.state import variables_of
+from lockstep.engines.torch import accelerators
 from lockstep.engines.torch.accelerators import check_nccl, current_number, device_of, is_gpu
-from lockstep.errors import DeviceError
-from lockstep.keras_compat import stored_value, torch_current_device
+from lockstep.errors import DeviceError, UnsupportedBackend
+from lockstep.keras_compat import stored_value, torch_current_device, torch_default_device
 
 
 def torch_device_of(name: str) -> torch.device:
@@ -38,6 +39,22 @@ def current_device() -> torch.device:
 def computes() -> bool:
     """Return whether calls compute now: Keras also calls layers to learn shapes alone."""
     return torch_current_device() != "meta"
+
+
+def keras_uses_gpus() -> bool:
+    """Return whether Keras has chosen a GPU for its tensors.
+
+    Raises:
+        UnsupportedBackend: If it has chosen a device that lockstep does not know.
+    """
+    kind = torch_default_device().partition(":")[0]
+    if kind not in ("cpu", accelerators.KIND):
+        raise UnsupportedBackend(
+            f"Keras makes its tensors on {kind!r}, and lockstep on 'torch' runs on 'cuda' and "
+            "'cpu' alone.\nPyTorch has no collectives between devices of that kind that lockstep "
+            "can use.\nSet KERAS_TORCH_DEVICE=cpu before Keras is imported, or leave lockstep out."
+        )
+    return kind == accelerators.KIND
 
 
 def check_placement(devices: Sequence[str]) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 _LEAST = 2**12
-"""The number from which a step makes operations. Until the first exchange in the first backward pass
-that makes some, these have lower numbers."""
+"""The number from which a step makes operations. Until the first exchange in the first backward
+pass that makes some, these have lower numbers."""
 
 _ROOM = 2**15
 """Operations that the thread of a step may make before the numbers of gradients are raised again.

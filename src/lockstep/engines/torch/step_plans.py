@@ -59,8 +59,8 @@ class Route:
 
     Attributes:
         how: `BY_ROWS`: by all ranks; `ON_WHOLE_BATCH`: they share calls of layers; `ALONE`: by the
-            first one; `BUILDS`: by the first one, which makes variables. The processes of a launcher
-            all run it, and take the first one's values.
+            first one; `BUILDS`: by the first one, which makes variables. All processes of a
+            launcher run it, and take the first one's values.
         reason: Why not by rows.
         plan: How each rank runs layers and losses by rows.
     """
@@ -142,7 +142,7 @@ class StepPlans:
                 runner.unchecked = True
                 self._adopt()
             elif not in_script or type(self._model).call is keras.Model.call:
-                return Route(BUILDS)  # a model without `call` is built by its step alone
+                return Route(BUILDS)  # its step alone builds a model without `call`
             else:
                 with torch.no_grad():  # each process builds it, and takes the first one's values
                     self._model(keras.utils.unpack_x_y_sample_weight(batch)[0])

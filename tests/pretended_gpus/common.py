@@ -25,9 +25,7 @@ def environment(engine, devices, **more):
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONFAULTHANDLER": "1",
         "PRETENDED_GPUS": engine,
-        "PRETENDED_DEVICES": str(devices),
         "KERAS_BACKEND": engine,
-        "JAX_NUM_CPU_DEVICES": str(devices + 1),  # the last one is the CPU
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices))),
         **more,

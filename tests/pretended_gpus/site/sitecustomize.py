@@ -1,7 +1,8 @@
 """Make the processes of a test pretend, child processes too: Python imports this file at its start.
 
-`PRETENDED_GPUS=jax` imports `tests.pretended_gpus.of_jax` after the start of Python. The dict `AFTER` there has
-a function for each module that it changes. The function runs when that module has been imported.
+`PRETENDED_GPUS=jax` imports `tests.pretended_gpus.of_jax` after the start of Python. The dict
+`AFTER` there has a function for each module that it changes, which runs when that module has been
+imported.
 """
 
 import importlib

@@ -102,7 +102,7 @@ def branches(folder):
     def make():
         keras.utils.clear_session(free_memory=False)
         keras.utils.set_random_seed(3)
-        given = [keras.Input((6, 6, 3), name=name) for name in ("left", "right")]
+        given = [keras.Input((6, 6, 3), name=name) for name in ("a", "b")]
         sides = [
             layers.Dense(3, "tanh", name=f"of_{each.name}")(
                 layers.Flatten(name=f"flat_{each.name}")(each)
@@ -315,7 +315,7 @@ def main(folder, *cases):
         import tests.torch.double  # noqa: F401
     warnings.simplefilter("error", lockstep.errors.UnsplitBatchWarning)
     for case in cases:
-        if case in ("penalty", "without_call"):
+        if case in ("checkpointed", "penalty", "without_call"):
             warnings.simplefilter("ignore", lockstep.errors.UnsplitBatchWarning)
         globals()[case](Path(folder))
         print(case, "is equal on", *DEVICES)

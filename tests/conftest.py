@@ -25,9 +25,10 @@ from lockstep.processes.shares import visible_gpus
 from tests.tiers import TIERS, belongs, each_value_once
 
 BACKEND = os.environ["KERAS_BACKEND"]
-if BACKEND != "jax":  # each other backend has one folder, and one that all have
+OF_ALL = ("every_backend", "pretended_gpus")
+if BACKEND != "jax":  # each other backend has one folder, and those that all have
     _folders = {each.name for each in Path(__file__).parent.iterdir() if each.is_dir()}
-    collect_ignore = sorted(_folders - {BACKEND, "every_backend"})
+    collect_ignore = sorted(_folders - {BACKEND, *OF_ALL})
 
 REHEARSING = ("LOCKSTEP_", "KERAS_TORCH_DEVICE", "JAX_", "XLA_", "PYTEST_")
 FOR_GPUS = {name: v for name, v in os.environ.items() if not name.startswith(REHEARSING)}
@@ -86,7 +87,7 @@ def pytest_collection_finish(session):
 def _is_of_this_backend(item):
     """A file that the command names is collected in every lane."""
     folder = item.nodeid.split("/")[1]
-    return folder in (BACKEND, "every_backend") or folder.endswith(".py") or BACKEND == "jax"
+    return folder in (BACKEND, *OF_ALL) or folder.endswith(".py") or BACKEND == "jax"
 
 
 def _has_its_gpus(item):

@@ -269,6 +269,8 @@ def verify(
     import lockstep
     from lockstep.tools.targets import float64_model_and_data, model_and_data
 
+    # TensorFlow in this process would leave that of float64 no memory on a GPU.
+    os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
     asked = int(devices) if devices is not None and devices.strip().isdecimal() else devices
     if rehearse:
         if not isinstance(asked, int):

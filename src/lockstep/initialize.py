@@ -70,14 +70,20 @@ def join_at_first_use(environ: MutableMapping[str, str]) -> None:
     """Let JAX join the processes of the launcher right before it starts its devices.
 
     A script may build its model before it calls `distribute`, and JAX cannot join processes after
-    its first operation. Without a launcher, nothing is imported. Contradictory variables raise no
-    error here: `import lockstep` has to work in every command. `distribute` raises it.
+    its first operation. PyTorch can, and gets the GPU of this process here. Without a launcher,
+    nothing is imported. Contradictory variables raise no error here: `import lockstep` has to work
+    in every command. `distribute` raises it.
     """
     try:
         place = ALONE if _is_child(environ) else ray_train.worker_place() or find_place(environ)
     except ProcessesDisagree:
         return
-    if place.size == 1 or choose_backend(environ)[0] != "jax":
+    backend = choose_backend(environ)[0] if place.size > 1 else None
+    if backend == "torch":
+        from lockstep.engines.torch import accelerators
+
+        accelerators.take_own(place, environ)
+    if backend != "jax":
         return
     from lockstep.engines.jax import joining
 

@@ -199,3 +199,35 @@ def test_processes_that_would_claim_the_same_gpus_are_refused(size, visible, fit
     with pytest.raises(ProcessesDisagree, match=f"{size} processes .* each sees {visible}:") as it:
         devices_of_process(place, int(visible.split()[0]))
     assert f"Start {fit} per host" in str(it.value)
+
+
+BOUND = {
+    **SLURM,
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+    "SLURM_NODEID": "0",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("visible", "on_host", "bound"),
+    [
+        ("CUDA_VISIBLE_DEVICES=2,3", "4", True),  # --gpu-bind=single:2
+        ("CUDA_VISIBLE_DEVICES=0,1", "4", True),  # the same, in cgroups
+        ("CUDA_VISIBLE_DEVICES=1", "2", True),
+        ("ROCR_VISIBLE_DEVICES=1", "2", True),
+        ("CUDA_VISIBLE_DEVICES=0,1,2,3", "4", False),
+        ("CUDA_VISIBLE_DEVICES=0,1,2", "4", False),  # --gpu-bind=closest: not all are its own
+        ("NOTHING=", "4", False),
+    ],
+)
+def test_gpus_that_slurm_has_bound_to_a_task_are_its_own(visible, on_host, bound):
+    """Each of two tasks took half of its own GPUs, or was told that both would claim one."""
+    name, value = visible.split("=")
+    place = find_place({**BOUND, name: value, "SLURM_GPUS_ON_NODE": on_host})
+    assert place.divides_devices is bound
+    if bound:
+        assert devices_of_process(place, visible=len(value.split(","))) is None

@@ -438,11 +438,11 @@ def test_what_cannot_be_started_is_refused_in_words(case, tmp_path, monkeypatch)
     assert len(done.output.strip().splitlines()) <= 3
 
 
-def test_the_visible_gpus_are_divided(monkeypatch):
+def test_the_visible_gpus_are_divided(tmp_path):
     from lockstep.processes.shares import devices_of_each
 
     of = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
-    got = [devices_of_each(2, None, of), devices_of_each(2, 1, of), devices_of_each(1, None, of)]
+    got = [devices_of_each(*asked, of, tmp_path) for asked in ((2, None), (2, 1), (1, None))]
     assert [[each["CUDA_VISIBLE_DEVICES"] for each in every] for every in got] == [
         ["4,5", "6,7"],
         ["4", "5"],
@@ -451,3 +451,56 @@ def test_the_visible_gpus_are_divided(monkeypatch):
     assert (
         devices_of_each(2, 3, {**of, "LOCKSTEP_REHEARSE": "8"}) == [{"LOCKSTEP_REHEARSE": "3"}] * 2
     )
+
+
+def machine(folder, *, nvidia=0, amd=0):
+    """A folder in the place of `/`, with the device files of so many GPUs."""
+    for number in range(nvidia):
+        file = folder / f"dev/nvidia{number}"
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    for number in range(amd + bool(amd)):  # the first node is the processor
+        node = folder / f"sys/class/kfd/kfd/topology/nodes/{number}"
+        node.mkdir(parents=True)
+        simds, minor = ("0", "0") if number == 0 else ("304", str(127 + number))
+        (node / "properties").write_text(f"simd_count {simds}\ndrm_render_minor {minor}\n")
+        if number and number != 3:  # a container has no device file of this one
+            file = folder / f"dev/dri/renderD{minor}"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [
+        (None, ["0", "1", "2"]),
+        ("", []),
+        ("2,0", ["2", "0"]),
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("1,7,2", ["1"]),  # CUDA ignores what follows a name that is not there
+        ("GPU-8f2,MIG-1", ["GPU-8f2", "MIG-1"]),
+    ],
+)
+def test_the_names_of_gpus_are_read_as_cuda_reads_them(tmp_path, visible, found):
+    from lockstep.processes.shares import visible_gpus
+
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert visible_gpus(environ, machine(tmp_path, nvidia=3)) == found
+
+
+def test_the_gpus_of_rocm_are_divided(tmp_path):
+    """They have no /dev/nvidiaN: each process claimed all of them."""
+    from lockstep.processes.shares import devices_of_each
+
+    root = machine(tmp_path, amd=5)
+    assert devices_of_each(2, None, {}, root) == [
+        {"HIP_VISIBLE_DEVICES": "0,1"},
+        {"HIP_VISIBLE_DEVICES": "2,3"},
+    ]
+    among = {"ROCR_VISIBLE_DEVICES": "1,3", "HIP_VISIBLE_DEVICES": "1,0,2"}
+    assert devices_of_each(2, None, among, root) == [
+        {"HIP_VISIBLE_DEVICES": "1"},
+        {"HIP_VISIBLE_DEVICES": "0"},
+    ]

@@ -184,17 +184,37 @@ def _slurm(environ: Environment) -> Place | None:
     known = hosts and job is not None
     port = _FIRST_PORT + ((job or 0) + 31 * (step or 0)) % _PORTS
     one_host = environ.get("SLURM_STEP_NUM_NODES") == "1"
+    tasks = size if one_host else _tasks_on_host(environ)
     return Place(
         rank,
         size,
         _number(environ, "SLURM_LOCALID"),
-        size if one_host else _tasks_on_host(environ),
+        tasks,
         f"{first_host(hosts)}:{port}" if known else None,
         "Slurm",
         tuple(name for name in names if environ.get(name)),
         trains_together=False,
-        divides_devices=_any(environ, ("SLURM_GPUS_PER_TASK", "SLURM_GPUS_PER_TASK_BIND")),
+        divides_devices=_any(environ, ("SLURM_GPUS_PER_TASK", "SLURM_GPUS_PER_TASK_BIND"))
+        or _has_bound_gpus(environ, tasks),
     )
+
+
+def _has_bound_gpus(environ: Environment, tasks: int | None) -> bool:
+    """Return whether Slurm has given each task of this host its own GPUs, as by `--gpu-bind`.
+
+    A task sees the GPUs that it is bound to. Slurm's variable counts those of the step on the host.
+    With `--gpu-bind=closest`, tasks may be bound to the same ones.
+    """
+    in_all = _number(environ, "SLURM_GPUS_ON_NODE")
+    named = [environ[name] for name in _OF_SLURM if environ.get(name)]
+    if in_all is None or not named:
+        return False
+    own = len(named[0].split(","))
+    return own < in_all and (tasks or 1) * own <= in_all
+
+
+_OF_SLURM = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""The variables in which Slurm names the GPUs of a task: src/plugins/gres/common/gres_common.c."""
 
 
 def _tasks_on_host(environ: Environment) -> int | None:

@@ -2,8 +2,10 @@
 
 import re
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from lockstep.core.devices import REHEARSE
@@ -17,31 +19,85 @@ from lockstep.core.environment import (
 )
 from lockstep.errors import LaunchError, ProcessesDisagree, counted, first_line
 
+CUDA, HIP, ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 
-def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """Return the names of the NVIDIA GPUs, as `CUDA_VISIBLE_DEVICES` writes them.
+
+def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> list[str]:
+    """Return the names of the GPUs, as the variable of `variable_for` writes them.
 
     Args:
         environ: The environment of the process.
-        devices: The folder with the device files.
+        root: The folder with `dev` and `sys`.
 
     Returns:
         The names, none where JAX is told to run on CPUs.
     """
     if environ.get(REHEARSE, "").strip() or environ.get("JAX_PLATFORMS", "").strip() == "cpu":
         return []
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    count = _number_of_gpus(root)
+    if variable_for(root) == HIP:  # which counts among those of ROCR, and reads CUDA's variable too
+        count = len(_named(environ.get(ROCR), count))
+        return _named(environ.get(HIP, environ.get(CUDA)), count)
+    return _named(environ.get(CUDA), count)
+
+
+def variable_for(root: Path = Path("/")) -> str:
+    """Return the variable that says which GPUs a process sees, on this machine."""
+    return HIP if _amd_gpus(root) else CUDA
+
+
+def _named(visible: str | None, count: int | None) -> list[str]:
+    """Return the names of the visible GPUs, by the value of a variable.
+
+    CUDA and HIP ignore everything from the first name on that names none.
+
+    Args:
+        visible: The value, `None` if it is not set.
+        count: The number of GPUs of this machine, `None` where unknown.
+    """
     if visible is None:
-        files = [file.name for file in devices.glob("nvidia*")]
-        numbers = [int(name[6:]) for name in files if re.fullmatch(r"nvidia\d+", name)]
-        return [str(position) for position in range(len(numbers))]
-    names = [name.strip() for name in visible.split(",")]
-    # CUDA ignores everything from the first invalid name on.
-    return names[: names.index("-1")] if "-1" in names else [name for name in names if name]
+        return [str(number) for number in range(count or 0)]
+    found: list[str] = []
+    for name in map(str.strip, visible.split(",")):
+        is_number = name.isdecimal() and (count is None or int(name) < count)
+        if not (is_number or name.startswith(("GPU-", "MIG-"))):
+            break
+        found.append(name)
+    return found
+
+
+def _number_of_gpus(root: Path) -> int | None:
+    """Return the number of GPUs of this machine, `None` where it does not say so."""
+    nvidia = nvidia_gpus(root)
+    if nvidia:
+        return nvidia
+    if (root / "dev/dxg").exists():  # Windows has the devices of WSL 2
+        command = root / "usr/lib/wsl/lib/nvidia-smi"
+        with suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=20)
+            return len(re.findall(r"^GPU \d+:", done.stdout, re.MULTILINE))
+    return _amd_gpus(root) or None
+
+
+def nvidia_gpus(root: Path = Path("/")) -> int:
+    """Return the number of NVIDIA GPUs that have a device file."""
+    return sum(each.name[6:].isdecimal() for each in (root / "dev").glob("nvidia*"))
+
+
+def _amd_gpus(root: Path) -> int:
+    """Return the number of GPUs for ROCm: those of the kernel's list that this process may open."""
+    found = 0
+    for file in (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
+        with suppress(OSError):
+            values = dict(line.split() for line in file.read_text().splitlines())
+            minor = values.get("drm_render_minor", "0")
+            is_gpu = values.get("simd_count", "0") != "0"
+            found += is_gpu and (root / f"dev/dri/renderD{minor}").exists()
+    return found
 
 
 def devices_of_each(
-    processes: int, per_process: int | None, environ: Mapping[str, str]
+    processes: int, per_process: int | None, environ: Mapping[str, str], root: Path = Path("/")
 ) -> list[dict[str, str]]:
     """Return for each process the variables that give it its devices.
 
@@ -51,11 +107,12 @@ def devices_of_each(
         processes: The number of processes.
         per_process: The number of devices of each, `None` for an equal share of all.
         environ: The environment of the launcher.
+        root: The folder with `dev` and `sys`.
 
     Raises:
         LaunchError: If there are not enough GPUs, or they cannot be divided.
     """
-    gpus = visible_gpus(environ)
+    gpus = visible_gpus(environ, root)
     if not gpus:
         rehearsed = {} if per_process is None else {REHEARSE: str(per_process)}
         return [rehearsed] * processes
@@ -63,7 +120,7 @@ def devices_of_each(
         raise LaunchError(
             f"--processes={processes} was asked for, and {len(gpus)} GPUs are here, which they "
             "cannot divide.\n"
-            "Add --devices-per-process, or set CUDA_VISIBLE_DEVICES to fewer GPUs."
+            f"Add --devices-per-process, or set {variable_for(root)} to fewer GPUs."
         )
     share = per_process or max(1, len(gpus) // processes)
     if processes * share > len(gpus):
@@ -74,7 +131,7 @@ def devices_of_each(
             f"Start fewer, or rehearse on virtual CPU devices: {REHEARSE}={share}."
         )
     parts = [gpus[rank * share : (rank + 1) * share] for rank in range(processes)]
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts]
+    return [{variable_for(root): ",".join(part)} for part in parts]
 
 
 def devices_of_process(place: Place, visible: int) -> list[int] | None:

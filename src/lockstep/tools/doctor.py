@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.core.devices import REHEARSE, names_in_words
 from lockstep.core.package_versions import install_command, package_version
 from lockstep.errors import counted
-from lockstep.processes.shares import visible_gpus
+from lockstep.processes.shares import nvidia_gpus
 from lockstep.rehearsal import choose_backend
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def examine(environ: Mapping[str, str]) -> Findings:
         devices=devices,
         failure=failure,
         rehearsal=environ.get(REHEARSE, "").strip(),
-        gpus=len(visible_gpus({})),
+        gpus=nvidia_gpus(),
         visible=environ.get("CUDA_VISIBLE_DEVICES"),
     )
 

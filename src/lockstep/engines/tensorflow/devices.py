@@ -73,13 +73,17 @@ def exchanged(values: Any, source: str, target: str) -> tuple[Any, Any]:
         given = tf.identity(tf.constant(values))
     with tf.device(target):
         copy = tf.identity(given)
-    total = _sums(source, target)(given)
+    _, total = _sums(source, target)(given)
     return copy.numpy(), total.numpy()
 
 
 @cache
 def _sums(source: str, target: str) -> Any:
-    """Return a function that sums a tensor of two replicas, as the second one has it."""
+    """Return a function that sums a tensor of two replicas, and returns what each of them has.
+
+    TensorFlow leaves out an operation whose result nothing needs, and the sum of one replica waits
+    for that of the other one.
+    """
     strategy = tf.distribute.MirroredStrategy([source, target])
 
     def summed(given: Any) -> Any:
@@ -87,6 +91,6 @@ def _sums(source: str, target: str) -> Any:
         return replica.all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(given))
 
     def run(given: Any) -> Any:
-        return strategy.experimental_local_results(strategy.run(summed, (given,)))[1]
+        return strategy.experimental_local_results(strategy.run(summed, (given,)))
 
     return tf.function(run)

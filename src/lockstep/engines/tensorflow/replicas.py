@@ -210,13 +210,47 @@ class Replica:
         if not present:
             return gradients
 
+        reduced = iter(self._sums(present))
+        summed = [[_summed(lookup, next(reduced)) for lookup in each] for each in lookups]
+        return [joined(each) if each else None for each in summed]
+
+    def _sums(self, values: list[Any]) -> list[Any]:
+        """Return the sums of tensors over replicas.
+
+        NCCL sums tensors of one type in one call, and not of every type. Its sum on one device
+        waits for those on the others, and TensorFlow leaves out an operation whose result nothing
+        needs, such as a sum that one replica alone uses. So each result here needs the sums on all
+        devices.
+        """
+        found: list[Any] = [None] * len(values)
+        by_type: dict[Any, list[int]] = {}
+        for number, value in enumerate(values):
+            by_type.setdefault((value.dtype, isinstance(value, tf.IndexedSlices)), []).append(
+                number
+            )
+        for (dtype, is_sparse), numbers in by_type.items():
+            given = [values[number] for number in numbers]
+            if is_sparse or dtype in _OF_NCCL:
+                sums = self._reduced(given)
+            elif dtype == tf.bfloat16:
+                wide = self._reduced([tf.cast(value, tf.float32) for value in given])
+                sums = [tf.cast(total, dtype) for total in wide]
+            else:
+                sums = [tf.add_n(self.exchange(value)) for value in given]
+            for number, total in zip(numbers, sums, strict=True):
+                found[number] = total
+        every = [total for totals in self.exchange(found) for total in totals]
+        with tf.control_dependencies([each for each in every if isinstance(each, tf.Tensor)]):
+            return [tf.identity(each) if isinstance(each, tf.Tensor) else each for each in found]
+
+    def _reduced(self, values: list[Any]) -> Any:
+        """Return the sums of tensors of one type over replicas, by `tf.distribute`."""
+
         def reduce(strategy: Any, *values: Any) -> Any:
             pairs = [(value, value) for value in values]
             return strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs)
 
-        reduced = iter(self._meet(reduce, present))
-        summed = [[_summed(lookup, next(reduced)) for lookup in each] for each in lookups]
-        return [joined(each) if each else None for each in summed]
+        return self._meet(reduce, values)
 
     def exchange(self, value: Any) -> tuple[Any, ...]:
         """Return the `value` of every replica, in the order of replicas."""
@@ -381,6 +415,10 @@ def _mode(context: Any) -> Iterator[None]:
         yield
     finally:
         distribute_lib._pop_per_thread_mode()
+
+
+_OF_NCCL = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+"""The types of TensorFlow's operation: tensorflow/core/ops/nccl_ops.cc, NcclAllReduce."""
 
 
 def _to_sum(lookup: Any) -> Any:

@@ -7,9 +7,9 @@ import torch
 
 from lockstep.core.devices import Device, check_visible, rehearsed_devices
 from lockstep.core.rehearsal_error import rehearsal_too_late
+from lockstep.engines.torch.accelerators import is_gpu, listed, name_of, summed
 from lockstep.engines.torch.launcher_group import TorchGroup
-from lockstep.engines.torch.placement import torch_device_of
-from lockstep.keras_compat import torch_default_device
+from lockstep.engines.torch.placement import keras_uses_gpus, torch_device_of
 
 _rehearsed: int | None = None
 
@@ -28,15 +28,15 @@ def list_devices() -> tuple[Device, ...]:
         make_virtual(asked)
     if _rehearsed is not None:
         return tuple(Device(f"cpu:{number}", "cpu") for number in range(_rehearsed))
-    here = (*_gpus(), Device("cpu:0", "cpu"))
+    here = (*(listed() if keras_uses_gpus() else ()), Device("cpu:0", "cpu"))
     check_visible(here, os.environ)
     return here
 
 
 def of_all(group: TorchGroup) -> tuple[Device, ...]:
     """Return the devices of joined processes: one of each, by its rank."""
-    platform = "gpu" if group.device.type == "cuda" else group.device.type
-    name = torch.cuda.get_device_name(group.device) if platform == "gpu" else platform
+    on_gpus = is_gpu(group.device)
+    platform, name = ("gpu", name_of(group.device)) if on_gpus else ("cpu", "cpu")
     return tuple(Device(f"{platform}:{rank}", name) for rank in range(group.size))
 
 
@@ -53,14 +53,9 @@ def make_virtual(count: int) -> None:
         RehearsalTooLate: If Keras has chosen an accelerator.
     """
     global _rehearsed
-    if torch_default_device() != "cpu":
-        raise rehearsal_too_late("Keras", count, (*_gpus(), Device("cpu:0", "cpu")))
+    if keras_uses_gpus():
+        raise rehearsal_too_late("Keras", count, (*listed(), Device("cpu:0", "cpu")))
     _rehearsed = count
-
-
-def _gpus() -> list[Device]:
-    every = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return [Device(f"gpu:{n}", each.name, each.total_memory) for n, each in enumerate(every)]
 
 
 def exchanged(values: Any, source: str, target: str) -> tuple[Any, Any]:
@@ -70,9 +65,5 @@ def exchanged(values: Any, source: str, target: str) -> tuple[Any, Any]:
     """
     one, other = torch_device_of(source), torch_device_of(target)
     given, there = torch.from_numpy(values).to(one), torch.from_numpy(values).to(other)
-    total = (
-        torch.cuda.comm.reduce_add([given, there], destination=other.index)
-        if other.type == "cuda"
-        else given + there
-    )
+    total = summed([given, there], other) if is_gpu(other) else given + there
     return given.to(other).cpu().numpy(), total.cpu().numpy()

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.engines.torch.accelerators import is_gpu, wait_for
+from lockstep.engines.torch.backward_order import BackwardOrder
 from lockstep.engines.torch.settings import flattened
 from lockstep.errors import UnsupportedModel
 
@@ -54,6 +56,7 @@ class RankGroup:
         local: Whether all processes are on this host.
 
     Attributes:
+        backward_order: Keeps the order of backward passes the same on all ranks, if these are GPUs.
         compares: Whether every rank says what it is about to exchange: gloo ends the process where
             two ranks exchange tensors of other sizes.
     """
@@ -68,11 +71,12 @@ class RankGroup:
         most: timedelta = _LONGEST_STEP,
         local: bool = True,
     ) -> None:
-        connect = _nccl if device.type == "cuda" else partial(_gloo, local=local)
+        connect = _nccl if is_gpu(device) else partial(_gloo, local=local)
         self.compares = False
         self._backend = self._waited(lambda: connect(store, rank, size, most))
         self._device = device
         self._aborted = False
+        self.backward_order = BackwardOrder(device) if is_gpu(device) else None
         self._waiting: list[_Sum] = []
         self.rank = rank
         self.size = size
@@ -90,8 +94,7 @@ class RankGroup:
         Raises:
             PeerLost: If a rank has been lost.
         """
-        if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        wait_for(self._device)
         if self._aborted:
             raise PeerLost("the group was aborted")
 
@@ -145,7 +148,7 @@ class RankGroup:
         Its size is a multiple of the number of ranks.
         """
         size = len(flat) // self.size
-        if flat.device.type == "cuda":
+        if is_gpu(flat.device):
             part = flat.new_empty(size)
             self._compare("sum", flat)
             self._waited(lambda: self._backend._reduce_scatter_base(part, flat).wait())
@@ -219,6 +222,7 @@ class LoneRank(RankGroup):
 
     def __init__(self, device: torch.device) -> None:
         self.compares = self._aborted = False
+        self.backward_order = None
         self._device = device
         self.rank, self.size = 0, 1
 

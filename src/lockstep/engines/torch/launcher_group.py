@@ -18,12 +18,17 @@ import torch.distributed as dist
 
 from lockstep.core.environment import Place
 from lockstep.core.status import phase
+from lockstep.engines.torch.accelerators import (
+    check_nccl,
+    device_of,
+    make_current,
+    number_of_gpus,
+)
 from lockstep.engines.torch.group import RankGroup
-from lockstep.engines.torch.placement import make_current
+from lockstep.engines.torch.placement import keras_uses_gpus
 from lockstep.engines.torch.replica import random_state, set_random_state
 from lockstep.engines.torch.sharded_variables import is_sharded
 from lockstep.errors import ProcessesDisagree
-from lockstep.keras_compat import torch_default_device
 from lockstep.processes.coordination import patience
 from lockstep.processes.group import use
 from lockstep.processes.process_group import from_first
@@ -212,10 +217,11 @@ def join(place: Place, rehearsed: int) -> tuple[int, int]:
 
 def _own_device(place: Place, rehearsed: int) -> torch.device:
     """Return the one device on which this process trains."""
-    if torch_default_device() == "cpu":
+    on_gpu = keras_uses_gpus()
+    if not on_gpu:
         mine = list(range(rehearsed))
     else:
-        visible = torch.cuda.device_count()
+        visible = number_of_gpus()
         found = devices_of_process(place, visible)
         mine = list(range(visible)) if found is None else found
     if len(mine) != 1:
@@ -224,5 +230,7 @@ def _own_device(place: Place, rehearsed: int) -> torch.device:
             f"one.\nStart {place.size * len(mine)} processes, or let each see one device "
             "(CUDA_VISIBLE_DEVICES, LOCKSTEP_REHEARSE=1)."
         )
-    kind = "cpu" if torch_default_device() == "cpu" else "cuda"
-    return torch.device(kind, mine[0]) if kind == "cuda" else torch.device(kind)
+    if not on_gpu:
+        return torch.device("cpu")
+    check_nccl()
+    return device_of(mine[0])

@@ -133,6 +133,11 @@ class LauncherPeers(Peers):
             share_variables([*new, *(constants_of(self._model) if new else [])])
         self._shared = {id(variable): variable for variable in variables}
 
+    def take_first_values(self) -> None:
+        """Give every process the first one's values of all variables."""
+        self._shared = {}
+        self.adopt(first=False)
+
     def make_equal(self, unchecked: bool, dumped: Callable[[], Dumped]) -> bool:
         """Check the parts, and note that the model may have other layers."""
         self._check_parts_are_of_one_step()

@@ -193,7 +193,7 @@ def _run_of(call: Callable[[], Any], numbers: _RandomNumbers, replica: Replica) 
                 return call()
         now = numbers.now()
         try:
-            with _state_of(thread), replica.shards.in_this_thread():
+            with _state_of(thread):
                 numbers.go_on(begun)
                 return call()
         finally:

@@ -176,6 +176,9 @@ class Peers(ABC):
     def adopt(self, *, first: bool) -> None:
         """Let every process have the same values of new variables."""
 
+    def take_first_values(self) -> None:
+        """Let every process have the values of the first one, after a step that each has run."""
+
     def next_batch(self, batches: Iterator[Any], *, changes: bool) -> Any:
         """Return the next batch, once every process has one.
 

@@ -11,8 +11,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.core.state import variables_of
-from lockstep.errors import DeviceError
-from lockstep.keras_compat import stored_value, torch_current_device
+from lockstep.engines.torch import accelerators
+from lockstep.engines.torch.accelerators import check_nccl, current_number, device_of, is_gpu
+from lockstep.errors import DeviceError, UnsupportedBackend
+from lockstep.keras_compat import stored_value, torch_current_device, torch_default_device
 
 
 def torch_device_of(name: str) -> torch.device:
@@ -25,20 +27,34 @@ def torch_device_of(name: str) -> torch.device:
         (device(type='cuda', index=1), device(type='cpu'))
     """
     platform, _, number = name.partition(":")
-    return torch.device("cuda", int(number)) if platform == "gpu" else torch.device(platform)
+    return device_of(int(number)) if platform == "gpu" else torch.device(platform)
 
 
 def current_device() -> torch.device:
     """Return the device on which Keras makes its tensors now."""
     device = torch.device(torch_current_device())
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return device_of(current_number()) if is_gpu(device) and device.index is None else device
 
 
 def computes() -> bool:
     """Return whether calls compute now: Keras also calls layers to learn shapes alone."""
     return torch_current_device() != "meta"
+
+
+def keras_uses_gpus() -> bool:
+    """Return whether Keras has chosen a GPU for its tensors.
+
+    Raises:
+        UnsupportedBackend: If it has chosen a device that lockstep does not know.
+    """
+    kind = torch_default_device().partition(":")[0]
+    if kind not in ("cpu", accelerators.KIND):
+        raise UnsupportedBackend(
+            f"Keras makes its tensors on {kind!r}, and lockstep on 'torch' runs on 'cuda' and "
+            "'cpu' alone.\nPyTorch has no collectives between devices of that kind that lockstep "
+            "can use.\nSet KERAS_TORCH_DEVICE=cpu before Keras is imported, or leave lockstep out."
+        )
+    return kind == accelerators.KIND
 
 
 def check_placement(devices: Sequence[str]) -> None:
@@ -48,28 +64,24 @@ def check_placement(devices: Sequence[str]) -> None:
         DeviceError: If the devices are of several kinds, or the first one is not that on which
             Keras makes its tensors.
     """
-    kinds = {torch_device_of(name).type for name in devices}
+    kinds = {name.partition(":")[0] for name in devices}
     if len(kinds) > 1:
         raise DeviceError(
             f"devices={', '.join(devices)} was asked for on 'torch', and these are of several "
             "kinds.\nName GPUs alone, or CPU devices alone."
         )
-    if kinds != {"cuda"}:
+    if kinds != {"gpu"}:
         return
-    current = torch.cuda.current_device()
-    first = torch_device_of(devices[0]).index
+    if len(devices) > 1:
+        check_nccl()
+    current = current_number()
+    first = int(devices[0].partition(":")[2])
     if first != current:
         raise DeviceError(
             f"devices={', '.join(devices)} was asked for on 'torch', and Keras makes its tensors "
             f"on gpu:{current}.\nName that one first, or call torch.cuda.set_device({first}) "
             "before the model is built."
         )
-
-
-def make_current(device: torch.device) -> None:
-    """Let Keras make its tensors on this device, in this process."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
 
 
 def move_model(model: Any, device: torch.device) -> None:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from lockstep.attach.attachment import attachment_of
 from lockstep.core.state import restore, snapshot, variables_of
 from lockstep.engines.torch.replica import random_state, set_random_state
+from lockstep.engines.torch.settings import full_precision
 from lockstep.engines.torch.split_checks import why_custom
 from lockstep.engines.torch.steps import recorded
 from lockstep.keras_compat import loss_of, takes_training
@@ -65,19 +66,18 @@ class TorchProbe:
         PyTorch's random numbers is put back.
         """
         model = self._model
-        before = torch.get_float32_matmul_precision(), model.jit_compile, random_state()
-        torch.set_float32_matmul_precision("highest")
+        before = model.jit_compile, random_state()
         model.jit_compile = False
         try:
             if process_group.several():
                 with CALLS.call("verify"):
                     current().share_random_state()
             self._random = random_state()
-            yield
+            with full_precision():
+                yield
         finally:
-            torch.set_float32_matmul_precision(before[0])
-            model.jit_compile = before[1]
-            set_random_state(before[2])
+            model.jit_compile = before[0]
+            set_random_state(before[1])
 
     def build(self, batch: Any) -> str | None:
         """Build the model as `fit` does before its first step; return its casts from float64.

@@ -182,7 +182,7 @@ class Rank:
     def _on_whole_batch(
         self, batch: Any, kind: str, training: bool, state: Any, distrusted: Any
     ) -> Any:
-        self._set_mode(training)
+        self._begin_step(training)
         set_random_state(state)
         if self._connected().rank:
             self.whole_batch.distrusted = dict.fromkeys(distrusted, "")
@@ -199,7 +199,7 @@ class Rank:
     @contextmanager
     def _replica(self, training: bool, rows: int, draws: Draws) -> Iterator[Replica]:
         """Make the replica of one batch, and put back what a step has changed that fails."""
-        self._set_mode(training)
+        self._begin_step(training)
         replica = Replica(
             self._connected(),
             rows,
@@ -218,7 +218,10 @@ class Rank:
                 self._undo.put_back()
             raise
 
-    def _set_mode(self, training: bool) -> None:
+    def _begin_step(self, training: bool) -> None:
+        order = self._connected().backward_order
+        if order is not None:
+            order.begin_step()
         if self.model.training != training:
             self.model.train(training)
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from lockstep.core.devices import shard_rows
+from lockstep.engines.torch import accelerators
 from lockstep.engines.torch.generators import state_of
 from lockstep.engines.torch.group import RankGroup, summed_gradients
 from lockstep.engines.torch.sharded_variables import Shards
@@ -395,8 +396,7 @@ def _number(base: bytes, *salt: object) -> int:
 
 def random_state() -> tuple[Any, Any]:
     """Return the state of PyTorch's random numbers, on the host and on the current device."""
-    device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return torch.get_rng_state(), device
+    return torch.get_rng_state(), accelerators.random_state()
 
 
 def _is_same(before: Any, now: Any) -> bool:
@@ -406,8 +406,7 @@ def _is_same(before: Any, now: Any) -> bool:
 def set_random_state(state: tuple[Any, Any]) -> None:
     """Set what `random_state` returned, here or in another process."""
     torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1])
+    accelerators.set_random_state(state[1])
 
 
 def _seed(number: int) -> None:
@@ -417,5 +416,4 @@ def _seed(number: int) -> None:
     a millisecond.
     """
     torch.default_generator.manual_seed(number)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(number)
+    accelerators.seed(number)

@@ -324,6 +324,11 @@ def _own_values(tensor: Any, replica: Replica) -> Any:
 _GRADIENT = "A gradient"
 
 
+def _note_backward(group: RankGroup) -> None:
+    if group.backward_order is not None:
+        group.backward_order.in_backward()
+
+
 class _Take(torch.autograd.Function):  # type: ignore[misc]
     """The rows of this replica of a replicated tensor."""
 
@@ -334,6 +339,7 @@ class _Take(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
+        _note_backward(ctx.replica.group)
         gathered = _Leave.apply(gradient, ctx.replica, _GRADIENT).whole()
         return gathered / ctx.replica.scale, None
 
@@ -348,6 +354,7 @@ class _Leave(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
+        _note_backward(ctx.replica.group)
         return _rows_of(gradient, ctx.replica), None, None
 
 
@@ -361,6 +368,7 @@ class _Enter(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
+        _note_backward(ctx.replica.group)
         return _Leave.apply(gradient, ctx.replica, _GRADIENT)
 
 
@@ -374,6 +382,7 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
+        _note_backward(ctx.replica.group)
         scale = ctx.replica.scale
         if scale == 1:
             return gradient
@@ -391,6 +400,7 @@ class _Used(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        _note_backward(ctx.group)
         reached = [gradient for gradient in gradients if gradient is not None]
         sums = iter(_Summed.apply(ctx.group, *reached) if reached else ())
         return None, *(None if gradient is None else next(sums) for gradient in gradients)
@@ -408,6 +418,7 @@ class _Summed(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        _note_backward(ctx.group)
         reached = [gradient for gradient in gradients if gradient is not None]
         used = iter(_Used.apply(ctx.group, *reached) if reached else ())
         return None, *(None if gradient is None else next(used) for gradient in gradients)

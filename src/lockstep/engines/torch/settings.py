@@ -2,6 +2,8 @@
 
 import math
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -24,7 +26,7 @@ def current_settings() -> Settings:
         "image_data_format": keras.config.image_data_format(),
         "dtype_policy": keras.config.dtype_policy().get_config(),
         "default_dtype": torch.get_default_dtype(),
-        "matmul_precision": torch.get_float32_matmul_precision(),
+        "precision": _precision(),
         "deterministic": (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -35,7 +37,6 @@ def current_settings() -> Settings:
         },
         "autocast_cache": torch.is_autocast_cache_enabled(),
         "flash_attention": keras.config.is_flash_attention_enabled(),
-        "tf32": (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
         "cudnn": (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
     }
 
@@ -50,7 +51,7 @@ def apply_settings(settings: Settings) -> None:
     policy = keras.dtype_policies.DTypePolicy.from_config(settings["dtype_policy"])
     keras.config.set_dtype_policy(policy)
     torch.set_default_dtype(settings["default_dtype"])
-    torch.set_float32_matmul_precision(settings["matmul_precision"])
+    _set_precision(settings["precision"])
     deterministic, warn_only = settings["deterministic"]
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     for kind, (enabled, dtype) in settings["autocast"].items():
@@ -62,8 +63,64 @@ def apply_settings(settings: Settings) -> None:
         keras.config.disable_flash_attention()
     elif settings["flash_attention"]:
         keras.config.enable_flash_attention()
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = settings["tf32"]
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = settings["cudnn"]
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Use no short floats for products and convolutions of float32 inside the context."""
+    before, cudnn = _precision(), torch.backends.cudnn
+    torch.set_float32_matmul_precision("highest")
+    if hasattr(cudnn, "conv"):
+        cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "ieee"
+    else:
+        cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        _set_precision(before)
+
+
+def _precision() -> tuple[Any, ...]:
+    """Return what decides whether PyTorch uses short floats for float32, by old and new names.
+
+    Reading an old name raises once a new one has been set to something else.
+    """
+    old: list[Any] = []
+    for read in (
+        torch.get_float32_matmul_precision,
+        lambda: torch.backends.cuda.matmul.allow_tf32,
+        lambda: torch.backends.cudnn.allow_tf32,
+    ):
+        try:
+            old.append(read())
+        except RuntimeError:
+            old.append(None)
+    return *old, tuple(each.fp32_precision for each in _with_new_names())
+
+
+def _set_precision(precision: tuple[Any, ...]) -> None:
+    """Set what `_precision` has returned, here or in another process."""
+    products, on_cuda, on_cudnn, new = precision
+    if products is not None:
+        torch.set_float32_matmul_precision(products)
+    # Setting one name may change others.
+    if on_cuda is not None and _precision()[1] != on_cuda:
+        torch.backends.cuda.matmul.allow_tf32 = on_cuda
+    if on_cudnn is not None and _precision()[2] != on_cudnn:
+        torch.backends.cudnn.allow_tf32 = on_cudnn
+    for each, value in zip(_with_new_names(), new, strict=True):
+        if each.fp32_precision != value:
+            each.fp32_precision = value
+
+
+def _with_new_names() -> list[Any]:
+    """Return what has `fp32_precision`, the general ones first; nothing before PyTorch 2.9."""
+    found: list[Any] = [torch.backends]
+    for each in (torch.backends.cudnn, torch.backends.mkldnn):
+        found += [each, *(getattr(each, name, None) for name in ("matmul", "conv", "rnn"))]
+    found.append(torch.backends.cuda.matmul)
+    return [each for each in found if hasattr(each, "fp32_precision")]
 
 
 def checksum(tensor: Any) -> int:

@@ -81,17 +81,15 @@ class Shards:
 
     @property
     def reads(self) -> str:
-        """What reads variables now, in this thread."""
-        return self._reads if threading.get_ident() == self._thread else OUTSIDE
+        """What reads variables now, in this thread.
 
-    @contextmanager
-    def in_this_thread(self) -> Iterator[None]:
-        """Let this thread read inside the context as that of the step does, which waits for it."""
-        before, self._thread = self._thread, threading.get_ident()
-        try:
-            yield
-        finally:
-            self._thread = before
+        The backward pass of a GPU has a thread of its own, where `torch.utils.checkpoint` runs a
+        layer again. The thread of the step waits for it.
+        """
+        # torch/utils/checkpoint.py asks so, too: -1 is outside of a backward pass.
+        is_backward = torch._C._current_graph_task_id() != -1
+        of_step = is_backward or threading.get_ident() == self._thread
+        return self._reads if of_step else OUTSIDE
 
     @contextmanager
     def read_by(self, what: str) -> Iterator[None]:

@@ -169,6 +169,7 @@ class SplitSession(TorchSession):
         result = plain([batch])
         if route.how == BUILDS:
             plans.built(kind)
+            runner.peers.take_first_values()
         return result
 
     def inspect(self, batch: Any) -> Any:

@@ -59,7 +59,8 @@ class Route:
 
     Attributes:
         how: `BY_ROWS`: by all ranks; `ON_WHOLE_BATCH`: they share calls of layers; `ALONE`: by the
-            first one; `BUILDS`: by the first one, which makes variables.
+            first one; `BUILDS`: by the first one, which makes variables. All processes of a
+            launcher run it, and take the first one's values.
         reason: Why not by rows.
         plan: How each rank runs layers and losses by rows.
     """
@@ -140,8 +141,8 @@ class StepPlans:
                 build(self._model, kind, batch)
                 runner.unchecked = True
                 self._adopt()
-            elif not in_script:
-                return Route(BUILDS)
+            elif not in_script or type(self._model).call is keras.Model.call:
+                return Route(BUILDS)  # its step alone builds a model without `call`
             else:
                 with torch.no_grad():  # each process builds it, and takes the first one's values
                     self._model(keras.utils.unpack_x_y_sample_weight(batch)[0])

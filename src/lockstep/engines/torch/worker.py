@@ -89,9 +89,10 @@ class _Worker:
         import torch
         import torch.distributed as dist
 
+        from lockstep.engines.torch.accelerators import make_current
         from lockstep.engines.torch.code_state import SetCode
         from lockstep.engines.torch.group import HOST, RankGroup
-        from lockstep.engines.torch.placement import make_current, torch_device_of
+        from lockstep.engines.torch.placement import torch_device_of
         from lockstep.engines.torch.pool import BatchMemory
 
         self._device = torch_device_of(device)
@@ -149,11 +150,10 @@ class _Worker:
         self._answer("taken", parts_of(rank.plan))
 
     def _forget(self, key: int) -> None:
-        import torch
+        from lockstep.engines.torch.accelerators import free_cache
 
         self._ranks.pop(key, None)
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_cache(self._device)
 
     def _settings(self, settings: Any) -> None:
         from lockstep.engines.torch.settings import apply_settings

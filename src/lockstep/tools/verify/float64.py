@@ -33,6 +33,9 @@ Result = tuple[Verification, SameWeights | None]
 NEXT = "lockstep verify file.py:function --float64 builds the model in float64, and tells."
 
 
+GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
+"""Whether TensorFlow takes the memory of a GPU as it needs it, and not all at its start."""
+
 IN_FLOAT64 = " in float64 ..."
 """The end of the name of a run in float64, in a line that shows how far it is."""
 
@@ -88,9 +91,17 @@ def compare_in_float64(
                 raise
         if not found.exists():
             why = f"the process of float64 ended with status {process.returncode}."
-            return " ".join([why, " / ".join(last)]).rstrip()
+            return " ".join([why, " / ".join(last), _without_memory(engine)]).rstrip()
         result: Result | str = pickle.loads(found.read_bytes())
         return result
+
+
+def _without_memory(engine: Engine) -> str:
+    """Return what to do if this process may have left that of float64 no memory, or ""."""
+    takes_all = engine.name == "tensorflow" and os.environ.get(GROWTH) != "true"
+    if not takes_all or engine.devices()[0].platform == "cpu":
+        return ""
+    return f"TensorFlow takes all memory of a GPU: set {GROWTH}=true before Python starts."
 
 
 def _environment(engine: Engine) -> dict[str, str]:
@@ -98,7 +109,7 @@ def _environment(engine: Engine) -> dict[str, str]:
     devices = engine.devices()
     rehearsal = {"LOCKSTEP_REHEARSE": str(len(devices))} if devices[0].kind == "cpu" else {}
     # On GPUs, JAX would take memory that this process holds.
-    own = {"KERAS_BACKEND": engine.name, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    own = {"KERAS_BACKEND": engine.name, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", GROWTH: "true"}
     return {**os.environ, **own, **rehearsal, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 

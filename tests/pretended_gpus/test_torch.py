@@ -1,0 +1,126 @@
+"""PyTorch on pretended GPUs: what a line does that only runs there."""
+
+import json
+
+import pytest
+
+from tests.pretended_gpus.common import run
+
+TRAINING = "tests.pretended_gpus.training"
+
+
+def last_line(said):
+    return json.loads(said.strip().splitlines()[-1])
+
+
+def test_two_gpus_leave_what_one_device_leaves(tmp_path):
+    cases = ["everything", "checkpointed", "penalty"]
+    run("-m", TRAINING, tmp_path, *cases, engine="torch", devices=2)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", ["everything", "sharded", "micro_batches", "branches", "resumed"])
+def test_four_gpus_leave_what_one_device_leaves(case, tmp_path):
+    run("-m", TRAINING, tmp_path, case, engine="torch")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "cases", [["everything", "checkpointed"], ["without_call"], ["sharded", "micro_batches"]]
+)
+def test_processes_with_a_gpu_each_leave_what_one_device_leaves(cases, tmp_path):
+    run("-m", TRAINING, tmp_path, *cases, engine="torch", devices=1, processes=2)
+
+
+def test_a_process_of_torchrun_builds_its_model_on_its_own_gpu():
+    """All processes of a host built it on the first GPU, where the script builds it first."""
+    script = """
+import json, lockstep
+from lockstep.engines.torch import accelerators
+print(json.dumps(accelerators.cuda.current_device()))
+"""
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    torchrun |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    assert last_line(run("-c", script, engine="torch", devices=2, **torchrun)) == 1
+    on_cpu = {**torchrun, "LOCKSTEP_REHEARSE": "1"}
+    assert last_line(run("-c", script, engine="torch", devices=2, **on_cpu)) == 0
+
+
+@pytest.mark.thorough
+def test_doctor_tests_the_devices_in_pairs():
+    """`torch.cuda.comm`, which summed them, is no part of PyTorch."""
+    said = run("-m", "lockstep", "doctor", "--devices", engine="torch", devices=2)
+    assert "2 ordered pairs of devices tested" in " ".join(said.split()), said
+
+
+@pytest.mark.thorough
+def test_lockstep_run_gives_each_process_its_gpus(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT)
+    said = run("-m", "lockstep", "run", "--processes", 2, file, engine="torch", devices=2)
+    assert "gpu:0, gpu:1" in said
+    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text()
+
+
+SCRIPT = """
+import pathlib, os, keras, numpy as np, lockstep
+keras.utils.set_random_seed(1)
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+model.compile("sgd", "mse")
+lockstep.distribute(model)
+x = np.ones((8, 3))
+model.fit(x, x[:, :2], verbose=2)
+rank = os.environ["LOCKSTEP_PROCESS"]
+visible = os.environ["CUDA_VISIBLE_DEVICES"]
+assert visible == rank, visible
+file = pathlib.Path(__file__).parent / rank
+file.write_text(repr([weight.tolist() for weight in model.get_weights()]))
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [
+        ("", ["cpu:0"]),
+        ("9", ["cpu:0"]),
+        ("2,9,1", ["gpu:0", "cpu:0"]),
+        ("3,1", ["gpu:0", "gpu:1", "cpu:0"]),
+    ],
+)
+def test_the_devices_are_those_that_cuda_visible_devices_names(visible, found):
+    script = "import json, lockstep; print(json.dumps(lockstep.devices()))"
+    assert last_line(run("-c", script, engine="torch", CUDA_VISIBLE_DEVICES=visible)) == found
+
+
+REFUSED = """
+import json, keras, lockstep
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+try:
+    lockstep.distribute(model)
+except lockstep.errors.LockstepError as error:
+    print(json.dumps(f"{type(error).__name__}: {error}"))
+"""
+
+
+def test_more_processes_than_gpus_are_refused():
+    said = run(
+        "-c",
+        REFUSED,
+        engine="torch",
+        devices=1,
+        processes=1,
+        RANK="0",
+        WORLD_SIZE="2",
+        LOCAL_RANK="0",
+        LOCAL_WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29500",
+    )
+    assert "2 processes run on this host (torchrun), and each sees 1 GPU" in last_line(said)
+
+
+def test_gpus_without_nccl_are_refused():
+    said = last_line(run("-c", REFUSED, engine="torch", devices=2, PRETENDED_NO_NCCL="1"))
+    assert said.startswith("UnsupportedBackend: Several GPUs were asked for on 'torch'")
+    assert "has no NCCL" in said

@@ -10,6 +10,8 @@ import sys
 from functools import cache, wraps
 from typing import Any
 
+from tests.pretended_gpus.visible import version_of_nccl
+
 MEMORY = 10**11
 _WHO = ("lockstep", "keras.src.backend.jax.trainer", "keras.src.backend.jax.distribution_lib")
 
@@ -70,4 +72,10 @@ def _pretend() -> None:
     jax.default_backend = lambda: "gpu" if _asks() else default()
 
 
-AFTER = {"jax": _pretend}
+def _nccl() -> None:
+    from lockstep.core import shared_gpu
+
+    shared_gpu.nccl_version = version_of_nccl
+
+
+AFTER = {"jax": _pretend, "lockstep.core.shared_gpu": _nccl}

@@ -11,7 +11,7 @@ import threading
 from types import SimpleNamespace
 from typing import ClassVar
 
-from tests.pretended_gpus.visible import numbers_of_visible
+from tests.pretended_gpus.visible import numbers_of_visible, version_of_nccl
 
 MEMORY = 10**11
 
@@ -98,6 +98,11 @@ class _Cuda:
 
     def empty_cache(self):
         pass
+
+    def set_per_process_memory_fraction(self, fraction, device):
+        print(f"takes {fraction:.2f} of its GPU", flush=True)
+
+    nccl = SimpleNamespace(version=version_of_nccl)
 
     def get_rng_state(self):
         return self._generators[self._current].get_state()
@@ -211,8 +216,8 @@ def _gpus():
     accelerators.KIND = "cpu" if accelerators.cuda.is_available() else "cuda"
     accelerators.device_of = lambda number: torch.device("cpu", number)  # tensors say "cpu" there
     accelerators.reduce_add = lambda tensors, destination: sum(tensors)
-    if not os.environ.get("PRETENDED_NO_NCCL"):
-        accelerators.dist = SimpleNamespace(is_nccl_available=lambda: True)
+    there = not os.environ.get("PRETENDED_NO_NCCL")
+    accelerators.dist = SimpleNamespace(is_nccl_available=lambda: there)
 
 
 def _exchanges():

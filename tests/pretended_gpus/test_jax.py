@@ -145,3 +145,30 @@ def test_every_condition_on_devices_and_places_had_the_values_of_gpus(ran):
     assert not missing
     unused = [each for each in NOT_REACHED if not any(c.startswith(each) for c in of_source())]
     assert not unused
+
+
+SHARED = """
+import sys, keras, lockstep
+try:
+    print(lockstep.devices())
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    lockstep.distribute(model)
+    model.compile("sgd", "mse")
+    x = keras.ops.ones((6, 3))
+    model.fit(x, x[:, :2], batch_size=6, verbose=2)
+except lockstep.errors.LockstepError as error:
+    print(error, file=sys.stderr)
+"""
+
+
+def test_one_gpu_is_a_device_of_each_process(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(SHARED)
+    shared = {"engine": "jax", "devices": 1, "cwd": tmp_path, "LOCKSTEP_SHARE_GPU": "2"}
+    launch = ("-m", "lockstep", "run", "--processes", "2", file)
+    said = run(*launch, **shared)
+    assert "2 devices (gpu:0, gpu:1, one GPU, shared, 38% of its memory each)" in said
+    assert "NCCL 2.27.3 is here, and 2.30 is needed" in run(
+        *launch, **shared, PRETENDED_NCCL="2.27.3"
+    )
+    assert "Start the script so: lockstep run --processes 2 SCRIPT" in run(file, **shared)

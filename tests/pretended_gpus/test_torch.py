@@ -124,3 +124,21 @@ def test_gpus_without_nccl_are_refused():
     said = last_line(run("-c", REFUSED, engine="torch", devices=2, PRETENDED_NO_NCCL="1"))
     assert said.startswith("UnsupportedBackend: Several GPUs were asked for on 'torch'")
     assert "has no NCCL" in said
+
+
+def test_one_gpu_is_two_devices(tmp_path):
+    """With NCCL, and without it over the memory of the host."""
+    for without in ({}, {"PRETENDED_NO_NCCL": "1"}):
+        shared = {"LOCKSTEP_SHARE_GPU": "2", **without}
+        said = run("-m", TRAINING, tmp_path, "everything", engine="torch", devices=1, **shared)
+        assert "takes 0.50 of its GPU" in said
+
+
+def test_a_gpu_is_not_shared_by_an_old_nccl():
+    old = {"LOCKSTEP_SHARE_GPU": "2", "PRETENDED_NCCL": "2.27.3"}
+    said = last_line(run("-c", REFUSED, engine="torch", devices=1, **old))
+    assert "LOCKSTEP_SHARE_GPU=2 was set, and NCCL 2.27.3 is here, and 2.30 is needed" in said
+    said = last_line(run("-c", REFUSED, engine="torch", devices=2, **old))
+    assert "makes 2 devices of one GPU, and 2 GPUs are here" in said
+    said = last_line(run("-c", REFUSED, engine="torch", devices=0, **old))
+    assert "and 0 GPUs are here" in said

@@ -3,6 +3,11 @@
 import os
 
 
+def version_of_nccl():
+    """Return the version of NCCL: that of `PRETENDED_NCCL`."""
+    return tuple(map(int, os.environ.get("PRETENDED_NCCL", "2.31.2").split(".")))
+
+
 def numbers_of_visible():
     """Return the numbers of the GPUs that a process sees, as CUDA reads them.
 

@@ -189,7 +189,17 @@ def rehearsed_devices(environ: Mapping[str, str]) -> int | None:
 
 
 def count_to_rehearse(value: object, said: str) -> int:
-    """Return a number of virtual devices.
+    """Return a number of virtual devices; see `count_of_devices`."""
+    return count_of_devices(value, said, "a rehearsal")
+
+
+def count_of_devices(value: object, said: str, what: str) -> int:
+    """Return a number of devices.
+
+    Args:
+        value: The number, or its text.
+        said: How it was given, such as `"LOCKSTEP_REHEARSE=4"`.
+        what: What needs it, such as `"a rehearsal"`.
 
     Raises:
         DeviceError: If it is not a whole number of at least 1.
@@ -200,8 +210,8 @@ def count_to_rehearse(value: object, said: str) -> int:
         count = 0
     if count < 1 or isinstance(value, bool):
         raise DeviceError(
-            f"{said} was asked for, and a rehearsal needs a whole number of at least 1.\n"
-            "Give a number of virtual CPU devices, such as 4."
+            f"{said} was asked for, and {what} needs a whole number of at least 1.\n"
+            "Give a number of devices, such as 4."
         )
     return count
 

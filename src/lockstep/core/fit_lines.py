@@ -10,6 +10,7 @@ from typing import Any
 
 from lockstep.core.devices import micro_batches, names_in_words, rehearsed_devices, shard_rows
 from lockstep.core.layout import Branches, Layout
+from lockstep.core.shared_gpu import shared_words
 from lockstep.core.step_bytes import amount
 from lockstep.errors import counted
 
@@ -126,7 +127,7 @@ def fit_line(backend: str, layout: Layout, given: Given, compiles: bool = False)
     """
     count = len(layout.devices)
     names = names_in_words(layout.devices)
-    names += ", rehearsed" if rehearsed_devices(os.environ) else ""
+    names += ", rehearsed" if rehearsed_devices(os.environ) else shared_words(os.environ)
     if isinstance(layout, Branches):
         what = f"layers on {names}"
     else:

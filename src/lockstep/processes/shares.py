@@ -17,6 +17,7 @@ from lockstep.core.environment import (
     PROCESSES,
     Place,
 )
+from lockstep.core.shared_gpu import SHARE_GPU, check_one_gpu, shares_of_gpu, variables_of_share
 from lockstep.errors import LaunchError, ProcessesDisagree, counted, first_line
 
 CUDA, HIP, ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
@@ -111,8 +112,20 @@ def devices_of_each(
 
     Raises:
         LaunchError: If there are not enough GPUs, or they cannot be divided.
+        DeviceError: If one GPU is to be shared, and another number is here.
     """
     gpus = visible_gpus(environ, root)
+    shares = None if environ.get(REHEARSE, "").strip() else shares_of_gpu(environ)
+    if shares is not None:
+        check_one_gpu(shares, len(gpus))
+        if (processes, per_process or 1) != (shares, 1):
+            raise LaunchError(
+                f"--processes={processes} was asked for, and {SHARE_GPU}={shares} makes "
+                f"{counted(shares, 'device')} of one GPU, one for each process.\n"
+                f"Start as many processes as devices: --processes {shares}."
+            )
+        own = {variable_for(root): gpus[0], **variables_of_share(shares, environ)}
+        return [own] * processes
     if not gpus:
         rehearsed = {} if per_process is None else {REHEARSE: str(per_process)}
         return [rehearsed] * processes

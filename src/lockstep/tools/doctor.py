@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.core.devices import REHEARSE, names_in_words
 from lockstep.core.package_versions import install_command, package_version
+from lockstep.core.shared_gpu import SHARE_GPU, Version, cannot_share, nccl_version
 from lockstep.errors import counted
 from lockstep.processes.shares import nvidia_gpus
 from lockstep.rehearsal import choose_backend
@@ -51,6 +52,7 @@ class Findings:
         rehearsal: The value of `LOCKSTEP_REHEARSE`, empty where it is not set.
         gpus: NVIDIA GPUs that have a device file.
         visible: The value of `CUDA_VISIBLE_DEVICES`, `None` where it is not set.
+        nccl: The version of NCCL, `None` where it is not found or there is no NVIDIA GPU.
     """
 
     backend: str
@@ -61,6 +63,7 @@ class Findings:
     rehearsal: str = ""
     gpus: int = 0
     visible: str | None = None
+    nccl: Version | None = None
 
     @property
     def works(self) -> bool:
@@ -78,7 +81,15 @@ class Findings:
             ("devices", f"{names_in_words(names)} ({kinds})" if names else "none could be listed"),
             ("rehearsal", f"{REHEARSE}={self.rehearsal}" if self.rehearsal else "no"),
             ("CUDA", self._cuda()),
+            *([("sharing", self._sharing())] if self.gpus else []),
         ]
+
+    def _sharing(self) -> str:
+        problem = cannot_share(self.nccl)
+        if problem:
+            return f"one GPU cannot be several devices: {problem}"
+        version = ".".join(map(str, self.nccl or ()))
+        return f"{SHARE_GPU}=2 makes two devices of one GPU, by NCCL {version}"
 
     def advice(self) -> str:
         """Return the one thing to change, or that nothing has to change."""
@@ -156,6 +167,7 @@ def examine(environ: Mapping[str, str]) -> Findings:
         rehearsal=environ.get(REHEARSE, "").strip(),
         gpus=nvidia_gpus(),
         visible=environ.get("CUDA_VISIBLE_DEVICES"),
+        nccl=nccl_version() if nvidia_gpus() else None,
     )
 
 

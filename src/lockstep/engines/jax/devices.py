@@ -8,7 +8,15 @@ import numpy as np
 
 from lockstep.core.devices import Device, check_visible, rehearsed_devices
 from lockstep.core.rehearsal_error import rehearsal_too_late
+from lockstep.core.shared_gpu import (
+    SHARE_GPU,
+    check_one_gpu,
+    let_ranks_share,
+    nccl_version,
+    shares_of_gpu,
+)
 from lockstep.core.xla_threads import give_threads
+from lockstep.errors import DeviceError, counted
 
 
 def list_devices() -> tuple[Device, ...]:
@@ -16,7 +24,9 @@ def list_devices() -> tuple[Device, ...]:
 
     Raises:
         RehearsalTooLate: If a rehearsal is requested but not in effect.
-        DeviceError: If `CUDA_VISIBLE_DEVICES` was set too late.
+        DeviceError: If `CUDA_VISIBLE_DEVICES` was set too late, or one GPU is to be shared
+            otherwise than by one process for each share.
+        UnsupportedBackend: If it is to be shared, and NCCL is too old.
     """
     found = jax.devices()
     if found[0].platform != "cpu":
@@ -25,6 +35,7 @@ def list_devices() -> tuple[Device, ...]:
     # The variable of this process says nothing of the devices of other processes.
     own = [each for each, device in zip(here, found, strict=True) if _is_own(device)]
     check_visible(own, os.environ)
+    _check_share(own)
     asked = rehearsed_devices(os.environ)
     if asked and (here[0].platform != "cpu" or jax.local_device_count() != asked):
         raise rehearsal_too_late("JAX", asked, here, by_environment=True)
@@ -36,6 +47,21 @@ def find(names: tuple[str, ...]) -> list[jax.Device]:
     platform = names[0].split(":")[0]
     by_name = {_describe(device).name: device for device in jax.devices(platform)}
     return [by_name[name] for name in names]
+
+
+def _check_share(own: list[Device]) -> None:
+    """Check that this process has a share of a GPU, if one is to be shared."""
+    shares = None if rehearsed_devices(os.environ) else shares_of_gpu(os.environ)
+    if shares is None:
+        return
+    check_one_gpu(shares, sum(each.platform == "gpu" for each in own))
+    if shares != jax.process_count():
+        raise DeviceError(
+            f"{SHARE_GPU}={shares} was set, and {counted(jax.process_count(), 'process')} "
+            f"{'runs' if jax.process_count() == 1 else 'run'}: on JAX, each share of a GPU is a "
+            f"process of its own.\nStart the script so: lockstep run --processes {shares} SCRIPT"
+        )
+    let_ranks_share(os.environ, nccl_version())
 
 
 def any_device() -> jax.Device:

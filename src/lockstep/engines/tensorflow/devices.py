@@ -8,6 +8,8 @@ import tensorflow as tf
 
 from lockstep.core.devices import Device, check_visible, rehearsed_devices
 from lockstep.core.rehearsal_error import rehearsal_too_late
+from lockstep.core.shared_gpu import SHARE_GPU, shares_of_gpu
+from lockstep.errors import UnsupportedBackend
 
 
 def list_devices() -> tuple[Device, ...]:
@@ -16,10 +18,16 @@ def list_devices() -> tuple[Device, ...]:
     Raises:
         RehearsalTooLate: If a rehearsal is requested after TensorFlow has started.
         DeviceError: If `CUDA_VISIBLE_DEVICES` was set too late.
+        UnsupportedBackend: If one GPU is to be several devices.
     """
     asked = rehearsed_devices(os.environ)
     if asked:
         make_virtual(asked, by_environment=True)
+    elif shares_of_gpu(os.environ) is not None:
+        raise UnsupportedBackend(
+            f"{SHARE_GPU}={os.environ[SHARE_GPU]} was set, and on TensorFlow a GPU is one device.\n"
+            "Set KERAS_BACKEND=torch, or jax with lockstep run; or leave the variable out."
+        )
     here = tuple(_describe(device) for kind in ("GPU", "CPU") for device in _logical(kind))
     check_visible(here, os.environ)
     return here

@@ -4,6 +4,7 @@ The tests replace `cuda` and `KIND`, so that CPU devices stand for GPUs. Keras i
 `import lockstep` needs this module under a launcher.
 """
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn.parallel.comm import reduce_add
 
 from lockstep.core.devices import REHEARSE, Device
 from lockstep.core.environment import Place
+from lockstep.core.shared_gpu import check_one_gpu, let_ranks_share, shares_of_gpu
 from lockstep.errors import ProcessesDisagree, UnsupportedBackend
 from lockstep.processes.shares import devices_of_process
 
@@ -28,8 +30,8 @@ def is_gpu(device: torch.device) -> bool:
 
 
 def device_of(number: int) -> torch.device:
-    """Return PyTorch's device for the number of a GPU."""
-    return torch.device(KIND, number)
+    """Return PyTorch's device for the number of a GPU, or of a share of the one GPU."""
+    return torch.device(KIND, 0 if shares_of_gpu(os.environ) else number)
 
 
 def number_of_gpus() -> int:
@@ -38,8 +40,18 @@ def number_of_gpus() -> int:
 
 
 def listed() -> list[Device]:
-    """Return the GPUs that this process sees."""
-    every = map(cuda.get_device_properties, range(number_of_gpus()))
+    """Return the GPUs that this process sees, or the shares of the one GPU.
+
+    Raises:
+        DeviceError: If one GPU is to be shared, and several are here.
+    """
+    shares = shares_of_gpu(os.environ)
+    every = list(map(cuda.get_device_properties, range(number_of_gpus())))
+    if shares is not None:
+        check_one_gpu(shares, len(every))
+        (gpu,) = every
+        kind, memory = f"{gpu.name}, shared", gpu.total_memory // shares
+        return [Device(f"gpu:{n}", kind, memory) for n in range(shares)]
     return [Device(f"gpu:{n}", each.name, each.total_memory) for n, each in enumerate(every)]
 
 
@@ -57,6 +69,13 @@ def make_current(device: torch.device) -> None:
     """Let Keras make its tensors on this device, in this process."""
     if is_gpu(device):
         cuda.set_device(device)
+
+
+def limit_memory(device: torch.device) -> None:
+    """Let this process take its part of the memory of a GPU that is shared, and no more."""
+    shares = shares_of_gpu(os.environ)
+    if is_gpu(device) and shares is not None:
+        cuda.set_per_process_memory_fraction(1 / shares, device)
 
 
 def take_own(place: Place, environ: Mapping[str, str]) -> None:
@@ -114,12 +133,25 @@ def seed(number: int) -> None:
         cuda.manual_seed(number)
 
 
+def exchanges_by_nccl(device: torch.device) -> bool:
+    """Return whether NCCL connects the ranks, and not gloo over the memory of the host.
+
+    `check_nccl` allows GPUs without NCCL only where ranks share one.
+    """
+    return is_gpu(device) and bool(dist.is_nccl_available())
+
+
 def check_nccl() -> None:
-    """Raise if this PyTorch cannot exchange tensors of several GPUs.
+    """Raise if this PyTorch cannot exchange tensors of several GPUs, or of shares of one.
 
     Raises:
-        UnsupportedBackend: If it was built without NCCL, as on Windows.
+        UnsupportedBackend: If it was built without NCCL, as on Windows, or a GPU is to be shared,
+            and NCCL is too old.
     """
+    if shares_of_gpu(os.environ) is not None:
+        if dist.is_nccl_available():
+            let_ranks_share(os.environ, cuda.nccl.version())
+        return
     if not dist.is_nccl_available():
         raise UnsupportedBackend(
             f"Several GPUs were asked for on 'torch', and PyTorch {torch.__version__} has no NCCL, "

@@ -7,6 +7,7 @@ import torch
 
 from lockstep.core.devices import Device, check_visible, rehearsed_devices
 from lockstep.core.rehearsal_error import rehearsal_too_late
+from lockstep.core.shared_gpu import check_one_gpu, shares_of_gpu
 from lockstep.engines.torch.accelerators import is_gpu, listed, name_of, summed
 from lockstep.engines.torch.launcher_group import TorchGroup
 from lockstep.engines.torch.placement import keras_uses_gpus, torch_device_of
@@ -21,15 +22,20 @@ def list_devices() -> tuple[Device, ...]:
 
     Raises:
         RehearsalTooLate: If a rehearsal is requested after Keras has chosen an accelerator.
-        DeviceError: If `CUDA_VISIBLE_DEVICES` was set too late.
+        DeviceError: If `CUDA_VISIBLE_DEVICES` was set too late, or one GPU is to be shared and
+            another number is here.
     """
     asked = rehearsed_devices(os.environ)
     if asked:
         make_virtual(asked)
     if _rehearsed is not None:
         return tuple(Device(f"cpu:{number}", "cpu") for number in range(_rehearsed))
-    here = (*(listed() if keras_uses_gpus() else ()), Device("cpu:0", "cpu"))
-    check_visible(here, os.environ)
+    gpus = listed() if keras_uses_gpus() else ()
+    shares = shares_of_gpu(os.environ)
+    if shares is not None and not gpus:
+        check_one_gpu(shares, 0)
+    here = (*gpus, Device("cpu:0", "cpu"))
+    check_visible(here if shares is None else gpus[:1], os.environ)
     return here
 
 

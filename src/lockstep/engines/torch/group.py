@@ -10,7 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.engines.torch.accelerators import is_gpu, wait_for
+from lockstep.engines.torch.accelerators import (
+    exchanges_by_nccl,
+    is_gpu,
+    limit_memory,
+    wait_for,
+)
 from lockstep.engines.torch.backward_order import BackwardOrder
 from lockstep.engines.torch.settings import flattened
 from lockstep.errors import UnsupportedModel
@@ -51,7 +56,8 @@ class RankGroup:
         store: The store where the ranks meet.
         rank: The number of this process.
         size: The number of processes.
-        device: The PyTorch device of this process: NCCL connects GPUs, gloo connects CPUs.
+        device: The PyTorch device of this process: NCCL connects GPUs, gloo connects CPUs, and
+            shares of a GPU that has no NCCL.
         most: How long a rank waits for the others. Gloo notices the end of a process at once.
         local: Whether all processes are on this host.
 
@@ -71,12 +77,14 @@ class RankGroup:
         most: timedelta = _LONGEST_STEP,
         local: bool = True,
     ) -> None:
-        connect = _nccl if is_gpu(device) else partial(_gloo, local=local)
+        by_nccl = exchanges_by_nccl(device)
+        connect = _nccl if by_nccl else partial(_gloo, local=local)
         self.compares = False
         self._backend = self._waited(lambda: connect(store, rank, size, most))
-        self._device = device
+        self._device = device if by_nccl else torch.device("cpu")
         self._aborted = False
         self.backward_order = BackwardOrder(device) if is_gpu(device) else None
+        limit_memory(device)
         self._waiting: list[_Sum] = []
         self.rank = rank
         self.size = size

@@ -6,8 +6,10 @@ of each batch.
 
 import atexit
 import itertools
+import os
 import time
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.core.environment import Place
+from lockstep.core.shared_gpu import check_one_gpu, shares_of_gpu
 from lockstep.core.status import phase
 from lockstep.engines.torch.accelerators import (
     check_nccl,
@@ -222,6 +225,10 @@ def _own_device(place: Place, rehearsed: int) -> torch.device:
         mine = list(range(rehearsed))
     else:
         visible = number_of_gpus()
+        shares = shares_of_gpu(os.environ)
+        if shares is not None:
+            check_one_gpu(shares, visible)
+            place = replace(place, divides_devices=True)
         found = devices_of_process(place, visible)
         mine = list(range(visible)) if found is None else found
     if len(mine) != 1:

@@ -580,7 +580,20 @@ class FirstSteps:
             found = find()
             if found == before:
                 break
-        self.alone[kind] = f"{PARTED}: in its first {kind} step, {found} from one device"
+        cause = _declared_cause(found, self._model)
+        self.alone[kind] = f"{PARTED}: in its first {kind} step, {found} from one device{cause}"
+
+
+def _declared_cause(found: Difference, model: Any) -> str:
+    """Return that a declared layer updates what differs for all rows; `""` if none does."""
+    for layer in layers_in(model):
+        if not is_declared(layer):
+            continue
+        updated = [each for inner in layers_in(layer) for each in [*inner.metrics, inner]]
+        names = {each.name for each in updated if isinstance(each, keras.metrics.Metric)}
+        if found.name in names | {v.path for each in updated for v in each.variables}:
+            return f" (remove lockstep.rowwise from {layer.name!r}, whose call updates it)"
+    return ""
 
 
 PARTED = "is not the same on every device"

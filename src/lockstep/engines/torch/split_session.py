@@ -25,6 +25,7 @@ from lockstep.engines.torch.peers import NoPeers, Peers
 from lockstep.engines.torch.placement import move_model, torch_device_of, version_of
 from lockstep.engines.torch.pool import Lease
 from lockstep.engines.torch.pool_peers import PoolPeers
+from lockstep.engines.torch.replica import OtherRows
 from lockstep.engines.torch.session import TorchSession, as_tensors
 from lockstep.engines.torch.sharded_variables import is_sharded, made_on_host
 from lockstep.engines.torch.split_checks import rows_of, unpacked, why_custom
@@ -153,7 +154,11 @@ class SplitSession(TorchSession):
         try:
             if route.how == BY_ROWS:
                 data = unpacked(batch)
-                result = runner.step(kind, data, rows_of(data[0])[1], route.plan)
+                try:
+                    result = runner.step(kind, data, rows_of(data[0])[1], route.plan)
+                except OtherRows as found:
+                    plans.has_other_rows(kind, found)
+                    return plain([batch])
                 plans.ran_by_rows()
                 return result
             if route.how == ON_WHOLE_BATCH:
@@ -162,7 +167,7 @@ class SplitSession(TorchSession):
                 return result
         except LeftOutUsed as used:
             raise UnsupportedModel(
-                f"A {kind} step of {self.model.name!r} uses {used}.\n"
+                f"A {kind} step of {self.model.name!r} {used.why}.\n"
                 "The processes of its devices cannot do so. Keep it out of the step, or "
                 "call\nlockstep.release(model)."
             ) from used

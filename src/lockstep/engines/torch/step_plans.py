@@ -27,10 +27,12 @@ from lockstep.engines.replicas.first_step import (
     said_to_be_exact,
     watched,
 )
+from lockstep.engines.replicas.layer_plan import advice_for
 from lockstep.engines.torch.first_step import recorded_step, stock_step
 from lockstep.engines.torch.layers import Plan, copied_states
 from lockstep.engines.torch.micro_batches import check_layers
 from lockstep.engines.torch.rank import RankPlan
+from lockstep.engines.torch.replica import OtherRows
 from lockstep.engines.torch.row_proofs import ReasonsByNumber, RowProofs
 from lockstep.engines.torch.session import copies
 from lockstep.engines.torch.sharded_variables import made_on_host
@@ -115,8 +117,8 @@ class StepPlans:
             try:
                 route = self._found(kind, batch)
             except LeftOutUsed as used:
-                self._with_left_out[kind] = str(used)
-                route = self._alone(f"uses {used}")
+                self._with_left_out[kind] = used.why
+                route = self._alone(used.why)
             if route.how in (BY_ROWS, ALONE):  # the user's own step may keep what forbids sharing
                 self._routes[key] = route
         return route
@@ -129,7 +131,7 @@ class StepPlans:
 
     def _found(self, kind: str, batch: Any) -> Route:
         if kind in self._with_left_out:
-            return self._alone(f"uses {self._with_left_out[kind]}")
+            return self._alone(self._with_left_out[kind])
         runner, in_script = self._runner, self._runner.peers.in_script
         if self._is_sharded and (runner.unchecked or self._must_build(kind)):
             with made_on_host(self._size):
@@ -224,6 +226,12 @@ class StepPlans:
         return Route(ALONE, reason)
 
     # ------------------------------------------------------------ what a step has shown
+
+    def has_other_rows(self, kind: str, found: OtherRows) -> None:
+        """Let the first device run steps of this kind: one by rows has failed before its update."""
+        self._routes.clear()
+        self._with_left_out[kind] = found.why
+        self._alone(found.why)
 
     def built(self, kind: str) -> None:
         """Note what a step has left unbuilt."""
@@ -386,7 +394,7 @@ class StepPlans:
         if layers:
             names = ", ".join(f"{name!r} ({reason})" for name, reason in layers.items())
             what = f"every device runs {names} of {self._model.name!r} on the whole batch"
-            self._warn(what, _DECLARE)
+            self._warn(what, advice_for(layers.values()))
 
     def _warn_of_gathered(self, large: dict[str, str]) -> None:
         if large:
@@ -407,5 +415,3 @@ class StepPlans:
 
 _MOST_SENT = 4
 """How often steps are compared again because the model was sent anew, at most."""
-
-_DECLARE = "If each row depends on its own row alone, declare it: lockstep.rowwise. "

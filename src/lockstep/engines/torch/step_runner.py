@@ -133,12 +133,12 @@ class StepRunner:
         """
         rank = self.rank
         with self._of_equal_ranks("step", kind, data, plan) as form:
-            self._trained |= kind == "train"
             draws = self._draws_of(kind)
             with self.peers.compared(form):
                 result = self.peers.call(
                     "step", kind, self._model.training, rows, draws, batch=data
                 )
+            self._trained |= kind == "train"
             self.peers.note_step()
             if not (rank.draws_together or self.peers.in_script):
                 # The others have drawn other numbers.

@@ -580,6 +580,8 @@ class FirstSteps:
             found = find()
             if found == before:
                 break
+        if found is None:
+            return
         cause = _declared_cause(found, self._model)
         self.alone[kind] = f"{PARTED}: in its first {kind} step, {found} from one device{cause}"
 

@@ -216,13 +216,21 @@ class StepPlans:
         reason = " ".join(reasons)
         if self._most is not None:
             raise refused.runs_alone(self._model, reason, self._most)
+        is_own, in_script = _OWN_STEP in reason, self._runner.peers.in_script
         if self._is_sharded:
+            on_jax = "write the step for JAX" if is_own else "set KERAS_BACKEND=jax"
             raise UnsupportedModel(
                 f"{self._model.name!r} {reason},\nso one device would have to run every batch "
                 "alone, and the state is sharded.\n"
-                'Leave out state="sharded", or set KERAS_BACKEND=jax.'
+                f'Leave out state="sharded", or {on_jax}.'
             )
-        self._warn(f"{self._model.name!r} {reason},\nso the first device runs every batch alone")
+        who = "every process runs the whole batch" if in_script else _FIRST_ALONE
+        remedy = _ON_JAX
+        if is_own and in_script:
+            remedy = "Started without a launcher, one process shares its layers over all devices."
+        elif is_own:
+            remedy = "A step that is written for JAX is split (KERAS_BACKEND=jax)."
+        self._warn(f"{self._model.name!r} {reason},\nso {who}", remedy)
         return Route(ALONE, reason)
 
     # ------------------------------------------------------------ what a step has shown
@@ -394,20 +402,19 @@ class StepPlans:
         if layers:
             names = ", ".join(f"{name!r} ({reason})" for name, reason in layers.items())
             what = f"every device runs {names} of {self._model.name!r} on the whole batch"
-            self._warn(what, advice_for(layers.values()))
+            self._warn(what, f"{advice_for(layers.values())}{_ON_JAX}")
 
     def _warn_of_gathered(self, large: dict[str, str]) -> None:
         if large:
             names = ", ".join(f"{name!r} ({reason})" for name, reason in large.items())
             what = f"every device gathers the outputs of {self._model.name!r} for {names}"
-            self._warn(what)
+            self._warn(what, _ON_JAX)
 
-    def _warn(self, what: str, remedy: str = "") -> None:
+    def _warn(self, what: str, remedy: str) -> None:
         if what not in self._warned and process_group.is_first():
             self._warned.add(what)
             warnings.warn(
-                f"On PyTorch {what}.\n{said_to_be_exact(what)}{remedy}"
-                "Set KERAS_BACKEND=jax to have it split.",
+                f"On PyTorch {what}.\n{said_to_be_exact(what)}{remedy}",
                 UnsplitBatchWarning,
                 stacklevel=2,
             )
@@ -415,3 +422,8 @@ class StepPlans:
 
 _MOST_SENT = 4
 """How often steps are compared again because the model was sent anew, at most."""
+
+_FIRST_ALONE = "the first device runs every batch alone"
+_ON_JAX = "Set KERAS_BACKEND=jax to have it split."
+_OWN_STEP = "_step of its own"
+"""Is in the reason of a step that the user has written for PyTorch, which JAX does not run."""

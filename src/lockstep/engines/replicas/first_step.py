@@ -19,6 +19,7 @@ from lockstep.core.devices import shard_rows
 from lockstep.core.left_out import LeftOutMetric
 from lockstep.core.patched import patched
 from lockstep.core.state import optimizers_of, rnn_states
+from lockstep.engines.replicas.layer_plan import declared_cause
 from lockstep.engines.replicas.object_states import ObjectStates
 from lockstep.engines.rowwise import is_declared, untouched_random_numbers
 from lockstep.errors import UnsupportedModel
@@ -574,33 +575,16 @@ class FirstSteps:
         for _ in range(_MOST_PARTS):
             if found is None:
                 return
-            before, part = found, distrust(found)
-            if part is None:
+            before = found
+            if distrust(found) is None or (found := find()) == before:
                 break
-            found = find()
-            if found == before:
-                break
-        if found is None:
-            return
-        cause = _declared_cause(found, self._model)
-        self.alone[kind] = f"{PARTED}: in its first {kind} step, {found} from one device{cause}"
-
-
-def _declared_cause(found: Difference, model: Any) -> str:
-    """Return that a declared layer updates what differs for all rows; `""` if none does."""
-    for layer in layers_in(model):
-        if not is_declared(layer):
-            continue
-        updated = [each for inner in layers_in(layer) for each in [*inner.metrics, inner]]
-        names = {each.name for each in updated if isinstance(each, keras.metrics.Metric)}
-        if found.name in names | {v.path for each in updated for v in each.variables}:
-            return f" (remove lockstep.rowwise from {layer.name!r}, whose call updates it)"
-    return ""
+        if found is not None:
+            why = f"in its first {kind} step, {found} from one device"
+            self.alone[kind] = f"{PARTED}: {why}{declared_cause(found.name, self._model)}"
 
 
 PARTED = "is not the same on every device"
 """Begins the reason of a step that was tried. It may have changed what nothing here knows of."""
-
 
 UNTRIED = "holds an object of"
 """Is in the reason of a step that was not tried: the object only runs forward, say."""

@@ -3,11 +3,14 @@
 from collections.abc import Collection, Iterable
 from typing import Any, Self
 
+import keras
+
 from lockstep.engines.rowwise import (
     UPDATES_METRIC,
     drawing_layers,
     is_batch_norm,
     is_container,
+    is_declared,
     stateful_rnns,
     works_by_rows,
 )
@@ -121,6 +124,23 @@ def advice_for(reasons: Iterable[str]) -> str:
         if not reason.startswith(_NOT_DECLARABLE)
     ]
     return "".join(dict.fromkeys(found))
+
+
+def declared_cause(name: str, model: Any) -> str:
+    """Return that a declared layer updates a log or variable for all rows; `""` if none does.
+
+    Args:
+        name: The name of the log, or the path of the variable.
+        model: The model.
+    """
+    for layer in layers_in(model):
+        if not is_declared(layer):
+            continue
+        updated = [each for inner in layers_in(layer) for each in [*inner.metrics, inner]]
+        names = {each.name for each in updated if isinstance(each, keras.metrics.Metric)}
+        if name in names | {v.path for each in updated for v in each.variables}:
+            return f" (remove lockstep.rowwise from {layer.name!r}, whose call updates it)"
+    return ""
 
 
 _DECLARE = "If each row depends on its own row alone, declare it: lockstep.rowwise. "

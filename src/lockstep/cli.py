@@ -418,7 +418,7 @@ def plan(
     with stdout_for(as_json):
         found = lockstep.plan(
             target,
-            counts,
+            devices=counts,
             batch_size=batch_size,
             micro_batch_size=micro_batch_size,
             memory=memory,

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import tempfile
 import warnings
 from functools import cache
@@ -110,6 +111,33 @@ def test_grain_goes_on_without_the_rows_before(tmp_path):
         asked.append(rows.asked)
         assert before
     assert asked[0] - asked[1] == 5 * BATCH
+
+
+def test_grain_draws_its_batches_again_where_its_state_does_not_fit(tmp_path):
+    """Its `DataLoader` compares what `repr` returns, and an object without one has an address."""
+    import grain
+    from absl import flags
+
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+    numbers = itertools.count()
+
+    class Anew(Counting):
+        def __init__(self):
+            super().__init__()
+            self.number = next(numbers)
+
+        def __repr__(self):
+            return f"<Anew object at {self.number:#x}>"
+
+    def source():
+        sampler = grain.samplers.IndexSampler(ROWS, shuffle=True, seed=3, num_epochs=1)
+        batches = [grain.transforms.Batch(BATCH)]
+        return {"x": grain.DataLoader(data_source=Anew(), sampler=sampler, operations=batches)}
+
+    train(source, tmp_path, cut=STEPS + 3, checkpoint={"steps": 1, "background": False})
+    with pytest.warns(CheckpointWarning, match=r"2 batches of Grain are made once more .*\nA `__r"):
+        assert_same_end(train(source, tmp_path), train(source))
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")

@@ -169,7 +169,7 @@ def test_devices_send_the_gradients_of_the_factors_alone(made, options):
     if options.keys() <= {"state"}:
         (planned,) = [
             each
-            for each in lockstep.plan(made, 4).layouts
+            for each in lockstep.plan(made, devices=4).layouts
             if (each.devices, each.state) == (4, options.get("state", "replicated"))
         ]
         assert planned.temporaries is not None

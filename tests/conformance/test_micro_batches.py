@@ -114,7 +114,9 @@ def test_four_parts_take_at_most_three_tenths_of_the_temporaries(make):
         return model
 
     planned = [
-        lockstep.plan(build, 1, batch_size=rows, micro_batch_size=size).layouts[0].temporaries
+        lockstep.plan(build, devices=1, batch_size=rows, micro_batch_size=size)
+        .layouts[0]
+        .temporaries
         for size in (None, rows // 4)
     ]
     assert planned[1] <= 0.4 * planned[0]

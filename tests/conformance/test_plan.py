@@ -66,7 +66,7 @@ def allocated(build, devices, state, rows, monkeypatch):
 
 
 def planned(build, devices, state, rows):
-    found = lockstep.plan(build, devices, batch_size=rows).layouts
+    found = lockstep.plan(build, devices=devices, batch_size=rows).layouts
     (one,) = [each for each in found if each.state == state]
     names = ("weights", "optimizer", "gradients", "metrics", "batch")
     return {name: getattr(one, name) for name in names}
@@ -139,7 +139,8 @@ def test_a_batch_is_counted_in_the_type_in_which_jax_stores_it():
         return model, (np.zeros((50, 3), "float64"), np.zeros((50, 1), "int64"))
 
     rows = {
-        size: lockstep.plan(build, 4, batch_size=size).layouts[0].batch for size in (None, 50, 1)
+        size: lockstep.plan(build, devices=4, batch_size=size).layouts[0].batch
+        for size in (None, 50, 1)
     }
     assert rows == {None: 8 * 16, 50: 13 * 16, 1: 16}  # 32 rows of arrays, as in Keras
 
@@ -156,15 +157,15 @@ def test_a_model_that_is_larger_than_the_memory_here_takes_none():
     made = []
     gc.collect()
     before = {id(array) for array in jax.live_arrays()}
-    found = lockstep.plan(build, (1, 8), memory="80GB")
+    found = lockstep.plan(build, devices=(1, 8), memory="80GB")
     assert found.layouts[0].weights > 11 * 300_000**2 * 4  # 3.9 TB
     new = [array for array in jax.live_arrays() if id(array) not in before]
     assert sum(array.nbytes for array in new) < 1e6
-    assert [found.verdict(each) for each in found.layouts] == ["state alone does not fit"] * 3
+    assert [found.verdict_of(each) for each in found.layouts] == ["state alone does not fit"] * 3
 
 
 def test_after_a_plan_variables_have_values_again():
-    lockstep.plan(KINDS["frozen"], 2)
+    lockstep.plan(KINDS["frozen"], devices=2)
     model = keras.Sequential([keras.Input((64,)), layers.Dense(64)])
     model.compile("sgd", "mse")
     assert np.any(model.get_weights()[0])
@@ -180,7 +181,7 @@ from tests.conformance.test_plan import to_send
 
 sys.stdout, out = sys.stderr, sys.stdout
 state, policy, folder = sys.argv[1:]
-(found,) = [each for each in lockstep.plan(lambda: to_send(policy), 8).layouts
+(found,) = [each for each in lockstep.plan(lambda: to_send(policy), devices=8).layouts
             if (each.devices, each.state) == (8, state)]
 training_program(to_send(policy), devices=8, rows=32, state=state)
 (file,) = Path(folder).glob("*jit_program*after_spmd-partitioning*")

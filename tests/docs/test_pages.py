@@ -37,7 +37,7 @@ CHINESE = {
 """Each Chinese page, with the English page whose code blocks it has."""
 
 NOT_CODE = {"text", "yaml", "json", "toml"}
-INSTALLS = ("pip ", "python -m venv", "export ", ".ci/", "git ", "module ")
+INSTALLS = ("pip ", "python3 -m venv", "export ", ".ci/", "git ", "module ")
 RUN_ELSEWHERE = {
     "lockstep demo": "tests/unit/test_demo.py",
     "lockstep doctor": "tests/messages/test_doctor.py",
@@ -218,9 +218,55 @@ def check_extras(command):
         assert set(found.split(",")) <= project["optional-dependencies"].keys(), command
 
 
+def installs():
+    """The two lines of the README that make an environment and install lockstep into it."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    of_python = re.search(r"^python3 -m venv .*pip install \.(?=   #)", page, re.M)
+    of_uv = re.search(r"`(uv venv && [^`]*)`", page)
+    return of_python[0], of_uv[1]
+
+
+def test_the_lines_that_install_differ_in_the_tool_alone():
+    """Debian and macOS have no `python` outside of an environment, and Debian no `ensurepip`."""
+    of_python, of_uv = installs()
+    assert of_uv == of_python.replace("python3 -m venv .venv", "uv venv").replace("pip ", "uv pip ")
+    for page in (*PAGES, *CHINESE):
+        assert not re.search(r"(?<!\S)python -m venv", page.read_text(encoding="utf-8")), page
+
+
+@pytest.mark.thorough
+def test_the_lines_that_install_work_with_python_and_with_uv(tmp_path):
+    """As a stranger in a fresh clone. It takes two minutes, and downloads JAX and uv."""
+    of_python, of_uv = installs()
+    ours = ("LOCKSTEP", "PYTHON", "KERAS_", "VIRTUAL_ENV", "UV_")
+    clean = {name: each for name, each in os.environ.items() if not name.startswith(ours)}
+    tools = tmp_path / "tools"
+    for name, line in (("python", of_python), ("uv", of_uv)):
+        clone = tmp_path / name
+        clone.mkdir()
+        for each in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(ROOT / each, clone)
+        shutil.copytree(ROOT / "src", clone / "src")
+        if name == "uv":
+            subprocess.run([sys.executable, "-m", "venv", tools], check=True)
+            subprocess.run([tools / "bin" / "pip", "install", "--quiet", "uv"], check=True)
+            clean["PATH"] = os.pathsep.join([clean["PATH"], str(tools / "bin")])
+        done = subprocess.run(
+            ["bash", "-c", f"{line} && export KERAS_BACKEND=jax && lockstep doctor"],
+            cwd=clone,
+            env=clean,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "Nothing has to change." in done.stdout
+        assert (clone / ".venv" / "bin" / "lockstep").exists()
+
+
 def test_the_two_commands_of_the_readme():
     page = (ROOT / "README.md").read_text()
-    fresh = "python -m venv .venv && . .venv/bin/activate && "
+    fresh = "python3 -m venv .venv && . .venv/bin/activate && "
     tests = "python -m tests"
     assert f'\n{fresh}pip install ".[demo]" && lockstep demo\n' in page
     assert f'\n{fresh}pip install -e ".[test]" && {tests}\n' in page

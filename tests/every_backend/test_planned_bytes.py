@@ -68,7 +68,7 @@ STATES = ["replicated", *["sharded"] * SHARDS]
 @pytest.mark.parametrize("build", [dense, recurrent, mixed])
 def test_planned_bytes_are_those_of_the_first_device(build, state, monkeypatch):
     monkeypatch.setattr(sys.modules["lockstep.core.devices"], "SHARDED_FROM", 64)
-    plan = lockstep.plan(build, 2, batch_size=7)
+    plan = lockstep.plan(build, devices=2, batch_size=7)
     planned = next(each for each in plan.layouts if each.state == state)
     model, (x, y) = build()
     lockstep.distribute(model, 2, state=state)
@@ -89,7 +89,7 @@ def test_planned_bytes_are_those_of_the_first_device(build, state, monkeypatch):
 
 def test_the_first_device_has_the_rows_of_a_ragged_batch():
     """Four of seven rows. JAX stores 64 bits as 32; the type of the inputs is that of Keras."""
-    plan = lockstep.plan(dense, 2, batch_size=7)
+    plan = lockstep.plan(dense, devices=2, batch_size=7)
     targets = 3 * (4 if BACKEND == "jax" else 8)
     assert plan.layouts[0].batch == 4 * (40 * bytes_of_float() + targets)
 
@@ -102,7 +102,7 @@ def test_no_value_is_made():
         made[0].compile("adam", "mse")
         return made[0]
 
-    weights = lockstep.plan(build, 2).layouts[0].weights
+    weights = lockstep.plan(build, devices=2).layouts[0].weights
     assert weights == bytes_of_float() * 3001 * 2_000_000  # 24 GB in float32
 
 
@@ -112,7 +112,7 @@ def test_code_that_needs_values_gets_a_remedy():
         keras.ops.convert_to_numpy(model.layers[0].kernel.value) @ "a product with a text"
 
     with pytest.raises(Exception) as caught:  # noqa: PT011
-        lockstep.plan(build, 2)
+        lockstep.plan(build, devices=2)
     assert "build it with model.build(shape)" in caught.value.__notes__[0]
 
 
@@ -125,7 +125,7 @@ def test_statistics_of_data_are_taken():
         return model
 
     rows = 8 if BACKEND == "tensorflow" else 4  # an integer of the layer
-    weights = lockstep.plan(build, 2).layouts[0].weights
+    weights = lockstep.plan(build, devices=2).layouts[0].weights
     assert weights == bytes_of_float() * (2001 * 16 + 2 * 2000) + rows
 
 
@@ -138,7 +138,7 @@ def test_rows_of_a_data_set(rows):
         def __getitem__(self, number):
             return np.ones((8, 40), "float32"), np.ones((8, 3), "float32")
 
-    plan = lockstep.plan(lambda: (dense()[0], Data()), 2, batch_size=rows)
+    plan = lockstep.plan(lambda: (dense()[0], Data()), devices=2, batch_size=rows)
     assert plan.batch_size == (rows or 8)
     assert plan.layouts[0].batch == (rows or 8) // 2 * 43 * 4
 
@@ -184,7 +184,7 @@ def test_activations_are_those_of_jax_and_say_so(tmp_path):
     assert min(sizes[0]) > 0
     label = f"Activations are as compiled by JAX. {BACKEND} may need more."
     assert (label in found[1]["notes"]) == (BACKEND != "jax")
-    plan = lockstep.plan(dense, 2)
+    plan = lockstep.plan(dense, devices=2)
     assert (plan.layouts[0].peak is None) == (BACKEND != "jax")
     assert any("name the function" in note for note in plan.notes) == (BACKEND != "jax")
 
@@ -192,4 +192,4 @@ def test_activations_are_those_of_jax_and_say_so(tmp_path):
 def test_a_gpu_is_compiled_for_on_jax_alone():
     if BACKEND != "jax":
         with pytest.raises(UnsupportedBackend, match=r"(?s)that is not here\..*KERAS_BACKEND=jax"):
-            lockstep.plan(dense, 2, gpu="h100")
+            lockstep.plan(dense, devices=2, gpu="h100")

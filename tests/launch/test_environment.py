@@ -1,5 +1,7 @@
 """The place of a process, from tables of environment variables."""
 
+import json
+
 import pytest
 
 from lockstep.core.environment import (
@@ -57,6 +59,15 @@ OPTIONS = {
     "PET_MASTER_PORT": "29500",
 }
 
+
+def cluster(kind, index, **tasks):
+    """What TFJob of Kubeflow, Ray and the guide of TensorFlow set."""
+    return {"TF_CONFIG": json.dumps({"cluster": tasks, "task": {"type": kind, "index": index}})}
+
+
+TWO = ["job-worker-0.ns.svc:2222", "job-worker-1.ns.svc:2222"]
+TENSORFLOW = cluster("worker", 1, worker=TWO)
+
 PLACES = {
     "nothing": ({}, (0, 1, None, None, None, "")),
     "lockstep": (OURS, (3, 4, None, None, "127.0.0.1:4000", "lockstep")),
@@ -84,6 +95,30 @@ PLACES = {
         (0, 1, None, None, None, ""),
     ),
     "Open MPI 4": (OPEN_MPI, (1, 2, 1, 2, "10.96.0.1:62624", "Open MPI")),
+    "TensorFlow's cluster": (
+        TENSORFLOW,
+        (1, 2, 0, 1, "job-worker-0.ns.svc:2222", "TensorFlow's cluster"),
+    ),
+    "TensorFlow's cluster, the chief first": (
+        cluster("worker", 1, worker=TWO, chief=["job-chief-0.ns.svc:2222"]),
+        (2, 3, 0, 1, "job-chief-0.ns.svc:2222", "TensorFlow's cluster"),
+    ),
+    "TensorFlow's cluster, two processes of a host": (
+        cluster("worker", 2, worker=["b:1", "a:1", "a:2"]),
+        (2, 3, 1, 2, "b:1", "TensorFlow's cluster"),
+    ),
+    "TensorFlow's cluster under Slurm": (
+        {**TENSORFLOW, **SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},
+        (1, 2, 0, 1, "job-worker-0.ns.svc:2222", "TensorFlow's cluster"),
+    ),
+    "TensorFlow's cluster of one worker": (
+        cluster("worker", 0, worker=["localhost:1"]),
+        (0, 1, None, None, None, ""),
+    ),
+    "TensorFlow's cluster of nothing": (
+        {"TF_CONFIG": '{"environment": "cloud"}'},
+        (0, 1, None, None, None, ""),
+    ),
     "torchrun on each host of Slurm": (
         {**TORCHRUN, **SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},
         (3, 4, 1, 2, "10.0.0.1:29501", "torchrun"),
@@ -124,6 +159,33 @@ def test_the_place_of_a_process_by_the_variables_of_its_launcher(case):
 
 
 REFUSED = {
+    "a cluster that is no JSON": ({"TF_CONFIG": "{worker"}, "TF_CONFIG='{worker' is set, and JSON"),
+    "a cluster that is a list": ({"TF_CONFIG": "[1]"}, "TF_CONFIG='[1]' is set, and JSON with"),
+    "a cluster without a task": (
+        {"TF_CONFIG": json.dumps({"cluster": {"worker": TWO}})},
+        "its task (type None, index None) is none of its 2",
+    ),
+    "a worker beyond its cluster": (
+        cluster("worker", 2, worker=TWO),
+        "its task (type 'worker', index 2) is none of its 2",
+    ),
+    "a cluster of hosts without ports": (
+        cluster("worker", 0, worker=["a", "b"]),
+        "addresses with a port were expected",
+    ),
+    "a cluster with parameter servers": (
+        cluster("worker", 0, worker=TWO, ps=["c:1"]),
+        "TF_CONFIG has ps tasks, and lockstep trains in chief and worker tasks",
+    ),
+    "an evaluator": (
+        cluster("evaluator", 0, worker=TWO),
+        "TF_CONFIG has a task of type 'evaluator', and lockstep trains in chief and worker tasks",
+    ),
+    "lockstep run with a cluster that all processes are given": (
+        {**OURS, **cluster("worker", 0, worker=TWO)},
+        "process 3 of 4 (lockstep: LOCKSTEP_PROCESSES, LOCKSTEP_PROCESS, LOCKSTEP_COORDINATOR), "
+        "and process 0 of 2 (TensorFlow's cluster: TF_CONFIG): two launchers disagree",
+    ),
     "a size without a rank": (
         {"WORLD_SIZE": "4"},
         "WORLD_SIZE=4 is set, and RANK is not",

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.core.package_versions import install_command
-from lockstep.tools.doctor import Findings, choose_backend, wrong_pairs
+from lockstep.tools.doctor import Findings, _torch_build, choose_backend, wrong_pairs
 from tests.processes.common import python, warm_python
 from tests.tiers import rest
 
@@ -46,6 +46,31 @@ def test_a_backend_that_is_not_installed():
         "Change: export KERAS_BACKEND=jax"
     )
     assert changed(installed={"jax": None}, devices=()).advice().endswith("pip install jax")
+
+
+@pytest.mark.parametrize(
+    ("noted", "build"),
+    [
+        ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", "CPU"),
+        ("cuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n", "CUDA 12.8"),
+        ("cuda = None\nhip = '6.4'\n", "ROCm 6.4"),
+    ],
+)
+def test_the_build_of_pytorch_is_named(noted, build, tmp_path, monkeypatch):
+    """A wheel of PyPI has no CUDA in its version."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit")  # it is not imported
+    (tmp_path / "torch" / "version.py").write_text(f"__version__ = '2.13.0'\n{noted}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert _torch_build() == build
+    found = changed(backend="torch", installed={"torch": "2.13.0"}, torch_build=build)
+    assert dict(found.rows())["versions"].startswith(f"torch 2.13.0 ({build} build), Python ")
+
+
+def test_the_build_of_pytorch_is_that_which_it_tells():
+    told = python("import torch; print(torch.version.cuda)").strip()
+    assert _torch_build() == ("CPU" if told == "None" else f"CUDA {told}")
 
 
 def test_gpus_that_the_backend_does_not_use():

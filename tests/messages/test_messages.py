@@ -334,12 +334,13 @@ ONE_ARGUMENT = {
     "verify, steps": lambda value: lockstep.verify(compiled(), data(), 2, value),
     "verify, batch_size": lambda value: lockstep.verify(compiled(), data(), 2, 1, batch_size=value),
     "verify, state": lambda value: lockstep.verify(compiled(), data(), 2, 1, state=value),
-    "plan, build": lambda value: lockstep.plan(value, 2),
-    "plan, devices": lambda value: lockstep.plan(compiled, value),
-    "plan, batch_size": lambda value: lockstep.plan(compiled, 2, batch_size=value),
-    "plan, memory": lambda value: lockstep.plan(compiled, 2, memory=value),
-    "plan, gpu": lambda value: lockstep.plan(compiled, 2, gpu=value),
-    "plan, say": lambda value: lockstep.plan(compiled, 2, say=value),
+    "plan, model": lambda value: lockstep.plan(value, devices=2),
+    "plan, data": lambda value: lockstep.plan(compiled, value, devices=2),
+    "plan, devices": lambda value: lockstep.plan(compiled, devices=value),
+    "plan, batch_size": lambda value: lockstep.plan(compiled, devices=2, batch_size=value),
+    "plan, memory": lambda value: lockstep.plan(compiled, devices=2, memory=value),
+    "plan, gpu": lambda value: lockstep.plan(compiled, devices=2, gpu=value),
+    "plan, say": lambda value: lockstep.plan(compiled, devices=2, say=value),
     "bench, model": lambda value: lockstep.bench(value, data(), 2),
     "bench, data": lambda value: lockstep.bench(compiled(), value, 2),
     "bench, devices": lambda value: lockstep.bench(compiled(), data(), value),
@@ -382,7 +383,7 @@ MAY_BE = {
     "Checkpoint, seconds": [2.5],
     "Profile, path": [b"x\n"],
     "rowwise": [compiled],
-    "plan, build": [compiled],
+    "plan, model": [compiled],
     "predict, to": [compiled],
     "plan, say": [compiled],
 }
@@ -409,7 +410,7 @@ def test_every_public_function_is_in_that_list():
 
 
 def test_a_number_of_devices_may_be_of_numpy():
-    assert lockstep.plan(compiled, np.int64(2)).layouts[0].devices == 2
+    assert lockstep.plan(compiled, devices=np.int64(2)).layouts[0].devices == 2
     assert len(lockstep.placement(lockstep.distribute(compiled(), np.int64(2))).devices) == 2
     one, two = keras.Input((2,)), keras.layers.Dense(1, name="second")
     with lockstep.on(np.int64(1)):  # the device of this number

@@ -61,7 +61,7 @@ def test_what_a_compiled_step_is_given_is_what_is_planned():
         exec(TARGET, spoken)
         return spoken["build"]()
 
-    for each in lockstep.plan(build, (1, 4), batch_size=30).layouts:
+    for each in lockstep.plan(build, devices=(1, 4), batch_size=30).layouts:
         model, batch, _ = abstract_model(build, "build", 30, lambda variable: None)
         used, _ = compiled_bytes(model, batch, each, gpu_named("h100"))
         aligned = 256 * 40  # each of some 30 arguments begins at a multiple of 256 bytes

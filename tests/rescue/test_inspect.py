@@ -157,6 +157,14 @@ def test_other_files_say_what_they_are_not(name, content, said, tmp_path):
         lockstep.inspect(tmp_path / name)
 
 
+def test_a_checkpoint_of_tensorflow_is_known_by_the_name_that_it_was_saved_by(tmp_path):
+    """TensorFlow writes no file of that name; the error was that it is missing."""
+    for end in (".index", ".data-00000-of-00001"):
+        (tmp_path / f"model.ckpt{end}").touch()
+    with pytest.raises(UnreadableFile, match=r"model\.ckpt is the name of a TensorFlow checkpoint"):
+        lockstep.inspect(tmp_path / "model.ckpt")
+
+
 def test_a_missing_file_and_a_folder_are_said(tmp_path):
     with pytest.raises(UnreadableFile, match="cannot be opened"):
         lockstep.inspect(tmp_path / "nothing.h5")

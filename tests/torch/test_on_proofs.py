@@ -12,7 +12,7 @@ from keras import layers, ops
 import lockstep
 from lockstep.engines.replicas import rows_of_losses
 from lockstep.engines.torch import row_proofs, step_plans
-from lockstep.errors import UnsplitBatchWarning
+from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from tests.tiers import every, further, rest
 from tests.torch.agreement import assert_equal, both
 
@@ -179,6 +179,73 @@ def test_what_is_not_known_runs_whole(what):
     with pytest.warns(UnsplitBatchWarning, match=rf"every device runs 'does' \(.*{reason}") as said:
         assert_same_fit(built(function))
     assert any("declare it: lockstep.rowwise" in str(each.message) for each in said)
+
+
+def _merged():
+    """The copies in a row are rows of a model inside, as those of video frames or patches are."""
+    of_copy = keras.Sequential([keras.Input((4,)), layers.BatchNormalization(), layers.Dense(3)])
+    x = keras.Input((2, 4))
+    merged = of_copy(ops.reshape(x, (-1, 4)))
+    made = keras.Model(x, ops.reshape(merged, (-1, 6)), name="merged")
+    made.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse", metrics=["mae"])
+    return made
+
+
+def test_rows_that_are_merged_run_on_one_device():
+    """They ended in an error. TensorFlow runs them so, too."""
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(size=(41, 2, 4)), rng.normal(size=(41, 6))
+    said = r"output of layer 'reshape\w*' \(Reshape\) of shape \(20, 4\) for 10 rows,\nso the first"
+    with pytest.warns(UnsplitBatchWarning, match=said):
+        assert_same_fit(_merged, x, y)
+
+
+def test_rows_that_are_merged_leave_sharded_state_as_it_is():
+    keras.utils.clear_session(free_memory=False)
+    made = lockstep.distribute(_merged(), devices=2, state="sharded")
+    before = made.get_weights()
+    with pytest.raises(UnsupportedModel, match=r"of shape \(20, 4\) for 10 rows,\nso one device"):
+        made.fit(np.ones((10, 2, 4)), np.ones((10, 6)), verbose=0)
+    assert all(map(np.array_equal, made.get_weights(), before))
+    lockstep.release(made)
+
+
+class Measures(layers.Layer):
+    """Updates a metric of its own in its call."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.share = keras.metrics.Mean(name="share")
+
+    def call(self, x):
+        self.share.update_state(ops.mean(x, axis=-1), sample_weight=1 + ops.abs(x[:, 0]))
+        return x
+
+
+@lockstep.rowwise
+class MeasuresRows(Measures):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        (
+            Measures,
+            r"'measures' \(its call updates the metric 'share'\) of .*\n.*A metric that compile or",
+        ),
+        (MeasuresRows, r"'share' differs by .* \(remove lockstep.rowwise from 'measures', whose"),
+    ],
+)
+def test_the_advice_for_a_metric_in_a_call_fits(layer, said):
+    def build():
+        made = keras.Sequential([keras.Input((5,)), layer(name="measures"), layers.Dense(2)])
+        made.compile("sgd", "mse")
+        return made
+
+    with pytest.warns(UnsplitBatchWarning, match=said) as found:
+        assert_same_fit(build)
+    assert not any("declare it" in str(each.message) for each in found)
 
 
 def _centers(self, x, training=None):

@@ -11,6 +11,7 @@ from rich.console import Console
 
 import lockstep
 from lockstep.errors import BenchFailed, DeviceError, DeviceNotFound, TargetNotFound, UnusableData
+from lockstep.tools import bench
 from lockstep.tools.bench import run_bench
 from lockstep.tools.bench.scaling import Measurement, Scaling
 from tests.conformance.common import data, devices_of, distances, model, snapshot
@@ -180,7 +181,19 @@ def test_devices_that_are_not_here_are_refused_before_anything_is_measured(tmp_p
     said = []
     with pytest.raises(DeviceNotFound, match="devices=64 was asked for, and 2 are here"):
         run_bench("train.py:build", [1, 64], say=said.append)
-    assert said == ["64 devices ..."]
+    assert said[0] == "64 devices ..."
+
+
+def test_a_measurement_that_takes_long_is_not_silent(tmp_path, monkeypatch):
+    """In a pipe, a minute passed without a word."""
+    monkeypatch.setattr(bench, "SILENT", 0.3)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("import time\ndef build():\n    time.sleep(2)\n")
+    said = []
+    with pytest.raises(TargetNotFound):
+        run_bench("train.py:build", [1], say=said.append)
+    assert said[0] == "1 device ..."
+    assert re.fullmatch(r"    making the model, after \d+ s \.\.\.", said[-1])
 
 
 @pytest.mark.whole

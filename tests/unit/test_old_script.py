@@ -94,6 +94,36 @@ def test_what_keras_takes_for_something_else_is_listed(old, tmp_path):
     assert any(SILENT[old] in change.new for change in changes(tmp_path, f"import keras\n{old}"))
 
 
+def test_an_argument_that_keras_ignores_is_listed(tmp_path):
+    old = "keras.callbacks.ReduceLROnPlateau(monitor='val_loss', epsilon=0.3)"
+    (change,) = changes(tmp_path, f"import keras\n{old}")
+    assert change.new.startswith("min_delta=")
+    assert eval(old).min_delta == keras.callbacks.ReduceLROnPlateau().min_delta
+
+
+def test_arguments_of_multi_gpu_model_without_an_effect_are_listed(tmp_path):
+    old = (
+        "from lockstep import multi_gpu_model as f\nlockstep.multi_gpu_model(m, 2, cpu_merge=False)"
+    )
+    (change,) = changes(tmp_path, old)
+    assert (change.old, change.new[:12]) == ("multi_gpu_model(cpu_merge=)", "leave it out")
+
+
+STOPS = "model.compile('sgd', 'mse', metrics={})\nkeras.callbacks.EarlyStopping(monitor='val_acc')"
+
+
+def test_the_name_that_a_metric_was_given_is_the_one_to_monitor(tmp_path):
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["acc"])
+    x = [[1.0]]
+    assert "acc" in model.evaluate(keras.ops.array(x), keras.ops.array(x), 1, 0, return_dict=True)
+    for named in ("['acc']", "{'out': ['mae', 'acc']}"):
+        assert changes(tmp_path, f"import keras\n{STOPS.format(named)}") == ()
+    for other in ("['accuracy']", "names"):
+        (change,) = changes(tmp_path, f"import keras\n{STOPS.format(other)}")
+        assert change.new == 'monitor="val_accuracy", for metrics=["accuracy"]'
+
+
 def test_what_keras_has_as_well_is_not_listed(tmp_path):
     for same in ("layers.Embedding(9, output_dim=3)", "layers.Conv2D(32, 3, 2)", "m.layers[-2]"):
         assert changes(tmp_path, f"from keras import layers\n{same}") == ()

@@ -126,6 +126,13 @@ def not_traceable():
             "Leave batch_size out for that of the data.",
         ),
         (
+            wide,
+            {"data": 2},
+            UnusableData,
+            "data=2 was given, and arrays or a data set were expected.\n"
+            "For numbers of devices, write devices=2.",
+        ),
+        (
             no_shape,
             {},
             UnusableData,
@@ -189,56 +196,97 @@ def test_what_cannot_be_planned_has_a_remedy(build, options, error, said):
     assert len(str(caught.value).splitlines()) <= 3
 
 
+def test_a_model_that_is_there_has_the_plan_of_its_function_and_keeps_its_values():
+    """`plan(model, data, devices=2)`, as `verify` and `bench` take it, ended in a TypeError."""
+    x, y = np.zeros((7, 512), "float32"), np.zeros((7, 512), "float32")
+    model = wide()
+    before = model.get_weights()
+    found = lockstep.plan(model, (x, y), devices=(1, 2), batch_size=8, memory="1GB")
+    expected = lockstep.plan(lambda: (wide(), (x, y)), devices=(1, 2), batch_size=8, memory="1GB")
+    assert (found.layouts, found.notes) == (expected.layouts, expected.notes)
+    assert found.layouts == lockstep.plan(wide, (x, y), (1, 2), batch_size=8, memory="1GB").layouts
+    assert all(map(np.array_equal, model.get_weights(), before))
+    assert np.isfinite(model.fit(x, y, verbose=0).history["loss"]).all()
+    alone = lockstep.plan(wide(), devices=2)
+    assert "wide was given no data: the batch is that of the inputs, " in str(alone.notes)
+
+
+def test_what_cannot_be_planned_of_a_model_that_is_there():
+    model = wide()
+    with pytest.raises(UnusableData) as said:
+        lockstep.plan(model, mixed_precision=True)
+    assert str(said.value) == (
+        "mixed_precision=True was given, and 'wide' is there, of the policy 'float32'.\n"
+        "Give a function that builds it: a plan calls it under both policies."
+    )
+    with pytest.raises(UnusableData, match="'wide' is distributed, and a plan needs the model on"):
+        lockstep.plan(lockstep.distribute(model, 1))
+
+
+def test_the_verdict_of_a_plan_names_the_layouts_that_fit():
+    found = lockstep.plan(wide, devices=(1, 2), batch_size=4, memory="1GB")
+    assert found.verdict == "1.00 GB hold 1 replicated, 2 replicated, 2 sharded."
+    assert found.as_dict()["verdict"] == found.verdict
+    assert lockstep.plan(wide, devices=2).verdict == ""
+    least = min(found.layouts, key=lambda each: each.peak)
+    small = lockstep.plan(wide, devices=(1, 2), batch_size=4, memory="1kB")
+    said = f"No layout fits 1.00 kB: the least is {amount(least.peak)}, of {least.name}."
+    assert small.verdict == said
+    assert said in shown(small)
+
+
 def test_a_model_without_data_has_the_batch_of_its_inputs():
-    found = lockstep.plan(wide, 1, batch_size=8)
+    found = lockstep.plan(wide, devices=1, batch_size=8)
     assert found.layouts[0].batch == 8 * 512 * 4
     assert "wide returns no data: the batch is that of the inputs, without targets." in found.notes
 
 
 def test_a_batch_of_one_row_has_a_peak():
     """JAX traces other operations for one row than for two, and the traces were compared."""
-    one, two = (lockstep.plan(wide, 2, batch_size=rows).layouts[0] for rows in (1, 2))
+    one, two = (lockstep.plan(wide, devices=2, batch_size=rows).layouts[0] for rows in (1, 2))
     assert one.temporaries == two.temporaries  # each device has one row
     assert one.temporaries > 0
 
 
 def test_an_input_may_have_a_fixed_number_of_rows():
-    found = lockstep.plan(lambda: compiled(keras.Input(batch_shape=(6, 512))), 4, batch_size=8)
+    found = lockstep.plan(
+        lambda: compiled(keras.Input(batch_shape=(6, 512))), devices=4, batch_size=8
+    )
     assert found.batch_size == 6
     assert found.layouts[0].batch == 2 * 512 * 4
 
 
 def test_targets_may_be_class_numbers_where_there_are_no_data():
     for loss in ("sparse_categorical_crossentropy", "categorical_crossentropy"):
-        found = lockstep.plan(lambda loss=loss: compiled(keras.Input((512,)), loss=loss), 1)
+        found = lockstep.plan(lambda loss=loss: compiled(keras.Input((512,)), loss=loss), devices=1)
         assert found.layouts[0].metrics == 8
 
 
 def test_the_report_says_what_the_memory_means(monkeypatch):
     monkeypatch.setenv("LOCKSTEP_GATHER_AGAIN", "0")
-    found = lockstep.plan(wide, (1, 4), batch_size=4, memory="3.5MB")
+    found = lockstep.plan(wide, devices=(1, 4), batch_size=4, memory="3.5MB")
     whole, replicated, sharded = found.layouts
     assert whole.weights == replicated.weights == 4 * 513 * 512
     assert sharded.weights == 4 * (512 * 512 // 4 + 512)
-    assert found.verdict(whole) == f"about {amount(whole.peak - 3_500_000)} too much"
-    assert found.verdict(sharded) == f"about {amount(3_500_000 - sharded.peak)} left"
+    assert found.verdict_of(whole) == f"about {amount(whole.peak - 3_500_000)} too much"
+    assert found.verdict_of(sharded) == f"about {amount(3_500_000 - sharded.peak)} left"
     unknown = replace(found, layouts=(replace(whole, temporaries=None),))
-    assert unknown.verdict(unknown.layouts[0]) == "no room for all gradients"
+    assert unknown.verdict_of(unknown.layouts[0]) == "no room for all gradients"
     assert str(unknown) == (
         "1 device, replicated: 4.21 MB each without activations, no room for all gradients"
     )
     compiled = replace(found, gpu="NVIDIA H100", memory=round(whole.peak / 0.9))
-    words = [compiled.verdict(each) for each in compiled.layouts]
+    words = [compiled.verdict_of(each) for each in compiled.layouts]
     assert words[0] == f"may not fit: {amount(compiled.memory - whole.peak)} left"
     assert words[2] == f"fits: {amount(compiled.memory - sharded.peak)} left"
     compiled = replace(compiled, memory=whole.peak - 1000)
-    assert compiled.verdict(whole) == "does not fit: 1.00 kB too much"
-    smaller = lockstep.plan(wide, 1, memory="3MB")
-    assert smaller.verdict(smaller.layouts[0]) == "state alone does not fit"
-    assert lockstep.plan(wide, 1).verdict(whole) == ""
+    assert compiled.verdict_of(whole) == "does not fit: 1.00 kB too much"
+    smaller = lockstep.plan(wide, devices=1, memory="3MB")
+    assert smaller.verdict_of(smaller.layouts[0]) == "state alone does not fit"
+    assert lockstep.plan(wide, devices=1).verdict_of(whole) == ""
     assert str(found).splitlines()[0] == (
         "1 device, replicated: 4.21 MB each without activations, "
-        f"about {amount(whole.peak)} at the peak, {found.verdict(whole)}"
+        f"about {amount(whole.peak)} at the peak, {found.verdict_of(whole)}"
     )
     kernel = 512 * 512 * 4
     assert (sharded.gathered, sharded.all_gather) == (kernel, kernel * 3 // 4)
@@ -252,20 +300,20 @@ def deep():
 
 def test_weights_that_training_gathers_again_are_not_counted_as_kept(monkeypatch):
     """By the sum of what is kept, no layout fitted a memory in which the model trained."""
-    kept = lockstep.plan(deep, 4, batch_size=4, memory="1GB").layouts[1]
+    kept = lockstep.plan(deep, devices=4, batch_size=4, memory="1GB").layouts[1]
     small = kept.peak - 1_000_000  # a quarter of it has no room for 12 MB of weights
-    found = lockstep.plan(deep, 4, batch_size=4, memory=small)
+    found = lockstep.plan(deep, devices=4, batch_size=4, memory=small)
     again = found.layouts[1]
     assert (kept.gathers_again, again.gathers_again) == (False, True)
     assert again.temporaries < kept.temporaries / 2
     assert again.all_gather == 2 * kept.all_gather
-    assert found.verdict(again) == f"about {amount(small - again.peak)} left"
+    assert found.verdict_of(again) == f"about {amount(small - again.peak)} left"
     console = Console(width=200, file=io.StringIO())
     found.show(console)
     assert "and not kept: the weights of 4 sharded." in console.file.getvalue()
     assert "together" not in console.file.getvalue()  # one figure to compare with the memory
     monkeypatch.setenv("LOCKSTEP_GATHER_AGAIN", "0")
-    said_to_keep = lockstep.plan(deep, 4, batch_size=4, memory=small).layouts[1]
+    said_to_keep = lockstep.plan(deep, devices=4, batch_size=4, memory=small).layouts[1]
     assert replace(said_to_keep, largest_micro_batch=None) == kept
 
 
@@ -292,7 +340,7 @@ def crops():
 
 
 def test_layers_that_keep_a_step_from_being_compiled_are_named():
-    notes = lockstep.plan(crops, 1).notes
+    notes = lockstep.plan(crops, devices=1).notes
     assert "On JAX the step is not compiled, for cut (RandomCrop): it may need more." in notes
 
 
@@ -311,9 +359,9 @@ def runs_eagerly():
     ],
 )
 def test_a_step_that_is_not_traced_leaves_the_exact_part(build, why):
-    found = lockstep.plan(build, (1, 2), memory="1GB")
+    found = lockstep.plan(build, devices=(1, 2), memory="1GB")
     assert [each.peak for each in found.layouts] == [None] * 3
-    assert found.verdict(found.layouts[0]).endswith(" left for activations")
+    assert found.verdict_of(found.layouts[0]).endswith(" left for activations")
     assert found.notes[1].startswith("Not included: activations and temporaries")
     assert found.notes[2].startswith(f"The step could not be traced without data. {why}")
     assert "more" not in found.notes[2].split("real")[-1]
@@ -357,14 +405,14 @@ def test_a_gpu_is_described_as_xla_reads_it():
 
 def test_a_gpu_without_bfloat16_is_planned_in_float16(monkeypatch):
     monkeypatch.setattr(ahead_of_time, "compiled_bytes", lambda *given: (0, 10**6))
-    found = lockstep.plan(wide, 1, gpu="t4", mixed_precision=True)
+    found = lockstep.plan(wide, devices=1, gpu="t4", mixed_precision=True)
     assert [each.policy for each in found.layouts] == ["", "mixed_float16"]
     assert found.notes[-1] == "Tesla T4 has no bfloat16: use float16."
-    assert not any("bfloat16" in note for note in lockstep.plan(wide, 1, gpu="l4").notes)
+    assert not any("bfloat16" in note for note in lockstep.plan(wide, devices=1, gpu="l4").notes)
 
 
 def test_a_gpu_that_is_too_old_to_compile_for_is_estimated():
-    found, plain = lockstep.plan(wide, 1, gpu="p100"), lockstep.plan(wide, 1)
+    found, plain = lockstep.plan(wide, devices=1, gpu="p100"), lockstep.plan(wide, devices=1)
     assert found.layouts == plain.layouts
     assert (found.gpu, found.memory) == (None, 17_066_885_120)
     assert found.notes[-2:] == (
@@ -431,7 +479,7 @@ def test_no_batch_may_fit_and_a_refused_one_ends_the_search(compiles):
 def test_a_compiler_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setattr(ahead_of_time, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedBackend) as caught:
-        lockstep.plan(wide, 1, gpu="h100")
+        lockstep.plan(wide, devices=1, gpu="h100")
     assert str(caught.value).splitlines()[1].startswith("Install it: pip install")
 
 
@@ -441,7 +489,7 @@ def test_the_slots_of_other_optimizers_are_named():
         model.critic = keras.optimizers.Adam()
         return model
 
-    notes = lockstep.plan(build, 1).notes
+    notes = lockstep.plan(build, devices=1).notes
     assert "The slots of critic are not counted: a step makes them." in notes
 
 
@@ -505,7 +553,7 @@ def test_mixed_precision_adds_rows_that_send_and_compute_half():
     before = keras.config.dtype_policy().name
     found = lockstep.plan(
         lambda: compiled(keras.Input((512,)), layers.Dense(2048, "relu")),
-        (1, 4),
+        devices=(1, 4),
         batch_size=4096,
         mixed_precision=True,
     )
@@ -533,7 +581,7 @@ def test_mixed_precision_adds_rows_that_send_and_compute_half():
 
 
 def test_a_notebook_shows_a_bar_for_each_layout_and_the_memory():
-    found = lockstep.plan(wide, (1, 2), memory="8MB")
+    found = lockstep.plan(wide, devices=(1, 2), memory="8MB")
     html = found._repr_html_()
     assert html.count("display:flex;position") == len(found.layouts) == 3
     for each in found.layouts:
@@ -543,7 +591,7 @@ def test_a_notebook_shows_a_bar_for_each_layout_and_the_memory():
     widths = [float(each) for each in re.findall(r"width:([\d.]+)%", html)]
     longest = max(8_000_000, *(each.peak for each in found.layouts))
     assert sum(widths[:4]) == pytest.approx(100 * found.layouts[0].peak / longest, abs=0.05)
-    without = lockstep.plan(wide, 2)
+    without = lockstep.plan(wide, devices=2)
     no_peak = replace(without, layouts=(replace(without.layouts[0], temporaries=None),))
     assert 'title="gradients: ' in no_peak._repr_html_()
     assert "memory: " not in no_peak._repr_html_()
@@ -566,20 +614,22 @@ def test_the_micro_batch_that_fits_is_found_and_a_plan_with_it_agrees():
         size: [
             each.peak
             for each in lockstep.plan(
-                eight_layers, (1, 2), batch_size=4096, micro_batch_size=size
+                eight_layers, devices=(1, 2), batch_size=4096, micro_batch_size=size
             ).layouts
         ]
         for size in (None, 2048, 1024, 512)
     }
     assert peaks[2048][1:] == peaks[None][1:]  # two devices have no more rows
     memory = peaks[1024][0]
-    found = lockstep.plan(eight_layers, (1, 2), batch_size=4096, memory=memory)
+    found = lockstep.plan(eight_layers, devices=(1, 2), batch_size=4096, memory=memory)
     one, two, _ = found.layouts
     assert (one.largest_micro_batch, one.micro_batch_peak) == (1024, memory)
     assert two.largest_micro_batch == 1024
     assert two.micro_batch_peak == peaks[1024][1]
-    fits = lockstep.plan(eight_layers, 1, batch_size=4096, memory=memory, micro_batch_size=1024)
-    assert fits.verdict(fits.layouts[0]) == "about 0 B left"
+    fits = lockstep.plan(
+        eight_layers, devices=1, batch_size=4096, memory=memory, micro_batch_size=1024
+    )
+    assert fits.verdict_of(fits.layouts[0]) == "about 0 B left"
     assert fits.layouts[0].largest_micro_batch is None
     said = shown(found).splitlines()
     assert said[-1] == (
@@ -589,7 +639,7 @@ def test_the_micro_batch_that_fits_is_found_and_a_plan_with_it_agrees():
     assert "1,024 rows" in said[4]
     assert "runs 1024 at once" in shown(fits).splitlines()[0]
     smaller = lockstep.plan(
-        eight_layers, 1, batch_size=4096, memory=peaks[512][0], micro_batch_size=1024
+        eight_layers, devices=1, batch_size=4096, memory=peaks[512][0], micro_batch_size=1024
     )
     assert smaller.layouts[0].largest_micro_batch == 512
 
@@ -603,12 +653,16 @@ def test_a_micro_batch_for_a_gpu_is_compiled(monkeypatch):
         return 0, 1.5 * estimates[micro_batch_size]
 
     estimates = {
-        size: lockstep.plan(eight_layers, 1, batch_size=4096, micro_batch_size=size).layouts[0].peak
+        size: lockstep.plan(eight_layers, devices=1, batch_size=4096, micro_batch_size=size)
+        .layouts[0]
+        .peak
         for size in (None, 2048, 1024, 512)
     }
     monkeypatch.setattr(ahead_of_time, "compiled_bytes", compiled_bytes)
     memory = round(1.01 * estimates[1024] / 0.85)
-    found = lockstep.plan(eight_layers, 1, batch_size=4096, gpu="h100", memory=memory).layouts[0]
+    found = lockstep.plan(
+        eight_layers, devices=1, batch_size=4096, gpu="h100", memory=memory
+    ).layouts[0]
     assert tried == [None, 1024, 512]
     assert found.largest_micro_batch == 512
     assert found.micro_batch_peak == 1.5 * estimates[512]
@@ -618,23 +672,23 @@ def test_a_model_that_cannot_have_parts_says_why():
     def build():
         return compiled(keras.Input((512,)), layers.BatchNormalization(name="norm"))
 
-    peak = lockstep.plan(build, 1, batch_size=4096).layouts[0].peak
-    found = lockstep.plan(build, 1, batch_size=4096, memory=peak - 1)
+    peak = lockstep.plan(build, devices=1, batch_size=4096).layouts[0].peak
+    found = lockstep.plan(build, devices=1, batch_size=4096, memory=peak - 1)
     assert found.layouts[0].largest_micro_batch is None
     assert found.notes[-1].startswith(
         "No smaller micro-batch can be planned: 'norm' (BatchNormalization) needs the rows of the "
         "whole batch at once"
     )
-    found = lockstep.plan(build, 1, batch_size=4096, micro_batch_size=64)
+    found = lockstep.plan(build, devices=1, batch_size=4096, micro_batch_size=64)
     assert found.layouts[0].peak is None
     assert "'norm' (BatchNormalization) needs the rows" in found.notes[2]
 
 
 def test_what_to_try_is_said_if_no_layout_fits():
     def told(memory):
-        return shown(lockstep.plan(wide, (1, 2), memory=memory))
+        return shown(lockstep.plan(wide, devices=(1, 2), memory=memory))
 
-    least = min(each.peak for each in lockstep.plan(wide, (1, 2)).layouts)
+    least = min(each.peak for each in lockstep.plan(wide, devices=(1, 2)).layouts)
     said = told(least - 1)
     assert f"No layout fits {amount(least - 1)}: the least is {amount(least)}, of 2 sharded" in said
     assert "Try more devices, a smaller batch, or mixed precision." in said

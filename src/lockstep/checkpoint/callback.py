@@ -99,6 +99,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has n
                 "lockstep.distribute(model, devices=1) first; one device is enough.\nIn a loop of "
                 "your own, call super().fit, or use keras.callbacks.BackupAndRestore."
             )
+
         self._run.prints = bool((self.params or {}).get("verbose"))
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -461,7 +461,7 @@ class CheckpointRun(Observer):
         return True
 
     def _say_where(self, run: FitRun, found: Found, stopped: bool) -> None:
-        if not self.prints:
+        if not self._writes:
             return
         state = found.state
         at = f"epoch {state['epoch'] + 1}"

@@ -27,6 +27,7 @@ from lockstep.errors import (
     CheckpointWarning,
     PredictionFileError,
     counted,
+    first_line,
 )
 from lockstep.keras_compat import (
     ArrayDataAdapter,
@@ -233,8 +234,14 @@ class TrainingPosition(EpochIterator):  # type: ignore[misc]  # Keras has no typ
         current = self._new_pass()
         self.skip, jumped = 0, self.skip
         if position["source"] is not None and self._with_state is not None:
-            self._with_state.set_state(position["source"])
-            jumped = drawn - 1
+            try:
+                self._with_state.set_state(position["source"])
+                jumped = drawn - 1
+            except Exception as error:  # Grain compares what `repr` returns for the source
+                self._warn_of_source(drawn, error)
+                if not has_workers(self.data_adapter):
+                    put_states(self.data_adapter, position["random"])
+                current = self._new_pass()
         for _ in range(drawn - jumped):
             if next(current, None) is None:
                 raise CheckpointMismatch(
@@ -248,6 +255,16 @@ class TrainingPosition(EpochIterator):  # type: ignore[misc]  # Keras has no typ
             check_batch(1, position["first"], current.first)
             check_batch(drawn, position["last"], checksum(current.last))
         return current
+
+    @staticmethod
+    def _warn_of_source(drawn: int, error: Exception) -> None:
+        warnings.warn(
+            f"{counted(drawn, 'batch')} of Grain {'is' if drawn == 1 else 'are'} made once more to "
+            f"go on from there, and compared, as its state does not fit: {first_line(error, 80)}\n"
+            "A `__repr__` of the data source that is the same in every run lets it go on at once.",
+            CheckpointWarning,
+            stacklevel=2,
+        )
 
     def _go_over_again(self, position: dict[str, Any]) -> None:
         """Repeat the earlier passes of data whose next pass depends on them."""

@@ -4,11 +4,12 @@ Several launchers may have set their variables. The first of `_READERS` that did
 the others must agree with it.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from lockstep.errors import ProcessesDisagree
+from lockstep.errors import ProcessesDisagree, shown
 
 Environment = Mapping[str, str]
 
@@ -61,8 +62,8 @@ def find_place(environ: Environment, worker: Place | None = None) -> Place:
     """Return the place of this process, from the variables of its launcher.
 
     In this order: `LOCKSTEP_*`, the three variables of JAX, torchrun (or its `PET_*` options
-    alone), Slurm, Open MPI. `LOCKSTEP_COORDINATOR` alone replaces the address of any launcher, and
-    `LOCKSTEP_PROCESSES=1` alone makes a process train by itself.
+    alone), `TF_CONFIG`, Slurm, Open MPI. `LOCKSTEP_COORDINATOR` alone replaces the address of any
+    launcher, and `LOCKSTEP_PROCESSES=1` alone makes a process train by itself.
 
     Args:
         environ: The environment, usually `os.environ`.
@@ -173,6 +174,64 @@ def _torchrun_options(environ: Environment) -> Place | None:
     )
 
 
+def _tf_config(environ: Environment) -> Place | None:
+    """TensorFlow's cluster: https://www.tensorflow.org/guide/distributed_training#TF_CONFIG."""
+    text = environ.get("TF_CONFIG", "").strip()
+    if not text:
+        return None
+    try:
+        described = json.loads(text)
+        cluster, task = described.get("cluster") or {}, described.get("task") or {}
+        kind, index = task.get("type"), str(task.get("index"))
+        others = bool(cluster.get("ps"))
+        # TensorFlow's order. The chief was called master once.
+        members = [
+            (name, str(index), str(address))
+            for name in _TRAIN
+            for index, address in enumerate(list(cluster.get(name) or ()))
+        ]
+    except (AttributeError, TypeError, ValueError):
+        raise _unreadable_cluster(text, "JSON with 'cluster' and 'task' was expected") from None
+    if not cluster:
+        return None
+    if others or (kind is not None and kind not in _TRAIN):
+        raise ProcessesDisagree(
+            f"TF_CONFIG has {f'a task of type {shown(kind)}' if kind not in _TRAIN else 'ps tasks'}"
+            ", and lockstep trains in chief and worker tasks: each holds the weights.\n"
+            "Start chief and workers only, or set LOCKSTEP_PROCESSES=1 to train in this one alone."
+        )
+    ranks = [rank for rank, member in enumerate(members) if member[:2] == (kind, index)]
+    if len(members) < 2:
+        return None
+    if not ranks:
+        raise _unreadable_cluster(
+            text, f"its task (type {shown(kind)}, index {index}) is none of its {len(members)}"
+        )
+    if not all(_is_address(address) for *_, address in members):
+        raise _unreadable_cluster(text, "addresses with a port were expected")
+    rank, hosts = ranks[0], [address.rpartition(":")[0] for *_, address in members]
+    return Place(
+        rank,
+        len(members),
+        hosts[:rank].count(hosts[rank]),
+        hosts.count(hosts[rank]),
+        members[0][2],
+        "TensorFlow's cluster",
+        ("TF_CONFIG",),
+    )
+
+
+_TRAIN = ("chief", "master", "worker")
+"""The tasks of a cluster of TensorFlow that train. The others are `ps` and `evaluator`."""
+
+
+def _unreadable_cluster(text: str, why: str) -> ProcessesDisagree:
+    return ProcessesDisagree(
+        f"TF_CONFIG={text[:100]!r} is set, and {why}: the place of this process is unknown.\n"
+        "Set it as TensorFlow's guide has it, or unset it to train in one process."
+    )
+
+
 def _slurm(environ: Environment) -> Place | None:
     # Only srun sets a step; a batch script that runs outside of srun has SLURM_PROCID=0, too.
     names = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_JOB_ID", "SLURM_STEP_NODELIST")
@@ -266,6 +325,7 @@ _READERS: tuple[Callable[[Environment], Place | None], ...] = (
     _lockstep,
     _jax,
     _torchrun,
+    _tf_config,
     _slurm,
     _open_mpi,
 )
@@ -324,13 +384,17 @@ def _address(environ: Environment, name: str) -> str | None:
     text = environ.get(name, "").strip()
     if not text:
         return None
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+    if not _is_address(text):
         raise ProcessesDisagree(
             f"{name}={text!r} is set, and it has to be an address with a port.\n"
             f"Set for example {name}=10.0.0.1:29500, the same in every process."
         )
     return text
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and 0 < int(port) < 2**16
 
 
 def _master(environ: Environment, host_name: str, port_name: str) -> str | None:

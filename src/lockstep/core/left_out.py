@@ -13,6 +13,11 @@ class LeftOutUsed(BaseException):
     It is no `Exception`, so that a `try` in the code of the user cannot hide it.
     """
 
+    @property
+    def why(self) -> str:
+        """Why one device has to run the step, as the end of a sentence about its model."""
+        return f"uses {self}"
+
 
 class LeftOut:
     """An attribute that a copy does without.

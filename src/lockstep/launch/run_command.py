@@ -62,7 +62,8 @@ def run_command(
     if place.size > 1:
         raise LaunchError(
             f"lockstep run was itself started as {place}, and it starts all processes of a "
-            "machine.\nStart the script without lockstep run, or lockstep run once."
+            "machine.\nStart the script without lockstep run. If nothing else starts processes "
+            f"here, unset {', '.join(place.variables)}."
         )
     if os.name == "nt":
         raise LaunchError(

@@ -73,6 +73,8 @@ def kind_of(path: str) -> str:
         elif runs := runs_within(Path(path)):
             what, remedy = "a folder of runs", f"Give one of the runs in it: {runs[0]}"
         raise UnreadableFile(f"{path} is {what}, and a single file was expected.\n{remedy}")
+    if not os.path.exists(path) and os.path.exists(f"{path}.index"):  # how TensorFlow names it
+        raise _of_tensorflow(path, "the name of")
     try:
         with open(path, "rb") as file:
             head = file.read(16)
@@ -90,14 +92,18 @@ def kind_of(path: str) -> str:
             return "keras"
     name = os.path.basename(path)
     if name.endswith(".index") or ".data-0" in name or name == "checkpoint":
-        raise UnreadableFile(
-            f"{path} is part of a TensorFlow checkpoint, which only its code can read.\n"
-            "In the TensorFlow that wrote it: model.load_weights(...), then save_weights('x.h5')."
-        )
+        raise _of_tensorflow(path, "part of")
     what = "empty" if not size else f"of no known kind (it begins with {head[:8]!r})"
     raise UnreadableFile(
         f"{path} is {what}: neither HDF5 nor .keras.\n"
         "If it was one of them it is damaged; copy it again from where it was written."
+    )
+
+
+def _of_tensorflow(path: str, part: str) -> UnreadableFile:
+    return UnreadableFile(
+        f"{path} is {part} a TensorFlow checkpoint, which only its code can read.\n"
+        "In the TensorFlow that wrote it: model.load_weights(...), then save_weights('x.h5')."
     )
 
 

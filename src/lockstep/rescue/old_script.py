@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from lockstep.core.report import Report
 from lockstep.errors import UnreadableFile, counted, printable
@@ -48,6 +48,10 @@ _KEYWORDS: dict[str, dict[str, str]] = {
     "ModelCheckpoint": {"period": 'save_freq=, in batches, or "epoch"'},
     "TensorBoard": {"write_grads": "leave it out", "batch_size": "leave it out"},
     "Model": {"input": "inputs=", "output": "outputs="},
+    "ReduceLROnPlateau": {"epsilon": "min_delta=: Keras 3 ignores epsilon="},
+    "multi_gpu_model": dict.fromkeys(
+        ("cpu_merge", "cpu_relocation"), "leave it out: lockstep.multi_gpu_model merges no outputs"
+    ),
 }
 """Arguments by the last name of what is called."""
 
@@ -196,16 +200,21 @@ def inspect_script(path: str) -> ScriptInspection:
             f"{path} is not Python 3. {place}{getattr(error, 'msg', error)}.\n"
             "Convert it to Python 3 first."
         ) from None
-    reader = _Reader()
+    reader = _Reader(_metric_names(tree))
     reader.visit(tree)
     found = sorted(set(reader.changes), key=lambda change: (change.line, change.old))
     return ScriptInspection(path, tuple(found))
 
 
 class _Reader(ast.NodeVisitor):
-    """Collects the changes, with the names that imports give."""
+    """Collects the changes, with the names that imports give.
 
-    def __init__(self) -> None:
+    Args:
+        metrics: The names of metrics that the script gives `compile`.
+    """
+
+    def __init__(self, metrics: set[str]) -> None:
+        self._metrics = metrics
         self.changes: list[Change] = []
         self._imported: dict[str, str] = {}  # a name of the script: what was imported by it
         self._under_tensorflow = False
@@ -316,13 +325,25 @@ class _Reader(ast.NodeVisitor):
         for word in node.keywords:
             if word.arg == "monitor" and isinstance(word.value, ast.Constant):
                 old = str(word.value.value)
-                if old in ("acc", "val_acc"):
+                # Keras 3 names a metric as `compile` does.
+                if old in ("acc", "val_acc") and "acc" not in self._metrics:
                     new = f'monitor="{old}uracy", for metrics=["accuracy"]'
                     self._add(word.value, f"monitor={old!r}", new)
 
     def _full_name(self, node: ast.expr) -> str:
         first, _, rest = _dotted(node).partition(".")
         return f"{self._imported.get(first, '')}.{rest}"
+
+
+def _metric_names(tree: ast.AST) -> set[str]:
+    """Return the texts in what a script gives as `metrics=`."""
+    given = [node.value for node in ast.walk(tree) if _is_metrics(node)]
+    inside = [each for value in given for each in ast.walk(value)]
+    return {str(each.value) for each in inside if isinstance(each, ast.Constant)}
+
+
+def _is_metrics(node: ast.AST) -> TypeGuard[ast.keyword]:
+    return isinstance(node, ast.keyword) and node.arg == "metrics"
 
 
 def _dotted(node: ast.expr) -> str:

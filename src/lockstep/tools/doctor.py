@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import permutations
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.devices import REHEARSE, names_in_words
@@ -53,6 +56,8 @@ class Findings:
         gpus: NVIDIA GPUs that have a device file.
         visible: The value of `CUDA_VISIBLE_DEVICES`, `None` where it is not set.
         nccl: The version of NCCL, `None` where it is not found or there is no NVIDIA GPU.
+        torch_build: What PyTorch was built for, such as `"CUDA 12.8"` or `"CPU"`; `""` where it is
+            missing.
     """
 
     backend: str
@@ -64,6 +69,7 @@ class Findings:
     gpus: int = 0
     visible: str | None = None
     nccl: Version | None = None
+    torch_build: str = ""
 
     @property
     def works(self) -> bool:
@@ -72,7 +78,12 @@ class Findings:
 
     def rows(self) -> list[tuple[str, str]]:
         """The table that `lockstep doctor` prints: a label and a value in each row."""
-        packages = [f"{name} {number}" for name, number in self.installed.items() if number]
+        builds = {"torch": f" ({self.torch_build} build)"} if self.torch_build else {}
+        packages = [
+            f"{name} {number}{builds.get(name, '')}"
+            for name, number in self.installed.items()
+            if number
+        ]
         names = [name for name, _ in self.devices]
         kinds = ", ".join(dict.fromkeys(kind for _, kind in self.devices))
         return [
@@ -130,7 +141,7 @@ class Findings:
         if self.backend == "tensorflow":
             return "Change: pip install 'tensorflow[and-cuda]'"
         version = self.installed.get("torch") or ""
-        if version.endswith("+cpu"):
+        if version.endswith("+cpu") or self.torch_build == "CPU":
             return (
                 f"torch {version} is a CPU build.\n"
                 "Change: install a CUDA build: https://pytorch.org/get-started/locally"
@@ -168,7 +179,24 @@ def examine(environ: Mapping[str, str]) -> Findings:
         gpus=nvidia_gpus(),
         visible=environ.get("CUDA_VISIBLE_DEVICES"),
         nccl=nccl_version() if nvidia_gpus() else None,
+        torch_build=_torch_build() if installed.get("torch") else "",
     )
+
+
+def _torch_build() -> str:
+    """Return what PyTorch was built for, from the file in which it notes that."""
+    spec = find_spec("torch")  # which does not import it
+    if spec is None or spec.origin is None:
+        return ""
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    for name, words in (("cuda", "CUDA"), ("hip", "ROCm"), ("xpu", "XPU")):
+        found = re.search(rf"^{name}\b[^=\n]*= *['\"]([^'\"]+)", text, re.M)
+        if found is not None:
+            return f"{words} {found[1]}"
+    return "CPU"
 
 
 def _probe(environ: Mapping[str, str]) -> tuple[tuple[tuple[str, str], ...], str]:

@@ -16,7 +16,7 @@ TOO_FEW = 0.02
 
 
 @contextmanager
-def progress(steps: int, *, lines: bool = False) -> Iterator[Advance]:
+def progress(steps: int, *, lines: bool = False, of: str = "steps") -> Iterator[Advance]:
     """Show a bar on stderr if it is a terminal. The bar disappears at the end.
 
     It is drawn after each step, by the caller's own thread.
@@ -24,6 +24,7 @@ def progress(steps: int, *, lines: bool = False) -> Iterator[Advance]:
     Args:
         steps: The number of steps of everything.
         lines: Whether to print a line now and then where stderr is no terminal.
+        of: What is counted.
 
     Yields:
         The function to call after each step.
@@ -45,7 +46,7 @@ def progress(steps: int, *, lines: bool = False) -> Iterator[Advance]:
         BarColumn(),
         TimeRemainingColumn(),
         MofNCompleteColumn(),
-        TextColumn("steps"),
+        TextColumn(of),
         console=Console(stderr=True),
         auto_refresh=False,
         transient=True,

@@ -19,6 +19,7 @@ from lockstep.core.devices import shard_rows
 from lockstep.core.left_out import LeftOutMetric
 from lockstep.core.patched import patched
 from lockstep.core.state import optimizers_of, rnn_states
+from lockstep.engines.replicas.layer_plan import declared_cause
 from lockstep.engines.replicas.object_states import ObjectStates
 from lockstep.engines.rowwise import is_declared, untouched_random_numbers
 from lockstep.errors import UnsupportedModel
@@ -574,18 +575,16 @@ class FirstSteps:
         for _ in range(_MOST_PARTS):
             if found is None:
                 return
-            before, part = found, distrust(found)
-            if part is None:
+            before = found
+            if distrust(found) is None or (found := find()) == before:
                 break
-            found = find()
-            if found == before:
-                break
-        self.alone[kind] = f"{PARTED}: in its first {kind} step, {found} from one device"
+        if found is not None:
+            why = f"in its first {kind} step, {found} from one device"
+            self.alone[kind] = f"{PARTED}: {why}{declared_cause(found.name, self._model)}"
 
 
 PARTED = "is not the same on every device"
 """Begins the reason of a step that was tried. It may have changed what nothing here knows of."""
-
 
 UNTRIED = "holds an object of"
 """Is in the reason of a step that was not tried: the object only runs forward, say."""

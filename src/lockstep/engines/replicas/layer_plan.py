@@ -1,12 +1,16 @@
 """Sorts the layers of a model by how a split step runs them."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any, Self
 
+import keras
+
 from lockstep.engines.rowwise import (
+    UPDATES_METRIC,
     drawing_layers,
     is_batch_norm,
     is_container,
+    is_declared,
     stateful_rnns,
     works_by_rows,
 )
@@ -102,3 +106,55 @@ class LayerPlan:
         self.norms += [layer for layer in inside if is_batch_norm(layer)]
         self.every += inside
         self.whole += drawing
+
+
+def advice_for(reasons: Iterable[str]) -> str:
+    """Return what lets layers be split that run on the whole batch; `""` if nothing does.
+
+    Args:
+        reasons: Why they run so.
+
+    Example:
+        >>> advice_for(["an output without rows"])
+        ''
+    """
+    found = [
+        _MOVE_METRIC if reason.startswith(UPDATES_METRIC) else _DECLARE
+        for reason in reasons
+        if not reason.startswith(_NOT_DECLARABLE)
+    ]
+    return "".join(dict.fromkeys(found))
+
+
+def declared_cause(name: str, model: Any) -> str:
+    """Return that a declared layer updates a log or variable for all rows; `""` if none does.
+
+    Args:
+        name: The name of the log, or the path of the variable.
+        model: The model.
+    """
+    for layer in layers_in(model):
+        if not is_declared(layer):
+            continue
+        updated = [each for inner in layers_in(layer) for each in [*inner.metrics, inner]]
+        names = {each.name for each in updated if isinstance(each, keras.metrics.Metric)}
+        if name in names | {v.path for each in updated for v in each.variables}:
+            return f" (remove lockstep.rowwise from {layer.name!r}, whose call updates it)"
+    return ""
+
+
+_DECLARE = "If each row depends on its own row alone, declare it: lockstep.rowwise. "
+_MOVE_METRIC = (
+    "A metric that compile or compute_metrics updates, and no call, lets its layer be split. "
+)
+_NOT_DECLARABLE = (
+    "a call changes its attributes",
+    "an output",
+    "batch norm in a loop",
+    "in the first step",
+    "it cannot be pickled",
+    "it holds an object",
+    "random numbers for all rows",
+    "rows merged with",
+)
+"""Begin the reasons with which a declared layer would be wrong, or would not be split either."""

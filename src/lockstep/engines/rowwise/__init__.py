@@ -9,6 +9,7 @@ refused. The caller then runs such a layer on the whole batch.
 """
 
 from lockstep.engines.rowwise.follower import LOOKS_AT_ROWS as LOOKS_AT_ROWS
+from lockstep.engines.rowwise.follower import UPDATES_METRIC as UPDATES_METRIC
 from lockstep.engines.rowwise.follower import Scratch as Scratch
 from lockstep.engines.rowwise.follower import call_refused as call_refused
 from lockstep.engines.rowwise.follower import function_refused as function_refused

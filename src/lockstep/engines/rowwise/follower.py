@@ -5,9 +5,11 @@ refused.
 """
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any, Protocol
 
 import keras
@@ -564,6 +566,8 @@ class _Follower:
         self._failure = self._failure or reason
 
     def refuse(self, reason: str) -> None:
+        metric = _updated_metric() if self._held else None
+        reason = reason if metric is None else f"{UPDATES_METRIC} {metric.name!r}"
         self.fail(reason)
         raise NotRowByRow(reason)
 
@@ -648,6 +652,20 @@ def _spec_with_masks(layer: Any, args: Any, kwargs: Any) -> Any:
     return outputs
 
 
+UPDATES_METRIC = "its call updates the metric"
+
+
+def _updated_metric() -> Any:
+    """Return the metric whose update calls this, `None` if none does."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self") if frame.f_code.co_name == "update_state" else None
+        if isinstance(owner, keras.metrics.Metric):
+            return owner
+        frame = frame.f_back
+    return None
+
+
 def _in_words(error: Exception) -> str:
     if isinstance(error, NotRowByRow):
         # keras/src/utils/traceback_utils.py, inject_argument_info_in_traceback, wraps the
@@ -655,7 +673,7 @@ def _in_words(error: Exception) -> str:
         return str(error).split("\x1b[1m")[-1].split("\x1b[0m")[0]
     if "KerasTensor" in str(error):  # keras/src/backend/common/keras_tensor.py
         return "it calls more than Keras's layers and keras.ops"
-    return f"{type(error).__name__} while it was followed"
+    return f"its code ends in {type(error).__name__} where tensors have a shape and no value"
 
 
 def _follower() -> _Follower | None:

@@ -18,6 +18,7 @@ import keras
 import tensorflow as tf
 
 from lockstep.engines.replicas.first_step import PARTED, UNTRIED, said_to_be_exact
+from lockstep.engines.replicas.layer_plan import advice_for
 from lockstep.engines.rowwise import Reasons, refused
 from lockstep.engines.tensorflow.custom_steps import CustomStep
 from lockstep.engines.tensorflow.layers import Plan
@@ -186,8 +187,7 @@ class Steps:
         self.choices = values.choices
         self._check_strangers()
         if plan.whole:
-            names = ", ".join(f"{p.name!r} ({reasons[id(p)]})" for p in plan.whole)
-            self._warn(f"every device runs {names} of {model.name!r} on the whole batch", _LAYERS)
+            self._warn_of_whole({part.name: reasons[id(part)] for part in plan.whole})
         return outputs
 
     def _run_custom_step(self, name: str, step: Any, data: Any) -> Any:
@@ -204,8 +204,7 @@ class Steps:
         outputs = own.run(step, data)
         self._check_strangers()
         if own.whole:
-            names = ", ".join(f"{layer!r} ({why})" for layer, why in own.whole.items())
-            self._warn(f"every device runs {names} of {model.name!r} on the whole batch", _LAYERS)
+            self._warn_of_whole(own.whole)
         return outputs
 
     def _plan(self, data: Any, *, training: bool) -> tuple[Plan, Reasons]:
@@ -375,6 +374,11 @@ class Steps:
             names = ", ".join(changed)
             raise ReplicasDiffer(f"it changes variables that no layer of it has: {names}")
 
+    def _warn_of_whole(self, layers: dict[str, str]) -> None:
+        names = ", ".join(f"{name!r} ({reason})" for name, reason in layers.items())
+        what = f"every device runs {names} of {self._model.name!r} on the whole batch"
+        self._warn(what, advice_for(layers.values()))
+
     def _warn(self, what: str, remedy: str = "") -> None:
         if what in self._said:
             return
@@ -386,9 +390,6 @@ class Steps:
             UnsplitBatchWarning,
             stacklevel=2,
         )
-
-
-_LAYERS = "If each row depends on its own row alone, declare it: lockstep.rowwise. "
 
 
 def _split(x: Any, replicas: int) -> tuple[Shards, list[Any]]:

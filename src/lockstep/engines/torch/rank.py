@@ -15,11 +15,18 @@ from lockstep.engines.torch.group import PeerLost, RankGroup
 from lockstep.engines.torch.layers import Plan
 from lockstep.engines.torch.loss_sharding import LossSharding
 from lockstep.engines.torch.placement import Undo, copies_on
-from lockstep.engines.torch.replica import Draws, RandomStreams, Replica, set_random_state
+from lockstep.engines.torch.replica import (
+    Draws,
+    OtherRows,
+    RandomStreams,
+    Replica,
+    set_random_state,
+)
 from lockstep.engines.torch.settings import checksum
 from lockstep.engines.torch.sharded_variables import Shards
 from lockstep.engines.torch.steps import run_step
 from lockstep.engines.torch.whole_batch_steps import WholeBatchSteps, numbers_in
+from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import layers_in, own_trainable_variables
 from lockstep.training.overrides import is_keras
 
@@ -213,9 +220,14 @@ class Rank:
         self._undo.save()
         try:
             yield replica
-        except BaseException:  # such as KeyboardInterrupt
+        except BaseException as error:  # such as KeyboardInterrupt
             if not replica.has_updated:  # else the metrics alone are lost
                 self._undo.put_back()
+            elif isinstance(error, OtherRows):  # one device would update once more
+                raise UnsupportedModel(
+                    f"{self.model.name!r} {error.why}, after an update.\n"
+                    "Keep the batch as the first dim, or set KERAS_BACKEND=jax."
+                ) from error
             raise
 
     def _begin_step(self, training: bool) -> None:

@@ -17,11 +17,12 @@ import numpy as np
 import torch
 
 from lockstep.core.devices import shard_rows
+from lockstep.core.left_out import LeftOutUsed
 from lockstep.engines.torch import accelerators
 from lockstep.engines.torch.generators import state_of
 from lockstep.engines.torch.group import RankGroup, summed_gradients
 from lockstep.engines.torch.sharded_variables import Shards
-from lockstep.errors import UnsupportedModel, counted
+from lockstep.errors import counted
 
 
 @dataclass(frozen=True)
@@ -273,25 +274,17 @@ class Replica:
             name: What the tensor is, for the error.
 
         Raises:
-            UnsupportedModel: If the tensor has other rows.
+            OtherRows: If the tensor has other rows.
         """
         count = len(self._own)
         if own.ndim == 0 or len(own) != max(count, 1):
-            raise UnsupportedModel(
-                f"{name} has shape {tuple(own.shape)}, and the batch has "
-                f"{counted(max(count, 1), 'row')} on this replica.\nKeep the batch as the first "
-                "dim, or set KERAS_BACKEND=jax, where any layer works."
-            )
+            raise _other_rows(name, own, max(count, 1))
         return own[:count]
 
     def check_whole(self, whole: Any, name: str) -> None:
-        """Raise `UnsupportedModel` if this tensor does not have the rows of the batch."""
+        """Raise `OtherRows` if this tensor does not have the rows of the batch."""
         if len(whole) != self.rows:
-            raise UnsupportedModel(
-                f"{name} has shape {tuple(whole.shape)}, and the batch has "
-                f"{counted(self.rows, 'row')}.\n"
-                "Keep the batch as the first dim, or set KERAS_BACKEND=jax, where any layer works."
-            )
+            raise _other_rows(name, whole, self.rows)
 
     def share_of(self, own: Any, name: str) -> Any:
         """Return values of the global batch whose mean over the replicas is that of all rows.
@@ -348,6 +341,20 @@ class Replica:
     def check(self) -> None:
         """Return when the other replicas have sent what this one asked for; see `RankGroup`."""
         self.group.check()
+
+
+class OtherRows(LeftOutUsed):
+    """A tensor that is to have the rows of the batch has others: one device runs the step."""
+
+    @property
+    def why(self) -> str:
+        """Why one device has to run the step, as the end of a sentence about its model."""
+        return f"has {self}"
+
+
+def _other_rows(name: str, tensor: Any, rows: int) -> OtherRows:
+    form, expected = tuple(tensor.shape), counted(rows, "row")
+    return OtherRows(f"{name[0].lower()}{name[1:]} of shape {form} for {expected}")
 
 
 _shards = lru_cache(shard_rows)

@@ -27,10 +27,12 @@ from lockstep.engines.replicas.first_step import (
     said_to_be_exact,
     watched,
 )
+from lockstep.engines.replicas.layer_plan import advice_for
 from lockstep.engines.torch.first_step import recorded_step, stock_step
 from lockstep.engines.torch.layers import Plan, copied_states
 from lockstep.engines.torch.micro_batches import check_layers
 from lockstep.engines.torch.rank import RankPlan
+from lockstep.engines.torch.replica import OtherRows
 from lockstep.engines.torch.row_proofs import ReasonsByNumber, RowProofs
 from lockstep.engines.torch.session import copies
 from lockstep.engines.torch.sharded_variables import made_on_host
@@ -116,8 +118,8 @@ class StepPlans:
             try:
                 route = self._found(kind, batch)
             except LeftOutUsed as used:
-                self._with_left_out[kind] = str(used)
-                route = self._alone(f"uses {used}")
+                self._with_left_out[kind] = used.why
+                route = self._alone(used.why)
             if route.how in (BY_ROWS, ALONE):  # the user's own step may keep what forbids sharing
                 self._routes[key] = route
         return route
@@ -130,7 +132,7 @@ class StepPlans:
 
     def _found(self, kind: str, batch: Any) -> Route:
         if kind in self._with_left_out:
-            return self._alone(f"uses {self._with_left_out[kind]}")
+            return self._alone(self._with_left_out[kind])
         runner, in_script = self._runner, self._runner.peers.in_script
         if self._is_sharded and (runner.unchecked or self._must_build(kind)):
             with made_on_host(self._size):
@@ -215,16 +217,30 @@ class StepPlans:
         reason = " ".join(reasons)
         if self._most is not None:
             raise refused.runs_alone(self._model, reason, self._most)
+        is_own, in_script = _OWN_STEP in reason, self._runner.peers.in_script
         if self._is_sharded:
+            on_jax = "write the step for JAX" if is_own else "set KERAS_BACKEND=jax"
             raise UnsupportedModel(
                 f"{self._model.name!r} {reason},\nso one device would have to run every batch "
                 "alone, and the state is sharded.\n"
-                'Leave out state="sharded", or set KERAS_BACKEND=jax.'
+                f'Leave out state="sharded", or {on_jax}.'
             )
-        self._warn(f"{self._model.name!r} {reason},\nso the first device runs every batch alone")
+        who = "every process runs the whole batch" if in_script else _FIRST_ALONE
+        remedy = _ON_JAX
+        if is_own and in_script:
+            remedy = "Started without a launcher, one process shares its layers over all devices."
+        elif is_own:
+            remedy = "A step that is written for JAX is split (KERAS_BACKEND=jax)."
+        self._warn(f"{self._model.name!r} {reason},\nso {who}", remedy)
         return Route(ALONE, reason)
 
     # ------------------------------------------------------------ what a step has shown
+
+    def has_other_rows(self, kind: str, found: OtherRows) -> None:
+        """Let the first device run steps of this kind: one by rows has failed before its update."""
+        self._routes.clear()
+        self._with_left_out[kind] = found.why
+        self._alone(found.why)
 
     def built(self, kind: str) -> None:
         """Note what a step has left unbuilt."""
@@ -387,20 +403,19 @@ class StepPlans:
         if layers:
             names = ", ".join(f"{name!r} ({reason})" for name, reason in layers.items())
             what = f"every device runs {names} of {self._model.name!r} on the whole batch"
-            self._warn(what, _DECLARE)
+            self._warn(what, f"{advice_for(layers.values())}{_ON_JAX}")
 
     def _warn_of_gathered(self, large: dict[str, str]) -> None:
         if large:
             names = ", ".join(f"{name!r} ({reason})" for name, reason in large.items())
             what = f"every device gathers the outputs of {self._model.name!r} for {names}"
-            self._warn(what)
+            self._warn(what, _ON_JAX)
 
-    def _warn(self, what: str, remedy: str = "") -> None:
+    def _warn(self, what: str, remedy: str) -> None:
         if what not in self._warned and process_group.is_first():
             self._warned.add(what)
             warnings.warn(
-                f"On PyTorch {what}.\n{said_to_be_exact(what)}{remedy}"
-                "Set KERAS_BACKEND=jax to have it split.",
+                f"On PyTorch {what}.\n{said_to_be_exact(what)}{remedy}",
                 UnsplitBatchWarning,
                 stacklevel=2,
             )
@@ -409,4 +424,7 @@ class StepPlans:
 _MOST_SENT = 4
 """How often steps are compared again because the model was sent anew, at most."""
 
-_DECLARE = "If each row depends on its own row alone, declare it: lockstep.rowwise. "
+_FIRST_ALONE = "the first device runs every batch alone"
+_ON_JAX = "Set KERAS_BACKEND=jax to have it split."
+_OWN_STEP = "_step of its own"
+"""Is in the reason of a step that the user has written for PyTorch, which JAX does not run."""

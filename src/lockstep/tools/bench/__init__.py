@@ -5,8 +5,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,10 @@ from lockstep.distribute import check_model
 from lockstep.engines import current_engine
 from lockstep.errors import BenchFailed, DeviceError, UnusableData, counted
 from lockstep.tools.bench.scaling import Measurement, Scaling
+from lockstep.tools.progress import SILENT, Advance, progress
+
+PHASES_BESIDES = 3
+"""What a measurement does besides its rounds."""
 
 
 def bench(
@@ -92,7 +98,11 @@ def bench(
         )
     batch = first_batches(data, 1, batch_size)[0]
     found: list[Measurement] = []
-    with untouched(engine, model, engine.probe(model), batch):
+    phases = len(set(counts)) * (rounds + PHASES_BESIDES)
+    with (
+        untouched(engine, model, engine.probe(model), batch),
+        progress(phases, lines=True, of="phases") as advance,
+    ):
         start = snapshot(model)
         for count in sorted(set(counts), reverse=True):
             measured = measure(
@@ -103,12 +113,18 @@ def bench(
                 rounds=rounds,
                 batch_size=batch_size,
                 micro_batch_size=micro_batch_size,
+                at=partial(_advanced, advance, counted(count, "device")),
             )
             # A program of before, or of JAX's cache, is not compiled.
             found.insert(0, replace(measured, compile=None))
             detach(model)
             restore(model, start)
     return _scaling(model.name, found)
+
+
+def _advanced(advance: Advance, words: str, phase: str) -> None:
+    """Show that the next phase of a measurement begins."""
+    advance(words, 1)
 
 
 def _scaling(target: str, found: list[Measurement]) -> Scaling:
@@ -143,7 +159,7 @@ def run_bench(
         batch_size: Rows of the global batch where the data is arrays. Defaults to 32.
         micro_batch_size: The most rows that a device runs at once.
         rehearse: Whether each process makes that number of virtual CPU devices.
-        say: Called with a line about the measurement that begins.
+        say: Called with a line about the measurement that begins, and where it is now and then.
 
     Raises:
         LockstepError: If lockstep raises it in one of the processes.
@@ -160,29 +176,30 @@ def run_bench(
     # The largest number first: if there are too few devices, no measurement is wasted.
     for count in sorted(set(counts), reverse=True):
         say(f"{counted(count, 'device')} ...")
-        found.insert(0, _in_own_process(asked, count, rehearse))
+        found.insert(0, _in_own_process(asked, count, rehearse, say))
     return _scaling(target, found)
 
 
-def _in_own_process(asked: dict[str, Any], count: int, rehearse: bool) -> Measurement:
+def _in_own_process(
+    asked: dict[str, Any], count: int, rehearse: bool, say: Callable[[str], object]
+) -> Measurement:
     # With the compilation cache of an earlier start, compilation would take no time.
     environment = {"JAX_ENABLE_COMPILATION_CACHE": "false", **os.environ}
     environment |= {"LOCKSTEP_REHEARSE": str(count)} if rehearse else {}
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
         output = Path(folder) / "measurement.json"
-        asked = asked | {"devices": count, "output": str(output)}
+        phase = Path(folder) / "phase"
+        asked = asked | {"devices": count, "output": str(output), "phase": str(phase)}
         command = [sys.executable, "-m", "lockstep.tools.bench.measurement", json.dumps(asked)]
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, errors="replace", check=False
-        )
+        stderr, code = _waited_for(command, environment, phase, say)
         told = json.loads(output.read_text()) if output.exists() else {}
-    if done.returncode != 0 or "measured" not in told:
+    if code != 0 or "measured" not in told:
         module, kind, text, arguments = told.get("raised", ("", "", "", ()))
         if module == errors.__name__:
             raise getattr(errors, kind)(*arguments)
-        said = f"{kind}: {text}" if kind else _last_line(done.stderr)
+        said = f"{kind}: {text}" if kind else _last_line(stderr)
         raise BenchFailed(
-            f"The process that measured {counted(count, 'device')} ended with {done.returncode}:\n"
+            f"The process that measured {counted(count, 'device')} ended with {code}:\n"
             f"{said.splitlines()[0][:180]}\n"
             f"Train the model of {asked['target']} under lockstep.distribute(model, {count}) to "
             "see all."
@@ -191,6 +208,32 @@ def _in_own_process(asked: dict[str, Any], count: int, rehearse: bool) -> Measur
     for name in ("devices", "spread"):
         measured[name] = tuple(measured[name])
     return Measurement(**measured)
+
+
+def _waited_for(
+    command: list[str], environment: dict[str, str], phase: Path, say: Callable[[str], object]
+) -> tuple[str, int]:
+    """Run a command, say now and then what it does, and return its errors and its status."""
+    start = time.monotonic()
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    ) as process:
+        try:
+            while True:
+                try:
+                    _, stderr = process.communicate(timeout=SILENT)
+                    return stderr, process.returncode
+                except subprocess.TimeoutExpired:
+                    now = phase.read_text() if phase.exists() else "starting"
+                    say(f"    {now}, after {time.monotonic() - start:.0f} s ...")
+        except BaseException:
+            process.kill()
+            raise
 
 
 def _last_line(stderr: str) -> str:

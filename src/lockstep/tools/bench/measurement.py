@@ -7,7 +7,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -36,6 +36,7 @@ def measure(
     rounds: int,
     batch_size: int | None,
     micro_batch_size: int | None = None,
+    at: Callable[[str], object] = lambda phase: None,
 ) -> Measurement:
     """Measure how fast `model` trains on `data` over a number of devices.
 
@@ -49,12 +50,14 @@ def measure(
         rounds: Measured rounds, at least 1. One round before them is not measured.
         batch_size: Rows of the global batch where `data` is arrays. Defaults to 32.
         micro_batch_size: The most rows that a device runs at once; `None` for all of its rows.
+        at: Called with what begins now.
 
     Raises:
         DeviceError: If there are too few devices.
         NotAModel: If `model` is not a Keras model.
         UnusableData: If the data cannot be trained on more than once.
     """
+    at("reading the data")
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
     engine = current_engine()
     distribute(model, devices, micro_batch_size=micro_batch_size)
@@ -76,6 +79,7 @@ def measure(
         model.fit(x, y, sample_weight=sample_weight, **options)
         return clock
 
+    at("compiling, and a round that is not measured")
     with _profiled(engine.name, devices=False) as compiling:
         steps_taken = train().steps
     if not steps_taken:
@@ -84,8 +88,12 @@ def measure(
             "own, took none that\nKeras's fit would take. Let it call super().fit, or give the "
             "model a train_step instead."
         )
-    clocks = [train() for _ in range(rounds)]
+    clocks = []
+    for number in range(rounds):
+        at(f"round {number + 1} of {rounds}")
+        clocks.append(train())
     most = steps
+    at("a round under the profiler" if engine.name == "jax" else "a last round")
     with _profiled(engine.name, devices=True) as profile:
         traced = train()
     while (
@@ -169,15 +177,16 @@ def _seconds_to_save(model: Any) -> float:
 
 
 def main() -> None:
-    """Measure what the JSON in the first argument describes, and write the file that it names.
+    """Measure what the JSON in the first argument describes, and write the files that it names.
 
     An exception is written to the file too, for the parent process.
     """
     asked = json.loads(sys.argv[1])
-    output = Path(asked.pop("output"))
+    output, at = Path(asked.pop("output")), Path(asked.pop("phase")).write_text
     try:
+        at("making the model")
         model, data = model_and_data(asked.pop("target"))
-        found = {"measured": asdict(measure(model, data, **asked))}
+        found = {"measured": asdict(measure(model, data, **asked, at=at))}
     except Exception as error:
         kind = type(error)
         arguments = error.args if isinstance(error, LockstepError) else ()

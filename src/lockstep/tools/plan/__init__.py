@@ -29,7 +29,8 @@ SENT = (
 
 
 def plan(
-    build: Callable[[], Any] | str,
+    model: Any,
+    data: Any = None,
     devices: int | Sequence[int] = (1, 2, 4, 8),
     *,
     batch_size: int | None = None,
@@ -44,13 +45,15 @@ def plan(
 
     The bytes of weights, optimizer slots, gradients, metrics and the batch are those that
     `distribute` then allocates. Those at the peak of a step, with activations, are an estimate.
-    Large variables of the model get a shape and no value, so a model may be larger than the
-    memory here.
+    Large variables of a model that a function builds get a shape and no value, so such a model may
+    be larger than the memory here. A model that is there keeps its values. If it or its optimizer
+    was not built, it stays built.
 
     Args:
-        build: A function that returns a compiled model, or `(model, data)` with data that `fit`
-            takes; or its name, such as `"train.py:build"`. A few rows of data are enough. A model
-            without data needs an input shape.
+        model: A compiled model. Or a function that returns one, or `(model, data)`; or its name,
+            such as `"train.py:build"`.
+        data: What `fit` takes; a few rows are enough. Defaults to the data of the function. A
+            model without data needs an input shape.
         devices: Numbers of devices.
         batch_size: Rows of the global batch. Defaults to those of a data set, and to 32 for arrays.
         micro_batch_size: The most rows that a device runs at once, as in `lockstep.distribute`.
@@ -63,7 +66,7 @@ def plan(
             for, the peak is an estimate.
         find_largest_batch: Whether to compile for `gpu` with other numbers of rows too, until the
             largest global batch is found whose peak is 85 % of the memory at most.
-        mixed_precision: Whether to add the same rows for `build` under Keras's global policy
+        mixed_precision: Whether to add the same rows for a function under Keras's global policy
             `mixed_bfloat16`, which layers with a policy of their own do not follow; under
             `mixed_float16` for a `gpu` without bfloat16.
         say: Called with a line about the compilation that begins.
@@ -74,8 +77,9 @@ def plan(
 
     Raises:
         DeviceError: If `devices` or `memory` cannot be read, or `gpu` is not known or missing.
-        TargetNotFound: If `build` is not found, trains the model, or returns no model.
-        UnusableData: If the model is not compiled, or its shapes are not known without data.
+        TargetNotFound: If the function is not found, trains the model, or returns no model.
+        UnusableData: If the model is not compiled, or its shapes are not known without data; or
+            if `mixed_precision` is asked for of a model that is there.
         UnsupportedBackend: If there is no engine for Keras's backend, or no compiler for `gpu`.
 
     Example:
@@ -96,11 +100,25 @@ def plan(
     from lockstep.tools.plan.memory_plan import parse_memory
     from lockstep.tools.plan.temporaries import Request
 
-    if not (isinstance(build, str) or callable(build)) or isinstance(build, keras.layers.Layer):
+    is_there = isinstance(model, keras.Model)
+    if not (is_there or isinstance(model, str) or callable(model)) or (
+        isinstance(model, keras.layers.Layer) and not is_there
+    ):
         raise TargetNotFound(
-            f"build={shown(build)} was given, and a function that returns a model was expected.\n"
-            "A plan builds the model itself, without values: give the function, or its name, such "
-            'as\n"train.py:build".'
+            f"model={shown(model)} was given, and a compiled model was expected, or a function "
+            "that returns one.\n"
+            'Give one of them, or the name of the function, such as "train.py:build".'
+        )
+    if isinstance(data, int | range) or (isinstance(data, tuple | list) and _are_numbers(data)):
+        raise UnusableData(
+            f"data={shown(data)} was given, and arrays or a data set were expected.\n"
+            f"For numbers of devices, write devices={shown(data)}."
+        )
+    if mixed_precision and is_there:
+        raise UnusableData(
+            f"mixed_precision=True was given, and {model.name!r} is there, of the policy "
+            f"{model.dtype_policy.name!r}.\n"
+            "Give a function that builds it: a plan calls it under both policies."
         )
     if not callable(say):
         raise TargetNotFound(
@@ -148,26 +166,32 @@ def plan(
         remarks.append("XLA compiles no step for it today: the peak is an estimate.")
         target = None
     asked = Request(counts, batch_size, size, bytes_of_memory, target, find_largest_batch, say)
-    found = _plan(build, asked)
+    found = _plan(model, data, asked)
     if mixed_precision:
         before = keras.config.dtype_policy()
         keras.config.set_dtype_policy(mixed_policy)
         try:
-            mixed = _plan(build, replace(asked, policy=mixed_policy))
+            mixed = _plan(model, data, replace(asked, policy=mixed_policy))
         finally:
             keras.config.set_dtype_policy(before)
         found = found.with_rows_of(mixed)
     return replace(found, notes=(*found.notes, *remarks))
 
 
-def _plan(build: Callable[[], Any] | str, asked: "Request") -> "MemoryPlan":
+def _are_numbers(data: Sequence[Any]) -> bool:
+    return bool(data) and all(isinstance(each, int) for each in data)
+
+
+def _plan(target: Any, data: Any, asked: "Request") -> "MemoryPlan":
     """Return the plan for one dtype policy; see `plan`."""
+    import keras
+
     from lockstep.attach.attachment import session_of
     from lockstep.core.fit_lines import not_compiled_words
     from lockstep.core.state import optimizers_of
     from lockstep.core.step_bytes import LayoutBytes, layout_bytes
     from lockstep.keras_compat import layers_not_compiled
-    from lockstep.tools.plan.abstract_model import abstract_model, arrays_of
+    from lockstep.tools.plan.abstract_model import abstract_model, arrays_of, built_model
     from lockstep.tools.plan.memory_plan import MemoryPlan
     from lockstep.tools.plan.temporaries import (
         compiled_temporaries,
@@ -178,17 +202,27 @@ def _plan(build: Callable[[], Any] | str, asked: "Request") -> "MemoryPlan":
     from lockstep.tools.targets import call_target
 
     engine = current_engine()
-    name = build if isinstance(build, str) else getattr(build, "__name__", "build")
-    function = partial(call_target, build) if isinstance(build, str) else build
-    model, batch, has_targets = abstract_model(function, name, asked.batch_size)
-    if session_of(model) is not None:
-        raise UnusableData(
-            f"{name} distributes {model.name!r}, and a plan needs the model on one device.\n"
-            "Return it before lockstep.distribute."
-        )
+    if isinstance(target, keras.Model):
+        if session_of(target) is not None:
+            raise UnusableData(
+                f"{target.name!r} is distributed, and a plan needs the model on one device.\n"
+                "Call lockstep.release(model) first, or give a function that builds it."
+            )
+        model, name, has_targets = target, target.name, data is not None
+        batch = built_model(model, data, name, asked.batch_size)
+    else:
+        name = target if isinstance(target, str) else getattr(target, "__name__", "build")
+        function = partial(call_target, target) if isinstance(target, str) else target
+        model, batch, has_targets = abstract_model(function, name, asked.batch_size, data)
+        if session_of(model) is not None:
+            raise UnusableData(
+                f"{name} distributes {model.name!r}, and a plan needs the model on one device.\n"
+                "Return it before lockstep.distribute."
+            )
     notes = [SENT]
     if not has_targets:
-        notes.append(f"{name} returns no data: the batch is that of the inputs, without targets.")
+        gives = "was given" if model is target else "returns"
+        notes.append(f"{name} {gives} no data: the batch is that of the inputs, without targets.")
     others = [each for each, optimizer in optimizers_of(model) if optimizer is not model.optimizer]
     if others:
         notes.append(f"The slots of {', '.join(others)} are not counted: a step makes them.")
@@ -210,7 +244,7 @@ def _plan(build: Callable[[], Any] | str, asked: "Request") -> "MemoryPlan":
 
     found = [layout_bytes(model, arrays, count, dims, again) for count, dims in layouts]
     if asked.gpu is None:
-        found, words = estimated_temporaries(engine, model, batch, pairs(), build, asked)
+        found, words = estimated_temporaries(engine, model, batch, pairs(), target, asked)
     else:
         found, words = compiled_temporaries(engine, model, batch, pairs(), asked)
     if memory is not None:

@@ -26,6 +26,7 @@ def abstract_model(
     build: Callable[[], Any],
     name: str,
     batch_size: int | None,
+    data: Any = None,
 ) -> tuple[Any, Any, bool]:
     """Call a function that returns a model, and build the model without values.
 
@@ -33,6 +34,7 @@ def abstract_model(
         build: Returns a compiled model, or `(model, data)`.
         name: The name of the function.
         batch_size: Rows of the global batch; `None` for those that the data give.
+        data: The data; `None` for those that the function returns.
 
     Returns:
         The model, the shapes of a global batch in the structure of a training step, and whether
@@ -57,14 +59,31 @@ def abstract_model(
         except Exception as error:
             error.add_note(NO_VALUES)
             raise
-        model, data = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-        _check(model, name)
-        if data is None:
-            batch = _build_from_inputs(model, name, batch_size or DEFAULT_ROWS)
-        else:
-            batch = _batch_of(data, batch_size)
-            _build(model, batch, name)
+        model, own = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+        data = own if data is None else data
+        batch = built_model(model, data, name, batch_size)
     return model, batch, data is not None
+
+
+def built_model(model: Any, data: Any, name: str, batch_size: int | None) -> Any:
+    """Build what a training step of a model needs, and return the shapes of a global batch.
+
+    Args:
+        model: The model.
+        data: Its data; `None` if there are none.
+        name: The name of the model, or of the function that returned it.
+        batch_size: Rows of the global batch; `None` for those that the data give.
+
+    Raises:
+        TargetNotFound: If it is no model.
+        UnusableData: If the model is not compiled, or cannot be built from shapes.
+    """
+    _check(model, name)
+    if data is None:
+        return _build_from_inputs(model, name, batch_size or DEFAULT_ROWS)
+    batch = _batch_of(data, batch_size)
+    _build(model, batch, name)
+    return batch
 
 
 def _empty_value(variable: Any) -> Any:

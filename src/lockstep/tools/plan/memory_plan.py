@@ -58,7 +58,20 @@ class MemoryPlan(Report):
         notes = dict.fromkeys([*self.notes, *other.notes])
         return replace(self, layouts=tuple(layouts), notes=tuple(notes))
 
-    def verdict(self, layout: LayoutBytes) -> str:
+    @property
+    def verdict(self) -> str:
+        """Which layouts fit the memory of a device, as a sentence; `""` if it is not given."""
+        if self.memory is None:
+            return ""
+        room, fits = amount(self.memory), [each for each in self.layouts if not self._problem(each)]
+        if fits:
+            names = ", ".join(f"{each.name}" for each in fits)
+            return f"{room} hold {names}{'' if fits[0].peak else ', without activations'}."
+        least = min(self.layouts, key=lambda each: each.peak or each.held)
+        needed = amount(least.peak or least.held)
+        return f"No layout fits {room}: the least is {needed}, of {least.name}."
+
+    def verdict_of(self, layout: LayoutBytes) -> str:
         """Return what the memory of a device means for one layout; `""` if it is not given."""
         if self.memory is None:
             return ""
@@ -97,18 +110,18 @@ class MemoryPlan(Report):
                 "held": each.held,
                 "peak": each.peak,
                 "sent": each.sent,
-                "verdict": self.verdict(each),
+                "verdict": self.verdict_of(each),
             }
             for each in self.layouts
         ]
-        return {**asdict(self), "layouts": rows}
+        return {**asdict(self), "layouts": rows, "verdict": self.verdict}
 
     def __str__(self) -> str:
         """The bytes of a device, one line for each layout."""
         lines = [
             f"{counted(each.devices, 'device')}, {each.name.partition(' ')[2]}: "
             f"{amount(each.held)} each without activations{_at_the_peak(each)}"
-            f"{', ' * (self.memory is not None)}{self.verdict(each)}"
+            f"{', ' * (self.memory is not None)}{self.verdict_of(each)}"
             for each in self.layouts
         ]
         return "\n".join(lines)
@@ -192,10 +205,9 @@ class MemoryPlan(Report):
         if self.memory is None or not all(map(self._problem, self.layouts)) or self._in_parts():
             return []
         least = min(self.layouts, key=lambda each: each.peak or each.held)
-        needed, room = amount(least.peak or least.held), amount(self.memory)
         state = amount(least.weights + least.optimizer)
         return [
-            f"No layout fits {room}: the least is {needed}, of {least.name}.",
+            self.verdict,
             f"Weights and slots are {state} of it. Activations grow with the rows of a device.",
             "Try more devices, a smaller batch, or mixed precision.",
         ]

@@ -214,7 +214,6 @@ def _gpus():
 
     accelerators.cuda = _Cuda()
     accelerators.KIND = "cpu" if accelerators.cuda.is_available() else "cuda"
-    accelerators.device_of = lambda number: torch.device("cpu", number)  # tensors say "cpu" there
     accelerators.reduce_add = lambda tensors, destination: sum(tensors)
     there = not os.environ.get("PRETENDED_NO_NCCL")
     accelerators.dist = SimpleNamespace(is_nccl_available=lambda: there)

@@ -53,11 +53,13 @@ def worker(side: str, name: str, steps: int, policy: str) -> None:
         "fit": lambda: model.fit(x, y, **options),
         "predict": lambda: model.predict(x, **options),
     }
-    memory = {}
+    memory, first = {}, {}
     for call, run in calls.items():  # compiles
+        begun = time.perf_counter()
         run()
+        first[call] = time.perf_counter() - begun
         device, memory[call] = first_device()
-    answer({"device": device, "memory": memory})
+    answer({"device": device, "memory": memory, "first": first})
     with contextlib.suppress(EOFError):
         while True:
             run = calls[input()]
@@ -112,6 +114,7 @@ def measure(name: str, rounds: int, steps: int, policy: str) -> dict[str, Any]:
         "lockstep over keras": {
             call: ratio(times[call, "lockstep"], times[call, "keras"]) for call in CALLS
         },
+        "seconds of the first call": {side: workers[side].said["first"] for side in SIDES},
         "peak bytes, fit and then predict": {side: workers[side].said["memory"] for side in SIDES},
     }
 

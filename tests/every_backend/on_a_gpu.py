@@ -1,11 +1,14 @@
-"""What `test_a_gpu.py` runs in a process of its own that sees the GPUs.
+"""What `test_a_gpu.py` and `benchmarks/gpu_check.py` run in processes that see GPUs.
 
 python -m tests.every_backend.on_a_gpu
+LOCKSTEP_SHARE_GPU=2 python -m tests.every_backend.on_a_gpu --devices 2 --state sharded
 
-One GPU under lockstep leaves what stock Keras leaves on it: numbers, files and what goes on from
-them. In double precision, where rounding hides no fault.
+GPUs under lockstep leave what stock Keras leaves on one of them: numbers, files and what goes on
+from them. In double precision, where rounding hides no fault. With one GPU of a process, the
+processes of a launcher are the devices.
 """
 
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -44,33 +47,38 @@ def difference(one, other):
     return max(float(np.abs(np.asarray(a) - np.asarray(b)).max(initial=0)) for a, b in parts)
 
 
-def check_numbers():
-    """Every model of the zoo: `fit`, `evaluate`, `predict`, weights."""
-    for name, case in ZOO.items():
+LOOKS_ACROSS_ROWS = ("cnn", "bias_before_norm", "subclassed")
+"""Models with batch normalization, which has no micro-batches."""
+
+
+def check_numbers(names, devices, **options):
+    """Models of the zoo: `fit`, `evaluate`, `predict`, weights."""
+    for name in names:
+        case = ZOO[name]
         x, y = case.data(ROWS, np.random.default_rng(1))
         optimizer = case.optimizers[-1]
         stock = left_by(built(case, optimizer), x, y)
-        model = lockstep.distribute(built(case, optimizer), devices="gpu:0")
+        model = lockstep.distribute(built(case, optimizer), devices, **options)
         found = difference(stock, left_by(model, x, y))
         print(f"{name:28} {optimizer:6} {found:.1e}", flush=True)
         assert found <= BOUND, (name, optimizer, found)
 
 
-def check_files():
-    """A run that resumes equals one that was not interrupted; the file is the model."""
+def check_files(devices):
+    """A run that resumes on another number of devices equals one that was not interrupted."""
     case = ZOO["mlp"]
     x, y = case.data(ROWS, np.random.default_rng(1))
 
-    def left_after(epochs, run):
-        model = lockstep.distribute(built(case, "adamw"), devices="gpu:0")
+    def left_after(epochs, run, devices):
+        model = lockstep.distribute(built(case, "adamw"), devices)
         callbacks = [lockstep.Checkpoint(run)]
         model.fit(x, y, batch_size=6, epochs=epochs, verbose=0, callbacks=callbacks)
         return model, model.predict(x, batch_size=6, verbose=0)
 
     with tempfile.TemporaryDirectory() as folder:
-        _, uninterrupted = left_after(3, Path(folder) / "whole")
-        left_after(2, Path(folder) / "resumed")
-        model, resumed = left_after(3, Path(folder) / "resumed")
+        _, uninterrupted = left_after(3, Path(folder) / "whole", devices)
+        left_after(2, Path(folder) / "resumed", devices)
+        model, resumed = left_after(3, Path(folder) / "resumed", 1)
         model.save(Path(folder) / "model.keras")
         loaded = keras.models.load_model(Path(folder) / "model.keras")
     assert difference(uninterrupted, resumed) <= BOUND
@@ -78,6 +86,19 @@ def check_files():
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=ZOO, default=[*ZOO])
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--state", default="replicated")
+    parser.add_argument("--micro-batch-size", type=int)
+    given = parser.parse_args()
     compute_in_float64()
-    check_numbers()
-    check_files()
+    is_launched = lockstep.initialize()[1] > 1
+    several = None if is_launched else given.devices
+    options = {"state": given.state}
+    if given.micro_batch_size:
+        options = {"micro_batch_size": given.micro_batch_size}
+        given.models = [each for each in given.models if each not in LOOKS_ACROSS_ROWS]
+    check_numbers(given.models, several, **options)
+    if not is_launched and not given.micro_batch_size:  # processes would have a folder each
+        check_files(several)

@@ -208,7 +208,6 @@ class _Work:
 
 
 def _gpus():
-    import torch
 
     from lockstep.engines.torch import accelerators
 

@@ -168,11 +168,17 @@ def devices() -> None:
     is_flag=True,
     help="Also copy and sum test patterns between every pair of devices.",
 )
+@click.option(
+    "--train",
+    is_flag=True,
+    help="Also train three small models in float64, on all devices and on one.",
+)
 @click.pass_obj
-def doctor(chosen_backend: str | None, test_devices: bool) -> None:
+def doctor(chosen_backend: str | None, test_devices: bool, train: bool) -> None:
     """Show what a script will find here, and the one thing to change.
 
-    The exit status is 0 if a script can train here and no pair of devices is wrong, else 1.
+    It is the first command on a new machine, with both options. The exit status is 0 if a script
+    can train here, no pair of devices is wrong and all devices train as one does, else 1.
 
     Example: lockstep doctor
     """
@@ -182,12 +188,29 @@ def doctor(chosen_backend: str | None, test_devices: bool) -> None:
     for label, value in found.rows():
         click.echo(f"{label:10} {value}")
     click.echo(f"\n{found.advice()}")
-    sys.exit(0 if found.works and not (test_devices and _wrong_devices(found.backend)) else 1)
+    if found.works:
+        os.environ["KERAS_BACKEND"] = found.backend
+    wrong = found.works and test_devices and _wrong_devices()
+    wrong |= found.works and train and _wrong_training()
+    sys.exit(0 if found.works and not wrong else 1)
 
 
-def _wrong_devices(backend: str) -> bool:
+def _wrong_training() -> bool:
+    """Print how small models train on all devices; return whether one is not known to be right."""
+    from lockstep.engines import current_engine
+    from lockstep.tools.training_check import summary, train_on_all
+
+    click.echo()
+    engine, every = current_engine(), []
+    for each in train_on_all(engine):
+        click.echo(str(each))
+        every.append(each)
+    click.echo(summary(every, engine))
+    return not all(each.is_equal for each in every)
+
+
+def _wrong_devices() -> bool:
     """Print which pairs of devices of a backend are wrong; return whether there are any."""
-    os.environ["KERAS_BACKEND"] = backend
     from lockstep.engines import current_engine
     from lockstep.tools.doctor import CAUSE_OF_WRONG_PAIRS, check_devices
 

@@ -11,7 +11,7 @@ from lockstep.processes.shares import free_address
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "tests" / "pretended_gpus" / "site"
-LIMIT = 180
+LIMIT = 400
 """Seconds after which a process is ended: a fault of this kind may hang for ever."""
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import keras
 import numpy as np
+import pytest
 
 import lockstep
 from lockstep.keras_compat import compute_in_float64
@@ -69,6 +70,9 @@ def sharded():
     model = lockstep.distribute(wide(), state="sharded")
     found = left_by(model, x, y)
     _agrees("sharded", found, right)
+    doubled = [2 * each for each in model.get_weights()]
+    model.set_weights(doubled)
+    _agrees("sharded, assigned", model.get_weights(), doubled)
 
 
 def in_parts():
@@ -140,6 +144,38 @@ def predictions():
     with tempfile.TemporaryDirectory() as folder:
         lockstep.predict(model, x, Path(folder) / "rows.npy", batch_size=6)
         _agrees("rows in a file", np.load(Path(folder) / "rows.npy"), right)
+
+
+def several_steps():
+    """Two steps in one program."""
+    case = ZOO["cnn"]
+    x, y = case.data(ROWS, np.random.default_rng(1))
+    right = left_by(built(case, "sgd", steps_per_execution=2), x, y)
+    model = lockstep.distribute(built(case, "sgd", steps_per_execution=2))
+    _agrees("several steps", left_by(model, x, y), right)
+
+
+def refusals():
+    """What a script does that takes these GPUs for others."""
+    model = _stock("mlp")[-1]
+    for devices in ("gpu:9", "cpu:3", "gpu0"):
+        _refused(lambda named=devices: lockstep.distribute(model, named))
+    _refused(lambda: lockstep.rehearse(7))
+    if int(os.environ.get("LOCKSTEP_PROCESSES", "1")) > 1:
+        _refused(lambda: lockstep.distribute(model, [0]))
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    _refused(lambda: lockstep.distribute(model))
+    del os.environ["CUDA_VISIBLE_DEVICES"]
+    os.environ["LOCKSTEP_REHEARSE"] = "2"
+    _refused(lambda: lockstep.distribute(model))
+
+
+def _refused(call):
+    with pytest.raises(lockstep.errors.LockstepError) as caught:
+        call()
+    lines = str(caught.value).splitlines()
+    print("refused:", lines[0])
+    assert len(lines) <= 3
 
 
 class _Noise(keras.utils.PyDataset):

@@ -1,62 +1,147 @@
 """JAX on pretended GPUs: what a line does that only runs there."""
 
+import functools
+
 import pytest
 
 from tests.pretended_gpus.common import ROOT, run
+from tests.pretended_gpus.conditions import of_source, read
 from tests.tiers import further
 
 PROGRAMS = "tests.pretended_gpus.programs"
-XLA = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 MODEL = "examples/minimal.py:build"
+OTHERS = ("numbers", "sharded", "in_parts", "checkpoints", "predictions", "several_steps refusals")
+NOT_REACHED = {
+    "checkpoint/plain_state.py": "it asks PyTorch",
+    "engines/tensorflow/": "test_tensorflow.py looks at them",
+    "engines/torch/": "test_torch.py looks at them",
+    "keras_compat/calls.py device_scope": "it asks PyTorch",
+    "processes/shares.py devices_of_process": "JAX takes the devices that its process sees",
+    "tools/bench/measurement.py": "it asks PyTorch",
+    "tools/verify/float64.py": "two runs on the same pretended GPUs never leave 1e-5",
+}
+"""Where conditions are that no program here reaches, and why."""
 
 
-def test_branches_and_data_that_draw_numbers_leave_what_one_device_leaves():
-    run("-m", PROGRAMS, "branches", "numpy_draws", engine="jax", **XLA)
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """A function that runs Python on pretended GPUs, each command once."""
+    notes = tmp_path_factory.mktemp("notes")
+
+    @functools.cache
+    def once(*arguments, devices=4, processes=1, here=False, **environment):
+        folder = tmp_path_factory.mktemp("run")
+        if processes > 1:
+            environment["RUN"] = str(folder)
+        return run(
+            *arguments,
+            engine="jax",
+            devices=devices,
+            processes=processes,
+            cwd=ROOT if here else folder,
+            XLA_FLAGS="--xla_backend_optimization_level=0",
+            NOTED_CONDITIONS=str(notes / "conditions"),
+            **environment,
+        )
+
+    once.notes = notes / "conditions"
+    return once
 
 
-@pytest.mark.parametrize("devices", [1, *further(2)])
-def test_processes_with_gpus_of_their_own_leave_what_one_device_leaves(devices, tmp_path):
+def branches_and_draws(ran):
+    return ran("-m", PROGRAMS, "branches", "numpy_draws", here=True)
+
+
+def in_processes(ran, devices):
     programs = ["checkpoints_in_processes", "numpy_draws"]
-    run("-m", PROGRAMS, *programs, engine="jax", devices=devices, processes=2, RUN=tmp_path, **XLA)
+    return ran("-m", PROGRAMS, *programs, devices=devices, processes=2, here=True)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "program", ["numbers", "sharded", "in_parts", "checkpoints", "predictions"]
-)
-def test_everything_else_leaves_what_one_device_leaves(program):
-    run("-m", PROGRAMS, program, engine="jax", LOCKSTEP_GATHER_AGAIN="1", **XLA)
+def others(ran, program):
+    return ran("-m", PROGRAMS, *program.split(), here=True, LOCKSTEP_GATHER_AGAIN="1")
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("devices", [1, 2])
-def test_sharded_state_in_processes_leaves_what_one_device_leaves(devices):
-    run("-m", PROGRAMS, "sharded", engine="jax", devices=devices, processes=2, **XLA)
+def sharded_in_processes(ran, devices):
+    return ran("-m", PROGRAMS, "sharded", "refusals", devices=devices, processes=2, here=True)
 
 
-def test_the_tools_count_gpus_and_not_the_cpu():
+def tools(ran):
     """`JAX_PLATFORMS=cuda` leaves no CPU, and `bench` counts the GPUs alone."""
     script = """
 import json, lockstep
-from lockstep.cli import main
 from examples.minimal import build
 print(json.dumps(lockstep.devices()))
 model, data = build()
 found = lockstep.bench(model, data, steps=2, rounds=1)
 print(json.dumps([each.devices for each in found.measurements]))
 print(lockstep.plan(build, [1, 2], memory="1GB"))
-main(["doctor", "--devices"], standalone_mode=False)
 """
-    said = run("-c", script, engine="jax", devices=2, PRETENDED_NO_CPU="1", **XLA)
-    assert said.startswith('["gpu:0", "gpu:1"]'), said
-    assert '[["gpu:0"], ["gpu:0", "gpu:1"]]' in said
-    assert "1 pair of devices tested" in said
+    return ran("-c", script, devices=2, here=True, PRETENDED_NO_CPU="1")
+
+
+def doctor(ran):
+    cached = {"XDG_CACHE_HOME": str(ran.notes.parent), "JAX_ENABLE_COMPILATION_CACHE": "true"}
+    return ran("-m", "lockstep", "doctor", "--devices", "--train", devices=2, here=True, **cached)
+
+
+def verified(ran):
+    return ran("-m", "lockstep", "verify", MODEL, "--steps", "2", devices=2, here=True)
+
+
+def launched(ran):
+    arguments = ["run", "--processes", "2", str(ROOT / "examples" / "minimal.py"), "--epochs", "1"]
+    return ran("-m", "lockstep", *arguments)
+
+
+def test_branches_and_data_that_draw_numbers_leave_what_one_device_leaves(ran):
+    branches_and_draws(ran)
+
+
+@pytest.mark.parametrize("devices", [1, *further(2)])
+def test_processes_with_gpus_of_their_own_leave_what_one_device_leaves(ran, devices):
+    in_processes(ran, devices)
 
 
 @pytest.mark.thorough
-def test_the_commands_run(tmp_path):
-    said = run("-m", "lockstep", "verify", MODEL, "--steps", "2", engine="jax", devices=2, **XLA)
-    assert "2 devices give what one device gives." in said
-    arguments = ["run", "--processes", "2", ROOT / "examples" / "minimal.py", "--epochs", "1"]
-    said = run("-m", "lockstep", *arguments, engine="jax", devices=4, cwd=tmp_path, **XLA)
-    assert "4 devices (gpu:0 to gpu:3)" in said
+@pytest.mark.parametrize("program", OTHERS)
+def test_everything_else_leaves_what_one_device_leaves(ran, program):
+    others(ran, program)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("devices", [1, 2])
+def test_sharded_state_in_processes_leaves_what_one_device_leaves(ran, devices):
+    sharded_in_processes(ran, devices)
+
+
+def test_the_tools_count_gpus_and_not_the_cpu(ran):
+    said = tools(ran)
+    assert said.startswith('["gpu:0", "gpu:1"]'), said
+    assert '[["gpu:0"], ["gpu:0", "gpu:1"]]' in said
+
+
+@pytest.mark.thorough
+def test_the_commands_run(ran):
+    said = doctor(ran)
+    assert "1 pair of devices tested" in said
+    assert "gpu:0, gpu:1: training gives what one device gives." in said
+    assert "2 devices give what one device gives." in verified(ran)
+    assert "4 devices (gpu:0 to gpu:3)" in launched(ran)
+
+
+@pytest.mark.thorough
+def test_every_condition_on_devices_and_places_had_the_values_of_gpus(ran):
+    branches_and_draws(ran)
+    for devices in (1, 2):
+        in_processes(ran, devices)
+        sharded_in_processes(ran, devices)
+    for program in OTHERS:
+        others(ran, program)
+    for each in (tools, doctor, verified, launched):
+        each(ran)
+    had = read(ran.notes)
+    needed = {c: v for c, v in of_source().items() if not c.startswith(tuple(NOT_REACHED))}
+    missing = {c: v - had.get(c, set()) for c, v in needed.items() if v - had.get(c, set())}
+    assert not missing
+    unused = [each for each in NOT_REACHED if not any(c.startswith(each) for c in of_source())]
+    assert not unused

@@ -2,9 +2,10 @@
 
 `PRETENDED_GPUS=jax` imports `tests.pretended_gpus.of_jax` after the start of Python. The dict
 `AFTER` there has a function for each module that it changes, which runs when that module has been
-imported.
+imported. `NOTED_CONDITIONS` names the file for what `tests/pretended_gpus/conditions.py` notes.
 """
 
+import builtins
 import importlib
 import importlib.abc
 import importlib.util
@@ -16,12 +17,14 @@ from pathlib import Path
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Runs `after[name]()` when the module `name` has been imported."""
 
-    def __init__(self, after):
+    def __init__(self, after, conditions):
         self._after = dict(after)
+        self._conditions = conditions
         self._looking = False
 
     def find_spec(self, name, path=None, target=None):
-        if name not in self._after or self._looking:
+        is_noted = self._conditions is not None and name.partition(".")[0] == "lockstep"
+        if not (name in self._after or is_noted) or self._looking:
             return None
         self._looking = True
         try:
@@ -30,6 +33,8 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             self._looking = False
         if spec is None or spec.loader is None:
             return None
+        if is_noted:
+            self._note_conditions(spec)
         run = spec.loader.exec_module
 
         def exec_module(module):
@@ -41,10 +46,24 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         spec.loader.exec_module = exec_module
         return spec
 
+    def _note_conditions(self, spec):
+        path = Path(spec.origin)
+        name = str(path.relative_to(self._conditions.SOURCE))
+
+        def get_code(_):
+            return compile(self._conditions.noted(path.read_text(), name), str(path), "exec")
+
+        spec.loader.get_code = get_code
+
 
 if os.environ.get("PRETENDED_GPUS"):
     _root = str(Path(__file__).resolve().parents[3])
     sys.path.append(_root)
     _module = importlib.import_module(f"tests.pretended_gpus.of_{os.environ['PRETENDED_GPUS']}")
+    _conditions = None
+    if os.environ.get("NOTED_CONDITIONS"):
+        _conditions = importlib.import_module("tests.pretended_gpus.conditions")
+        _note = _conditions.note_into(os.environ["NOTED_CONDITIONS"])
+        setattr(builtins, _conditions.NOTE, _note)
     sys.path.remove(_root)
-    sys.meta_path.insert(0, _AfterImport(_module.AFTER))
+    sys.meta_path.insert(0, _AfterImport(_module.AFTER, _conditions))

@@ -10,7 +10,8 @@ from tests.processes.common import python
 
 NO_PATCHES = {
     "engines/torch/model_copy.py: _fill",  # a cell of its own copy of a function
-    "engines/torch/settings.py: apply_settings",  # public settings, torch.backends
+    # public settings, torch.backends
+    *("engines/torch/settings.py: apply_settings", "engines/torch/settings.py: _set_precision"),
 }
 
 

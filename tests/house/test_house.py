@@ -264,7 +264,8 @@ NOT_OF_KERAS = {
         "_config",
         "_test_",
     ),
-    *("_C", "_functorch"),  # of PyTorch
+    # of PyTorch
+    *("_C", "_functorch", "_autograd", "_get_sequence_nr", "_current_graph_task_id"),
     *("_train_", "_layer_checkpoint_dependencies"),
 }
 """Private names outside of Keras, or no names at all."""

@@ -118,14 +118,8 @@ def branches(folder):
         x, y = data()
         return model.fit([x, x[::-1]], y, batch_size=5, epochs=2, **QUIET).history
 
-    places = {
-        "flat_left": "gpu:0",
-        "flat_right": "gpu:1",
-        "of_left": "gpu:0",
-        "of_right": "gpu:1",
-        "joined": "gpu:1",
-        "head": "gpu:1",
-    }
+    places = {"flat_a": "gpu:0", "of_a": "gpu:0"}
+    places |= dict.fromkeys(("flat_b", "of_b", "joined", "head"), "gpu:1")
     compared(make, run, lambda model: lockstep.place(model, places))
 
 

@@ -4,12 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.engines.torch.placement import (
-    check_placement,
-    copies_on,
-    torch_device_of,
-)
-from lockstep.errors import DeviceError
+from lockstep.engines.torch import accelerators, placement
+from lockstep.engines.torch.placement import check_placement, copies_on, torch_device_of
+from lockstep.engines.torch.settings import apply_settings, current_settings, full_precision
+from lockstep.errors import DeviceError, UnsupportedBackend
 from tests.processes.common import python
 
 META = torch.device("meta")
@@ -32,6 +30,11 @@ def test_devices_that_ranks_cannot_have(monkeypatch):
     with pytest.raises(DeviceError, match="of several kinds"):
         check_placement(("gpu:0", "cpu:0"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(accelerators.dist, "is_nccl_available", lambda: False)
+    check_placement(("gpu:0",))
+    with pytest.raises(UnsupportedBackend, match="has no NCCL"):
+        check_placement(("gpu:0", "gpu:1"))
+    monkeypatch.setattr(accelerators.dist, "is_nccl_available", lambda: True)
     check_placement(("gpu:0", "gpu:1"))
     with pytest.raises(DeviceError, match=r"gpu:0.\nName that one first, or .*set_device\(1\)"):
         check_placement(("gpu:1", "gpu:0"))
@@ -48,3 +51,32 @@ def test_a_worker_imports_no_other_framework_with_keras():
         "import jax, sklearn"
     )
     assert python(script, KERAS_BACKEND="torch") == "[]"
+
+
+def test_keras_on_a_device_that_lockstep_does_not_know_is_refused(monkeypatch):
+    """The first step ended in an error of PyTorch about types of tensors."""
+    monkeypatch.setattr(placement, "torch_default_device", lambda: "mps:0")
+    with pytest.raises(UnsupportedBackend, match=r"on 'mps', .*\n.*\nSet KERAS_TORCH_DEVICE=cpu"):
+        placement.keras_uses_gpus()
+
+
+def test_the_new_names_of_precision_reach_the_workers():
+    """Reading the old names raises once a new one is set: the first step of a pool did."""
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("this PyTorch has the old names alone")
+    before = current_settings()["precision"]
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        torch.backends.cudnn.conv.fp32_precision = "ieee"
+        sent = current_settings()
+        with full_precision():
+            assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+        assert current_settings() == sent
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+        apply_settings(sent)
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        assert current_settings() == sent
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
+        torch.backends.cudnn.conv.fp32_precision = "tf32"
+    assert current_settings()["precision"] == before

@@ -181,7 +181,9 @@ class RankGroup:
         mine = torch.tensor([names.index(what), tensor.nbytes], device=self._device)
         every = mine.new_empty(2 * self.size)
         self._waited(lambda: self._backend._allgather_base(every, mine).wait())
-        first, *others = [(names[kind], size) for kind, size in every.view(-1, 2).tolist()]
+        found = every.view(-1, 2).tolist()
+        self.check()  # an aborted exchange leaves any values
+        first, *others = [(names[kind], size) for kind, size in found]
         for rank, other in enumerate(others, 1):
             if other != first:
                 raise UnsupportedModel(

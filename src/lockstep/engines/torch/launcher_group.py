@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import keras
@@ -24,11 +25,13 @@ from lockstep.core.status import phase
 from lockstep.engines.torch.accelerators import (
     check_nccl,
     device_of,
+    is_gpu,
     make_current,
     number_of_gpus,
 )
 from lockstep.engines.torch.group import RankGroup
 from lockstep.engines.torch.placement import keras_uses_gpus
+from lockstep.engines.torch.rank_watch import RankWatch
 from lockstep.engines.torch.replica import random_state, set_random_state
 from lockstep.engines.torch.sharded_variables import is_sharded
 from lockstep.errors import ProcessesDisagree
@@ -39,6 +42,9 @@ from lockstep.processes.shares import announce_coordinator, devices_of_process, 
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02
 """Seconds between two looks for a key."""
+
+_LAST_WORDS = 2.0
+"""Seconds in which the words of a process that has ended are still looked for."""
 
 _AT_EXIT = 10.0
 """Seconds that process 0, which has the store, waits for the end of the others."""
@@ -69,6 +75,8 @@ class TorchGroup:
         self._local = local
         self._keys: set[str] = set()
         self._ranks: RankGroup | None = None
+        self._watch: RankWatch | None = None
+        self._lost_at: float | None = None
         self._broken = 0
         atexit.register(self._end)
 
@@ -78,15 +86,22 @@ class TorchGroup:
         if self._ranks is None:
             store = dist.PrefixStore(f"lockstep/ranks/{self._broken}", self._store)
             most = timedelta(seconds=patience())
-            self._ranks = RankGroup(
+            self._ranks = ranks = RankGroup(
                 store, self.rank, self.size, self.device, most=most, local=self._local
             )
+            if is_gpu(self.device):
+                place = self._store.host, self.rank, self.size
+                lost = partial(self._note_lost, ranks)
+                self._watch = RankWatch(store, *place, local=self._local, lost=lost)
         return self._ranks
 
     def leave_ranks(self) -> None:
         """Close the connections after a failure, so that the other processes notice it."""
-        self._ranks = None
+        self._ranks, self._lost_at = None, None
         self._broken += 1
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
     def put(self, key: str, text: str) -> None:
         """Store a text, and replace an earlier one."""
@@ -106,6 +121,8 @@ class TorchGroup:
         until = time.monotonic() + milliseconds / 1000
         pause = _FIRST_PAUSE
         while (text := self.get(key)) is None and time.monotonic() < until:
+            if self._lost_at is not None and time.monotonic() > self._lost_at + _LAST_WORDS:
+                raise self._without_another()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
         return text
@@ -157,6 +174,19 @@ class TorchGroup:
 
     def _text(self, key: str) -> str:
         return bytes(self._store.get(key)).decode()
+
+    def _note_lost(self, ranks: RankGroup) -> None:
+        """End what this process waits for: another one has ended. A thread calls it."""
+        if ranks is self._ranks:
+            self._lost_at = time.monotonic()
+            ranks.abort()
+
+    def _without_another(self) -> ProcessesDisagree:
+        return ProcessesDisagree(
+            f"Another process has ended, and process {self.rank} goes on: a step needs every "
+            "process.\nSee what the others say; the weights here are those after the last step of "
+            "all."
+        )
 
     def _without_first(self) -> ProcessesDisagree:
         return ProcessesDisagree(

@@ -10,6 +10,7 @@ import jax
 import jaxlib
 import keras
 
+from lockstep.engines.jax.jax_compat import kind_of, parameters
 from lockstep.engines.jax.rowtrace.row_labels import Place
 
 _FRAMEWORKS = (Path(jax.__file__).parent, Path(jaxlib.__file__).parent, Path(keras.__file__).parent)
@@ -34,11 +35,12 @@ def place_of(equation: Any, caller: Place) -> Place:
 
 def _name(equation: Any) -> str:
     """Return the name of a primitive, or of a function that has a gradient of its own."""
+    params = parameters(equation)
     for key in ("call_jaxpr", "fun_jaxpr") if equation.primitive.name.startswith("custom_") else ():
-        if key in equation.params:
-            info = equation.params[key].jaxpr.debug_info
+        if key in params:
+            info = params[key].jaxpr.debug_info
             return str(info.func_src_info).partition(" at ")[0]
-    return str(equation.primitive.name)
+    return kind_of(equation)
 
 
 def _line(equation: Any) -> str:

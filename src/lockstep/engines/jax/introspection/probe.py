@@ -13,6 +13,7 @@ from lockstep.attach.attachment import session_of
 from lockstep.core.patched import patched
 from lockstep.core.state import GROUPS
 from lockstep.engines.jax.cache import keep_programs
+from lockstep.engines.jax.fit.first_build import as_on_device
 from lockstep.engines.jax.fit.on_batch import OnBatch
 from lockstep.engines.jax.jax_compat import programs_of
 from lockstep.engines.jax.session import forget_losses
@@ -47,7 +48,7 @@ class JaxProbe:
 
     def build(self, batch: Any) -> str | None:
         """Build the model as `fit` does before its first step; return its casts from float64."""
-        build_symbolically(self._model, batch)
+        build_symbolically(self._model, as_on_device(batch))
 
         def casts() -> Iterator[str]:
             state = take_jax_state(self._model, **{f"{name}_variables": True for name in GROUPS})

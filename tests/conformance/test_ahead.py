@@ -29,6 +29,7 @@ def ahead(monkeypatch):
     def prepare(self, *given):
         prepared(self, *given)
         self.ahead = BatchesAhead(self._shard)
+        self.draws_ahead = True
 
     monkeypatch.setattr(Programs, "__init__", prepare)
 
@@ -135,6 +136,7 @@ def test_no_bit_depends_on_when_a_batch_is_drawn(devices, request, tmp_path):
 def test_rows_are_copied_where_code_may_write_into_them(is_ahead, watched, shared):
     batches = MeshIterator(x=X, batch_size=BATCH, shuffle=False)
     batches.ahead = BatchesAhead(lambda batch: batch) if is_ahead else None
+    batches.draws_ahead = is_ahead
     batches.watch(watched)
     drawn = [leaf for *_, iterator in batches for leaf in keras.tree.flatten(next(iterator))]
     assert np.array_equal(np.concatenate(drawn), X)

@@ -34,7 +34,7 @@ def left_by(model, x, y, **options):
         history,
         model.evaluate(x, y, batch_size=6, verbose=0),
         model.predict(x, batch_size=6, verbose=0),
-        [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in model.variables],
+        [np.array(variable.numpy()) for variable in model.variables],
     ]
 
 

@@ -11,6 +11,7 @@ from lockstep.core.devices import (
     parse_devices,
     shard_rows,
 )
+from lockstep.engines.jax import jax_group
 from lockstep.errors import DeviceError, DeviceNotFound, DuplicateDevice
 
 GPUS = [Device(f"gpu:{n}", "a GPU") for n in range(4)]
@@ -114,3 +115,9 @@ def test_no_shard_is_larger_than_its_share(rows, replicas):
 def test_missing_rows_make_it_divisible(rows, replicas):
     assert (rows + missing_rows(rows, replicas)) % replicas == 0
     assert 0 <= missing_rows(rows, replicas) < replicas
+
+
+def test_a_broadcast_is_cut_into_buckets():
+    values = [np.zeros(size, "uint8") for size in (3, 2, 9, 1, 1)]
+    sizes = [[each.nbytes for each in bucket] for bucket in jax_group._buckets(values, 5)]
+    assert sizes == [[3, 2], [9], [1, 1]]

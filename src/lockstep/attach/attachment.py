@@ -198,8 +198,9 @@ class Attachment:
         named = named_variables(model)
         held = sum(size_of(each) for each in {id(each): each for each in named.values()}.values())
         has_slots = all(each.built for _, each in optimizers_of(model))
-        here = {each.name: each.memory for each in self._engine.devices()}
-        return replicated_words(held, has_slots, here.get(session.devices[0]))
+        ours = [each for each in self._engine.devices() if each.name in session.devices]
+        known = [each.memory for each in ours if each.memory is not None]
+        return replicated_words(held, has_slots, min(known) if known else None)
 
 
 def attachment_of(model: Any) -> Attachment | None:

@@ -87,7 +87,7 @@ class TrainingPosition(EpochIterator):  # type: ignore[misc]  # Keras has no typ
 
     This is a mixin before an engine's iterator. Besides the members of `EpochIterator`, the
     iterator has `data_adapter`, `skip` (number of array batches that the next pass omits),
-    `_batches()` (returns a pass) and `_source()` (returns the source of a pass).
+    `draws_ahead`, `_batches()` (returns a pass) and `_source()` (returns the source of a pass).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -141,6 +141,7 @@ class TrainingPosition(EpochIterator):  # type: ignore[misc]  # Keras has no typ
             "steps_seen": self._steps_seen,
             "batches": self._num_batches,
             "looked_at": self._looked_at,
+            "ahead": self.draws_ahead,
             "now": states_of(self.data_adapter),
         }
 
@@ -151,6 +152,7 @@ class TrainingPosition(EpochIterator):  # type: ignore[misc]  # Keras has no typ
             CheckpointMismatch: If the data yields other batches.
         """
         self._forget()
+        self.draws_ahead = position["ahead"]
         self._num_batches = position["batches"]
         self._first_step = position["step"]
         self._go_over_again(position)

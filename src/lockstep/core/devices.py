@@ -26,7 +26,8 @@ class Device:
     Attributes:
         name: The name in `devices=`, for example `"gpu:0"`.
         kind: The name of the hardware, for example `"NVIDIA H200"`.
-        memory: Bytes of memory that a program may use, `None` where unknown.
+        memory: Bytes of memory that a program may use, `None` where unknown. JAX tells those of the
+            devices of its own process alone.
     """
 
     name: str

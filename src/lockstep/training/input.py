@@ -32,9 +32,14 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         watched: Whether callbacks run between steps. They may write into the arrays.
         copies: Whether code could write into rows of the data set that a step still reads.
         at_once: Whether `steps_per_execution` is that of `run_at_once`, and not of the user.
+        draws_ahead: Whether a batch is drawn before the step of the batch before it begins, as
+            Keras does on JAX with accelerators. Data that draw global random numbers then draw
+            other ones than in turn, if callbacks draw some too. A resumed run does as the run did
+            that it continues.
     """
 
     skip = 0
+    draws_ahead = False
     recorded = False
     watched = True
     copies = True

@@ -20,9 +20,11 @@ def list_devices() -> tuple[Device, ...]:
     """
     found = jax.devices()
     if found[0].platform != "cpu":
-        found = [*found, *jax.devices("cpu")]
+        found = [*found, *_cpus()]
     here = tuple(_describe(device) for device in found)
-    check_visible(here, os.environ)
+    # The variable of this process says nothing of the devices of other processes.
+    own = [each for each, device in zip(here, found, strict=True) if _is_own(device)]
+    check_visible(own, os.environ)
     asked = rehearsed_devices(os.environ)
     if asked and (here[0].platform != "cpu" or jax.local_device_count() != asked):
         raise rehearsal_too_late("JAX", asked, here, by_environment=True)
@@ -34,6 +36,11 @@ def find(names: tuple[str, ...]) -> list[jax.Device]:
     platform = names[0].split(":")[0]
     by_name = {_describe(device).name: device for device in jax.devices(platform)}
     return [by_name[name] for name in names]
+
+
+def any_device() -> jax.Device:
+    """Return a device for programs that are traced and never run."""
+    return (_cpus() or jax.devices())[0]
 
 
 def make_virtual(count: int) -> None:
@@ -56,12 +63,24 @@ def _describe(device: jax.Device) -> Device:
     # JAX numbers the CPU devices of process 1 from 2048 on.
     is_cpu = device.platform == "cpu"
     number = jax.devices("cpu").index(device) if is_cpu else device.id
-    stats = None if is_cpu else device.memory_stats()
+    # JAX has no statistics of CPUs, and refuses those of a device of another process.
+    stats = device.memory_stats() if _is_own(device) and not is_cpu else None
     return Device(
         name=f"{device.platform}:{number}",
         kind=device.device_kind,
         memory=(stats or {}).get("bytes_limit"),
     )
+
+
+def _is_own(device: jax.Device) -> bool:
+    return bool(device.process_index == jax.process_index())
+
+
+def _cpus() -> list[jax.Device]:
+    try:
+        return jax.devices("cpu")
+    except RuntimeError:  # JAX_PLATFORMS names GPUs alone
+        return []
 
 
 def exchanged(values: Any, source: str, target: str) -> tuple[Any, Any]:

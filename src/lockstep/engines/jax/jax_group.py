@@ -76,7 +76,7 @@ class JaxGroup:
                 multihost_utils.sync_global_devices("lockstep")
                 _connect_devices()
         self._is_connected = True
-        return [np.asarray(part) for part in multihost_utils.broadcast_one_to_all(values)]
+        return [found for part in _buckets(values) for found in _of_the_first(part)]
 
     _is_connected = False
 
@@ -152,6 +152,28 @@ def _without_lines_of_gloo() -> Iterator[None]:
             printed.seek(0)
             others = [line for line in printed if not line.startswith(b"[Gloo] ")]
             os.write(1, b"".join(others))
+
+
+_BUCKET = 256 * 2**20
+"""The bytes that are broadcast at once. Each device needs about twice as many for it."""
+
+
+def _buckets(values: list[np.ndarray], size: int = _BUCKET) -> Iterator[list[np.ndarray]]:
+    """Yield the values in lists of at most `size` bytes, or of one value."""
+    bucket: list[np.ndarray] = []
+    room = size
+    for value in values:
+        if bucket and value.nbytes > room:
+            yield bucket
+            bucket, room = [], size
+        bucket.append(value)
+        room -= value.nbytes
+    if bucket:
+        yield bucket
+
+
+def _of_the_first(values: list[np.ndarray]) -> list[np.ndarray]:
+    return [np.asarray(part) for part in multihost_utils.broadcast_one_to_all(values)]
 
 
 GROUP = JaxGroup()

@@ -78,8 +78,8 @@ from lockstep.keras_compat import (
     JAX_STATE,
     JAX_STATE_SYNCED,
     TAKE_JAX_STATE,
-    ArrayDataAdapter,
     GeneratorDataAdapter,
+    GrainDatasetAdapter,
     batch_size_of,
     forget_loss_ids,
     in_stateless_scope,
@@ -376,6 +376,7 @@ class JaxSession(Session):
     def batches(self, kind: Kind, *, recorded: bool = False, **data: Any) -> Any:
         """Return an iterator over host batches."""
         iterator = (recorded_type(kind, MeshIterator) if recorded else MeshIterator)(**data)
+        iterator.draws_ahead = self._programs.draws_ahead
         if self.is_compiled():
             iterator.ahead = self._programs.ahead
         return iterator
@@ -467,15 +468,22 @@ class MeshIterator(HostIterator):
 
     def _batches(self) -> Iterator[Any]:
         batches = super()._batches()
-        return self.ahead.over(batches) if self.ahead and self._may_draw_ahead() else batches
+        if not self._may_draw_ahead():
+            return batches
+        sender = self._sender()
+        return (BatchesAhead(lambda batch: batch) if sender is None else sender).over(batches)
 
     def _may_draw_ahead(self) -> bool:
-        """Return whether nobody notices: a generator would lose a batch at the end of a `fit`."""
-        if self.steps_per_execution > 1:
-            return False
-        if isinstance(self.data_adapter, ArrayDataAdapter):
-            return True
-        return not (self.recorded or isinstance(self.data_adapter, GeneratorDataAdapter))
+        adapter = self.data_adapter
+        if not self.draws_ahead or isinstance(adapter, GeneratorDataAdapter):
+            return False  # a generator would lose a batch at the end of a `fit`
+        # The position of a Grain source is that before its last draw.
+        return not (self.recorded and isinstance(adapter, GrainDatasetAdapter))
+
+    def _sender(self) -> BatchesAhead | None:
+        """Return what puts batches on the devices a step ahead, `None` if nothing does."""
+        is_alone = self.steps_per_execution == 1  # several are put there as one stack
+        return self.ahead if is_alone and self._may_draw_ahead() else None
 
     def may_run_at_once(self, model: Any) -> bool:
         """Return whether several training steps may run as one program, and are short."""
@@ -490,7 +498,7 @@ class MeshIterator(HostIterator):
     def watch(self, watched: bool) -> None:
         """Set whether callbacks run between steps."""
         super().watch(watched)
-        self.copies = watched or self.ahead is None  # a batch that is sent ahead is a copy
+        self.copies = watched or self._sender() is None  # a batch that is sent ahead is a copy
 
     def _new_check(self) -> DataCheck | None:
         return DataCheck(every_pull=True) if process_group.several() else None

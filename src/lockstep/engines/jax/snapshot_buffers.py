@@ -47,13 +47,20 @@ class SnapshotBuffers:
         return kept
 
     def _on_device(self, values: list[Any]) -> list[Any]:
-        host = {n for n, value in enumerate(values) if isinstance(value, np.ndarray)}
-        several = [n for n in range(len(values)) if n not in host]
-        spread = {n for n in several if len(values[n].sharding.device_set) > 1}
-        copies = [jnp.copy(value) if n in spread else value for n, value in enumerate(values)]
-        whole = [n for n in several if n not in spread]
-        for n, copy in zip(whole, self._copy([values[n] for n in whole]), strict=True):
-            copies[n] = copy
+        copies = list(values)
+        on_one: dict[Any, list[int]] = {}
+        for n, value in enumerate(values):
+            if isinstance(value, np.ndarray):
+                continue
+            devices = tuple(value.sharding.device_set)
+            if len(devices) > 1:
+                copies[n] = jnp.copy(value)
+            else:  # of branches, each device has other values, and a program runs on one device
+                on_one.setdefault(devices[0], []).append(n)
+        for numbers in on_one.values():
+            copied = self._copy([values[n] for n in numbers])
+            for n, copy in zip(numbers, copied, strict=True):
+                copies[n] = copy
         return copies
 
 

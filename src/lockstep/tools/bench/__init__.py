@@ -62,6 +62,7 @@ def bench(
     """
     # These import NumPy and Keras, which `import lockstep` does not.
     from lockstep.attach.attachment import detach
+    from lockstep.core.devices import parse_devices
     from lockstep.core.state import restore, snapshot
     from lockstep.tools.batches import count_from_one, first_batches
     from lockstep.tools.bench.measurement import measure
@@ -70,7 +71,7 @@ def bench(
     check_model(model)
     engine = current_engine()
     if devices is None:
-        devices = (1, len(engine.devices()))
+        devices = (1, len(parse_devices(None, engine.devices())))
     given = list(devices) if isinstance(devices, list | tuple | range) else [devices]
     counts = [number for each in given if (number := count_from_one(each)) is not None]
     if not counts or len(counts) < len(given):

@@ -17,6 +17,7 @@ from lockstep.core.devices import SHARDED, missing_rows
 from lockstep.core.patched import patched
 from lockstep.core.state import variables_of
 from lockstep.core.step_bytes import LayoutBytes
+from lockstep.engines.jax.devices import any_device
 from lockstep.engines.jax.micro_batches import MicroBatches
 from lockstep.engines.jax.steps.gather_again import ONE_BY_ONE, gathering_again
 from lockstep.engines.jax.steps.lora import with_lora_by_factors
@@ -49,7 +50,7 @@ def traced_step(
     """
     groups = [group_of(model, name) for name in GROUPS]
     state = tuple([_shape(variable) for variable in group] for group in groups)
-    steps = Programs(jax.devices("cpu")[:1])
+    steps = Programs([any_device()])
     with _train_step(model, steps, micro_batch_size, devices) as step:
         program = jax.make_jaxpr(step)(state, keras.tree.map_structure(_shape, batch))
     return program.jaxpr, [variable for group in groups for variable in group]

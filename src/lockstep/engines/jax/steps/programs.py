@@ -105,8 +105,8 @@ class Programs:
         self._one_at_a_time = self._several and self.platform == "cpu" and here > 1
         self._put: Callable[[Any, Any], jax.Array] = jax_group.put if self._several else laid_out
         self._stacked_by_rows = NamedSharding(mesh, PartitionSpec(None, "batch"))
-        here_alone = self.platform != "cpu" and not self._several
-        self.ahead = BatchesAhead(self._shard) if here_alone else None
+        self.draws_ahead = self.platform != "cpu"
+        self.ahead = BatchesAhead(self._shard) if self.draws_ahead else None
 
     def divides(self, rows: int) -> bool:
         """Return whether an array of `rows` rows can be sharded, on more than one device."""

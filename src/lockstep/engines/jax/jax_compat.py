@@ -1,10 +1,12 @@
+# mypy: implicit-reexport
+# ruff: noqa: F401
 """Every private name of JAX that lockstep uses, and what differs between versions of JAX.
 
 No other module names a private part of JAX, or reads a parameter of an operation from its equation.
-The module was checked with the versions from `OLDEST` to `NEWEST_TRIED`.
+Checked with JAX 0.7.0, 0.10.2 and 0.12.0.1; `core/tried_versions.py` has the bounds.
 
 Raises:
-    UnsupportedFramework: If this JAX lacks a name.
+    UnsupportedFramework: If this JAX is too old, or lacks a name.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +15,30 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
+from lockstep.core.tried_versions import TRIED, check_oldest
 from lockstep.errors import UnsupportedFramework
+
+check_oldest("jax", jax.__version__)
+NEWEST = TRIED["jax"].newest
+
+# ----------------------------------------------------------------------------- private names
+
+try:
+    from jax._src import distributed, xla_bridge
+    from jax.interpreters.partial_eval import dce_jaxpr
+
+    xla_bridge.backends  # noqa: B018 (starts the devices once, at every first use of one)
+    xla_bridge.backends_are_initialized  # noqa: B018
+    distributed.global_state.client  # noqa: B018 (what jax.distributed.initialize connects)
+except (ImportError, AttributeError) as error:
+    raise UnsupportedFramework(
+        f"JAX {jax.__version__} lacks a private part that lockstep needs: {error}.\n"
+        f"It was there up to JAX {NEWEST}, and may change in any version.\n"
+        f'Run pip install "jax<={NEWEST}"'
+    ) from error
+
+REPEATED_TRACE = "create_pjit_jaxpr"
+"""The end of the name of the function where JAX 0.7 traces a function that it keeps traced."""
 
 # --------------------------------------------------------------------- parameters of operations
 
@@ -59,8 +84,8 @@ def scan_counts(equation: Any) -> tuple[int, int]:
 def _unknown(operation: str, problem: str) -> UnsupportedFramework:
     return UnsupportedFramework(
         f"The operation {operation} {problem} in JAX {jax.__version__}, and lockstep reads it.\n"
-        f"Install a JAX that lockstep was tried with: {NEWEST_TRIED} is the newest.\n"
-        f'Run pip install "jax<={NEWEST_TRIED}"'
+        f"Install a JAX that lockstep was tried with: {NEWEST} is the newest.\n"
+        f'Run pip install "jax<={NEWEST}"'
     )
 
 
@@ -118,10 +143,3 @@ def names_of_arguments(program: Any) -> Any:
     """Return the debugging information of a program, for one with other arguments."""
     info = getattr(program, "jaxpr", program).debug_info
     return getattr(info, "with_unknown_names", lambda: info)()  # JAX 0.7 has none
-
-
-# ---------------------------------------------------------------------------------- versions
-
-OLDEST = "0.7"
-"""The lower bound of `jax` in pyproject.toml."""
-NEWEST_TRIED = "0.12.0.1"

@@ -14,9 +14,8 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-from jax.interpreters.partial_eval import dce_jaxpr
 
-from lockstep.engines.jax.jax_compat import names_of_arguments, parameters
+from lockstep.engines.jax.jax_compat import dce_jaxpr, names_of_arguments, parameters
 
 _DEVICE = re.compile(r"lockstep_device_([a-z]+)_(\d+)")
 

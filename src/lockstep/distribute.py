@@ -1,13 +1,16 @@
 """The functions that distribute a model, release it, declare a layer, and list devices."""
 
 import operator
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import TypeVar
 
 from lockstep.core.devices import REPLICATED, SHARDED, parse_devices
 from lockstep.core.status import STATUS_OF_PROCESS
+from lockstep.core.tried_versions import untried
 from lockstep.engines import current_engine
 from lockstep.errors import DeviceError, NotAModel, NothingToDoWarning, shown
 from lockstep.initialize import join
@@ -99,9 +102,20 @@ def distribute(
     from lockstep.attach.attachment import attach  # which imports Keras
     from lockstep.core.layout import DataParallel
 
+    _say_untried(engine.name, getattr(sys.modules.get(engine.name), "__version__", ""))
     attach(engine, model, DataParallel(names, state, same_random_numbers, rows))
     STATUS_OF_PROCESS.distributed = True
     return model
+
+
+@cache
+def _say_untried(framework: str, version: str) -> None:
+    """Print a line, once in a process, if a framework is newer than any that was tried."""
+    from lockstep.processes.process_group import is_first
+
+    line = untried(framework, version)
+    if line and is_first():
+        print(f"lockstep: {line}", flush=True)
 
 
 def release(model: Model) -> Model:

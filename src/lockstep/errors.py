@@ -9,6 +9,7 @@
     │   └── RehearsalTooLate          the backend had already started
     ├── UnsupportedBackend            there is no engine for the backend or its mode
     ├── UnsupportedKeras              this version of Keras was not checked
+    ├── UnsupportedFramework          this JAX, PyTorch or TensorFlow lacks a part
     ├── NotAModel (TypeError)         the object is not a Keras model
     ├── NotACallback (TypeError)      the object is not a Keras callback
     ├── UnusableData (ValueError)     the data or the model cannot be trained on
@@ -94,6 +95,10 @@ class UnsupportedBackend(LockstepError):
 
 class UnsupportedKeras(LockstepError):
     """Lockstep was not checked with the installed version of Keras."""
+
+
+class UnsupportedFramework(LockstepError):
+    """The installed JAX, PyTorch or TensorFlow lacks a part that lockstep needs."""
 
 
 class NotAModel(LockstepError, TypeError):

@@ -200,7 +200,7 @@ FILES = (held_signals.__file__, numpy_engine.__file__)
 NAMES = ("step", "take_out", "put_back", "begin", "finish", "__enter__", "__exit__", "_end")
 
 
-RETURN = dis.opmap["RETURN_VALUE"]
+RETURNS = {dis.opmap[name] for name in ("RETURN_VALUE", "RETURN_CONST") if name in dis.opmap}
 
 
 class At:
@@ -211,13 +211,14 @@ class At:
 
     def __call__(self, frame, event, argument):
         if frame.f_code.co_filename in FILES and frame.f_code.co_name in NAMES:
+            frame.f_trace = self.watch  # Python 3.13 needs it before the next line
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
             return self.watch
         return None
 
     def watch(self, frame, event, argument):
         # Python handles no signal at a return.
-        if event == "opcode" and frame.f_code.co_code[frame.f_lasti] != RETURN:
+        if event == "opcode" and frame.f_code.co_code[frame.f_lasti] not in RETURNS:
             self.seen += 1
             if self.seen == self.number:
                 self.place = frame.f_code.co_name, frame.f_lineno, frame.f_lasti

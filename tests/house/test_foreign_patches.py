@@ -88,6 +88,6 @@ def _imported(tree):
             names = [(alias.asname or alias.name).split(".")[0] for alias in node.names]
             yield from (name for name in names if name != "lockstep")
         elif isinstance(node, ast.ImportFrom):
-            of_keras = node.module.startswith("lockstep.keras_compat")
+            of_others = node.module.startswith("lockstep.") and "_compat" in node.module
             names = [alias.asname or alias.name for alias in node.names]
-            yield from names if of_keras or not node.module.startswith("lockstep") else []
+            yield from names if of_others or not node.module.startswith("lockstep") else []

@@ -14,6 +14,7 @@ import pytest
 import lockstep
 from lockstep import keras_compat
 from lockstep.core import engine
+from lockstep.core.tried_versions import TRIED
 from tests.processes.common import python
 
 SOURCE = Path(lockstep.__file__).parent
@@ -233,24 +234,6 @@ NOT_OF_KERAS = {
     # os and sys; multiprocessing/pool.py
     *("_exit", "_getframe", "_cache", "_pool", "_set"),
     "_config",  # the end of the names of attributes in HDF5 files
-    # PyTorch: process groups, storages, autograd, subclasses of tensors
-    *("_make_wrapper_subclass", "_reduce_scatter_base"),
-    *("_Options", "_devices", "_timeout", "_allgather_base", "_cdata", "_schema", "_version"),
-    *("_backward_hooks", "_post_accumulate_grad_hooks", "_foreach"),
-    *("_forward_hooks", "_forward_pre_hooks", "_backward_pre_hooks", "_global"),
-    # TensorFlow: tf.distribute, tf.Graph, variables, tf.data
-    *("_InReplicaThreadMode", "_get_default_replica_mode", "_push_per_thread_mode"),
-    *("_pop_per_thread_mode", "_get_replica", "_replica_id", "_update", "_unique_id"),
-    *(
-        "_DefaultDistributionStrategy",
-        "_distributed_container",
-        "_handle_data",
-        "_get_function",
-        "_gradient_op_type",
-        "_seed2",
-        "_forward_cls",
-        "_caching_device",
-    ),
     # cloudpickle
     *("_make_skeleton_class", "_make_skeleton_enum", "_make_typevar"),
     # parts of names, and names in files
@@ -264,11 +247,79 @@ NOT_OF_KERAS = {
         "_config",
         "_test_",
     ),
-    # of PyTorch
-    *("_C", "_functorch", "_autograd", "_get_sequence_nr", "_current_graph_task_id"),
     *("_train_", "_layer_checkpoint_dependencies"),
 }
-"""Private names outside of Keras, or no names at all."""
+"""Private names outside of Keras and of the frameworks, or no names at all."""
+
+FRAMEWORK_TABLES = {
+    name: SOURCE / "engines" / name / f"{name}_compat.py" for name in ("jax", "tensorflow", "torch")
+}
+"""The module with the private names of each framework."""
+PRIVATE_MODULE = re.compile(
+    r"\b((?:jax|jaxlib|torch)(?:\.[a-z]\w*)*\.(?:_(?!_)\w+|interpreters)|tensorflow\.python)\b"
+)
+
+
+def of_frameworks():
+    """The private attributes that the tables name."""
+    trees = [ast.parse(path.read_text()) for path in FRAMEWORK_TABLES.values()]
+    words = {
+        word
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for word in node.value.split()
+    }
+    return {word for word in words if re.fullmatch(r"_[a-zA-Z]\w*", word)}
+
+
+def code_of(path):
+    """The code of a file, without its comments and docstrings."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value.value = None
+    return ast.unparse(tree)
+
+
+def test_private_modules_of_a_framework_are_named_in_one_file_of_its_engine():
+    """Two strings name modules of old scripts."""
+    found = {
+        (path.relative_to(SOURCE).as_posix(), name)
+        for path in FILES
+        if path not in FRAMEWORK_TABLES.values()
+        for name in PRIVATE_MODULE.findall(code_of(path))
+    }
+    assert found == {
+        ("distribute.py", "tensorflow.python"),
+        ("rescue/old_script.py", "tensorflow.python"),
+    }
+    assert all(PRIVATE_MODULE.findall(code_of(path)) for path in FRAMEWORK_TABLES.values())
+
+
+def test_parameters_of_operations_are_read_in_one_file():
+    """JAX gives them other names in any version."""
+    for path in sorted((SOURCE / "engines" / "jax").rglob("*.py")):
+        if path != FRAMEWORK_TABLES["jax"]:
+            owners = {
+                ast.unparse(node.value)
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.Attribute) and node.attr == "params"
+            }
+            assert owners <= {"operation"}, path
+
+
+@pytest.mark.parametrize("framework", TRIED)
+def test_the_bounds_of_the_frameworks_are_those_that_are_checked(framework):
+    project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
+    extras = [each for extra in project["optional-dependencies"].values() for each in extra]
+    bounds = [
+        each.split(";")[0].strip()
+        for each in [*project["dependencies"], *extras]
+        if re.match(rf"{framework}(-cpu|\[[\w-]+\])?[<>=]", each)
+    ]
+    assert bounds
+    assert all(f">={TRIED[framework].oldest}" in each for each in bounds), bounds
 
 
 def test_private_parts_of_keras_are_named_in_one_folder():
@@ -278,12 +329,15 @@ def test_private_parts_of_keras_are_named_in_one_folder():
     compat = _joined([trees.pop(path) for path in COMPAT])
     of_keras = set(_private_names(compat))
     assert {"_flatten_layers", "_compile_loss", "_jax_state"} <= of_keras, "names are seen"
-    known = NOT_OF_KERAS | {name for tree in trees.values() for name in _defined(tree)}
+    others = NOT_OF_KERAS | of_frameworks()
+    known = others | {name for tree in trees.values() for name in _defined(tree)}
+    for path in FRAMEWORK_TABLES.values():
+        del trees[path]
     for path, tree in trees.items():
         found = {name for name in _private_names(tree) if not name.startswith("_lockstep_")}
         assert found <= known, path
         assert found & of_keras <= {"_inputs"}, path  # those of a data set of tf.data
-    assert not NOT_OF_KERAS & of_keras
+    assert not (others - {"_inputs"}) & of_keras
 
 
 def test_each_private_part_of_keras_is_written_once_in_a_row_that_checks_it():

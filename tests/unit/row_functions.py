@@ -170,6 +170,8 @@ MIXING = {  # of rows of 6 numbers
     "whitened": whitened,
     "keys of numbers": by_keys_of_numbers,
     "any is negative": any_is_negative,
+    "place among rows": lambda x: x * jnp.searchsorted(jnp.sort(x[:, 0]), x[:, 0])[:, None],
+    "positive rows first": lambda x: x[jnp.nonzero(x[:, 0] > 0, size=count(x))[0]],
     "another program": another_program,
     "another wiring": another_wiring,
 }
@@ -274,6 +276,8 @@ BY_ROWS = {  # of rows of 4 x 6 numbers
     "any of a row": lambda x: jnp.where(jnp.any(x < 0, (1, 2), keepdims=True), x, -x),
     "attention of jax.nn": lambda x: jax.nn.dot_product_attention(*[x[:, :, None]] * 3),
     "interpolated": jax.vmap(lambda row: jnp.interp(row[0], jnp.arange(6.0), row[1])),
+    "binned": lambda x: jnp.searchsorted(jnp.linspace(-1, 1, 5), x) + 0.0,
+    "times a power": lambda x: jnp.ldexp(x, 3) + jnp.frexp(x)[0],
     "resized": lambda x: jax.image.resize(x, (count(x), 8, 6), "bilinear"),
     "computed again": jax.checkpoint(lambda x: jnp.tanh(x @ WEIGHTS)),
     "mean in vain": lambda x: (x.mean(0), x)[1],

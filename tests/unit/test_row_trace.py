@@ -305,6 +305,7 @@ FOLLOWED = {
     "rounded weight": lambda x, w: x * with_gradient(rounded, lambda given, g: (2 * g,))(w),
     "change": lambda x, w: with_change(jnp.square, lambda x, dx: 3 * x * dx)(x) * w,
     "in a loop": lambda x, w: lax.map(with_gradient(itself, lambda given, g: (of_all(g),)), x),
+    "times a power": lambda x, w: jnp.ldexp(x * w, 2),
 }
 NOT_FOLLOWED = {
     "clipped": lambda x, w: with_gradient(itself, lambda given, g: (of_all(g),))(x),

@@ -145,17 +145,32 @@ def state_sync_name() -> str:
     return "state_sync" if hasattr(trainer_class(), "state_sync") else "jax_state_sync"
 
 
-def build_on_first_batch(model: Any, batches: EpochIterator) -> None:
+def build_on_first_batch(
+    model: Any, batches: EpochIterator, typed: Callable[[Any], Any] = lambda batch: batch
+) -> None:
     """Build what of the model is not built yet, as `fit` and `evaluate` do.
 
     Up to 3.15 an epoch begins, which gives the batch; from 3.16 on a pass over the data gives it.
+
+    Args:
+        model: The model.
+        batches: The batches of the call.
+        typed: Returns the batch as a device has it.
     """
     if not hasattr(model, _BUILD_IF_NEEDED):
-        getattr(model, BUILD)(iterator=batches)
+        getattr(model, BUILD)(iterator=_typed_steps(batches, typed))
     elif any(_unbuilt_parts(model)):
         batch = next(iter(_next_batches(batches)), None)
         # Without a batch Keras refuses the data, in words of its own.
+        batch = batch if batch is None else typed(batch)
         getattr(model, _BUILD_IF_NEEDED)(iterator=batches, data_batch=batch)
+
+
+def _typed_steps(batches: EpochIterator, typed: Callable[[Any], Any]) -> Iterator[Any]:
+    """Yield the executions of an epoch: a list, or an iterator over the batches of the steps."""
+    for first, last, steps in batches:
+        is_list = isinstance(steps, list | tuple)
+        yield first, last, [typed(each) for each in steps] if is_list else map(typed, steps)
 
 
 def build_from_batch(model: Any, batch: Any) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.core.devices import REHEARSE, names_in_words
 from lockstep.core.package_versions import install_command, package_version
 from lockstep.core.shared_gpu import SHARE_GPU, Version, cannot_share, nccl_version
+from lockstep.core.tried_versions import untried
 from lockstep.errors import counted
 from lockstep.processes.shares import nvidia_gpus
 from lockstep.rehearsal import choose_backend
@@ -103,7 +104,15 @@ class Findings:
         return f"{SHARE_GPU}=2 makes two devices of one GPU, by NCCL {version}"
 
     def advice(self) -> str:
-        """Return the one thing to change, or that nothing has to change."""
+        """Return the one thing to change, or that nothing has to change.
+
+        A framework that is newer than any that was tried has a line of its own.
+        """
+        names = PACKAGES.get(self.backend, ())
+        version = next(filter(None, map(self.installed.get, names)), "")
+        return "\n".join(filter(None, (self._change(), untried(self.backend, version))))
+
+    def _change(self) -> str:
         gpus = [name for name, _ in self.devices if not name.startswith("cpu")]
         if self.backend in PACKAGES and not any(map(self.installed.get, PACKAGES[self.backend])):
             return (

@@ -17,10 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import distributed
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from lockstep.engines.jax.jax_compat import distributed
 from lockstep.errors import LockstepWarning, ProcessesDisagree, counted
 from lockstep.processes.coordination import once, patience
 from lockstep.processes.group import use

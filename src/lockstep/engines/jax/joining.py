@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable
 
 import jax
-from jax._src import distributed, xla_bridge
 
 from lockstep.core.environment import Place
 from lockstep.core.status import phase
+from lockstep.engines.jax.jax_compat import distributed, xla_bridge
 from lockstep.errors import ProcessesDisagree
 from lockstep.processes.shares import (
     announce_coordinator,

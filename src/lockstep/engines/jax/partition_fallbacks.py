@@ -10,6 +10,7 @@ from jax.extend.core.primitives import select_and_scatter_add_p
 from jax.sharding import NamedSharding
 
 from lockstep.core.patched import patched
+from lockstep.engines.jax.jax_compat import parameters, programs_of
 from lockstep.errors import counted
 
 
@@ -135,7 +136,7 @@ def _overlapping(shape: tuple[int, ...], parameters: dict[str, Any]) -> dict[int
 
 
 def _pooled(equation: Any) -> dict[int, int]:
-    return _overlapping(equation.invars[1].aval.shape, equation.params)
+    return _overlapping(equation.invars[1].aval.shape, parameters(equation))
 
 
 def _may_pool_rows(equation: Any, rows: Collection[int]) -> bool:
@@ -152,14 +153,5 @@ def _equations(jaxpr: Any, outer: str, name: str) -> Iterator[tuple[str, Any]]:
         if equation.primitive.name.startswith(name):
             # Transformations, as in "transpose(jvp(layer))", are not part of the path.
             yield re.sub(r"\w+\(|\)", "", path), equation
-        for body in bodies_of(equation):
+        for body in programs_of(equation):
             yield from _equations(body, path, name)
-
-
-def bodies_of(equation: Any) -> Iterator[Any]:
-    """Yield the programs that an operation runs."""
-    for parameter in equation.params.values():
-        for part in parameter if isinstance(parameter, list | tuple) else [parameter]:
-            inner = getattr(part, "jaxpr", part)
-            if hasattr(inner, "eqns"):
-                yield inner

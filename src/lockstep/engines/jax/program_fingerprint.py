@@ -12,6 +12,7 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
+from lockstep.engines.jax.jax_compat import plain_parameters
 from lockstep.engines.jax.jax_group import GROUP
 from lockstep.errors import ProcessesDisagree
 from lockstep.processes.coordination import digest, once
@@ -53,7 +54,7 @@ def _parts(program: Any) -> Iterator[bytes]:
             literal = isinstance(into, jax.extend.core.Literal)
             yield _kind(into).encode() + _numbers(into.val) if literal else place(into).encode()
         yield ",".join(map(place, equation.outvars)).encode()
-        for name, value in sorted(equation.params.items()):
+        for name, value in sorted(plain_parameters(equation).items()):
             yield f"{name}={'' if name in _SAYS_NOTHING else _said(value)}".encode()
             for inner in value if isinstance(value, list | tuple) else [value]:
                 if hasattr(getattr(inner, "jaxpr", inner), "eqns"):

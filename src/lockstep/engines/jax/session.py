@@ -34,6 +34,7 @@ from lockstep.engines.jax import devices as jax_devices
 from lockstep.engines.jax import jax_group
 from lockstep.engines.jax import states as jax_states
 from lockstep.engines.jax.branches.branch_programs import BranchPrograms
+from lockstep.engines.jax.fit.first_build import build_on_first_batch
 from lockstep.engines.jax.fit.on_batch import OnBatch
 from lockstep.engines.jax.generation import HOOK, generating_by_rows
 from lockstep.engines.jax.jax_group import GROUP
@@ -80,7 +81,6 @@ from lockstep.keras_compat import (
     GeneratorDataAdapter,
     GrainDatasetAdapter,
     batch_size_of,
-    build_on_first_batch,
     forget_loss_ids,
     in_stateless_scope,
     is_built,

@@ -10,12 +10,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.ops import gen_stateless_random_ops, gen_stateless_random_ops_v2
 
 from lockstep.core.patched import patched
 from lockstep.engines.tensorflow.lookup_gradients import own_rows
 from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer
 from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup
+from lockstep.engines.tensorflow.tensorflow_compat import (
+    gen_stateless_random_ops,
+    gen_stateless_random_ops_v2,
+)
 from lockstep.keras_compat import GLOBAL_SEED_GENERATOR, global_state
 from lockstep.keras_compat.foreign_patches import replaced
 

@@ -5,14 +5,17 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import distribute_lib, values
-from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
-from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable as ResourceVariable
-from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
 from lockstep.attach.holders import holders_of
 from lockstep.core.state import metric_variables, optimizers_of, unique, variables_of
 from lockstep.engines.replicas.outdated_programs import trace_others_again
+from lockstep.engines.tensorflow.tensorflow_compat import (
+    ResourceVariable,
+    UninitializedVariable,
+    distribute_lib,
+    get_read_write_resource_inputs,
+    values,
+)
 from lockstep.keras_compat import (
     GLOBAL_SEED_GENERATOR,
     STRATEGY,

@@ -7,12 +7,16 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.framework import ops
-from tensorflow.python.framework.func_graph import FuncGraph
-from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
-from tensorflow.python.ops.variable_scope import get_variable_scope
 
 from lockstep.engines.rowwise import NotRowByRow, is_following
+from lockstep.engines.tensorflow.tensorflow_compat import (
+    GRADIENTS_BY_ROWS,
+    OWN_GRADIENTS,
+    FuncGraph,
+    function_def_to_graph,
+    get_variable_scope,
+    ops,
+)
 from lockstep.keras_compat.foreign_patches import replaced
 
 _REPEATABLE = """
@@ -223,12 +227,8 @@ def has_own_gradient(op: Any) -> bool:
             inner = cell.cell_contents
             if hasattr(inner, "__closure__") and inner not in looked:
                 found.append(inner)
-    own = [f for f in looked if f.__module__ != "tensorflow.python.ops.custom_gradient"]
-    return not own or any(f.__module__ not in _GRADIENTS_BY_ROWS for f in own)
-
-
-_GRADIENTS_BY_ROWS = ("tensorflow.python.ops.nn_impl", "tensorflow.python.ops.ctc_ops")
-"""Modules whose gradients are those of each row: swish, CTC."""
+    own = [f for f in looked if f.__module__ != OWN_GRADIENTS]
+    return not own or any(f.__module__ not in GRADIENTS_BY_ROWS for f in own)
 
 
 def every_operation(operations: Iterable[Any]) -> Iterator[Any]:

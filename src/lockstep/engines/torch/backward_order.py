@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from lockstep.engines.torch.torch_compat import next_operation_number
+
 _LEAST = 2**12
 """The number from which a step makes operations. Until the first exchange in the first backward
 pass that makes some, these have lower numbers."""
@@ -73,4 +75,4 @@ def _raise_to(number: int, *, by: int = 0) -> None:
 def _next_number() -> int:
     """Return the number of the next operation that this thread makes."""
     # torch/csrc/autograd/init.cpp; torch/fx/traceback.py asks so, too.
-    return int(torch._C._autograd._get_sequence_nr())
+    return int(next_operation_number())

@@ -6,8 +6,6 @@ from typing import Any
 
 import keras
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lockstep.attach.attachment import attachment_of
 from lockstep.core.state import restore, snapshot, variables_of
@@ -15,6 +13,7 @@ from lockstep.engines.torch.replica import random_state, set_random_state
 from lockstep.engines.torch.settings import full_precision
 from lockstep.engines.torch.split_checks import why_custom
 from lockstep.engines.torch.steps import recorded
+from lockstep.engines.torch.torch_compat import TorchDispatchMode, tree_leaves
 from lockstep.keras_compat import loss_of, takes_training
 from lockstep.processes import process_group
 from lockstep.processes.call_scope import CALLS

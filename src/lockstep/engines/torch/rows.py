@@ -11,11 +11,15 @@ from typing import Any
 
 import keras
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from lockstep.engines.torch.group import RankGroup, buckets_of
 from lockstep.engines.torch.placement import version_of
 from lockstep.engines.torch.replica import Replica
+from lockstep.engines.torch.torch_compat import (
+    plain_torch_functions,
+    temporarily_clear_interpreter_stack,
+    transforms_in_force,
+)
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import get_keras_mask, set_keras_mask
 
@@ -104,7 +108,7 @@ class Rows(torch.Tensor):  # type: ignore[misc]
 
     def whole(self) -> Any:
         """Return the tensor of the global batch. Every replica has to call this."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_torch_functions():
             node = self.grad_fn or self.requires_grad
         if self._whole is None or (self._nodes[0] is not node and not self._has_moved()):
             # The graph is that of the output, whatever the mode is where it is used first.
@@ -130,7 +134,7 @@ class Rows(torch.Tensor):  # type: ignore[misc]
     def _after_writing(self) -> Any:
         """Return what stands for this tensor in the graph, after code may have written into it."""
         now = self._in_graph()
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_torch_functions():
             if now is not self and self.retains_grad and now.requires_grad:
                 now.retain_grad()
         return now
@@ -164,7 +168,7 @@ class Rows(torch.Tensor):  # type: ignore[misc]
             return now if result is given[0] else result
         elif args[0]._whole is not None:
             args = args[0].whole(), *args[1:]
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_torch_functions():
             return func(*args, **kwargs)
 
     @classmethod
@@ -252,7 +256,7 @@ def copied(nest: Any) -> Any:
 
 def is_transformed() -> bool:
     """Return whether this runs in a function that `torch.func` differentiates or maps."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return transforms_in_force() is not None
 
 
 @contextmanager

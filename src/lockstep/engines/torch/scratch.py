@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lockstep.engines.rowwise import NotRowByRow, is_following
 from lockstep.engines.torch.settings import flattened
+from lockstep.engines.torch.torch_compat import TorchDispatchMode, tree_leaves
 
 _READS = frozenset({"__array__", "__dlpack__", "data_ptr", "numpy", "tolist", "untyped_storage"})
 """Methods by which Python reads the values of a tensor without an operation of PyTorch."""

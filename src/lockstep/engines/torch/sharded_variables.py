@@ -24,6 +24,7 @@ from lockstep.core.state import item_bytes, optimizers_of, rnn_states, unique, v
 from lockstep.engines.torch.gathered_values import GatheredValues, backward_of_own
 from lockstep.engines.torch.group import RankGroup
 from lockstep.engines.torch.placement import computes, version_of
+from lockstep.engines.torch.torch_compat import current_backward
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
     REGISTERING,
@@ -87,7 +88,7 @@ class Shards:
         layer again. The thread of the step waits for it.
         """
         # torch/utils/checkpoint.py asks so, too: -1 is outside of a backward pass.
-        is_backward = torch._C._current_graph_task_id() != -1
+        is_backward = current_backward() != -1
         of_step = is_backward or threading.get_ident() == self._thread
         return self._reads if of_step else OUTSIDE
 

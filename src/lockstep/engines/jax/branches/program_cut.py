@@ -14,7 +14,8 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-from jax.interpreters.partial_eval import dce_jaxpr
+
+from lockstep.engines.jax.jax_compat import dce_jaxpr, names_of_arguments, parameters
 
 _DEVICE = re.compile(r"lockstep_device_([a-z]+)_(\d+)")
 
@@ -123,10 +124,9 @@ def cut(
         var: device for var, device in zip(inputs, input_devices, strict=True) if device is not None
     }
     equations, everywhere, devices = _assign(equations, homes, set(constants), kept, main)
-    info = program.jaxpr.debug_info
-    names = getattr(info, "with_unknown_names", lambda: info)()  # JAX 0.7 has none
     data = set(inputs) - homes.keys()
-    stages = _stages(_group(equations, data), equations, everywhere, outputs, names)
+    unnamed = names_of_arguments(program)
+    stages = _stages(_group(equations, data), equations, everywhere, outputs, unnamed)
     return Cut(inputs, constants, outputs, stages, devices)
 
 
@@ -157,7 +157,8 @@ def _without_calls(
         here = _last_device(scopes, numbers, device)
         given = [_atom(atoms, atom) for atom in equation.invars]
         if equation.primitive.name in _CALLS:
-            called = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+            params = parameters(equation)
+            called = params["call_jaxpr" if "call_jaxpr" in params else "jaxpr"]
             inner = dict(zip(called.jaxpr.invars, given, strict=True))
             yield from _without_calls(called, inner, constants, numbers, here)
             made = [_atom(inner, out) for out in called.jaxpr.outvars]
@@ -184,7 +185,7 @@ def devices_in_loops(program: ClosedJaxpr) -> set[str]:
     """
     found: set[str] = set()
     for equation in program.jaxpr.eqns:
-        inner = [part for value in equation.params.values() for part in _programs_in(value)]
+        inner = [part for value in parameters(equation).values() for part in _programs_in(value)]
         if equation.primitive.name in _CALLS:
             found |= set().union(*map(devices_in_loops, inner))
         elif equation.primitive.name in ("scan", "while"):
@@ -198,7 +199,7 @@ def _devices_in(program: ClosedJaxpr) -> set[tuple[str, str]]:
     found: set[tuple[str, str]] = set()
     for equation in program.jaxpr.eqns:
         found.update(_DEVICE.findall(str(equation.source_info.name_stack))[-1:])
-        for value in equation.params.values():
+        for value in parameters(equation).values():
             found |= set().union(*map(_devices_in, _programs_in(value)))
     return found
 
@@ -262,7 +263,7 @@ def _assign(
 
 def _is_small(each: _Equation, small: set[Var]) -> bool:
     equation = each.equation
-    if equation.effects or any(map(_is_program, equation.params.values())):
+    if equation.effects or any(map(_is_program, parameters(equation).values())):
         return False
     inputs = each.inputs
     size = sum(map(_bytes, each.outputs))
@@ -293,7 +294,7 @@ def _split_branches(each: _Equation, devices: dict[Var, int]) -> list[_Equation]
     equation = each.equation
     if each.device is not None or equation.primitive.name != "cond":
         return [each]
-    branches = equation.params["branches"]
+    branches = parameters(equation)["branches"]
     groups: dict[int | None, list[int]] = {}
     for number in range(len(equation.outvars)):
         _, used = _reduced(branches, [number])
@@ -309,7 +310,7 @@ def _split_branches(each: _Equation, devices: dict[Var, int]) -> list[_Equation]
         part = equation.replace(
             invars=[equation.invars[0], *given],
             outvars=[equation.outvars[number] for number in numbers],
-            params={**equation.params, "branches": reduced},
+            params={**parameters(equation), "branches": reduced},
         )
         split.append(_Equation(part, device))
     return split

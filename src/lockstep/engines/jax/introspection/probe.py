@@ -13,7 +13,9 @@ from lockstep.attach.attachment import session_of
 from lockstep.core.patched import patched
 from lockstep.core.state import GROUPS
 from lockstep.engines.jax.cache import keep_programs
+from lockstep.engines.jax.fit.first_build import as_on_device
 from lockstep.engines.jax.fit.on_batch import OnBatch
+from lockstep.engines.jax.jax_compat import programs_of
 from lockstep.engines.jax.session import forget_losses
 from lockstep.engines.jax.steps.execution import State
 from lockstep.keras_compat import is_rematerialized, take_jax_state, trainer_class
@@ -46,7 +48,7 @@ class JaxProbe:
 
     def build(self, batch: Any) -> str | None:
         """Build the model as `fit` does before its first step; return its casts from float64."""
-        build_symbolically(self._model, batch)
+        build_symbolically(self._model, as_on_device(batch))
 
         def casts() -> Iterator[str]:
             state = take_jax_state(self._model, **{f"{name}_variables": True for name in GROUPS})
@@ -123,16 +125,11 @@ class JaxProbe:
 def _casts(program: Any) -> Iterator[str]:
     """Yield the short float types that equations of a program give for values of float64."""
     for equation in program.eqns:
-        for part in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program):
-            if _is_program(part):
-                yield from _casts(getattr(part, "jaxpr", part))
+        for part in programs_of(equation):
+            yield from _casts(part)
         if any(_type(value) == "float64" for value in equation.invars):
             found = {_type(value) for value in equation.outvars}
             yield from found.intersection(SHORT_FLOATS)
-
-
-def _is_program(item: Any) -> bool:
-    return hasattr(item, "eqns") or hasattr(item, "jaxpr")
 
 
 def _type(value: Any) -> str:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
 
+from lockstep.engines.jax.jax_compat import names_of_arguments
 from lockstep.engines.jax.rowtrace.primitive_rules import OTHER_ROWS
 from lockstep.engines.jax.rowtrace.row_labels import (
     COLUMNS,
@@ -47,13 +48,15 @@ class OwnGradient:
     in_loop: bool
 
     @classmethod
-    def of(cls, operation: Operation, results: Sequence[Label], key: str) -> "OwnGradient":
+    def of(
+        cls, operation: Operation, results: Sequence[Label], called: Sequence[Any]
+    ) -> "OwnGradient":
         """Trace a call of such a function.
 
         Args:
             operation: The call.
             results: The labels of its results.
-            key: The parameter that has its program.
+            called: Its program, for each number of rows.
 
         Raises:
             RowsMeet: If the gradient cannot be followed.
@@ -62,18 +65,18 @@ class OwnGradient:
         place = replace(operation.place, operation="the sum of gradients")
         operands = [n for n, atom in enumerate(first.invars) if isinstance(atom, Var)]
         operands = [n for n in operands if first.invars.index(first.invars[n]) == n]
-        inputs = [n for n in operands if _has_gradient(first.invars[n])]
-        outputs = [n for n, value in enumerate(first.outvars) if _has_gradient(value)]
+        inputs = [n for n in operands if has_gradient(first.invars[n])]
+        outputs = [n for n, value in enumerate(first.outvars) if has_gradient(value)]
         of_inputs = [_gradient_label(labels[n], place) for n in inputs]
         of_outputs = [_gradient_label(results[n], place) for n in outputs]
         given, expected = [labels[n] for n in operands], [results[n] for n in outputs]
-        if backward := operation.name.startswith("custom_vjp"):
+        if backward := not operation.name.startswith("custom_jvp"):
             given, expected = [*given, *of_outputs], [*expected, *of_inputs]
         else:
             given, expected = [*given, *(labels[n] for n in inputs)], [*expected, *expected]
         programs = []
-        for equation in operation.equations:
-            function = _called(equation, operands, outputs, equation.params[key])
+        for equation, program in zip(operation.equations, called, strict=True):
+            function = _called(equation, operands, outputs, program)
             shapes = [equation.invars[n].aval for n in operands]
             of_float = [operands.index(n) for n in inputs]
             changes = [equation.outvars[n].aval for n in outputs]
@@ -101,7 +104,8 @@ class OwnGradient:
                 raise RowsMeet(f"has a gradient of its own: {why}")
 
 
-def _has_gradient(value: Any) -> bool:
+def has_gradient(value: Any) -> bool:
+    """Return whether JAX differentiates with respect to a value of a program."""
     return bool(jnp.issubdtype(value.aval.dtype, jnp.inexact))
 
 
@@ -109,10 +113,9 @@ def _called(
     equation: Any, operands: Sequence[int], outputs: Sequence[int], program: Any
 ) -> Callable[[Sequence[Any]], list[Any]]:
     """Return an equation as a function of these operands, with these outputs."""
-    info = getattr(program, "jaxpr", program).debug_info
-    info = getattr(info, "with_unknown_names", lambda: info)()  # JAX 0.7 has none
     inputs = [equation.invars[n] for n in operands]
-    one = Jaxpr([], inputs, equation.outvars, [equation], equation.effects, info)
+    names = names_of_arguments(program)
+    one = Jaxpr([], inputs, equation.outvars, [equation], equation.effects, names)
     function = jaxpr_as_fun(ClosedJaxpr(one, ()))
 
     def call(values: Sequence[Any]) -> list[Any]:

@@ -10,6 +10,7 @@ import jax
 import jaxlib
 import keras
 
+from lockstep.engines.jax.jax_compat import REPEATED_TRACE, kind_of, parameters
 from lockstep.engines.jax.rowtrace.row_labels import Place
 
 _FRAMEWORKS = (Path(jax.__file__).parent, Path(jaxlib.__file__).parent, Path(keras.__file__).parent)
@@ -34,18 +35,19 @@ def place_of(equation: Any, caller: Place) -> Place:
 
 def _name(equation: Any) -> str:
     """Return the name of a primitive, or of a function that has a gradient of its own."""
+    params = parameters(equation)
     for key in ("call_jaxpr", "fun_jaxpr") if equation.primitive.name.startswith("custom_") else ():
-        if key in equation.params:
-            info = equation.params[key].jaxpr.debug_info
+        if key in params:
+            info = params[key].jaxpr.debug_info
             return str(info.func_src_info).partition(" at ")[0]
-    return str(equation.primitive.name)
+    return kind_of(equation)
 
 
 def _line(equation: Any) -> str:
     """Return the innermost line that is not in a framework; empty if that is lockstep's."""
     traceback = equation.source_info.traceback
     for frame in traceback.frames if traceback else ():
-        if frame.function_name.endswith("create_pjit_jaxpr"):
+        if frame.function_name.endswith(REPEATED_TRACE):
             break  # JAX keeps the trace of such a function, with the line that called it first
         if not _is_framework(frame.file_name):
             path = Path(frame.file_name)

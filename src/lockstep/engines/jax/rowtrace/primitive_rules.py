@@ -39,11 +39,12 @@ ELEMENTWISE = named(
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
     bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh
     digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac
-    imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul name ne neg
-    nextafter not or polygamma population_count pow random_clone random_fold_in random_gamma_grad
-    random_seed random_unwrap random_wrap real reduce_precision regularized_incomplete_beta rem
-    round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical
-    sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta
+    imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi
+    name ne neg nextafter not one_minus_square or polygamma population_count pow random_clone
+    random_fold_in random_gamma_grad random_seed random_unwrap random_wrap real reduce_precision
+    regularized_incomplete_beta rem round rsqrt select_n sharding_constraint shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh
+    threefry2x32 xor zeta
     """
 )
 """Primitives whose result has the shape of its operands, entry by entry."""
@@ -229,8 +230,9 @@ def _along(key: str) -> Callable[[Operation], Label]:
     """Return the rule of operations along dims, which must not be that of the rows."""
 
     def rule(operation: Operation) -> Label:
-        label = aligned(operation.rows)
-        dims = operation.params.get(key, -1)
+        label, params = aligned(operation.rows), operation.params
+        # JAX 0.7 sorts the last dim alone in `top_k`.
+        dims = -1 if operation.name == "top_k" and key not in params else params[key]
         dims = dims if isinstance(dims, tuple) else (dims,)
         if label.dim in {dim % len(operation.shape(0)) for dim in dims}:
             raise RowsMeet(OVER_ROWS)

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from lockstep.engines.jax.rowtrace.own_gradients import OwnGradient
+from lockstep.engines.jax.jax_compat import HIGH, expanded, parameters, scan_counts
+from lockstep.engines.jax.rowtrace.own_gradients import OwnGradient, has_gradient
 from lockstep.engines.jax.rowtrace.places import place_of
 from lockstep.engines.jax.rowtrace.primitive_rules import (
     ELEMENTWISE,
@@ -61,11 +62,12 @@ from lockstep.engines.jax.rowtrace.traced_operation import (
     rows_of_shapes,
     shape_of,
 )
+from lockstep.errors import UnsupportedFramework
 
 _CALLS = named(
     """
     jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call
-    custom_vjp_call_jaxpr
+    custom_vjp_call_jaxpr call_hi_primitive
     """
 )
 """Operations that only call another program."""
@@ -313,7 +315,7 @@ class _Walk:
         if has_it and last.invars[0] is twin:
             return None
         dims, old, new = (
-            first.params["broadcast_dimensions"],
+            parameters(first)["broadcast_dimensions"],
             shape_of(twin),
             shape_of(first.outvars[0]),
         )
@@ -333,6 +335,8 @@ class _Walk:
             made = self._label(operation)
         except RowsMeet as why:
             made = Mixed(operation.place, str(why))
+        except UnsupportedFramework:
+            made = Mixed(operation.place, f"cannot be followed with JAX {jax.__version__}")
         labels = made if isinstance(made, list) else [made] * count
         shapes = map(operation.made, range(count))
         fitting = partial(self._fitting, place=operation.place)
@@ -444,24 +448,32 @@ class _Walk:
     # -------------------------------------------------------------------- calls and gradients
 
     def _call(self, operation: Operation) -> list[Label]:
-        params = operation.params
-        key = next(key for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params)
-        results = self.follow(operation.param(key), operation.labels, operation.place)
+        if operation.name == HIGH:
+            programs = tuple(map(expanded, operation.equations))
+        else:
+            keys = ("call_jaxpr", "fun_jaxpr")
+            key = next((key for key in keys if key in operation.params), "jaxpr")
+            programs = operation.param(key)
+        results = self.follow(programs, operation.labels, operation.place)
         mixed = any(isinstance(label, Mixed) for label in (*operation.labels, *results))
         own = operation.name.startswith("custom_")
+        if operation.name == HIGH:
+            own = any(map(has_gradient, operation.equations[0].outvars))
         # The gradient of a gradient is followed too; one that calls itself would not end.
         if own and not mixed and self._derivatives < 2:
-            self._check_gradient(operation, results, key)
+            self._check_gradient(operation, results, programs)
         return results
 
-    def _check_gradient(self, operation: Operation, results: list[Label], key: str) -> None:
-        """Follow the gradient that the user defines for a function.
+    def _check_gradient(
+        self, operation: Operation, results: list[Label], programs: Sequence[Any]
+    ) -> None:
+        """Follow the gradient that a function has of its own.
 
         Raises:
             RowsMeet: If the gradient for a row depends on other rows, or that of a value that is
                 the same for all rows is no sum over rows.
         """
-        gradient = OwnGradient.of(operation, results, key)
+        gradient = OwnGradient.of(operation, results, programs)
         count, self._derivatives = len(self.draws), self._derivatives + 1
         found = self.follow(gradient.programs, gradient.given, operation.place)
         self._derivatives -= 1
@@ -487,7 +499,8 @@ class _Walk:
         params, labels, place = operation.params, operation.labels, operation.place
         lengths = operation.param("length")
         over_rows = any(length != lengths[0] for length in lengths)
-        start, stop = params["num_consts"], params["num_consts"] + params["num_carry"]
+        start, carried = scan_counts(operation.equations[0])
+        stop = start + carried
         given = [in_one_step(label, place) for label in labels[stop:]]
         carry = [changeable(label) for label in labels[start:stop]]
         body, count = params["jaxpr"].jaxpr, len(self.draws)

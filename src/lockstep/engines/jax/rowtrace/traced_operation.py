@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from lockstep.engines.jax.jax_compat import is_high, parameters
 from lockstep.engines.jax.rowtrace.row_labels import Label, Place, Rows, RowsMeet, rows_among
 
 Shape = tuple[int, ...]
@@ -54,11 +55,11 @@ class Operation:
     @property
     def params(self) -> dict[str, Any]:
         """The parameters of the first trace."""
-        return dict(self.equations[0].params)
+        return parameters(self.equations[0])
 
     def param(self, key: str) -> tuple[Any, ...]:
         """Return a parameter's value in each trace."""
-        return tuple(each.params[key] for each in self.equations)
+        return tuple(parameters(each)[key] for each in self.equations)
 
     def shape(self, operand: int) -> Shape:
         """Return the shape of an operand in the first trace."""
@@ -135,6 +136,8 @@ def _compared(value: Any, followed: bool) -> Any:
     """Return what of a parameter must be the same in all traces."""
     if isinstance(value, tuple):
         return tuple(_compared(each, followed) for each in value)
+    if is_high(value):
+        return type(value) if followed else value
     if hasattr(getattr(value, "jaxpr", value), "eqns"):
         constants = tuple(map(np.asarray, getattr(value, "consts", ())))
         return None if followed else (str(value), constants)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lockstep.engines.jax.partition_fallbacks import bodies_of
+from lockstep.engines.jax.jax_compat import parameters, programs_of
 from lockstep.engines.jax.steps.padded import StackedRows, is_padded
 
 State = tuple[Any, ...]
@@ -164,16 +164,16 @@ def numbers_computed(jaxpr: Any) -> float:
     """Return about how many numbers the operations of a program compute; see `MOST_NUMBERS`."""
     total = 0.0
     for equation in jaxpr.eqns:
-        bodies = [numbers_computed(body) for body in bodies_of(equation)]
+        bodies = [numbers_computed(body) for body in programs_of(equation)]
         name = equation.primitive.name
         if name == "while":
             return math.inf  # as often as the data say
         if bodies:
-            total += max(bodies) * equation.params.get("length", 1)
+            total += max(bodies) * parameters(equation).get("length", 1)
             continue
         size = sum(math.prod(each.aval.shape) for each in equation.outvars)
         if name == "dot_general":
-            (contracted, _), _ = equation.params["dimension_numbers"]
+            (contracted, _), _ = parameters(equation)["dimension_numbers"]
             shape = equation.invars[0].aval.shape
             size *= max(1, math.prod(shape[dim] for dim in contracted) / 32)
         total += size
@@ -183,6 +183,6 @@ def numbers_computed(jaxpr: Any) -> float:
 def _has_convolutions(jaxpr: Any) -> bool:
     return any(
         equation.primitive.name == "conv_general_dilated"
-        or any(map(_has_convolutions, bodies_of(equation)))
+        or any(map(_has_convolutions, programs_of(equation)))
         for equation in jaxpr.eqns
     )

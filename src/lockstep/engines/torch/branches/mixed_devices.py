@@ -6,9 +6,10 @@ from typing import Any
 
 import keras
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.overrides import TorchFunctionMode
 
 from lockstep.engines.torch.placement import current_device
+from lockstep.engines.torch.torch_compat import current_function_mode, pop_mode_temporarily
 
 _CPU = torch.device("cpu")
 
@@ -48,14 +49,14 @@ def mixed_devices() -> AbstractContextManager[Any]:
 def one_device_each() -> Iterator[None]:
     """Leave operations to PyTorch inside the context, which costs less: those of one layer."""
     if _is_active():
-        with _pop_mode_temporarily():
+        with pop_mode_temporarily():
             yield
     else:
         yield
 
 
 def _is_active() -> bool:
-    return isinstance(_get_current_function_mode(), MixedDevices)
+    return isinstance(current_function_mode(), MixedDevices)
 
 
 def _map(function: Callable[[torch.Tensor], Any], nest: Any) -> Any:

@@ -1,0 +1,70 @@
+# mypy: implicit-reexport
+# ruff: noqa: F401
+"""Every private name of PyTorch that lockstep uses, and no other module imports one.
+
+Checked with PyTorch 2.13.0 and 2.15.0; `core/tried_versions.py` has the bounds.
+
+Raises:
+    UnsupportedFramework: If this PyTorch is too old, or lacks a name.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.core.tried_versions import TRIED, check_oldest
+from lockstep.errors import UnsupportedFramework
+
+check_oldest("torch", torch.__version__)
+NEWEST = TRIED["torch"].newest
+
+
+def _lacking(what: object) -> UnsupportedFramework:
+    return UnsupportedFramework(
+        f"PyTorch {torch.__version__} lacks a private part that lockstep needs: {what}.\n"
+        f"It was there up to PyTorch {NEWEST}, and may change in any version.\n"
+        f'Run pip install "torch<={NEWEST}"'
+    )
+
+
+try:
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    from torch.overrides import _get_current_function_mode as current_function_mode
+    from torch.overrides import _pop_mode_temporarily as pop_mode_temporarily
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    plain_torch_functions = torch._C.DisableTorchFunctionSubclass
+    """A context in which a subclass of `Tensor` is a plain tensor."""
+    transforms_in_force = torch._C._functorch.peek_interpreter_stack
+    """Returns the innermost transform of `torch.func`, `None` outside of all."""
+    next_operation_number = torch._C._autograd._get_sequence_nr
+    """Returns the number of the next operation that this thread makes for a backward pass."""
+    current_backward = torch._C._current_graph_task_id
+    """Returns the number of the backward pass that this thread runs, -1 outside of all."""
+except (ImportError, AttributeError) as error:
+    raise _lacking(error) from error
+
+_GLOO = getattr(dist, "ProcessGroupGloo", None)  # macOS and Windows may have none
+_OPTIONS = _GLOO and getattr(_GLOO, "_Options", None)
+
+ATTRIBUTES: tuple[tuple[Any, str], ...] = (
+    (torch.Tensor, "_make_wrapper_subclass _version _backward_hooks _post_accumulate_grad_hooks"),
+    (torch.UntypedStorage, "_cdata"),
+    (torch.ops.aten.add.Tensor, "_schema"),
+    (torch.nn.Module(), "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks"),
+    (torch.nn.modules.module, "_global_forward_hooks _global_backward_hooks"),
+    (dist.ProcessGroup, "_allgather_base _reduce_scatter_base"),
+    (_GLOO, "_Options"),
+    (_OPTIONS and _OPTIONS(), "_timeout _devices"),
+)
+"""What has private attributes that other modules read or call, and their names."""
+
+PARTS_OF_NAMES = frozenset({"_foreach", "_global", "_forward_cls"})
+"""The begins of names of operations and of lists of hooks; of the class of a gradient."""
+
+for _owner, _names in ATTRIBUTES:
+    for _name in _names.split():
+        if _owner is not None and not hasattr(_owner, _name):
+            raise _lacking(f"{_owner!r} has no {_name}")

@@ -6,7 +6,7 @@ notes in the file `NOTED_CONDITIONS` which values they had.
 
 import ast
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ OF_DEVICES = {"is_cuda": True, "draws_ahead": True, "_on_host": False}
 
 OF_PLACES = {"process_index", "is_fully_addressable", "local_rank", "divides_devices"}
 """Names that tell which process has a device."""
+
+FUNCTIONS = {"is_gpu": True, "keras_uses_gpus": True, "exchanges_by_nccl": True}
+"""Functions of the engines that tell the kind of device, and what they return on GPUs."""
 
 NOTE = "__noted_condition__"
 
@@ -42,6 +45,25 @@ def of_source() -> dict[str, set[bool]]:
     for path in sorted(SOURCE.rglob("*.py")):
         found |= conditions(path.read_text(), str(path.relative_to(SOURCE)))
     return found
+
+
+def unseen(
+    notes: Path, elsewhere: Collection[str], within: str = "", but: Collection[str] = ()
+) -> dict[str, set[bool]]:
+    """Return the conditions that did not have the values of GPUs, and these values.
+
+    Args:
+        notes: What processes have noted.
+        elsewhere: How the conditions begin that no program reaches. Each of them has to be there.
+        within: How the conditions begin that count.
+        but: How others of them begin, of which other tests tell.
+    """
+    every = of_source()
+    unused = [each for each in elsewhere if not any(c.startswith(each) for c in every)]
+    assert not unused, unused
+    had, left_out = read(notes), (*elsewhere, *but)
+    counts = {c: v for c, v in every.items() if c.startswith(within) and not c.startswith(left_out)}
+    return {c: v - had.get(c, set()) for c, v in counts.items() if v - had.get(c, set())}
 
 
 def note_into(path: str) -> Callable[[str, Any], Any]:
@@ -96,6 +118,8 @@ class _Finder(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> Any:
         function = node.func
+        if isinstance(function, ast.Name) and function.id in FUNCTIONS:
+            return self._noted(node, {FUNCTIONS[function.id]})
         if isinstance(function, ast.Attribute):
             if function.attr == "startswith" and _texts(node) and "cpu" in _texts(node)[0]:
                 return self._noted(node, {False})

@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from tests.pretended_gpus.common import ROOT, run
-from tests.pretended_gpus.conditions import of_source, read
+from tests.pretended_gpus.conditions import unseen
 from tests.tiers import further
 
 PROGRAMS = "tests.pretended_gpus.programs"
@@ -13,8 +13,6 @@ MODEL = "examples/minimal.py:build"
 OTHERS = ("numbers", "sharded", "in_parts", "checkpoints", "predictions", "several_steps refusals")
 NOT_REACHED = {
     "checkpoint/plain_state.py": "it asks PyTorch",
-    "engines/tensorflow/": "test_tensorflow.py looks at them",
-    "engines/torch/": "test_torch.py looks at them",
     "keras_compat/calls.py device_scope": "it asks PyTorch",
     "processes/shares.py devices_of_process": "JAX takes the devices that its process sees",
     "tools/bench/measurement.py": "it asks PyTorch",
@@ -139,12 +137,8 @@ def test_every_condition_on_devices_and_places_had_the_values_of_gpus(ran):
         others(ran, program)
     for each in (tools, doctor, verified, launched):
         each(ran)
-    had = read(ran.notes)
-    needed = {c: v for c, v in of_source().items() if not c.startswith(tuple(NOT_REACHED))}
-    missing = {c: v - had.get(c, set()) for c, v in needed.items() if v - had.get(c, set())}
-    assert not missing
-    unused = [each for each in NOT_REACHED if not any(c.startswith(each) for c in of_source())]
-    assert not unused
+    of_others = ("engines/tensorflow/", "engines/torch/")
+    assert not unseen(ran.notes, NOT_REACHED, but=of_others)
 
 
 SHARED = """

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.pretended_gpus.common import run
+from tests.pretended_gpus.conditions import unseen
 
 TRAINING = "tests.pretended_gpus.training"
 
@@ -40,3 +41,18 @@ def test_the_devices_are_those_that_cuda_visible_devices_names(visible, found):
     script = "import json, lockstep; print(json.dumps(lockstep.devices()))"
     said = run("-c", script, engine="tensorflow", CUDA_VISIBLE_DEVICES=visible)
     assert json.loads(said.strip().splitlines()[-1]) == found
+
+
+NOT_REACHED: dict[str, str] = {}
+"""Where conditions are that no program here reaches, and why."""
+
+
+@pytest.mark.thorough
+def test_every_condition_on_devices_and_places_had_the_values_of_gpus(tmp_path):
+    given = {"engine": "tensorflow", "NOTED_CONDITIONS": str(tmp_path / "notes")}
+    run("-m", TRAINING, tmp_path, "everything", devices=2, **given)
+    run("-m", "lockstep", "doctor", "--devices", devices=2, **given)
+    script = "import keras, lockstep; keras.ops.ones(2); lockstep.devices(); lockstep.rehearse(7)"
+    with pytest.raises(AssertionError, match="RehearsalTooLate"):
+        run("-c", script, devices=2, **given)
+    assert not unseen(tmp_path / "notes", NOT_REACHED, "engines/tensorflow/")

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.pretended_gpus.common import run
+from tests.pretended_gpus.conditions import unseen
 
 TRAINING = "tests.pretended_gpus.training"
 
@@ -170,3 +171,21 @@ def test_a_gpu_is_not_shared_by_an_old_nccl():
     assert "makes 2 devices of one GPU, and 2 GPUs are here" in said
     said = last_line(run("-c", REFUSED, engine="torch", devices=0, **old))
     assert "and 0 GPUs are here" in said
+
+
+NOT_REACHED = {
+    "engines/torch/settings.py checksum": "the tensors of a pretended GPU are on the CPU",
+}
+"""Where conditions are that no program here reaches, and why."""
+
+
+@pytest.mark.thorough
+def test_every_condition_on_devices_and_places_had_the_values_of_gpus(tmp_path):
+    given = {"engine": "torch", "NOTED_CONDITIONS": str(tmp_path / "notes")}
+    cases = ["everything", "checkpointed", "micro_batches", "branches", "resumed"]
+    run("-m", TRAINING, tmp_path, *cases, devices=2, **given)
+    run("-m", TRAINING, tmp_path, "everything", devices=1, processes=2, **given)
+    run("-m", "lockstep", "doctor", "--devices", "--train", devices=2, **given)
+    run("-c", REFUSED, devices=2, **given, PRETENDED_NO_NCCL="1")
+    run("-c", REFUSED, devices=2, **given, LOCKSTEP_REHEARSE="2")
+    assert not unseen(tmp_path / "notes", NOT_REACHED, "engines/torch/")

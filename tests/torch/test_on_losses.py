@@ -182,6 +182,7 @@ class Shard:
     """The first two of four rows; the other replica has zeros."""
 
     rank, size, rows, counts, scale, is_over = 0, 2, 4, (2, 2), 2, False
+    backward_order = None  # gradients come from the thread of the step
 
     def __init__(self):
         self.group, self.asked = self, 0

@@ -51,8 +51,7 @@ def branches_and_draws(ran):
 
 
 def in_processes(ran, devices):
-    programs = ["checkpoints_in_processes", "numpy_draws"]
-    return ran("-m", PROGRAMS, *programs, devices=devices, processes=2, here=True)
+    return ran("-m", PROGRAMS, "numpy_draws", devices=devices, processes=2, here=True)
 
 
 def others(ran, program):
@@ -60,7 +59,8 @@ def others(ran, program):
 
 
 def sharded_in_processes(ran, devices):
-    return ran("-m", PROGRAMS, "sharded", "refusals", devices=devices, processes=2, here=True)
+    programs = ("checkpoints_in_processes", "sharded", "refusals")
+    return ran("-m", PROGRAMS, *programs, devices=devices, processes=2, here=True)
 
 
 def tools(ran):
@@ -108,10 +108,11 @@ def test_everything_else_leaves_what_one_device_leaves(ran, program):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("devices", [1, 2])
-def test_sharded_state_in_processes_leaves_what_one_device_leaves(ran, devices):
+def test_sharded_state_and_runs_of_processes_leave_what_one_device_leaves(ran, devices):
     sharded_in_processes(ran, devices)
 
 
+@pytest.mark.thorough
 def test_the_tools_count_gpus_and_not_the_cpu(ran):
     said = tools(ran)
     assert said.startswith('["gpu:0", "gpu:1"]'), said
@@ -155,6 +156,7 @@ except lockstep.errors.LockstepError as error:
 """
 
 
+@pytest.mark.thorough
 def test_one_gpu_is_a_device_of_each_process(tmp_path):
     file = tmp_path / "train.py"
     file.write_text(SHARED)

@@ -155,6 +155,7 @@ def test_gpus_without_nccl_are_refused():
     assert "has no NCCL" in said
 
 
+@pytest.mark.thorough
 def test_one_gpu_is_two_devices(tmp_path):
     """With NCCL, and without it over the memory of the host."""
     for without in ({}, {"PRETENDED_NO_NCCL": "1"}):
@@ -163,6 +164,7 @@ def test_one_gpu_is_two_devices(tmp_path):
         assert "takes 0.50 of its GPU" in said
 
 
+@pytest.mark.thorough
 def test_a_gpu_is_not_shared_by_an_old_nccl():
     old = {"LOCKSTEP_SHARE_GPU": "2", "PRETENDED_NCCL": "2.27.3"}
     said = last_line(run("-c", REFUSED, engine="torch", devices=1, **old))

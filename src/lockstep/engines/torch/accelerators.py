@@ -116,23 +116,6 @@ def summed(tensors: list[Any], device: torch.device) -> Any:
     return reduce_add(tensors, destination=device.index)
 
 
-def random_state() -> Any:
-    """Return the state of the current GPU's random numbers; `None` if no GPU is in use."""
-    return cuda.get_rng_state() if cuda.is_initialized() else None
-
-
-def set_random_state(state: Any) -> None:
-    """Set what `random_state` has returned."""
-    if state is not None:
-        cuda.set_rng_state(state)
-
-
-def seed(number: int) -> None:
-    """Seed the random numbers of the current GPU, if one is in use."""
-    if cuda.is_initialized():
-        cuda.manual_seed(number)
-
-
 def exchanges_by_nccl(device: torch.device) -> bool:
     """Return whether NCCL connects the ranks, and not gloo over the memory of the host.
 

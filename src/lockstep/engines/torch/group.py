@@ -77,11 +77,11 @@ class RankGroup:
         most: timedelta = _LONGEST_STEP,
         local: bool = True,
     ) -> None:
-        by_nccl = exchanges_by_nccl(device)
-        connect = _nccl if by_nccl else partial(_gloo, local=local)
+        self._by_nccl = exchanges_by_nccl(device)
+        connect = _nccl if self._by_nccl else partial(_gloo, local=local)
         self.compares = False
         self._backend = self._waited(lambda: connect(store, rank, size, most))
-        self._device = device if by_nccl else torch.device("cpu")
+        self._device = device if self._by_nccl else torch.device("cpu")
         self._aborted = False
         self.backward_order = BackwardOrder(device) if is_gpu(device) else None
         limit_memory(device)
@@ -102,7 +102,8 @@ class RankGroup:
         Raises:
             PeerLost: If a rank has been lost.
         """
-        wait_for(self._device)
+        if self._by_nccl:
+            wait_for(self._device)
         if self._aborted:
             raise PeerLost("the group was aborted")
 
@@ -156,7 +157,7 @@ class RankGroup:
         Its size is a multiple of the number of ranks.
         """
         size = len(flat) // self.size
-        if is_gpu(flat.device):
+        if self._by_nccl:
             part = flat.new_empty(size)
             self._compare("sum", flat)
             self._waited(lambda: self._backend._reduce_scatter_base(part, flat).wait())
@@ -231,7 +232,7 @@ class LoneRank(RankGroup):
     """The group of a rank that has no other ones: it exchanges nothing."""
 
     def __init__(self, device: torch.device) -> None:
-        self.compares = self._aborted = False
+        self.compares = self._aborted = self._by_nccl = False
         self.backward_order = None
         self._device = device
         self.rank, self.size = 0, 1

@@ -403,7 +403,8 @@ def _number(base: bytes, *salt: object) -> int:
 
 def random_state() -> tuple[Any, Any]:
     """Return the state of PyTorch's random numbers, on the host and on the current device."""
-    return torch.get_rng_state(), accelerators.random_state()
+    cuda = accelerators.cuda
+    return torch.get_rng_state(), cuda.get_rng_state() if cuda.is_initialized() else None
 
 
 def _is_same(before: Any, now: Any) -> bool:
@@ -413,7 +414,8 @@ def _is_same(before: Any, now: Any) -> bool:
 def set_random_state(state: tuple[Any, Any]) -> None:
     """Set what `random_state` returned, here or in another process."""
     torch.set_rng_state(state[0])
-    accelerators.set_random_state(state[1])
+    if state[1] is not None:
+        accelerators.cuda.set_rng_state(state[1])
 
 
 def _seed(number: int) -> None:
@@ -423,4 +425,5 @@ def _seed(number: int) -> None:
     a millisecond.
     """
     torch.default_generator.manual_seed(number)
-    accelerators.seed(number)
+    if accelerators.cuda.is_initialized():
+        accelerators.cuda.manual_seed(number)

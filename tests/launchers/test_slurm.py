@@ -1,0 +1,159 @@
+"""Slurm starts the processes of two nodes, kills them, and queues their job again."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from tests.launchers.two_nodes import SOON, SOURCE, TwoNodes, until, why_not
+
+pytestmark = pytest.mark.thorough
+
+TRAIN = Path(__file__).with_name("train.py")
+EXAMPLES = SOURCE.parent / "examples"
+BACKENDS = ("jax", "torch")
+ROUNDING = 1e-10
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    missing = why_not()
+    if missing:
+        pytest.skip(f"Slurm does not run here: {missing}")
+    folder = tmp_path_factory.mktemp("slurm")
+    made = TwoNodes(folder)
+    yield made
+    made.end()
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def alone(nodes, tmp_path_factory):
+    """A function that returns the values of stock Keras on one device."""
+    found = {}
+
+    def values(backend):
+        if backend not in found:
+            folder = tmp_path_factory.mktemp("alone")
+            given = ("python", TRAIN, "--alone", "--folder", folder)
+            status, out, error = nodes.run(*given, KERAS_BACKEND=backend)
+            assert status == 0, out + error
+            found[backend] = read(folder, 0)
+        return found[backend]
+
+    return values
+
+
+def read(folder, rank):
+    with np.load(folder / f"values-{rank}.npz") as file:
+        return [file[name] for name in file.files]
+
+
+def assert_equal(mine, expected):
+    assert len(mine) == len(expected)
+    for one, other in zip(mine, expected, strict=True):
+        assert np.abs(one - other).max() <= ROUNDING
+
+
+def steps(folder, rank=0):
+    """The number of steps that a process has made, and its number on its host."""
+    file = folder / f"progress-{rank}"
+    return [int(word) for word in file.read_text().split()] if file.exists() else [0, 0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_srun_trains_on_two_nodes_what_one_device_trains(backend, nodes, alone, tmp_path):
+    options = ("--nodes=2", "--ntasks=2", "python", TRAIN, "--folder", tmp_path)
+    more = {"KERAS_BACKEND": backend, "LOCKSTEP_REHEARSE": "2" if backend == "jax" else "1"}
+    status, out, error = nodes.run("srun", *options, **more)
+    assert status == 0, out + error
+    assert {"process 0 of 2 on node1", "process 1 of 2 on node2"} <= {*out.splitlines()}
+    assert f"{backend}, {4 if backend == 'jax' else 2} devices" in out
+    assert out.count("Epoch 3/3") == 1
+    assert "[c10d]" not in error
+    for rank in (0, 1):
+        assert_equal(read(tmp_path, rank), alone(backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_killed_task_ends_the_step_with_an_error(backend, nodes, tmp_path):
+    options = ("--nodes=2", "--ntasks=2", "python", TRAIN, "--folder", tmp_path, "--pause=1")
+    more = {"KERAS_BACKEND": backend, "LOCKSTEP_REHEARSE": "1"}
+    running = nodes.start("srun", *options, **more)
+    until(lambda: steps(tmp_path, 1)[0] >= 3)
+    nodes.ask("kill", "-KILL", steps(tmp_path, 1)[1])
+    out, error = running.communicate(timeout=90)
+    assert running.returncode not in (0, 124, 137 - 128), out + error
+    assert "Killed" in error
+    assert steps(tmp_path)[0] < 18, "process 0 went on alone"
+    print(out, error)
+
+
+def submit(nodes, folder, *options, **environment):
+    """Submit the batch script of the examples, with its files in the current folder."""
+    log = f"--output={folder / 'job.log'}"
+    given = ("sbatch", "--parsable", log, *options, EXAMPLES / "slurm.sh")
+    status, out, error = nodes.run(*given, cwd=folder, **environment)
+    assert status == 0, out + error
+    return out.strip()
+
+
+def end_of(nodes, job, folder):
+    state = until(lambda: (found := nodes.state(job)) in ENDED and found)
+    log = (folder / "job.log").read_text()
+    assert state == "COMPLETED", log + nodes.logs()
+    return log
+
+
+def test_the_batch_script_of_the_examples_as_it_stands(nodes, tmp_path):
+    """In double precision by the environment alone."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "keras.json").write_text(json.dumps({"floatx": "float64", "backend": "jax"}))
+    double = {"KERAS_HOME": str(home), "JAX_ENABLE_X64": "1", "KERAS_BACKEND": "jax"}
+    models = {}
+    for name in ("alone", "job"):
+        folder = tmp_path / name
+        folder.mkdir()
+        for file in ("anywhere.py", "check_file.py"):
+            shutil.copy(EXAMPLES / file, folder)
+        if name == "alone":
+            more = {"LOCKSTEP_REHEARSE": "1", **double}
+            status, out, error = nodes.run("python", "anywhere.py", cwd=folder, **more)
+            assert status == 0, out + error
+        else:
+            job = submit(nodes, folder, LOCKSTEP_REHEARSE="4", **double)
+            out = end_of(nodes, job, folder)
+            assert "jax, 8 devices" in out
+        assert out.count("model.keras by plain Keras on one device") == 1
+        models[name] = keras.models.load_model(folder / "runs" / "anywhere" / "model.keras")
+    weights = [[np.asarray(each.value) for each in model.weights] for model in models.values()]
+    for mine, expected in zip(*weights, strict=True):
+        assert np.abs(mine - expected).max() <= 1e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_job_that_is_queued_again_goes_on_at_its_checkpoint(backend, nodes, alone, tmp_path):
+    """The first time by the warning of a time limit, the second time from outside."""
+    shutil.copy(TRAIN, tmp_path / "anywhere.py")
+    runs = tmp_path / "runs" / "anywhere"
+    tasks = "1" if backend == "jax" else "2"
+    more = {"KERAS_BACKEND": backend, "LOCKSTEP_REHEARSE": "2" if backend == "jax" else "1"}
+    job = submit(nodes, tmp_path, f"--ntasks-per-node={tasks}", PAUSE="0.7", **more)
+    until(lambda: steps(runs)[0] >= 3)
+    nodes.ask("scancel", "--signal=TERM", job)  # to the tasks, as --signal=TERM@120 does
+    until(lambda: "run the same command to go on" in (tmp_path / "job.log").read_text())
+    saved = steps(runs)[0]
+    until(lambda: steps(runs)[0] >= saved + 2)
+    nodes.ask("scontrol", "requeue", job)
+    log = end_of(nodes, job, tmp_path)
+    assert log.count("run the same command to go on") == 2, log
+    assert log.count("lockstep: goes on from") == 2, log
+    assert f"{backend}, 4 devices" in log
+    for rank in range(2 * int(tasks)):
+        assert_equal(read(runs, rank), alone(backend))

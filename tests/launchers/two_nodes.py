@@ -90,8 +90,17 @@ class TwoNodes:
     def run(self, *command, **options):
         """As `start`, and return the exit status, what it printed, and what it said on stderr."""
         process = self.start(*command, **options)
-        out, error = process.communicate(timeout=options.get("most", SOON) + 20)
+        out, error = self.end_of(process, options.get("most", SOON) + 20)
         return process.returncode, out, error
+
+    def end_of(self, process, most):
+        """Return what a command printed and said on stderr, which ends within `most` seconds."""
+        try:
+            return process.communicate(timeout=most)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, error = process.communicate()
+            raise AssertionError(f"not within {most} seconds:\n{out}{error}") from None
 
     def ask(self, *command):
         """Run a command of Slurm, and return what it printed."""

@@ -1,63 +1,19 @@
 """Slurm starts the processes of two nodes, kills them, and queues their job again."""
 
 import json
-import os
 import shutil
-from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 
-from tests.launchers.two_nodes import SOON, SOURCE, TwoNodes, until, why_not
+from tests.launchers.two_nodes import SOURCE, TRAIN, assert_equal, read, until
 
 pytestmark = pytest.mark.thorough
 
-TRAIN = Path(__file__).with_name("train.py")
 EXAMPLES = SOURCE.parent / "examples"
 BACKENDS = ("jax", "torch")
-ROUNDING = 1e-10
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-
-
-@pytest.fixture(scope="module")
-def nodes(tmp_path_factory):
-    missing = why_not()
-    if missing:
-        pytest.skip(f"Slurm does not run here: {missing}")
-    folder = tmp_path_factory.mktemp("slurm")
-    made = TwoNodes(folder)
-    yield made
-    made.end()
-    shutil.rmtree(folder)
-
-
-@pytest.fixture(scope="module")
-def alone(nodes, tmp_path_factory):
-    """A function that returns the values of stock Keras on one device."""
-    found = {}
-
-    def values(backend):
-        if backend not in found:
-            folder = tmp_path_factory.mktemp("alone")
-            given = ("python", TRAIN, "--alone", "--folder", folder)
-            status, out, error = nodes.run(*given, KERAS_BACKEND=backend)
-            assert status == 0, out + error
-            found[backend] = read(folder, 0)
-        return found[backend]
-
-    return values
-
-
-def read(folder, rank):
-    with np.load(folder / f"values-{rank}.npz") as file:
-        return [file[name] for name in file.files]
-
-
-def assert_equal(mine, expected):
-    assert len(mine) == len(expected)
-    for one, other in zip(mine, expected, strict=True):
-        assert np.abs(one - other).max() <= ROUNDING
 
 
 def steps(folder, rank=0):

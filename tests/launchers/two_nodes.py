@@ -8,9 +8,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+
 from tests.launch.two_ray_nodes import clean_environment
 
 HERE = Path(__file__).parent
+TRAIN = HERE / "train.py"
+ROUNDING = 1e-10
 SOURCE = HERE.parents[1] / "src"
 SOON = 300
 """Seconds after which a command of a test is ended."""
@@ -22,7 +26,7 @@ COMMANDS = {
     "util-linux": ("unshare", "nsenter", "mount"),
 }
 _APART = ("--mount", "--propagation=private", "--pid", "--fork", "--net", "--uts", "--ipc")
-_TRY = "ip link add br0 type bridge && ip link add a0 type veth peer b0 && mount -t tmpfs tmpfs /run"
+_TRY = "ip link add br0 type bridge && ip link add a0 type veth peer b0 && mount -t tmpfs t /run"
 
 
 def why_not() -> str:
@@ -132,3 +136,15 @@ def until(condition, most=SOON):
         assert time.monotonic() < end, f"not within {most} seconds"
         time.sleep(0.3)
     return found
+
+
+def read(folder, rank):
+    """Return the values with which a process has ended its training (train.py)."""
+    with np.load(folder / f"values-{rank}.npz") as file:
+        return [file[name] for name in file.files]
+
+
+def assert_equal(mine, expected):
+    assert len(mine) == len(expected)
+    for one, other in zip(mine, expected, strict=True):
+        assert np.abs(one - other).max() <= ROUNDING

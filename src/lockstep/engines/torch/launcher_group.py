@@ -35,8 +35,8 @@ from lockstep.errors import ProcessesDisagree
 from lockstep.processes.coordination import patience
 from lockstep.processes.group import use
 from lockstep.processes.process_group import from_first
-from lockstep.processes.stderr_lines import without_lines
 from lockstep.processes.shares import announce_coordinator, devices_of_process, not_met
+from lockstep.processes.stderr_lines import without_lines
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02
 """Seconds between two looks for a key."""

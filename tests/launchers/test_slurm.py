@@ -2,8 +2,9 @@
 
 import json
 import shutil
+import zipfile
 
-import keras
+import h5py
 import numpy as np
 import pytest
 
@@ -93,10 +94,20 @@ def test_the_batch_script_of_the_examples_as_it_stands(nodes, tmp_path):
             out = end_of(nodes, job, folder)
             assert "jax, 8 devices" in out
         assert out.count("model.keras by plain Keras on one device") == 1
-        models[name] = keras.models.load_model(folder / "runs" / "anywhere" / "model.keras")
-    weights = [[np.asarray(each.value) for each in model.weights] for model in models.values()]
-    for mine, expected in zip(*weights, strict=True):
-        assert np.abs(mine - expected).max() <= 1e-6
+        models[name] = weights(folder / "runs" / "anywhere" / "model.keras")
+    assert models["job"].keys() == models["alone"].keys() != set()
+    for name, expected in models["alone"].items():
+        assert np.abs(models["job"][name] - expected).max() <= 1e-6, name
+
+
+def weights(path):
+    """The arrays in a file of Keras, by name; this process computes in single precision."""
+    found = {}
+    with zipfile.ZipFile(path) as file, h5py.File(file.open("model.weights.h5")) as arrays:
+        arrays.visititems(
+            lambda name, each: found.update({name: each[()]}) if hasattr(each, "dtype") else None
+        )
+    return {name: value for name, value in found.items() if value.size}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

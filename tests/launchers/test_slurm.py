@@ -97,7 +97,7 @@ def test_the_batch_script_of_the_examples_as_it_stands(nodes, tmp_path):
         models[name] = weights(folder / "runs" / "anywhere" / "model.keras")
     assert models["job"].keys() == models["alone"].keys() != set()
     for name, expected in models["alone"].items():
-        assert np.abs(models["job"][name] - expected).max() <= 1e-6, name
+        assert np.abs(models["job"][name] - expected).max() <= 1e-10, name
 
 
 def weights(path):

@@ -41,6 +41,8 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
 }
+OPEN_MPI_0 = {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+DAEMON = "OMPI_MCA_orte_local_daemon_uri"
 JAX = {
     "JAX_NUM_PROCESSES": "2",
     "JAX_PROCESS_ID": "1",
@@ -95,6 +97,10 @@ PLACES = {
         (0, 1, None, None, None, ""),
     ),
     "Open MPI 4": (OPEN_MPI, (1, 2, 1, 2, "10.96.0.1:62624", "Open MPI")),
+    "Open MPI 4, process 0 beside mpirun": (
+        {**OPEN_MPI_0, DAEMON: "1531576320.0;tcp://10.96.0.1:34911"},
+        (0, 2, 0, 2, "10.96.0.1:62624", "Open MPI"),
+    ),
     "TensorFlow's cluster": (
         TENSORFLOW,
         (1, 2, 0, 1, "job-worker-0.ns.svc:2222", "TensorFlow's cluster"),
@@ -213,6 +219,11 @@ REFUSED = {
         {**TORCHRUN, **OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0"},
         "process 3 of 4 (torchrun: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), and process 0 of 2 "
         "(Open MPI: OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_RANK): two launchers disagree",
+    ),
+    "Open MPI 4, process 0 on another host than mpirun": (
+        {**OPEN_MPI_0, DAEMON: "1531576320.1;tcp://10.96.0.2:40327"},
+        "This is process 0 of 2 (Open MPI: OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_RANK), and no "
+        "variable says where the processes meet.\nSet LOCKSTEP_COORDINATOR=host:port",
     ),
     "two launchers with other numbers": (
         {**JAX, **SLURM},

@@ -307,7 +307,11 @@ def _open_mpi(environ: Environment) -> Place | None:
     address = None
     # Open MPI 4: "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"
     uri = re.match(r"(\d+)\.\d+;tcp6?://\[?([^,:\]]+)", environ.get("OMPI_MCA_orte_hnp_uri", ""))
-    if uri is not None:
+    # The daemon of mpirun itself has the number 0. If another one has started process 0, that is on
+    # another host, which no variable names.
+    daemon = re.match(r"\d+\.(\d+);", environ.get("OMPI_MCA_orte_local_daemon_uri", ""))
+    elsewhere = rank == 0 and daemon is not None and daemon[1] != "0"
+    if uri is not None and not elsewhere:
         address = f"{uri[2]}:{_FIRST_PORT + int(uri[1]) // 2**12 % _PORTS}"
     return Place(
         rank,

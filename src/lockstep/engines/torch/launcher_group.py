@@ -39,6 +39,7 @@ from lockstep.processes.coordination import patience
 from lockstep.processes.group import use
 from lockstep.processes.process_group import from_first
 from lockstep.processes.shares import announce_coordinator, devices_of_process, not_met
+from lockstep.processes.stderr_lines import without_lines
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02
 """Seconds between two looks for a key."""
@@ -216,6 +217,10 @@ def join_group(group: TorchGroup) -> None:
     use(group)
 
 
+_UNNAMED = b"[c10d] The hostname of the client socket cannot be retrieved."
+"""What each process says where no name belongs to the address of the other host. It is harmless:
+PyTorch then writes the address in its messages."""
+
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -239,7 +244,7 @@ def join(place: Place, rehearsed: int) -> tuple[int, int]:
             announce_coordinator(place)
         most = timedelta(seconds=patience())
         try:
-            with phase("joining", compiles=True):
+            with phase("joining", compiles=True), without_lines(_UNNAMED):
                 store = dist.TCPStore(host, int(port), place.size, place.rank == 0, most)
         except dist.DistError as error:
             raise not_met(place, error) from error

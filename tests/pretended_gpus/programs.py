@@ -207,8 +207,12 @@ class _Killed(BaseException):
 
 
 class _Kill(_Draws):
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+
     def on_train_batch_end(self, batch, logs=None):
-        if int(self.model.optimizer.iterations) == 6:
+        if int(self.model.optimizer.iterations) == self.step:
             raise _Killed
 
 
@@ -233,7 +237,7 @@ def numpy_draws():
         resumed = Path(folder) / "resumed"
         try:
             killed = lockstep.distribute(_stock("mlp")[-1])
-            fit(killed, lockstep.Checkpoint(resumed, steps=2, background=False), _Kill())
+            fit(killed, lockstep.Checkpoint(resumed, steps=2, background=False), _Kill(6))
         except _Killed:
             pass
         # Batches of the broken epoch are made again from the same numbers, without the callback's.
@@ -244,6 +248,44 @@ def numpy_draws():
             print("refused:", str(refused).splitlines()[0])
         else:
             _agrees("draws, resumed", model.get_weights(), right)
+
+
+class _DrawsOnce(_Draws):
+    """Draws after the second step of each epoch alone."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            np.random.random()
+
+
+def resumed_draws():
+    """A batch that was drawn ahead of a save is compared when it is drawn again."""
+
+    def fit(model, *callbacks, **options):
+        np.random.seed(5)
+        given = {"epochs": 3, "shuffle": False, "verbose": 0, **options}
+        model.fit(_Noise(), callbacks=[*callbacks], **given)
+        return model.get_weights()
+
+    def killed(folder, step, *callbacks, **options):
+        saved = lockstep.Checkpoint(folder, steps=1, background=False)
+        with pytest.raises(_Killed):
+            fit(lockstep.distribute(_stock("mlp")[-1]), *callbacks, saved, _Kill(step), **options)
+
+    with tempfile.TemporaryDirectory() as folder:
+        # Saved after the third step of an epoch. The callback has drawn after the second one:
+        # when the third batch was there, and before the fourth was drawn ahead.
+        killed(Path(folder) / "callback", 8, _DrawsOnce())
+        model = lockstep.distribute(_stock("mlp")[-1])
+        with pytest.raises(lockstep.errors.CheckpointMismatch, match="has checksum"):
+            fit(model, _DrawsOnce(), lockstep.Checkpoint(Path(folder) / "callback", steps=1))
+        # Each validation draws one batch ahead, on the CPU that goes on too.
+        held_out = {"validation_data": _Noise(), "validation_steps": 2}
+        right = fit(_stock("mlp")[-1], **held_out)
+        killed(Path(folder) / "validation", 6, **held_out)
+        model = lockstep.distribute(_stock("mlp")[-1], "cpu:0")
+        saved = lockstep.Checkpoint(Path(folder) / "validation", steps=1)
+        _agrees("draws of validation, resumed", fit(model, saved, **held_out), right)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def ran(tmp_path_factory):
 
 
 def branches_and_draws(ran):
-    return ran("-m", PROGRAMS, "branches", "numpy_draws", here=True)
+    return ran("-m", PROGRAMS, "branches", "numpy_draws", "resumed_draws", here=True)
 
 
 def in_processes(ran, devices):

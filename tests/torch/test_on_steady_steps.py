@@ -11,7 +11,7 @@ import pytest
 from keras import layers
 
 import lockstep
-from lockstep.engines.torch import code_state, group, pool, step_runner
+from lockstep.engines.torch import code_state, group, pool
 
 SOURCE = str(Path(lockstep.__file__).parent)
 
@@ -129,28 +129,3 @@ def test_a_steady_step_touches_and_exchanges_no_more_than_before(name, counted):
     (count,) = counts
     found = {"files": len(files), **{what: count.get(what, 0) for what in list(MOST[name])[1:]}}
     assert all(found[what] <= most for what, most in MOST[name].items()), found
-
-
-def test_epochs_between_which_no_code_of_the_user_runs_compare_the_model_once(monkeypatch):
-    """Each epoch pickled the whole model, which took longer than a small step."""
-    dumps = []
-    plain = step_runner.dump
-    monkeypatch.setattr(step_runner, "dump", lambda model: (dumps.append(1), plain(model))[1])
-    model = lockstep.distribute(cnn_with_norm(), devices=2)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile("sgd", loss, metrics=["accuracy"])
-    x, y = np.ones((8, 8, 8, 1)), np.zeros(8)
-
-    def dumped(epochs, callbacks=(), **options):
-        dumps.clear()
-        model.fit(x, y, batch_size=8, epochs=epochs, verbose=0, callbacks=[*callbacks], **options)
-        return len(dumps)
-
-    validated = {"validation_data": (x, y)}
-    dumped(1, **validated)
-    assert dumped(2) == dumped(5) == 1
-    assert dumped(2, **validated) == dumped(5, **validated)
-    stops = keras.callbacks.EarlyStopping(patience=9)
-    assert dumped(2, [stops], **validated) == dumped(5, [stops], **validated)
-    own = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: None)
-    assert dumped(5, [own]) == 5

@@ -143,8 +143,14 @@ class TrainingPosition(EpochIterator):  # type: ignore[misc]  # Keras has no typ
             "batches": self._num_batches,
             "looked_at": self._looked_at,
             "ahead": self.draws_ahead,
+            "next": self._next() if goes_on else None,
             "now": states_of(self.data_adapter),
         }
+
+    def _next(self) -> int | None:
+        """Return the checksum of the batch that was drawn ahead, `None` without one."""
+        is_known = self._verified and self.last_drawn is not None
+        return checksum(self.last_drawn) if is_known else None
 
     def begin_at(self, position: dict[str, Any]) -> None:
         """Begin the next epoch at a position that another run over the same data recorded.
@@ -254,6 +260,8 @@ class TrainingPosition(EpochIterator):  # type: ignore[misc]  # Keras has no typ
         if self._verified:
             check_batch(1, position["first"], current.first)
             check_batch(drawn, position["last"], checksum(current.last))
+            if position["next"] is not None:
+                check_batch(drawn + 1, position["next"], self._next())
         return current
 
     @staticmethod
@@ -320,11 +328,13 @@ class ValidationPosition(EpochIterator):  # type: ignore[misc]  # Keras has no t
 
     def position(self) -> dict[str, Any]:
         """Return the position of the data between two validations."""
-        return {"passes": self._passes, "states": own_states(self.data_adapter)}
+        states = own_states(self.data_adapter)
+        return {"passes": self._passes, "states": states, "ahead": self.draws_ahead}
 
     def begin_at(self, position: dict[str, Any]) -> None:
         """Begin the next validation where another run would continue."""
         adapter = self.data_adapter
+        self.draws_ahead = position["ahead"]
         self._passes = position["passes"]
         for _ in range(self._passes if isinstance(adapter, TFDatasetAdapter) else 0):
             iter(adapter.get_tf_dataset())  # making the iterator draws the seed of a pass

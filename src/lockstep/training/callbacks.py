@@ -36,22 +36,6 @@ def may_write_between_steps(callbacks: Any, batch: str) -> bool:
     return _is_users_list(callbacks) or any(each)
 
 
-def may_write_between_epochs(callbacks: Any) -> bool:
-    """Return whether user code of callbacks runs between two epochs of a fit."""
-    each = (
-        _is_users(callback)
-        and not all(is_default(getattr(callback, name, None)) for name in _BETWEEN_EPOCHS)
-        for callback in callbacks.callbacks
-    )
-    return _is_users_list(callbacks) or any(each)
-
-
-_BETWEEN_EPOCHS = (
-    *("on_epoch_begin", "on_epoch_end", "on_test_begin", "on_test_end"),
-    *("on_test_batch_begin", "on_test_batch_end"),
-)
-
-
 def _is_users(callback: Any) -> bool:
     known = type(callback).__module__.startswith(("keras.", "lockstep."))
     return type(callback) in _WITH_FUNCTIONS or _has_own_hooks(callback) or not known

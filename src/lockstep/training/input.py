@@ -36,10 +36,12 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
             Keras does on JAX with accelerators. Data that draw global random numbers then draw
             other ones than in turn, if callbacks draw some too. A resumed run does as the run did
             that it continues.
+        last_drawn: The last batch that was drawn ahead, `None` for none.
     """
 
     skip = 0
     draws_ahead = False
+    last_drawn: Any = None
     recorded = False
     watched = True
     copies = True

@@ -470,8 +470,13 @@ class MeshIterator(HostIterator):
         batches = super()._batches()
         if not self._may_draw_ahead():
             return batches
-        sender = self._sender()
-        return (BatchesAhead(lambda batch: batch) if sender is None else sender).over(batches)
+        sender = self._sender() or BatchesAhead(lambda batch: batch)
+        return sender.over(self._noted(batches))
+
+    def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self.last_drawn = batch
+            yield batch
 
     def _may_draw_ahead(self) -> bool:
         adapter = self.data_adapter

@@ -32,18 +32,10 @@ from lockstep.engines.torch.split_checks import rows_of, unpacked, why_custom
 from lockstep.engines.torch.step_plans import BUILDS, BY_ROWS, ON_WHOLE_BATCH, StepPlans
 from lockstep.engines.torch.step_runner import StepRunner
 from lockstep.errors import UnsupportedModel, counted
-from lockstep.keras_compat import (
-    build_on_first_batch,
-    is_built,
-    module_in_keras,
-    number_of_rows,
-    stored_value,
-    trainer_class,
-)
+from lockstep.keras_compat import build_on_first_batch, is_built, number_of_rows, stored_value
 from lockstep.processes.agreement import DataCheck
-from lockstep.training.callbacks import may_write_between_epochs, may_write_between_steps
+from lockstep.training.callbacks import may_write_between_steps
 from lockstep.training.input import HostIterator
-from lockstep.training.overrides import is_keras
 
 Plain = Callable[[Any], Any]
 """Runs a step of Keras in this process, on a list of batches."""
@@ -241,25 +233,11 @@ class SplitSession(TorchSession):
             self._autocast.check(kind.name, several_steps=True)
         changes = may_write_between_steps(callbacks, kind.name)
         own_data = number_of_rows(batches.data_adapter) is None
-        fit = None if changes or own_data or self._users_between(callbacks) else callbacks
         with (
-            self._runner.epoch(changes=changes, own_data=own_data, fit=fit),
+            self._runner.epoch(changes=changes, own_data=own_data),
             super().epoch(kind, batches, callbacks) as execute,
         ):
             yield execute
-
-    def _users_between(self, callbacks: Any) -> bool:
-        """Return whether code of the user's own may run between two epochs of a fit.
-
-        In a script of a launcher, other processes may have other callbacks.
-        """
-        model = self.model
-        own_methods = type(model).evaluate is not trainer_class().evaluate or not (
-            is_keras(model, "reset_metrics") and is_keras(model, "get_metrics_result")
-        )
-        own_metrics = not all(module_in_keras(type(each)) for each in model.metrics)
-        own_code = own_methods or own_metrics or may_write_between_epochs(callbacks)
-        return own_code or self._peers.in_script
 
     def _drawn(self, batches: HostIterator, iterator: Iterator[Any], times: int) -> Iterator[Any]:
         """Draw the batches of one execution, once every process has as many."""

@@ -1,7 +1,6 @@
 """Runs the steps of one model on several devices, whoever has started their processes."""
 
 import hashlib
-import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -58,8 +57,6 @@ class StepRunner:
         self._draws = 0
         self._update_draws = False
         self._trained = False
-        self._fit: weakref.ref[Any] | None = None
-        self._was_unchecked = True
         self._bytes_of_step: Dumped | None = None
 
     @property
@@ -83,18 +80,14 @@ class StepRunner:
         return self.rank.plan
 
     @contextmanager
-    def epoch(self, *, changes: bool, own_data: bool, fit: Any) -> Iterator[None]:
+    def epoch(self, *, changes: bool, own_data: bool) -> Iterator[None]:
         """Run the steps of one epoch inside the context, and compare the weights at its end.
 
         Args:
             changes: Whether code of the user may change the model between two steps.
             own_data: Whether code of the user makes the batches.
-            fit: An object that all epochs of a fit have, if no code of the user runs in or between
-                them but that of steps; else `None`.
         """
-        goes_on = fit is not None and self._fit is not None and self._fit() is fit
-        before, self._changes, self._fit = self._changes, changes, None
-        self.unchecked = self._was_unchecked or not goes_on
+        before, self._changes, self.unchecked = self._changes, changes, True
         self.peers.user_code_between_steps = changes or own_data
         self._trained = False
         try:
@@ -102,10 +95,8 @@ class StepRunner:
                 yield
             if self._trained and (self.peers.in_script or not self.unchecked):
                 self.peers.compare_weights()
-            self._fit = None if fit is None else weakref.ref(fit)
         finally:
-            self._was_unchecked, self.unchecked = self.unchecked, True
-            self._changes = before
+            self._changes, self.unchecked = before, True
             self.peers.user_code_between_steps = True
 
     def next_batch(self, batches: Iterator[Any]) -> Any:

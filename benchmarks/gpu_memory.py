@@ -51,6 +51,9 @@ def main():
     model, (x, y) = transformer(**size)
     rows = len(x)
     each = {"micro_batch_size": rows // arguments.parts} if arguments.parts > 1 else {}
+    planned = lockstep.plan(
+        model, (x, y), devices=1, batch_size=rows, memory="80GB", **each
+    ).layouts[0]
     lockstep.distribute(model, devices=1, **each)
     begun = time.perf_counter()
     model.fit(x, y, batch_size=rows, verbose=0)
@@ -65,6 +68,7 @@ def main():
         "first step, s": round(first, 2),
         "step, ms": round((time.perf_counter() - begun) / 5 * 1e3, 1),
         "peak, GB": None if peak is None else round(peak / 1e9, 2),
+        "planned peak, GB": None if planned.peak is None else round(planned.peak / 1e9, 3),
         "loss": loss,
     }
     print(json.dumps(found))

@@ -1,6 +1,7 @@
 """JAX on pretended GPUs: what a line does that only runs there."""
 
 import functools
+import json
 
 import pytest
 
@@ -168,3 +169,14 @@ def test_one_gpu_is_a_device_of_each_process(tmp_path):
         *launch, **shared, PRETENDED_NCCL="2.27.3"
     )
     assert "Start the script so: lockstep run --processes 2 SCRIPT" in run(file, **shared)
+
+
+@pytest.mark.thorough
+def test_the_check_for_gpus_finds_nothing(tmp_path):
+    """`benchmarks/gpu_check.py` with small models, two and three ranks on one pretended GPU."""
+    words = ["--small", "--backends", "jax", "--cards", "1", "--json", tmp_path / "found.json"]
+    parts = ["--parts", "experiments", "numbers", "memory"]
+    run(ROOT / "benchmarks" / "gpu_check.py", *words, *parts, engine="jax", devices=1)
+    outcomes = json.loads((tmp_path / "found.json").read_text())["outcomes"]
+    assert {each["status"] for each in outcomes} == {0}
+    assert len(outcomes) >= 10

@@ -163,7 +163,7 @@ def refusals():
     _refused(lambda: lockstep.rehearse(7))
     if int(os.environ.get("LOCKSTEP_PROCESSES", "1")) > 1:
         _refused(lambda: lockstep.distribute(model, [0]))
-    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     _refused(lambda: lockstep.distribute(model))
     del os.environ["CUDA_VISIBLE_DEVICES"]
     os.environ["LOCKSTEP_REHEARSE"] = "2"

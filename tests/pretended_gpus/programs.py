@@ -73,6 +73,9 @@ def sharded():
     doubled = [2 * each for each in model.get_weights()]
     model.set_weights(doubled)
     _agrees("sharded, assigned", model.get_weights(), doubled)
+    kernel = model.layers[0].kernel
+    kernel.assign(keras.ops.convert_to_tensor(3 * doubled[0]))  # an array of this process
+    _agrees("sharded, assigned an array", model.get_weights()[0], 3 * doubled[0])
 
 
 def in_parts():
@@ -158,7 +161,7 @@ def several_steps():
 def refusals():
     """What a script does that takes these GPUs for others."""
     model = _stock("mlp")[-1]
-    for devices in ("gpu:9", "cpu:3", "gpu0"):
+    for devices in ("gpu:9", "cpu:3", "gpu0", "qpu:1"):
         _refused(lambda named=devices: lockstep.distribute(model, named))
     _refused(lambda: lockstep.rehearse(7))
     if int(os.environ.get("LOCKSTEP_PROCESSES", "1")) > 1:

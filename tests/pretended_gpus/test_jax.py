@@ -139,6 +139,7 @@ def test_every_condition_on_devices_and_places_had_the_values_of_gpus(ran):
         others(ran, program)
     for each in (tools, doctor, verified, launched):
         each(ran)
+    ran("-c", SHARED, devices=1, LOCKSTEP_SHARE_GPU="2")
     of_others = ("engines/tensorflow/", "engines/torch/")
     assert not unseen(ran.notes, NOT_REACHED, but=of_others)
 

@@ -1,5 +1,6 @@
 """What differs between versions of JAX: the operations that it has, and their parameters."""
 
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -7,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.extend.core import Primitive
 
 from lockstep.engines.jax import jax_compat
 from lockstep.engines.jax.program_fingerprint import _parts
@@ -16,16 +16,15 @@ from lockstep.errors import UnsupportedFramework
 
 WITHOUT_RULE = {
     "several devices": """
-        all_gather all_gather_done all_gather_invariant all_gather_reduced all_gather_reduced_start
-        all_gather_start all_to_all all_to_all_done all_to_all_start axis_index full_to_shard
-        global_array_to_host_local_array host_local_array_to_global_array mesh_cast pbroadcast
-        pbroadcast_done pbroadcast_dynamic pbroadcast_start pgather pmax pmin ppermute
-        ppermute_done ppermute_start precv preduced psend psum psum_done psum_invariant
+        all_gather all_gather_done all_gather_invariant all_gather_reduced
+        all_gather_reduced_start all_gather_start all_to_all all_to_all_done all_to_all_start
+        axis_index full_to_shard global_array_to_host_local_array host_local_array_to_global_array
+        mesh_cast pbroadcast pbroadcast_done pbroadcast_dynamic pbroadcast_start pgather pmax pmin
+        ppermute ppermute_done ppermute_start precv preduced psend psum psum_done psum_invariant
         psum_invariant_start psum_start pvary ragged_all_to_all reduced_vary_cast
-        reduced_vary_cast_p relayout reshard shard_map
-        shard_to_full spsolve unreduced_pmax unreduced_pmin unreduced_psum unreduced_psum_start
-        unreduced_reduce_scatter unreduced_reduce_scatter_start vary_unreduced_cast
-        vary_unreduced_cast_p xla_pmap
+        reduced_vary_cast_p relayout reshard shard_alike shard_map shard_to_full spsolve
+        unreduced_pmax unreduced_pmin unreduced_psum unreduced_psum_start unreduced_reduce_scatter
+        unreduced_reduce_scatter_start vary_unreduced_cast vary_unreduced_cast_p xla_pmap
     """,
     "memory that is written": """
         accum_grad_in_ref addupdate box_get box_set empty_ref for free_ref freeze get get_global
@@ -33,30 +32,32 @@ WITHOUT_RULE = {
         run_state swap unpin
     """,
     "code outside of the program": """
-        call_exported check cudnn_fusion custom_fusion custom_partitioning debug_callback
-        debug_print ffi_call inspect_sharding io_callback pure_callback tpu_custom_call
+        buffer_callback call_exported call_tf check cudnn_fusion custom_fusion custom_partitioning
+        debug_callback debug_print ffi_call inspect_sharding io_callback pure_callback
+        tpu_custom_call
     """,
     "order, places and memory": """
-        add_dependency after_all create_token dce_sink delay device_put empty empty2
-        layout_constraint platform_index remove_memory_space stage tie unreachable
-        with_memory_space_constraint has_memory_space xla_metadata_value
+        add_dependency after_all compute_on create_token dce_sink delay device_put empty empty2
+        has_memory_space layout_constraint platform_index program_order remove_memory_space stage
+        tie unreachable with_memory_space_constraint xla_metadata_value
     """,
     "only inside of transformations": """
         call_hi_primitive_linearized create_linear custom_jvp_call_jaxpr custom_lin
-        custom_transpose_call eval_jaxpr from_edtype iota_2x32_shape linear_call remat_opt to_edtype
-        zeros_like jaxpr_call trace_value
+        custom_transpose_call eval_jaxpr from_edtype iota_2x32_shape jaxpr_call linear_call
+        remat_opt to_edtype trace_value zeros_like
     """,
     "calls of programs that no layer of Keras makes": """
-        call composite core_map custom_vmap_call mpmd_map xla_metadata_call
+        assert_consumed_value call composite consume core_map custom_vmap_call fused_call mpmd_map
+        xla_metadata_call
     """,
     "shapes that are no numbers": "dim_as_value dimension_size shape_assertion",
     "made of rows alone": "iota",
     "other generators of random numbers": "philox2x32 philox4x32 threefry4x32",
-    "products and attention that cuDNN computes": """
+    "products, attention and RNNs that cuDNN computes": """
         bias_bwd bias_fwd dot_product_attention_bwd dot_product_attention_bwd_wrapper
         dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper
         dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper
-        dot_product_attention_fwd dot_product_attention_fwd_wrapper scaled_matmul
+        dot_product_attention_fwd dot_product_attention_fwd_wrapper rnn_bwd rnn_fwd scaled_matmul
         scaled_matmul_wrapper
     """,
     "gradients of windows": "select_and_gather_add select_and_scatter select_and_scatter_add",
@@ -69,16 +70,34 @@ WITHOUT_RULE = {
 """Operations that are refused where they get rows, and why they have no rule."""
 
 
+OPERATIONS = """
+import importlib, pkgutil, sys, warnings
+import jax, jax.experimental
+from jax.extend.core import Primitive
+
+warnings.simplefilter("ignore")
+elsewhere = ("pallas", "mosaic", "sparse", "tpu", "triton", "jax2tf", "thunky", "tools")
+for module in pkgutil.walk_packages(jax.__path__, "jax.", onerror=lambda name: None):
+    if not any(word in module.name for word in elsewhere):
+        try:
+            importlib.import_module(module.name)
+        except ImportError:
+            pass
+for name, module in list(sys.modules.items()):
+    if name.split(".")[0] == "jax" and not any(word in name for word in elsewhere):
+        for value in list(vars(module).values()):
+            if isinstance(value, Primitive):
+                print(value.name)
+"""
+"""A program that prints the operations of all modules of JAX, whatever a test has imported."""
+
+
 def test_every_operation_of_jax_has_a_rule_or_a_reason():
     """A new version of JAX may compute what Keras calls by an operation that is not known."""
-    kernels = ("pallas", "mosaic", "sparse", "tpu", "triton")
-    found = {
-        value.name
-        for name, module in list(sys.modules.items())
-        if name.split(".")[0] == "jax" and not any(word in name for word in kernels)
-        for value in list(vars(module).values())
-        if isinstance(value, Primitive) and not value.name.startswith(("bcoo", "bcsr", "pallas"))
-    }
+    printed = subprocess.run(
+        [sys.executable, "-c", OPERATIONS], capture_output=True, text=True, check=True
+    ).stdout
+    found = {name for name in printed.split() if not name.startswith(("bcoo", "bcsr", "pallas"))}
     assert {"add", "scan", "select_and_scatter_add"} <= found, "operations are seen"
     known = {name for names in WITHOUT_RULE.values() for name in names.split()}
     assert not {name for name in found - known if not row_trace._has_rule(name)}

@@ -3,7 +3,6 @@
 import keras
 import numpy as np
 import pytest
-from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lockstep
 from tests.conformance import common
@@ -118,12 +117,17 @@ def test_data_that_stop_it_end_it_after_the_same_step(call, devices, tmp_path):
     assert_same(many.returned[2], one.returned[2])
 
 
-class Longer(IterableDataset):
-    def __len__(self):
-        return 7
+def longer_than_it_says():
+    from torch.utils.data import DataLoader, IterableDataset
 
-    def __iter__(self):
-        return iter(rows(9))
+    class Longer(IterableDataset):
+        def __len__(self):
+            return 7
+
+        def __iter__(self):
+            return iter(rows(9))
+
+    return DataLoader(Longer(), batch_size=None)
 
 
 @pytest.mark.each_value_once
@@ -149,7 +153,7 @@ def test_epochs_that_share_a_pass_or_find_it_too_short(source, steps, tmp_path):
         if source == "endless dataset":
             data = (data[0].repeat(),)
         elif source == "longer than it says":
-            data, options = (DataLoader(Longer(), batch_size=None),), {}
+            data, options = (longer_than_it_says(),), {}
         history = made.fit(
             *data, **options, steps_per_epoch=steps, epochs=4, verbose=0, shuffle=False
         )
@@ -175,6 +179,8 @@ class Starts(keras.callbacks.Callback):
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
 def test_an_epoch_that_the_data_have_ended_counts_its_steps(tmp_path):
+    from torch.utils.data import DataLoader, Dataset
+
     def script(made, folder):
         class Stopping(Dataset):
             drawn = 0
@@ -202,6 +208,8 @@ def test_an_epoch_that_the_data_have_ended_counts_its_steps(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
 def test_data_that_stop_it_at_their_end_begin_anew_in_the_next_epoch():
+    from torch.utils.data import DataLoader, IterableDataset
+
     def steps(made):
         class Stopping(IterableDataset):
             def __iter__(self):

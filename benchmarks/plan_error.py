@@ -66,7 +66,7 @@ CASES |= {name: (lambda name=name: application(name), rows) for name, rows in AP
 def peaks(make, rows, **options):
     counts = sorted({devices for devices, _ in LAYOUTS})
     keras.utils.clear_session(free_memory=False)
-    found = lockstep.plan(make, counts, batch_size=rows, **options)
+    found = lockstep.plan(make, devices=counts, batch_size=rows, **options)
     return {(each.devices, each.state): each.peak for each in found.layouts}
 
 

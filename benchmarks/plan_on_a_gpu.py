@@ -83,7 +83,7 @@ def main():
     for name, (tuning, most) in held.items():
         make, rows = plan_error.CASES[name]
         plan_error.keras.utils.clear_session(free_memory=False)
-        found = plan_error.lockstep.plan(make, 1, batch_size=rows, gpu=arguments.gpu)
+        found = plan_error.lockstep.plan(make, devices=1, batch_size=rows, gpu=arguments.gpu)
         compiled = found.layouts[0].peak
         if compiled is None:
             print(f"{name}: XLA does not compile it without tuning.", file=sys.stderr)

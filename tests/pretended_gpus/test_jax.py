@@ -73,7 +73,7 @@ print(json.dumps(lockstep.devices()))
 model, data = build()
 found = lockstep.bench(model, data, steps=2, rounds=1)
 print(json.dumps([each.devices for each in found.measurements]))
-print(lockstep.plan(build, [1, 2], memory="1GB"))
+print(lockstep.plan(build, devices=[1, 2], memory="1GB"))
 """
     return ran("-c", script, devices=2, here=True, PRETENDED_NO_CPU="1")
 

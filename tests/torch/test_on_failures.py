@@ -347,8 +347,8 @@ def test_fifty_fits_leave_no_handle_behind(shared_memory):
 
 def trained(devices=2):
     """The processes of the workers of a model that has been trained and has ended."""
-    model = lockstep.distribute(failing("raise", 10_000)(), devices)
     before = set(workers(os.getpid()))
+    model = lockstep.distribute(failing("raise", 10_000)(), devices)
     model.fit(*data(), **QUIET)
     found = set(workers(os.getpid()))
     lockstep.release(model)
@@ -367,6 +367,40 @@ def test_the_workers_of_one_model_are_those_of_the_next_and_end_without_one(monk
     while new & set(workers(os.getpid())) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not new & set(workers(os.getpid()))
+
+
+def test_workers_start_while_the_script_builds_its_model_and_reads_its_data(monkeypatch, tmp_path):
+    monkeypatch.setattr(pool, "_pools", {})
+    before = set(workers(os.getpid()))
+    model = lockstep.distribute(failing("raise", 10_000)(), 2)
+    early = set(workers(os.getpid())) - before
+    assert len(early) == 1
+    model.fit(*data(), **QUIET)
+    assert set(workers(os.getpid())) - before == early
+    lockstep.release(model)
+
+    monkeypatch.setattr(pool, "_pools", {})
+    model = lockstep.distribute(failing("raise", 10_000)(), 2)
+    outdated = set(workers(os.getpid())) - before - early
+    monkeypatch.setenv("A_VARIABLE", "that the workers would not have")
+    model.fit(*data(), **QUIET)
+    assert not outdated & set(workers(os.getpid()))
+    lockstep.release(model)
+
+
+def test_workers_that_no_step_needed_end_with_their_model(monkeypatch):
+    monkeypatch.setattr(pool, "_pools", {})
+    before = set(workers(os.getpid()))
+    model = lockstep.distribute(failing("raise", 10_000)(), 2)
+    (early,) = set(workers(os.getpid())) - before
+    monkeypatch.setattr(pool, "_IDLE", 0.0)
+    time.sleep(2.5)  # more than the watch waits between two looks
+    assert is_running(early), "the model may still train"
+    lockstep.release(model)
+    deadline = time.monotonic() + 60
+    while is_running(early) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not is_running(early)
 
 
 def test_a_file_that_is_written_while_workers_start_does_not_end_them(monkeypatch):

@@ -64,8 +64,11 @@ class Peers(ABC):
     def check_devices(self, devices: tuple[str, ...]) -> None:
         """Raise if these are no devices of the processes."""
 
+    def start(self) -> None:
+        """Start the processes that the first step needs, without waiting for them."""
+
     def to_start(self) -> int:
-        """Return the number of processes that the first step starts."""
+        """Return the number of processes that the first step would wait for."""
         return 0
 
     def methods(self, methods: dict[str, Any], *, is_sharded: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The processes of the devices but the first: started once, and warm between calls."""
+"""The processes of the devices but the first: started early, once, and warm between calls."""
 
 import atexit
 import itertools
@@ -125,6 +125,9 @@ _LAST_LINES = 12
 class Pool:
     """The workers of one set of devices, with rank 0 in this process.
 
+    The constructor starts them and does not wait: they take seconds to import Keras, while the
+    script of the user builds its model and reads its data. `connect` waits for them.
+
     Args:
         devices: The names of the devices, that of rank 0 first.
 
@@ -142,6 +145,7 @@ class Pool:
         self._devices = devices
         self._owner = os.getpid()
         self._models: set[int] = set()
+        self._expected: set[int] = set()
         self._to_forget: list[int] = []
         self._idle_since: float | None = None
         self._started = time.time_ns()
@@ -153,8 +157,6 @@ class Pool:
         _running.add(self)
         try:
             self._start()
-        except PeerLost:
-            raise self._failure() from None
         except BaseException:
             self.close()
             raise
@@ -174,19 +176,37 @@ class Pool:
         self.memory = BatchMemory(batch_file)
         processes = [worker.process for worker in self._workers]
         self._watch = WorkerWatch(processes, self._abort, self._rest)
-        with self._watch.watching():
-            for worker in self._workers:
-                worker.receive()  # it is ready
-            store = dist.TCPStore(HOST, 0, size, is_master=True, wait_for_workers=False)
-            for worker in self._workers:
-                worker.send(pickle.dumps(store.port))
-            self._store = store
-            self._group = RankGroup(store, 0, size, torch_device_of(self._devices[0]))
+
+    def connect(self) -> None:
+        """Wait for the workers, and make the group of the ranks; do nothing if it is there.
+
+        Raises:
+            WorkerDied: If a worker has ended.
+            Exception: The error of a worker, as itself.
+        """
+        if self._group is not None:
+            return
+        assert self._watch is not None, "the constructor has started the workers"
+        size = len(self._devices)
+        try:
+            with self.lock, self._watch.watching():
+                for worker in self._workers:
+                    worker.receive()  # it is ready
+                store = dist.TCPStore(HOST, 0, size, is_master=True, wait_for_workers=False)
+                for worker in self._workers:
+                    worker.send(pickle.dumps(store.port))
+                self._store = store
+                self._group = RankGroup(store, 0, size, torch_device_of(self._devices[0]))
+        except PeerLost:
+            raise self._failure() from None
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def group(self) -> RankGroup:
         """The ranks of this pool."""
-        assert self._group is not None, "the constructor makes it"
+        assert self._group is not None, "`connect` makes it"
         return self._group
 
     @contextmanager
@@ -240,24 +260,35 @@ class Pool:
                 self.close()
             if self.closed:
                 return False
+            self._expected.discard(key)
             self._models.add(key)
             self._idle_since = None
             return True
+
+    def expect(self, key: int) -> None:
+        """Keep the workers for the first step of the model of this key."""
+        self._expected.add(key)
+        self._idle_since = None
 
     def drop(self, key: int) -> None:
         """Forget a model. Without any model, the pool waits for the next one, and then ends.
 
         The garbage collector calls this within any other call, so that nothing is sent here.
         """
+        self._expected.discard(key)
         if key in self._models:
             self._models.discard(key)
             self._to_forget.append(key)
-        if not self._models:
+        if not self._models and not self._expected:
             self._idle_since = time.monotonic()
 
-    def runs(self) -> bool:
+    def can_be_used(self) -> bool:
         """Return whether the next model can have these workers."""
         return not self.closed and (bool(self._models) or not self._is_outdated())
+
+    def is_ready(self) -> bool:
+        """Return whether the workers can follow calls, or have ended, so that nobody waits."""
+        return self._group is not None or all(w.connection.poll() for w in self._workers)
 
     def _is_outdated(self) -> bool:
         """Return whether workers that were started now would import or read something else."""
@@ -279,7 +310,7 @@ class Pool:
         if since is None or self.closed or not self.lock.acquire(blocking=False):
             return
         try:
-            if self._models:
+            if self._models or self._expected:
                 return
             while self._to_forget:
                 self.send("forget", self._to_forget.pop())
@@ -494,10 +525,20 @@ class Lease:
         self._devices = devices
         self._pool: Pool | None = None
 
-    def runs(self) -> bool:
-        """Return whether the pool of these devices is running."""
+    def start(self) -> None:
+        """Start the workers, if these devices have none, for the first step of the model."""
         pool = _pools.get(self._devices)
-        return pool is not None and pool.runs()
+        if pool is None or not pool.can_be_used():
+            if pool is not None:
+                pool.close()
+            pool = _pools[self._devices] = Pool(self._devices)
+        pool.expect(self.key)
+        self._pool = pool
+
+    def is_ready(self) -> bool:
+        """Return whether the next step has workers without waiting for them."""
+        pool = _pools.get(self._devices)
+        return pool is not None and pool.can_be_used() and pool.is_ready()
 
     def pool(self) -> Pool:
         """Return the running pool of these devices, or a new one."""
@@ -506,6 +547,7 @@ class Lease:
             pool = _pools[self._devices] = Pool(self._devices)
             pool.hold(self.key, is_new=True)
         self._pool = pool
+        pool.connect()
         return pool
 
     def end(self) -> None:

@@ -65,9 +65,13 @@ class PoolPeers(Peers):
         """Raise if a process cannot compute on one of these devices."""
         check_placement(devices)
 
+    def start(self) -> None:
+        """Start the workers, if their devices have none."""
+        self._lease.start()
+
     def to_start(self) -> int:
-        """Return the number of processes that the first step starts."""
-        return 0 if self._lease.runs() else self.size - 1
+        """Return the number of processes that the first step would wait for."""
+        return 0 if self._lease.is_ready() else self.size - 1
 
     def end(self) -> None:
         """Let the pool forget the model."""

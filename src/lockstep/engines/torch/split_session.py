@@ -58,7 +58,8 @@ class SplitSession(TorchSession):
     # ------------------------------------------------------------ on and off the devices
 
     def open(self) -> None:
-        """Move the variables to the device of this process."""
+        """Start the other processes, and move the variables to the device of this one."""
+        self._peers.start()
         move_model(self.model, self._peers.rank.device)
         self._adopt(first=True)
 
@@ -219,12 +220,16 @@ class SplitSession(TorchSession):
 
     def first_work(self, kind: Kind, steps: int) -> str | None:
         """Return what the next step waits for."""
-        if steps or not self._splits or not is_checked():
+        if steps or not self._splits:
             return super().first_work(kind, steps)
-        return (
-            "reading its batch, and comparing the step with one device (LOCKSTEP_CHECK=0 leaves "
-            "this out)"
-        )
+        workers = self._peers.to_start()
+        work = [f"starting {counted(workers, 'process')}"] if workers else []
+        work += ["reading its batch"]
+        if is_checked():
+            work += ["comparing the step with one device (LOCKSTEP_CHECK=0 leaves this out)"]
+        elif not workers:
+            return super().first_work(kind, steps)
+        return ", ".join(work)
 
     @contextmanager
     def epoch(self, kind: Kind, batches: Any, callbacks: Any) -> Iterator[Execute]:

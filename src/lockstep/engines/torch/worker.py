@@ -67,11 +67,12 @@ def _report(rank_0: Any, error: BaseException) -> None:
 def import_keras() -> None:
     """Import Keras without the packages that it imports only because they are installed.
 
-    A worker waits for this import at its start, and JAX and scikit-learn are half of it. They can
-    be imported afterwards.
+    A worker waits for this import at its start, and they are most of it. They can be imported
+    afterwards.
     """
-    # keras/src/callbacks/orbax_checkpoint.py, keras/src/wrappers/sklearn_wrapper.py
-    hidden = [name for name in ("jax", "sklearn") if name not in sys.modules]
+    # keras/src: callbacks/orbax_checkpoint.py, wrappers/sklearn_wrapper.py,
+    # trainers/data_adapters/array_slicing.py, visualization/plot_image_gallery.py
+    hidden = [n for n in ("jax", "sklearn", "pandas", "matplotlib") if n not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
         import keras  # noqa: F401

@@ -80,7 +80,7 @@ def join_at_first_use(environ: MutableMapping[str, str]) -> None:
         return
     backend = choose_backend(environ)[0] if place.size > 1 else None
     if backend == "torch":
-        from lockstep.engines.torch import accelerators
+        from lockstep.engines.torch.exchange import accelerators
 
         accelerators.take_own(place, environ)
     if backend != "jax":

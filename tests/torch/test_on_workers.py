@@ -13,8 +13,8 @@ from keras import layers, ops
 
 import lockstep
 from lockstep.core.travelling_objects import reduced
-from lockstep.engines.torch import pool
-from lockstep.engines.torch.model_pickle import dump
+from lockstep.engines.torch.ranks import pool
+from lockstep.engines.torch.same_code.model_pickle import dump
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from tests.tiers import every, further
 from tests.torch import script_settings

@@ -5,10 +5,10 @@ import os
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING
 
+from lockstep import ray_train
 from lockstep.core.environment import ALONE, Place, find_place
 from lockstep.engines import current_engine
 from lockstep.errors import ProcessesDisagree
-from lockstep.processes import ray_train
 from lockstep.rehearsal import choose_backend
 
 if TYPE_CHECKING:

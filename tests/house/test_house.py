@@ -33,7 +33,7 @@ LAYERS = [
     {"training"},
     {"attach"},
     {"engines"},
-    {"initialize", "rehearsal"},
+    {"initialize", "ray_train", "rehearsal"},
     {"distribute"},
     {"branches"},
     {"launch"},

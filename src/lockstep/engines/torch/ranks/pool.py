@@ -3,7 +3,6 @@
 import atexit
 import itertools
 import json
-import mmap
 import os
 import pickle
 import subprocess
@@ -12,96 +11,22 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from socket import socketpair
 from types import ModuleType
 from typing import Any
 
-import keras
 import torch
 import torch.distributed as dist
 
 from lockstep.core.own_code import is_own
 from lockstep.engines.torch.exchange.group import HOST, PeerLost, RankGroup
 from lockstep.engines.torch.exchange.placement import torch_device_of
+from lockstep.engines.torch.ranks.messages import BatchMemory, load_error, new_file
 from lockstep.errors import WorkerDied
-from lockstep.processes.sent_error import load_error
-from lockstep.processes.worker_watch import WorkerWatch
-
-_ALIGNMENT = 64
-
-
-def new_file() -> int:
-    """Return the descriptor of an empty file in memory without a name."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("lockstep")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
-class BatchMemory:
-    """Writes a batch in one process, and reads it in the others.
-
-    What was read is valid until the next batch is written.
-
-    Args:
-        file: The descriptor of the file, in this process.
-    """
-
-    def __init__(self, file: int) -> None:
-        self._file = file
-        self._map: Any = None
-
-    def write(self, batch: Any) -> Any:
-        """Write the tensors of a nest; return a description that `read` takes."""
-        written: list[tuple[Any, _Place]] = []
-        end = 0
-
-        def place_of(leaf: Any) -> _Place | None:
-            nonlocal end
-            if leaf is None:
-                return None
-            place = _Place(end, leaf.dtype, tuple(leaf.shape))
-            written.append((leaf, place))
-            end += -(-leaf.nbytes // _ALIGNMENT) * _ALIGNMENT
-            return place
-
-        description = keras.tree.map_structure(place_of, batch)
-        if end > os.fstat(self._file).st_size:
-            os.ftruncate(self._file, end)
-        for leaf, place in written:
-            self._tensor(place).copy_(leaf.detach())
-        return description
-
-    def read(self, description: Any) -> Any:
-        """Return the tensors at their places. They are no copies."""
-        return keras.tree.map_structure(
-            lambda place: None if place is None else self._tensor(place), description
-        )
-
-    def _tensor(self, place: "_Place") -> Any:
-        count = torch.Size(place.shape).numel()
-        if not count:
-            return torch.empty(place.shape, dtype=place.dtype)
-        end = place.start + count * place.dtype.itemsize
-        if self._map is None or len(self._map) < end:
-            # Tensors of the old map keep it alive.
-            self._map = mmap.mmap(self._file, os.fstat(self._file).st_size)
-        flat = torch.frombuffer(self._map, dtype=place.dtype, count=count, offset=place.start)
-        return flat.view(place.shape)
-
-
-@dataclass
-class _Place:
-    """The place of one tensor in the memory."""
-
-    start: int
-    dtype: Any
-    shape: tuple[int, ...]
-
+from lockstep.processes.coordination import patience
 
 _START = """\
 import json, sys
@@ -375,6 +300,82 @@ class Pool:
         if said:
             error.add_note(f"Its last lines were:\n{said}")
         return error
+
+
+_EVERY = 1.0
+"""Seconds between two looks after the workers."""
+
+
+class WorkerWatch:
+    """Looks after the workers of a pool once a second, in a thread, while they are in use.
+
+    A worker that stays stopped for `LOCKSTEP_PATIENCE` seconds is killed, because no call to it
+    would return. Rank 0 then meets its end as that of any other worker.
+
+    Args:
+        workers: The processes.
+        lost: Called when one of them has ended. Gloo notices by itself, and NCCL does not.
+        rest: Called once a second while they are not in use.
+
+    Attributes:
+        stopped: The seconds that a killed worker had been stopped, by its process id.
+    """
+
+    def __init__(
+        self,
+        workers: "Sequence[subprocess.Popen[bytes]]",
+        lost: Callable[[], None],
+        rest: Callable[[], None],
+    ) -> None:
+        self.stopped: dict[int, float] = {}
+        self._workers = workers
+        self._lost = lost
+        self._rest = rest
+        self._limit = patience()
+        self._busy = threading.Event()
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name="lockstep-workers", daemon=True).start()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look after the workers inside the context."""
+        before = self._busy.is_set()
+        self._busy.set()
+        try:
+            yield
+        finally:
+            if not before:
+                self._busy.clear()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        # Looks are counted, and not time: a stop of the whole job by Ctrl-Z stops them too.
+        looks = dict.fromkeys([worker.pid for worker in self._workers], 0)
+        while not self._closed.wait(_EVERY):
+            if not self._busy.is_set():
+                self._rest()
+                continue
+            for worker in self._workers:
+                stopped = self._busy.is_set() and _is_stopped(worker)
+                looks[worker.pid] = looks[worker.pid] + 1 if stopped else 0
+                if looks[worker.pid] * _EVERY >= self._limit:
+                    self.stopped[worker.pid] = self._limit
+                    worker.kill()
+            if any(worker.poll() is not None for worker in self._workers):
+                self._lost()
+                return
+
+
+def _is_stopped(worker: "subprocess.Popen[bytes]") -> bool:
+    try:
+        # WNOWAIT leaves the state for `subprocess`.
+        found = os.waitid(os.P_PID, worker.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # it has ended
+        return False
+    return found is not None
 
 
 class _Worker:

@@ -51,7 +51,7 @@ def _end_with(lifeline: int) -> None:
 def _report(rank_0: Any, error: BaseException) -> None:
     """Send an error to rank 0, if it is still there."""
     from lockstep.engines.torch.exchange.group import PeerLost
-    from lockstep.processes.sent_error import dump_error
+    from lockstep.engines.torch.ranks.messages import dump_error
 
     traceback.print_exception(error)
     try:
@@ -92,7 +92,7 @@ class _Worker:
         from lockstep.engines.torch.exchange.accelerators import make_current
         from lockstep.engines.torch.exchange.group import HOST, RankGroup
         from lockstep.engines.torch.exchange.placement import torch_device_of
-        from lockstep.engines.torch.ranks.pool import BatchMemory
+        from lockstep.engines.torch.ranks.messages import BatchMemory
         from lockstep.engines.torch.same_code.code_state import SetCode
 
         self._device = torch_device_of(device)

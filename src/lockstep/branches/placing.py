@@ -17,7 +17,7 @@ from lockstep.errors import DeviceError, SerialBranchesWarning, UnsupportedModel
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from lockstep.core.transfers import PlacedLayer, Transfer
+    from lockstep.branches.transfers import PlacedLayer, Transfer
 
 Model = TypeVar("Model")
 
@@ -202,9 +202,9 @@ def placement(model: Any) -> Placement:
     """
     check_model(model)
     from lockstep.attach.attachment import session_of
+    from lockstep.branches.transfers import placed_layers
     from lockstep.core.layout import Branches
     from lockstep.core.state import bytes_of, named_variables
-    from lockstep.core.transfers import placed_layers
 
     name = getattr(model, "name", type(model).__name__)
     session = session_of(model)
@@ -258,8 +258,8 @@ def _known(model: Any) -> dict[str, str]:
 
 def _place(model: Any, chosen: dict[str, str]) -> None:
     from lockstep.attach.attachment import attach
+    from lockstep.branches.transfers import cycle, transfers
     from lockstep.core.layout import lay_out, marked
-    from lockstep.core.transfers import cycle, transfers
     from lockstep.keras_compat import report_functional_models
 
     engine = current_engine()

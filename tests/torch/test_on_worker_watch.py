@@ -4,16 +4,16 @@ import signal
 import subprocess
 import threading
 
-from lockstep.processes import worker_watch
+from lockstep.engines.torch.ranks import pool
 
 
 def test_each_worker_that_stays_stopped_is_killed_and_named(monkeypatch):
-    monkeypatch.setattr(worker_watch, "_EVERY", 0.02)
+    monkeypatch.setattr(pool, "_EVERY", 0.02)
     monkeypatch.setenv("LOCKSTEP_PATIENCE", "0.1")
     for place in range(2):
         workers = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
         lost = threading.Event()
-        watch = worker_watch.WorkerWatch(workers, lost.set, lambda: None)
+        watch = pool.WorkerWatch(workers, lost.set, lambda: None)
         try:
             workers[place].send_signal(signal.SIGSTOP)
             with watch.watching():

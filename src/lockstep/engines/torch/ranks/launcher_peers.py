@@ -11,6 +11,7 @@ from lockstep.engines.replicas.first_step import Difference
 from lockstep.engines.torch.exchange.group import PeerLost
 from lockstep.engines.torch.ranks.launcher_group import TorchGroup, devices_of_all
 from lockstep.engines.torch.ranks.peers import Peers, dropped_part
+from lockstep.engines.torch.ranks.rank import Answer, Arguments, Question, Rank
 from lockstep.engines.torch.same_code.model_pickle import Dumped
 from lockstep.engines.torch.same_code.settings import checksum
 from lockstep.engines.torch.sharded.sharded_variables import is_sharded
@@ -99,15 +100,15 @@ class LauncherPeers(Peers):
         finally:
             self._turn.release()
 
-    def call(self, method: str, *arguments: Any, batch: Any = None) -> Any:
-        """Call a method of the rank: the script of each process does so."""
-        here = arguments if batch is None else (batch, *arguments)
-        return getattr(self.rank, method)(*here)
-
-    def ask(self, method: str) -> list[Any]:
-        """Call a method of the rank, and return its answer at the place of this process."""
+    def ask(
+        self,
+        question: Question[Arguments, Answer],
+        *arguments: Arguments.args,
+        **here: Arguments.kwargs,
+    ) -> list[Any]:
+        """Run a call in this rank, and return its answer at the place of this process."""
         found: list[Any] = [{} for _ in range(self.size)]
-        found[self._group.rank] = getattr(self.rank, method)()
+        (found[self._group.rank],) = super().ask(question, *arguments, **here)
         return found
 
     @contextmanager
@@ -258,28 +259,18 @@ class LauncherPeers(Peers):
                 return number
         raise dropped_part(self._model)
 
-    def gathered(self, part: Any) -> tuple[Any, bool]:
-        """Return the parts of all processes, which call this together; see `Remote`."""
+    @contextmanager
+    def _used_by_all(self, part: Any, use: str) -> Iterator[Any]:
+        """Connect the ranks inside the context, once all use the same part; see `Peers`."""
         self._check_parts_are_of_one_step()
         with self._in_turn():
-            agree_on_variable(self.number_of(part))
-            return self._gather(part), self.rank.shards.is_written(part)
+            agree_on_variable(self.number_of(part), use)
+            with self.connected():
+                yield part
 
     def _gather(self, part: Any) -> Any:
         with self.connected():
-            flat = self.rank.gather_part(part)
-            self._group.ranks.check()
-        return flat
-
-    def scatter(self, part: Any, whole: Any) -> None:
-        """Give each process its part of the value that the first one has; see `Remote`."""
-        self._check_parts_are_of_one_step()
-        with self._in_turn():
-            agree_on_variable(self.number_of(part), "assigns to")
-            with self.connected():
-                self.rank.scatter_part(part, whole)
-                self._group.ranks.check()
-            self.rank.shards.note([part])
+            return self.call(Rank.gather_part, part)
 
     def _check_parts_are_of_one_step(self) -> None:
         """Raise if an error has ended an update of the parts before its end."""

@@ -5,7 +5,7 @@
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, TypeVar, cast
 
 import torch
@@ -15,7 +15,14 @@ from lockstep.core.state import variables_of
 from lockstep.engines.replicas.first_step import Difference
 from lockstep.engines.torch.exchange.group import LoneRank
 from lockstep.engines.torch.exchange.placement import check_placement
-from lockstep.engines.torch.ranks.rank import Rank, RankPlan
+from lockstep.engines.torch.ranks.rank import (
+    Answer,
+    Arguments,
+    Call,
+    Question,
+    Rank,
+    RankPlan,
+)
 from lockstep.engines.torch.same_code.model_pickle import Dumped
 from lockstep.engines.torch.sharded.sharded_variables import Shards, shards_in
 from lockstep.errors import UnsupportedModel
@@ -75,9 +82,41 @@ class Peers(ABC):
     def end(self) -> None:
         """Leave the other processes: the model goes back to one device."""
 
-    @abstractmethod
     def connected(self) -> AbstractContextManager[None]:
         """Connect the rank with the other ones inside the context."""
+        return nullcontext()
+
+    # ------------------------------------------------------------ calls
+
+    def call(
+        self,
+        call: Call[Arguments, Answer],
+        *arguments: Arguments.args,
+        **here: Arguments.kwargs,
+    ) -> Answer:
+        """Run a call in every rank, and return the answer of this process.
+
+        Args:
+            call: The method of `Rank`.
+            arguments: Its arguments in every process.
+            here: Arguments in this process alone.
+        """
+        return call.method(self.rank, *arguments, **here)
+
+    def ask(
+        self,
+        question: Question[Arguments, Answer],
+        *arguments: Arguments.args,
+        **here: Arguments.kwargs,
+    ) -> list[Answer]:
+        """Run a call in every rank, and return what is known here of the answers of all."""
+        return [question.method(self.rank, *arguments, **here)]
+
+    def compared(self, form: Any) -> AbstractContextManager[None]:
+        """Let the ranks compare what they exchange in the first step of a form."""
+        return nullcontext()
+
+    # ------------------------------------------------------------ the same model everywhere
 
     def code_changed(self) -> tuple[bool, bool]:
         """Return whether code has changed the model since a step, and whether a step has."""
@@ -101,28 +140,10 @@ class Peers(ABC):
         return unchecked
 
     def share_plan(self, plan: RankPlan) -> None:
-        """Give every rank this plan. Here all processes have agreed on it."""
+        """Give every rank this plan."""
         if plan != self._plan:
-            self.rank.take_plan(plan)
+            self.call(Rank.take_plan, plan)
             self._plan = plan
-
-    @abstractmethod
-    def compared(self, form: Any) -> AbstractContextManager[None]:
-        """Let the ranks compare what they exchange in the first step of a form."""
-
-    @abstractmethod
-    def call(self, method: str, *arguments: Any, batch: Any = None) -> Any:
-        """Call a method of every rank, and return what it returns here.
-
-        Args:
-            method: The name of the method.
-            arguments: Its arguments, but for the first one if there is a batch.
-            batch: The tensors of a batch.
-        """
-
-    @abstractmethod
-    def ask(self, method: str) -> list[Any]:
-        """Call a method of every rank, and return what is known here of the answers of all."""
 
     def share_code_state(self) -> None:
         """Let every rank draw the numbers, and have the gradients, that code of a step may use."""
@@ -138,7 +159,6 @@ class Peers(ABC):
         """Note the begin and the end of an epoch."""
         return nullcontext()
 
-    @abstractmethod
     def compare_weights(self) -> None:
         """Raise after an epoch if another process has other weights.
 
@@ -146,15 +166,16 @@ class Peers(ABC):
             ProcessesDisagree: If it has.
         """
 
-    @abstractmethod
+    # ------------------------------------------------------------ variables in parts
+
     def number_of(self, part: Any) -> int:
         """Return the number of a part in the processes.
 
         Raises:
             UnsupportedModel: If they have dropped it.
         """
+        raise dropped_part(self._model)
 
-    @abstractmethod
     def give_parts(self, found: list[Any], dumped: Callable[[], Dumped]) -> None:
         """Let every process have its parts of new variables.
 
@@ -163,13 +184,27 @@ class Peers(ABC):
             dumped: Returns the model as bytes.
         """
 
-    @abstractmethod
     def gathered(self, part: Any) -> tuple[Any, bool]:
         """Return the parts of all processes; see `Remote`."""
+        with self._used_by_all(part, "reads") as name:
+            return self.call(Rank.gather_part, name), self.rank.shards.is_written(part)
 
-    @abstractmethod
     def scatter(self, part: Any, whole: Any) -> None:
         """Give each process its part of a whole value; see `Remote`."""
+        with self._used_by_all(part, "assigns to") as name:
+            self.call(Rank.scatter_part, name, whole=whole)
+            self.rank.shards.note([part])
+
+    @contextmanager
+    def _used_by_all(self, part: Any, use: str) -> Iterator[Any]:
+        """Connect the ranks inside the context, for a use of one part; yield what names it there.
+
+        Args:
+            part: The part of this process.
+            use: What code does with it, in words.
+        """
+        with self.connected():
+            yield part
 
     # What the processes of a launcher agree on; the workers of a pool follow rank 0.
 
@@ -223,34 +258,7 @@ class NoPeers(Peers):
         """Raise if this process cannot compute on the device."""
         check_placement(devices)
 
-    def connected(self) -> AbstractContextManager[None]:
-        """Return a context without an effect."""
-        return nullcontext()
-
-    def compared(self, form: Any) -> AbstractContextManager[None]:
-        """Return a context without an effect: nothing is exchanged."""
-        return nullcontext()
-
-    def call(self, method: str, *arguments: Any, batch: Any = None) -> Any:
-        """Call a method of the rank, and return what it returns."""
-        here = arguments if batch is None else (batch, *arguments)
-        return getattr(self.rank, method)(*here)
-
-    def ask(self, method: str) -> list[Any]:
-        """Call a method of the rank, and return its answer."""
-        return [getattr(self.rank, method)()]
-
-    def compare_weights(self) -> None:
-        """Do nothing: no other process has weights."""
-
     # One device has the whole of each variable.
-
-    def number_of(self, part: Any) -> int:
-        """Raise: there are no parts."""
-        raise dropped_part(self._model)
-
-    def give_parts(self, found: list[Any], dumped: Callable[[], Dumped]) -> None:
-        """Do nothing: there are no parts."""
 
     def gathered(self, part: Any) -> tuple[Any, bool]:
         """Return the whole."""

@@ -10,11 +10,12 @@ import keras
 import numpy as np
 import torch
 
+from lockstep.core.held_signals import HeldSignals
 from lockstep.engines.replicas.first_step import bounds_for, difference
 from lockstep.engines.torch.exchange.placement import check_placement, version_of
 from lockstep.engines.torch.ranks.peers import Peers, check_parts, dropped_part, uninterrupted
 from lockstep.engines.torch.ranks.pool import Lease, Pool
-from lockstep.engines.torch.ranks.rank import RankPlan
+from lockstep.engines.torch.ranks.rank import Answer, Arguments, Call, Question, Rank, RankPlan
 from lockstep.engines.torch.same_code.code_state import CodeReads
 from lockstep.engines.torch.same_code.generators import state_of
 from lockstep.engines.torch.same_code.model_pickle import Dumped
@@ -50,7 +51,6 @@ class PoolPeers(Peers):
         self._sent: Any = None
         self._parts: dict[int, int] = {}
         self._structure: list[bool] = []
-        self._plan_there: RankPlan | None = None
         self._exchanged: set[Any] = set()
         self._reads = CodeReads()
         self._proofs_are_old = False
@@ -114,25 +114,31 @@ class PoolPeers(Peers):
         assert self._pool is not None, "`connected` holds it"
         return self._pool
 
-    def call(self, method: str, *arguments: Any, batch: Any = None) -> Any:
-        """Call a method of every rank, and return what it returns here."""
-        self._call_workers(method, *arguments, batch=batch)
-        here = arguments if batch is None else (batch, *arguments)
-        return getattr(self.rank, method)(*here)
+    def call(
+        self,
+        call: Call[Arguments, Answer],
+        *arguments: Arguments.args,
+        **here: Arguments.kwargs,
+    ) -> Answer:
+        """Send a call to the workers, and run it here."""
+        self._send(call, arguments)
+        return super().call(call, *arguments, **here)
 
-    def ask(self, method: str) -> list[Any]:
-        """Call a method of every rank, and return the answers, in the order of the ranks."""
-        return [getattr(self.rank, method)(), *self._ask_workers(method)]
+    def ask(
+        self,
+        question: Question[Arguments, Answer],
+        *arguments: Arguments.args,
+        **here: Arguments.kwargs,
+    ) -> list[Answer]:
+        """Send a call to the workers, and return the answers, in the order of the ranks."""
+        self._send(question, arguments)
+        return [*super().ask(question, *arguments, **here), *self._held.receive()]
 
-    def _call_workers(self, method: str, *arguments: Any, batch: Any = None) -> None:
-        """Call a method of the rank of each worker."""
-        written = None if batch is None else self._held.memory.write(batch)
-        self._held.send("call", self._lease.key, method, arguments, written)
-
-    def _ask_workers(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of the rank of each worker, and return the answers."""
-        self._held.send("ask", self._lease.key, method, arguments)
-        return self._held.receive()
+    def _send(self, call: Call[..., Any], arguments: tuple[Any, ...]) -> None:
+        if call.has_batch:
+            batch, *others = arguments
+            arguments = (self._held.memory.write(batch), *others)
+        self._held.send("call", self._lease.key, call.method.__name__, arguments)
 
     @contextmanager
     def compared(self, form: Any) -> Iterator[None]:
@@ -187,7 +193,7 @@ class PoolPeers(Peers):
         # workers have those after the step.
         if same and self._sent == sent and not self._objects_changed:
             sums = [None if id(each) in self._parts else checksum(each) for each in tensors]
-            differ = sorted({n for answer in self._ask_workers("differing", sums) for n in answer})
+            differ = self._differing(sums)
         else:
             self._sent, self._objects_changed = None, False
             sharded = {id(stored_value(variable)) for variable in rank.shards.variables}
@@ -197,7 +203,7 @@ class PoolPeers(Peers):
             rank.forget_model()
             self._check_taken(pool.receive())
             self._exchanged = set()
-            self._plan_there = (), (), True, None
+            self._plan = (), (), True, None
             self.times_sent += 1
             self._gradients = []
             rank.tensors, self._parts = tensors, parts
@@ -213,6 +219,10 @@ class PoolPeers(Peers):
         self._send_seeds()
         self._send_states([])
 
+    def _differing(self, sums: list[int | None]) -> list[int]:
+        """Return the numbers of the tensors that have another checksum in a worker."""
+        return sorted({n for found in self.ask(Rank.differing, sums) for n in found})
+
     def _check_taken(self, every: list[list[str]]) -> None:
         """Raise if a worker has made another model of the bytes than this process has."""
         mine = parts_of(self.rank.plan)
@@ -226,11 +236,10 @@ class PoolPeers(Peers):
                 )
 
     def share_plan(self, plan: RankPlan) -> None:
-        """Give every rank this plan."""
-        if plan != self._plan_there:
-            self.call("take_plan", plan)
-            self._plan_there = plan
+        """Give every rank this plan. With another one they exchange other tensors."""
+        if plan != self._plan:
             self._exchanged = set()
+        super().share_plan(plan)
 
     def share_code_state(self) -> None:
         """Let every rank draw the numbers, and have the gradients, that code of a step may use."""
@@ -241,7 +250,7 @@ class PoolPeers(Peers):
         ]
         if changed:
             there = [number for number in changed if versions[number] is not None]
-            self.call("take_gradients", changed, there)
+            self.call(Rank.take_gradients, changed, there)
         self._send_seeds()
 
     def _send_seeds(self) -> None:
@@ -255,11 +264,11 @@ class PoolPeers(Peers):
         self._states = list(map(state_of, self.rank.generators))
         moved = {n: state for n, state in enumerate(self._states) if known[n : n + 1] != [state]}
         if moved:
-            self._call_workers("take_generators", moved)
+            self.call(Rank.take_generators, moved)
 
     def _send_values(self, numbers: list[int]) -> None:
         if numbers:
-            self.call("take_values", numbers)
+            self.call(Rank.take_values, numbers)
 
     def _assigned(self) -> list[int]:
         tensors = self.rank.tensors
@@ -324,11 +333,12 @@ class PoolPeers(Peers):
                 checksum(tensor) if is_known else None
                 for tensor, is_known in zip(tensors, known, strict=True)
             ]
-            differ = sorted({n for answer in self._ask_workers("differing", sums) for n in answer})
+            differ = self._differing(sums)
             if not differ:
                 return
-            mine, bounds = self.rank.sketched(differ), bounds_for(self._model, ())
-            for rank, theirs in enumerate(self._ask_workers("sketched", differ), 1):
+            mine, *every = self.ask(Rank.sketched, differ)
+            bounds = bounds_for(self._model, ())
+            for rank, theirs in enumerate(every, 1):
                 found = difference(mine, [theirs], 1, bounds)
                 if found is not None:
                     path = paths[id(tensors[int(found.name)])]
@@ -348,21 +358,15 @@ class PoolPeers(Peers):
             self._compare_all(dumped())
             self.rank.shards.send()
 
-    @uninterrupted
-    def gathered(self, part: Any) -> tuple[Any, bool]:
-        """Return the parts of all processes; see `Remote`."""
-        number = self.number_of(part)
-        with self.connected():
-            return self.call("gather_part", number), self.rank.shards.is_written(part)
+    @contextmanager
+    def _used_by_all(self, part: Any, use: str) -> Iterator[int]:
+        """Connect the ranks inside the context, and yield the number of a part; see `Peers`.
 
-    @uninterrupted
-    def scatter(self, part: Any, whole: Any) -> None:
-        """Give each process its part of a whole value; see `Remote`."""
+        Signals wait: an exception within a call ends the other processes, and their parts.
+        """
         number = self.number_of(part)
-        with self.connected():
-            self._call_workers("scatter_part", number)
-            self.rank.scatter_part(part, whole)
-            self.rank.shards.note([part])
+        with HeldSignals(), self.connected():
+            yield number
 
     def number_of(self, part: Any) -> int:
         """Return the number of a part in the processes."""

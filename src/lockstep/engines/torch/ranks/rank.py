@@ -1,9 +1,9 @@
 """One model on one device: what each of its processes runs, alike in all of them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 import torch
 
@@ -35,12 +35,50 @@ RankPlan = tuple[tuple[int, ...], tuple[int, ...], bool, int | None]
 whether losses and metrics may take the rows of each rank, and the micro-batch size."""
 
 
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
+
+
+class Call(Generic[Arguments, Answer]):
+    """A method of `Rank` that all ranks run at a time; see `Peers.call`.
+
+    The one answer is that of this process. Arguments by name stay in this process.
+    """
+
+    has_batch = False
+    is_answered = False
+
+    def __init__(self, method: Callable[Concatenate[Any, Arguments], Answer]) -> None:
+        self.method = method
+
+    @overload
+    def __get__(self, rank: None, kind: Any) -> Self: ...
+
+    @overload
+    def __get__(self, rank: Any, kind: Any) -> Callable[Arguments, Answer]: ...
+
+    def __get__(self, rank: Any, kind: Any) -> Any:
+        return self if rank is None else partial(self.method, rank)
+
+
+class CallOnBatch(Call[Arguments, Answer]):
+    """A call whose first argument is a batch. All processes of a pool read it in one memory."""
+
+    has_batch = True
+
+
+class Question(Call[Arguments, Answer]):
+    """A call whose answers are those of all ranks, in their order; see `Peers.ask`."""
+
+    is_answered = True
+
+
 class Rank:
     """One model on the device of this process.
 
-    Each process of the model has one. A method that exchanges tensors runs in all of them at a
-    time: a message of the first process starts it in the workers of a pool, the script itself in
-    the processes of a launcher.
+    Each process of the model has one. A method that is a `Call` runs in all of them at a time: a
+    message of the first process starts it in the workers of a pool, the script itself in the
+    processes of a launcher. This is the only list of the calls.
 
     Args:
         model: The model.
@@ -96,6 +134,7 @@ class Rank:
         self._undo = Undo(_changed_by_steps(self.model))
         self.take_plan(((), (), self.losses.by_rows, None))
 
+    @Call
     def take_plan(self, plan: RankPlan) -> None:
         """Let layers and losses run so from now on."""
         proven, distrusted, losses_by_rows, micro_batch_size = plan
@@ -106,6 +145,7 @@ class Rank:
 
     # ------------------------------------------------------------ steps
 
+    @CallOnBatch
     def step(self, batch: Any, kind: str, training: bool, rows: int, draws: Draws) -> Any:
         """Run one step, and return the logs or predictions, which are those of every rank.
 
@@ -125,6 +165,7 @@ class Rank:
         self.metrics_have_drawn = replica.metrics_have_drawn
         return result
 
+    @CallOnBatch
     def recorded(self, batch: Any, kind: str, training: bool, rows: int, draws: Draws) -> Recording:
         """Run one step without an update, and return what this rank has computed."""
         with self._replica(training, rows, draws) as replica:
@@ -148,12 +189,14 @@ class Rank:
         self._recording = recording
         return recording
 
+    @Question
     def sketches(self) -> Sketches:
         """Return what the last step without an update has computed."""
         assert self._recording is not None, "there was such a step"
         found, self._recording = self._recording.sketches(), None
         return found
 
+    @CallOnBatch
     def whole_step(self, batch: Any, kind: str, training: bool, state: Any, distrusted: Any) -> Any:
         """Run one step on the whole batch, and return the logs; see `WholeBatchSteps`.
 
@@ -174,10 +217,12 @@ class Rank:
         self._numbers = numbers_in(logs, self.model)
         return logs
 
+    @Question
     def numbers(self) -> dict[str, float]:
         """Return the numbers among the logs of the last step on the whole batch."""
         return self._numbers
 
+    @CallOnBatch
     def recorded_whole_step(
         self, batch: Any, kind: str, training: bool, state: Any, distrusted: Any
     ) -> Recording:
@@ -257,10 +302,12 @@ class Rank:
 
     # ------------------------------------------------------------ values
 
+    @Call
     def take_values(self, numbers: list[int]) -> None:
         """Take the values that the first rank has of some tensors."""
         self._connected().broadcast_in_place([self.tensors[number] for number in numbers])
 
+    @Call
     def take_gradients(self, changed: list[int], there: list[int]) -> None:
         """Take the gradients that the first rank has of some tensors: of those that are there."""
         for number in changed if self._connected().rank else ():
@@ -268,32 +315,46 @@ class Rank:
             tensor.grad = torch.empty_like(tensor) if number in there else None
         self._connected().broadcast_in_place([self.tensors[number].grad for number in there])
 
+    @Call
     def take_generators(self, states: dict[int, bytes]) -> None:
-        """Take the states of some generators."""
-        for number, state in states.items():
+        """Take the states that the first rank has of some generators."""
+        for number, state in states.items() if self._connected().rank else ():
             set_state(self.generators[number], state)
 
+    @Question
     def differing(self, sums: list[int | None]) -> list[int]:
-        """Return the numbers of the tensors that have another checksum, where one is given."""
+        """Return the numbers of the tensors whose checksum is not that of the first rank.
+
+        Args:
+            sums: The checksum of each tensor there, `None` for one that is not compared.
+        """
+        if not self._connected().rank:
+            return []
         return [
             number
             for number, (tensor, expected) in enumerate(zip(self.tensors, sums, strict=True))
             if expected is not None and checksum(tensor) != expected
         ]
 
+    @Question
     def sketched(self, numbers: list[int]) -> Sketches:
         """Return sketches of some tensors, by their numbers."""
         return sketched(self.tensors, numbers)
 
+    @Call
     def gather_part(self, part: Any) -> Any:
         """Return the parts that all ranks have of a variable, joined.
 
         Args:
             part: The part of this rank, or its number in `tensors`.
         """
+        group = self._connected()
         part = self.tensors[part] if isinstance(part, int) else part
-        return self._connected().gather(part, [len(part)] * self._connected().size)
+        flat = group.gather(part, [len(part)] * group.size)
+        group.check()
+        return flat
 
+    @Call
     def scatter_part(self, part: Any, whole: Any = None) -> None:
         """Take the part of this rank of the whole value that the first rank has.
 
@@ -310,6 +371,7 @@ class Rank:
             else:
                 flat = self.shards.padded(whole, size)
             group.broadcast_in_place([flat])
+            group.check()
             part.copy_(flat[group.rank * size :][:size])
 
 

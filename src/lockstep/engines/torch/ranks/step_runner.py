@@ -11,7 +11,7 @@ import torch
 from lockstep.core.state import variables_of
 from lockstep.engines.replicas.first_step import Recording, Sketches
 from lockstep.engines.torch.ranks.peers import Peers, check_parts, uninterrupted
-from lockstep.engines.torch.ranks.rank import RankPlan
+from lockstep.engines.torch.ranks.rank import Answer, Call, Rank, RankPlan
 from lockstep.engines.torch.same_code.model_pickle import Dumped, dump
 from lockstep.engines.torch.sharded.sharded_updates import check_optimizers
 from lockstep.engines.torch.sharded.sharded_variables import (
@@ -135,9 +135,7 @@ class StepRunner:
         with self._of_equal_ranks("step", kind, data, plan) as form:
             draws = self._draws_of(kind)
             with self.peers.compared(form):
-                result = self.peers.call(
-                    "step", kind, self._model.training, rows, draws, batch=data
-                )
+                result = self.peers.call(Rank.step, data, kind, self._model.training, rows, draws)
             self._trained |= kind == "train"
             self.peers.note_step()
             if not (rank.draws_together or self.peers.in_script):
@@ -168,9 +166,9 @@ class StepRunner:
             self.peers.compared(form),
         ):
             recording = self.peers.call(
-                "recorded", kind, self._model.training, rows, draws, batch=data
+                Rank.recorded, data, kind, self._model.training, rows, draws
             )
-            found = self.peers.ask("sketches")
+            found = self.peers.ask(Rank.sketches)
         self.peers.note_values(changes=True)
         self.unchecked = True  # workers have moving means of that step
         return recording, found
@@ -197,8 +195,8 @@ class StepRunner:
         try:
             with self.peers.connected():
                 self._trained |= kind == "train"
-                result = self._on_whole_batch("whole_step", kind, batch)
-                self._check_logs(*self.peers.ask("numbers"))
+                result = self._on_whole_batch(Rank.whole_step, kind, batch)
+                self._check_logs(*self.peers.ask(Rank.numbers))
                 self.peers.note_step(by_own_code=True)
         except WorkerDied as error:
             error.add_note(
@@ -210,16 +208,18 @@ class StepRunner:
     def recorded_on_whole_batch(self, kind: str, batch: Any) -> Recording:
         """Run one step on the whole batch on every device without an update."""
         with self.peers.connected():
-            recording: Recording = self._on_whole_batch("recorded_whole_step", kind, batch)
+            recording = self._on_whole_batch(Rank.recorded_whole_step, kind, batch)
         self.unchecked = True
         return recording
 
-    def _on_whole_batch(self, method: str, kind: str, batch: Any) -> Any:
+    def _on_whole_batch(
+        self, step: Call[[Any, str, bool, Any, Any], Answer], kind: str, batch: Any
+    ) -> Answer:
         self._make_equal()
         self.peers.share_code_state()
         training, distrusted = self._model.training, list(self.whole_batch.distrusted)
-        with self.peers.compared((method, kind, training, form_of_rows(batch))):
-            return self.peers.call(method, kind, training, random_state(), distrusted, batch=batch)
+        with self.peers.compared((step, kind, training, form_of_rows(batch))):
+            return self.peers.call(step, batch, kind, training, random_state(), distrusted)
 
     def _check_logs(self, mine: dict[str, float], *every: dict[str, float]) -> None:
         sizes = {SUM_OF_WEIGHTS: size_of_weights(self._model)}

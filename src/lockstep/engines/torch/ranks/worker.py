@@ -115,21 +115,22 @@ class _Worker:
         name, content = message
         getattr(self, f"_{name}")(*content)
 
-    def _call(self, key: int, method: str, arguments: tuple[Any, ...], batch: Any) -> None:
-        """Call a method of the rank of a model, as rank 0 does.
+    def _call(self, key: int, method: str, arguments: tuple[Any, ...]) -> None:
+        """Run a `Call` in the rank of a model, as rank 0 does, and send the answer if it has one.
 
         The casts of autocast are cleared first: the caller may have entered a new context.
         """
         import torch
 
         torch.clear_autocast_cache()
-        if batch is not None:
-            arguments = (self._memory.read(batch), *arguments)
-        getattr(self._ranks[key], method)(*arguments)
-
-    def _ask(self, key: int, method: str, arguments: tuple[Any, ...]) -> None:
-        """Send what a method of the rank of a model returns."""
-        self._answer(method, getattr(self._ranks[key], method)(*arguments))
+        rank = self._ranks[key]
+        call = getattr(type(rank), method)
+        if call.has_batch:
+            written, *others = arguments
+            arguments = (self._memory.read(written), *others)
+        answer = call.method(rank, *arguments)
+        if call.is_answered:
+            self._answer(method, answer)
 
     def _model(self, key: int, data: bytes, draws_together: bool, kept: dict[int, int]) -> None:
         """Take a model, with the parts of variables that the one before has, by their numbers."""

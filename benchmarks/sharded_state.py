@@ -125,7 +125,7 @@ def peak_of_passes(model, batch):
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from lockstep.core.state import variables_of
-    from lockstep.engines.torch import steps
+    from lockstep.engines.torch.steps import steps
     from lockstep.keras_compat import stored_value
 
     on_gpu = stored_value(model.variables[0]).is_cuda

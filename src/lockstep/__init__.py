@@ -4,9 +4,9 @@ import os as _os
 import typing as _typing
 
 from lockstep import errors as errors
-from lockstep.branches import on as on
-from lockstep.branches import place as place
-from lockstep.branches import placement as placement
+from lockstep.branches.placing import on as on
+from lockstep.branches.placing import place as place
+from lockstep.branches.placing import placement as placement
 from lockstep.core.package_versions import __version__ as __version__
 from lockstep.core.status import report_from_environment as _report_from_environment
 from lockstep.distribute import devices as devices

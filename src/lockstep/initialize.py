@@ -5,10 +5,10 @@ import os
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING
 
+from lockstep import ray_train
 from lockstep.core.environment import ALONE, Place, find_place
 from lockstep.engines import current_engine
 from lockstep.errors import ProcessesDisagree
-from lockstep.processes import ray_train
 from lockstep.rehearsal import choose_backend
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def join_at_first_use(environ: MutableMapping[str, str]) -> None:
         return
     backend = choose_backend(environ)[0] if place.size > 1 else None
     if backend == "torch":
-        from lockstep.engines.torch import accelerators
+        from lockstep.engines.torch.exchange import accelerators
 
         accelerators.take_own(place, environ)
     if backend != "jax":

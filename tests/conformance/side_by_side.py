@@ -148,7 +148,7 @@ def outcome(call):
             found = call()
         except Exception as error:
             found = f"{type(error).__name__}: {error}"
-    # From JAX 0.11.1 on, the first build of Keras warns of the types of the data; lockstep's does not.
+    # From JAX 0.11.1 on, Keras's first build warns of the types of the data; lockstep's does not.
     texts = [str(warning.message) for warning in given]
     return found, [text for text in texts if "requested in ShapeDtypeStruct is not" not in text]
 

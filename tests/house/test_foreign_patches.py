@@ -9,9 +9,12 @@ from tests.house.test_house import FILES, SOURCE
 from tests.processes.common import python
 
 NO_PATCHES = {
-    "engines/torch/model_copy.py: _fill",  # a cell of its own copy of a function
+    "engines/torch/same_code/model_copy.py: _fill",  # a cell of its own copy of a function
     # public settings, torch.backends
-    *("engines/torch/settings.py: apply_settings", "engines/torch/settings.py: _set_precision"),
+    *(
+        "engines/torch/same_code/settings.py: apply_settings",
+        "engines/torch/same_code/settings.py: _set_precision",
+    ),
 }
 
 

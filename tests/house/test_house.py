@@ -20,11 +20,7 @@ from tests.processes.common import python
 SOURCE = Path(lockstep.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 COMPAT = sorted((SOURCE / "keras_compat").glob("*.py"))
-LONG = {
-    "engines/jax/session.py",
-    "engines/rowwise/follower.py",
-    "engines/torch/sharded_variables.py",
-}
+LONG = {"engines/jax/session.py", "engines/rowwise/follower.py"}
 """Files that are still to be cut."""
 FRAMEWORKS = {"jax", "tensorflow", "torch"}
 
@@ -37,7 +33,7 @@ LAYERS = [
     {"training"},
     {"attach"},
     {"engines"},
-    {"initialize", "rehearsal"},
+    {"initialize", "ray_train", "rehearsal"},
     {"distribute"},
     {"branches"},
     {"launch"},
@@ -46,6 +42,21 @@ LAYERS = [
     {"cli", "__init__", "__main__"},
 ]
 """What may import what: only from the same line or one above."""
+
+ROOMS = [
+    "torch_compat",
+    "exchange",
+    "sharded",
+    "same_code",
+    "steps",
+    "first_step",
+    "ranks",
+    "session",
+    "branches",
+    "devices",
+    "engine",
+]
+"""The folders and files on the first level of the PyTorch engine, likewise."""
 
 
 def test_importing_lockstep_imports_no_framework():
@@ -138,6 +149,23 @@ def test_imports_go_down_only():
                 target = name.split(".")[1]
                 if target in height:  # a module, and no name out of the package itself
                     assert height[target] <= height[place], f"{path}: {name}"
+
+
+def test_the_rooms_of_an_engine_import_one_another_downwards_only():
+    engine = SOURCE / "engines" / "torch"
+    rooms = {path.stem for path in engine.glob("*") if not path.stem.startswith("__")}
+    assert rooms == set(ROOMS), "every room has its place in ROOMS"
+    assert len(list(engine.glob("*.py"))) == 5, "with __init__.py"
+    seen = set()
+    for path in engine.rglob("*.py"):
+        room = path.relative_to(engine).parts[0].removesuffix(".py")
+        for name in _imports(path):
+            _, inside, rest = name.partition("lockstep.engines.torch.")
+            target = rest.split(".")[0]
+            if inside and target != room:
+                seen.add((room, target))
+                assert ROOMS.index(target) < ROOMS.index(room), f"{path}: {name}"
+    assert ("ranks", "steps") in seen, "imports are seen"
 
 
 def test_no_module_imports_itself_through_others():

@@ -9,9 +9,9 @@ import keras
 import numpy as np
 import pytest
 
+from lockstep import ray_train
 from lockstep.errors import ProcessesDisagree
 from lockstep.initialize import place_of_this_process
-from lockstep.processes import ray_train
 from tests.launch.test_training import assert_one_set, assert_trained, truth  # noqa: F401
 from tests.launch.two_ray_nodes import SOON, Cluster, clean_environment
 

@@ -18,7 +18,7 @@ import torch
 
 import lockstep
 import tests.torch.double  # noqa: F401  (double precision)
-from lockstep.engines.torch.sharded_variables import ShardedVariable
+from lockstep.engines.torch.sharded.sharded_variables import ShardedVariable
 from lockstep.errors import LockstepError
 from lockstep.keras_compat import stored_value
 from lockstep.processes.coordination import patience

@@ -125,7 +125,7 @@ class _Nccl:
     made: ClassVar = []
 
     def __init__(self, store, rank, size, most):
-        from lockstep.engines.torch.group import _gloo
+        from lockstep.engines.torch.exchange.group import _gloo
 
         self._gloo, self._aborted = _gloo(store, rank, size, most, local=True), threading.Event()
         self._waiting = []
@@ -209,7 +209,7 @@ class _Work:
 
 def _gpus():
 
-    from lockstep.engines.torch import accelerators
+    from lockstep.engines.torch.exchange import accelerators
 
     accelerators.cuda = _Cuda()
     accelerators.KIND = "cpu" if accelerators.cuda.is_available() else "cuda"
@@ -219,13 +219,13 @@ def _gpus():
 
 
 def _exchanges():
-    from lockstep.engines.torch import group
+    from lockstep.engines.torch.exchange import group
 
     group._nccl = _Nccl
 
 
 AFTER = {
     "torch": _backward_in_its_thread,
-    "lockstep.engines.torch.accelerators": _gpus,
-    "lockstep.engines.torch.group": _exchanges,
+    "lockstep.engines.torch.exchange.accelerators": _gpus,
+    "lockstep.engines.torch.exchange.group": _exchanges,
 }

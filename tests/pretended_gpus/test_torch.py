@@ -38,7 +38,7 @@ def test_a_process_of_torchrun_builds_its_model_on_its_own_gpu():
     """All processes of a host built it on the first GPU, where the script builds it first."""
     script = """
 import json, lockstep
-from lockstep.engines.torch import accelerators
+from lockstep.engines.torch.exchange import accelerators
 print(json.dumps(accelerators.cuda.current_device()))
 """
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -176,7 +176,7 @@ def test_a_gpu_is_not_shared_by_an_old_nccl():
 
 
 NOT_REACHED = {
-    "engines/torch/settings.py checksum": "the tensors of a pretended GPU are on the CPU",
+    "engines/torch/same_code/settings.py checksum": "the tensors of a pretended GPU are on the CPU",
 }
 """Where conditions are that no program here reaches, and why."""
 

@@ -141,8 +141,8 @@ def everything_proven():
 
 PLACES_OF_PROOFS = {
     "torch": {
-        "torch.row_proofs.refused": {},
-        "torch.whole_batch_steps._refused": None,
+        "torch.first_step.row_proofs.refused": {},
+        "torch.steps.whole_batch_steps._refused": None,
     },
     "tensorflow": {
         "tensorflow.steps.refused": {},

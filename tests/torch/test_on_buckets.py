@@ -4,8 +4,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lockstep.engines.torch import group
-from lockstep.engines.torch.group import RankGroup, summed_gradients
+from lockstep.engines.torch.exchange import group
+from lockstep.engines.torch.exchange.group import RankGroup, summed_gradients
 
 
 class TwoAlike:

@@ -17,7 +17,8 @@ import torch
 from keras import layers
 
 import lockstep
-from lockstep.engines.torch import pool, steps
+from lockstep.engines.torch.ranks import pool
+from lockstep.engines.torch.steps import steps
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel, WorkerDied
 from tests.tiers import further
 from tests.torch.agreement import assert_equal, both, values
@@ -80,7 +81,7 @@ def workers(parent):
             started_by = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
         except (OSError, IndexError):
             continue
-        if started_by == parent and b"lockstep.engines.torch.worker" in command:
+        if started_by == parent and b"lockstep.engines.torch.ranks.worker" in command:
             found.append(int(folder.name))
     return found
 

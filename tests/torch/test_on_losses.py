@@ -6,7 +6,7 @@ import pytest
 from keras import layers, losses, ops
 
 import lockstep
-from lockstep.engines.torch.group import RankGroup
+from lockstep.engines.torch.exchange.group import RankGroup
 from lockstep.errors import UnsplitBatchWarning
 from tests.replicas.losses_by_rows import *  # noqa: F403
 from tests.replicas.losses_by_rows import ROWS, WORDS, gathered, leaves, steps_model, words
@@ -54,7 +54,7 @@ def test_a_process_receives_numbers_for_each_step_and_no_logits(devices, bytes_g
 
 
 def test_a_metric_that_needs_all_outputs_says_so_once(monkeypatch, bytes_gathered):
-    monkeypatch.setattr("lockstep.engines.torch.loss_sharding._LARGE", 2**10)
+    monkeypatch.setattr("lockstep.engines.torch.steps.loss_sharding._LARGE", 2**10)
 
     class Largest(keras.metrics.Metric):
         def __init__(self):
@@ -201,7 +201,7 @@ def test_what_rows_are_asked():
     """Code of Keras sees the form of the global batch; values are gathered when they are read."""
     import torch
 
-    from lockstep.engines.torch.rows import leave
+    from lockstep.engines.torch.steps.rows import leave
 
     replica = Shard()
     own = torch.arange(6.0).reshape(2, 3).requires_grad_()

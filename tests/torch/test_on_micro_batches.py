@@ -12,7 +12,7 @@ from keras import layers, ops
 
 import lockstep
 from lockstep.attach.attachment import session_of
-from lockstep.engines.torch import steps
+from lockstep.engines.torch.steps import steps
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import added_losses
 from tests.conformance.test_micro_batches import Own, Stop

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.attach.attachment import attachment_of
-from lockstep.engines.torch import whole_batch_steps
+from lockstep.engines.torch.steps import whole_batch_steps
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel, WorkerDied
 from tests.torch.agreement import assert_equal, both
 

@@ -4,9 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.engines.torch import accelerators, placement
-from lockstep.engines.torch.placement import check_placement, copies_on, torch_device_of
-from lockstep.engines.torch.settings import apply_settings, current_settings, full_precision
+from lockstep.engines.torch.exchange import accelerators, placement
+from lockstep.engines.torch.exchange.placement import check_placement, copies_on, torch_device_of
+from lockstep.engines.torch.same_code.settings import (
+    apply_settings,
+    current_settings,
+    full_precision,
+)
 from lockstep.errors import DeviceError, UnsupportedBackend
 from tests.processes.common import python
 
@@ -45,7 +49,7 @@ def test_a_worker_imports_no_other_framework_with_keras():
     """They were most of the time in which a worker starts."""
     script = (
         "import sys\n"
-        "from lockstep.engines.torch.worker import import_keras\n"
+        "from lockstep.engines.torch.ranks.worker import import_keras\n"
         "import_keras()\n"
         "names = ('jax', 'sklearn', 'tensorflow', 'pandas', 'matplotlib')\n"
         "print([name for name in names if name in sys.modules])\n"

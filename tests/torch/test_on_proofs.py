@@ -11,7 +11,8 @@ from keras import layers, ops
 
 import lockstep
 from lockstep.engines.replicas import rows_of_losses
-from lockstep.engines.torch import row_proofs, step_plans
+from lockstep.engines.torch.first_step import row_proofs
+from lockstep.engines.torch.ranks import step_plans
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from tests.tiers import every, further, rest
 from tests.torch.agreement import assert_equal, both

@@ -13,9 +13,9 @@ from keras import layers, ops
 from numpy.random import random_sample
 
 import lockstep
-from lockstep.engines.torch import pool
-from lockstep.engines.torch.generators import set_state, state_of
-from lockstep.engines.torch.replica import RandomStreams
+from lockstep.engines.torch.ranks import pool
+from lockstep.engines.torch.same_code.generators import set_state, state_of
+from lockstep.engines.torch.steps.replica import RandomStreams
 from lockstep.errors import ProcessesDisagree
 from tests.tiers import further
 from tests.torch.agreement import assert_equal, both

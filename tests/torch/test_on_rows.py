@@ -7,7 +7,7 @@ import torch
 from keras import layers, ops
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.engines.torch.group import RankGroup
+from lockstep.engines.torch.exchange.group import RankGroup
 from lockstep.errors import UnsupportedModel
 from tests.torch.agreement import assert_equal, both
 

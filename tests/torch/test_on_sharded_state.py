@@ -19,9 +19,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import lockstep
-from lockstep.engines.torch import pool
-from lockstep.engines.torch.pool_peers import PoolPeers
-from lockstep.engines.torch.sharded_variables import ShardedVariable, Shards, is_sharded
+from lockstep.engines.torch.ranks import pool
+from lockstep.engines.torch.ranks.pool_peers import PoolPeers
+from lockstep.engines.torch.sharded.sharded_variables import ShardedVariable, Shards, is_sharded
 from lockstep.errors import LayoutConflict, UnsupportedModel, WorkerDied
 from lockstep.keras_compat import stored_value
 from tests.processes.common import script

@@ -11,7 +11,9 @@ import pytest
 from keras import layers
 
 import lockstep
-from lockstep.engines.torch import code_state, group, pool
+from lockstep.engines.torch.exchange import group
+from lockstep.engines.torch.ranks import pool
+from lockstep.engines.torch.same_code import code_state
 
 SOURCE = str(Path(lockstep.__file__).parent)
 

@@ -8,7 +8,7 @@ import pytest
 from keras import layers
 
 import lockstep
-from lockstep.engines.torch import pool
+from lockstep.engines.torch.ranks import pool
 from tests.tiers import every
 from tests.torch.agreement import assert_equal, both, values
 
@@ -20,7 +20,7 @@ FAULTY = """\
 import json, os, sys
 options = json.loads(sys.argv[1])
 sys.path[:] = options.pop("path")
-from lockstep.engines.torch import worker
+from lockstep.engines.torch.ranks import worker
 message, rank = {fault!r}
 plain = worker._Worker.follow
 

@@ -13,9 +13,10 @@ from typing import Any
 import keras
 import numpy as np
 
+from lockstep.attach.atomic_save import SAVING, atomic_saves
+from lockstep.attach.out_of_memory import has_note, is_out_of_memory, note_of
 from lockstep.checkpoint.callback import checkpoint_among
 from lockstep.core import micro_batches
-from lockstep.core.atomic_save import SAVING, atomic_saves
 from lockstep.core.engine import KINDS, Engine, Kind, Methods, Session
 from lockstep.core.fit_lines import (
     Given,
@@ -25,7 +26,6 @@ from lockstep.core.fit_lines import (
     wants_words,
 )
 from lockstep.core.layout import Branches, DataParallel, Layout, both_layouts
-from lockstep.core.out_of_memory import has_note, is_out_of_memory, note_of
 from lockstep.core.state import named_variables, optimizers_of, rnn_states
 from lockstep.core.step_bytes import size_of
 from lockstep.errors import UnsupportedBackend, UnsupportedModel

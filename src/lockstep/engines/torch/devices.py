@@ -8,9 +8,8 @@ import torch
 from lockstep.core.devices import Device, check_visible, rehearsed_devices
 from lockstep.core.rehearsal_error import rehearsal_too_late
 from lockstep.core.shared_gpu import check_one_gpu, shares_of_gpu
-from lockstep.engines.torch.accelerators import is_gpu, listed, name_of, summed
-from lockstep.engines.torch.launcher_group import TorchGroup
-from lockstep.engines.torch.placement import keras_uses_gpus, torch_device_of
+from lockstep.engines.torch.exchange.accelerators import is_gpu, listed, summed
+from lockstep.engines.torch.exchange.placement import keras_uses_gpus, torch_device_of
 
 _rehearsed: int | None = None
 
@@ -37,13 +36,6 @@ def list_devices() -> tuple[Device, ...]:
     here = (*gpus, Device("cpu:0", "cpu"))
     check_visible(here if shares is None else gpus[:1], os.environ)
     return here
-
-
-def of_all(group: TorchGroup) -> tuple[Device, ...]:
-    """Return the devices of joined processes: one of each, by its rank."""
-    on_gpus = is_gpu(group.device)
-    platform, name = ("gpu", name_of(group.device)) if on_gpus else ("cpu", "cpu")
-    return tuple(Device(f"{platform}:{rank}", name) for rank in range(group.size))
 
 
 def rehearsed() -> int | None:

@@ -9,11 +9,11 @@ from lockstep.core.environment import Place
 from lockstep.core.layout import Branches, Layout
 from lockstep.engines.torch import devices as torch_devices
 from lockstep.engines.torch.branches.branch_session import BranchSession
-from lockstep.engines.torch.launcher_group import join, joined
-from lockstep.engines.torch.probe import TorchProbe
-from lockstep.engines.torch.session import TorchSession
-from lockstep.engines.torch.sharded_variables import made_on_host, to_shard
-from lockstep.engines.torch.split_session import SplitSession
+from lockstep.engines.torch.first_step.probe import TorchProbe
+from lockstep.engines.torch.ranks.launcher_group import devices_of_all, join, joined
+from lockstep.engines.torch.session import SplitSession, TorchSession
+from lockstep.engines.torch.sharded.sharded_variables import made_on_host
+from lockstep.engines.torch.sharded.to_shard import to_shard
 
 
 class TorchEngine(Engine):
@@ -24,7 +24,7 @@ class TorchEngine(Engine):
     def devices(self) -> tuple[Device, ...]:
         """Return the devices of PyTorch, accelerators first; of joined processes one of each."""
         group = joined()
-        return torch_devices.list_devices() if group is None else torch_devices.of_all(group)
+        return torch_devices.list_devices() if group is None else devices_of_all(group)
 
     def rehearse(self, devices: int) -> None:
         """Make `devices` virtual CPU devices and hide accelerators."""

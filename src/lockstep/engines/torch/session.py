@@ -1,7 +1,7 @@
 """One model on PyTorch devices: its step functions, and what the loop needs of it."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,26 +10,66 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lockstep.attach.holders import check_shared
+from lockstep.attach.holders import check_shared, holders_of
 from lockstep.checkpoint.data_position import recorded_type
-from lockstep.core.engine import PREDICT, TRAIN, Execute, Kind, Session, Snapshot
-from lockstep.core.layout import Layout
-from lockstep.core.state import named_variables, optimizers_of, variables_of
+from lockstep.core.engine import (
+    PREDICT,
+    TRAIN,
+    Execute,
+    Guard,
+    Home,
+    Kind,
+    Methods,
+    Session,
+    Snapshot,
+)
+from lockstep.core.fit_lines import sharded_words
+from lockstep.core.layout import DataParallel, Layout
+from lockstep.core.left_out import LeftOutUsed
+from lockstep.core.state import bytes_of, named_variables, optimizers_of, variables_of
 from lockstep.core.status import STATUS_OF_PROCESS
-from lockstep.engines.torch.layers import copied_states
-from lockstep.engines.torch.sharded_variables import is_sharded, parts_for_pytorch
+from lockstep.engines.replicas.first_step import (
+    is_checked,
+)
+from lockstep.engines.torch.exchange.placement import (
+    copies,
+    move_model,
+    torch_device_of,
+    version_of,
+)
+from lockstep.engines.torch.ranks.launcher_group import joined
+from lockstep.engines.torch.ranks.launcher_peers import LauncherPeers
+from lockstep.engines.torch.ranks.peers import NoPeers, Peers
+from lockstep.engines.torch.ranks.pool import Lease
+from lockstep.engines.torch.ranks.pool_peers import PoolPeers
+from lockstep.engines.torch.ranks.step_plans import BUILDS, BY_ROWS, ON_WHOLE_BATCH, StepPlans
+from lockstep.engines.torch.ranks.step_runner import StepRunner
+from lockstep.engines.torch.sharded.sharded_variables import (
+    is_sharded,
+    made_on_host,
+    parts_for_pytorch,
+)
+from lockstep.engines.torch.steps.layers import copied_states
+from lockstep.engines.torch.steps.loss_sharding import LossSharding
+from lockstep.engines.torch.steps.replica import OtherRows
+from lockstep.engines.torch.steps.split_checks import rows_of, unpacked, why_custom
 from lockstep.errors import (
     LayoutConflict,
     UnsupportedBackend,
     UnsupportedModel,
+    counted,
 )
 from lockstep.keras_compat import (
     backend_iterator,
     build_on_first_batch,
+    is_built,
     layers_in,
+    number_of_rows,
     stored_value,
     wrapped_by_keras,
 )
+from lockstep.processes.agreement import DataCheck
+from lockstep.training.callbacks import may_write_between_steps
 from lockstep.training.input import HostIterator, drawn
 
 
@@ -194,13 +234,6 @@ def _check_state(model: Any) -> None:
         )
 
 
-def copies(nest: Any) -> Any:
-    """Copy the tensors of a batch, or of logs: a metric may return that of its variable."""
-    return keras.tree.map_structure(
-        lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, nest
-    )
-
-
 def as_tensors(nest: Any) -> Any:
     """Convert arrays of the host, as Keras's `DataLoader` does."""
     if type(nest) is tuple and all(type(leaf) is torch.Tensor for leaf in nest):
@@ -232,3 +265,309 @@ def check_reduced_once(model: Any) -> None:
             "Several devices were asked for on 'torch', and a keras.distribution is set, which "
             "would reduce gradients too.\nCall keras.distribution.set_distribution(None) first."
         )
+
+
+Plain = Callable[[Any], Any]
+"""Runs a step of Keras in this process, on a list of batches."""
+
+
+class SplitSession(TorchSession):
+    """One model on several devices, or on one: each process has a rank; see `Session`."""
+
+    def __init__(self, model: Any, layout: Layout) -> None:
+        super().__init__(model, layout)
+        self._peers = _peers_of(model, self.devices)
+        self._peers.check_devices(self.devices)
+        self._runner = StepRunner(self._peers)
+        self._splits = len(self.devices) > 1 or layout.micro_batch_size is not None
+        self._autocast = _AutocastCheck(model, self._peers.rank.device)
+        if isinstance(layout, DataParallel) and layout.same_random_numbers:
+            self.draw_together()
+        self._plans = StepPlans(model, self._runner, layout, partial(self._adopt, first=False))
+
+    # ------------------------------------------------------------ on and off the devices
+
+    def open(self) -> None:
+        """Start the other processes, and move the variables to the device of this one."""
+        self._peers.start()
+        move_model(self.model, self._peers.rank.device)
+        self._adopt(first=True)
+
+    def close(self) -> None:
+        """Undo `open`, even if it failed halfway."""
+        shards = self._runner.shards
+        for variable in shards.variables:
+            holders_of(variable).discard(self)
+        self._runner.bring_home(shards.variables)
+        self._peers.end()
+
+    def _adopt(self, first: bool) -> None:
+        """Compare new variables with those of the other processes, or shard them."""
+        self._runner.leave_host(sharded=self.layout.is_sharded)
+        self._peers.adopt(first=first)
+        if self.layout.is_sharded and is_built(self.model):
+            self._lay_out()
+
+    def _lay_out(self) -> None:
+        self._runner.lay_out()
+        for variable in self._runner.shards.variables:
+            holders_of(variable).add(self)
+
+    def home(self, variable: Any) -> Home:
+        """Return where a variable of the model is. One in shards belongs to one model."""
+        shards = len(self.devices) if is_sharded(variable) else 1
+        return Home(self if self.layout.is_sharded else None, shards)
+
+    def methods(self, methods: Methods, guarded: Guard) -> Methods:
+        """Return the methods of all engines, and those of several processes."""
+        if self.layout.is_sharded and hasattr(self.model, "export"):
+            methods["export"] = self._no_export
+        return self._peers.methods(methods, is_sharded=self.layout.is_sharded)
+
+    def _no_export(self, *args: Any, **kwargs: Any) -> None:
+        raise UnsupportedModel(
+            f"{self.model.name!r} was to be exported, and each process has a part of its "
+            "variables.\nAn exported program has all of them.\n"
+            "Call lockstep.release(model) first, or save the model, and export the loaded one."
+        )
+
+    def remarks(self) -> str:
+        """Return the end of the line that `fit` prints."""
+        line = ""
+        workers = self._peers.to_start()
+        if workers:
+            line += f", starting {counted(workers, 'process')} for the other devices"
+        if self.layout.is_sharded:
+            line += self._sharded_words()
+        ignored = self._splits and self.model.jit_compile
+        line += ", without torch.compile" if ignored else ""
+        draws = any("seed_generator_state" in v.path for v in self.model.non_trainable_variables)
+        if self._splits and draws:
+            apart = "each device" if self.layout.micro_batch_size is None else "each micro-batch"
+            whose = "one device" if self._runner.rank.draws_together else apart
+            line += f", with random numbers of {whose}"
+        return line
+
+    def _build_optimizer(self) -> None:
+        """Build the optimizer of a built model, as a training step would now."""
+        model = self.model
+        if model.optimizer is not None and is_built(model) and not model.optimizer.built:
+            scope = keras.name_scope(model.optimizer.name, caller=model.optimizer)
+            with scope, made_on_host(len(self.devices)):
+                model.optimizer.build(model.trainable_variables)
+
+    def _sharded_words(self) -> str:
+        model = self.model
+        if is_built(model):
+            self._build_optimizer()
+            self._adopt(first=False)
+        sizes = [(v.path, bytes_of(v), self.home(v).shards) for v in variables_of(model)]
+        return sharded_words(sizes, len(self.devices))
+
+    def _made(self, kind: Kind) -> Callable[[Any], Any]:
+        """Make the step function: on several devices, or on one where it cannot be split."""
+        function = super()._made(kind)
+        self._plans.forget(kind.name)
+        return function
+
+    def _step(self, kind: str, plain: Plain, batches: Iterator[Any]) -> Any:
+        batch = self._runner.next_batch(batches)
+        if self._splits:
+            self._autocast.check(kind)
+        result = self._by_route(kind, plain, batch) if self._splits else plain([batch])
+        self._runner.note_values()
+        return result
+
+    def _by_route(self, kind: str, plain: Plain, batch: Any) -> Any:
+        """Run a step on all devices, or on the first one where it cannot be split."""
+        plans, runner, batch = self._plans, self._runner, as_tensors(batch)
+        route = plans.of(kind, batch)
+        try:
+            if route.how == BY_ROWS:
+                data = unpacked(batch)
+                try:
+                    result = runner.step(kind, data, rows_of(data[0])[1], route.plan)
+                except OtherRows as found:
+                    plans.has_other_rows(kind, found)
+                    return plain([batch])
+                plans.ran_by_rows()
+                return result
+            if route.how == ON_WHOLE_BATCH:
+                result = runner.step_on_whole_batch(kind, batch)
+                plans.ran_on_whole_batch(kind, route)
+                return result
+        except LeftOutUsed as used:
+            raise UnsupportedModel(
+                f"A {kind} step of {self.model.name!r} uses {used}.\n"
+                "The processes of its devices cannot do so. Keep it out of the step, or "
+                "call\nlockstep.release(model)."
+            ) from used
+        result = plain([batch])
+        if route.how == BUILDS:
+            plans.built(kind)
+            runner.peers.take_first_values()
+        return result
+
+    def inspect(self, batch: Any) -> Any:
+        """Return layer outputs and gradients of a step, `None` if this process runs it alone."""
+        if len(self.devices) == 1:
+            return None
+        self._runner.has_changed()
+        try:
+            reason, data, rows = self._plans.split("train", batch)
+            if reason is not None:
+                return None
+            return self._runner.step("inspect", data, rows, self._plans.plan(None))
+        except LeftOutUsed:
+            return None
+
+    @property
+    def losses(self) -> LossSharding:
+        """How the losses and metrics of the model are computed."""
+        return self._runner.losses
+
+    def draw_together(self) -> None:
+        """Let every device draw the random numbers of the global batch, as one device does."""
+        self._runner.rank.draws_together = True
+
+    # ------------------------------------------------------------ in a loop
+
+    def batches(self, kind: Kind, *, recorded: bool = False, **data: Any) -> Any:
+        """Return the iterator over the batches; several scripts compare what they draw."""
+        if not self._peers.in_script:
+            return super().batches(kind, recorded=recorded, **data)
+        return recorded_type(kind, ComparedIterator)(**data) if recorded else ComparedLoader(**data)
+
+    def _build_on(self, batches: Any, kind: Kind) -> None:
+        model = self.model
+        with made_on_host(len(self.devices)) if self.layout.is_sharded else nullcontext():
+            if not isinstance(batches, ComparedIterator):
+                super()._build_on(batches, kind)
+            elif kind is not PREDICT:
+                batches.build(lambda: build_on_first_batch(model, batches))
+            elif not is_built(model):
+                batches.build(lambda: _call(model, batches))
+
+    def first_work(self, kind: Kind, steps: int) -> str | None:
+        """Return what the next step waits for."""
+        if steps or not self._splits:
+            return super().first_work(kind, steps)
+        workers = self._peers.to_start()
+        work = [f"starting {counted(workers, 'process')}"] if workers else []
+        work += ["reading its batch"]
+        if is_checked():
+            work += ["comparing the step with one device (LOCKSTEP_CHECK=0 leaves this out)"]
+        elif not workers:
+            return super().first_work(kind, steps)
+        return ", ".join(work)
+
+    @contextmanager
+    def epoch(self, kind: Kind, batches: Any, callbacks: Any) -> Iterator[Execute]:
+        """Run the steps of one epoch; what callbacks may change is compared before each step."""
+        if self._splits:
+            self._autocast.check(kind.name, several_steps=True)
+        changes = may_write_between_steps(callbacks, kind.name)
+        own_data = number_of_rows(batches.data_adapter) is None
+        with (
+            self._runner.epoch(changes=changes, own_data=own_data),
+            super().epoch(kind, batches, callbacks) as execute,
+        ):
+            yield execute
+
+    def _drawn(self, batches: HostIterator, iterator: Iterator[Any], times: int) -> Iterator[Any]:
+        """Draw the batches of one execution, once every process has as many."""
+        if not self._peers.in_script:
+            return super()._drawn(batches, iterator, times)
+        return iter(batches.agreed(lambda: [next(iterator)], self._runner.assignments()))
+
+
+class _AutocastCheck:
+    """Refuses steps for which `torch.autocast` keeps casts of weights that have changed since.
+
+    It keeps them until its context ends. So one device, too, computes with old weights there.
+
+    Args:
+        model: The model.
+        device: The device of the weights.
+    """
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+        self._marker: Any = None
+        self._versions: dict[int, Any] = {}
+
+    def check(self, kind: str, *, several_steps: bool = False) -> None:
+        """Raise if a step would compute with such casts.
+
+        Args:
+            kind: `"train"`, `"test"` or `"predict"`.
+            several_steps: Whether more steps of this kind follow.
+
+        Raises:
+            UnsupportedModel: If it would.
+        """
+        enabled = torch.is_autocast_enabled(self._device.type)
+        if not (enabled and torch.is_autocast_cache_enabled()):
+            return
+        tensors = [stored_value(weight) for weight in self._model.trainable_variables]
+        versions = {id(each): version_of(each) for each in tensors if each is not None}
+        if self._is_another_context():
+            self._versions = versions
+        known = self._versions
+        several_updates = several_steps or why_custom(self._model, kind) is not None
+        if (kind == "train" and several_updates) or any(
+            known.get(each, now) != now for each, now in versions.items()
+        ):
+            raise UnsupportedModel(
+                f"torch.autocast is around steps of {self._model.name!r}, and computes with the "
+                "weights from before\nthe first update until its context ends, on one device too. "
+                "Give it cache_enabled=False,\nor make the model under "
+                'keras.config.set_dtype_policy("mixed_bfloat16") instead.'
+            )
+
+    def _is_another_context(self) -> bool:
+        """Return whether autocast has no cast of the marker: it was 0, and is 1 since."""
+        if self._marker is not None and not self._cast_of_marker():
+            return False
+        self._marker = torch.nn.Parameter(torch.zeros((1, 1), device=self._device))
+        self._cast_of_marker()
+        with torch.no_grad():
+            self._marker.fill_(1)
+        return True
+
+    def _cast_of_marker(self) -> float:
+        return float(torch.mm(self._marker, torch.ones_like(self._marker)).detach())
+
+
+class ComparedIterator(HostIterator):
+    """Host batches that are compared with those of the other processes."""
+
+    def _new_check(self) -> DataCheck:
+        return DataCheck(every_pull=True)
+
+
+class ComparedLoader(ComparedIterator):
+    """The batches of Keras's `DataLoader`, in the order that PyTorch draws."""
+
+    def _batches(self) -> Iterator[Any]:
+        # keras/src/backend/torch/trainer.py, TorchEpochIterator
+        return iter(self.data_adapter.get_torch_dataloader())
+
+
+def _call(model: Any, batches: HostIterator) -> None:
+    """Build the layers of a model that has never been called, on the first batch."""
+    for _, _, iterator in batches:
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(next(iterator))
+        with torch.no_grad():
+            model(inputs)
+        break
+
+
+def _peers_of(model: Any, devices: tuple[str, ...]) -> Peers:
+    group = joined()
+    if group is None and len(devices) == 1:
+        return NoPeers(model, torch_device_of(devices[0]))
+    if group is None:
+        return PoolPeers(model, torch_device_of(devices[0]), Lease(devices))
+    return LauncherPeers(model, group)

@@ -90,7 +90,7 @@ def _empty_value(variable: Any) -> Any:
     """Return what a variable without a value stores; it takes no memory."""
     backend = keras.backend.backend()
     if backend == "torch":
-        from lockstep.engines.torch.placement import empty_parameter
+        from lockstep.engines.torch.exchange.placement import empty_parameter
 
         return empty_parameter(variable)
     if backend == "tensorflow":

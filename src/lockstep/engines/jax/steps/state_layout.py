@@ -11,14 +11,16 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from lockstep.core.shard_rule import dim_by_shape, sharded_dims
-from lockstep.core.state import variables_of
+from lockstep.core.branch_homes import owners_of_slots
+from lockstep.core.devices import sharded_dim
+from lockstep.core.state import item_bytes, optimizers_of, rnn_states, variables_of
 from lockstep.engines.jax import jax_group
 from lockstep.engines.jax.steps.execution import GROUPS_BY_NUMBER, State
 from lockstep.engines.jax.variable_sync import group_of
 from lockstep.keras_compat import (
     in_layer_call,
     in_stateless_scope,
+    layers_in,
     layout_of,
     set_layout,
     store_value,
@@ -302,3 +304,43 @@ def read_as_stored(model: Any) -> Iterator[None]:
     finally:
         for variable in variables:
             variable.__class__ = ShardedVariable
+
+
+Kinds = tuple[type, ...]
+"""Classes of variables that can be sharded. An instance of a subclass is replicated."""
+
+
+def dim_by_shape(variable: Any, devices: int, kinds: Kinds) -> int | None:
+    """Return the dim along which a variable is sharded; `None` if it is replicated."""
+    if type(variable) not in kinds:
+        return None
+    return sharded_dim(variable.shape, item_bytes(variable.dtype), devices)
+
+
+def sharded_dims(
+    model: Any, devices: int, kinds: Kinds = (keras.Variable,)
+) -> dict[int, int | None]:
+    """Return the dim along which each weight and optimizer slot is sharded, by its `id`.
+
+    It is `None` for a replicated one. The variables of RNNs are replicated: a collective would run
+    in each step of their loop. A slot is sharded like its variable. Other variables, such as those
+    of metrics, are replicated.
+
+    Args:
+        model: The model.
+        devices: The number of devices.
+        kinds: The classes of variables that can be sharded.
+    """
+    weights = [*model.variables, *model.trainable_variables]
+    dims = {id(variable): dim_by_shape(variable, devices, kinds) for variable in weights}
+    for layer in layers_in(model):
+        if isinstance(layer, keras.layers.RNN):
+            variables = [*layer.variables, *rnn_states(layer)]
+            dims |= dict.fromkeys(map(id, variables))
+    for _, optimizer in optimizers_of(model):
+        owners = owners_of_slots(optimizer, model.trainable_variables)
+        for slot in optimizer.variables:
+            owner = owners.get(id(slot))
+            by_shape = dim_by_shape(slot, devices, kinds)
+            dims[id(slot)] = by_shape if owner is None else dims[id(owner)]
+    return dims

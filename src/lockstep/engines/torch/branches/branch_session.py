@@ -17,9 +17,9 @@ from lockstep.core.state import optimizers_of, unique, variables_of
 from lockstep.engines.torch.branches.local_calls import LocalCalls, tensors_on
 from lockstep.engines.torch.branches.local_updates import updates_at_home
 from lockstep.engines.torch.branches.mixed_devices import mixed_devices
-from lockstep.engines.torch.placement import computes, torch_device_of
+from lockstep.engines.torch.exchange.placement import computes, torch_device_of
+from lockstep.engines.torch.ranks.step_runner import leave_host
 from lockstep.engines.torch.session import TorchSession
-from lockstep.engines.torch.step_runner import leave_host
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import BUILD, layers_in, stored_value, torch_default_device
 

@@ -14,7 +14,7 @@ import torch
 
 from lockstep.core.layout import Branches
 from lockstep.engines.torch.branches.mixed_devices import one_device_each
-from lockstep.engines.torch.placement import computes, current_device, version_of
+from lockstep.engines.torch.exchange.placement import computes, current_device, version_of
 from lockstep.keras_compat import (
     functional_of,
     get_keras_mask,

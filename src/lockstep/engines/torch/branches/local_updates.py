@@ -17,7 +17,7 @@ from lockstep.engines.torch.branches.local_calls import (
     tensors_on,
     write_back,
 )
-from lockstep.engines.torch.placement import current_device
+from lockstep.engines.torch.exchange.placement import current_device
 from lockstep.keras_compat import (
     ACCUMULATE,
     ADD_SLOT,

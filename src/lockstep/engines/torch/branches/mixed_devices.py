@@ -8,7 +8,7 @@ import keras
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lockstep.engines.torch.placement import current_device
+from lockstep.engines.torch.exchange.placement import current_device
 from lockstep.engines.torch.torch_compat import current_function_mode, pop_mode_temporarily
 
 _CPU = torch.device("cpu")

@@ -1,0 +1,3 @@
+"""Branches of one model on different devices."""
+
+from lockstep.branches.placing import Placement as Placement

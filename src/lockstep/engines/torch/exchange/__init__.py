@@ -1,0 +1,1 @@
+"""The device of a rank, and the sums, broadcasts and gathers of tensors between ranks."""

@@ -1,0 +1,430 @@
+"""How steps of one kind run on batches of one form, and why: found once, and looked up after."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import keras
+import torch
+
+from lockstep.core import micro_batches as refused
+from lockstep.core.layout import Layout
+from lockstep.core.left_out import LeftOutUsed
+from lockstep.core.state import unique
+from lockstep.engines.replicas.first_step import (
+    GRADIENT,
+    LOG,
+    OUTPUT,
+    Computed,
+    Difference,
+    FirstSteps,
+    check_declared_losses,
+    compare,
+    distrusted_part,
+    form_of,
+    said_to_be_exact,
+    watched,
+)
+from lockstep.engines.replicas.layer_plan import advice_for
+from lockstep.engines.torch.exchange.placement import copies
+from lockstep.engines.torch.first_step.first_step import recorded_step, stock_step
+from lockstep.engines.torch.first_step.row_proofs import RowProofs
+from lockstep.engines.torch.ranks.rank import RankPlan
+from lockstep.engines.torch.ranks.step_runner import StepRunner
+from lockstep.engines.torch.sharded.sharded_variables import made_on_host
+from lockstep.engines.torch.steps.layers import Plan, ReasonsByNumber, copied_states
+from lockstep.engines.torch.steps.micro_batches import check_layers
+from lockstep.engines.torch.steps.replica import OtherRows
+from lockstep.engines.torch.steps.split_checks import (
+    form_of_rows,
+    replaced_class,
+    rows_of,
+    unpacked,
+    unsplit_model,
+    why_custom,
+)
+from lockstep.engines.torch.steps.whole_batch_steps import keeps_graph
+from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
+from lockstep.keras_compat import is_rematerialized, layers_in, stored_value
+from lockstep.processes import process_group
+from lockstep.training.build import build, is_ready_for_custom_step, unbuilt
+from lockstep.training.probe_helpers import calls_watched
+
+BY_ROWS, ON_WHOLE_BATCH, ALONE, BUILDS = "by rows", "on the whole batch", "alone", "builds"
+
+
+@dataclass(frozen=True)
+class Route:
+    """How steps of one kind run on batches of one form.
+
+    Attributes:
+        how: `BY_ROWS`: by all ranks; `ON_WHOLE_BATCH`: they share calls of layers; `ALONE`: by the
+            first one; `BUILDS`: by the first one, which makes variables. All processes of a
+            launcher run it, and take the first one's values.
+        reason: Why not by rows.
+        plan: How each rank runs layers and losses by rows.
+    """
+
+    how: str
+    reason: str = ""
+    plan: RankPlan = ((), (), True, None)
+
+
+class StepPlans:
+    """The routes of one model.
+
+    Args:
+        model: The model.
+        runner: Runs its steps on all devices.
+        layout: How it is laid out.
+        adopt: Lays out new variables.
+    """
+
+    def __init__(
+        self, model: Any, runner: StepRunner, layout: Layout, adopt: Callable[[], None]
+    ) -> None:
+        self._model = model
+        self._runner = runner
+        self._is_sharded = layout.is_sharded
+        self._most = layout.micro_batch_size
+        self._adopt = adopt
+        self._size = runner.peers.size
+        self._routes: dict[Any, Route] = {}
+        self._proofs = RowProofs(model)
+        self._reasons: ReasonsByNumber = {}
+        self._unsplit: str | None = None
+        self._distrusted: dict[int, str] = {}
+        self._first_steps = FirstSteps(model)
+        self._begun: set[str] = set()
+        self._left_unbuilt: dict[str, list[Any]] = {}
+        self._unshared: set[str] = set()
+        self._with_left_out: dict[str, str] = {}
+        self._warned: set[str] = set()
+
+    def of(self, kind: str, batch: Any) -> Route:
+        """Return how a step runs on a batch. Code is compared with one device before.
+
+        Args:
+            kind: `"train"`, `"test"` or `"predict"`.
+            batch: Tensors or `None`, in the structure that the step takes.
+        """
+        key = kind, form_of_rows(batch), self._times_sent()
+        if self._runner.has_changed():
+            self._routes.clear()
+        route = self._routes.get(key)
+        if route is None:
+            try:
+                route = self._found(kind, batch)
+            except LeftOutUsed as used:
+                self._with_left_out[kind] = used.why
+                route = self._alone(used.why)
+            if route.how in (BY_ROWS, ALONE):  # the user's own step may keep what forbids sharing
+                self._routes[key] = route
+        return route
+
+    def forget(self, kind: str) -> None:
+        """Find the routes of this kind of step again: the model may be compiled differently."""
+        self._first_steps.forget(kind)
+        self._with_left_out.pop(kind, None)
+        self._routes.clear()
+
+    def _found(self, kind: str, batch: Any) -> Route:
+        if kind in self._with_left_out:
+            return self._alone(self._with_left_out[kind])
+        runner, in_script = self._runner, self._runner.peers.in_script
+        if self._is_sharded and (runner.unchecked or self._must_build(kind)):
+            with made_on_host(self._size):
+                build(self._model, kind, batch)
+            self._adopt()
+        elif self._must_build(kind):
+            if self._most is not None:  # one device would run all rows at once
+                build(self._model, kind, batch)
+                runner.unchecked = True
+                self._adopt()
+            elif not in_script or type(self._model).call is keras.Model.call:
+                return Route(BUILDS)  # its step alone builds a model without `call`
+            else:
+                with torch.no_grad():  # each process builds it, and takes the first one's values
+                    self._model(keras.utils.unpack_x_y_sample_weight(batch)[0])
+                runner.peers.adopt(first=False)
+            self.built(kind)
+        reason, data, rows = self.split(kind, batch)
+        runner.peers.agree_on_plan(reason, sorted(self._reasons))
+        if self._most is not None and data is not None:
+            together, (proven, *_) = runner.rank.draws_together, self.plan(self._most)
+            plan = Plan(self._model, proven, draws_together=together)
+            check_layers(self._model, plan, self._reasons, self._most, trains=kind == "train")
+        if reason is not None:
+            return self._on_whole_batch(kind, batch, reason)
+        self._compare_first_step(kind, data, rows)
+        if kind in self._first_steps.alone:
+            return self._alone(self._first_steps.alone[kind])
+        return Route(BY_ROWS, plan=self.plan(self._most))
+
+    def split(self, kind: str, batch: Any) -> tuple[str | None, Any, int]:
+        """Return why a batch cannot be split, `None` if it can; the batch, and its rows."""
+        reason = why_custom(self._model, kind)
+        if reason is not None:
+            return reason, None, 0
+        data = unpacked(batch)
+        reason, rows = rows_of(data[0])
+        return reason or self._unsplit_by(data[0]), data, rows
+
+    def _unsplit_by(self, x: Any) -> str | None:
+        """Return why one device has to run batches like this one alone, `None` if not."""
+        runner = self._runner
+        unchecked = runner.unchecked or runner.proofs_are_old
+        reasons = self._proofs.reasons(x, runner.dumped, unchecked=unchecked)
+        runner.proofs_are_old = False
+        if unchecked or reasons is not self._reasons:
+            self._reasons = reasons
+            self._unsplit = unsplit_model(self._model, reasons)
+        return self._unsplit
+
+    def plan(self, most: int | None) -> RankPlan:
+        """Return how a rank runs the layers and losses of the last batch that was split.
+
+        Args:
+            most: The most rows that it runs at once; `None` for all of its rows.
+        """
+        candidates = range(self._proofs.count)
+        proven = tuple(number for number in candidates if number not in self._reasons)
+        return proven, tuple(sorted(self._distrusted)), self._runner.losses.by_rows, most
+
+    def _on_whole_batch(self, kind: str, batch: Any, reason: str) -> Route:
+        """Return the route of a step that looks at the whole batch."""
+        if self._is_sharded or self._most is not None:
+            return self._alone(reason)
+        if kind in self._unshared:
+            return Route(ALONE, reason)
+        unshared = self._why_unshared(batch)
+        if unshared is not None:
+            return self._alone(reason, unshared)
+        self._compare_first_custom_step(kind, batch)
+        if kind in self._first_steps.alone:
+            return self._alone(self._first_steps.alone[kind])
+        return Route(ON_WHOLE_BATCH, reason)
+
+    def _alone(self, *reasons: str) -> Route:
+        """Return the route of a step that one device runs, and say why it does.
+
+        Raises:
+            UnsupportedModel: If the state is sharded, which one device does not have, or if the
+                rows are to run in parts.
+        """
+        reason = " ".join(reasons)
+        if self._most is not None:
+            raise refused.runs_alone(self._model, reason, self._most)
+        is_own, in_script = _OWN_STEP in reason, self._runner.peers.in_script
+        if self._is_sharded:
+            on_jax = "write the step for JAX" if is_own else "set KERAS_BACKEND=jax"
+            raise UnsupportedModel(
+                f"{self._model.name!r} {reason},\nso one device would have to run every batch "
+                "alone, and the state is sharded.\n"
+                f'Leave out state="sharded", or {on_jax}.'
+            )
+        who = "every process runs the whole batch" if in_script else _FIRST_ALONE
+        remedy = _ON_JAX
+        if is_own and in_script:
+            remedy = "Started without a launcher, one process shares its layers over all devices."
+        elif is_own:
+            remedy = "A step that is written for JAX is split (KERAS_BACKEND=jax)."
+        self._warn(f"{self._model.name!r} {reason},\nso {who}", remedy)
+        return Route(ALONE, reason)
+
+    # ------------------------------------------------------------ what a step has shown
+
+    def has_other_rows(self, kind: str, found: OtherRows) -> None:
+        """Let the first device run steps of this kind: one by rows has failed before its update."""
+        self._routes.clear()
+        self._with_left_out[kind] = found.why
+        self._alone(found.why)
+
+    def built(self, kind: str) -> None:
+        """Note what a step has left unbuilt."""
+        self._left_unbuilt[kind] = unbuilt(self._model, kind)
+
+    def ran_by_rows(self) -> None:
+        """Say which layers and losses have all rows, after a step by rows."""
+        losses = self._runner.losses
+        if self._reasons or self._distrusted:
+            self._warn_of_whole(self._whole_layers())
+        if losses.large:
+            self._warn_of_gathered(losses.large)
+
+    def ran_on_whole_batch(self, kind: str, route: Route) -> None:
+        """Note whether a step on the whole batch has shared the call of a layer."""
+        steps = self._runner.whole_batch
+        if steps.shared:
+            self._warn_of_whole(steps.whole)
+            return  # else all devices have computed the same
+        self._unshared.add(kind)
+        self._routes.clear()
+        self._alone(route.reason, "and calls no layer that works row by row")
+
+    def _whole_layers(self) -> dict[str, str]:
+        """Return why every device runs some layers on the whole batch, by name."""
+        plan = self._runner.plan
+        found = {plan.candidates[number].name: reason for number, reason in self._reasons.items()}
+        return {plan.parts[n].name: reason for n, reason in self._distrusted.items()} | found
+
+    def _must_build(self, kind: str) -> bool:
+        """Return whether one device has to run the next step, as it makes variables."""
+        if why_custom(self._model, kind) is None:
+            if not self._runner.unchecked:
+                return False
+            # What a step has left unbuilt, it does without, such as a `compute_loss` of its own.
+            left = set(map(id, self._left_unbuilt.get(kind, [])))
+            return any(id(part) not in left for part in unbuilt(self._model, kind))
+        # A GAN, say, has no `call` and is never built: the first batch builds its parts.
+        first = kind not in self._begun
+        self._begun.add(kind)
+        return first and not is_ready_for_custom_step(self._model, kind)
+
+    def _compare_first_step(self, kind: str, data: Any, rows: int) -> None:
+        """Compare a step of a new form with that of one device, before any update."""
+        model, runner, shards = self._model, self._runner, self._size
+        form, in_parts = self._form(data), self._most is not None
+        if not self._first_steps.is_due(
+            kind, form, lambda: [model] if in_parts else Plan(model).candidates
+        ):
+            return
+        # A device is to run two parts, and may run one more row than asked for.
+        most_alone = None if self._most is None else max(self._most, self._size + 1)
+        shards *= 2 if in_parts else 1
+        alone = partial(self._recorded_alone, kind)
+
+        def together(some: Any, count: int) -> Computed:
+            most = None if self._most is None else min(self._most, -(-count // shards))
+            several, sketches = runner.recorded(kind, copies(some), count, self.plan(most))
+            return sketches, several.dtypes
+
+        def distrust(found: Difference) -> str | None:
+            self._routes.clear()  # those of other forms trust it
+            if self._most is not None and found.kind == OUTPUT:
+                raise refused.rows_differ(model, self._most, "outputs", found.distance)
+            parts = runner.plan.parts
+            part = distrusted_part(found, model, parts, self._distrusted, is_custom=False)
+            if part is None and found.kind in (LOG, GRADIENT) and runner.losses.by_rows:
+                check_declared_losses(found, model)
+                runner.losses.by_rows = False
+                return "its losses"
+            return part
+
+        self._first_steps.settle(
+            kind,
+            lambda: runner.peers.agreed_difference(
+                compare(model, data, rows, shards, alone, together, most_alone)
+            ),
+            distrust,
+        )
+
+    def _compare_first_custom_step(self, kind: str, batch: Any) -> None:
+        """Compare a step of the user's own of a new form with that of one device."""
+        model, runner = self._model, self._runner
+        if not self._first_steps.is_due(kind, self._form(batch), list):
+            return
+        leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None and leaf.ndim]
+        rows = {len(leaf) for leaf in leaves}
+
+        alone = partial(self._recorded_alone, kind, is_custom=True)
+
+        def together(some: Any, count: int) -> Computed:
+            several = runner.recorded_on_whole_batch(kind, copies(some))
+            return [several.sketches()], several.dtypes
+
+        def distrust(found: Difference) -> Any:
+            self._routes.clear()
+            layers = layers_in(model)
+            return distrusted_part(
+                found, model, layers, runner.whole_batch.distrusted, is_custom=True
+            )
+
+        if len(rows) == 1:
+            count = rows.pop()
+            self._first_steps.settle(
+                kind,
+                lambda: compare(model, batch, count, self._size, alone, together),
+                distrust,
+            )
+
+    def _form(self, data: Any) -> Any:
+        """Return what a first step is the first of: workers with other code are compared again."""
+        return form_of(data), self._times_sent()
+
+    def _times_sent(self) -> int:
+        return min(max(self._runner.peers.times_sent, 1), _MOST_SENT)
+
+    def _recorded_alone(self, kind: str, data: Any, *, is_custom: bool = False) -> Computed:
+        tensors = self._runner.tensors()
+        weights = [*self._model.variables, *self._model.trainable_variables]
+        with copied_states(self._model), self._runner.shards.whole_here(unique(weights)):
+            one = recorded_step(
+                self._model,
+                # Keras multiplies sample weights by a mask in place.
+                lambda: stock_step(self._model, kind, copies(data)),
+                is_custom=is_custom,
+                tensors=tensors,
+                watch=partial(calls_watched, watched(self._model)) if is_custom else None,
+            )
+        return [one.sketches()], one.dtypes
+
+    def _why_unshared(self, batch: Any) -> str | None:
+        """Return why the devices cannot share a step on the whole batch, `None` if they can."""
+        if self._runner.peers.in_script:
+            return "and several processes do not share that"
+        leaves = keras.tree.flatten(batch)
+        if not all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves):
+            return "and is given other data than tensors"
+        if replaced_class(self._model) is not None:
+            return "and another process does not have that method"
+        if keeps_graph(self._model):
+            return "and keeps a tensor with its gradient graph (keep that of .detach())"
+        if self._runner.unchecked:
+            try:
+                self._runner.dumped()
+            except UnsupportedModel as error:
+                return "and " + str(error).splitlines()[0].partition("' ")[2].rstrip(".")
+        for variable in self._model.variables:
+            tensor = stored_value(variable)
+            if tensor is not None and (
+                tensor._backward_hooks or tensor._post_accumulate_grad_hooks
+            ):
+                return f"and the hook on the gradient of {variable.path!r} stays in one process"
+        # Layers that are computed again in the backward pass would not use shared weights.
+        remade = [each.name for each in layers_in(self._model) if is_rematerialized(each)]
+        return f"and has {remade[0]!r} made in a RematScope" if remade else None
+
+    # ------------------------------------------------------------ warnings
+
+    def _warn_of_whole(self, layers: dict[str, str]) -> None:
+        if layers:
+            names = ", ".join(f"{name!r} ({reason})" for name, reason in layers.items())
+            what = f"every device runs {names} of {self._model.name!r} on the whole batch"
+            self._warn(what, f"{advice_for(layers.values())}{_ON_JAX}")
+
+    def _warn_of_gathered(self, large: dict[str, str]) -> None:
+        if large:
+            names = ", ".join(f"{name!r} ({reason})" for name, reason in large.items())
+            what = f"every device gathers the outputs of {self._model.name!r} for {names}"
+            self._warn(what, _ON_JAX)
+
+    def _warn(self, what: str, remedy: str) -> None:
+        if what not in self._warned and process_group.is_first():
+            self._warned.add(what)
+            warnings.warn(
+                f"On PyTorch {what}.\n{said_to_be_exact(what)}{remedy}",
+                UnsplitBatchWarning,
+                stacklevel=2,
+            )
+
+
+_MOST_SENT = 4
+"""How often steps are compared again because the model was sent anew, at most."""
+
+_FIRST_ALONE = "the first device runs every batch alone"
+_ON_JAX = "Set KERAS_BACKEND=jax to have it split."
+_OWN_STEP = "_step of its own"
+"""Is in the reason of a step that the user has written for PyTorch, which JAX does not run."""

@@ -1,0 +1,1 @@
+"""What makes the processes equal: the model, what its code reads, random numbers, settings."""

@@ -1,0 +1,1 @@
+"""Variables of which each rank has a part."""

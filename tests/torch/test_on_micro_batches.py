@@ -197,7 +197,7 @@ def test_no_layer_gets_more_than_two_rows(monkeypatch):
     assert set(seen) == {1, 2}  # the first rows are compared with one device
     seen.clear()
     made.train_on_batch(x[:9], y[:9])
-    assert seen == [2] * 8 + [1] * 4 + [2] * 8  # forward, and from the last part on again
+    assert seen == [2] * 8 + [1] * 2 + [2] * 8  # forward, and all but the last part again
     made.test_on_batch(x[:9], y[:9])
     made.predict_on_batch(x[:9])
     assert set(seen) == {1, 2}
@@ -265,14 +265,14 @@ def test_a_second_run_of_a_part_draws_the_numbers_of_the_first(seeds, monkeypatc
     monkeypatch.setattr(torch.nn.functional, "dropout", noting("dropout", dropped))
     made.train_on_batch(x, y)
     for found in seen.values():
-        assert len(found) == 8
+        assert len(found) == 7  # the last part runs once
         for number, first in enumerate(found[:4]):
-            assert any(torch.equal(first, again) for again in found[4:])
+            assert number == 3 or any(torch.equal(first, again) for again in found[4:])
             assert not any(torch.equal(first, other) for other in found[:number])
     assert seeds is None or int(seeds.state.value[1]) == before + 1
     first = seen["dropout"][:4]
     made.train_on_batch(x, y)
-    assert not any(torch.equal(one, other) for one in first for other in seen["dropout"][8:12])
+    assert not any(torch.equal(one, other) for one in first for other in seen["dropout"][7:11])
 
 
 def test_a_backward_pass_in_another_thread(monkeypatch):

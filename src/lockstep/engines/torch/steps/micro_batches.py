@@ -1,8 +1,8 @@
 """The call of a model in parts of the rows of a rank, and which models cannot have parts.
 
-In training, each part runs under `torch.utils.checkpoint`: the backward pass computes the
-activations of a part again, so those of one part exist at a time. This second run draws the numbers
-of the first one, and leaves no other trace.
+In training, each part but the last runs under `torch.utils.checkpoint`: the backward pass computes
+the activations of a part again, so those of one part exist at a time. This second run draws the
+numbers of the first one, and leaves no other trace.
 """
 
 from collections.abc import Callable, Iterator
@@ -106,7 +106,8 @@ def call_in_parts(
 
     for part in parts:
         run = _run_of(partial(call, part), numbers, replica)
-        if torch.is_grad_enabled():
+        # The backward pass begins with the last part, whose activations can stay until then.
+        if torch.is_grad_enabled() and part is not parts[-1]:
             with set_checkpoint_early_stop(False):  # a layer may catch the exception that stops it
                 made.append(checkpoint(run, use_reentrant=False, preserve_rng_state=False))
         else:

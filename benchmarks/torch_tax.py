@@ -8,6 +8,10 @@ the time of lockstep over that of the loop in the same round: its median, and th
 third quartile of all rounds. Beside the time on the clock stands the processor time of each rank:
 what is left of the clock is waiting. `--steps 200` makes the first step of a `fit` count less. The
 memory is the most that a process of the team held, less what it held before training.
+
+`--calls` counts instead, in rank 0: the calls of Python between the begins of two steady steps of a
+`fit`, and the files of lockstep that they pass, with a callback of the user's on batches and
+without; and the calls of Keras alone.
 """
 
 import argparse
@@ -177,6 +181,64 @@ def measured(name, rounds, size, steps):
     return found, busy, most
 
 
+def calls_of_a_step(name, size, own):
+    """Return the calls of Python between the begins of two steady steps, and lockstep's files.
+
+    Args:
+        name: The model.
+        size: The number of processes, 0 for Keras alone.
+        own: Whether a callback of the user's sees each batch.
+    """
+    import keras
+
+    import lockstep
+
+    class Own(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            pass
+
+    steps, source = 8, os.path.dirname(lockstep.__file__)
+    model, x, y = made(name, size or 2, steps)
+    options = {"batch_size": len(x) // steps, "shuffle": False, "verbose": 0}
+    callbacks = [Own()] if own else []
+    if size:
+        lockstep.distribute(model, size)
+    model.fit(x, y, callbacks=callbacks, **options)  # which starts the workers
+    function, begun, calls, files = model.train_function, [], [], set()
+
+    def profile(frame, event, argument):
+        if event == "call":
+            calls.append(0)
+            place = os.path.relpath(frame.f_code.co_filename, source)
+            if not place.startswith(".."):
+                # What is private in Keras counts once, in whatever file it is.
+                files.add("keras_compat" if place.startswith("keras_compat") else place)
+
+    def steady(iterator):
+        sys.setprofile(None)
+        begun.append(0)
+        if len(begun) == steps - 2:
+            sys.setprofile(profile)
+        return function(iterator)
+
+    model.train_function = steady
+    model.fit(x, y, callbacks=callbacks, **options)
+    if size:
+        lockstep.release(model)
+    return len(calls), len(files)
+
+
+def print_calls(name, size):
+    keras_alone, _ = calls_of_a_step(name, 0, False)
+    without, files = calls_of_a_step(name, size, False)
+    own, more = calls_of_a_step(name, size, True)
+    print(
+        f"{name}: {without:,} calls in {files} files; with a callback on batches {own:,} in {more};"
+        f" Keras alone {keras_alone:,}",
+        flush=True,
+    )
+
+
 def per_step(seconds, steps):
     return f"{spread(seconds)[0] / steps * 1e3:.1f}"
 
@@ -193,6 +255,7 @@ def main():
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20, help="of a `fit`, and of a loop")
     parser.add_argument("--models", nargs="*", default=NAMES, choices=NAMES)
+    parser.add_argument("--calls", action="store_true", help="count the calls of a step")
     parser.add_argument("--worker")
     parser.add_argument("--model")
     parser.add_argument("--rank", type=int)
@@ -203,6 +266,12 @@ def main():
         worker(team, name, rank, port, options.processes, options.steps)
         return
     size, steps = options.processes, options.steps
+    if options.calls:
+        os.environ |= {"KERAS_BACKEND": "torch", "KERAS_TORCH_DEVICE": "cpu"}
+        os.environ["LOCKSTEP_REHEARSE"] = str(size)
+        for name in options.models:
+            print_calls(name, size)
+        return
     load = os.getloadavg()[0]
     print(f"load {load:.1f}, {size} processes, {options.rounds} rounds of {steps} steps")
     for name in options.models:

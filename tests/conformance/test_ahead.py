@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.engines.jax.session import MeshIterator
+from lockstep.engines.jax.fit.mesh_batches import MeshIterator
 from lockstep.engines.jax.steps.programs import Programs
 from lockstep.training.input import BatchesAhead
 from tests.conformance import common

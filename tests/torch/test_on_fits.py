@@ -9,7 +9,7 @@ import torch
 from keras import layers
 
 import lockstep
-from lockstep.engines.torch.same_code.code_state import SetCode
+from lockstep.engines.torch.same_code.code_state import SetCode, patches
 from lockstep.engines.torch.same_code.model_pickle import dump, load
 from tests.torch.agreement import assert_equal, both, values
 
@@ -365,3 +365,23 @@ def test_predict_draws_data_that_count_epochs_as_keras_does(devices):
     data = Shuffled(), Shuffled()
     assert_equal(one.predict(data[0], verbose=0), many.predict(data[1], verbose=0))
     assert data[0].ends == data[1].ends == 1
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "place"),
+    [
+        (keras.activations, "relu", ("keras.activations", "")),
+        (keras.layers.ReLU, "call", ("keras.src.layers.activations.relu", "ReLU")),
+        (keras.layers.ReLU, "another", ("keras.src.layers.activations.relu", "ReLU")),
+    ],
+)
+def test_a_function_that_is_put_into_keras_is_found_at_each_look(monkeypatch, owner, name, place):
+    def mine(x):
+        return x
+
+    for _ in range(2):
+        assert patches(set()) == {}
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, mine, raising=False)
+            for _ in range(2):
+                assert patches(set())[place] == {name: mine}

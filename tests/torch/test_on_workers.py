@@ -17,7 +17,7 @@ from lockstep.engines.torch.ranks import pool
 from lockstep.engines.torch.ranks.launcher_peers import LauncherPeers
 from lockstep.engines.torch.ranks.peers import NoPeers, Peers
 from lockstep.engines.torch.ranks.pool_peers import PoolPeers
-from lockstep.engines.torch.ranks.rank import Call, Rank
+from lockstep.engines.torch.ranks.rank import Marked, Rank
 from lockstep.engines.torch.same_code.model_pickle import dump
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from tests.tiers import every, further
@@ -699,7 +699,7 @@ def test_a_lookup_layer_travels(kind):
 
 
 def test_the_calls_of_a_rank_are_stated_once():
-    calls = {name for name, each in vars(Rank).items() if isinstance(each, Call)}
+    calls = {name for name, each in vars(Rank).items() if isinstance(each, Marked)}
     assert {"step", "whole_step", "take_values", "differing"} <= calls, "calls are seen"
     for peers in (Peers, NoPeers, PoolPeers, LauncherPeers):
         assert not calls & vars(peers).keys(), peers

@@ -2,7 +2,6 @@
 
 import os
 import sysconfig
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -14,9 +13,16 @@ _FRAMEWORKS = {"keras", "numpy", "jax", "tensorflow", "torch"}
 
 def is_own(module: ModuleType) -> bool:
     """Return whether a module is in a file that is neither installed nor of Python or lockstep."""
-    place = next(_places_of(module), None)
-    package = module.__name__.partition(".")[0]
-    if place is None or package in _FRAMEWORKS or place.startswith(_NOT_OWN):
+    file = getattr(module, "__file__", None)
+    if file is None:  # a package without __init__.py
+        file = next(map(str, getattr(module, "__path__", ())), None)
+    return isinstance(file, str) and _is_own_place(file, module.__name__.partition(".")[0])
+
+
+@cache
+def _is_own_place(place: str, package: str) -> bool:
+    """Return whether a file or folder of a package is the user's own."""
+    if package in _FRAMEWORKS or place.startswith(_NOT_OWN):
         return False
     parts = place.split(os.sep)
     if {"site-packages", "dist-packages"}.intersection(parts):
@@ -29,11 +35,3 @@ def is_own(module: ModuleType) -> bool:
 def _has_installed(folder: str) -> bool:
     """Return whether packages were installed into a folder, as by `pip install --target`."""
     return any(Path(folder or os.sep).glob("*.dist-info"))
-
-
-def _places_of(module: ModuleType) -> Iterator[str]:
-    file = getattr(module, "__file__", None)
-    if isinstance(file, str):
-        yield file
-    elif file is None:  # a package without __init__.py
-        yield from map(str, getattr(module, "__path__", ()))

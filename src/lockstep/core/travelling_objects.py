@@ -34,9 +34,9 @@ def reduced(item: Any) -> Any:
     kind = type(item)
     if kind in weakref.ProxyTypes:
         return weakref.proxy, (item.__repr__.__self__,)
-    if item is _own_random():  # as by `from random import random`
-        return _own_random, ()
-    if item is _own_numpy():
+    if isinstance(item, random.Random) and item is _own_random():
+        return _own_random, ()  # as by `from random import random`
+    if isinstance(item, np.random.RandomState) and item is _own_numpy():
         return _own_numpy, ()
     rule = _RULES.get(kind)
     if rule is not None:

@@ -223,8 +223,8 @@ def _that_do_not_write(callbacks: Any) -> Any:
 
 
 def _is_of_a_logger(callback: Any) -> bool:
-    """Return whether a package of `_LOGGERS` has made the class of a callback, or a base of it."""
-    return any(kind.__module__.partition(".")[0] in _LOGGERS for kind in type(callback).__mro__)
+    """Return whether a package of `LOGGERS` has made the class of a callback, or a base of it."""
+    return any(kind.__module__.partition(".")[0] in LOGGERS for kind in type(callback).__mro__)
 
 
 _WRITERS = (
@@ -233,7 +233,7 @@ _WRITERS = (
     keras.callbacks.RemoteMonitor,
     keras.callbacks.ProgbarLogger,
 )
-_LOGGERS = {
+LOGGERS = {
     *("wandb", "mlflow", "comet_ml", "clearml", "aim", "swanlab"),
     *("neptune", "neptune_tensorflow_keras"),
 }

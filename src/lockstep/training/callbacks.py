@@ -1,15 +1,18 @@
 """Keras's list of callbacks, without a device wait at every batch."""
 
+import sys
 from typing import Any
 
 import keras
 
 from lockstep.checkpoint.callback import Checkpoint
+from lockstep.core.own_code import is_own
 from lockstep.keras_compat import (
     counted_without_drawing,
     is_bar_of_evaluation,
     is_default,
 )
+from lockstep.processes.first_process_io import LOGGERS
 from lockstep.training.fit_clock import CHECKPOINT, NO_CLOCK, Clock, FitClock
 from lockstep.training.logs import lazy_logs, pythonify_logs
 from lockstep.training.predictions import RowsToFunction
@@ -37,8 +40,17 @@ def may_write_between_steps(callbacks: Any, batch: str) -> bool:
 
 
 def _is_users(callback: Any) -> bool:
-    known = type(callback).__module__.startswith(("keras.", "lockstep."))
+    known = _is_known(type(callback).__module__)
     return type(callback) in _WITH_FUNCTIONS or _has_own_hooks(callback) or not known
+
+
+def _is_known(module: str) -> bool:
+    """Return whether the callbacks of a module are Keras's, or only write, as those of loggers."""
+    package = module.partition(".")[0]
+    found = sys.modules.get(module)
+    if package in LOGGERS:
+        return found is not None and not is_own(found)  # a module of the user may have the name
+    return package in ("keras", "lockstep")
 
 
 def _is_users_list(callbacks: Any) -> bool:

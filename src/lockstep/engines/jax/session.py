@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -35,6 +35,7 @@ from lockstep.engines.jax import jax_group
 from lockstep.engines.jax import states as jax_states
 from lockstep.engines.jax.branches.branch_programs import BranchPrograms
 from lockstep.engines.jax.fit.first_build import build_on_first_batch
+from lockstep.engines.jax.fit.mesh_batches import MeshIterator, call_on_first_batch
 from lockstep.engines.jax.fit.on_batch import OnBatch
 from lockstep.engines.jax.generation import HOOK, generating_by_rows
 from lockstep.engines.jax.jax_group import GROUP
@@ -78,9 +79,6 @@ from lockstep.keras_compat import (
     JAX_STATE,
     JAX_STATE_SYNCED,
     TAKE_JAX_STATE,
-    GeneratorDataAdapter,
-    GrainDatasetAdapter,
-    batch_size_of,
     forget_loss_ids,
     in_stateless_scope,
     is_built,
@@ -90,15 +88,12 @@ from lockstep.keras_compat import (
     layers_not_compiled,
     layout_of,
     state_sync_name,
-    take_jax_state,
 )
 from lockstep.processes import constants, process_group
-from lockstep.processes.agreement import DataCheck
 from lockstep.processes.first_process_io import methods_of_all_processes
 from lockstep.processes.variable_drift import VariableDrift
-from lockstep.training.arrays import plain_arrays
 from lockstep.training.call_guard import STEPPING
-from lockstep.training.input import BatchesAhead, HostIterator, check_times
+from lockstep.training.input import check_times
 from lockstep.training.overrides import is_keras
 
 _ASKED = "_lockstep_jit_compile"
@@ -387,7 +382,7 @@ class JaxSession(Session):
         if kind is not PREDICT:
             batches.build(lambda: build_on_first_batch(model, batches))
         elif not is_built(model):
-            batches.build(lambda: _call(model, batches))
+            batches.build(lambda: call_on_first_batch(model, batches))
 
     def is_compiled(self) -> bool:
         """Return whether a step is one program."""
@@ -453,79 +448,11 @@ class JaxSession(Session):
         return [held[id(variable)] for variable in variables]
 
 
-class MeshIterator(HostIterator):
-    """Iterate over host batches for a mesh.
-
-    Keras's own iterator for JAX puts each batch on the first device of an accelerator.
-
-    Attributes:
-        ahead: Puts batches on the devices a step ahead, if steps are compiled.
-    """
-
-    ahead: BatchesAhead | None = None
-
-    # keras/src/backend/jax/trainer.py, JAXEpochIterator
-
-    def _batches(self) -> Iterator[Any]:
-        batches = super()._batches()
-        if not self._may_draw_ahead():
-            return batches
-        sender = self._sender() or BatchesAhead(lambda batch: batch)
-        return sender.over(self._noted(batches))
-
-    def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            self.last_drawn = batch
-            yield batch
-
-    def _may_draw_ahead(self) -> bool:
-        adapter = self.data_adapter
-        if not self.draws_ahead or isinstance(adapter, GeneratorDataAdapter):
-            return False  # a generator would lose a batch at the end of a `fit`
-        # The position of a Grain source is that before its last draw.
-        return not (self.recorded and isinstance(adapter, GrainDatasetAdapter))
-
-    def _sender(self) -> BatchesAhead | None:
-        """Return what puts batches on the devices a step ahead, `None` if nothing does."""
-        is_alone = self.steps_per_execution == 1  # several are put there as one stack
-        return self.ahead if is_alone and self._may_draw_ahead() else None
-
-    def may_run_at_once(self, model: Any) -> bool:
-        """Return whether several training steps may run as one program, and are short."""
-        step = model.train_function
-        arrays = plain_arrays(self.data_adapter)
-        if not isinstance(step, StepFunction) or step.is_short is None or arrays is None:
-            return False
-        state: State = take_jax_state(model, **dict.fromkeys(GROUPS_OF["train"], True))
-        first = arrays.batch(slice(0, batch_size_of(self.data_adapter)))
-        return step.is_short(step.settle(state), step.place(first))
-
-    def watch(self, watched: bool) -> None:
-        """Set whether callbacks run between steps."""
-        super().watch(watched)
-        self.copies = watched or self._sender() is None  # a batch that is sent ahead is a copy
-
-    def _new_check(self) -> DataCheck | None:
-        return DataCheck(every_pull=True) if process_group.several() else None
-
-    def _source(self) -> Any:
-        return self.data_adapter.get_jax_iterator()
-
-
 def _on_one_device(value: Any) -> Any:
     if GROUP.is_spread(value):  # at once: the next step may be a program of all processes
         return np.asarray(jax_group.whole(value))
     value = GROUP.local(value)
     return value.addressable_data(0) if value.is_fully_replicated else value
-
-
-def _call(model: Any, batches: HostIterator) -> None:
-    """Build the layers of a model that has never been called, on the first batch."""
-    for _, _, iterator in batches:
-        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(next(iterator))
-        with keras.StatelessScope():
-            model(inputs)
-        break
 
 
 def _synced_here(

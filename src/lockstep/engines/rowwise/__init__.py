@@ -5,16 +5,17 @@ outputs depends on the same row of its inputs alone. Keras's own layers are know
 (`known_layers.py`). A user's layer is followed (`follower.py`): its `call` runs on symbolic
 tensors (`followed_tensors.py`), and each of them carries how its first dim relates to the rows
 of the batch. Every operation of `keras.ops` has a rule (`rules.py`), and code without a rule is
-refused. The caller then runs such a layer on the whole batch.
+refused. Several runs have to give one program (`judging.py`). The caller then runs such a layer
+on the whole batch.
 """
 
-from lockstep.engines.rowwise.follower import LOOKS_AT_ROWS as LOOKS_AT_ROWS
 from lockstep.engines.rowwise.follower import UPDATES_METRIC as UPDATES_METRIC
 from lockstep.engines.rowwise.follower import Scratch as Scratch
-from lockstep.engines.rowwise.follower import call_refused as call_refused
-from lockstep.engines.rowwise.follower import function_refused as function_refused
 from lockstep.engines.rowwise.follower import is_following as is_following
-from lockstep.engines.rowwise.follower import refused as refused
+from lockstep.engines.rowwise.judging import LOOKS_AT_ROWS as LOOKS_AT_ROWS
+from lockstep.engines.rowwise.judging import call_refused as call_refused
+from lockstep.engines.rowwise.judging import function_refused as function_refused
+from lockstep.engines.rowwise.judging import refused as refused
 from lockstep.engines.rowwise.known_layers import arrays_in as arrays_in
 from lockstep.engines.rowwise.known_layers import call_name as call_name
 from lockstep.engines.rowwise.known_layers import drawing_layers as drawing_layers

@@ -16,6 +16,7 @@ from lockstep.core.patched import patched
 from lockstep.engines.rowwise.rules import (
     ELEMENTWISE,
     RULES,
+    is_tensor,
     operands_in,
     options_of,
     shape_of,
@@ -24,6 +25,8 @@ from lockstep.keras_compat import (
     GLOBAL_SEED_GENERATOR,
     Functional,
     calls_of,
+    compute_output_spec,
+    get_keras_mask,
     global_seed_generator,
     global_state,
     is_code_of_keras,
@@ -34,6 +37,7 @@ from lockstep.keras_compat import (
     reduction_axes,
     runs_code_of_keras,
     seed_generators,
+    set_keras_mask,
 )
 
 _LAYERS = """
@@ -296,3 +300,29 @@ def untouched_random_numbers() -> Iterator[None]:
             # the step would. This draws from Python's random numbers.
             global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, None)
             global_seed_generator()
+
+
+def spec_with_masks(layer: Any, args: Any, kwargs: Any) -> Any:
+    """Return the shapes and dtypes of a layer's outputs, with those of their masks."""
+    inputs = [leaf for leaf in keras.tree.flatten((args, kwargs)) if is_tensor(leaf)]
+    # On JAX, Keras takes no `None` in a list.
+    masks = {str(n): get_keras_mask(leaf) for n, leaf in enumerate(inputs)}
+    masks = {n: mask for n, mask in masks.items() if mask is not None}
+    has_mask: list[bool] = []
+
+    def call(args: Any, kwargs: Any, masks: Any) -> Any:
+        leaves = [leaf for leaf in keras.tree.flatten((args, kwargs)) if is_tensor(leaf)]
+        for n, mask in masks.items():
+            set_keras_mask(leaves[int(n)], mask)
+        outputs = layer(*args, **kwargs)
+        found = [get_keras_mask(leaf) for leaf in keras.tree.flatten(outputs)]
+        has_mask[:] = [mask is not None for mask in found]
+        # On PyTorch, Keras takes tensors alone.
+        return outputs, [mask for mask in found if mask is not None]
+
+    outputs, made = compute_output_spec(call, args, kwargs, masks)
+    leaves = keras.tree.flatten(outputs)
+    masked = [leaf for leaf, has in zip(leaves, has_mask, strict=True) if has]
+    for leaf, mask in zip(masked, made, strict=True):
+        set_keras_mask(leaf, mask)
+    return outputs

@@ -515,3 +515,19 @@ def shape_of(value: Any) -> tuple[int | None, ...]:
 def each_of(tensor: Any) -> int | None:
     """Return how many entries of the first dim belong to a row, `None` if it is no batch."""
     return getattr(tensor, "_lockstep_each", None)
+
+
+def has_unknown_dims(tree: Any) -> bool:
+    """Return whether a tensor has an unknown dim besides the rows."""
+    return any(None in shape_of(leaf)[1:] for leaf in keras.tree.flatten(tree))
+
+
+def in_words(error: Exception) -> str:
+    """Return why code that ends in an error is not known to work row by row."""
+    if isinstance(error, NotRowByRow):
+        # keras/src/utils/traceback_utils.py, inject_argument_info_in_traceback, wraps the
+        # message of an error from a layer's call in bold, once for each enclosing layer.
+        return str(error).split("\x1b[1m")[-1].split("\x1b[0m")[0]
+    if "KerasTensor" in str(error):  # keras/src/backend/common/keras_tensor.py
+        return "it calls more than Keras's layers and keras.ops"
+    return f"its code ends in {type(error).__name__} where tensors have a shape and no value"

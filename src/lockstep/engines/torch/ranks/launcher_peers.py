@@ -11,7 +11,7 @@ from lockstep.engines.replicas.first_step import Difference
 from lockstep.engines.torch.exchange.group import PeerLost
 from lockstep.engines.torch.ranks.launcher_group import TorchGroup, devices_of_all
 from lockstep.engines.torch.ranks.peers import Peers, dropped_part
-from lockstep.engines.torch.ranks.rank import Answer, Arguments, Question, Rank
+from lockstep.engines.torch.ranks.rank import Rank
 from lockstep.engines.torch.same_code.model_pickle import Dumped
 from lockstep.engines.torch.same_code.settings import checksum
 from lockstep.engines.torch.sharded.sharded_variables import is_sharded
@@ -100,15 +100,9 @@ class LauncherPeers(Peers):
         finally:
             self._turn.release()
 
-    def ask(
-        self,
-        question: Question[Arguments, Answer],
-        *arguments: Arguments.args,
-        **here: Arguments.kwargs,
-    ) -> list[Any]:
-        """Run a call in this rank, and return its answer at the place of this process."""
+    def _answers(self, mine: Any) -> list[Any]:
         found: list[Any] = [{} for _ in range(self.size)]
-        (found[self._group.rank],) = super().ask(question, *arguments, **here)
+        found[self._group.rank] = mine
         return found
 
     @contextmanager

@@ -19,6 +19,7 @@ from lockstep.engines.torch.ranks.rank import (
     Answer,
     Arguments,
     Call,
+    Marked,
     Question,
     Rank,
     RankPlan,
@@ -97,13 +98,14 @@ class Peers(ABC):
         *arguments: Arguments.args,
         **here: Arguments.kwargs,
     ) -> Answer:
-        """Run a call in every rank, and return the answer of this process.
+        """Run a method of `Rank` in every process, and return the answer of this one.
 
         Args:
-            call: The method of `Rank`.
+            call: The method.
             arguments: Its arguments in every process.
             here: Arguments in this process alone.
         """
+        self._send(call, arguments)
         return call.method(self.rank, *arguments, **here)
 
     def ask(
@@ -112,8 +114,16 @@ class Peers(ABC):
         *arguments: Arguments.args,
         **here: Arguments.kwargs,
     ) -> list[Answer]:
-        """Run a call in every rank, and return what is known here of the answers of all."""
-        return [question.method(self.rank, *arguments, **here)]
+        """Run a method of `Rank` in every process, and return the answers that are known here."""
+        self._send(question, arguments)
+        return self._answers(question.method(self.rank, *arguments, **here))
+
+    def _send(self, call: Marked[..., Any], arguments: tuple[Any, ...]) -> None:
+        """Send a call to the processes that do not make it by themselves."""
+
+    def _answers(self, mine: Any) -> list[Any]:
+        """Return the answers of all ranks, given that of this one."""
+        return [mine]
 
     def compared(self, form: Any) -> AbstractContextManager[None]:
         """Let the ranks compare what they exchange in the first step of a form."""

@@ -15,7 +15,7 @@ from lockstep.engines.replicas.first_step import bounds_for, difference
 from lockstep.engines.torch.exchange.placement import check_placement, version_of
 from lockstep.engines.torch.ranks.peers import Peers, check_parts, dropped_part, uninterrupted
 from lockstep.engines.torch.ranks.pool import Lease, Pool
-from lockstep.engines.torch.ranks.rank import Answer, Arguments, Call, Question, Rank, RankPlan
+from lockstep.engines.torch.ranks.rank import Marked, Rank, RankPlan
 from lockstep.engines.torch.same_code.code_state import CodeReads
 from lockstep.engines.torch.same_code.generators import state_of
 from lockstep.engines.torch.same_code.model_pickle import Dumped
@@ -118,31 +118,14 @@ class PoolPeers(Peers):
         assert self._pool is not None, "`connected` holds it"
         return self._pool
 
-    def call(
-        self,
-        call: Call[Arguments, Answer],
-        *arguments: Arguments.args,
-        **here: Arguments.kwargs,
-    ) -> Answer:
-        """Send a call to the workers, and run it here."""
-        self._send(call, arguments)
-        return super().call(call, *arguments, **here)
-
-    def ask(
-        self,
-        question: Question[Arguments, Answer],
-        *arguments: Arguments.args,
-        **here: Arguments.kwargs,
-    ) -> list[Answer]:
-        """Send a call to the workers, and return the answers, in the order of the ranks."""
-        self._send(question, arguments)
-        return [*super().ask(question, *arguments, **here), *self._held.receive()]
-
-    def _send(self, call: Call[..., Any], arguments: tuple[Any, ...]) -> None:
+    def _send(self, call: Marked[..., Any], arguments: tuple[Any, ...]) -> None:
         if call.has_batch:
             batch, *others = arguments
             arguments = (self._held.memory.write(batch), *others)
         self._held.send("call", self._lease.key, call.method.__name__, arguments)
+
+    def _answers(self, mine: Any) -> list[Any]:
+        return [mine, *self._held.receive()]
 
     @contextmanager
     def compared(self, form: Any) -> Iterator[None]:

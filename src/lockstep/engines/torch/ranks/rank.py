@@ -39,11 +39,8 @@ Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
 
 
-class Call(Generic[Arguments, Answer]):
-    """A method of `Rank` that all ranks run at a time; see `Peers.call`.
-
-    The one answer is that of this process. Arguments by name stay in this process.
-    """
+class Marked(Generic[Arguments, Answer]):
+    """A method of `Rank` that all ranks run at a time: `Peers` has it run in the others."""
 
     has_batch = False
     is_answered = False
@@ -61,14 +58,18 @@ class Call(Generic[Arguments, Answer]):
         return self if rank is None else partial(self.method, rank)
 
 
+class Call(Marked[Arguments, Answer]):
+    """Marks a method whose one answer is that of this process."""
+
+
 class CallOnBatch(Call[Arguments, Answer]):
-    """A call whose first argument is a batch. All processes of a pool read it in one memory."""
+    """The same, with a batch as the first argument: a pool has it in memory that all read."""
 
     has_batch = True
 
 
-class Question(Call[Arguments, Answer]):
-    """A call whose answers are those of all ranks, in their order; see `Peers.ask`."""
+class Question(Marked[Arguments, Answer]):
+    """Marks a method whose answers are those of all ranks, in their order."""
 
     is_answered = True
 
@@ -76,9 +77,9 @@ class Question(Call[Arguments, Answer]):
 class Rank:
     """One model on the device of this process.
 
-    Each process of the model has one. A method that is a `Call` runs in all of them at a time: a
-    message of the first process starts it in the workers of a pool, the script itself in the
-    processes of a launcher. This is the only list of the calls.
+    Each process of the model has one. A marked method runs in all of them at a time: a message of
+    the first process starts it in the workers of a pool, the script itself in the processes of a
+    launcher.
 
     Args:
         model: The model.

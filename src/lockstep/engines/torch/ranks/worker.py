@@ -117,7 +117,7 @@ class _Worker:
         getattr(self, f"_{name}")(*content)
 
     def _call(self, key: int, method: str, arguments: tuple[Any, ...]) -> None:
-        """Run a `Call` in the rank of a model, as rank 0 does, and send the answer if it has one.
+        """Run a marked method in the rank of a model, and send the answer if it has one.
 
         The casts of autocast are cleared first: the caller may have entered a new context.
         """

@@ -16,7 +16,8 @@ from functools import (
     partialmethod,
     singledispatchmethod,
 )
-from operator import is_
+from itertools import chain
+from operator import is_, methodcaller
 from types import CellType, CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
@@ -62,6 +63,27 @@ class Attributes:
             return True
         each = zip(now.items(), self._values, strict=True)
         return all(value is before or name == "training" for (name, value), before in each)
+
+
+class AllAttributes:
+    """The attributes of many objects at one moment, compared without a call of Python for each.
+
+    Args:
+        every: Their dicts, or views of these.
+    """
+
+    def __init__(self, every: list[Mapping[str, Any]]) -> None:
+        self._every = every
+        self._lengths = list(map(len, every))
+        self._values = list(chain.from_iterable(map(_VALUES, every)))
+
+    def are_still(self) -> bool:
+        """Return whether each has the same objects in the same order."""
+        now = chain.from_iterable(map(_VALUES, self._every))
+        return list(map(len, self._every)) == self._lengths and all(map(is_, now, self._values))
+
+
+_VALUES = methodcaller("values")
 
 
 class CodeReads:
@@ -250,9 +272,11 @@ def patches(modules: Iterable[str]) -> State:
     """
     packages = {name.partition(".")[0] for name in modules if not _is_own_name(name)}
     packages -= {"torch", "numpy", "lockstep", _MAIN}
-    owners, installed, unpatched = _installed(
+    owners, installed, unpatched, last = _installed(
         len(sys.modules), frozenset(packages | {"keras", "torch.nn"})
     )
+    if last and last[0].are_still():
+        return {}
     found: State = {}
     for place, owner in owners:
         if place in unpatched and unpatched[place].are(vars(owner)):
@@ -267,16 +291,18 @@ def patches(modules: Iterable[str]) -> State:
             found[place] = patched
         else:
             unpatched[place] = Attributes(vars(owner))
+    last[:] = [] if found else [AllAttributes([vars(owner) for _, owner in owners])]
     return found
 
 
 @lru_cache(maxsize=1)
 def _installed(
     number: int, packages: frozenset[str]
-) -> tuple[list[tuple[Place, Any]], set[int], dict[Place, Attributes]]:
+) -> tuple[list[tuple[Place, Any]], set[int], dict[Place, Attributes], list["AllAttributes"]]:
     """Return the modules and classes of packages, and the identities of their globals.
 
-    The dict is for the attributes of those in which no function of the user's was found.
+    The dict is for the attributes of those in which no function of the user's was found, and the
+    list for those of all, if there was none in any.
 
     Args:
         number: The number of modules that are imported, with which the result changes.
@@ -290,7 +316,7 @@ def _installed(
             namespaces.add(id(vars(module)))
             parts = [("", module), *((each.__qualname__, each) for each in _classes_of(module))]
             owners += [((name, part), owner) for part, owner in parts]
-    return owners, namespaces, {}
+    return owners, namespaces, {}, []
 
 
 def claims_other_home(function: FunctionType) -> bool:

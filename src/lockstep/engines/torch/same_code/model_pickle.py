@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
+from operator import attrgetter
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
@@ -324,7 +325,7 @@ class _Pickler(TensorPickler):
         elif isinstance(item, ModuleType):
             self._modules.add(item.__name__)
         elif isinstance(item, FunctionType | type):
-            self._modules.update(each.__module__ for each in (*getattr(item, "__mro__", ()), item))
+            self._modules.update(map(_MODULE, (*getattr(item, "__mro__", ()), item)))
         return made
 
     def state(self, item: Any) -> dict[str, Any]:
@@ -344,6 +345,7 @@ def _is_pickled_as_usual(kind: type) -> bool:
     return not issubclass(kind, (*_TENSORS, *WITH_RULES))
 
 
+_MODULE = attrgetter("__module__")
 _TENSORS = (
     ShardedVariable,
     torch.Tensor,

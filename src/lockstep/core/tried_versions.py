@@ -22,7 +22,7 @@ class Tried(NamedTuple):
 TRIED = {
     "jax": Tried("0.7", "0.12.0.1"),
     "tensorflow": Tried("2.20", "2.21.0"),
-    "torch": Tried("2.6", "2.13.0"),
+    "torch": Tried("2.6", "2.15.0"),
 }
 _TENSORFLOWS = ("tensorflow", "tensorflow-cpu")
 

@@ -138,7 +138,7 @@ def _attributes(model: Any) -> dict[int, tuple[Any, dict[str, Any]]]:
 
 
 @dataclass(frozen=True)
-class _Proof:
+class Proof:
     """What is known of a call: how its results are made of those of parts.
 
     Attributes:
@@ -146,6 +146,8 @@ class _Proof:
         masks: The same of their masks, `None` without one.
         losses: For each loss `"same"`, `"sum"` or `"mean"`.
         draws: The draws of a part, by its number of rows.
+        is_complete: Whether it holds for gradients and values alike. Otherwise something was taken
+            on trust, and values have to be compared: see `RowTrace.trusted`.
         whole: What the call makes with all rows, besides arrays.
     """
 
@@ -153,12 +155,12 @@ class _Proof:
     masks: list[bool | None]
     losses: list[str]
     draws: dict[int, Draws]
+    is_complete: bool
     whole: _Made
 
 
-def run_in_parts(call: Call, trainable: Any, others: Any, parts: RowParts, size: int) -> Any:
-    """Call a model in parts of its rows."""
-    proof = _proof(call, trainable, others, parts, size)
+def run_in_parts(call: Call, trainable: Any, others: Any, parts: RowParts, proof: Proof) -> Any:
+    """Call a model in parts of its rows, as `prove` has proved that it may."""
     made = _Made()
 
     def part(arrays: Any, first: Any, rows: PartRows) -> Any:
@@ -218,8 +220,15 @@ def _put_back(attributes: dict[int, tuple[Any, dict[str, Any]]]) -> None:
         now.update({name: each for name, each in values.items() if now.get(name) != each})
 
 
-def _proof(call: Call, trainable: Any, others: Any, parts: RowParts, size: int) -> _Proof:
+def prove(call: Call, trainable: Any, others: Any, parts: RowParts, size: int) -> Proof:
     """Prove that a call works row by row, at the numbers of rows that run.
+
+    Args:
+        call: The call.
+        trainable: The values of the trainable variables.
+        others: Those of the other variables.
+        parts: The parts of its rows.
+        size: The micro-batch size, for messages.
 
     Raises:
         UnsupportedModel: If it does not, or is not known to.
@@ -278,11 +287,12 @@ def _proof(call: Call, trainable: Any, others: Any, parts: RowParts, size: int) 
         sizes = {rows: draws_by_rows(found.draws, parts.sizes, rows) for rows in parts.sizes[1:]}
     except UnknownDraw as why:
         raise refused.cannot_draw(model, str(why)) from None
-    return _Proof(
+    return Proof(
         [isinstance(label, Rows) for label in outputs],
         [None if label is None else isinstance(label, Rows) for label in masks],
         [_rule(label) for label in found.terms],
         sizes,
+        not found.trusted,
         whole,
     )
 

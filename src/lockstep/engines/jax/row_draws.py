@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import random as jax_random
 
+from lockstep.engines.jax.rowtrace.primitive_rules import OF_KERAS
 from lockstep.engines.jax.rowtrace.row_labels import Draw
 from lockstep.keras_compat import keys_replaced
 
@@ -105,7 +106,7 @@ def draws_by_rows(found: Sequence[Draw], sizes: Sequence[int], rows: int) -> Dra
     """
     shapes: dict[int, dict[Shape, Shape]] = {}
     for draw in found:
-        number = int(draw.key[len(_KEY) : -1]) if draw.key.startswith(_KEY) else None
+        number = int(draw.key[len(OF_KERAS) : -1]) if draw.key.startswith(OF_KERAS) else None
         if draw.rows is not None:
             _check(draw, number)
         if number is None or draw.bits is None:
@@ -115,10 +116,6 @@ def draws_by_rows(found: Sequence[Draw], sizes: Sequence[int], rows: int) -> Dra
             raise UnknownDraw(f"{_layer(draw)} draws {small} with rows and without, of one seed")
     every = range(max(shapes, default=-1) + 1)
     return tuple(tuple(sorted(shapes.get(number, {}).items())) for number in every)
-
-
-_KEY = "key<row"
-"""How the type of a numbered key begins."""
 
 
 def _check(draw: Draw, number: int | None) -> None:

@@ -173,12 +173,15 @@ class RowTrace:
         terms: The tree of `Same`, `Total` with power 0 (sum) or -1 (mean), and `Mixed` (neither).
         state: The tree of `Same`, where every part computes the same value, and `Mixed`.
         draws: The draws of random numbers, in the program's order.
+        trusted: The operations of which the labels do not tell all: a gradient or a function of the
+            user's own, or one that is not known. Values have to be compared for these.
     """
 
     outputs: Any
     terms: Any
     state: Any
     draws: tuple[Draw, ...]
+    trusted: tuple[Place, ...] = ()
 
     @property
     def mixed(self) -> list[Mixed]:

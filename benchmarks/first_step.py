@@ -6,8 +6,8 @@
     python benchmarks/first_step.py --check torch         # what the check of the first step costs
 
 Every figure is that of a fresh process, up to the end of the first step of a `fit`, imports
-included. It is processor time, but for the row `two`, whose workers start side by side: that row has
-the clock on the wall. Sides take turns, and a ratio is that of one round. JAX keeps no compiled
+included. It is processor time, but for the row `two`, whose workers start side by side: that row
+has the clock on the wall. Sides take turns, and a ratio is that of one round. JAX keeps no compiled
 programs here.
 
 With `--check`, each model has a layer of its own, so that its first step is compared with one
@@ -119,7 +119,9 @@ def beside_keras(names: list[str], rounds: int, tree: str | None) -> Iterator[st
     yield "| first step | stock Keras (s) | lockstep (s) | ratio | more (s) |"
     yield "|---|---:|---:|---:|---:|"
     for name in names:
-        pairs = [(measured(name, "keras", tree), measured(name, "lockstep", tree)) for _ in range(rounds)]
+        pairs = [
+            (measured(name, "keras", tree), measured(name, "lockstep", tree)) for _ in range(rounds)
+        ]
         columns = [[one for one, _ in pairs], [other for _, other in pairs]]
         columns += [[b / a for a, b in pairs], [b - a for a, b in pairs]]
         clock = " (wall)" if ROWS[name].on_the_wall else ""

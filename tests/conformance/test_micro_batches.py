@@ -16,7 +16,7 @@ from keras import layers, ops
 import lockstep
 from lockstep.core import micro_batches as texts
 from lockstep.core.devices import micro_batches
-from lockstep.engines.jax.row_draws import PartRows, drawn_for
+from lockstep.engines.jax.row_draws import PartKeys, PartRows
 from lockstep.errors import DeviceError, UnsplitBatchWarning, UnsupportedModel
 from tests.conformance.common import assert_same, weights
 from tests.conformance.test_communication import collectives, training_program
@@ -210,7 +210,9 @@ def test_a_part_draws_the_numbers_of_its_rows(
 
 
 def _drawn(kind, part, whole, rows, number, seed):
-    with drawn_for(rows, np.uint32(number * rows.block), (((part, whole),),)):
+    keys = PartKeys()
+    keys.settle(rows, (((part, whole),),))
+    with keys.drawn(rows.rows, np.uint32(number * rows.block)):
         return ops.cast(DRAWS[kind](part, seed=seed), "float32")
 
 

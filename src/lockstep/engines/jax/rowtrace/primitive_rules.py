@@ -63,7 +63,7 @@ BATCHED_LINEAR_ALGEBRA = {
 """The number of last dims that an operation combines."""
 
 OF_KERAS = "key<row"
-"""How the type of a key begins that Keras has drawn, inside `row_draws.numbered_keys`."""
+"""How the type of a key begins that Keras has drawn, in a part: see `row_draws.PartKeys`."""
 
 RANDOM_DRAWS = named("random_bits random_split random_gamma rng_bit_generator")
 

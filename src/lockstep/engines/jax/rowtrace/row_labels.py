@@ -1,6 +1,6 @@
 """How the values of a traced program depend on the rows of a batch."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -175,6 +175,7 @@ class RowTrace:
         draws: The draws of random numbers, in the program's order.
         trusted: The operations of which the labels do not tell all: a gradient or a function of the
             user's own, or one that is not known. Values have to be compared for these.
+        programs: For each number of rows the function as it was traced.
     """
 
     outputs: Any
@@ -182,6 +183,7 @@ class RowTrace:
     state: Any
     draws: tuple[Draw, ...]
     trusted: tuple[Place, ...] = ()
+    programs: dict[int, Callable[..., Any]] = field(default_factory=dict)
 
     @property
     def mixed(self) -> list[Mixed]:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import Literal, jaxpr_as_fun
 
 from lockstep.engines.jax.jax_compat import HIGH, expanded, parameters, scan_counts
 from lockstep.engines.jax.rowtrace.own_gradients import (
@@ -64,6 +64,7 @@ from lockstep.engines.jax.rowtrace.traced_operation import (
     compare_parameters,
     compare_sizes,
     dims_of_rows,
+    known_values,
     named,
     rows_of_shapes,
     shape_of,
@@ -109,7 +110,7 @@ def trace_rows(
             of them must differ.
 
     Returns:
-        The labels of the results, and the random draws.
+        The labels of the results, the random draws, and the programs that this holds for.
 
     Example:
         >>> shape = jax.ShapeDtypeStruct
@@ -144,7 +145,17 @@ def trace_rows(
         jax.tree.map(_as_state, state),
         tuple(walk.draws),
         tuple(walk.trusted),
+        {
+            rows: partial(_run, program, structure)
+            for rows, (program, _) in zip(sizes, traced, strict=True)
+        },
     )
+
+
+def _run(program: Any, structure: Any, *arguments: Any) -> Any:
+    """Run a function as it was traced."""
+    results = jaxpr_as_fun(program)(*jax.tree.leaves(arguments))
+    return jax.tree.unflatten(structure, results)
 
 
 def _as_output(label: Label) -> Label:
@@ -367,7 +378,7 @@ class _Walk:
             if kinds <= {Same, Rows, Count}:
                 return of_numbers(operation)
             raise RowsMeet(OTHER_ROWS)
-        if name in _EVALUATED and (values := _known_values(operation)):
+        if name in _EVALUATED and (values := known_values(operation)):
             with jax.ensure_compile_time_eval():
                 params = operation.params
                 primitive = operation.equations[0].primitive
@@ -584,16 +595,3 @@ def _chosen(label: Label) -> int | None:
     if isinstance(label, Rows):
         return 0 if label.content == FALSE else None
     return int(label.value) if isinstance(label, Same) and label.value is not None else None
-
-
-def _known_values(operation: Operation) -> list[tuple[Any, ...]] | None:
-    """Return the scalar operands in each trace, if all are known."""
-    columns: list[tuple[Any, ...]] = []
-    for label in operation.labels:
-        if isinstance(label, Same) and label.value is not None:
-            columns.append((label.value,) * len(operation.sizes))
-        elif isinstance(label, Count) and label.values is not None:
-            columns.append(label.values)
-        else:
-            return None
-    return list(zip(*columns, strict=True)) or None

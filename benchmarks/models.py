@@ -88,6 +88,11 @@ def text(blocks: int = 4, width: int = 256, words: int = 8192) -> keras.Model:
     return keras.Model(tokens, layers.Dense(10)(x[:, 0]))
 
 
+def six_blocks() -> keras.Model:
+    """The same with six small blocks: to compile it is most of a first step."""
+    return text(blocks=6, width=64, words=512)
+
+
 def bert() -> keras.Model:
     """The same of the size of BERT-base, 108.9 million parameters."""
     return text(blocks=12, width=768, words=30522)
@@ -96,3 +101,10 @@ def bert() -> keras.Model:
 def resnet() -> keras.Model:
     """ResNet-50 on 224 by 224 pictures, with its batch norms, 25.6 million parameters."""
     return keras.applications.ResNet50(weights=None, classifier_activation=None)
+
+
+def resnet_of_small_pictures() -> keras.Model:
+    """The same on 64 by 64 pictures and with ten classes, for the same reason."""
+    return keras.applications.ResNet50(
+        weights=None, classifier_activation=None, input_shape=(64, 64, 3), classes=10
+    )

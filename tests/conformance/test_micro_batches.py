@@ -16,7 +16,7 @@ from keras import layers, ops
 import lockstep
 from lockstep.core import micro_batches as texts
 from lockstep.core.devices import micro_batches
-from lockstep.engines.jax.row_draws import PartRows, drawn_for
+from lockstep.engines.jax.row_draws import PartKeys, PartRows
 from lockstep.errors import DeviceError, UnsplitBatchWarning, UnsupportedModel
 from tests.conformance.common import assert_same, weights
 from tests.conformance.test_communication import collectives, training_program
@@ -210,7 +210,9 @@ def test_a_part_draws_the_numbers_of_its_rows(
 
 
 def _drawn(kind, part, whole, rows, number, seed):
-    with drawn_for(rows, np.uint32(number * rows.block), (((part, whole),),)):
+    keys = PartKeys()
+    keys.settle(rows, (((part, whole),),))
+    with keys.drawn(rows.rows, np.uint32(number * rows.block)):
         return ops.cast(DRAWS[kind](part, seed=seed), "float32")
 
 
@@ -564,16 +566,16 @@ def test_an_output_whose_first_dim_has_no_rows():
 
 
 def test_rows_that_differ_in_the_first_batch(monkeypatch):
-    """The second guard, with the first one out of the way."""
+    """The second guard, with the first one out of the way, and something taken on trust."""
     from lockstep.engines.jax import call_in_parts
-    from lockstep.engines.jax.rowtrace.row_labels import Rows
+    from lockstep.engines.jax.rowtrace.row_labels import Place, Rows
 
     plain = call_in_parts.trace_rows
 
     def all_by_rows(*args):
         found = plain(*args)
         labels = jax.tree.map(lambda _: Rows(0), found.outputs)
-        return dataclasses.replace(found, outputs=labels)
+        return dataclasses.replace(found, outputs=labels, trusted=(Place("", "call", ""),))
 
     monkeypatch.setattr(call_in_parts, "trace_rows", all_by_rows)
     text = refusal(chain(Own(lambda self, x: x - ops.mean(x, axis=0))))

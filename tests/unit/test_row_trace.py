@@ -346,6 +346,41 @@ def test_one_that_mixes_rows_is_refused_by_name(name):
     assert any(np.abs(one - other).max() > 1e-6 for one, other in zip(whole, parts, strict=True))
 
 
+def normalized(matvec, b):
+    return b / jnp.linalg.norm(b)
+
+
+def with_gradient_by_all(x, w):
+    by_all = with_gradient(lambda x, scale: x, lambda given, g: (g * given[1], 0 * given[1]))
+    return by_all(x, jnp.exp(x.mean(0)))
+
+
+ON_TRUST = {
+    **{name: made for name, made in FOLLOWED.items() if name != "times a power"},
+    "custom_gradient of JAX": lambda x, w: jax.custom_gradient(lambda x: (x, lambda g: g))(x),
+    "rule for a function of JAX": lambda x, w: with_change(jnp.sin, lambda x, dx: dx)(x),
+    "gradient that reads all rows": with_gradient_by_all,
+    "solver of the user's own": lambda x, w: (
+        x * lax.custom_linear_solve(jnp.negative, w, normalized, transpose_solve=normalized)
+    ),
+    "callback": lambda x, w: x * jax.pure_callback(np.sin, jax.ShapeDtypeStruct((6,), x.dtype), w),
+}
+
+
+@pytest.mark.parametrize("name", ON_TRUST)
+def test_what_the_labels_do_not_tell_is_taken_on_trust(name):
+    found = outputs(lambda x: ON_TRUST[name](x, jnp.ones(6)), 6)
+    assert joins(found)
+    assert found.trusted
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_all_of_what_jax_computes_is_followed(name):
+    """Solvers and gradients of one's own are the exception."""
+    found = outputs(BY_ROWS[name], 4, 6)
+    assert {place.operation for place in found.trusted} <= {"custom_linear_solve"}
+
+
 def test_an_operation_without_a_rule_never_accepts_rows():
     def called_back(x):
         return jax.pure_callback(np.tanh, jax.ShapeDtypeStruct(x.shape, x.dtype), x)

@@ -14,18 +14,17 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import keras
 from jax.experimental import sparse
 
 from lockstep.core import micro_batches as refused
 from lockstep.engines.jax.row_draws import (
-    Draws,
+    PartKeys,
     PartRows,
     UnknownDraw,
     check_prng,
-    drawn_for,
     draws_by_rows,
-    numbered_keys,
 )
 from lockstep.engines.jax.row_parts import RowParts
 from lockstep.engines.jax.rowtrace.row_labels import Mixed, Rows, Same
@@ -88,6 +87,13 @@ class Call:
         """The arguments that have rows, each with its mask or `None`."""
         return [(self.leaves[n], get_keras_mask(self.leaves[n])) for n in self.positions]
 
+    @property
+    def fixed(self) -> dict[int, Any]:
+        """The arguments that are arrays without rows, by their positions."""
+        pairs = enumerate(self.leaves)
+        arrays = {n: leaf for n, leaf in pairs if isinstance(leaf, jax.Array)}
+        return {n: leaf for n, leaf in arrays.items() if n not in self.positions}
+
     def made(self, trainable: Any, others: Any, arrays: list[Any], made: _Made) -> Any:
         """Call the model with these rows, and return what depends on them.
 
@@ -138,32 +144,34 @@ def _attributes(model: Any) -> dict[int, tuple[Any, dict[str, Any]]]:
 
 
 @dataclass(frozen=True)
-class _Proof:
+class Proof:
     """What is known of a call: how its results are made of those of parts.
 
     Attributes:
         outputs: For each output, whether it has rows; else it is the same for all rows.
         masks: The same of their masks, `None` without one.
         losses: For each loss `"same"`, `"sum"` or `"mean"`.
-        draws: The draws of a part, by its number of rows.
+        programs: For each number of rows the call as it was traced and proved. Code of a model may
+            do something else each time that it is traced.
+        is_complete: Whether it holds for gradients and values alike. Otherwise something was taken
+            on trust, and values have to be compared: see `RowTrace.trusted`.
         whole: What the call makes with all rows, besides arrays.
     """
 
     outputs: list[bool]
     masks: list[bool | None]
     losses: list[str]
-    draws: dict[int, Draws]
+    programs: dict[int, Callable[..., Any]]
+    is_complete: bool
     whole: _Made
 
 
-def run_in_parts(call: Call, trainable: Any, others: Any, parts: RowParts, size: int) -> Any:
-    """Call a model in parts of its rows."""
-    proof = _proof(call, trainable, others, parts, size)
-    made = _Made()
+def run_in_parts(call: Call, trainable: Any, others: Any, parts: RowParts, proof: Proof) -> Any:
+    """Call a model in parts of its rows, as `prove` has proved that it may."""
 
     def part(arrays: Any, first: Any, rows: PartRows) -> Any:
-        with drawn_for(rows, first, proof.draws[rows.rows]):
-            return call.made(trainable, others, arrays, made)
+        run = proof.programs[rows.rows]
+        return run(list(trainable), list(others), arrays, call.fixed, first)
 
     def body(_: None, given: Any) -> Any:
         first, arrays = given
@@ -176,7 +184,7 @@ def run_in_parts(call: Call, trainable: Any, others: Any, parts: RowParts, size:
     rest: Any = jax.tree.map(lambda _: None, (several, masks, losses))
     if parts.rest:
         start = parts.full * parts.size
-        last = partial(part, first=start, rows=parts.of_rest())
+        last = partial(part, first=jnp.uint32(start), rows=parts.of_rest())
         own = jax.tree.map(lambda a: parts.laid_out(a[start:], 0), call.arrays)
         (outputs, own_masks), own_losses, _ = jax.checkpoint(last)(own)
         rest = outputs, own_masks, own_losses
@@ -218,8 +226,15 @@ def _put_back(attributes: dict[int, tuple[Any, dict[str, Any]]]) -> None:
         now.update({name: each for name, each in values.items() if now.get(name) != each})
 
 
-def _proof(call: Call, trainable: Any, others: Any, parts: RowParts, size: int) -> _Proof:
+def prove(call: Call, trainable: Any, others: Any, parts: RowParts, size: int) -> Proof:
     """Prove that a call works row by row, at the numbers of rows that run.
+
+    Args:
+        call: The call.
+        trainable: The values of the trainable variables.
+        others: Those of the other variables.
+        parts: The parts of its rows.
+        size: The micro-batch size, for messages.
 
     Raises:
         UnsupportedModel: If it does not, or is not known to.
@@ -227,14 +242,15 @@ def _proof(call: Call, trainable: Any, others: Any, parts: RowParts, size: int) 
     model = call.model
     _check(call)
     made: dict[int, _Made] = {}
+    keys = PartKeys()
 
-    def function(trainable: Any, others: Any, arrays: Any, rest: Any) -> Any:
+    def function(trainable: Any, others: Any, arrays: Any, fixed: Any, first: Any) -> Any:
         leaves = list(call.leaves)
-        for position, leaf in rest.items():
+        for position, leaf in fixed.items():
             leaves[position] = leaf
         rows = arrays[0][0].shape[0]
         made[rows] = _Made()
-        with numbered_keys():
+        with keys.drawn(rows, first):
             try:
                 traced = replace(call, leaves=tuple(leaves))
                 return traced.made(trainable, others, arrays, made[rows])
@@ -247,12 +263,9 @@ def _proof(call: Call, trainable: Any, others: Any, parts: RowParts, size: int) 
         def with_rows(array: Any) -> Any:
             return jax.ShapeDtypeStruct((rows, *array.shape[1:]), array.dtype)
 
-        pairs = enumerate(call.leaves)
-        fixed = {n: leaf for n, leaf in pairs if isinstance(leaf, jax.Array)}
-        for position in call.positions:
-            fixed.pop(position, None)
-        values = jax.tree.map(_shape, (list(trainable), list(others), fixed))
-        return *values[:2], jax.tree.map(with_rows, call.arrays), values[2]
+        first = jax.ShapeDtypeStruct((), "uint32")
+        values = jax.tree.map(_shape, (list(trainable), list(others), call.fixed))
+        return *values[:2], jax.tree.map(with_rows, call.arrays), values[2], first
 
     found = trace_rows(function, arguments, parts.sizes)
     whole = made[call.rows]
@@ -275,14 +288,17 @@ def _proof(call: Call, trainable: Any, others: Any, parts: RowParts, size: int) 
             raise refused.neither_sum_nor_mean(model, str(label))
     try:
         check_prng()
-        sizes = {rows: draws_by_rows(found.draws, parts.sizes, rows) for rows in parts.sizes[1:]}
+        for part in (parts.of_part(), parts.of_rest()):
+            if part.rows:
+                keys.settle(part, draws_by_rows(found.draws, parts.sizes, part.rows))
     except UnknownDraw as why:
         raise refused.cannot_draw(model, str(why)) from None
-    return _Proof(
+    return Proof(
         [isinstance(label, Rows) for label in outputs],
         [None if label is None else isinstance(label, Rows) for label in masks],
         [_rule(label) for label in found.terms],
-        sizes,
+        found.programs,
+        not found.trusted,
         whole,
     )
 

@@ -1,8 +1,8 @@
 """The check of the first rows: a model gives the same for them at once and in two parts.
 
-The row trace proves that a model works row by row. This check, with the values of the first batch
-of each form, is a second guard before the first update. It compares outputs, losses, changed
-variables and, in training, gradients.
+The row trace proves that a model works row by row. Where it takes something on trust, this check
+compares outputs, losses, changed variables and, in training, gradients, with the values of the
+first batch of each form and before the first update.
 """
 
 from collections.abc import Callable

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import partial
 from itertools import count
 from threading import get_ident
 from typing import Any
@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import random as jax_random
 
+from lockstep.engines.jax.rowtrace.primitive_rules import OF_KERAS
 from lockstep.engines.jax.rowtrace.row_labels import Draw
 from lockstep.keras_compat import keys_replaced
 
@@ -66,32 +67,44 @@ def check_prng() -> None:
         )
 
 
-@contextmanager
-def numbered_keys() -> Iterator[None]:
-    """Let Keras draw with keys that have numbers inside the context, for `draws_by_rows`."""
-    with _keys(_numbered, 0):
-        yield
+class PartKeys:
+    """The keys that Keras draws in a call, which is traced before its draws are known.
 
-
-@contextmanager
-def drawn_for(rows: PartRows, first: Any, draws: Draws) -> Iterator[None]:
-    """Let Keras draw the numbers of a part of the rows inside the context.
-
-    Args:
-        rows: The rows of the part.
-        first: The number of its first row.
-        draws: What `draws_by_rows` has returned for these rows.
+    A key has a number in its type, and a method that asks here for the draws of that number when a
+    program with it is compiled or run.
     """
 
-    def method_of(number: int) -> Any:
-        return _of_part(rows, draws[number] if number < len(draws) else ())
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[PartRows, Draws]] = {}
 
-    with _keys(method_of, first):
-        yield
+    @contextmanager
+    def drawn(self, rows: int, first: Any) -> Iterator[None]:
+        """Let Keras draw such keys inside the context.
+
+        Args:
+            rows: The number of rows of the part.
+            first: The number of its first row.
+        """
+        with _keys(partial(self._method, rows), first):
+            yield
+
+    def settle(self, rows: PartRows, draws: Draws) -> None:
+        """Set what parts of so many rows draw, as `draws_by_rows` has returned it."""
+        self._known[rows.rows] = rows, draws
+
+    def _method(self, rows: int, number: int) -> Any:
+        """Return threefry for keys with this number, in a part of so many rows."""
+
+        def numbers(first: Any, shape: Shape) -> Any:
+            part, draws = self._known[rows]
+            shapes = dict(draws[number]) if number < len(draws) else {}
+            return _numbers(first, shape, shapes.get(shape, shape), part)
+
+        return _method(f"row{number}", numbers)
 
 
 def draws_by_rows(found: Sequence[Draw], sizes: Sequence[int], rows: int) -> Draws:
-    """Return the draws of a part, from a program that was traced inside `numbered_keys`.
+    """Return the draws of a part, from a program that was traced with `PartKeys`.
 
     Args:
         found: The draws of the program.
@@ -105,7 +118,7 @@ def draws_by_rows(found: Sequence[Draw], sizes: Sequence[int], rows: int) -> Dra
     """
     shapes: dict[int, dict[Shape, Shape]] = {}
     for draw in found:
-        number = int(draw.key[len(_KEY) : -1]) if draw.key.startswith(_KEY) else None
+        number = int(draw.key[len(OF_KERAS) : -1]) if draw.key.startswith(OF_KERAS) else None
         if draw.rows is not None:
             _check(draw, number)
         if number is None or draw.bits is None:
@@ -115,10 +128,6 @@ def draws_by_rows(found: Sequence[Draw], sizes: Sequence[int], rows: int) -> Dra
             raise UnknownDraw(f"{_layer(draw)} draws {small} with rows and without, of one seed")
     every = range(max(shapes, default=-1) + 1)
     return tuple(tuple(sorted(shapes.get(number, {}).items())) for number in every)
-
-
-_KEY = "key<row"
-"""How the type of a numbered key begins."""
 
 
 def _check(draw: Draw, number: int | None) -> None:
@@ -155,37 +164,18 @@ def _keys(method_of: Callable[[int], Any], first: Any) -> Iterator[None]:
         yield
 
 
-@cache
-def _numbered(number: int) -> Any:
-    """Return a method of drawing whose keys have a number in their type. It is never run."""
-    return _method(f"row{number}", lambda shape: shape, PartRows(1, 1, 1, 1))
-
-
-@lru_cache(maxsize=1024)
-def _of_part(rows: PartRows, draws: tuple[tuple[Shape, Shape], ...]) -> Any:
-    """Return the method of drawing for the keys of a part.
-
-    Args:
-        rows: The rows of the part.
-        draws: The shapes of the draws in the part, and in the whole.
-    """
-    shapes = dict(draws)
-    return _method("part", lambda shape: shapes.get(shape, shape), rows)
-
-
-def _method(tag: str, whole_of: Callable[[Shape], Shape], rows: PartRows) -> Any:
+def _method(tag: str, numbers: Callable[[Any, Shape], Any]) -> Any:
     """Return threefry, with the number of the first row in the third word of a key.
 
     Args:
         tag: The tag of the type of its keys.
-        whole_of: Returns the shape of a draw in the whole from its shape in the part.
-        rows: The rows of the part.
+        numbers: Returns the number of each entry of a draw, from the first row and the shape.
     """
 
     # jax/_src/prng.py, _threefry_random_bits_partitionable
     def random_bits(key: Any, width: int, shape: Shape) -> Any:
         high, low, first = key
-        number = _numbers(first, shape, whole_of(tuple(shape)), rows)
+        number = numbers(first, tuple(shape))
         one, two = jax_random.threefry2x32_p.bind(high, low, jnp.zeros_like(number), number)
         if width == 64:
             return (one.astype("uint64") << np.uint64(32)) | two.astype("uint64")

@@ -10,6 +10,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
 
 from lockstep.engines.jax.jax_compat import names_of_arguments
+from lockstep.engines.jax.rowtrace.places import is_of_frameworks, wraps_any_function
 from lockstep.engines.jax.rowtrace.primitive_rules import OTHER_ROWS
 from lockstep.engines.jax.rowtrace.row_labels import (
     COLUMNS,
@@ -102,6 +103,14 @@ class OwnGradient:
                 elif isinstance(wanted, Total):
                     why = "it is no sum over rows"
                 raise RowsMeet(f"has a gradient of its own: {why}")
+
+
+def is_of_frameworks_alone(operation: Operation, called: Sequence[Any]) -> bool:
+    """Return whether such a function and its gradient are code of JAX, Keras or lockstep."""
+    keys = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd")
+    rules = [operation.params[key] for key in keys if key in operation.params]
+    known = bool(rules) and all(map(is_of_frameworks, (*called, *rules)))
+    return known and not any(map(wraps_any_function, called))
 
 
 def has_gradient(value: Any) -> bool:

@@ -33,6 +33,27 @@ def place_of(equation: Any, caller: Place) -> Place:
     return Place(layer, _name(equation), _line(equation) or caller.line)
 
 
+def is_of_frameworks(function: Any) -> bool:
+    """Return whether a function that was traced is code of JAX, Keras or lockstep.
+
+    Args:
+        function: Its program, or what JAX has wrapped it in.
+    """
+    return any(map(_file(function).is_relative_to, (*_FRAMEWORKS, _LOCKSTEP)))
+
+
+def wraps_any_function(program: Any) -> bool:
+    """Return whether a program is what `jax.custom_gradient` makes of any function."""
+    return _file(program).name == "custom_derivatives.py"
+
+
+def _file(function: Any) -> Path:
+    """Return the file of a function that was traced; an empty path if JAX does not know it."""
+    info = getattr(getattr(function, "jaxpr", function), "debug_info", None)
+    where = str(getattr(info, "func_src_info", "")).partition(" at ")[2]
+    return Path(where.rpartition(":")[0])
+
+
 def _name(equation: Any) -> str:
     """Return the name of a primitive, or of a function that has a gradient of its own."""
     params = parameters(equation)

@@ -62,7 +62,21 @@ BATCHED_LINEAR_ALGEBRA = {
 }
 """The number of last dims that an operation combines."""
 
+OF_KERAS = "key<row"
+"""How the type of a key begins that Keras has drawn, in a part: see `row_draws.PartKeys`."""
+
 RANDOM_DRAWS = named("random_bits random_split random_gamma rng_bit_generator")
+
+
+CALLS = named(
+    """
+    jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call
+    custom_vjp_call_jaxpr call_hi_primitive
+    """
+)
+"""Operations that only call another program."""
+
+FOLLOWED = CALLS | {"scan", "while", "cond", "custom_linear_solve"}
 
 
 def by_rule(operation: Operation) -> Label | list[Label]:
@@ -456,3 +470,25 @@ def rule_of(name: str) -> _Rule | None:
     if name == "reduce" or name.startswith("reduce_"):
         return _reduce
     return _RULES.get(name)
+
+
+def has_rule(name: str) -> bool:
+    """Return whether there is a rule for rows for a primitive of this name."""
+    known = name in ELEMENTWISE or name in RANDOM_DRAWS or name in FOLLOWED
+    return known or name == "optimization_barrier" or rule_of(name) is not None
+
+
+_OF_SAME = named("empty empty2 iota")
+"""Operations without a rule for rows that give the same for the same operands."""
+
+
+def is_known(operation: Operation) -> bool:
+    """Return whether all that an operation does is followed, its gradient too.
+
+    The words of a key of `row_draws` are other ones than those of the key that Keras has drawn. The
+    functions of a `custom_linear_solve` are the user's: its gradient is linear if they are.
+    """
+    name = operation.name
+    if name == "random_unwrap":
+        return not str(operation.equations[0].invars[0].aval.dtype).startswith(OF_KERAS)
+    return name != "custom_linear_solve" and (has_rule(name) or name in _OF_SAME)

@@ -1,6 +1,6 @@
 """How the values of a traced program depend on the rows of a batch."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -173,12 +173,17 @@ class RowTrace:
         terms: The tree of `Same`, `Total` with power 0 (sum) or -1 (mean), and `Mixed` (neither).
         state: The tree of `Same`, where every part computes the same value, and `Mixed`.
         draws: The draws of random numbers, in the program's order.
+        trusted: The operations of which the labels do not tell all: a gradient or a function of the
+            user's own, or one that is not known. Values have to be compared for these.
+        programs: For each number of rows the function as it was traced.
     """
 
     outputs: Any
     terms: Any
     state: Any
     draws: tuple[Draw, ...]
+    trusted: tuple[Place, ...] = ()
+    programs: dict[int, Callable[..., Any]] = field(default_factory=dict)
 
     @property
     def mixed(self) -> list[Mixed]:

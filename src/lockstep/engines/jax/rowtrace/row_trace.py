@@ -15,19 +15,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import Literal, jaxpr_as_fun
 
 from lockstep.engines.jax.jax_compat import HIGH, expanded, parameters, scan_counts
-from lockstep.engines.jax.rowtrace.own_gradients import OwnGradient, has_gradient
+from lockstep.engines.jax.rowtrace.own_gradients import (
+    OwnGradient,
+    has_gradient,
+    is_of_frameworks_alone,
+)
 from lockstep.engines.jax.rowtrace.places import place_of
 from lockstep.engines.jax.rowtrace.primitive_rules import (
-    ELEMENTWISE,
+    CALLS,
+    FOLLOWED,
     NO_RULE,
     OTHER_ROWS,
     RANDOM_DRAWS,
     by_rule,
+    has_rule,
+    is_known,
     of_numbers,
-    rule_of,
 )
 from lockstep.engines.jax.rowtrace.row_labels import (
     COLUMNS,
@@ -58,21 +64,12 @@ from lockstep.engines.jax.rowtrace.traced_operation import (
     compare_parameters,
     compare_sizes,
     dims_of_rows,
+    known_values,
     named,
     rows_of_shapes,
     shape_of,
 )
 from lockstep.errors import UnsupportedFramework
-
-_CALLS = named(
-    """
-    jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call
-    custom_vjp_call_jaxpr call_hi_primitive
-    """
-)
-"""Operations that only call another program."""
-
-_FOLLOWED = _CALLS | {"scan", "while", "cond", "custom_linear_solve"}
 
 _LINEAR = named(
     """
@@ -113,7 +110,7 @@ def trace_rows(
             of them must differ.
 
     Returns:
-        The labels of the results, and the random draws.
+        The labels of the results, the random draws, and the programs that this holds for.
 
     Example:
         >>> shape = jax.ShapeDtypeStruct
@@ -147,7 +144,18 @@ def trace_rows(
         jax.tree.map(_as_term, terms),
         jax.tree.map(_as_state, state),
         tuple(walk.draws),
+        tuple(walk.trusted),
+        {
+            rows: partial(_run, program, structure)
+            for rows, (program, _) in zip(sizes, traced, strict=True)
+        },
     )
+
+
+def _run(program: Any, structure: Any, *arguments: Any) -> Any:
+    """Run a function as it was traced."""
+    results = jaxpr_as_fun(program)(*jax.tree.leaves(arguments))
+    return jax.tree.unflatten(structure, results)
 
 
 def _as_output(label: Label) -> Label:
@@ -181,11 +189,13 @@ class _Walk:
     Attributes:
         sizes: The numbers of rows, in descending order.
         draws: The random draws found so far.
+        trusted: The operations of `RowTrace.trusted` found so far.
     """
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
         self.sizes = sizes
         self.draws: list[Draw] = []
+        self.trusted: dict[Place, None] = {}
         self._derivatives = 0
 
     # ------------------------------------------------------------------------------- values
@@ -329,9 +339,9 @@ class _Walk:
         """Return the label of each result of an operation."""
         count = len(operation.equations[0].outvars)
         try:
-            if operation.rows and not _has_rule(operation.name):
+            if operation.rows and not has_rule(operation.name):
                 raise RowsMeet(NO_RULE)
-            compare_parameters(operation, followed=operation.name in _FOLLOWED)
+            compare_parameters(operation, followed=operation.name in FOLLOWED)
             made = self._label(operation)
         except RowsMeet as why:
             made = Mixed(operation.place, str(why))
@@ -344,12 +354,14 @@ class _Walk:
 
     def _label(self, operation: Operation) -> Label | list[Label]:
         name, labels, kinds = operation.name, operation.labels, {*map(type, operation.labels)}
-        if name in _CALLS:
+        if name in CALLS:
             return self._call(operation)
         if loop := {"scan": self._scan, "while": self._while, "cond": self._cond}.get(name):
             return loop(operation)
         if name == "optimization_barrier":
             return labels
+        if not is_known(operation):
+            self.trusted[operation.place] = None
         if name == "custom_linear_solve":
             return self._linear_solve(operation)
         if operation.equations[0].effects and operation.equations[0].outvars:
@@ -366,7 +378,7 @@ class _Walk:
             if kinds <= {Same, Rows, Count}:
                 return of_numbers(operation)
             raise RowsMeet(OTHER_ROWS)
-        if name in _EVALUATED and (values := _known_values(operation)):
+        if name in _EVALUATED and (values := known_values(operation)):
             with jax.ensure_compile_time_eval():
                 params = operation.params
                 primitive = operation.equations[0].primitive
@@ -385,7 +397,7 @@ class _Walk:
         rows = {label for label in operation.labels if not isinstance(label, Same)}
         if len(rows) > 1:
             raise RowsMeet(OTHER_ROWS)
-        if not _has_rule(operation.name):
+        if not has_rule(operation.name):
             raise RowsMeet(NO_RULE)
         compare_sizes(operation)
         return rows.pop()
@@ -459,9 +471,13 @@ class _Walk:
         own = operation.name.startswith("custom_")
         if operation.name == HIGH:
             own = any(map(has_gradient, operation.equations[0].outvars))
+        if own and not is_of_frameworks_alone(operation, programs):
+            self.trusted[operation.place] = None
         # The gradient of a gradient is followed too; one that calls itself would not end.
         if own and not mixed and self._derivatives < 2:
             self._check_gradient(operation, results, programs)
+        elif mixed and not all(isinstance(label, Mixed) for label in results):
+            self.trusted[operation.place] = None
         return results
 
     def _check_gradient(
@@ -567,11 +583,6 @@ class _Walk:
         return [changeable(label) for label in found] if len(made) > 1 else found
 
 
-def _has_rule(name: str) -> bool:
-    known = name in ELEMENTWISE or name in RANDOM_DRAWS or name in _FOLLOWED
-    return known or name == "optimization_barrier" or rule_of(name) is not None
-
-
 def _plain(value: Any) -> Any:
     """Return the numbers of a constant, of a random key too."""
     if jnp.issubdtype(getattr(value, "dtype", np.float32), jax.dtypes.prng_key):
@@ -584,16 +595,3 @@ def _chosen(label: Label) -> int | None:
     if isinstance(label, Rows):
         return 0 if label.content == FALSE else None
     return int(label.value) if isinstance(label, Same) and label.value is not None else None
-
-
-def _known_values(operation: Operation) -> list[tuple[Any, ...]] | None:
-    """Return the scalar operands in each trace, if all are known."""
-    columns: list[tuple[Any, ...]] = []
-    for label in operation.labels:
-        if isinstance(label, Same) and label.value is not None:
-            columns.append((label.value,) * len(operation.sizes))
-        elif isinstance(label, Count) and label.values is not None:
-            columns.append(label.values)
-        else:
-            return None
-    return list(zip(*columns, strict=True)) or None

@@ -8,7 +8,15 @@ import jax
 import numpy as np
 
 from lockstep.engines.jax.jax_compat import is_high, parameters
-from lockstep.engines.jax.rowtrace.row_labels import Label, Place, Rows, RowsMeet, rows_among
+from lockstep.engines.jax.rowtrace.row_labels import (
+    Count,
+    Label,
+    Place,
+    Rows,
+    RowsMeet,
+    Same,
+    rows_among,
+)
 
 Shape = tuple[int, ...]
 
@@ -128,6 +136,8 @@ def compare_parameters(operation: Operation, followed: bool) -> None:
     for key in operation.params:
         if key not in _SIZES | _MADE_ANEW:
             values = [_compared(value, followed) for value in operation.param(key)]
+            if key == "impl":  # methods of `row_draws` have a name that is their number
+                values = [str(value) for value in operation.param(key)]
             if any(_differ(values[0], value) for value in values[1:]):
                 raise RowsMeet(f"has another {key} for another number of rows")
 
@@ -158,3 +168,16 @@ def compare_sizes(operation: Operation) -> None:
     """Raise `RowsMeet` if a size among the parameters differs between the traces."""
     for key in _SIZES & operation.params.keys():
         agree(operation.param(key))
+
+
+def known_values(operation: Operation) -> list[tuple[Any, ...]] | None:
+    """Return the scalar operands in each trace, if all are known."""
+    columns: list[tuple[Any, ...]] = []
+    for label in operation.labels:
+        if isinstance(label, Same) and label.value is not None:
+            columns.append((label.value,) * len(operation.sizes))
+        elif isinstance(label, Count) and label.values is not None:
+            columns.append(label.values)
+        else:
+            return None
+    return list(zip(*columns, strict=True)) or None

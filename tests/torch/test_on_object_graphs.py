@@ -149,6 +149,7 @@ CHANGES = {
     "the name of the model": run("model._name = 'other'"),
     "a global": put("SCALE", 2.0),
     "a global that was not there": put("LATER", 5.0),
+    "the file of a script": put("__file__", "other.py"),
     "an item of a global": run("script['TABLE']['a'][1]['b'] = 5.0"),
     "a global list grows": run("script['TABLE']['a'].append(5.0)"),
     "a cell": run("script['mine'].__closure__[0].cell_contents = [4.0]"),

@@ -172,11 +172,13 @@ class ObjectGraph:
         if by_value:
             there = item.__globals__
             self._absent += [(there, n) for n in names_in(item.__code__) if n not in there]
+            self._names += [(there, name) for name in _OF_MODULE]
 
     def _add_of_keras(self, item: Any) -> bool:
         """Look at what `ModelPickler.state` reads besides the attributes."""
         attachment = attachment_of(item)
         if attachment is not None:
+            self._take(vars(attachment))
             self._take(attachment.hooks)
             self._take(attachment.replaced)
         found = [each for each in vars(item).values() if isinstance(each, dict | set)]
@@ -189,6 +191,8 @@ class ObjectGraph:
         self._sized.append(content)
 
 
+_OF_MODULE = ("__package__", "__name__", "__path__", "__file__")
+"""Globals that cloudpickle gives to each function by value."""
 _NAMES_OF_TYPE = attrgetter("__name__", "__qualname__", "__module__", "__bases__")
 
 

@@ -39,7 +39,7 @@ _FIXED = (str, bytes, CodeType, torch.dtype, torch.device, Holders)
 """Objects that stay as they are; holders are pickled as empty ones."""
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, defaultdict, OrderedDict, *tracked_collections())
-_FIELD = type(vars(namedtuple("_Any", "field"))["field"])
+_FIELD = type(vars(namedtuple("Any", "field"))["field"])
 _OF_CODE = (CellType, MethodType, staticmethod, classmethod, property, partial, _FIELD)
 _WITH_REDUCERS = (inspect.Parameter, inspect.Signature, enum.Enum)
 """Classes of Python whose reducers read the attributes of an object alone."""

@@ -14,6 +14,8 @@ import pytest
 import torch
 from keras import layers
 
+import lockstep
+from lockstep.engines.torch.ranks import step_runner
 from lockstep.engines.torch.same_code.model_pickle import dump
 
 SCRIPT = """
@@ -55,6 +57,7 @@ class Case:
 
     def __init__(self, kind=None):
         keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(3)
         self.script = script()
         inputs = keras.Input((4, 1))
         x = layers.Conv1D(3, 2, kernel_regularizer="l2", name="conv")(inputs)
@@ -200,6 +203,42 @@ def test_that_nothing_has_changed_is_seen_of_classes_of_keras(kind):
         np.ones((8, 4, 1)), np.zeros((8, 2)), batch_size=2, verbose=0, callbacks=[looks]
     )
     assert looks.seen == [kind is None] * 4
+
+
+class Changes(keras.callbacks.Callback):
+    """Changes a regularizer after the fourth step, if at all."""
+
+    def __init__(self, l2):
+        super().__init__()
+        self.l2 = l2
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 3 and self.l2 is not None:
+            self.model.get_layer("conv").kernel_regularizer.l2 = self.l2
+
+
+@pytest.mark.parametrize(("l2", "times"), [(None, 1), (0.5, 2)])
+def test_a_fit_with_a_callback_of_the_user_pickles_its_model_once_and_after_a_change(
+    monkeypatch, l2, times
+):
+    pickled = []
+    monkeypatch.setattr(
+        step_runner, "dump", lambda model, **how: pickled.append(0) or dump(model, **how)
+    )
+    found = []
+    for devices in (1, 2):
+        model = lockstep.distribute(Case().model, devices)
+        pickled.clear()
+        rng = np.random.default_rng(0)
+        x, y = rng.normal(size=(16, 4, 1)), rng.normal(size=(16, 2))
+        options = {"batch_size": 2, "shuffle": False, "verbose": 0}
+        model.get_layer("dropout").rate = 0.0  # its numbers are those of each device
+        losses = model.fit(x, y, callbacks=[Changes(l2)], **options).history["loss"]
+        lockstep.release(model)
+        # Not the weights: Adam makes steps of the rounding of a bias before batch norm.
+        found.append([*losses, *model.predict(x, verbose=0).ravel()])
+    np.testing.assert_allclose(*found, rtol=0, atol=1e-10)
+    assert len(pickled) == times
 
 
 @pytest.mark.parametrize(

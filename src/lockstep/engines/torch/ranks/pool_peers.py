@@ -122,7 +122,8 @@ class PoolPeers(Peers):
         if call.has_batch:
             batch, *others = arguments
             arguments = (self._held.memory.write(batch), *others)
-        self._held.send("call", self._lease.key, call.method.__name__, arguments)
+        how = "ask" if call.is_answered else "call"
+        self._held.send(how, self._lease.key, call.method.__name__, arguments)
 
     def _answers(self, mine: Any) -> list[Any]:
         return [mine, *self._held.receive()]

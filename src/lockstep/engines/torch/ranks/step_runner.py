@@ -58,6 +58,8 @@ class StepRunner:
         self._update_draws = False
         self._trained = False
         self._bytes_of_step: Dumped | None = None
+        self._last_bytes: Dumped | None = None
+        self._pickled = 0
 
     @property
     def shards(self) -> Shards:
@@ -89,6 +91,7 @@ class StepRunner:
         """
         before, self._changes, self.unchecked = self._changes, changes, True
         self.peers.user_code_between_steps = changes or own_data
+        self._pickled = 0
         self._trained = False
         try:
             with self.peers.epoch():
@@ -270,9 +273,13 @@ class StepRunner:
             return []
 
     def dumped(self) -> Dumped:
-        """Return the model as bytes: made at most once in a step."""
+        """Return the model as bytes: made at most once in a step, and not if they are known."""
         if self._bytes_of_step is None:
-            self._bytes_of_step = dump(self._model)
+            last = self._last_bytes
+            if last is None or not last.is_still():
+                self._pickled += 1
+                last = dump(self._model, with_graph=self._changes and self._pickled < _TRIES)
+            self._bytes_of_step = self._last_bytes = last
         return self._bytes_of_step
 
     # ------------------------------------------------------------ variables in parts
@@ -290,11 +297,11 @@ class StepRunner:
         check_optimizers(model)
         if not new:
             return
-        self._bytes_of_step = None
+        self._bytes_of_step = self._last_bytes = None
         with self.peers.connected():
             shards.group = self.rank.group
         shards.take(new, self.dumped().holders)
-        self._bytes_of_step = None
+        self._bytes_of_step = self._last_bytes = None
         try:
             if shards.share_memory(self.dumped().tensors):
                 raise UnsupportedModel(
@@ -307,7 +314,7 @@ class StepRunner:
             self.bring_home(shards.new())
             raise
         finally:
-            self._bytes_of_step = None
+            self._bytes_of_step = self._last_bytes = None
         self.unchecked = True
 
     def leave_host(self, *, sharded: bool) -> None:
@@ -316,16 +323,16 @@ class StepRunner:
         Args:
             sharded: Whether it will shard some.
         """
-        self._bytes_of_step = None
+        self._bytes_of_step = self._last_bytes = None
         leave_host(self._model, to_shard(self._model, self.peers.size) if sharded else ())
 
     @uninterrupted
     def bring_home(self, variables: list[Any]) -> None:
         """Make sharded variables plain ones again."""
         if variables:
-            self._bytes_of_step = None
+            self._bytes_of_step = self._last_bytes = None
             self.shards.release(self.dumped().holders, variables)
-            self._bytes_of_step = None
+            self._bytes_of_step = self._last_bytes = None
 
 
 def leave_host(model: Any, kept: Collection[Any] = ()) -> None:
@@ -335,6 +342,9 @@ def leave_host(model: Any, kept: Collection[Any] = ()) -> None:
     if waiting:
         Shards().release(dump(model).holders, waiting)
 
+
+_TRIES = 4
+"""How often the objects of a model are noted in an epoch: steps may make some of them anew."""
 
 _ALIKE = 1e-3
 """The relative distance of logs beyond rounding, which GPUs may do in any order."""

@@ -116,8 +116,8 @@ class _Worker:
         name, content = message
         getattr(self, f"_{name}")(*content)
 
-    def _call(self, key: int, method: str, arguments: tuple[Any, ...]) -> None:
-        """Run a marked method in the rank of a model, and send the answer if it has one.
+    def _call(self, key: int, method: str, arguments: tuple[Any, ...]) -> Any:
+        """Run a marked method in the rank of a model, as rank 0 does.
 
         The casts of autocast are cleared first: the caller may have entered a new context.
         """
@@ -129,9 +129,11 @@ class _Worker:
         if call.has_batch:
             written, *others = arguments
             arguments = (self._memory.read(written), *others)
-        answer = call.method(rank, *arguments)
-        if call.is_answered:
-            self._answer(method, answer)
+        return call.method(rank, *arguments)
+
+    def _ask(self, key: int, method: str, arguments: tuple[Any, ...]) -> None:
+        """Send what a marked method of the rank of a model returns."""
+        self._answer(method, self._call(key, method, arguments))
 
     def _model(self, key: int, data: bytes, draws_together: bool, kept: dict[int, int]) -> None:
         """Take a model, with the parts of variables that the one before has, by their numbers."""

@@ -123,6 +123,10 @@ class CodeReads:
             self._names.append((owner, name, value))
             self._look_into(value)
 
+    def names(self) -> list[tuple[Any, str, Any]]:
+        """Return the owners, names and values that were noted."""
+        return list(self._names)
+
     def last(self, refused: Callable[[Any], bool]) -> tuple[str, Any] | None:
         """Return the last name that was noted with a value like this, and the value.
 
@@ -270,16 +274,12 @@ def patches(modules: Iterable[str]) -> State:
     Args:
         modules: The names of modules whose code a model uses.
     """
-    packages = {name.partition(".")[0] for name in modules if not _is_own_name(name)}
-    packages -= {"torch", "numpy", "lockstep", _MAIN}
-    owners, installed, unpatched, last = _installed(
-        len(sys.modules), frozenset(packages | {"keras", "torch.nn"})
-    )
+    owners, installed, known, last = _installed(len(sys.modules), _packages(modules))
     if last and last[0].are_still():
         return {}
     found: State = {}
     for place, owner in owners:
-        if place in unpatched and unpatched[place].are(vars(owner)):
+        if place in known and known[place].are(vars(owner)):
             continue
         patched = {}
         for name, value in list(vars(owner).items()):
@@ -290,9 +290,26 @@ def patches(modules: Iterable[str]) -> State:
         if patched:
             found[place] = patched
         else:
-            unpatched[place] = Attributes(vars(owner))
+            known[place] = Attributes(vars(owner))
     last[:] = [] if found else [AllAttributes([vars(owner) for _, owner in owners])]
     return found
+
+
+def unpatched(modules: Iterable[str]) -> "AllAttributes | None":
+    """Return the attributes of the packages in use, as the last call of `patches` has found them.
+
+    There are none if a function of the user stands in one, or a module is the user's own.
+
+    Args:
+        modules: The names of modules whose code a model uses.
+    """
+    *_, last = _installed(len(sys.modules), _packages(modules))
+    return last[0] if last and not _own_modules(modules) else None
+
+
+def _packages(modules: Iterable[str]) -> frozenset[str]:
+    found = {name.partition(".")[0] for name in modules if not _is_own_name(name)}
+    return frozenset(found - {"torch", "numpy", "lockstep", _MAIN} | {"keras", "torch.nn"})
 
 
 @lru_cache(maxsize=1)

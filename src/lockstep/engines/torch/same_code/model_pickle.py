@@ -31,10 +31,12 @@ from lockstep.engines.torch.same_code.code_state import (
     owner_of,
     patches,
     state_of,
+    unpatched,
 )
 from lockstep.engines.torch.same_code.generators import KINDS as GENERATORS
 from lockstep.engines.torch.same_code.generators import made_by
 from lockstep.engines.torch.same_code.generators import state_of as generator_state
+from lockstep.engines.torch.same_code.object_graph import ObjectGraph
 from lockstep.engines.torch.sharded.sharded_variables import ShardedVariable
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
@@ -57,6 +59,7 @@ class Dumped(NamedTuple):
         holders: The dicts by which layers give their tensors to PyTorch.
         generators: The generators of random numbers that the bytes name by their number.
         states: Their states.
+        graph: The objects that the bytes were made of, if all of their state is seen.
     """
 
     data: bytes
@@ -68,16 +71,25 @@ class Dumped(NamedTuple):
     holders: list[Any]
     generators: list[Any]
     states: list[bytes]
+    graph: ObjectGraph | None = None
+
+    def is_still(self) -> bool:
+        """Return whether the model would have the same bytes now, if this is known."""
+        return self.graph is not None and self.graph.is_same()
 
     def is_of_same_model(self, other: "Dumped") -> bool:
         """Return whether no attribute differs in another one, and no generator has drawn."""
         return self.data == other.data and self.states == other.states
 
 
-def dump(model: Any) -> Dumped:
+def dump(model: Any, *, with_graph: bool = False) -> Dumped:
     """Return the bytes of a model, with what its code reads besides the model.
 
     In place of an attribute that cannot be pickled, they have a `LeftOut`.
+
+    Args:
+        model: The model.
+        with_graph: Whether to note the objects that it consists of.
 
     Raises:
         UnsupportedModel: If the class of a layer, say, cannot be pickled.
@@ -101,6 +113,7 @@ def dump(model: Any) -> Dumped:
         pickler.holders,
         pickler.generators,
         list(map(generator_state, pickler.generators)),
+        pickler.graph() if with_graph else None,
     )
 
 
@@ -275,6 +288,7 @@ class _Pickler(TensorPickler):
         self.layers = b""
         self._modules: set[str] = set()
         self._code: list[CodeType] = []
+        self._by_value: list[Any] = []
 
     def dump(self, item: Any) -> None:
         """Pickle a model, and after it the state of its code."""
@@ -293,6 +307,15 @@ class _Pickler(TensorPickler):
         before = len(self.tensors)
         super().dump((state, patched))
         self.in_modules = len(self.tensors) > before
+
+    def graph(self) -> ObjectGraph | None:
+        """Return the objects that were pickled, if all is seen that the bytes depend on."""
+        packages = unpatched(self._modules)
+        if packages is None or self._left_out or self.generators or not self.has_metrics:
+            return None
+        met = [item for _, item in self.memo.copy().values()]
+        graph = ObjectGraph(met, self._by_value, self.reads.names(), packages)
+        return graph if graph.is_complete else None
 
     def reducer_override(self, item: Any) -> Any:
         """Return how one object is pickled, and note what its code reads."""
@@ -315,6 +338,7 @@ class _Pickler(TensorPickler):
         else:
             made = super().reducer_override(item)
         by_value = isinstance(made, tuple) and len(made) == 6
+        self._by_value += [item] if by_value else []
         if isinstance(item, FunctionType) and by_value:
             self._code.append(item.__code__)
             self.reads.add(item.__globals__, made[2][1]["__globals__"])

@@ -118,6 +118,8 @@ CHANGES = {
     "an equal number": setting("dense", "extra", value=1e300),
     "a new attribute": setting("dense", "mine", value=[1]),
     "an attribute is gone": run("del vars(dense)['activity_regularizer']"),
+    "the name of an attribute": run("d = vars(dense); d['renamed'] = d.pop(list(d)[-1])"),
+    "a key of a global": run("t = script['TABLE']; t['b'] = t.pop('a')"),
     "a regularizer": run("layer('conv').kernel_regularizer.l2 = 0.5"),
     "a regularizer is another": run("layer('conv').kernel_regularizer = keras.regularizers.L1()"),
     "an initializer": run("dense.kernel_initializer.scale = 3.0"),

@@ -91,7 +91,7 @@ class StepRunner:
         """
         before, self._changes, self.unchecked = self._changes, changes, True
         self.peers.user_code_between_steps = changes or own_data
-        self._pickled = 0
+        self._last_bytes, self._pickled = None, 0  # an epoch compares all bytes anew
         self._trained = False
         try:
             with self.peers.epoch():

@@ -74,7 +74,7 @@ class ObjectGraph:
         self._packages = packages
         self._looked: list[Any] = []
         self._sized: list[Any] = []
-        self._ordered: list[Any] = []
+        self._keyed: list[Any] = []
         self._tensors: list[Any] = []
         self._types: list[type] = []
         self._homes: list[tuple[Any, attrgetter[Any]]] = []
@@ -99,7 +99,7 @@ class ObjectGraph:
         by_identity = (
             gc.get_referents(*self._looked),
             list(map(type, self._looked)),
-            list(chain.from_iterable(self._ordered)),
+            list(chain.from_iterable(self._keyed)),  # a dict refers to its values alone
             list(map(dict.get, owners, names, repeat(_MISSING))),
             [find(where) for where, find in self._homes],
         )
@@ -135,8 +135,6 @@ class ObjectGraph:
             return self._add_home(item)
         if kind in _CONTAINERS:
             self._take(item)
-            if kind is OrderedDict:
-                self._ordered.append(item)
         elif kind is FunctionType or kind in _OF_CODE or _is_transparent(kind):
             self._looked.append(item)
         else:
@@ -189,6 +187,8 @@ class ObjectGraph:
     def _take(self, content: Any) -> None:
         self._looked.append(content)
         self._sized.append(content)
+        if isinstance(content, dict):
+            self._keyed.append(content)
 
 
 _OF_MODULE = ("__package__", "__name__", "__path__", "__file__")

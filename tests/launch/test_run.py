@@ -88,9 +88,9 @@ def none_left(folder):
 
 def test_process_0_is_plain_and_lines_of_the_others_have_a_prefix(tmp_path):
     body = """
-print("out", rank, size, *sys.argv[1:])
+sys.stdout.write(f"out {rank} {size} {' '.join(sys.argv[1:])}\\n")  # whole: both write to one pipe
 print("error", rank, os.environ.get("LOCKSTEP_REHEARSE"), file=sys.stderr)
-print("no end", rank, end="")
+sys.stdout.write(f"no end {rank}")
 """
     options = ("--processes", "2", "--devices-per-process", "3")
     status, out, error = run(tmp_path, body, *options, arguments=["--restarts", "x"])

@@ -393,6 +393,19 @@ class Anneals(keras.callbacks.Callback):
         anneal(self.step)
 
 
+class AddsTerms(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        for layer in self.model.layers:
+            if isinstance(layer, script_settings.Terms):
+                layer.terms[f"b{batch % 2}"] = 0.1 * batch
+                layer.terms.move_to_end("a")
+
+
+def test_an_ordered_dict_an_enum_and_a_dict_by_names_are_what_they_are_here():
+    """The first was empty for loops in a worker, and the others were errors."""
+    assert_trains_equally(lambda: sequential(script_settings.Terms()), callbacks=[AddsTerms()])
+
+
 @pytest.mark.parametrize("hook", ["on_epoch_begin", "on_train_batch_begin"])
 def test_a_callback_changes_variables_and_globals_that_a_layer_reads(hook):
     found = []

@@ -61,3 +61,11 @@ def test_a_module_of_the_user_with_the_name_of_a_logger_is_code_of_the_user(logg
 
 def test_a_logger_that_is_in_no_list_is_code_of_the_user(logger):
     assert runs_code_of_the_user(logger("another_logger", installed=True)())
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_batch_end"])
+def test_a_function_set_on_a_class_of_keras_is_code_of_the_user(hook, monkeypatch):
+    monkeypatch.setattr(
+        keras.callbacks.TerminateOnNaN, hook, lambda self, batch, logs=None: None, raising=False
+    )
+    assert runs_code_of_the_user(keras.callbacks.TerminateOnNaN())

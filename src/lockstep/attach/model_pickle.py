@@ -11,6 +11,7 @@ import marshal
 import pickle
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from copy import copy
 from functools import cache
@@ -224,13 +225,19 @@ def _fill_dict(item: Any, state: Any) -> None:
     dict.update(item, state[1])
 
 
+def _fill_ordered(item: Any, state: Any) -> None:
+    item.__dict__.update(state[0])
+    for key, value in state[1].items():  # `dict.update` would leave out the order, so all items
+        OrderedDict.__setitem__(item, key, value)
+
+
 def _fill_set(item: Any, state: Any) -> None:
     item.__dict__.update(state[0])
     set.update(item, state[1])
 
 
 _FILL: dict[type, Callable[[Any, Any], None]] = dict(
-    zip(tracked_collections(), (_fill_list, _fill_dict, _fill_dict, _fill_set), strict=True)
+    zip(tracked_collections(), (_fill_list, _fill_dict, _fill_ordered, _fill_set), strict=True)
 )
 """Keras's tracked collections. Their own methods need attributes that are not there yet."""
 

@@ -35,13 +35,20 @@ def see_every_batch(callbacks: Any, batch: str) -> bool:
 
 def may_write_between_steps(callbacks: Any, batch: str) -> bool:
     """Return whether user code runs between two steps."""
-    each = (_sees(callback, batch) and _is_users(callback) for callback in callbacks.callbacks)
+    each = (_sees(c, batch) and (_is_users(c) or _is_patched(c)) for c in callbacks.callbacks)
     return _is_users_list(callbacks) or any(each)
 
 
 def _is_users(callback: Any) -> bool:
     known = _is_known(type(callback).__module__)
     return type(callback) in _WITH_FUNCTIONS or _has_own_hooks(callback) or not known
+
+
+def _is_patched(callback: Any) -> bool:
+    """Return whether a hook of the user's was set on a class of Keras or of a logger."""
+    owner = type(callback)
+    hooks = [getattr(owner, name) for name in dir(owner) if name.startswith("on_")]
+    return not all(_is_known(str(getattr(hook, "__module__", ""))) for hook in hooks)
 
 
 def _is_known(module: str) -> bool:

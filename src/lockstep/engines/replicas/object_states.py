@@ -13,7 +13,7 @@ import threading
 import weakref
 from argparse import Namespace
 from array import array
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import suppress
 from contextvars import ContextVar
@@ -106,7 +106,7 @@ class ObjectStates:
             self._keep_attributes(value, everything=True)
         if isinstance(value, list | dict | set | deque):
             self._keep_content(value)
-            self._waiting.append(getattr(value, "default_factory", None))
+            self._waiting += [value.default_factory] if isinstance(value, defaultdict) else []
         elif isinstance(value, tuple | frozenset):
             self._waiting += value
         elif isinstance(value, np.ndarray):

@@ -8,6 +8,7 @@ modules names them, and the functions that the user has put into Keras, PyTorch 
 import importlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from enum import EnumType
 from functools import (
     cache,
     cached_property,
@@ -245,7 +246,7 @@ def state_of(
 ) -> State:
     """Return the attributes of the user's modules and their classes that code names.
 
-    A function or class that stands where it was defined is `AsDefined`.
+    A function, a class or a member of an enum that stands where it was defined is `AsDefined`.
 
     Args:
         modules: The names of modules whose code a model uses.
@@ -399,7 +400,9 @@ _DECORATED = (
 
 
 def _is_of(owner: Any, module: ModuleType, name: str, value: Any) -> bool:
-    """Return whether a class or function was defined where it stands."""
+    """Return whether a class, a function or a member of an enum was defined where it stands."""
+    if isinstance(owner, EnumType) and name in owner.__members__:
+        return True
     if not isinstance(value, type | FunctionType):
         return False
     qualname = name if isinstance(owner, ModuleType) else f"{owner.__qualname__}.{name}"
@@ -444,7 +447,7 @@ class SetCode:
         imported = self._imported.setdefault((place, name), vars(owner).get(name, _MISSING))
         if value is not AsDefined:
             setattr(owner, name, value)
-        elif imported is not _MISSING:
+        elif imported is not _MISSING and imported is not vars(owner).get(name):
             setattr(owner, name, imported)
 
 

@@ -376,9 +376,12 @@ def test_what_the_labels_do_not_tell_is_taken_on_trust(name):
 
 @pytest.mark.parametrize("name", BY_ROWS)
 def test_all_of_what_jax_computes_is_followed(name):
-    """Solvers and gradients of one's own are the exception."""
+    """Solvers and gradients of one's own are the exception, and operations that are classes.
+
+    JAX 0.12 has two of these. What a class holds is not known: its first rows are compared.
+    """
     found = outputs(BY_ROWS[name], 4, 6)
-    assert {place.operation for place in found.trusted} <= {"custom_linear_solve"}
+    assert {each.operation for each in found.trusted} <= {"custom_linear_solve", "Frexp", "Ldexp"}
 
 
 def test_an_operation_without_a_rule_never_accepts_rows():

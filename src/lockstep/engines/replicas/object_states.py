@@ -136,7 +136,7 @@ class ObjectStates:
         elif isinstance(value, type | ModuleType):
             if _is_of_user(value):
                 self._keep_names(value)
-        elif hasattr(value, "dtype") and not isinstance(value, _OF_KERAS):
+        elif _has(value, "dtype") and not isinstance(value, _OF_KERAS):
             pass  # a tensor, say, which the engine keeps
         elif not self._keep_of_python(value):
             self._keep_object(value)
@@ -254,7 +254,8 @@ class ObjectStates:
         names = {n: value for n, value in vars(owner).items() if n not in _OF_IMPORT}
         self._undo.append(partial(_remove_others, owner, names))
         for name, value in names.items():
-            self._waiting.append(getattr(value, "__func__", value))
+            is_method = isinstance(value, staticmethod | classmethod | MethodType)
+            self._waiting.append(value.__func__ if is_method else value)
             self._undo.append(partial(_assign, owner, name, value))
         if isinstance(owner, type):
             self._waiting += [*owner.__mro__, type(owner)]
@@ -267,6 +268,14 @@ _OF_IMPORT = ("__builtins__", "__loader__", "__spec__", "__warningregistry__")
 def held_in_words(states: ObjectStates) -> str:
     """Return why code that reaches an object which cannot be put back is not tried."""
     return f"it holds an object of {states.fixed}, which cannot be set back"
+
+
+def _has(value: Any, name: str) -> bool:
+    """Return whether an object has an attribute; a `__getattr__` of the user may raise anything."""
+    with suppress(Exception):
+        getattr(value, name)
+        return True
+    return False
 
 
 def _assign(owner: Any, name: str, value: Any) -> None:

@@ -85,7 +85,7 @@ def join_at_first_use(environ: MutableMapping[str, str]) -> None:
         accelerators.take_own(place, environ)
     if backend != "jax":
         return
-    from lockstep.engines.jax import joining
+    from lockstep.engines.jax.processes import joining
 
     def joined() -> None:
         environ[_JOINED] = str(os.getpid())

@@ -14,7 +14,7 @@ from lockstep import errors
 from lockstep.checkpoint import background
 from lockstep.checkpoint.run_folder import RunFolder
 from lockstep.engines.jax import session
-from lockstep.engines.jax.snapshot_buffers import SnapshotBuffers
+from lockstep.engines.jax.fit.snapshot_buffers import SnapshotBuffers
 from tests.checkpoints.data import arrays
 from tests.checkpoints.runs import assert_same_end, small, train
 from tests.conformance.side_by_side import held_out

@@ -16,7 +16,7 @@ from keras import layers, ops
 import lockstep
 from lockstep.core import micro_batches as texts
 from lockstep.core.devices import micro_batches
-from lockstep.engines.jax.row_draws import PartKeys, PartRows
+from lockstep.engines.jax.parts.row_draws import PartKeys, PartRows
 from lockstep.errors import DeviceError, UnsplitBatchWarning, UnsupportedModel
 from tests.conformance.common import assert_same, weights
 from tests.conformance.test_communication import collectives, training_program
@@ -567,7 +567,7 @@ def test_an_output_whose_first_dim_has_no_rows():
 
 def test_rows_that_differ_in_the_first_batch(monkeypatch):
     """The second guard, with the first one out of the way, and something taken on trust."""
-    from lockstep.engines.jax import call_in_parts
+    from lockstep.engines.jax.parts import call_in_parts
     from lockstep.engines.jax.rowtrace.row_labels import Place, Rows
 
     plain = call_in_parts.trace_rows

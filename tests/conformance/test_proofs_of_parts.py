@@ -9,8 +9,8 @@ import pytest
 from keras import layers, ops
 
 import lockstep
-from lockstep.engines.jax import call_in_parts
-from lockstep.engines.jax import micro_batches as in_parts
+from lockstep.engines.jax.parts import call_in_parts
+from lockstep.engines.jax.parts import micro_batches as in_parts
 from lockstep.engines.jax.rowtrace.row_labels import Place
 from tests.conformance.common import assert_same, weights
 from tests.conformance.test_micro_batches import (

@@ -77,14 +77,14 @@ def _all_sum(device):
 
 
 def _name_of_variables():
-    from lockstep.engines.tensorflow import mirrored_variables as module
+    from lockstep.engines.tensorflow.exchange import mirrored_variables as module
 
     short = module.short_name
     module.short_name = lambda device: short(device).replace("cpu:", "gpu:")
 
 
 def _devices_of_operations():
-    from lockstep.engines.tensorflow.op_devices import OpDevices
+    from lockstep.engines.tensorflow.branches.op_devices import OpDevices
 
     found = OpDevices._device
     OpDevices._device = lambda self, op: _there(found(self, op))
@@ -93,6 +93,6 @@ def _devices_of_operations():
 AFTER = {
     "tensorflow": _make_devices,
     "lockstep.engines.tensorflow.devices": _name_devices,
-    "lockstep.engines.tensorflow.mirrored_variables": _name_of_variables,
-    "lockstep.engines.tensorflow.op_devices": _devices_of_operations,
+    "lockstep.engines.tensorflow.exchange.mirrored_variables": _name_of_variables,
+    "lockstep.engines.tensorflow.branches.op_devices": _devices_of_operations,
 }

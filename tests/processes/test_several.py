@@ -703,7 +703,7 @@ def test_processes_of_mpich_that_jax_does_not_know_of_are_warned(monkeypatch):
 
 
 def test_processes_that_jax_knows_of_are_not_warned(monkeypatch):
-    from lockstep.engines.jax import jax_group
+    from lockstep.engines.jax.processes import jax_group
 
     monkeypatch.setenv("PMI_SIZE", "2")
     monkeypatch.setattr(jax_group.jax, "process_count", lambda: 2)
@@ -716,7 +716,7 @@ def test_processes_with_more_devices_than_others_are_told(monkeypatch):
 
     import jax
 
-    from lockstep.engines.jax import jax_group
+    from lockstep.engines.jax.processes import jax_group
     from lockstep.errors import ProcessesDisagree
 
     devices = [Mock(process_index=index, platform="gpu") for index in (0, 0, 1)]

@@ -242,7 +242,7 @@ def test_a_line_says_what_runs_where(capsys):
 
 
 def test_a_model_that_cannot_be_placed_is_unchanged(monkeypatch):
-    from lockstep.engines.tensorflow import placed_variables
+    from lockstep.engines.tensorflow.branches import placed_variables
 
     model = chain()
     before = {variable.path: variable.value for variable in model.variables}

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import layers, losses, metrics, ops
 
 import lockstep
-from lockstep.engines.tensorflow.replicas import Replica
+from lockstep.engines.tensorflow.exchange.replicas import Replica
 from lockstep.errors import UnsplitBatchWarning
 from tests.conformance.common import assert_same
 from tests.replicas.losses_by_rows import *  # noqa: F403

@@ -11,7 +11,7 @@ from lockstep.core.devices import (
     parse_devices,
     shard_rows,
 )
-from lockstep.engines.jax import jax_group
+from lockstep.engines.jax.processes import jax_group
 from lockstep.errors import DeviceError, DeviceNotFound, DuplicateDevice
 
 GPUS = [Device(f"gpu:{n}", "a GPU") for n in range(4)]

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from lockstep.engines.jax import jax_compat
-from lockstep.engines.jax.program_fingerprint import _parts
+from lockstep.engines.jax.processes.program_fingerprint import _parts
 from lockstep.engines.jax.rowtrace import row_trace, traced_operation
 from lockstep.engines.jax.rowtrace.primitive_rules import has_rule
 from lockstep.errors import UnsupportedFramework

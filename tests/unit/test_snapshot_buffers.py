@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lockstep.engines.jax.snapshot_buffers import SnapshotBuffers
+from lockstep.engines.jax.fit.snapshot_buffers import SnapshotBuffers
 
 NAMES = ["kernel", "seed", "half", "empty"]
 step = jax.jit(lambda values: [value + value.dtype.type(1) for value in values], donate_argnums=0)

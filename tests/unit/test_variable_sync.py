@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 
-from lockstep.engines.jax.variable_sync import unshare_arrays
+from lockstep.engines.jax.steps.variable_sync import unshare_arrays
 
 
 def test_variables_that_share_an_array_get_one_each_and_others_keep_theirs():

@@ -133,7 +133,7 @@ PATCHES = (
         _KERAS,
     ),
     Patch(
-        "engines/tensorflow/custom_steps.py: CustomStep._summing",
+        "engines/tensorflow/steps/custom_steps.py: CustomStep._summing",
         (
             "tensorflow: GradientTape.__enter__ GradientTape.__exit__ GradientTape.gradient",
             "tensorflow: GradientTape.jacobian GradientTape.batch_jacobian",
@@ -143,14 +143,14 @@ PATCHES = (
         "TensorFlow 2.21.0",
     ),
     Patch(
-        "engines/tensorflow/programs.py: ScratchGraph.open",
+        "engines/tensorflow/exchange/programs.py: ScratchGraph.open",
         ("tensorflow: gather",),
         _CONTEXT,
         "Layers of KerasHub call it on TensorFlow where they call `keras.ops` elsewhere.",
         "TensorFlow 2.21.0",
     ),
     Patch(
-        "engines/tensorflow/draws_by_rows.py: draws_of_one_device",
+        "engines/tensorflow/steps/draws_by_rows.py: draws_of_one_device",
         (
             "tensorflow/python/ops/gen_stateless_random_ops_v2: stateless_random_normal_v2",
             "tensorflow/python/ops/gen_stateless_random_ops_v2: stateless_random_uniform_v2",
@@ -180,14 +180,14 @@ PATCHES = (
         _KERAS,
     ),
     Patch(
-        "engines/jax/joining.py: at_first_use",
+        "engines/jax/processes/joining.py: at_first_use",
         ("jax/_src/xla_bridge: backends",),
         "until JAX starts its devices",
         "Processes join before JAX starts its devices, and it has no hook for that.",
         "JAX 0.10.2",
     ),
     Patch(
-        "engines/jax/partition_fallbacks.py: pooling_whole",
+        "engines/jax/steps/partition_fallbacks.py: pooling_whole",
         ("jax/extend/core/primitives: select_and_scatter_add_p.impl",),
         _CONTEXT,
         "XLA computes another gradient of a max pooling if its windows overlap between devices.",

@@ -7,12 +7,13 @@ from lockstep.core.devices import Device
 from lockstep.core.engine import Engine
 from lockstep.core.environment import Place
 from lockstep.core.layout import Layout
-from lockstep.engines.jax import cache, jax_group, joining
 from lockstep.engines.jax import devices as jax_devices
 from lockstep.engines.jax.introspection.probe import JaxProbe
+from lockstep.engines.jax.processes import jax_group, joining
 from lockstep.engines.jax.session import JaxSession
+from lockstep.engines.jax.steps import cache
 from lockstep.engines.jax.steps.state_layout import made_in_shards, sharded_dims
-from lockstep.engines.jax.variable_sync import sync_to_variables
+from lockstep.engines.jax.steps.variable_sync import sync_to_variables
 
 
 class JaxEngine(Engine):

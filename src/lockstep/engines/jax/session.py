@@ -31,16 +31,16 @@ from lockstep.core.fit_lines import arguments_of, not_compiled_words, sharded_wo
 from lockstep.core.layout import Branches, Layout
 from lockstep.core.state import named_variables, rnn_states, variables_of
 from lockstep.engines.jax import devices as jax_devices
-from lockstep.engines.jax import jax_group
-from lockstep.engines.jax import states as jax_states
 from lockstep.engines.jax.branches.branch_programs import BranchPrograms
 from lockstep.engines.jax.fit.first_build import build_on_first_batch
+from lockstep.engines.jax.fit.generation import HOOK, generating_by_rows
 from lockstep.engines.jax.fit.mesh_batches import MeshIterator, call_on_first_batch
 from lockstep.engines.jax.fit.on_batch import OnBatch
-from lockstep.engines.jax.generation import HOOK, generating_by_rows
-from lockstep.engines.jax.jax_group import GROUP
-from lockstep.engines.jax.micro_batches import MicroBatches
-from lockstep.engines.jax.snapshot_buffers import SnapshotBuffers
+from lockstep.engines.jax.fit.snapshot_buffers import SnapshotBuffers
+from lockstep.engines.jax.parts.micro_batches import MicroBatches
+from lockstep.engines.jax.processes import jax_group
+from lockstep.engines.jax.processes.jax_group import GROUP
+from lockstep.engines.jax.steps import states as jax_states
 from lockstep.engines.jax.steps.execution import (
     GROUPS_OF,
     Execution,
@@ -66,7 +66,7 @@ from lockstep.engines.jax.steps.state_layout import (
     on_host,
     read_as_stored,
 )
-from lockstep.engines.jax.variable_sync import (
+from lockstep.engines.jax.steps.variable_sync import (
     GROUPS,
     group_of,
     sync_to_variables,

@@ -41,22 +41,27 @@ from lockstep.engines.replicas.first_step import (
     states_of,
 )
 from lockstep.engines.replicas.object_states import ObjectStates
-from lockstep.engines.tensorflow.branch_steps import BranchSteps
-from lockstep.engines.tensorflow.first_step import RecordedSteps, again, rows_in, signature_of
-from lockstep.engines.tensorflow.mirrored_variables import (
+from lockstep.engines.tensorflow.branches.branch_steps import BranchSteps
+from lockstep.engines.tensorflow.branches.placed_variables import PlacedVariables
+from lockstep.engines.tensorflow.exchange.mirrored_variables import (
     MirroredVariables,
     devices_of,
     is_mirrored,
     mirrored_variables,
 )
-from lockstep.engines.tensorflow.placed_variables import PlacedVariables
-from lockstep.engines.tensorflow.programs import eager_variable_scope
-from lockstep.engines.tensorflow.replica_consistency import (
+from lockstep.engines.tensorflow.exchange.programs import eager_variable_scope
+from lockstep.engines.tensorflow.exchange.replica_consistency import (
     ReplicasDiffer,
     assertions_in_words,
 )
-from lockstep.engines.tensorflow.split_checks import why_custom
-from lockstep.engines.tensorflow.steps import Steps
+from lockstep.engines.tensorflow.first_step.first_step import (
+    RecordedSteps,
+    again,
+    rows_in,
+    signature_of,
+)
+from lockstep.engines.tensorflow.steps.split_checks import why_custom
+from lockstep.engines.tensorflow.steps.steps import Steps
 from lockstep.errors import LayoutConflict, UnsupportedModel
 from lockstep.keras_compat import (
     STRATEGY,

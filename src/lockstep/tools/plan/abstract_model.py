@@ -94,7 +94,7 @@ def _empty_value(variable: Any) -> Any:
 
         return empty_parameter(variable)
     if backend == "tensorflow":
-        from lockstep.engines.tensorflow.mirrored_variables import empty_variable
+        from lockstep.engines.tensorflow.exchange.mirrored_variables import empty_variable
 
         return empty_variable(variable)
     return None

@@ -18,7 +18,7 @@ from lockstep.core.patched import patched
 from lockstep.core.state import variables_of
 from lockstep.core.step_bytes import LayoutBytes
 from lockstep.engines.jax.devices import any_device
-from lockstep.engines.jax.micro_batches import MicroBatches
+from lockstep.engines.jax.parts.micro_batches import MicroBatches
 from lockstep.engines.jax.steps.gather_again import ONE_BY_ONE, gathering_again
 from lockstep.engines.jax.steps.lora import with_lora_by_factors
 from lockstep.engines.jax.steps.padded import PaddedArray
@@ -29,7 +29,7 @@ from lockstep.engines.jax.steps.state_layout import (
     drop_shards,
     hold_in_shards,
 )
-from lockstep.engines.jax.variable_sync import GROUPS, group_of
+from lockstep.engines.jax.steps.variable_sync import GROUPS, group_of
 from lockstep.errors import UnsupportedBackend
 from lockstep.keras_compat import store_value, stored_value
 

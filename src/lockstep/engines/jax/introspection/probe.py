@@ -12,11 +12,11 @@ import numpy as np
 from lockstep.attach.attachment import session_of
 from lockstep.core.patched import patched
 from lockstep.core.state import GROUPS
-from lockstep.engines.jax.cache import keep_programs
 from lockstep.engines.jax.fit.first_build import as_on_device
 from lockstep.engines.jax.fit.on_batch import OnBatch
 from lockstep.engines.jax.jax_compat import programs_of
 from lockstep.engines.jax.session import forget_losses
+from lockstep.engines.jax.steps.cache import keep_programs
 from lockstep.engines.jax.steps.execution import State
 from lockstep.keras_compat import is_rematerialized, take_jax_state, trainer_class
 from lockstep.processes import process_group

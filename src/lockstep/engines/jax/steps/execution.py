@@ -21,7 +21,7 @@ from lockstep.core.held_signals import HeldSignals, handle_held, held
 from lockstep.core.status import STATUS_OF_PROCESS
 from lockstep.engines.jax.steps.padded import fetched
 from lockstep.engines.jax.steps.scan import runs_of_alike
-from lockstep.engines.jax.variable_sync import GROUPS, sync_to_variables, to_default_device
+from lockstep.engines.jax.steps.variable_sync import GROUPS, sync_to_variables, to_default_device
 from lockstep.keras_compat import (
     JAX_STATE,
     JAX_STATE_SYNCED,

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from lockstep.core.state import bytes_of
-from lockstep.engines.jax.jax_group import GROUP
+from lockstep.engines.jax.processes.jax_group import GROUP
 from lockstep.engines.jax.steps.state_layout import ShardedVariable
 from lockstep.keras_compat import get_keras_mask, set_keras_mask
 

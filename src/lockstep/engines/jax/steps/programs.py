@@ -21,8 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from lockstep.core.devices import missing_rows
 from lockstep.core.status import STATUS_OF_PROCESS
-from lockstep.engines.jax import jax_group, program_fingerprint
-from lockstep.engines.jax.partition_fallbacks import pooling_whole, why_whole
+from lockstep.engines.jax.processes import jax_group, program_fingerprint
 from lockstep.engines.jax.steps.execution import Program, State, StepFunction
 from lockstep.engines.jax.steps.padded import (
     PaddedArray,
@@ -33,6 +32,7 @@ from lockstep.engines.jax.steps.padded import (
     undivided,
     whole_rows,
 )
+from lockstep.engines.jax.steps.partition_fallbacks import pooling_whole, why_whole
 from lockstep.engines.jax.steps.scan import (
     MOST_NUMBERS,
     can_be_stacked,

@@ -14,9 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from lockstep.core.branch_homes import owners_of_slots
 from lockstep.core.devices import sharded_dim
 from lockstep.core.state import item_bytes, optimizers_of, rnn_states, variables_of
-from lockstep.engines.jax import jax_group
+from lockstep.engines.jax.processes import jax_group
 from lockstep.engines.jax.steps.execution import GROUPS_BY_NUMBER, State
-from lockstep.engines.jax.variable_sync import group_of
+from lockstep.engines.jax.steps.variable_sync import group_of
 from lockstep.keras_compat import (
     in_layer_call,
     in_stateless_scope,

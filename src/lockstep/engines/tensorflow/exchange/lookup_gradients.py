@@ -11,8 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from lockstep.engines.tensorflow.programs import calls_of
-from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer
+from lockstep.engines.tensorflow.exchange.programs import calls_of
+from lockstep.engines.tensorflow.exchange.replica_consistency import ReplicasDiffer
 
 _SCOPE = "lockstep_own_rows"
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 from lockstep.attach.holders import holders_of
 from lockstep.engines.replicas.outdated_programs import trace_others_again
 from lockstep.engines.tensorflow import devices as tensorflow_devices
-from lockstep.engines.tensorflow.mirrored_variables import devices_of, mark_outdated
+from lockstep.engines.tensorflow.exchange.mirrored_variables import devices_of, mark_outdated
 from lockstep.keras_compat import store_value, stored_value
 
 

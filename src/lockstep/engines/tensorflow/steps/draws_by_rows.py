@@ -12,9 +12,9 @@ from typing import Any
 import tensorflow as tf
 
 from lockstep.core.patched import patched
-from lockstep.engines.tensorflow.lookup_gradients import own_rows
-from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer
-from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup
+from lockstep.engines.tensorflow.exchange.lookup_gradients import own_rows
+from lockstep.engines.tensorflow.exchange.replica_consistency import ReplicasDiffer
+from lockstep.engines.tensorflow.exchange.replicas import Replica, ReplicaGroup
 from lockstep.engines.tensorflow.tensorflow_compat import (
     gen_stateless_random_ops,
     gen_stateless_random_ops_v2,

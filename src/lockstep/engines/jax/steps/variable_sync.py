@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lockstep.core.state import variables_of
-from lockstep.engines.jax import jax_group
+from lockstep.engines.jax.processes import jax_group
 from lockstep.keras_compat import (
     JAX_STATE,
     JAX_STATE_SYNCED,

@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from lockstep.engines.rowwise import Reasons, is_in_float8
-from lockstep.engines.tensorflow.layers import Plan
+from lockstep.engines.tensorflow.steps.layers import Plan
 from lockstep.keras_compat import layers_in
 from lockstep.training.overrides import is_keras
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lockstep.engines.jax.row_draws import PartRows
+from lockstep.engines.jax.parts.row_draws import PartRows
 
 
 @dataclass(frozen=True)

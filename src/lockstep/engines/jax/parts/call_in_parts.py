@@ -19,14 +19,14 @@ import keras
 from jax.experimental import sparse
 
 from lockstep.core import micro_batches as refused
-from lockstep.engines.jax.row_draws import (
+from lockstep.engines.jax.parts.row_draws import (
     PartKeys,
     PartRows,
     UnknownDraw,
     check_prng,
     draws_by_rows,
 )
-from lockstep.engines.jax.row_parts import RowParts
+from lockstep.engines.jax.parts.row_parts import RowParts
 from lockstep.engines.jax.rowtrace.row_labels import Mixed, Rows, Same
 from lockstep.engines.jax.rowtrace.row_trace import trace_rows
 from lockstep.keras_compat import get_keras_mask, layers_in, set_keras_mask

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lockstep.engines.jax.row_draws import UnknownDraw, check_prng
+from lockstep.engines.jax.parts.row_draws import UnknownDraw, check_prng
 from lockstep.engines.jax.steps.programs import Programs
 
 HOOK = "make_generate_function"

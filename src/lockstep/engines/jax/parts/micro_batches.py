@@ -18,15 +18,15 @@ from lockstep.core import micro_batches as refused
 from lockstep.core.devices import micro_batches
 from lockstep.core.engine import TRAIN, Kind
 from lockstep.core.fit_lines import arguments_of
-from lockstep.engines.jax.call_in_parts import Call, prove, run_in_parts
-from lockstep.engines.jax.first_rows import compare_first_rows
-from lockstep.engines.jax.loss_values import (
+from lockstep.engines.jax.parts.call_in_parts import Call, prove, run_in_parts
+from lockstep.engines.jax.parts.first_rows import compare_first_rows
+from lockstep.engines.jax.parts.loss_values import (
     LossValues,
     NoValues,
     OutputsWithValues,
     given_to_metrics,
 )
-from lockstep.engines.jax.row_parts import RowParts
+from lockstep.engines.jax.parts.row_parts import RowParts
 from lockstep.engines.jax.steps.execution import Program, State, StepFunction
 from lockstep.engines.jax.steps.padded import is_padded
 from lockstep.engines.jax.steps.programs import Programs

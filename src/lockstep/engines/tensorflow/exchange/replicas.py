@@ -13,9 +13,18 @@ from typing import Any
 
 import tensorflow as tf
 
-from lockstep.engines.tensorflow.lookup_gradients import is_by_rows, joined, lookups_in, own_rows
-from lockstep.engines.tensorflow.mirrored_variables import MirroredVariables
-from lockstep.engines.tensorflow.replica_consistency import GlobalSection, Program, tensors_in
+from lockstep.engines.tensorflow.exchange.lookup_gradients import (
+    is_by_rows,
+    joined,
+    lookups_in,
+    own_rows,
+)
+from lockstep.engines.tensorflow.exchange.mirrored_variables import MirroredVariables
+from lockstep.engines.tensorflow.exchange.replica_consistency import (
+    GlobalSection,
+    Program,
+    tensors_in,
+)
 from lockstep.engines.tensorflow.tensorflow_compat import distribute_lib
 from lockstep.keras_compat import global_state, losses_with_ids, put_losses_with_ids
 

@@ -20,8 +20,8 @@ from lockstep.engines.replicas.first_step import (
     watched,
     without_updates,
 )
-from lockstep.engines.tensorflow.mirrored_variables import mirrored_variables, shared_seeds
-from lockstep.engines.tensorflow.programs import eager_variable_scope
+from lockstep.engines.tensorflow.exchange.mirrored_variables import mirrored_variables, shared_seeds
+from lockstep.engines.tensorflow.exchange.programs import eager_variable_scope
 from lockstep.keras_compat import stored_value
 from lockstep.training.probe_helpers import calls_watched
 

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from lockstep.core.state import stateful_layers
-from lockstep.engines.jax.variable_sync import sync_to_variables
+from lockstep.engines.jax.steps.variable_sync import sync_to_variables
 from lockstep.keras_compat import seed_generators
 
 

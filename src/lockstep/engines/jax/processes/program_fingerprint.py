@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lockstep.engines.jax.jax_compat import plain_parameters
-from lockstep.engines.jax.jax_group import GROUP
+from lockstep.engines.jax.processes.jax_group import GROUP
 from lockstep.errors import ProcessesDisagree
 from lockstep.processes.coordination import digest, once
 

@@ -20,15 +20,18 @@ import tensorflow as tf
 from lockstep.engines.replicas.first_step import PARTED, UNTRIED, said_to_be_exact
 from lockstep.engines.replicas.layer_plan import advice_for
 from lockstep.engines.rowwise import Reasons, refused
-from lockstep.engines.tensorflow.custom_steps import CustomStep
-from lockstep.engines.tensorflow.layers import Plan
-from lockstep.engines.tensorflow.loss_sharding import LossSharding
-from lockstep.engines.tensorflow.mirrored_variables import MirroredVariables, outdated
-from lockstep.engines.tensorflow.programs import ScratchGraph
-from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer, looks_up_weights
-from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup, Shards
-from lockstep.engines.tensorflow.split_checks import unsplit_reason, why_custom
-from lockstep.engines.tensorflow.tensor_metadata import known_rows
+from lockstep.engines.tensorflow.exchange.mirrored_variables import MirroredVariables, outdated
+from lockstep.engines.tensorflow.exchange.programs import ScratchGraph
+from lockstep.engines.tensorflow.exchange.replica_consistency import (
+    ReplicasDiffer,
+    looks_up_weights,
+)
+from lockstep.engines.tensorflow.exchange.replicas import Replica, ReplicaGroup, Shards
+from lockstep.engines.tensorflow.exchange.tensor_metadata import known_rows
+from lockstep.engines.tensorflow.steps.custom_steps import CustomStep
+from lockstep.engines.tensorflow.steps.layers import Plan
+from lockstep.engines.tensorflow.steps.loss_sharding import LossSharding
+from lockstep.engines.tensorflow.steps.split_checks import unsplit_reason, why_custom
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.keras_compat import added_losses, layers_in, loss_of, loss_tracker, takes_training
 from lockstep.training.build import is_ready_for_custom_step

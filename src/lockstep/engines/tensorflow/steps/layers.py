@@ -11,12 +11,12 @@ from lockstep.core.patched import patched
 from lockstep.core.state import unique
 from lockstep.engines.replicas.layer_plan import LayerPlan
 from lockstep.engines.rowwise import call_name
-from lockstep.engines.tensorflow.draws_by_rows import draws_of_one_device
-from lockstep.engines.tensorflow.moments import moments_over
-from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer, tensors_in
-from lockstep.engines.tensorflow.replicas import ReplicaGroup
-from lockstep.engines.tensorflow.stateful import by_rows
-from lockstep.engines.tensorflow.tensor_metadata import remade
+from lockstep.engines.tensorflow.exchange.replica_consistency import ReplicasDiffer, tensors_in
+from lockstep.engines.tensorflow.exchange.replicas import ReplicaGroup
+from lockstep.engines.tensorflow.exchange.tensor_metadata import remade
+from lockstep.engines.tensorflow.steps.draws_by_rows import draws_of_one_device
+from lockstep.engines.tensorflow.steps.moments import moments_over
+from lockstep.engines.tensorflow.steps.stateful import by_rows
 from lockstep.keras_compat import (
     MOMENTS,
     added_losses,

@@ -11,10 +11,10 @@ import keras
 import tensorflow as tf
 
 from lockstep.attach.attachment import attachment_of
-from lockstep.engines.tensorflow.mirrored_variables import mirrored_variables
-from lockstep.engines.tensorflow.replica_consistency import ReplicasDiffer
-from lockstep.engines.tensorflow.split_checks import why_custom
-from lockstep.engines.tensorflow.steps import Steps
+from lockstep.engines.tensorflow.exchange.mirrored_variables import mirrored_variables
+from lockstep.engines.tensorflow.exchange.replica_consistency import ReplicasDiffer
+from lockstep.engines.tensorflow.steps.split_checks import why_custom
+from lockstep.engines.tensorflow.steps.steps import Steps
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import loss_of, takes_training
 from lockstep.training.build import build, is_ready

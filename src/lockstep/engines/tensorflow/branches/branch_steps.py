@@ -11,9 +11,9 @@ from lockstep.core.branch_homes import output_device, slots_made_at_home, variab
 from lockstep.core.call_scopes import CallScopes
 from lockstep.core.layout import Branches
 from lockstep.core.state import unique
-from lockstep.engines.tensorflow.mirrored_variables import MirroredVariables
-from lockstep.engines.tensorflow.op_devices import OpDevices, device_scope
-from lockstep.engines.tensorflow.steps import Steps
+from lockstep.engines.tensorflow.branches.op_devices import OpDevices, device_scope
+from lockstep.engines.tensorflow.exchange.mirrored_variables import MirroredVariables
+from lockstep.engines.tensorflow.steps.steps import Steps
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
     calls_of,

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lockstep.engines.tensorflow.replicas import Replica, ReplicaGroup
+from lockstep.engines.tensorflow.exchange.replicas import Replica, ReplicaGroup
 from lockstep.keras_compat import MOMENTS, reduction_axes
 
 

@@ -1,0 +1,1 @@
+"""Several JAX processes that train one model."""

@@ -1,0 +1,1 @@
+"""The replicas of a step: their variables, and what they exchange and compare."""

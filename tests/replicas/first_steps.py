@@ -145,9 +145,9 @@ PLACES_OF_PROOFS = {
         "torch.steps.whole_batch_steps._refused": None,
     },
     "tensorflow": {
-        "tensorflow.steps.refused": {},
-        "tensorflow.custom_steps.call_refused": None,
-        "tensorflow.loss_sharding.why_whole": None,
+        "tensorflow.steps.steps.refused": {},
+        "tensorflow.steps.custom_steps.call_refused": None,
+        "tensorflow.steps.loss_sharding.why_whole": None,
     },
 }
 
@@ -193,6 +193,37 @@ def test_a_model_with_an_iterator_runs_alone():
     said = assert_found(build)
     # TensorFlow runs an eager step on the first device in any case.
     assert any("cannot be tried and compared" in each or "eager" in each for each in said), said
+
+
+@pytest.mark.parametrize("moves", ["outputs", "gradients"])
+def test_a_step_that_one_device_does_not_repeat_runs_alone_and_says_so(moves, tmp_path):
+    """It counts its calls in a file, and no run sets that back.
+
+    Its gradients differ for the first rows that are tried alone, as those of a kink do.
+    """
+    calls = tmp_path / "calls"
+
+    def counted(layer, x, training):
+        with calls.open("a") as file:
+            print(end="x", file=file)
+        count = calls.stat().st_size
+        if moves == "outputs":
+            return x * (1.0 + count)
+        kernel = layer.kernel[0]
+        return x + (kernel - ops.stop_gradient(kernel)) * max(4.0 - count, 1.0)
+
+    x, y = data()
+    with everything_proven(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UnsplitBatchWarning)
+        model = lockstep.distribute(model_of(counted), DEVICES)
+        calls.write_text("")
+        model.train_on_batch(x, y)
+    said = [str(each.message) for each in caught if each.category is UnsplitBatchWarning]
+    what = "faulty" if moves == "outputs" else "the gradient of"
+    assert any("not the same twice" in each and what in each for each in said), said
+    assert any("Draw its numbers by keras.random" in each for each in said), said
+    assert not any("exact" in each for each in said), said
+    lockstep.release(model)
 
 
 class Pair(layers.Layer):

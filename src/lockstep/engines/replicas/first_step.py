@@ -2,14 +2,17 @@
 
 Engines with a copy of the model on each device guess: a layer that was followed is taken to work
 row by row, and a worker is taken to run the code of the caller. So the first few rows of a batch
-are run twice: by Keras's own step on one device, and by all devices. The outputs of the layers,
-the logs, the gradients and the other updates are compared by sketches. Nothing is updated.
+are run by Keras's own step on one device, twice, and by all devices. The outputs of the layers, the
+logs, the gradients and the other updates are compared by sketches. Nothing is updated.
+
+One device is its own measure: a step that is not the same twice has a state that no run sets back,
+such as that of a generator in a library, so nothing that several devices give can be compared.
 """
 
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -174,12 +177,14 @@ class Difference:
         name: The path of the layer or variable, or the name of the log.
         distance: The largest distance, relative to the size of what was compared.
         layer: The number of the layer in `watched`, of an output.
+        is_of_one: Whether one device has parted from itself.
     """
 
     kind: str
     name: str
     distance: float
     layer: int = -1
+    is_of_one: bool = False
 
     def __str__(self) -> str:
         """Return what differs, and how far."""
@@ -420,7 +425,9 @@ def compare(
     together: Callable[[Any, int], Computed],
     most: int | None = None,
 ) -> Difference | None:
-    """Return in what several devices part from one on a batch, `None` if they agree.
+    """Return in what one device parts from itself, or several from one; `None` if they agree.
+
+    Several devices run in any case: each process of a launcher is one, and all take part.
 
     A gradient that differs on some rows and not on others is that of a kink. Code that fails on a
     few rows is compared on all, unless one device may not run these at once.
@@ -442,6 +449,7 @@ def compare(
         count = len(range(*part.indices(rows)))
         try:
             (one,), dtypes = alone(some)
+            (again,), _ = alone(some)
         except Exception:
             if count == rows:
                 raise
@@ -450,7 +458,10 @@ def compare(
             parts = [slice(0, rows)]
             continue
         several, others = together(some, count)
-        found = difference(one, several, count, bounds_for(model, dtypes | others))
+        bounds = bounds_for(model, dtypes | others)
+        if (of_one := difference(one, [again], count, bounds)) is not None:
+            return replace(of_one, is_of_one=True)
+        found = difference(one, several, count, bounds)
         if found is None or found.kind == OUTPUT:
             return found
     return found
@@ -576,9 +587,11 @@ class FirstSteps:
             if found is None:
                 return
             before = found
-            if distrust(found) is None or (found := find()) == before:
+            if found.is_of_one or distrust(found) is None or (found := find()) == before:
                 break
-        if found is not None:
+        if found is not None and found.is_of_one:
+            self.alone[kind] = f"{NOT_TWICE}: in its first {kind} step, {found}"
+        elif found is not None:
             why = f"in its first {kind} step, {found} from one device"
             self.alone[kind] = f"{PARTED}: {why}{declared_cause(found.name, self._model)}"
 
@@ -586,13 +599,23 @@ class FirstSteps:
 PARTED = "is not the same on every device"
 """Begins the reason of a step that was tried. It may have changed what nothing here knows of."""
 
+NOT_TWICE = "is not the same twice on one device"
+"""Begins the reason of a step that was tried, and has changed what nothing here knows of."""
+
 UNTRIED = "holds an object of"
 """Is in the reason of a step that was not tried: the object only runs forward, say."""
 
 
-def said_to_be_exact(what: str) -> str:
-    """Return the sentence that the result is exact, where it is proved for a step like this."""
-    return "" if PARTED in what else "The result is exact. "
+def known_of_alone(what: str, on_jax: str) -> str:
+    """Return what is known of the steps that one device runs alone, and what to do.
+
+    Args:
+        what: Why it does.
+        on_jax: The sentence that JAX would split it.
+    """
+    if NOT_TWICE in what:
+        return "Draw its numbers by keras.random, and keep its states in variables of Keras."
+    return on_jax if PARTED in what else f"The result is exact. {on_jax}"
 
 
 _MOST_PARTS = 8

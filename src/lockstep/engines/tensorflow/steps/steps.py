@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lockstep.engines.replicas.first_step import PARTED, UNTRIED, said_to_be_exact
+from lockstep.engines.replicas.first_step import PARTED, UNTRIED, known_of_alone
 from lockstep.engines.replicas.layer_plan import advice_for
 from lockstep.engines.rowwise import Reasons, refused
 from lockstep.engines.tensorflow.exchange.mirrored_variables import MirroredVariables, outdated
@@ -387,9 +387,10 @@ class Steps:
             return
         self._said.add(what)
         # A trace makes a constant of what it draws, and building the model has drawn before it.
-        exact = "" if UNTRIED in what else said_to_be_exact(what)
+        remedy += "Set KERAS_BACKEND=jax to have it split."
+        known = remedy if UNTRIED in what else known_of_alone(what, remedy)
         warnings.warn(
-            f"On TensorFlow {what}.\n{exact}{remedy}Set KERAS_BACKEND=jax to have it split.",
+            f"On TensorFlow {what}.\n{known}",
             UnsplitBatchWarning,
             stacklevel=2,
         )

@@ -4,6 +4,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import astuple
 from typing import Any
 
 from lockstep.core.state import variables_of
@@ -205,7 +206,7 @@ class LauncherPeers(Peers):
     def agreed_difference(self, found: Difference | None) -> Difference | None:
         """Return the difference that some process has found, the same one in all processes."""
         mine = found or Difference("", "", 0.0)
-        _, greatest = once([mine.kind, mine.name, mine.distance, mine.layer])
+        _, (_, *greatest) = once([mine.is_of_one, *astuple(mine)])
         return Difference(*greatest) if greatest[0] else None
 
     def _held(self) -> list[Any]:

@@ -24,7 +24,7 @@ from lockstep.engines.replicas.first_step import (
     compare,
     distrusted_part,
     form_of,
-    said_to_be_exact,
+    known_of_alone,
     watched,
 )
 from lockstep.engines.replicas.layer_plan import advice_for
@@ -415,7 +415,7 @@ class StepPlans:
         if what not in self._warned and process_group.is_first():
             self._warned.add(what)
             warnings.warn(
-                f"On PyTorch {what}.\n{said_to_be_exact(what)}{remedy}",
+                f"On PyTorch {what}.\n{known_of_alone(what, remedy)}",
                 UnsplitBatchWarning,
                 stacklevel=2,
             )

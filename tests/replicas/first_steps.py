@@ -27,8 +27,9 @@ import pytest
 from keras import layers, ops
 
 import lockstep
-from lockstep.engines.replicas.first_step import bounds_for, rows_to_check
+from lockstep.engines.replicas.first_step import rows_to_check
 from lockstep.engines.replicas.object_states import ObjectStates
+from lockstep.engines.replicas.sketches import bounds_for
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from tests.conformance.zoo import ZOO
 from tests.precision import floats

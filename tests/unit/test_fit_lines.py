@@ -1,6 +1,7 @@
 import re
 import threading
 import time
+from dataclasses import replace
 
 import keras
 import numpy as np
@@ -16,6 +17,7 @@ from lockstep.core.fit_lines import (
     wants_words,
 )
 from lockstep.core.layout import DataParallel
+from lockstep.engines import current_engine
 from lockstep.training import loop
 
 GPUS = ("gpu:0", "gpu:1", "gpu:2", "gpu:3")
@@ -154,6 +156,18 @@ def test_the_line_has_the_state_of_a_device(capsys):
         assert capsys.readouterr().out.splitlines()[0].endswith(f", {end}")
     line = replicated_words(1_200_000_000, True, 24_000_000_000)
     assert line == ", 1.20 GB of state each (memory 24.0 GB)"
+
+
+def test_the_line_names_different_cards(capsys, monkeypatch):
+    here = current_engine().devices()
+    cards = [replace(each, kind=f"card {n % 2}") for n, each in enumerate(here)]
+    made = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    made.compile("sgd", "mse")
+    lockstep.distribute(made, 2)
+    monkeypatch.setattr(type(current_engine()), "devices", lambda engine: cards)
+    made.fit(np.zeros((8, 2)), np.zeros((8, 1)), batch_size=4, verbose=2)
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line.endswith(", different devices (card 0, card 1): a step waits for the slowest")
 
 
 def test_fit_says_what_is_compiled_and_how_long_it_took(capsys, monkeypatch):

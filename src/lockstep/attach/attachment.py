@@ -17,11 +17,13 @@ from lockstep.attach.atomic_save import SAVING, atomic_saves
 from lockstep.attach.out_of_memory import has_note, is_out_of_memory, note_of
 from lockstep.checkpoint.callback import checkpoint_among
 from lockstep.core import micro_batches
+from lockstep.core.devices import Device
 from lockstep.core.engine import KINDS, Engine, Kind, Methods, Session
 from lockstep.core.fit_lines import (
     Given,
     arguments_of,
     fit_line,
+    kinds_words,
     replicated_words,
     wants_words,
 )
@@ -187,9 +189,12 @@ class Attachment:
     def _fit_line(self, given: Given, compiles: bool) -> str:
         session = self.session
         line = fit_line(keras.backend.backend(), session.layout, given, compiles)
-        return line + session.remarks() + self._held_words()
+        ours = [each for each in self._engine.devices() if each.name in session.devices]
+        line += session.remarks() + self._held_words(ours)
+        one_step = isinstance(session.layout, DataParallel)
+        return line + (kinds_words(each.kind for each in ours) if one_step else "")
 
-    def _held_words(self) -> str:
+    def _held_words(self, ours: list[Device]) -> str:
         """Return the bytes that each device holds, if the state is replicated and built."""
         session, model = self.session, self.model
         is_replicated = isinstance(session.layout, DataParallel) and not session.layout.is_sharded
@@ -198,7 +203,6 @@ class Attachment:
         named = named_variables(model)
         held = sum(size_of(each) for each in {id(each): each for each in named.values()}.values())
         has_slots = all(each.built for _, each in optimizers_of(model))
-        ours = [each for each in self._engine.devices() if each.name in session.devices]
         known = [each.memory for each in ours if each.memory is not None]
         return replicated_words(held, has_slots, min(known) if known else None)
 

@@ -4,7 +4,7 @@ import inspect
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -192,6 +192,18 @@ def replicated_words(held: int, has_slots: bool, memory: int | None) -> str:
     """
     of = "" if memory is None else f" (memory {amount(memory)})"
     return f", {amount(held)} of state each{of}{'' if has_slots else ', without slots'}"
+
+
+def kinds_words(kinds: Iterable[str]) -> str:
+    """Return the kinds of hardware of the devices, `""` if all have the same.
+
+    Args:
+        kinds: The kind of each device.
+    """
+    names = sorted(set(kinds))
+    if len(names) < 2:
+        return ""
+    return f", different devices ({', '.join(names)}): a step waits for the slowest"
 
 
 def sharded_words(sizes: Sequence[tuple[str, int, int]], devices: int) -> str:

@@ -28,10 +28,7 @@ from lockstep.core.patched import patched
 from lockstep.core.state import named_variables, optimizers_of
 from lockstep.core.status import STATUS_OF_PROCESS
 from lockstep.engines.replicas.first_step import (
-    GRADIENT,
-    LOG,
     Computed,
-    Difference,
     FirstSteps,
     check_declared_losses,
     compare,
@@ -41,6 +38,7 @@ from lockstep.engines.replicas.first_step import (
     states_of,
 )
 from lockstep.engines.replicas.object_states import ObjectStates
+from lockstep.engines.replicas.sketches import GRADIENT, LOG, Difference
 from lockstep.engines.tensorflow.branches.branch_steps import BranchSteps
 from lockstep.engines.tensorflow.branches.placed_variables import PlacedVariables
 from lockstep.engines.tensorflow.exchange.mirrored_variables import (

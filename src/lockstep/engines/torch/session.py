@@ -28,9 +28,7 @@ from lockstep.core.layout import DataParallel, Layout
 from lockstep.core.left_out import LeftOutUsed
 from lockstep.core.state import bytes_of, named_variables, optimizers_of, variables_of
 from lockstep.core.status import STATUS_OF_PROCESS
-from lockstep.engines.replicas.first_step import (
-    is_checked,
-)
+from lockstep.engines.replicas.first_step import is_checked
 from lockstep.engines.torch.exchange.placement import (
     copies,
     move_model,

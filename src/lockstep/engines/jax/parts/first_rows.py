@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 from lockstep.core.micro_batches import rows_differ
-from lockstep.engines.replicas.first_step import Bounds, bounds_for
+from lockstep.engines.replicas.sketches import Bounds, bounds_for
 from lockstep.keras_compat import get_keras_mask, takes_training
 
 StatelessCall = Callable[..., tuple[Any, ...]]

@@ -15,11 +15,11 @@ import tensorflow as tf
 from lockstep.core.state import optimizers_of
 from lockstep.engines.replicas.first_step import (
     Recording,
-    Sketches,
     unchanged_objects,
     watched,
     without_updates,
 )
+from lockstep.engines.replicas.sketches import Sketches
 from lockstep.engines.tensorflow.exchange.mirrored_variables import mirrored_variables, shared_seeds
 from lockstep.engines.tensorflow.exchange.programs import eager_variable_scope
 from lockstep.keras_compat import stored_value

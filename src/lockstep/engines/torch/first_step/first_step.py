@@ -9,14 +9,12 @@ import torch
 
 from lockstep.core.state import optimizers_of, unique, variables_of
 from lockstep.engines.replicas.first_step import (
-    STATE,
     Recording,
-    Sketches,
-    sketch,
     unchanged_objects,
     watched,
     without_updates,
 )
+from lockstep.engines.replicas.sketches import STATE, Sketches, sketch
 from lockstep.engines.torch.exchange.placement import Undo
 from lockstep.engines.torch.sharded.sharded_variables import (
     parts_for_pytorch,

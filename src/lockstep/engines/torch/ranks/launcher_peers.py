@@ -8,7 +8,7 @@ from dataclasses import astuple
 from typing import Any
 
 from lockstep.core.state import variables_of
-from lockstep.engines.replicas.first_step import Difference
+from lockstep.engines.replicas.sketches import Difference
 from lockstep.engines.torch.exchange.group import PeerLost
 from lockstep.engines.torch.ranks.launcher_group import TorchGroup, devices_of_all
 from lockstep.engines.torch.ranks.peers import Peers, dropped_part

@@ -12,7 +12,7 @@ import torch
 
 from lockstep.core.held_signals import HeldSignals
 from lockstep.core.state import variables_of
-from lockstep.engines.replicas.first_step import Difference
+from lockstep.engines.replicas.sketches import Difference
 from lockstep.engines.torch.exchange.group import LoneRank
 from lockstep.engines.torch.exchange.placement import check_placement
 from lockstep.engines.torch.ranks.rank import (

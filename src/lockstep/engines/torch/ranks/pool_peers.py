@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from lockstep.core.held_signals import HeldSignals
-from lockstep.engines.replicas.first_step import bounds_for, difference
+from lockstep.engines.replicas.sketches import bounds_for, difference
 from lockstep.engines.torch.exchange.placement import check_placement, version_of
 from lockstep.engines.torch.ranks.peers import Peers, check_parts, dropped_part, uninterrupted
 from lockstep.engines.torch.ranks.pool import Lease, Pool

@@ -8,7 +8,8 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 import torch
 
 from lockstep.core.state import rnn_states, unique
-from lockstep.engines.replicas.first_step import Recording, Sketches
+from lockstep.engines.replicas.first_step import Recording
+from lockstep.engines.replicas.sketches import Sketches
 from lockstep.engines.torch.exchange.group import PeerLost, RankGroup
 from lockstep.engines.torch.exchange.placement import Undo, copies_on
 from lockstep.engines.torch.first_step.first_step import recorded_step, sketched

@@ -14,11 +14,7 @@ from lockstep.core.layout import Layout
 from lockstep.core.left_out import LeftOutUsed
 from lockstep.core.state import unique
 from lockstep.engines.replicas.first_step import (
-    GRADIENT,
-    LOG,
-    OUTPUT,
     Computed,
-    Difference,
     FirstSteps,
     check_declared_losses,
     compare,
@@ -28,6 +24,7 @@ from lockstep.engines.replicas.first_step import (
     watched,
 )
 from lockstep.engines.replicas.layer_plan import advice_for
+from lockstep.engines.replicas.sketches import GRADIENT, LOG, OUTPUT, Difference
 from lockstep.engines.torch.exchange.placement import copies
 from lockstep.engines.torch.first_step.first_step import recorded_step, stock_step
 from lockstep.engines.torch.first_step.row_proofs import RowProofs

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from lockstep.core.state import variables_of
-from lockstep.engines.replicas.first_step import Recording, Sketches
+from lockstep.engines.replicas.first_step import Recording
+from lockstep.engines.replicas.sketches import Sketches
 from lockstep.engines.torch.ranks.peers import Peers, check_parts, uninterrupted
 from lockstep.engines.torch.ranks.rank import Answer, Call, Rank, RankPlan
 from lockstep.engines.torch.same_code.model_pickle import Dumped, dump

@@ -1,0 +1,192 @@
+"""Sketches of what a step computes: four numbers for each entry, and how far two may be apart."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from lockstep.core.devices import shard_rows
+from lockstep.keras_compat import computes_in_float64, layers_in
+
+Sketches = dict[str, np.ndarray]
+"""What a step has computed, by name: for each entry of the first dim, the numbers of `sketch`."""
+
+OUTPUT, LOG, GRADIENT, STATE = "output", "log", "gradient", "state"
+
+_MOST = 2**22
+"""Numbers of one entry that a sketch reads, at most; of more, it reads every second, and so on."""
+
+
+def sketch(value: Any) -> Any:
+    """Return four numbers for each entry of the first dim of a tensor, in float64.
+
+    These are the Euclidean norm of the entry, two weighted sums of it, and the square root of its
+    size. Two entries that differ have other sums, in all likelihood.
+
+    Args:
+        value: A tensor of the backend, of any shape; it may be symbolic.
+    """
+    value = keras.ops.stop_gradient(keras.ops.convert_to_tensor(value))
+    if "complex" in keras.backend.standardize_dtype(value.dtype):
+        value = keras.ops.abs(value)
+    entries = keras.ops.shape(value)[0] if len(value.shape) else 1
+    flat = keras.ops.cast(keras.ops.reshape(value, (entries, -1)), "float64")
+    size = keras.ops.shape(flat)[1]
+    if isinstance(size, int) and size > _MOST:
+        flat = flat[:, :: -(-size // _MOST)]
+        size = keras.ops.shape(flat)[1]
+    places = keras.ops.arange(size, dtype="float64")
+    sums = [
+        keras.ops.sqrt(keras.ops.sum(flat * flat, axis=1)),
+        keras.ops.sum(flat * keras.ops.cos(1.7 * places), axis=1),
+        keras.ops.sum(flat * keras.ops.sin(0.9 * places + 0.4), axis=1),
+        keras.ops.sum(keras.ops.ones_like(flat), axis=1) ** 0.5,
+    ]
+    return keras.ops.stack(sums, axis=1)
+
+
+def has_entries(value: Any) -> bool:
+    """Return whether a tensor has a sketch."""
+    return all(dim != 0 for dim in value.shape[1:])
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How far two runs may be apart, relative to the size of what is compared.
+
+    Attributes:
+        value: For outputs, logs and states, relative to their norm.
+        gradient: For gradients. A kink of ReLU or max pooling moves them more than rounding does.
+        of_all: For a gradient, relative to the norm of all gradients.
+    """
+
+    value: float
+    gradient: float
+    of_all: float
+
+
+_BOUNDS = {
+    "float64": Bounds(1e-9, 1e-8, 1e-9),
+    "float32": Bounds(1e-4, 1e-3, 1e-4),
+    "half": Bounds(5e-2, 2e-1, 5e-2),
+}
+
+
+def bounds_for(model: Any, dtypes: Iterable[str]) -> Bounds:
+    """Return the bounds for a step that computes in these types, besides those of the model."""
+    found = {keras.config.floatx(), *dtypes, *(layer.compute_dtype for layer in layers_in(model))}
+    floats = {name for name in found if name and "float" in name}
+    # Keras on PyTorch computes parts of a model of float64 in float32.
+    if floats <= {"float64"} and computes_in_float64():
+        return _BOUNDS["float64"]
+    return _BOUNDS["float32" if floats <= {"float32", "float64"} else "half"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing in which several devices part from one.
+
+    Attributes:
+        kind: `OUTPUT`, `LOG`, `GRADIENT` or `STATE`.
+        name: The path of the layer or variable, or the name of the log.
+        distance: The largest distance, relative to the size of what was compared.
+        layer: The number of the layer in `watched`, of an output.
+        is_of_one: Whether one device has parted from itself.
+    """
+
+    kind: str
+    name: str
+    distance: float
+    layer: int = -1
+    is_of_one: bool = False
+
+    def __str__(self) -> str:
+        """Return what differs, and how far."""
+        what = {OUTPUT: "the output of", LOG: "the value of", GRADIENT: "the gradient of"}
+        return (
+            f"{what.get(self.kind, 'the update of')} {self.name!r} differs by {self.distance:.1e}"
+        )
+
+
+def difference(
+    one: Sketches, several: list[Sketches], rows: int, bounds: Bounds
+) -> Difference | None:
+    """Return the first thing in which several devices part from one, `None` if they agree.
+
+    Args:
+        one: What one device has computed.
+        several: What each replica has computed, of its rows; nothing of those that are not known.
+            One of them has everything else.
+        rows: The rows of the batch.
+        bounds: How far they may be apart.
+    """
+    shards = shard_rows(rows, len(several))
+    for name in _of(OUTPUT, one):
+        for replica, shard in zip(several, shards, strict=True):
+            found = _distance_of_rows(one[name], replica.get(name), rows, shard, bounds.value)
+            if found > 1:
+                number, _, path = _path(name).partition("/")
+                return Difference(OUTPUT, path, found * bounds.value, int(number))
+    first = max(several, key=len)
+    for name in _of(LOG, one):
+        found = _distance(one[name], first.get(name), 10 * bounds.value)
+        if found > 1:
+            return Difference(LOG, _path(name), found * 10 * bounds.value)
+    names = _of(GRADIENT, one)
+    size = float(np.sqrt(sum(np.nansum(one[name][:, 0] ** 2) for name in names)))
+    for name in names:
+        found = _distance(one[name], first.get(name), bounds.gradient, bounds.of_all * size)
+        if found > 1:
+            return Difference(GRADIENT, _path(name), found * bounds.gradient)
+    for name in _of(STATE, one):
+        found = _distance(one[name], first.get(name), bounds.value)
+        if found > 1:
+            return Difference(STATE, _path(name), found * bounds.value)
+    return None
+
+
+def _of(kind: str, seen: Sketches) -> list[str]:
+    return [name for name in seen if name.startswith(f"{kind}/")]
+
+
+def _path(name: str) -> str:
+    return name.split("/", 2)[2]
+
+
+def _distance_of_rows(
+    one: np.ndarray, own: np.ndarray | None, rows: int, shard: range, bound: float
+) -> float:
+    """Return the distance of what one replica has computed, in units of the bound."""
+    if own is None:  # it is within a layer that all devices share
+        return 0.0
+    size = max(len(shard), 1)
+    if len(one) % rows == 0 and len(own) == len(one) // rows * size:
+        each = len(one) // rows
+        if not len(shard):  # it has run another row, and nobody uses it
+            return 0.0
+        return _distance(one[shard.start * each : shard.stop * each], own, bound, 0.0, one)
+    if len(one) == len(own):
+        return _distance(one, own, bound)
+    return 0.0  # it has no rows, and other layers show whether it matters
+
+
+def _distance(
+    one: np.ndarray,
+    own: np.ndarray | None,
+    bound: float,
+    more: float = 0.0,
+    whole: np.ndarray | None = None,
+) -> float:
+    """Return the largest difference in units of what is allowed; NaN equals NaN."""
+    if own is None or one.shape != own.shape:
+        return np.inf
+    norms = np.nan_to_num((one if whole is None else whole)[:, 0])
+    typical = float(np.sqrt(np.mean(norms**2))) if len(norms) else 0.0
+    size = np.maximum(np.nan_to_num(one[:, 0]), typical)
+    allowed = bound * size + more + 0.01 * bound * one[:, 3]
+    apart = np.max(np.abs(one - own)[:, :3], axis=1, initial=0.0)
+    same = np.all((one == own) | (np.isnan(one) & np.isnan(own)), axis=1)
+    units = np.where(same, 0.0, apart / np.maximum(allowed, 1e-300))
+    return float(np.max(np.where(np.isnan(units), np.inf, units), initial=0.0))

@@ -519,9 +519,8 @@ def test_float32_within_a_model_of_float64_is_no_difference():
     made = model_of()
     with floats("float64"):
         assert bounds_for(made, {"float64"}).value < 1e-8
-        with mock.patch(
-            "lockstep.engines.replicas.sketches.computes_in_float64", return_value=False
-        ):
+        place = "lockstep.engines.replicas.sketches.computes_in_float64"
+        with mock.patch(place, return_value=False):
             assert bounds_for(made, {"float64"}).value > 1e-5
 
 

@@ -4,6 +4,8 @@ Every case is a test of its own. This runs all of one backend:
 `KERAS_BACKEND=tensorflow python -m pytest tests/every_backend/test_cases.py --whole`.
 """
 
+from importlib.util import find_spec
+
 import pytest
 
 from tests.conformance.cases import FAMILIES
@@ -80,5 +82,7 @@ def _runs():
 
 @pytest.mark.parametrize(("family", "name", "devices"), list(_runs()))
 def test_n_devices_equal_one(worker, family, name, devices):
+    if name.startswith("torch ") and find_spec("torch") is None:
+        pytest.skip("PyTorch is not installed")
     far = worker.difference(family, name, devices)
     assert not far, f"beyond the bound: {far}"

@@ -182,6 +182,14 @@ def test_what_is_not_known_runs_whole(what):
     assert any("declare it: lockstep.rowwise" in str(each.message) for each in said)
 
 
+def test_a_layer_that_draws_numbers_of_pytorch_is_not_said_to_be_exact():
+    made = lockstep.distribute(built(lambda layer, x: x + torch.rand(5, dtype=x.dtype))(), 2)
+    with pytest.warns(UnsplitBatchWarning, match="random numbers of PyTorch") as said:
+        fit(made)
+    assert not any("exact" in str(each.message) for each in said)
+    lockstep.release(made)
+
+
 def _merged():
     """The copies in a row are rows of a model inside, as those of video frames or patches are."""
     of_copy = keras.Sequential([keras.Input((4,)), layers.BatchNormalization(), layers.Dense(3)])

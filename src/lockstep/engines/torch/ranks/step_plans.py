@@ -34,6 +34,7 @@ from lockstep.engines.torch.sharded.sharded_variables import made_on_host
 from lockstep.engines.torch.steps.layers import Plan, ReasonsByNumber, copied_states
 from lockstep.engines.torch.steps.micro_batches import check_layers
 from lockstep.engines.torch.steps.replica import OtherRows
+from lockstep.engines.torch.steps.scratch import DRAWS
 from lockstep.engines.torch.steps.split_checks import (
     form_of_rows,
     replaced_class,
@@ -411,8 +412,9 @@ class StepPlans:
     def _warn(self, what: str, remedy: str) -> None:
         if what not in self._warned and process_group.is_first():
             self._warned.add(what)
+            known = remedy if DRAWS in what else known_of_alone(what, remedy)
             warnings.warn(
-                f"On PyTorch {what}.\n{known_of_alone(what, remedy)}",
+                f"On PyTorch {what}.\n{known}",
                 UnsplitBatchWarning,
                 stacklevel=2,
             )

@@ -14,8 +14,11 @@ from lockstep.engines.torch.torch_compat import TorchDispatchMode, tree_leaves
 _READS = frozenset({"__array__", "__dlpack__", "data_ptr", "numpy", "tolist", "untyped_storage"})
 """Methods by which Python reads the values of a tensor without an operation of PyTorch."""
 
+DRAWS = "random numbers of PyTorch"
+"""The reason of code that draws them: they are those of one device in distribution alone."""
+
 _TAGS = {
-    torch.Tag.nondeterministic_seeded: "random numbers of PyTorch",
+    torch.Tag.nondeterministic_seeded: DRAWS,
     torch.Tag.data_dependent_output: "Python reads the value of a tensor",
     torch.Tag.dynamic_output_shape: "a shape depends on the values of a tensor",
 }

@@ -33,6 +33,7 @@ from lockstep.engines.replicas.sketches import (
     difference,
     has_entries,
     sketch,
+    steady,
 )
 from lockstep.engines.rowwise import is_declared, untouched_random_numbers
 from lockstep.errors import UnsupportedModel
@@ -193,6 +194,11 @@ def unchanged_objects(model: Any) -> Iterator[None]:
         before.put_back()
 
 
+def can_be_tried(model: Any) -> bool:
+    """Return whether a step can be run without an update, and leave no trace."""
+    return not states_of(model).fixed
+
+
 def states_of(model: Any) -> ObjectStates:
     """Return the states of the objects that the code of a model reaches."""
     return ObjectStates([*layers_in(model), *_compiled_parts(model)])
@@ -284,6 +290,7 @@ def compare(
             continue
         several, others = together(some, count)
         bounds = bounds_for(model, dtypes | others)
+        one = steady(one, again, bounds)
         if (of_one := difference(one, [again], count, bounds)) is not None:
             return replace(of_one, is_of_one=True)
         found = difference(one, several, count, bounds)
@@ -369,7 +376,7 @@ class FirstSteps:
         self.alone.pop(kind, None)
         self._compared = {form for form in self._compared if form[0] != kind}
 
-    def is_due(self, kind: str, form: Any, followed: Callable[[], Iterable[Any]]) -> bool:
+    def is_due(self, kind: str, form: Any, guessed: Callable[[], bool]) -> bool:
         """Return whether a step has to be compared: once for each form, if code was guessed.
 
         If it would have to be and cannot be undone, `alone` has the kind from then on.
@@ -377,12 +384,12 @@ class FirstSteps:
         Args:
             kind: The kind of the step.
             form: The form of its batch.
-            followed: Returns the parts of the model whose code was followed.
+            guessed: Returns whether the step runs any code but Keras's own.
         """
         if (kind, form) in self._compared or not is_checked():
             return False
         self._compared.add((kind, form))
-        if not is_guessed(self._model, kind, followed()):
+        if not guessed():
             return False
         fixed = states_of(self._model).fixed
         if not fixed:

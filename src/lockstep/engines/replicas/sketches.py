@@ -147,6 +147,25 @@ def difference(
     return None
 
 
+def steady(one: Sketches, again: Sketches, bounds: Bounds) -> Sketches:
+    """Return sketches without the logs that are not the same twice on one device, but for losses.
+
+    Such a log measures time, say. No weight depends on it unless a gradient differs too.
+
+    Args:
+        one: What one device has computed.
+        again: What it has computed again.
+        bounds: How far they may be apart.
+    """
+    moved = {
+        name
+        for name in _of(LOG, one)
+        if not name.endswith("loss")
+        and _distance(one[name], again.get(name), 10 * bounds.value) > 1
+    }
+    return {name: value for name, value in one.items() if name not in moved}
+
+
 def _of(kind: str, seen: Sketches) -> list[str]:
     return [name for name in seen if name.startswith(f"{kind}/")]
 

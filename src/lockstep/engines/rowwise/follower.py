@@ -95,6 +95,7 @@ class Follower:
         reasons: Why a part is refused, by its identity.
         programs: What each part calls, by its identity.
         draws_without_seed: Whether code draws from Keras's global seed generator.
+        draws_together: Whether each row has the random numbers of one device.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Follower:
         """`rows` is the static number of rows; the engine treats the layers in `held`."""
         self.reasons: Reasons = {}
         self.programs: dict[int, Any] = {}
-        self.draws_without_seed = False
+        self.draws_without_seed = self.draws_together = False
         self.kind, self.count_kind, self.dtype = scratch.kind, scratch.count_kind, scratch.dtype
         self._parts = {id(part) for part in parts}
         self._rows = rows
@@ -359,6 +360,8 @@ class Follower:
         if seed is not None and id(seed) not in self._held:
             self.refuse("it draws from a seed generator that the model does not hold")
         self.draws_without_seed |= seed is None
+        if seed is None and self.draws_together:
+            self.refuse("random numbers for all rows, drawn without a seed")
         if name == "dropout":
             x = given["inputs"]
             if each_of(x) is None or given.get("noise_shape") is not None:

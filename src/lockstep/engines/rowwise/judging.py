@@ -30,7 +30,13 @@ from lockstep.keras_compat import (
 
 
 def refused(
-    model: Any, parts: list[Any], inputs: Any, *, training: bool, scratch: Callable[[], Scratch]
+    model: Any,
+    parts: list[Any],
+    inputs: Any,
+    *,
+    training: bool,
+    scratch: Callable[[], Scratch],
+    draws_together: bool = False,
 ) -> Reasons:
     """Return the `parts` that are not known to work row by row, with the reasons.
 
@@ -40,10 +46,12 @@ def refused(
         inputs: The inputs of the model, or their specification.
         training: Whether the model is called in training mode.
         scratch: Makes the place where the backend computes in one run.
+        draws_together: Whether each row has the random numbers of one device.
     """
 
     def run(stand_in: int, rows: int | None) -> Follower:
         follower = Follower(parts, scratch(), rows, layers_in(model))
+        follower.draws_together = draws_together
         x = keras.tree.map_structure(partial(_symbol, stand_in=stand_in, rows=rows), inputs)
         options = {"training": training} if takes_training(model) else {}
         with follower.following():

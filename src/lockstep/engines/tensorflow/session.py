@@ -35,6 +35,7 @@ from lockstep.engines.replicas.first_step import (
     distrusted_part,
     form_of,
     is_checked,
+    is_guessed,
     states_of,
 )
 from lockstep.engines.replicas.object_states import ObjectStates
@@ -246,7 +247,10 @@ class TensorFlowSession(Session):
         may_split = steps.is_split(name) and not model.run_eagerly
         if not may_split or (is_custom and steps.makes_variables(name)):
             return iterator, batches  # one device runs it
-        if not self._first_steps.is_due(name, form_of(spec), lambda: steps.plan().candidates):
+        guessed = partial(is_guessed, self.model, name)
+        if not self._first_steps.is_due(
+            name, form_of(spec), lambda: guessed(steps.plan().candidates)
+        ):
             if name in self._first_steps.alone:
                 steps.run_alone(name, self._first_steps.alone[name])
             return iterator, batches

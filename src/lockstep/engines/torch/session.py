@@ -1,7 +1,7 @@
 """One model on PyTorch devices: its step functions, and what the loop needs of it."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -469,8 +469,14 @@ class SplitSession(TorchSession):
         with (
             self._runner.epoch(changes=changes, own_data=own_data),
             super().epoch(kind, batches, callbacks) as execute,
+            self._plans.epoch(kind.name),
         ):
             yield execute
+
+    def call(self, name: str) -> AbstractContextManager[object]:
+        """Run a method of the model inside the context."""
+        self._plans.begin_call(name)
+        return super().call(name)
 
     def _drawn(self, batches: HostIterator, iterator: Iterator[Any], times: int) -> Iterator[Any]:
         """Draw the batches of one execution, once every process has as many."""

@@ -31,8 +31,11 @@ def _lacking(what: object) -> UnsupportedFramework:
 try:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch.overrides import _get_current_function_mode as current_function_mode
+    from torch.overrides import _get_current_function_mode_stack as function_modes
     from torch.overrides import _pop_mode_temporarily as pop_mode_temporarily
+    from torch.utils._device import DeviceContext
     from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
     from torch.utils._pytree import tree_leaves
 
     plain_torch_functions = torch._C.DisableTorchFunctionSubclass
@@ -41,6 +44,8 @@ try:
     """Returns the innermost transform of `torch.func`, `None` outside of all."""
     next_operation_number = torch._C._autograd._get_sequence_nr
     """Returns the number of the next operation that this thread makes for a backward pass."""
+    hooks_of_saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks
+    """Returns the innermost `saved_tensors_hooks`, `None` outside of all."""
     current_backward = torch._C._current_graph_task_id
     """Returns the number of the backward pass that this thread runs, -1 outside of all."""
 except (ImportError, AttributeError) as error:

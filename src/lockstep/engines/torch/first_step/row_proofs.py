@@ -32,15 +32,18 @@ class RowProofs:
         self._of_model = b""
         self._found: dict[str, ReasonsByNumber] = {}
 
-    def reasons(self, x: Any, dumped: Callable[[], Dumped], *, unchecked: bool) -> ReasonsByNumber:
+    def reasons(
+        self, x: Any, dumped: Callable[[], Dumped], *, unchecked: bool, draws_together: bool
+    ) -> ReasonsByNumber:
         """Return why candidates are refused for inputs of this form.
 
         Args:
             x: The inputs of a batch.
             dumped: Returns what `model_pickle.dump` returns for the model.
             unchecked: Whether the model may have changed since the last call.
+            draws_together: Whether each row has the random numbers of one device.
         """
-        form = str(keras.tree.map_structure(_form, x))
+        form = f"{keras.tree.map_structure(_form, x)} {draws_together}"
         if not unchecked and form in self._found:
             return self._found[form]
         self.count = count = len(Plan(self._model).candidates)
@@ -49,19 +52,19 @@ class RowProofs:
                 self._of_model, self._found = b"", {}
             return self._found.setdefault(form, {})
         try:
-            data = dumped().layers
+            found = dumped()
         except UnsupportedModel as error:
             reason = str(error).splitlines()[0].partition("devices: ")[2].rstrip(".")
             return dict.fromkeys(range(count), f"it cannot be pickled ({reason})")
-        digest = hashlib.sha256(data).digest()
+        digest = hashlib.sha256(found.layers + found.code).digest()
         if digest != self._of_model:
             self._of_model, self._found = digest, {}
         if form not in self._found:
-            self._found[form] = _reasons(copy_of(self._model), x)
+            self._found[form] = _reasons(copy_of(self._model), x, draws_together)
         return self._found[form]
 
 
-def _reasons(model: Any, x: Any) -> ReasonsByNumber:
+def _reasons(model: Any, x: Any, draws_together: bool) -> ReasonsByNumber:
     parts = Plan(model).candidates
     states = states_of(model)  # functions have the globals of the model itself
     if states.fixed:
@@ -70,7 +73,8 @@ def _reasons(model: Any, x: Any) -> ReasonsByNumber:
     found: dict[int, str] = {}
     try:
         for training in (True, False):
-            found = refused(model, parts, x, training=training, scratch=Scratch) | found
+            options = {"training": training, "draws_together": draws_together}
+            found = refused(model, parts, x, scratch=Scratch, **options) | found
         if not dump(model).is_of_same_model(before):
             found = dict.fromkeys(map(id, parts), "a call changes its attributes") | found
     finally:

@@ -135,6 +135,13 @@ class Peers(ABC):
         """Return whether code has changed the model since a step, and whether a step has."""
         return False, False
 
+    def is_sent(self, dumped: Dumped) -> bool:
+        """Return whether the processes that follow this one have this model.
+
+        Here they have that of their script.
+        """
+        return True
+
     def make_equal(self, unchecked: bool, dumped: Callable[[], Dumped]) -> bool:
         """Let every process have the same model, and return whether all of it was compared.
 

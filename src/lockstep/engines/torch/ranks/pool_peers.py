@@ -175,11 +175,7 @@ class PoolPeers(Peers):
             pool.settings = None
             pool.send("settings", settings)
             pool.settings = settings
-        same = len(tensors) == len(rank.tensors) and all(map(_is, tensors, rank.tensors))
-        sent = data, rank.draws_together
-        # Objects that a step has changed, and code has set back, are those that were sent. The
-        # workers have those after the step.
-        if same and self._sent == sent and not self._objects_changed:
+        if self.is_sent(dumped):
             sums = [None if id(each) in self._parts else checksum(each) for each in tensors]
             differ = self._differing(sums)
         else:
@@ -198,7 +194,7 @@ class PoolPeers(Peers):
             rank.shards.keep(parts)
             self._structure = _structure(tensors)
             differ = [n for n, each in enumerate(tensors) if id(each) not in parts]
-            self._sent = sent
+            self._sent = data, rank.draws_together
             self._in_modules = dumped.in_modules
             if dumped.in_modules:
                 pool.in_modules = key
@@ -206,6 +202,16 @@ class PoolPeers(Peers):
         self._send_values(differ)
         self._send_seeds()
         self._send_states([])
+
+    def is_sent(self, dumped: Dumped) -> bool:
+        """Return whether the workers have this model, whatever the values of its tensors are."""
+        rank = self.rank
+        same = len(dumped.tensors) == len(rank.tensors)
+        same = same and all(map(_is, dumped.tensors, rank.tensors))
+        # Objects that a step has changed, and code has set back, are those that were sent. The
+        # workers have those after the step.
+        known = self._sent == (dumped.data, rank.draws_together)
+        return same and known and not self._objects_changed
 
     def _differing(self, sums: list[int | None]) -> list[int]:
         """Return the numbers of the tensors that have another checksum in a worker."""

@@ -1,7 +1,8 @@
 """How steps of one kind run on batches of one form, and why: found once, and looked up after."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,14 +17,18 @@ from lockstep.core.state import unique
 from lockstep.engines.replicas.first_step import (
     Computed,
     FirstSteps,
+    can_be_tried,
     check_declared_losses,
     compare,
     distrusted_part,
     form_of,
+    is_checked,
+    is_guessed,
     known_of_alone,
     watched,
 )
 from lockstep.engines.replicas.layer_plan import advice_for
+from lockstep.engines.replicas.repeated_checks import RepeatedChecks
 from lockstep.engines.replicas.sketches import GRADIENT, LOG, OUTPUT, Difference
 from lockstep.engines.torch.exchange.placement import copies
 from lockstep.engines.torch.first_step.first_step import recorded_step, stock_step
@@ -36,7 +41,9 @@ from lockstep.engines.torch.steps.micro_batches import check_layers
 from lockstep.engines.torch.steps.replica import OtherRows
 from lockstep.engines.torch.steps.scratch import DRAWS
 from lockstep.engines.torch.steps.split_checks import (
+    around_operations,
     form_of_rows,
+    is_around_operations,
     replaced_class,
     rows_of,
     unpacked,
@@ -95,6 +102,10 @@ class StepPlans:
         self._unsplit: str | None = None
         self._distrusted: dict[int, str] = {}
         self._first_steps = FirstSteps(model)
+        self._repeated = RepeatedChecks()
+        self._last_of_epochs: list[tuple[Any, Route] | None] = []
+        self._around: str | None = None
+        self._is_first_of_call = False
         self._begun: set[str] = set()
         self._left_unbuilt: dict[str, list[Any]] = {}
         self._unshared: set[str] = set()
@@ -108,19 +119,48 @@ class StepPlans:
             kind: `"train"`, `"test"` or `"predict"`.
             batch: Tensors or `None`, in the structure that the step takes.
         """
-        key = kind, form_of_rows(batch), self._times_sent()
-        if self._runner.has_changed():
+        runner, repeated = self._runner, self._repeated
+        repeated.begin_step(kind)
+        self._is_first_of_call = repeated.is_first(kind)
+        around = around_operations()
+        if runner.has_changed() or around != self._around:
             self._routes.clear()
+        self._around = around
+        key = kind, form_of_rows(batch), self._times_sent()
         route = self._routes.get(key)
-        if route is None:
-            try:
+        try:
+            if route is None:
                 route = self._found(kind, batch)
-            except LeftOutUsed as used:
-                self._with_left_out[kind] = used.why
-                route = self._alone(used.why)
-            if route.how in (BY_ROWS, ALONE):  # the user's own step may keep what forbids sharing
-                self._routes[key] = route
+            if runner.user_code_between_steps and repeated.is_due(kind):
+                self._compare_again(kind, batch, route)
+        except LeftOutUsed as used:
+            self._with_left_out[kind] = used.why
+            route = self._alone(used.why)
+        if route.how in (BY_ROWS, ALONE):  # the user's own step may keep what forbids sharing
+            self._routes[key] = route
+        if self._last_of_epochs:
+            self._last_of_epochs[-1] = batch, route
         return route
+
+    def begin_call(self, name: str) -> None:
+        """Note that a method of the model is called."""
+        self._repeated.begin_call(name)
+
+    @contextmanager
+    def epoch(self, kind: str) -> Iterator[None]:
+        """Compare the last step of an epoch inside the context, if it runs code of the user's.
+
+        Raises:
+            ProcessesDisagree: If several devices compute it differently from one.
+        """
+        self._last_of_epochs.append(None)
+        try:
+            yield
+            last = self._last_of_epochs[-1]
+            if last is not None and is_checked() and self._is_guessed(kind):
+                self._compare_again(kind, *last, after=True)
+        finally:
+            self._last_of_epochs.pop()
 
     def forget(self, kind: str) -> None:
         """Find the routes of this kind of step again: the model may be compiled differently."""
@@ -163,7 +203,7 @@ class StepPlans:
 
     def split(self, kind: str, batch: Any) -> tuple[str | None, Any, int]:
         """Return why a batch cannot be split, `None` if it can; the batch, and its rows."""
-        reason = why_custom(self._model, kind)
+        reason = self._around or why_custom(self._model, kind)
         if reason is not None:
             return reason, None, 0
         data = unpacked(batch)
@@ -174,7 +214,10 @@ class StepPlans:
         """Return why one device has to run batches like this one alone, `None` if not."""
         runner = self._runner
         unchecked = runner.unchecked or runner.proofs_are_old
-        reasons = self._proofs.reasons(x, runner.dumped, unchecked=unchecked)
+        together = runner.rank.draws_together
+        reasons = self._proofs.reasons(
+            x, runner.dumped, unchecked=unchecked, draws_together=together
+        )
         runner.proofs_are_old = False
         if unchecked or reasons is not self._reasons:
             self._reasons = reasons
@@ -193,7 +236,7 @@ class StepPlans:
 
     def _on_whole_batch(self, kind: str, batch: Any, reason: str) -> Route:
         """Return the route of a step that looks at the whole batch."""
-        if self._is_sharded or self._most is not None:
+        if self._is_sharded or self._most is not None or is_around_operations(reason):
             return self._alone(reason)
         if kind in self._unshared:
             return Route(ALONE, reason)
@@ -225,7 +268,9 @@ class StepPlans:
             )
         who = "every process runs the whole batch" if in_script else _FIRST_ALONE
         remedy = _ON_JAX
-        if is_own and in_script:
+        if is_around_operations(reason):
+            remedy = "Remove it to have batches split."
+        elif is_own and in_script:
             remedy = "Started without a launcher, one process shares its layers over all devices."
         elif is_own:
             remedy = "A step that is written for JAX is split (KERAS_BACKEND=jax)."
@@ -238,7 +283,9 @@ class StepPlans:
         """Let the first device run steps of this kind: one by rows has failed before its update."""
         self._routes.clear()
         self._with_left_out[kind] = found.why
-        self._alone(found.why)
+        route = self._alone(found.why)
+        if self._last_of_epochs:
+            self._last_of_epochs[-1] = None, route
 
     def built(self, kind: str) -> None:
         """Note what a step has left unbuilt."""
@@ -283,21 +330,9 @@ class StepPlans:
 
     def _compare_first_step(self, kind: str, data: Any, rows: int) -> None:
         """Compare a step of a new form with that of one device, before any update."""
-        model, runner, shards = self._model, self._runner, self._size
-        form, in_parts = self._form(data), self._most is not None
-        if not self._first_steps.is_due(
-            kind, form, lambda: [model] if in_parts else Plan(model).candidates
-        ):
+        model, runner = self._model, self._runner
+        if not self._first_steps.is_due(kind, self._form(data), lambda: self._is_guessed(kind)):
             return
-        # A device is to run two parts, and may run one more row than asked for.
-        most_alone = None if self._most is None else max(self._most, self._size + 1)
-        shards *= 2 if in_parts else 1
-        alone = partial(self._recorded_alone, kind)
-
-        def together(some: Any, count: int) -> Computed:
-            most = None if self._most is None else min(self._most, -(-count // shards))
-            several, sketches = runner.recorded(kind, copies(some), count, self.plan(most))
-            return sketches, several.dtypes
 
         def distrust(found: Difference) -> str | None:
             self._routes.clear()  # those of other forms trust it
@@ -311,27 +346,39 @@ class StepPlans:
                 return "its losses"
             return part
 
-        self._first_steps.settle(
-            kind,
-            lambda: runner.peers.agreed_difference(
-                compare(model, data, rows, shards, alone, together, most_alone)
-            ),
-            distrust,
+        self._settle(kind, self._difference(kind, data, rows, self.plan), distrust)
+
+    def _difference(
+        self, kind: str, data: Any, rows: int, plan: Callable[[int | None], RankPlan]
+    ) -> Callable[[], Difference | None]:
+        """Return what compares a step by rows with that of one device.
+
+        Args:
+            kind: The kind of the step.
+            data: The batch.
+            rows: Its rows.
+            plan: Returns how a rank runs it, given the most rows that it runs at once.
+        """
+        model, runner, in_parts = self._model, self._runner, self._most is not None
+        # A device is to run two parts, and may run one more row than asked for.
+        most_alone = None if self._most is None else max(self._most, self._size + 1)
+        shards = self._size * (2 if in_parts else 1)
+        alone = partial(self._recorded_alone, kind)
+
+        def together(some: Any, count: int) -> Computed:
+            most = None if self._most is None else min(self._most, -(-count // shards))
+            several, sketches = runner.recorded(kind, copies(some), count, plan(most))
+            return sketches, several.dtypes
+
+        return lambda: runner.peers.agreed_difference(
+            compare(model, data, rows, shards, alone, together, most_alone)
         )
 
     def _compare_first_custom_step(self, kind: str, batch: Any) -> None:
         """Compare a step of the user's own of a new form with that of one device."""
         model, runner = self._model, self._runner
-        if not self._first_steps.is_due(kind, self._form(batch), list):
+        if not self._first_steps.is_due(kind, self._form(batch), lambda: True):
             return
-        leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None and leaf.ndim]
-        rows = {len(leaf) for leaf in leaves}
-
-        alone = partial(self._recorded_alone, kind, is_custom=True)
-
-        def together(some: Any, count: int) -> Computed:
-            several = runner.recorded_on_whole_batch(kind, copies(some))
-            return [several.sketches()], several.dtypes
 
         def distrust(found: Difference) -> Any:
             self._routes.clear()
@@ -340,20 +387,71 @@ class StepPlans:
                 found, model, layers, runner.whole_batch.distrusted, is_custom=True
             )
 
-        if len(rows) == 1:
-            count = rows.pop()
-            self._first_steps.settle(
-                kind,
-                lambda: compare(model, batch, count, self._size, alone, together),
-                distrust,
-            )
+        find = self._custom_difference(kind, batch)
+        if find is not None:
+            self._settle(kind, find, distrust)
+
+    def _custom_difference(self, kind: str, batch: Any) -> Callable[[], Difference | None] | None:
+        """Return what compares a step of the user's own with that of one device, if it can be."""
+        runner = self._runner
+        leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None and leaf.ndim]
+        rows = {len(leaf) for leaf in leaves}
+        if len(rows) != 1:
+            return None
+        (count,) = rows
+        alone = partial(self._recorded_alone, kind, is_custom=True)
+
+        def together(some: Any, _: int) -> Computed:
+            several = runner.recorded_on_whole_batch(kind, copies(some))
+            return [several.sketches()], several.dtypes
+
+        return lambda: compare(self._model, batch, count, self._size, alone, together)
+
+    def _settle(self, kind: str, find: Any, distrust: Any) -> None:
+        self._first_steps.settle(kind, find, distrust)
+        if kind not in self._first_steps.alone:
+            self._repeated.agrees(kind)
+
+    def _compare_again(self, kind: str, batch: Any, route: Route, *, after: bool = False) -> None:
+        """Compare a step with that of one device, unless it was compared or cannot be tried.
+
+        Args:
+            kind: The kind of the step.
+            batch: Its batch.
+            route: How it runs.
+            after: Whether it has run.
+
+        Raises:
+            ProcessesDisagree: If they differ.
+        """
+        model, repeated = self._model, self._repeated
+        if not is_checked() or repeated.has_agreed(kind) or not can_be_tried(model):
+            return
+        find = None
+        if route.how == BY_ROWS:
+            data = unpacked(batch)
+            rows = rows_of(data[0])[1]
+            find = self._difference(kind, data, rows, lambda most: (*route.plan[:3], most))
+        elif route.how == ON_WHOLE_BATCH:
+            find = self._custom_difference(kind, batch)
+        if find is None:
+            return
+        found = find()
+        if found is not None:
+            raise repeated.error(kind, model.name, found, after=after)
+        repeated.agrees(kind)
+
+    def _is_guessed(self, kind: str) -> bool:
+        """Return whether a step runs any code but Keras's own."""
+        parts = [self._model] if self._most is not None else Plan(self._model).candidates
+        return is_guessed(self._model, kind, parts) or self._runner.is_patched()
 
     def _form(self, data: Any) -> Any:
         """Return what a first step is the first of: workers with other code are compared again."""
         return form_of(data), self._times_sent()
 
     def _times_sent(self) -> int:
-        return min(max(self._runner.peers.times_sent, 1), _MOST_SENT)
+        return min(self._runner.times_sent(), _MOST_SENT)
 
     def _recorded_alone(self, kind: str, data: Any, *, is_custom: bool = False) -> Computed:
         tensors = self._runner.tensors()
@@ -412,7 +510,9 @@ class StepPlans:
     def _warn(self, what: str, remedy: str) -> None:
         if what not in self._warned and process_group.is_first():
             self._warned.add(what)
-            known = remedy if DRAWS in what else known_of_alone(what, remedy)
+            # Steps of the call from before a change were compared with other code, or with none.
+            compared = self._is_first_of_call and is_checked() and DRAWS not in what
+            known = known_of_alone(what, remedy) if compared else remedy
             warnings.warn(
                 f"On PyTorch {what}.\n{known}",
                 UnsplitBatchWarning,

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -122,6 +122,26 @@ class StepRunner:
         self.unchecked |= changed
         self.proofs_are_old |= by_step
         return self.unchecked or self.proofs_are_old
+
+    @property
+    def user_code_between_steps(self) -> bool:
+        """Whether code of the user may run between two steps: a launcher's scripts differ in it."""
+        return self.peers.user_code_between_steps or self.peers.in_script
+
+    def is_patched(self) -> bool:
+        """Return whether a script has replaced code of Keras, or of another package in use."""
+        try:
+            return self.dumped().is_patched
+        except UnsupportedModel:
+            return True  # not known
+
+    def times_sent(self) -> int:
+        """Return how often the model will have been sent when the next step runs, at least once."""
+        sent = self.peers.times_sent
+        if sent and self.unchecked:
+            with suppress(UnsupportedModel):  # it cannot be sent, and one device runs its steps
+                sent += not self.peers.is_sent(self.dumped())
+        return max(sent, 1)
 
     # ------------------------------------------------------------ steps
 

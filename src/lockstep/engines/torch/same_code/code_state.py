@@ -269,31 +269,55 @@ def state_of(
     return found
 
 
-def patches(modules: Iterable[str]) -> State:
+def patches(modules: Iterable[str]) -> tuple[State, bool]:
     """Return the functions of the user that stand in packages which a model uses.
 
     Args:
         modules: The names of modules whose code a model uses.
+
+    Returns:
+        The functions, and whether any code of the user stands there: a property or a callable
+        object, say, is not sent.
     """
     owners, installed, known, last = _installed(len(sys.modules), _packages(modules))
     if last and last[0].are_still():
-        return {}
+        return {}, False
     found: State = {}
+    is_patched = False
     for place, owner in owners:
         if place in known and known[place].are(vars(owner)):
             continue
         patched = {}
+        is_plain = True
         for name, value in list(vars(owner).items()):
-            if type(value) is FunctionType and id(value.__globals__) not in installed:
-                home = value.__globals__.get("__name__")
-                if home == _MAIN or _is_own_name(home):
+            if _is_code_of_user(value, installed):
+                is_plain = False
+                if type(value) is FunctionType:
                     patched[name] = value
         if patched:
             found[place] = patched
-        else:
+        if is_plain:
             known[place] = Attributes(vars(owner))
-    last[:] = [] if found else [AllAttributes([vars(owner) for _, owner in owners])]
-    return found
+        is_patched |= not is_plain
+    last[:] = [] if is_patched else [AllAttributes([vars(owner) for _, owner in owners])]
+    return found, is_patched
+
+
+def _is_code_of_user(value: Any, installed: set[int]) -> bool:
+    """Return whether a value in a package is a function of the user, or an object that calls one.
+
+    Args:
+        value: The value.
+        installed: The identities of the globals of the package.
+    """
+    if type(value) is FunctionType:
+        home = value.__globals__.get("__name__")
+        is_installed = id(value.__globals__) in installed
+        return not is_installed and (home == _MAIN or _is_own_name(home))
+    if type(value) in _WRAPPERS:
+        return any(_is_code_of_user(each, installed) for each in _functions_in(value))
+    kind = type(value)
+    return callable(value) and (kind.__module__ == _MAIN or _is_own_name(kind.__module__))
 
 
 def unpatched(modules: Iterable[str]) -> "AllAttributes | None":
@@ -409,6 +433,8 @@ def _is_of(owner: Any, module: ModuleType, name: str, value: Any) -> bool:
     at_home = value.__module__ == module.__name__ and value.__qualname__ == qualname
     return at_home and not (isinstance(value, FunctionType) and claims_other_home(value))
 
+
+_WRAPPERS = frozenset({*_DECORATED} - {FunctionType})
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _ARRAYS = (np.ndarray, np.generic, torch.Tensor, keras.Variable, KerasSaveable)

@@ -52,6 +52,7 @@ class Dumped(NamedTuple):
     Attributes:
         data: The bytes: the same for the same model, whatever the values of its tensors are.
         layers: Those of the model without the metrics of `compile`.
+        code: Those of what its code reads besides the model.
         tensors: The tensors that they name by their number.
         reads: What code of the model reads besides the model.
         in_modules: Whether attributes of the user's modules hold some of the tensors.
@@ -59,11 +60,13 @@ class Dumped(NamedTuple):
         holders: The dicts by which layers give their tensors to PyTorch.
         generators: The generators of random numbers that the bytes name by their number.
         states: Their states.
+        is_patched: Whether a script has replaced code of a package that the model uses.
         graph: The objects that the bytes were made of, if all of their state is seen.
     """
 
     data: bytes
     layers: bytes
+    code: bytes
     tensors: list[Any]
     reads: CodeReads
     in_modules: bool
@@ -71,6 +74,7 @@ class Dumped(NamedTuple):
     holders: list[Any]
     generators: list[Any]
     states: list[bytes]
+    is_patched: bool
     graph: ObjectGraph | None = None
 
     def is_still(self) -> bool:
@@ -106,6 +110,7 @@ def dump(model: Any, *, with_graph: bool = False) -> Dumped:
     return Dumped(
         pickler.file.getvalue(),
         pickler.layers,
+        pickler.code,
         pickler.tensors,
         pickler.reads,
         pickler.in_modules,
@@ -113,6 +118,7 @@ def dump(model: Any, *, with_graph: bool = False) -> Dumped:
         pickler.holders,
         pickler.generators,
         list(map(generator_state, pickler.generators)),
+        pickler.is_patched,
         pickler.graph() if with_graph else None,
     )
 
@@ -285,7 +291,8 @@ class _Pickler(TensorPickler):
         self.in_modules = False
         self.generators: list[Any] = []
         self.has_metrics = True
-        self.layers = b""
+        self.layers = self.code = b""
+        self.is_patched = False
         self._modules: set[str] = set()
         self._code: list[CodeType] = []
         self._by_value: list[Any] = []
@@ -298,14 +305,15 @@ class _Pickler(TensorPickler):
         self.layers = self.file.getvalue()
         super().dump(self._metrics)
         self.has_metrics = not isinstance(self._metrics, LeftOutMetric)
-        patched = patches(self._modules)
+        patched, self.is_patched = patches(self._modules)
         state = state_of(self._modules, self._code, _travels)
         for place, values in state.items():
             owner = owner_of(place)
             now = {name: vars(owner)[name] for name in values}
             self.reads.add(owner if place[1] else vars(owner), now)
-        before = len(self.tensors)
+        before, start = len(self.tensors), self.file.tell()
         super().dump((state, patched))
+        self.code = self.file.getvalue()[start:]
         self.in_modules = len(self.tensors) > before
 
     def graph(self) -> ObjectGraph | None:

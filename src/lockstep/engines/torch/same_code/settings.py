@@ -37,6 +37,7 @@ def current_settings() -> Settings:
             for kind in _KINDS
         },
         "autocast_cache": torch.is_autocast_cache_enabled(),
+        "anomalies": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         "flash_attention": keras.config.is_flash_attention_enabled(),
         "cudnn": (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
     }
@@ -60,6 +61,8 @@ def apply_settings(settings: Settings) -> None:
         torch.set_autocast_dtype(kind, dtype)
     torch.set_autocast_cache_enabled(settings["autocast_cache"])
     torch.clear_autocast_cache()
+    if settings["anomalies"] != (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()):
+        torch.autograd.set_detect_anomaly(*settings["anomalies"])  # it warns that it is slow
     if settings["flash_attention"] is False:
         keras.config.disable_flash_attention()
     elif settings["flash_attention"]:

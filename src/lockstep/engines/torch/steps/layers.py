@@ -22,6 +22,7 @@ from lockstep.engines.rowwise import (
 )
 from lockstep.engines.torch.steps.replica import Replica, seed_of_replica
 from lockstep.engines.torch.steps.rows import enter, gathered, leave
+from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
     EXPECTED_BATCH_SIZE,
     GLOBAL_SEED_GENERATOR,
@@ -70,8 +71,7 @@ class Plan(LayerPlan):
     def seeds(self) -> list[Any]:
         """Return the seed generators of Keras from which layers draw apart on each replica."""
         generators = [seeds for layer in unique(self.every) for seeds in seed_generators(layer)]
-        without_seed = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
-        return unique([*generators, *filter(None, [without_seed])])
+        return unique([*generators, *filter(None, [_without_seed()])])
 
     @contextmanager
     def in_force(self, replica: Replica) -> Iterator[None]:
@@ -95,10 +95,14 @@ class Plan(LayerPlan):
             if getattr(layer, "activity_regularizer", None) is not None:
                 hook = _of_global_outputs(layer, layer.activity_regularizer, replica)
                 changes.append((layer, "activity_regularizer", hook))
+        shared = _without_seed() if self.draws_together else None
         for seeds in self.seeds():
-            changes.append((seeds, "next", _of_this_replica(seeds.next, replica)))
+            draw = _by_all_alone if seeds is shared else _of_this_replica
+            changes.append((seeds, "next", draw(seeds.next, replica)))
         with patched(changes):
             yield
+        if self.draws_together and shared is None and _without_seed() is not None:
+            raise _drawn_apart()  # a layer has made it, and not on all rows
 
 
 def parts_of(plan: Plan) -> list[str]:
@@ -276,6 +280,30 @@ def _of_this_replica(draw: Callable[..., Any], replica: Replica) -> Callable[...
         return seed if replica.streams.are_common else seed_of_replica(seed, replica.number)
 
     return draw_here
+
+
+def _without_seed() -> Any:
+    """Return Keras's seed generator for draws without a seed, `None` before the first one."""
+    return global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+
+
+def _by_all_alone(draw: Callable[..., Any], replica: Replica) -> Callable[..., Any]:
+    """Wrap `draw` of the generator without a seed: only code on all rows draws as one device."""
+
+    def draw_here(*args: Any, **kwargs: Any) -> Any:
+        if not replica.streams.are_common:
+            raise _drawn_apart()
+        return draw(*args, **kwargs)
+
+    return draw_here
+
+
+def _drawn_apart() -> UnsupportedModel:
+    return UnsupportedModel(
+        "same_random_numbers=True was asked for, and code on the rows of one device draws random "
+        "numbers\nwithout a seed, such as keras.random.normal(shape): they would not be those of "
+        "one device.\nGive the layer a keras.random.SeedGenerator, and pass it as seed=."
+    )
 
 
 def moments_over(layer: Any, replica: Replica) -> Callable[[Any, Any], tuple[Any, Any]]:

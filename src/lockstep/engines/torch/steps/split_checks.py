@@ -9,6 +9,12 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lockstep.engines.rowwise import is_container, is_in_float8
 from lockstep.engines.torch.steps.layers import Plan, ReasonsByNumber, unknown_rows
+from lockstep.engines.torch.torch_compat import (
+    DeviceContext,
+    dispatch_modes,
+    function_modes,
+    hooks_of_saved_tensors,
+)
 from lockstep.keras_compat import (
     class_is_of_keras,
     is_rematerialized,
@@ -62,14 +68,37 @@ def replaced_class(model: Any) -> str | None:
     return names[0] if names else None
 
 
+def around_operations() -> str | None:
+    """Return what code of PyTorch runs around every operation or layer, `None` without any.
+
+    It would see the rows of one device, and the workers do not have it.
+    """
+    found = None
+    if any(getattr(modules, f"_global{name}") for name in _HOOKS):
+        found = "runs with a hook of PyTorch on every module"
+    # torch.set_default_device makes a DeviceContext.
+    modes = [m for m in (*function_modes(), *dispatch_modes()) if not isinstance(m, DeviceContext)]
+    if modes:
+        found = f"runs inside {type(modes[-1]).__name__}, a mode of PyTorch"
+    elif hooks_of_saved_tensors(True) is not None:
+        found = "runs inside saved_tensors_hooks of PyTorch"
+    return found and f"{found}, {_SEES_ROWS}"
+
+
+def is_around_operations(reason: str) -> bool:
+    """Return whether a reason is that of `around_operations`."""
+    return reason.endswith(_SEES_ROWS)
+
+
+_SEES_ROWS = "which would see the rows of one device"
+
+
 def has_torch_hooks(layer: Any) -> bool:
     """Return whether code of PyTorch's modules runs before or after the call of a layer.
 
     It runs outside of `call`, so it would see the rows of one device.
     """
-    own = any(getattr(layer, name) for name in _HOOKS)
-    every = any(getattr(modules, f"_global{name}") for name in _HOOKS)
-    return own or every or is_parametrized(layer)
+    return any(getattr(layer, name) for name in _HOOKS) or is_parametrized(layer)
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

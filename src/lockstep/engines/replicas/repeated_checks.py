@@ -1,0 +1,98 @@
+"""Which steps of a call are compared with one device again, besides the first one of a form.
+
+What code reads may change between two steps in ways that no list completes. So its outcome is
+compared again. The intervals double, so that a long call compares few steps.
+"""
+
+from dataclasses import dataclass
+
+from lockstep.engines.replicas.sketches import Difference
+from lockstep.errors import ProcessesDisagree
+
+_KINDS = {
+    "fit": "train",
+    "train_on_batch": "train",
+    "evaluate": "test",
+    "test_on_batch": "test",
+    "predict": "predict",
+    "predict_on_batch": "predict",
+}
+"""The kind of the steps of a call."""
+
+
+@dataclass
+class _Steps:
+    """The steps of one kind.
+
+    Attributes:
+        call: The name of the call.
+        calls: How many calls there were.
+        number: The number of the step that runs, in its call.
+        agreed: The last step of the call that agreed with one device, 0 if there is none.
+    """
+
+    call: str = ""
+    calls: int = 0
+    number: int = 0
+    agreed: int = 0
+
+
+class RepeatedChecks:
+    """Counts the steps of each kind in a call, and those that agreed with one device."""
+
+    def __init__(self) -> None:
+        self._steps = {kind: _Steps() for kind in _KINDS.values()}
+
+    def begin_call(self, name: str) -> None:
+        """Note that a method of the model is called; calls on one batch after another are one."""
+        if name not in _KINDS:
+            return
+        steps = self._steps[_KINDS[name]]
+        if name != steps.call or not name.endswith("on_batch"):
+            steps.call, steps.calls, steps.number, steps.agreed = name, steps.calls + 1, 0, 0
+
+    def begin_step(self, kind: str) -> None:
+        """Note that a step begins."""
+        self._steps[kind].number += 1
+
+    def is_first(self, kind: str) -> bool:
+        """Return whether the step that runs is the first one of its call."""
+        return self._steps[kind].number == 1
+
+    def is_due(self, kind: str) -> bool:
+        """Return whether the step that runs is compared, if code may run between two steps.
+
+        These are steps 2, 4, 8 and so on of a call, and the first steps of calls 2, 4, 8 and so on.
+        """
+        steps = self._steps[kind]
+        number = steps.calls if steps.number == 1 else steps.number
+        return number > 1 and number & (number - 1) == 0
+
+    def agrees(self, kind: str) -> None:
+        """Note that the step that runs agrees with one device."""
+        self._steps[kind].agreed = self._steps[kind].number
+
+    def has_agreed(self, kind: str) -> bool:
+        """Return whether the step that runs was compared."""
+        return self._steps[kind].agreed == self._steps[kind].number
+
+    def error(self, kind: str, model: str, found: Difference, *, after: bool) -> ProcessesDisagree:
+        """Return the error for a step that several devices compute differently from one.
+
+        Args:
+            kind: The kind of the step.
+            model: The name of the model.
+            found: What differs.
+            after: Whether the step has run.
+        """
+        steps = self._steps[kind]
+        place = "After" if after else "In"
+        than = "between two runs of one device" if found.is_of_one else "from one device"
+        agreed = f"step {steps.agreed} agreed" if steps.agreed else "no step of it was compared"
+        step = f"{kind} step {steps.number} of this {steps.call}"
+        return ProcessesDisagree(
+            f"{place} {step} of {model!r}, {found} {than}; {agreed}.\n"
+            "What its code reads has changed where the other processes do not see it, so the steps "
+            "since then may be wrong.\nKeep it in a variable or an attribute of a layer, or call "
+            "lockstep.release(model); go on from an earlier file."
+        )

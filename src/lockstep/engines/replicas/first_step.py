@@ -364,10 +364,12 @@ class FirstSteps:
 
     Attributes:
         alone: Why one device runs steps alone, by their kind.
+        unknown: The class of an object whose state a trial may have moved; `""` without one.
     """
 
     def __init__(self, model: Any) -> None:
         self.alone: dict[str, str] = {}
+        self.unknown = ""
         self._model = model
         self._compared: set[Any] = set()
 
@@ -391,11 +393,12 @@ class FirstSteps:
         self._compared.add((kind, form))
         if not guessed():
             return False
-        fixed = states_of(self._model).fixed
-        if not fixed:
+        states = states_of(self._model)
+        if not states.fixed:
+            self.unknown = self.unknown or states.unknown
             return True
         self.alone[kind] = (
-            f"has code of your own, and {UNTRIED} {fixed}, which cannot be set back:\n"
+            f"has code of your own, and {UNTRIED} {states.fixed}, which cannot be set back:\n"
             f"a first {kind} step cannot be tried and compared with one device"
         )
         return False

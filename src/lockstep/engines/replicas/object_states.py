@@ -7,9 +7,11 @@ only runs forward, such as an iterator, or that others use too, such as a file, 
 
 import _thread
 import io
+import pickle
 import random
 import sys
 import threading
+import warnings
 import weakref
 from argparse import Namespace
 from array import array
@@ -37,6 +39,7 @@ import numpy as np
 
 from lockstep.core.left_out import LeftOut, LeftOutMetric
 from lockstep.core.own_code import is_own
+from lockstep.errors import LockstepWarning
 
 _MOST = 200_000
 """Objects that are looked at, at most; with more of them, nothing is tried."""
@@ -64,19 +67,31 @@ _OF_PYTHON = dict.fromkeys(_FIXED.split(), False) | dict.fromkeys(_ENTERED.split
 """The modules of Python whose objects have no state, or have it in their attributes alone."""
 
 
+_WITHOUT_STATE = frozenset(
+    {"absl", "jax", "jaxlib", "keras", "lockstep", "ml_dtypes", "numpy", "tensorflow", "torch"}
+)
+"""The libraries whose other objects have no state that a step moves, or the engine keeps it."""
+
+_CODE = (FunctionType, BuiltinFunctionType, type)
+
+
 class ObjectStates:
     """The states of the objects that code reaches from some others.
 
     Attributes:
         fixed: The class of an object that cannot be put back; `""` if there is none.
+        unknown: The class of an object of a library whose state is not known; `""` without one.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
-        self.fixed = ""
+        self.fixed = self.unknown = ""
         self._undo: list[Callable[[], Any]] = []
         self._seen: dict[int, Any] = {}
+        self._named: set[tuple[int, str]] = set()
         self._bytes = 0
         self._waiting = list(roots)
+        if "decimal" in sys.modules:
+            self._undo.append(_with_decimals(sys.modules["decimal"].getcontext()))
         while self._waiting:
             value = self._waiting.pop()
             if id(value) in self._seen or _is_plain(value):
@@ -136,7 +151,7 @@ class ObjectStates:
         elif isinstance(value, type | ModuleType):
             if _is_of_user(value):
                 self._keep_names(value)
-        elif _has(value, "dtype") and not isinstance(value, _OF_KERAS):
+        elif _is_tensor_like(value) and not isinstance(value, _OF_KERAS):
             pass  # a tensor, say, which the engine keeps
         elif not self._keep_of_python(value):
             self._keep_object(value)
@@ -213,6 +228,20 @@ class ObjectStates:
                 self._fix(value)
         elif isinstance(value, _OF_KERAS) or _top(kind) == "torch":  # optimizers
             self._keep_attributes(value)
+        elif _top(kind) not in _WITHOUT_STATE:
+            self._keep_of_library(value)
+
+    def _keep_of_library(self, value: Any) -> None:
+        """Keep an object of a library by its attributes, or by what it gives to be pickled."""
+        kind: Any = type(value)
+        if not hasattr(kind, "__setstate__") and _is_plain_class(kind):
+            self._keep_attributes(value, everything=True)
+        elif sys.getsizeof(value) > _LARGEST:
+            self._fix(value, f" with {sys.getsizeof(value)} bytes")
+        elif (state := _pickled(value)) is not None and state == _pickled(value):
+            self._undo.append(partial(_load_state, value, state))
+        else:
+            self.unknown = self.unknown or f"{kind.__module__}.{kind.__qualname__}"
 
     def _keep_attributes(self, value: Any, *, everything: bool = False) -> None:
         kind = type(value)
@@ -220,7 +249,7 @@ class ObjectStates:
         if type(attributes) is dict:
             self._keep_content(attributes)
         self._waiting.append(kind)
-        for base in filter(_is_of_user, kind.__mro__ if everything else ()):
+        for base in filter(_has_slots, kind.__mro__ if everything else ()):
             for slot in vars(base).values():
                 if isinstance(slot, MemberDescriptorType):
                     now = _content_of(slot, value)
@@ -248,6 +277,22 @@ class ObjectStates:
         before = {name: names_of_module.get(name, _EMPTY) for name in names}
         self._undo.append(partial(_set_names, names_of_module, before))
         self._waiting += before.values()
+        for value in before.values():
+            if isinstance(value, ModuleType) and not _is_of_user(value):
+                self._keep_named(value, names)
+
+    def _keep_named(self, library: ModuleType, names: Iterable[str]) -> None:
+        """Keep the attributes of a library's module that code names, such as `os.environ`."""
+        for name in names:
+            value = vars(library).get(name)
+            if (id(library), name) in self._named or library is sys:
+                continue
+            self._named.add((id(library), name))
+            if isinstance(value, ModuleType):
+                self._keep_named(value, names)
+            elif not (isinstance(value, _CODE) or name.startswith("__")):
+                self._undo.append(partial(_assign, library, name, vars(library).get(name, _EMPTY)))
+                self._waiting.append(value)
 
     def _keep_names(self, owner: Any) -> None:
         """Keep the names of a class or module."""
@@ -276,6 +321,10 @@ def _has(value: Any, name: str) -> bool:
         getattr(value, name)
         return True
     return False
+
+
+def _is_tensor_like(value: Any) -> bool:
+    return _top(type(value)) in _WITHOUT_STATE and _has(value, "dtype")
 
 
 def _assign(owner: Any, name: str, value: Any) -> None:
@@ -374,6 +423,71 @@ def _let_go(lock: Any) -> None:
 def _forget(cache: Any, misses: int) -> None:
     if cache.cache_info().misses != misses:
         cache.cache_clear()
+
+
+def _with_decimals(context: Any) -> Callable[[], None]:
+    """Return what gives the context of decimal numbers the values that it has."""
+    options = {name: getattr(context, name) for name in _OF_DECIMALS}
+    flags, traps = dict(context.flags), dict(context.traps)
+
+    def put_back() -> None:
+        for name, value in options.items():
+            setattr(context, name, value)
+        context.flags.update(flags)
+        context.traps.update(traps)
+
+    return put_back
+
+
+_OF_DECIMALS = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
+
+
+def _pickled(value: Any) -> bytes | None:
+    with suppress(Exception):
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    return None
+
+
+def _load_state(value: Any, state: bytes) -> None:
+    """Give an object of a library the state that was pickled, if it has another one."""
+    if _pickled(value) == state:
+        return
+    with suppress(Exception):
+        value.__setstate__(pickle.loads(state).__reduce_ex__(pickle.HIGHEST_PROTOCOL)[2])
+    if _pickled(value) != state:
+        kind = type(value)
+        warnings.warn(
+            f"A first step was tried, and has changed an object of {kind.__module__}."
+            f"{kind.__qualname__} that cannot be set back.\nThe results may differ from those of "
+            "one device. Keep such a state in a variable or an attribute of a layer.",
+            LockstepWarning,
+            stacklevel=2,
+        )
+
+
+_HEAP_TYPE = 1 << 9  # Include/object.h: Py_TPFLAGS_HEAPTYPE
+
+
+@cache
+def _is_plain_class(kind: Any) -> bool:
+    """Return whether attributes and slots are all of the state of the objects of a class.
+
+    So it is, with its bases, a class of a Python file, and its objects have no other memory.
+    """
+    bases = kind.__mro__[:-1]
+    slots = [v for b in bases for v in vars(b).values() if isinstance(v, MemberDescriptorType)]
+    expected = object.__basicsize__ + 8 * len(slots) + 16  # attributes, and weak references
+    return kind.__basicsize__ <= expected and all(map(_is_in_python, bases))
+
+
+def _is_in_python(kind: type) -> bool:
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return bool(kind.__flags__ & _HEAP_TYPE) and file.endswith(".py")
+
+
+def _has_slots(kind: type) -> bool:
+    """Return whether all members of a class are slots of Python, and may be assigned."""
+    return _is_of_user(kind) or _is_plain_class(kind)
 
 
 def _home(kind: type, name: str) -> type:

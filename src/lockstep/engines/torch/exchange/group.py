@@ -17,6 +17,15 @@ from lockstep.engines.torch.exchange.accelerators import (
     wait_for,
 )
 from lockstep.engines.torch.exchange.placement import flattened
+from lockstep.engines.torch.exchange.waits import (
+    BROADCAST,
+    COMPARE,
+    GATHER,
+    NOTHING,
+    RESULTS,
+    SUM,
+    Waits,
+)
 from lockstep.engines.torch.torch_compat import next_operation_number
 from lockstep.errors import UnsupportedModel
 
@@ -39,6 +48,7 @@ class _Sum:
     """A sum of flat tensors: its exchange and its results, once it has been sent."""
 
     work: Any = None
+    size = 0
 
     def __init__(self, parts: list[Any]) -> None:
         self.parts = self.sums = parts
@@ -65,7 +75,11 @@ class RankGroup:
         backward_order: Keeps the order of backward passes the same on all ranks, if these are GPUs.
         compares: Whether every rank says what it is about to exchange: gloo ends the process where
             two ranks exchange tensors of other sizes.
+        waits: Where a rank of a pool notes what it waits for; `None` under a launcher, whose
+            exchanges end after a while.
     """
+
+    waits: Waits | None = None
 
     def __init__(
         self,
@@ -103,7 +117,7 @@ class RankGroup:
             PeerLost: If a rank has been lost.
         """
         if self._by_nccl:
-            wait_for(self._device)
+            self._waited(partial(wait_for, self._device), RESULTS)
         if self._aborted:
             raise PeerLost("the group was aborted")
 
@@ -132,7 +146,7 @@ class RankGroup:
         def finish() -> list[Any]:
             if own.work is None:
                 self._send_sums()
-            self._waited(own.work.wait)
+            self._waited(own.work.wait, SUM, own.size)
             return [
                 total.view(tensor.shape).to(tensor.device)
                 for total, tensor in zip(own.sums, tensors, strict=True)
@@ -150,6 +164,7 @@ class RankGroup:
         sums = iter(flat.split([len(part) for part in parts]))
         for each in waiting:
             each.work, each.sums = work, [next(sums) for _ in each.parts]
+            each.size = flat.nbytes
 
     def sum_of_part(self, flat: Any) -> Any:
         """Return this rank's part of the sum of a flat tensor, which is overwritten.
@@ -160,7 +175,8 @@ class RankGroup:
         if self._by_nccl:
             part = flat.new_empty(size)
             self._compare("sum", flat)
-            self._waited(lambda: self._backend._reduce_scatter_base(part, flat).wait())
+            run = partial(self._backend._reduce_scatter_base, part, flat)
+            self._waited(lambda: run().wait(), SUM, flat.nbytes)
             return part
         (total,) = self.start_sum([flat])()  # gloo's own takes several times as long
         return total[self.rank * size :][:size].clone()
@@ -170,7 +186,7 @@ class RankGroup:
         for bucket in buckets_of(tensors):
             parts = [_bytes(tensor).to(self._device) for tensor in bucket]
             flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-            self._waited(partial(self._broadcast, flat))
+            self._waited(partial(self._broadcast, flat), BROADCAST, flat.nbytes)
             if self.rank:
                 _copy_out_bytes(flat, bucket)
 
@@ -181,25 +197,26 @@ class RankGroup:
         names = sorted(("gather", "sum"))
         mine = torch.tensor([names.index(what), tensor.nbytes], device=self._device)
         every = mine.new_empty(2 * self.size)
-        self._waited(lambda: self._backend._allgather_base(every, mine).wait())
+        self._waited(lambda: self._backend._allgather_base(every, mine).wait(), COMPARE)
         found = every.view(-1, 2).tolist()
         self.check()  # an aborted exchange leaves any values
         first, *others = [(names[kind], size) for kind, size in found]
         for rank, other in enumerate(others, 1):
             if other != first:
-                raise UnsupportedModel(
+                raise other_code(
                     f"The first device is about to {first[0]} {first[1]} bytes, and replica {rank} "
-                    f"to {other[0]} {other[1]}: they do not run the same code.\nA layer or step "
-                    "may depend on the process, the time, or a state that the model does not hold."
-                    "\nMake it an attribute of the model, or call lockstep.release(model)."
+                    f"to {other[0]} {other[1]}"
                 )
 
     def _broadcast(self, flat: Any) -> None:
         self._backend.broadcast(flat, 0).wait()
 
-    def _waited(self, call: Callable[[], Any]) -> Any:
+    def _waited(self, call: Callable[[], Any], what: int = NOTHING, size: int = 0) -> Any:
         try:
-            return call()
+            if self.waits is None or what == NOTHING:
+                return call()
+            with self.waits.waiting(what, size):
+                return call()
         except RuntimeError as error:
             raise PeerLost(str(error)) from error
 
@@ -221,11 +238,25 @@ class RankGroup:
         whole = torch.empty(shape, dtype=rows.dtype, device=self._device)
         received = _bytes(whole)
         self._compare("gather", sent)
-        self._waited(lambda: self._backend._allgather_base(received, sent).wait())
+        run = partial(self._backend._allgather_base, received, sent)
+        self._waited(lambda: run().wait(), GATHER, received.nbytes)
         if min(counts) < most:
             parts = zip(whole.split(most), counts, strict=True)
             whole = torch.cat([part[:count] for part, count in parts])
         return whole.to(rows.device)
+
+
+def other_code(what: str) -> UnsupportedModel:
+    """Return the error for ranks that exchange different things.
+
+    Args:
+        what: What they exchange.
+    """
+    return UnsupportedModel(
+        f"{what}: they do not run the same code.\nA layer or step may depend on the process, the "
+        "time, or a state that the model does not hold.\nMake it an attribute of the model, or "
+        "call lockstep.release(model)."
+    )
 
 
 class LoneRank(RankGroup):

@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 from lockstep.core.own_code import is_own
-from lockstep.engines.torch.exchange.group import HOST, PeerLost, RankGroup
+from lockstep.engines.torch.exchange.group import HOST, PeerLost, RankGroup, other_code
 from lockstep.engines.torch.exchange.placement import torch_device_of
+from lockstep.engines.torch.exchange.waits import ANSWER, Waits, parted
 from lockstep.engines.torch.ranks.messages import BatchMemory, load_error, new_file
 from lockstep.errors import WorkerDied
 from lockstep.processes.coordination import patience
@@ -88,19 +89,20 @@ class Pool:
 
     def _start(self) -> None:
         size = len(self._devices)
-        batch_file = new_file()
+        batch_file, waits_file = new_file(), new_file()
         reading, writing = os.pipe()
-        self._files = [batch_file, writing]
+        self._files = [batch_file, waits_file, writing]
+        self.waits = Waits(waits_file, 0, size)
         threads = max(1, torch.get_num_threads() // size)
         for rank in range(1, size):
             device = self._devices[rank]
             options = {"rank": rank, "size": size, "device": device, "threads": threads}
-            files = {"lifeline": reading, "memory": batch_file}
+            files = {"lifeline": reading, "memory": batch_file, "waits": waits_file}
             self._workers.append(_Worker(options, files))
         os.close(reading)
         self.memory = BatchMemory(batch_file)
         processes = [worker.process for worker in self._workers]
-        self._watch = WorkerWatch(processes, self._abort, self._rest)
+        self._watch = WorkerWatch(processes, self._abort, self._rest, self.waits.every)
 
     def connect(self) -> None:
         """Wait for the workers, and make the group of the ranks; do nothing if it is there.
@@ -122,6 +124,7 @@ class Pool:
                     worker.send(pickle.dumps(store.port))
                 self._store = store
                 self._group = RankGroup(store, 0, size, torch_device_of(self._devices[0]))
+                self._group.waits = self.waits
         except PeerLost:
             raise self._failure() from None
         except BaseException:
@@ -170,7 +173,8 @@ class Pool:
 
     def receive(self) -> list[Any]:
         """Return the answer of each worker."""
-        return [worker.receive()[1] for worker in self._workers]
+        with self.waits.waiting(ANSWER):
+            return [worker.receive()[1] for worker in self._workers]
 
     def hold(self, key: int, *, is_new: bool = False) -> bool:
         """Keep the pool for the model of this key; return `False` if it has ended.
@@ -280,6 +284,8 @@ class Pool:
         deadline = time.monotonic() + _TO_REPORT
         reports = [worker.report(deadline) for worker in self._workers]
         error = self._error_in(reports)
+        if self._watch is not None and self._watch.parted:
+            error = other_code(f"For {self._watch.limit:g} seconds, {self._watch.parted}")
         self.close()
         return error
 
@@ -341,15 +347,19 @@ class WorkerWatch:
     """Looks after the workers of a pool once a second, in a thread, while they are in use.
 
     A worker that stays stopped for `LOCKSTEP_PATIENCE` seconds is killed, because no call to it
-    would return. Rank 0 then meets its end as that of any other worker.
+    would return. Rank 0 then meets its end as that of any other worker. Likewise all are killed if
+    the ranks wait for as long in different exchanges.
 
     Args:
         workers: The processes.
         lost: Called when one of them has ended. Gloo notices by itself, and NCCL does not.
         rest: Called once a second while they are not in use.
+        waits: Returns what each rank waits for; see `Waits.every`.
 
     Attributes:
         stopped: The seconds that a killed worker had been stopped, by its process id.
+        parted: In which different exchanges the ranks have waited; `None` if they have not.
+        limit: The seconds that they are given.
     """
 
     def __init__(
@@ -357,12 +367,15 @@ class WorkerWatch:
         workers: "Sequence[subprocess.Popen[bytes]]",
         lost: Callable[[], None],
         rest: Callable[[], None],
+        waits: Callable[[], tuple[tuple[int, ...], ...]] = tuple,
     ) -> None:
         self.stopped: dict[int, float] = {}
+        self.parted: str | None = None
+        self._waits = waits
         self._workers = workers
         self._lost = lost
         self._rest = rest
-        self._limit = patience()
+        self.limit = patience()
         self._busy = threading.Event()
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="lockstep-workers", daemon=True).start()
@@ -385,6 +398,7 @@ class WorkerWatch:
     def _run(self) -> None:
         # Looks are counted, and not time: a stop of the whole job by Ctrl-Z stops them too.
         looks = dict.fromkeys([worker.pid for worker in self._workers], 0)
+        waits, same = self._waits(), 0
         while not self._closed.wait(_EVERY):
             if not self._busy.is_set():
                 self._rest()
@@ -392,8 +406,15 @@ class WorkerWatch:
             for worker in self._workers:
                 stopped = self._busy.is_set() and _is_stopped(worker)
                 looks[worker.pid] = looks[worker.pid] + 1 if stopped else 0
-                if looks[worker.pid] * _EVERY >= self._limit:
-                    self.stopped[worker.pid] = self._limit
+                if looks[worker.pid] * _EVERY >= self.limit:
+                    self.stopped[worker.pid] = self.limit
+                    worker.kill()
+            before, waits = waits, self._waits()
+            found = parted(waits) if waits and waits == before else None
+            same = same + 1 if found is not None else 0
+            if same * _EVERY >= self.limit:
+                self.parted = found
+                for worker in self._workers:
                     worker.kill()
             if any(worker.poll() is not None for worker in self._workers):
                 self._lost()

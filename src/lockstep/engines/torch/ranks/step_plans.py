@@ -512,6 +512,7 @@ class StepPlans:
             self._warned.add(what)
             # Steps of the call from before a change were compared with other code, or with none.
             compared = self._is_first_of_call and is_checked() and DRAWS not in what
+            compared = compared and not self._first_steps.unknown
             known = known_of_alone(what, remedy) if compared else remedy
             warnings.warn(
                 f"On PyTorch {what}.\n{known}",

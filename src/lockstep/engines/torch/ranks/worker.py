@@ -16,7 +16,14 @@ from typing import Any
 
 
 def main(
-    rank: int, size: int, device: str, connection: int, lifeline: int, memory: int, threads: int
+    rank: int,
+    size: int,
+    device: str,
+    connection: int,
+    lifeline: int,
+    memory: int,
+    waits: int,
+    threads: int,
 ) -> None:
     """Run one worker until rank 0 closes its connection.
 
@@ -27,15 +34,16 @@ def main(
         connection: The file descriptor of a socket to rank 0.
         lifeline: The file descriptor of a pipe that rank 0 never writes to.
         memory: The file descriptor of the memory for batches.
+        waits: The file descriptor of the memory that says what each rank waits for.
         threads: The number of threads of an operation.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     rank_0 = Connection(connection)
     try:
-        worker = _Worker(rank, size, device, memory, threads, rank_0)
+        worker = _Worker(rank, size, device, memory, waits, threads, rank_0)
         while True:
-            worker.follow(pickle.loads(rank_0.recv_bytes()))
+            worker.follow(pickle.loads(worker.next_message()))
     except EOFError:
         os._exit(0)
     except BaseException as error:
@@ -83,7 +91,14 @@ def import_keras() -> None:
 
 class _Worker:
     def __init__(
-        self, rank: int, size: int, device: str, memory: int, threads: int, rank_0: Any
+        self,
+        rank: int,
+        size: int,
+        device: str,
+        memory: int,
+        waits: int,
+        threads: int,
+        rank_0: Any,
     ) -> None:
         # The frameworks take seconds to import, so that nothing above needs them.
         import_keras()
@@ -93,6 +108,7 @@ class _Worker:
         from lockstep.engines.torch.exchange.accelerators import make_current
         from lockstep.engines.torch.exchange.group import HOST, RankGroup
         from lockstep.engines.torch.exchange.placement import torch_device_of
+        from lockstep.engines.torch.exchange.waits import Waits
         from lockstep.engines.torch.ranks.messages import BatchMemory
         from lockstep.engines.torch.same_code.code_state import SetCode
 
@@ -107,6 +123,14 @@ class _Worker:
         port = pickle.loads(rank_0.recv_bytes())
         store = dist.TCPStore(HOST, port, size, is_master=False)
         self._group = RankGroup(store, rank, size, self._device)
+        self._waits = self._group.waits = Waits(waits, rank, size)
+
+    def next_message(self) -> Any:
+        """Return the bytes of the next message, as soon as there is one."""
+        from lockstep.engines.torch.exchange.waits import CALL
+
+        with self._waits.waiting(CALL):
+            return self._rank_0.recv_bytes()
 
     def _answer(self, name: str, content: Any) -> None:
         self._rank_0.send_bytes(pickle.dumps((name, content, "")))

@@ -5,10 +5,12 @@ before the first update: after one step, several devices have the weights of one
 """
 
 import contextvars
+import decimal
 import functools
 import hashlib
 import io
 import itertools
+import os
 import queue
 import random
 import socket
@@ -23,7 +25,9 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pandas
 import pytest
+import scipy.sparse
 from keras import layers, ops
 
 import lockstep
@@ -323,7 +327,31 @@ def _class_that_counts():
     return type("Counts", (), {"__call__": lambda self: _times(type(self))})()
 
 
+def _environ():
+    os.environ["LOCKSTEP_TEST_STEPS"] = str(int(os.environ.get("LOCKSTEP_TEST_STEPS", "0")) + 1)
+    return os.environ["LOCKSTEP_TEST_STEPS"]
+
+
+def _decimals():
+    decimal.getcontext().prec += 1
+    return decimal.getcontext().prec
+
+
+def _matrix(matrix):
+    matrix.data[0] += 1
+    return matrix.sum()
+
+
+def _frame(frame):
+    frame.loc[0, "n"] += 1
+    return frame.loc[0, "n"]
+
+
 PUT_BACK = {
+    "an environment variable": (lambda: _environ, lambda call: call()),
+    "the context of decimals": (lambda: _decimals, lambda call: call()),
+    "a matrix of SciPy": (lambda: scipy.sparse.csr_matrix(np.eye(2)), _matrix),
+    "a table of pandas": (lambda: pandas.DataFrame({"n": [0.0]}), _frame),
     "a method of two underscores": (Called, lambda c: c()),
     "a method of a base class": (lambda: type("Below", (Called,), {})(), lambda c: c()),
     "a closure's None": (_late, lambda call: call()),
@@ -524,10 +552,13 @@ def test_float32_within_a_model_of_float64_is_no_difference():
             assert bounds_for(made, {"float64"}).value > 1e-5
 
 
-def test_a_model_of_keras_alone_is_not_compared():
+def test_the_first_step_of_a_model_of_keras_alone_is_not_compared():
+    x, y = data()
     with mock.patch(f"{PLACE}.rows_to_check") as compared:
         made = lockstep.distribute(model_of(), DEVICES)
-        two_steps(made, *data())
+        made.train_on_batch(x, y)
+        made.fit(x, y, batch_size=6, epochs=2, verbose=0)
+        made.predict(x, verbose=0)
     assert not compared.called
 
 

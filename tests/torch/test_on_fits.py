@@ -380,8 +380,10 @@ def test_a_function_that_is_put_into_keras_is_found_at_each_look(monkeypatch, ow
         return x
 
     for _ in range(2):
-        assert patches(set()) == {}
+        assert patches(set()) == ({}, False)
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, mine, raising=False)
             for _ in range(2):
-                assert patches(set())[place] == {name: mine}
+                found, is_patched = patches(set())
+                assert is_patched
+                assert found[place] == {name: mine}

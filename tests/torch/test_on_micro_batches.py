@@ -195,6 +195,8 @@ def test_no_layer_gets_more_than_two_rows(monkeypatch):
     monkeypatch.setattr(torch, "matmul", noting)
     made.train_on_batch(x[:9], y[:9])
     assert set(seen) == {1, 2}  # the first rows are compared with one device
+    made.train_on_batch(x[:9], y[:9])
+    assert set(seen) == {1, 2}  # and again at step 2
     seen.clear()
     made.train_on_batch(x[:9], y[:9])
     assert seen == [2] * 8 + [1] * 2 + [2] * 8  # forward, and all but the last part again

@@ -259,6 +259,7 @@ def test_a_layer_takes_the_rows_of_another_one_and_weights_are_summed_once(monke
     model.compile(keras.optimizers.SGD(0.01))
     x = np.zeros((7, 4))
     model.fit(x, batch_size=7, verbose=0)
+    monkeypatch.setenv("LOCKSTEP_CHECK", "0")  # the last step of an epoch is compared again
     asked.clear()
     model.fit(x, batch_size=7, verbose=0)
     assert (asked.count("gather"), asked.count("start_sum")) == (3, 3)

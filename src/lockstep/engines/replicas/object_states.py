@@ -16,7 +16,14 @@ import weakref
 from argparse import Namespace
 from array import array
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    MutableMapping,
+)
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import cache, lru_cache, partial
@@ -73,6 +80,8 @@ _WITHOUT_STATE = frozenset(
 """The libraries whose other objects have no state that a step moves, or the engine keeps it."""
 
 _CODE = (FunctionType, BuiltinFunctionType, type)
+_CONTENT = (list, set, MutableMapping, deque, np.ndarray)
+"""What is kept of the objects that a library's module has by name, such as `os.environ`."""
 
 
 class ObjectStates:
@@ -228,7 +237,7 @@ class ObjectStates:
                 self._fix(value)
         elif isinstance(value, _OF_KERAS) or _top(kind) == "torch":  # optimizers
             self._keep_attributes(value)
-        elif _top(kind) not in _WITHOUT_STATE:
+        elif not (_is_of_user(kind) or _top(kind) in _WITHOUT_STATE):
             self._keep_of_library(value)
 
     def _keep_of_library(self, value: Any) -> None:
@@ -292,7 +301,8 @@ class ObjectStates:
                 self._keep_named(value, names)
             elif not (isinstance(value, _CODE) or name.startswith("__")):
                 self._undo.append(partial(_assign, library, name, vars(library).get(name, _EMPTY)))
-                self._waiting.append(value)
+                if isinstance(value, _CONTENT):
+                    self._waiting.append(value)
 
     def _keep_names(self, owner: Any) -> None:
         """Keep the names of a class or module."""

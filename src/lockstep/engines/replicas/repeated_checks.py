@@ -21,7 +21,7 @@ _KINDS = {
 
 
 @dataclass
-class _Steps:
+class Steps:
     """The steps of one kind.
 
     Attributes:
@@ -36,45 +36,32 @@ class _Steps:
     number: int = 0
     agreed: int = 0
 
+    def are_due(self) -> bool:
+        """Return whether the step that runs is compared, if code may run between two steps.
+
+        These are steps 2, 4, 8 and so on of a call, and the first steps of calls 2, 4, 8 and so on.
+        """
+        number = self.calls if self.number == 1 else self.number
+        return number > 1 and number & (number - 1) == 0
+
 
 class RepeatedChecks:
-    """Counts the steps of each kind in a call, and those that agreed with one device."""
+    """Counts the steps in a call, and those that agreed with one device.
+
+    Attributes:
+        steps: The steps of each kind.
+    """
 
     def __init__(self) -> None:
-        self._steps = {kind: _Steps() for kind in _KINDS.values()}
+        self.steps = {kind: Steps() for kind in _KINDS.values()}
 
     def begin_call(self, name: str) -> None:
         """Note that a method of the model is called; calls on one batch after another are one."""
         if name not in _KINDS:
             return
-        steps = self._steps[_KINDS[name]]
+        steps = self.steps[_KINDS[name]]
         if name != steps.call or not name.endswith("on_batch"):
             steps.call, steps.calls, steps.number, steps.agreed = name, steps.calls + 1, 0, 0
-
-    def begin_step(self, kind: str) -> None:
-        """Note that a step begins."""
-        self._steps[kind].number += 1
-
-    def is_first(self, kind: str) -> bool:
-        """Return whether the step that runs is the first one of its call."""
-        return self._steps[kind].number == 1
-
-    def is_due(self, kind: str) -> bool:
-        """Return whether the step that runs is compared, if code may run between two steps.
-
-        These are steps 2, 4, 8 and so on of a call, and the first steps of calls 2, 4, 8 and so on.
-        """
-        steps = self._steps[kind]
-        number = steps.calls if steps.number == 1 else steps.number
-        return number > 1 and number & (number - 1) == 0
-
-    def agrees(self, kind: str) -> None:
-        """Note that the step that runs agrees with one device."""
-        self._steps[kind].agreed = self._steps[kind].number
-
-    def has_agreed(self, kind: str) -> bool:
-        """Return whether the step that runs was compared."""
-        return self._steps[kind].agreed == self._steps[kind].number
 
     def error(self, kind: str, model: str, found: Difference, *, after: bool) -> ProcessesDisagree:
         """Return the error for a step that several devices compute differently from one.
@@ -85,7 +72,7 @@ class RepeatedChecks:
             found: What differs.
             after: Whether the step has run.
         """
-        steps = self._steps[kind]
+        steps = self.steps[kind]
         place = "After" if after else "In"
         than = "between two runs of one device" if found.is_of_one else "from one device"
         agreed = f"step {steps.agreed} agreed" if steps.agreed else "no step of it was compared"

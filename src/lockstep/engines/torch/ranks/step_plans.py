@@ -119,9 +119,9 @@ class StepPlans:
             kind: `"train"`, `"test"` or `"predict"`.
             batch: Tensors or `None`, in the structure that the step takes.
         """
-        runner, repeated = self._runner, self._repeated
-        repeated.begin_step(kind)
-        self._is_first_of_call = repeated.is_first(kind)
+        runner, steps = self._runner, self._repeated.steps[kind]
+        steps.number += 1
+        self._is_first_of_call = steps.number == 1
         around = around_operations()
         if runner.has_changed() or around != self._around:
             self._routes.clear()
@@ -131,7 +131,7 @@ class StepPlans:
         try:
             if route is None:
                 route = self._found(kind, batch)
-            if runner.user_code_between_steps and repeated.is_due(kind):
+            if runner.user_code_between_steps and steps.are_due():
                 self._compare_again(kind, batch, route)
         except LeftOutUsed as used:
             self._with_left_out[kind] = used.why
@@ -157,6 +157,7 @@ class StepPlans:
         try:
             yield
             last = self._last_of_epochs[-1]
+            self._runner.has_changed()  # by the last step
             if last is not None and is_checked() and self._is_guessed(kind):
                 self._compare_again(kind, *last, after=True)
         finally:
@@ -410,7 +411,8 @@ class StepPlans:
     def _settle(self, kind: str, find: Any, distrust: Any) -> None:
         self._first_steps.settle(kind, find, distrust)
         if kind not in self._first_steps.alone:
-            self._repeated.agrees(kind)
+            steps = self._repeated.steps[kind]
+            steps.agreed = steps.number
 
     def _compare_again(self, kind: str, batch: Any, route: Route, *, after: bool = False) -> None:
         """Compare a step with that of one device, unless it was compared or cannot be tried.
@@ -424,8 +426,8 @@ class StepPlans:
         Raises:
             ProcessesDisagree: If they differ.
         """
-        model, repeated = self._model, self._repeated
-        if not is_checked() or repeated.has_agreed(kind) or not can_be_tried(model):
+        model, steps = self._model, self._repeated.steps[kind]
+        if not is_checked() or steps.agreed == steps.number or not can_be_tried(model):
             return
         find = None
         if route.how == BY_ROWS:
@@ -438,8 +440,8 @@ class StepPlans:
             return
         found = find()
         if found is not None:
-            raise repeated.error(kind, model.name, found, after=after)
-        repeated.agrees(kind)
+            raise self._repeated.error(kind, model.name, found, after=after)
+        steps.agreed = steps.number
 
     def _is_guessed(self, kind: str) -> bool:
         """Return whether a step runs any code but Keras's own."""

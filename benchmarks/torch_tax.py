@@ -12,6 +12,9 @@ memory is the most that a process of the team held, less what it held before tra
 `--calls` counts instead, in rank 0: the calls of Python between the begins of two steady steps of a
 `fit`, and the files of lockstep that they pass, with a callback of the user's on batches and
 without; and the calls of Keras alone.
+
+`--checks` measures what it costs to compare steps with one device again: a `fit` with a callback of
+the user's on batches, over the same `fit` with `LOCKSTEP_CHECK=0`, in turns. Try `--steps 1000`.
 """
 
 import argparse
@@ -239,6 +242,38 @@ def print_calls(name, size):
     )
 
 
+def print_checks(name, size, steps, rounds):
+    import keras
+
+    import lockstep
+
+    class Own(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            pass
+
+    model, x, y = made(name, size, steps)
+    options = {"batch_size": len(x) // steps, "shuffle": False, "verbose": 0}
+    lockstep.distribute(model, size)
+    model.fit(x, y, callbacks=[Own()], **options)
+    found = {"1": [], "0": []}
+    for number in range(rounds):
+        for checked in ("1", "0") if number % 2 else ("0", "1"):
+            os.environ["LOCKSTEP_CHECK"] = checked
+            start, busy = time.perf_counter(), time.process_time()
+            model.fit(x, y, callbacks=[Own()], **options)
+            found[checked].append((time.perf_counter() - start, time.process_time() - busy))
+    pairs = list(zip(found["1"], found["0"], strict=True))
+    clock, processor = ([with_[n] / out[n] for with_, out in pairs] for n in range(2))
+    print(
+        f"{name}: a fit of {steps} steps with comparisons over one without: clock "
+        f"{words(spread(clock))}, processor of rank 0 {words(spread(processor))}"
+    )
+
+
+def words(found):
+    return f"{found[0]:.3f} [{found[1]:.3f}, {found[2]:.3f}]"
+
+
 def per_step(seconds, steps):
     return f"{spread(seconds)[0] / steps * 1e3:.1f}"
 
@@ -256,6 +291,7 @@ def main():
     parser.add_argument("--steps", type=int, default=20, help="of a `fit`, and of a loop")
     parser.add_argument("--models", nargs="*", default=NAMES, choices=NAMES)
     parser.add_argument("--calls", action="store_true", help="count the calls of a step")
+    parser.add_argument("--checks", action="store_true", help="cost of repeated comparisons")
     parser.add_argument("--worker")
     parser.add_argument("--model")
     parser.add_argument("--rank", type=int)
@@ -266,11 +302,14 @@ def main():
         worker(team, name, rank, port, options.processes, options.steps)
         return
     size, steps = options.processes, options.steps
-    if options.calls:
+    if options.calls or options.checks:
         os.environ |= {"KERAS_BACKEND": "torch", "KERAS_TORCH_DEVICE": "cpu"}
         os.environ["LOCKSTEP_REHEARSE"] = str(size)
         for name in options.models:
-            print_calls(name, size)
+            if options.calls:
+                print_calls(name, size)
+            else:
+                print_checks(name, size, steps, options.rounds)
         return
     load = os.getloadavg()[0]
     print(f"load {load:.1f}, {size} processes, {options.rounds} rounds of {steps} steps")

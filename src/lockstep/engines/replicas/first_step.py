@@ -27,6 +27,7 @@ from lockstep.engines.replicas.sketches import (
     LOG,
     OUTPUT,
     STATE,
+    Bounds,
     Difference,
     Sketches,
     bounds_for,
@@ -255,6 +256,8 @@ def compare(
     alone: Callable[[Any], Computed],
     together: Callable[[Any, int], Computed],
     most: int | None = None,
+    *,
+    twice: bool = True,
 ) -> Difference | None:
     """Return in what one device parts from itself, or several from one; `None` if they agree.
 
@@ -271,6 +274,8 @@ def compare(
         alone: Runs a batch on one device.
         together: Runs a batch of that many rows on all devices.
         most: The most rows that one device may run at once; `None` without a bound.
+        twice: Whether one device runs the rows twice in any case, and not only if it parts from
+            several.
     """
     found = None
     parts = rows_to_check(model, rows, replicas, most)
@@ -280,7 +285,7 @@ def compare(
         count = len(range(*part.indices(rows)))
         try:
             (one,), dtypes = alone(some)
-            (again,), _ = alone(some)
+            again = alone(some)[0][0] if twice else one
         except Exception:
             if count == rows:
                 raise
@@ -290,13 +295,22 @@ def compare(
             continue
         several, others = together(some, count)
         bounds = bounds_for(model, dtypes | others)
-        one = steady(one, again, bounds)
-        if (of_one := difference(one, [again], count, bounds)) is not None:
-            return replace(of_one, is_of_one=True)
-        found = difference(one, several, count, bounds)
-        if found is None or found.kind == OUTPUT:
+        found = _parted(one, again, several, count, bounds)
+        if found is not None and not twice:
+            found = _parted(one, alone(some)[0][0], several, count, bounds)
+        if found is None or found.is_of_one or found.kind == OUTPUT:
             return found
     return found
+
+
+def _parted(
+    one: Sketches, again: Sketches, several: list[Sketches], rows: int, bounds: Bounds
+) -> Difference | None:
+    """Return in what one device parts from itself, or several from one; `None` if they agree."""
+    one = steady(one, again, bounds)
+    if (of_one := difference(one, [again], rows, bounds)) is not None:
+        return replace(of_one, is_of_one=True)
+    return difference(one, several, rows, bounds)
 
 
 def distrusted_part(

@@ -254,6 +254,7 @@ class TensorFlowSession(Session):
             if name in self._first_steps.alone:
                 steps.run_alone(name, self._first_steps.alone[name])
             return iterator, batches
+        steps.unknown = self._first_steps.unknown
         self._before_trace = states_of(model)
         if batches is None:
             drawn = list(itertools.islice(iterator, model.steps_per_execution))

@@ -48,6 +48,7 @@ class Steps:
             `layers_in`.
         losses_by_rows: Whether a loss or metric that works row by row takes its own rows.
         watching: Makes a context that records what the layers give, while a step is traced.
+        unknown: See `FirstSteps`.
     """
 
     def __init__(self, model: Any, strategy: Any, copies: MirroredVariables) -> None:
@@ -61,6 +62,7 @@ class Steps:
         self.watching: Callable[[], AbstractContextManager[None]] = nullcontext
         self._began: dict[str, bool] = {}
         self._said: set[str] = set()
+        self.unknown = ""
         self._not_alike: dict[str, str] = {}
         self._handles: list[weakref.ref[Any]] = []
 
@@ -388,7 +390,8 @@ class Steps:
         self._said.add(what)
         # A trace makes a constant of what it draws, and building the model has drawn before it.
         remedy += "Set KERAS_BACKEND=jax to have it split."
-        known = remedy if UNTRIED in what else known_of_alone(what, remedy)
+        untold = UNTRIED in what or bool(self.unknown)
+        known = remedy if untold else known_of_alone(what, remedy)
         warnings.warn(
             f"On TensorFlow {what}.\n{known}",
             UnsplitBatchWarning,

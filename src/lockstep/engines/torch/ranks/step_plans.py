@@ -350,7 +350,13 @@ class StepPlans:
         self._settle(kind, self._difference(kind, data, rows, self.plan), distrust)
 
     def _difference(
-        self, kind: str, data: Any, rows: int, plan: Callable[[int | None], RankPlan]
+        self,
+        kind: str,
+        data: Any,
+        rows: int,
+        plan: Callable[[int | None], RankPlan],
+        *,
+        twice: bool = True,
     ) -> Callable[[], Difference | None]:
         """Return what compares a step by rows with that of one device.
 
@@ -359,6 +365,7 @@ class StepPlans:
             data: The batch.
             rows: Its rows.
             plan: Returns how a rank runs it, given the most rows that it runs at once.
+            twice: See `compare`.
         """
         model, runner, in_parts = self._model, self._runner, self._most is not None
         # A device is to run two parts, and may run one more row than asked for.
@@ -372,7 +379,7 @@ class StepPlans:
             return sketches, several.dtypes
 
         return lambda: runner.peers.agreed_difference(
-            compare(model, data, rows, shards, alone, together, most_alone)
+            compare(model, data, rows, shards, alone, together, most_alone, twice=twice)
         )
 
     def _compare_first_custom_step(self, kind: str, batch: Any) -> None:
@@ -392,7 +399,9 @@ class StepPlans:
         if find is not None:
             self._settle(kind, find, distrust)
 
-    def _custom_difference(self, kind: str, batch: Any) -> Callable[[], Difference | None] | None:
+    def _custom_difference(
+        self, kind: str, batch: Any, *, twice: bool = True
+    ) -> Callable[[], Difference | None] | None:
         """Return what compares a step of the user's own with that of one device, if it can be."""
         runner = self._runner
         leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None and leaf.ndim]
@@ -406,7 +415,7 @@ class StepPlans:
             several = runner.recorded_on_whole_batch(kind, copies(some))
             return [several.sketches()], several.dtypes
 
-        return lambda: compare(self._model, batch, count, self._size, alone, together)
+        return lambda: compare(self._model, batch, count, self._size, alone, together, twice=twice)
 
     def _settle(self, kind: str, find: Any, distrust: Any) -> None:
         self._first_steps.settle(kind, find, distrust)
@@ -429,13 +438,14 @@ class StepPlans:
         model, steps = self._model, self._repeated.steps[kind]
         if not is_checked() or steps.agreed == steps.number or not can_be_tried(model):
             return
-        find = None
+        find, twice = None, self._runner.peers.in_script  # where all ranks have to run it
         if route.how == BY_ROWS:
             data = unpacked(batch)
             rows = rows_of(data[0])[1]
-            find = self._difference(kind, data, rows, lambda most: (*route.plan[:3], most))
+            plan = route.plan[:3]
+            find = self._difference(kind, data, rows, lambda most: (*plan, most), twice=twice)
         elif route.how == ON_WHOLE_BATCH:
-            find = self._custom_difference(kind, batch)
+            find = self._custom_difference(kind, batch, twice=twice)
         if find is None:
             return
         found = find()

@@ -467,9 +467,8 @@ class SplitSession(TorchSession):
         changes = may_write_between_steps(callbacks, kind.name)
         own_data = number_of_rows(batches.data_adapter) is None
         with (
-            self._plans.epoch(kind.name),
-            self._runner.epoch(changes=changes, own_data=own_data),
             super().epoch(kind, batches, callbacks) as execute,
+            self._plans.epoch(kind.name, changes=changes, own_data=own_data),
         ):
             yield execute
 

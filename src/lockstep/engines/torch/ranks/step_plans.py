@@ -147,19 +147,23 @@ class StepPlans:
         self._repeated.begin_call(name)
 
     @contextmanager
-    def epoch(self, kind: str) -> Iterator[None]:
-        """Compare the last step of an epoch inside the context, if it runs code of the user's.
+    def epoch(self, kind: str, *, changes: bool, own_data: bool) -> Iterator[None]:
+        """Run the steps of one epoch inside the context; see `StepRunner.epoch`.
+
+        The weights are compared at its end, and the last step if it runs code of the user's.
 
         Raises:
             ProcessesDisagree: If several devices compute it differently from one.
         """
         self._last_of_epochs.append(None)
         try:
-            yield
-            last = self._last_of_epochs[-1]
-            self._runner.has_changed()  # by the last step
-            if last is not None and is_checked() and self._is_guessed(kind):
-                self._compare_again(kind, *last, after=True)
+            with self._runner.epoch(changes=changes, own_data=own_data):
+                yield
+                self._runner.compare_weights()
+                last = self._last_of_epochs[-1]
+                if last is not None and is_checked() and self._is_guessed(kind):
+                    self._runner.has_changed()  # by code after the last step
+                    self._compare_again(kind, *last, after=True)
         finally:
             self._last_of_epochs.pop()
 

@@ -84,7 +84,7 @@ class StepRunner:
 
     @contextmanager
     def epoch(self, *, changes: bool, own_data: bool) -> Iterator[None]:
-        """Run the steps of one epoch inside the context, and compare the weights at its end.
+        """Run the steps of one epoch inside the context.
 
         Args:
             changes: Whether code of the user may change the model between two steps.
@@ -97,11 +97,14 @@ class StepRunner:
         try:
             with self.peers.epoch():
                 yield
-            if self._trained and (self.peers.in_script or not self.unchecked):
-                self.peers.compare_weights()
         finally:
             self._changes, self.unchecked = before, True
             self.peers.user_code_between_steps = True
+
+    def compare_weights(self) -> None:
+        """Raise if the steps of an epoch have left other weights in another process."""
+        if self._trained and (self.peers.in_script or not self.unchecked):
+            self.peers.compare_weights()
 
     def next_batch(self, batches: Iterator[Any]) -> Any:
         """Return the next batch, once every process has one."""

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 import lockstep
 from lockstep.engines.torch.exchange.waits import ANSWER, CALL, GATHER, NOTHING, parted
 from lockstep.errors import ProcessesDisagree, UnsplitBatchWarning, UnsupportedModel
+from tests.precision import floats
 from tests.tiers import further
 from tests.torch import outside_state
 from tests.torch.agreement import assert_equal, both
@@ -258,6 +259,24 @@ def test_a_log_of_time_is_no_alarm():
     a, b = (made.fit(X, Y, **OPTIONS).history for made in (one, many))
     assert_equal(a["loss"], b["loss"])
     assert_equal(one, many)
+    lockstep.release(many)
+
+
+def test_rounding_that_a_layer_enlarges_is_no_alarm():
+    """Keras takes the mean of squares minus the squared mean, which has no digits left here."""
+
+    def build():
+        made = keras.Sequential(
+            [keras.Input((4,)), layers.BatchNormalization(), layers.Dense(2, name="last")]
+        )
+        made.compile(keras.optimizers.SGD(0.05), "mse")
+        return made
+
+    with floats("float32"):
+        _, many = both(build)
+        far = X.astype("float32") + 3000
+        many.fit(far, Y, callbacks=[Changes(lambda: None)], **OPTIONS)
+    assert many.layers[0].compute_dtype == "float32"
     lockstep.release(many)
 
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import keras
+import numpy as np
 
 from lockstep.core.left_out import LeftOutMetric
 from lockstep.core.patched import patched
@@ -257,7 +258,8 @@ def compare(
     together: Callable[[Any, int], Computed],
     most: int | None = None,
     *,
-    twice: bool = True,
+    repeated: bool = False,
+    by_all: bool = False,
 ) -> Difference | None:
     """Return in what one device parts from itself, or several from one; `None` if they agree.
 
@@ -265,6 +267,9 @@ def compare(
 
     A gradient that differs on some rows and not on others is that of a kink. Code that fails on a
     few rows is compared on all, unless one device may not run these at once.
+
+    Where a step is compared again, training may have led to where rounding grows. So one device
+    also runs the rows with inputs that are rounded otherwise: what that moves is no fault.
 
     Args:
         model: The model.
@@ -274,8 +279,9 @@ def compare(
         alone: Runs a batch on one device.
         together: Runs a batch of that many rows on all devices.
         most: The most rows that one device may run at once; `None` without a bound.
-        twice: Whether one device runs the rows twice in any case, and not only if it parts from
-            several.
+        repeated: Whether the step is no first one. One device then runs the rows again only if it
+            parts from several.
+        by_all: Whether it runs them in any case, as each process runs the same.
     """
     found = None
     parts = rows_to_check(model, rows, replicas, most)
@@ -285,7 +291,11 @@ def compare(
         count = len(range(*part.indices(rows)))
         try:
             (one,), dtypes = alone(some)
-            again = alone(some)[0][0] if twice else one
+            again, near = one, None
+            if not repeated or by_all:
+                again = alone(some)[0][0]
+            if repeated and by_all:
+                near = alone(_rounded_otherwise(some))[0][0]
         except Exception:
             if count == rows:
                 raise
@@ -295,22 +305,44 @@ def compare(
             continue
         several, others = together(some, count)
         bounds = bounds_for(model, dtypes | others)
-        found = _parted(one, again, several, count, bounds)
-        if found is not None and not twice:
-            found = _parted(one, alone(some)[0][0], several, count, bounds)
+        found = _parted(one, again, near, several, count, bounds)
+        if found is not None and repeated and not by_all:
+            again, near = alone(some)[0][0], alone(_rounded_otherwise(some))[0][0]
+            found = _parted(one, again, near, several, count, bounds)
         if found is None or found.is_of_one or found.kind == OUTPUT:
             return found
     return found
 
 
+def _rounded_otherwise(data: Any) -> Any:
+    """Return a batch whose inputs are moved by the last digit of their type, up or down."""
+
+    def moved(leaf: Any) -> Any:
+        name = keras.backend.standardize_dtype(leaf.dtype) if hasattr(leaf, "dtype") else ""
+        if name not in ("float32", "float64"):
+            return leaf
+        signs = np.random.default_rng(0).integers(0, 2, size=tuple(leaf.shape)) * 2.0 - 1.0
+        last = keras.ops.convert_to_tensor(signs * np.finfo(name).eps, name)
+        return leaf + leaf * last
+
+    if isinstance(data, tuple) and data:
+        return (keras.tree.map_structure(moved, data[0]), *data[1:])
+    return keras.tree.map_structure(moved, data)
+
+
 def _parted(
-    one: Sketches, again: Sketches, several: list[Sketches], rows: int, bounds: Bounds
+    one: Sketches,
+    again: Sketches,
+    near: Sketches | None,
+    several: list[Sketches],
+    rows: int,
+    bounds: Bounds,
 ) -> Difference | None:
     """Return in what one device parts from itself, or several from one; `None` if they agree."""
     one = steady(one, again, bounds)
     if (of_one := difference(one, [again], rows, bounds)) is not None:
         return replace(of_one, is_of_one=True)
-    return difference(one, several, rows, bounds)
+    return difference(one, several, rows, bounds, near)
 
 
 def distrusted_part(

@@ -111,7 +111,11 @@ class Difference:
 
 
 def difference(
-    one: Sketches, several: list[Sketches], rows: int, bounds: Bounds
+    one: Sketches,
+    several: list[Sketches],
+    rows: int,
+    bounds: Bounds,
+    near: Sketches | None = None,
 ) -> Difference | None:
     """Return the first thing in which several devices part from one, `None` if they agree.
 
@@ -121,30 +125,39 @@ def difference(
             One of them has everything else.
         rows: The rows of the batch.
         bounds: How far they may be apart.
+        near: What one device has computed with inputs that are rounded otherwise: several may part
+            from one a few times as far.
     """
+    near = near or {}
     shards = shard_rows(rows, len(several))
     for name in _of(OUTPUT, one):
         for replica, shard in zip(several, shards, strict=True):
-            found = _distance_of_rows(one[name], replica.get(name), rows, shard, bounds.value)
+            own, moved = replica.get(name), near.get(name)
+            found = _distance_of_rows(one[name], own, rows, shard, bounds.value, moved)
             if found > 1:
                 number, _, path = _path(name).partition("/")
                 return Difference(OUTPUT, path, found * bounds.value, int(number))
     first = max(several, key=len)
     for name in _of(LOG, one):
-        found = _distance(one[name], first.get(name), 10 * bounds.value)
+        found = _distance(one[name], first.get(name), 10 * bounds.value, near=near.get(name))
         if found > 1:
             return Difference(LOG, _path(name), found * 10 * bounds.value)
     names = _of(GRADIENT, one)
     size = float(np.sqrt(sum(np.nansum(one[name][:, 0] ** 2) for name in names)))
     for name in names:
-        found = _distance(one[name], first.get(name), bounds.gradient, bounds.of_all * size)
+        more, moved = bounds.of_all * size, near.get(name)
+        found = _distance(one[name], first.get(name), bounds.gradient, more, near=moved)
         if found > 1:
             return Difference(GRADIENT, _path(name), found * bounds.gradient)
     for name in _of(STATE, one):
-        found = _distance(one[name], first.get(name), bounds.value)
+        found = _distance(one[name], first.get(name), bounds.value, near=near.get(name))
         if found > 1:
             return Difference(STATE, _path(name), found * bounds.value)
     return None
+
+
+_TIMES = 8
+"""How many times as far as inputs that are rounded otherwise other processes may move a result."""
 
 
 def steady(one: Sketches, again: Sketches, bounds: Bounds) -> Sketches:
@@ -175,7 +188,12 @@ def _path(name: str) -> str:
 
 
 def _distance_of_rows(
-    one: np.ndarray, own: np.ndarray | None, rows: int, shard: range, bound: float
+    one: np.ndarray,
+    own: np.ndarray | None,
+    rows: int,
+    shard: range,
+    bound: float,
+    near: np.ndarray | None,
 ) -> float:
     """Return the distance of what one replica has computed, in units of the bound."""
     if own is None:  # it is within a layer that all devices share
@@ -185,9 +203,11 @@ def _distance_of_rows(
         each = len(one) // rows
         if not len(shard):  # it has run another row, and nobody uses it
             return 0.0
-        return _distance(one[shard.start * each : shard.stop * each], own, bound, 0.0, one)
+        part = slice(shard.start * each, shard.stop * each)
+        moved = near[part] if near is not None and near.shape == one.shape else None
+        return _distance(one[part], own, bound, 0.0, one, moved)
     if len(one) == len(own):
-        return _distance(one, own, bound)
+        return _distance(one, own, bound, near=near)
     return 0.0  # it has no rows, and other layers show whether it matters
 
 
@@ -197,6 +217,7 @@ def _distance(
     bound: float,
     more: float = 0.0,
     whole: np.ndarray | None = None,
+    near: np.ndarray | None = None,
 ) -> float:
     """Return the largest difference in units of what is allowed; NaN equals NaN."""
     if own is None or one.shape != own.shape:
@@ -207,5 +228,10 @@ def _distance(
     allowed = bound * size + more + 0.01 * bound * one[:, 3]
     apart = np.max(np.abs(one - own)[:, :3], axis=1, initial=0.0)
     same = np.all((one == own) | (np.isnan(one) & np.isnan(own)), axis=1)
+    if near is not None and near.shape == one.shape:
+        moved = np.max(np.abs(near - one)[:, :3], axis=1, initial=0.0)
+        both = np.isnan(near).any(axis=1) & np.isnan(one).any(axis=1)
+        same |= np.isnan(moved) & ~both  # rounding alone makes it a number or none
+        allowed = allowed + _TIMES * np.nan_to_num(moved)
     units = np.where(same, 0.0, apart / np.maximum(allowed, 1e-300))
     return float(np.max(np.where(np.isnan(units), np.inf, units), initial=0.0))

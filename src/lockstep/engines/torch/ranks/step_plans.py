@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -360,7 +360,7 @@ class StepPlans:
         rows: int,
         plan: Callable[[int | None], RankPlan],
         *,
-        twice: bool = True,
+        repeated: bool = False,
     ) -> Callable[[], Difference | None]:
         """Return what compares a step by rows with that of one device.
 
@@ -369,13 +369,19 @@ class StepPlans:
             data: The batch.
             rows: Its rows.
             plan: Returns how a rank runs it, given the most rows that it runs at once.
-            twice: See `compare`.
+            repeated: See `compare`.
         """
         model, runner, in_parts = self._model, self._runner, self._most is not None
         # A device is to run two parts, and may run one more row than asked for.
         most_alone = None if self._most is None else max(self._most, self._size + 1)
         shards = self._size * (2 if in_parts else 1)
-        alone = partial(self._recorded_alone, kind)
+        norms: Any = nullcontext
+        if repeated:  # weights may have led to where Keras's own formula has no digits left
+            proven, distrusted, *_ = plan(None)
+            parts = Plan(model, proven, distrusted=distrusted)
+            norms = partial(parts.norms_on_one_device, runner.rank.device)
+        alone = partial(self._recorded_alone, kind, norms=norms)
+        how = {"repeated": repeated, "by_all": runner.peers.in_script}
 
         def together(some: Any, count: int) -> Computed:
             most = None if self._most is None else min(self._most, -(-count // shards))
@@ -383,7 +389,7 @@ class StepPlans:
             return sketches, several.dtypes
 
         return lambda: runner.peers.agreed_difference(
-            compare(model, data, rows, shards, alone, together, most_alone, twice=twice)
+            compare(model, data, rows, shards, alone, together, most_alone, **how)
         )
 
     def _compare_first_custom_step(self, kind: str, batch: Any) -> None:
@@ -404,7 +410,7 @@ class StepPlans:
             self._settle(kind, find, distrust)
 
     def _custom_difference(
-        self, kind: str, batch: Any, *, twice: bool = True
+        self, kind: str, batch: Any, *, repeated: bool = False
     ) -> Callable[[], Difference | None] | None:
         """Return what compares a step of the user's own with that of one device, if it can be."""
         runner = self._runner
@@ -419,7 +425,9 @@ class StepPlans:
             several = runner.recorded_on_whole_batch(kind, copies(some))
             return [several.sketches()], several.dtypes
 
-        return lambda: compare(self._model, batch, count, self._size, alone, together, twice=twice)
+        return lambda: compare(
+            self._model, batch, count, self._size, alone, together, repeated=repeated
+        )
 
     def _settle(self, kind: str, find: Any, distrust: Any) -> None:
         self._first_steps.settle(kind, find, distrust)
@@ -442,14 +450,14 @@ class StepPlans:
         model, steps = self._model, self._repeated.steps[kind]
         if not is_checked() or steps.agreed == steps.number or not can_be_tried(model):
             return
-        find, twice = None, self._runner.peers.in_script  # where all ranks have to run it
+        find = None
         if route.how == BY_ROWS:
             data = unpacked(batch)
             rows = rows_of(data[0])[1]
             plan = route.plan[:3]
-            find = self._difference(kind, data, rows, lambda most: (*plan, most), twice=twice)
+            find = self._difference(kind, data, rows, lambda most: (*plan, most), repeated=True)
         elif route.how == ON_WHOLE_BATCH:
-            find = self._custom_difference(kind, batch, twice=twice)
+            find = self._custom_difference(kind, batch, repeated=True)
         if find is None:
             return
         found = find()
@@ -469,10 +477,12 @@ class StepPlans:
     def _times_sent(self) -> int:
         return min(self._runner.times_sent(), _MOST_SENT)
 
-    def _recorded_alone(self, kind: str, data: Any, *, is_custom: bool = False) -> Computed:
+    def _recorded_alone(
+        self, kind: str, data: Any, *, is_custom: bool = False, norms: Any = nullcontext
+    ) -> Computed:
         tensors = self._runner.tensors()
-        weights = [*self._model.variables, *self._model.trainable_variables]
-        with copied_states(self._model), self._runner.shards.whole_here(unique(weights)):
+        weights = unique([*self._model.variables, *self._model.trainable_variables])
+        with copied_states(self._model), self._runner.shards.whole_here(weights), norms():
             one = recorded_step(
                 self._model,
                 # Keras multiplies sample weights by a mask in place.

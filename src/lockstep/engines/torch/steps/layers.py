@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import keras
@@ -20,7 +20,8 @@ from lockstep.engines.rowwise import (
     call_name,
     is_container,
 )
-from lockstep.engines.torch.steps.replica import Replica, seed_of_replica
+from lockstep.engines.torch.exchange.group import LoneRank
+from lockstep.engines.torch.steps.replica import RandomStreams, Replica, seed_of_replica
 from lockstep.engines.torch.steps.rows import enter, gathered, leave
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
@@ -72,6 +73,18 @@ class Plan(LayerPlan):
         """Return the seed generators of Keras from which layers draw apart on each replica."""
         generators = [seeds for layer in unique(self.every) for seeds in seed_generators(layer)]
         return unique([*generators, *filter(None, [_without_seed()])])
+
+    def norms_on_one_device(self, device: torch.device) -> AbstractContextManager[None]:
+        """Let batch norms that use all replicas compute as they do, but on one device."""
+
+        def moments(layer: Any) -> Callable[[Any, Any], Any]:
+            def of_all_rows(inputs: Any, mask: Any) -> Any:
+                replica = Replica(LoneRank(device), len(inputs), RandomStreams(), device)
+                return moments_over(layer, replica)(inputs, mask)
+
+            return of_all_rows
+
+        return patched([(layer, MOMENTS, moments(layer)) for layer in self.norms])
 
     @contextmanager
     def in_force(self, replica: Replica) -> Iterator[None]:

@@ -132,7 +132,8 @@ WHAT_DIFFERS = {
     "assigned_by_one": "Process 1 has assigned other values to variables than process 0",
     "an_error_in_a_step": "Process 1 left its fit by an error",
     "another_plan": "Process 1 runs other layers of",
-    "another_batch_by_hand": "Process 1 has another first batch",
+    "another_batch_by_hand": "Process 1 has another batch than process 0 in the data of its",
+    "another_late_row_by_hand": "Process 1 has another batch than process 0 in the data of its",
     "another_model": "Process 1 brings 2 variables with 28 numbers, and process 0 brings 2 with 21",
 }
 

@@ -74,6 +74,12 @@ def another_batch_by_hand(model, x, y):
     model.train_on_batch(x[: 9 + RANK], y[: 9 + RANK])
 
 
+def another_late_row_by_hand(model, x, y):
+    many = np.tile(x, (20_000 // len(x), 1))
+    many[-5, 1] += RANK  # not among the numbers of a sample
+    model.predict_on_batch(many)
+
+
 def another_model(model, x, y):
     units = 3 + RANK
     other = keras.Sequential([keras.Input((6,)), layers.Dense(units)])
@@ -98,6 +104,7 @@ def main():
         an_error_in_a_step,
         another_plan,
         another_batch_by_hand,
+        another_late_row_by_hand,
         another_model,
         another_call,
     ]

@@ -485,6 +485,43 @@ REFUSED = {
         "x, y = data(); made.fit(x + rank, y, batch_size=7, verbose=0)",
         "Process 1 has another first batch",
     ),
+    "one late row of a batch that is trained on": (
+        "made.train_on_batch(*late())",
+        "Process 1 has another batch than process 0 in the data of its train_on_batch",
+    ),
+    "one late row of a batch that is tested on": (
+        "made.test_on_batch(*late())",
+        "Process 1 has another batch than process 0 in the data of its test_on_batch",
+    ),
+    "one late row of a batch that is predicted": (
+        "made.predict_on_batch(late()[0])",
+        "Process 1 has another batch than process 0 in the data of its predict_on_batch",
+    ),
+    "one late row in a fit of its own": (
+        "own = Own(made.inputs, made.outputs); own.compile('sgd', 'mse'); "
+        "lockstep.distribute(own).fit(*late(), batch_size=20_000, verbose=0)",
+        "Process 1 has another batch than process 0 in the training data of its fit",
+    ),
+    "one late row in a validation of its own": (
+        "own = Own(made.inputs, made.outputs); own.compile('sgd', 'mse'); "
+        "lockstep.distribute(own).fit(*data(), verbose=0, validation_data=late(), "
+        "validation_batch_size=20_000)",
+        "Process 1 has another batch than process 0 in the validation data of its fit",
+    ),
+    "another validation": (
+        "x, y = data(); made.fit(x, y, verbose=0, validation_data=(x + rank, y))",
+        "Process 1 has another first batch, or another number of batches or rows, than process 0,"
+        "\nin the validation data of its fit",
+    ),
+    "other steps_per_epoch": (
+        "x, y = data(); made.fit(x, y, batch_size=7, verbose=0, steps_per_epoch=3 + rank)",
+        "Process 1 was given steps_per_epoch=4, and process 0 steps_per_epoch=3",
+    ),
+    "other validation_steps": (
+        "x, y = data(); made.fit(x, y, batch_size=7, verbose=0, validation_data=(x, y), "
+        "validation_steps=[None, 3][rank])",
+        "Process 1 was given validation_steps=3, and process 0 validation_steps=None",
+    ),
     "another number of batches": (
         "x, y = data(53 - 14 * rank); made.fit(x, y, batch_size=7, verbose=0, shuffle=False)",
         "another number of batches",
@@ -628,6 +665,15 @@ def spread(array):
     mesh = jax.sharding.Mesh(np.array(jax.devices()), "rows")
     layout = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
     return jax.make_array_from_callback(array.shape, layout, lambda rows: array[rows])
+
+def late():
+    x, y = data(20_000)
+    x[19_000, 1] += rank  # behind the first rows, and not among those of a sample
+    return x, y
+
+class Own(keras.Model):
+    def fit(self, *args, **kwargs):
+        return super().fit(*args, **kwargs)
 
 class Saving(keras.Model):
     def fit(self, *args, **kwargs):

@@ -12,7 +12,6 @@ from lockstep.checkpoint.data_states import (
     check_batch,
     check_data,
     checksum,
-    has_workers,
     is_own,
     own_states,
     put_epoch,
@@ -37,6 +36,7 @@ from lockstep.keras_compat import (
     PyDatasetAdapter,
     TFDatasetAdapter,
     TorchDataLoaderAdapter,
+    has_workers,
 )
 
 # The adapters and their attributes: keras/src/trainers/data_adapters/*.py
@@ -115,11 +115,6 @@ class TrainingPosition(EpochIterator):  # type: ignore[misc]  # Keras has no typ
         if looked is not None and looked.drawn and self._is_looked_at():
             self._looked_at = {"first": looked.first, "random": looked.random}
         self._forget()
-        if has_workers(self.data_adapter):
-            # Keras would put the queued batches before the first epoch, which would then repeat
-            # some rows and miss others, by chance.
-            with self.data_adapter.enqueuer.ready_queue.mutex:
-                self.data_adapter.enqueuer.ready_queue.queue.clear()
 
     def position(self, step: int) -> dict[str, Any]:
         """Return the position after `step` steps of an epoch; 0 means between two epochs."""

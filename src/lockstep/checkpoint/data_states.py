@@ -19,6 +19,7 @@ from lockstep.keras_compat import (
     TorchDataLoaderAdapter,
     batch_size_of,
     epoch_of,
+    has_workers,
     inputs_of,
     loader_of,
     number_of_rows,
@@ -159,11 +160,6 @@ def check_data(adapter: Any, steps_per_epoch: int | None) -> None:
                 f"Give {name} a get_state() that returns what changes (its order, say), and a "
                 "set_state(state)\nthat takes it: numbers, strings, arrays, lists, dicts."
             )
-
-
-def has_workers(adapter: Any) -> bool:
-    """Whether threads or processes prefetch the batches."""
-    return isinstance(adapter, PyDatasetAdapter) and adapter.enqueuer is not None
 
 
 def is_own(adapter: Any) -> bool:

@@ -38,7 +38,9 @@ from lockstep.keras_compat.calls import (
 )
 from lockstep.keras_compat.data import (
     batch_size_of,
+    drop_queued,
     epoch_of,
+    has_workers,
     inputs_of,
     loader_of,
     number_of_rows,

@@ -1,5 +1,6 @@
 """What an adapter of data does."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +36,27 @@ standardized = _call(PyDatasetAdapter, "_standardize_batch")
 epoch_of, set_epoch = _read_and_write(ArrayDataAdapter if _FROM_3_16 else None, "_epoch", None)
 """What an adapter seeds its shuffle with; `None` where it draws from the process, up to 3.15."""
 _RECORD = _named(_serialization_lib, "record_object_after_serialization")
+
+
+def has_workers(adapter: Any) -> bool:
+    """Whether threads or processes of a `PyDataset` make the batches."""
+    return isinstance(adapter, PyDatasetAdapter) and adapter.enqueuer is not None
+
+
+def drop_queued(adapter: Any) -> None:
+    """Discard the batches that workers of a `PyDataset` made ready for a pass that is over.
+
+    Keras 3.15.1 keeps them for the next pass. After the batch that a model is built on, the next
+    pass would repeat some rows and miss others.
+    """
+    # PyDatasetEnqueuer.stop and OrderedEnqueuer._run, of py_dataset_adapter.py
+    if not has_workers(adapter):
+        return
+    ready = adapter.enqueuer.ready_queue
+    with ready.mutex:
+        ready.queue.clear()
+    if adapter.num_batches is None:  # otherwise each start of the workers begins anew
+        adapter.enqueuer.indices = itertools.count()
 
 
 def row_indices(adapter: Any) -> Any:

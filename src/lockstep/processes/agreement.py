@@ -8,12 +8,14 @@ import keras
 import numpy as np
 
 from lockstep.errors import ProcessesDisagree, counted
+from lockstep.processes.call_scope import CALLS
 from lockstep.processes.coordination import Exchange, Word, digest, once
 from lockstep.processes.group import current
 from lockstep.processes.variable_drift import VariableDrift, sample
 
-_BEGINS, _GOES_ON, _ENDED, _COMPARES = range(4)
-"""The actions of a process: take first batches, take more, find none left, compare an epoch.
+_BEGINS, _GOES_ON, _ENDED, _COMPARES, _WHOLE = range(5)
+"""The actions of a process: take first batches, take more, find none left, compare an epoch, or
+compare batches with all of their rows.
 
 A word has an action, the number of batches taken, a hash of them, a hash of the assignments to
 variables, whether the process is watched, and the number of the process.
@@ -30,14 +32,17 @@ class DataCheck:
     Args:
         every_pull: Whether a pull may end earlier in this process than in another, or fail. All
             processes take part in a step, so they agree before each step.
+        whole: Whether all rows of each pull are compared before its step. No end of an epoch is
+            known then, as in `train_on_batch`, or in a loop of Keras.
 
     Attributes:
         watched: Whether callbacks run between the steps of this process. They may stop or fail. If
             any process is watched, all processes agree before each step.
     """
 
-    def __init__(self, every_pull: bool) -> None:
+    def __init__(self, every_pull: bool, *, whole: bool = False) -> None:
         self.every_pull = every_pull
+        self._whole = whole
         self.watched = False
         self._exchange = Exchange()
         self._assigned: VariableDrift | None = None
@@ -48,23 +53,32 @@ class DataCheck:
     def each(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the same batches, and record them."""
         self._first = True
+        if self._whole:
+            self._hash = _new_hash()
         for batch in batches:
             self._taken += 1
             for array in _arrays(batch):
-                _add(self._hash, sample(array), array)
+                _add(self._hash, array if self._whole else sample(array), array)
             yield batch
 
-    def agreed(self, pull: Pull, rows: object, assigned: VariableDrift | None = None) -> list[Any]:
+    def agreed(
+        self,
+        pull: Pull,
+        rows: object,
+        assigned: VariableDrift | None = None,
+        steps: int | None = None,
+    ) -> list[Any]:
         """Return the result of `pull`, once all processes have as many batches.
 
         Args:
             pull: Takes the batches of one execution out of `each`.
             rows: The number of batches and rows of the epoch, as far as known.
             assigned: The values assigned to the variables that these batches train.
+            steps: The number of steps that the user has given, as `steps_per_epoch`.
 
         Raises:
-            ProcessesDisagree: If the numbers of batches, the rows of the first batch or the
-                assigned values differ.
+            ProcessesDisagree: If the numbers of batches, the assigned values, or the rows of the
+                first batch differ; with `whole`, those of any batch.
         """
         self._assigned = assigned
         try:
@@ -72,11 +86,14 @@ class DataCheck:
         except StopIteration:
             self._exchange_word(_ENDED, "")
             raise
-        if self._first:
+        if self._whole:
+            self._exchange_word(_WHOLE, self._hash.hexdigest(), len(found))
+        elif self._first:
             self._first = False
             # Earlier batches do not count. After an error one process may have a built model, while
             # another process draws a batch to build its model.
-            greatest = self._exchange_word(_BEGINS, _first_rows(found[0], rows), len(found))
+            first = f"{steps} {_first_rows(found[0], rows)}"
+            greatest = self._exchange_word(_BEGINS, first, len(found))
             self.every_pull |= bool(greatest[4])
         elif self.every_pull:  # with other shapes they would run other programs
             self._exchange_word(_GOES_ON, _shapes(found))
@@ -155,29 +172,49 @@ def _compare(least: Word, greatest: Word) -> None:
     if least[0] == greatest[0] == _COMPARES:
         raise ProcessesDisagree(
             f"Among the {counted(taken, 'batch')} of this epoch, process {other} had another one "
-            f"than process {first}: what was trained is not what one device gives.\n"
-            "Give every process the same data in the same order (seed what draws it), and go "
-            "back to a file of the epoch before."
+            f"than process {first}, in {CALLS.data}:\nwhat was computed is not what one device "
+            "gives. Give every process the same data in the same order\n(seed what draws it); "
+            "after a fit, go back to a file of the epoch before."
+        )
+    if least[0] == greatest[0] == _WHOLE:
+        raise ProcessesDisagree(
+            f"Process {other} has another batch than process {first} in {CALLS.data}: each would "
+            "compute on rows of its own.\n"
+            "Give every process the same data in the same order (seed what draws it), and the "
+            "global batch size:\neach process places the rows of its own devices."
         )
     if least[:2] == greatest[:2] and least[0] == _GOES_ON:
         raise ProcessesDisagree(
             f"Process {other} has other shapes or types in batch {taken} of its epoch, or one "
-            f"before, than process {first}: they would run different programs.\n"
+            f"before, than process {first},\nin {CALLS.data}: they would run different programs.\n"
             "Give every process the same data in the same order (seed what draws it)."
         )
-    if least[:2] == greatest[:2]:
+    if least[0] == greatest[0] == _BEGINS:
+        _compare_steps(least, greatest)
         raise ProcessesDisagree(
             f"Process {other} has another first batch, or another number of batches or rows, than "
-            f"process {first}: rows would be lost or trained on twice.\n"
-            "Give every process the same data in the same order (seed what draws the order), and "
-            "the global batch size:\neach process places the rows of its own devices."
+            f"process {first},\nin {CALLS.data}: rows would be lost or trained on twice.\n"
+            "Give every process the same data in the same order (seed what draws it), and the "
+            "global batch size."
         )
     raise ProcessesDisagree(
         f"Process {fewer} ends after {counted(taken, 'batch')}, and process {more} goes on: a step "
-        "needs every process.\n"
-        "Give every process the same data; steps_per_epoch ends an epoch alike where some have "
-        "more.\nThe weights are those after the last step of all."
+        f"needs every process.\nIt is {CALLS.data}. Give every process the same; "
+        f"{CALLS.steps_argument} ends it alike where some have more.\n"
+        "The weights are those after the last step of all."
     )
+
+
+def _compare_steps(least: Word, greatest: Word) -> None:
+    """Raise if these words have another number of steps, which the user has given."""
+    steps = {word[-1]: word[2].split()[0] for word in (least, greatest)}
+    (first, one), (other, another) = sorted(steps.items())
+    if one != another:
+        name = CALLS.steps_argument
+        raise ProcessesDisagree(
+            f"Process {other} was given {name}={another}, and process {first} {name}={one}, for "
+            f"{CALLS.data}.\nThey would wait for one another for ever. Give every process the same."
+        )
 
 
 def _first_rows(batch: Any, rows: object) -> str:

@@ -29,7 +29,7 @@ class Calls:
     def __init__(self) -> None:
         self.steps = 0
         self._number = 0
-        self.name = ""
+        self.name = self._inner = ""
         self._within = self._ended = self._left = False
         self._names = itertools.count()
         self._moves = 0
@@ -39,7 +39,11 @@ class Calls:
     def call(self, name: str) -> Iterator[bool]:
         """Enter a call that every process makes; yield false if it is within another call."""
         if self._within:
-            yield False
+            outer, self._inner = self._inner, name
+            try:
+                yield False
+            finally:
+                self._inner = outer
             return
         self._number, self.name, self._within = self._number + 1, name, True
         self._ended = self._left = False
@@ -54,6 +58,20 @@ class Calls:
             raise
         finally:
             self._within = False
+
+    @property
+    def data(self) -> str:
+        """The data of this point of a call, in words, for an error about them."""
+        if self.name != "fit":
+            return f"the data of its {self.name}"
+        return f"the {'validation' if self._inner == 'evaluate' else 'training'} data of its fit"
+
+    @property
+    def steps_argument(self) -> str:
+        """The argument that limits the steps of this point of a call."""
+        if self.name != "fit":
+            return "steps"
+        return "validation_steps" if self._inner == "evaluate" else "steps_per_epoch"
 
     def new_name(self) -> str:
         """Return a name that is unique, and equal in all processes at the same point of a call.

@@ -1,5 +1,6 @@
 """The batches of an epoch, as fresh host arrays."""
 
+import functools
 from collections.abc import Callable, Iterator
 from itertools import islice
 from numbers import Integral
@@ -12,13 +13,24 @@ from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
     ArrayDataAdapter,
     EpochIterator,
+    backend_iterator,
     batch_size_of,
+    drop_queued,
     number_of_rows,
 )
 from lockstep.training.arrays import plain_arrays, row_numbers
 
 
-class HostIterator(EpochIterator):  # type: ignore[misc]
+class AnewAfterReset(EpochIterator):  # type: ignore[misc]
+    """Keras's epoch iterator, whose next pass after a reset begins with the first batch."""
+
+    def reset(self) -> None:
+        """Discard the batches drawn for inspection, and those that workers have made ready."""
+        super().reset()
+        drop_queued(self.data_adapter)
+
+
+class HostIterator(AnewAfterReset):
     """Keras's epoch iterator, with host arrays that no other code writes into.
 
     A framework may read a host array in place while a step runs and Python continues. A generator
@@ -90,7 +102,8 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
         if self._seen is None:
             return pull()
         rows = number_of_rows(self.data_adapter)
-        drawn: list[Any] = self._seen.agreed(pull, (self.num_batches, rows), assigned)
+        known = self.num_batches, rows
+        drawn: list[Any] = self._seen.agreed(pull, known, assigned, self.steps_per_epoch)
         return drawn
 
     def build(self, building: Callable[[], object]) -> None:
@@ -141,6 +154,13 @@ class HostIterator(EpochIterator):  # type: ignore[misc]
 
     def _source(self) -> Any:
         return self.data_adapter.get_numpy_iterator()
+
+
+@functools.cache
+def iterator_of_keras() -> Any:
+    """Return the iterator that Keras has on this backend, whose passes begin anew after a reset."""
+    plain = backend_iterator()
+    return type(plain.__name__, (AnewAfterReset, plain), {})
 
 
 class BatchesAhead:

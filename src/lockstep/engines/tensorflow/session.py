@@ -66,7 +66,6 @@ from lockstep.keras_compat import (
     STRATEGY,
     XLA,
     TFDatasetAdapter,
-    backend_iterator,
     function_of_iterator,
     layers_in,
     stored_value,
@@ -74,7 +73,7 @@ from lockstep.keras_compat import (
     taking_optionals,
 )
 from lockstep.training.build import build
-from lockstep.training.input import HostIterator, drawn
+from lockstep.training.input import HostIterator, drawn, iterator_of_keras
 
 
 class TensorFlowSession(Session):
@@ -360,7 +359,7 @@ class TensorFlowSession(Session):
         """Return Keras's iterator over a `tf.data.Dataset`, or a recorded one over host batches."""
         if recorded:
             return recorded_type(kind, RecordableIterator)(**data)
-        return backend_iterator()(distribute_strategy=tf.distribute.get_strategy(), **data)
+        return iterator_of_keras()(distribute_strategy=tf.distribute.get_strategy(), **data)
 
     def build(self, batches: Any, kind: Kind) -> None:
         """Reset the iterator, as Keras does, and build what a checkpoint has to name.

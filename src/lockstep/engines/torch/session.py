@@ -58,7 +58,6 @@ from lockstep.errors import (
     counted,
 )
 from lockstep.keras_compat import (
-    backend_iterator,
     build_on_first_batch,
     is_built,
     layers_in,
@@ -68,7 +67,7 @@ from lockstep.keras_compat import (
 )
 from lockstep.processes.agreement import DataCheck
 from lockstep.training.callbacks import may_write_between_steps
-from lockstep.training.input import HostIterator, drawn
+from lockstep.training.input import HostIterator, drawn, iterator_of_keras
 
 
 class TorchSession(Session):
@@ -145,7 +144,8 @@ class TorchSession(Session):
 
     def batches(self, kind: Kind, *, recorded: bool = False, **data: Any) -> Any:
         """Return Keras's iterator over a `DataLoader`, or a recorded one over host batches."""
-        return recorded_type(kind, HostIterator)(**data) if recorded else backend_iterator()(**data)
+        made = recorded_type(kind, HostIterator) if recorded else iterator_of_keras()
+        return made(**data)
 
     def build(self, batches: Any, kind: Kind) -> None:
         """Build what the first step needs, and reset the iterator, as Keras does."""

@@ -185,7 +185,7 @@ class Programs:
             check_program=made.check if self._replicas > 1 else None,
             batches_to_pull=made.batches_to_pull if stacks else None,
             stack=made.stack if stacks else None,
-            data_check=DataCheck(every_pull=True) if self._several else None,
+            data_check=DataCheck(every_pull=True, whole=True) if self._several else None,
             to_local=partial(jax.tree.map, jax_group.GROUP.local) if self._several else None,
             one_at_a_time=self._one_at_a_time,
             is_short=made.is_short if self.platform == "cpu" and not self._several else None,

@@ -164,10 +164,10 @@ class LauncherPeers(Peers):
         """Return the next batch of a call without an epoch, if every process has it."""
         if self._in_epoch:
             return next(batches)
-        check = DataCheck(every_pull=True)
+        check = DataCheck(every_pull=True, whole=True)
         noted = iter(check.each(batches))
         (batch,) = check.agreed(lambda: [next(noted)], None, self.assignments(changes=changes))
-        check.check()
+        check.close()
         return batch
 
     def agree_on_plan(self, unsplit: str | None, reasons: list[int]) -> None:

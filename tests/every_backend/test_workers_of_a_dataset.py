@@ -1,4 +1,4 @@
-"""A `PyDataset` with workers, which make batches ready: each row once and in order, in each call."""
+"""A `PyDataset` whose workers make batches ready: each row once and in order, in each call."""
 
 import keras
 import numpy as np

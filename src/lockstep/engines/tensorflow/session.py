@@ -22,7 +22,17 @@ import tensorflow as tf
 from lockstep.attach.holders import check_shared, holders_of
 from lockstep.checkpoint.data_position import recorded_type
 from lockstep.core.devices import names_in_words
-from lockstep.core.engine import PREDICT, TRAIN, Execute, Home, Kind, Session, Snapshot
+from lockstep.core.engine import (
+    PREDICT,
+    TRAIN,
+    Execute,
+    Guard,
+    Home,
+    Kind,
+    Methods,
+    Session,
+    Snapshot,
+)
 from lockstep.core.layout import Branches, Layout
 from lockstep.core.patched import patched
 from lockstep.core.state import named_variables, optimizers_of
@@ -61,7 +71,7 @@ from lockstep.engines.tensorflow.first_step.first_step import (
 )
 from lockstep.engines.tensorflow.steps.split_checks import why_custom
 from lockstep.engines.tensorflow.steps.steps import Steps
-from lockstep.errors import LayoutConflict, UnsupportedModel
+from lockstep.errors import LayoutConflict, UnsupportedModel, UnusableData
 from lockstep.keras_compat import (
     STRATEGY,
     XLA,
@@ -73,6 +83,7 @@ from lockstep.keras_compat import (
     taking_optionals,
 )
 from lockstep.training.build import build
+from lockstep.training.call_guard import LOOPS
 from lockstep.training.input import HostIterator, drawn, iterator_of_keras
 
 
@@ -342,6 +353,20 @@ class TensorFlowSession(Session):
                 "Build the model outside of any strategy.scope(), and load its file."
             )
 
+    def methods(self, methods: Methods, guarded: Guard) -> Methods:
+        """Return the methods of all engines, which refuse data that `tf.distribute` has split."""
+        return methods | {name: self._on_whole_batches(name, methods[name]) for name in LOOPS}
+
+    def _on_whole_batches(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def method_on_whole_batches(*args: Any, **kwargs: Any) -> Any:
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, _SPLIT):
+                    raise _is_split(self.model, name, value)
+            return method(*args, **kwargs)
+
+        return method_on_whole_batches
+
     # ------------------------------------------------------------ in a loop
 
     def first_work(self, kind: Kind, steps: int) -> str | None:
@@ -398,6 +423,18 @@ class TensorFlowSession(Session):
             for name, tensor in zip(named, tensors, strict=True)
         ]
         return Snapshot(variables, arrays, (tensor.numpy() for tensor in tensors))
+
+
+_SPLIT = (tf.distribute.DistributedDataset, tf.distribute.DistributedIterator)
+
+
+def _is_split(model: Any, name: str, data: Any) -> UnusableData:
+    """Return the error for data whose batches a strategy has split."""
+    return UnusableData(
+        f"{name} of {model.name!r} was given a {type(data).__name__} of tf.distribute, whose "
+        "batches are split already.\nHand over the tf.data.Dataset that it was made of, in batches "
+        "of the global size:\nlockstep gives each device its rows."
+    )
 
 
 class RecordableIterator(HostIterator):

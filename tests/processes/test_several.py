@@ -703,6 +703,34 @@ def test_processes_that_would_not_train_one_model_are_told(tmp_path):
     assert reports[0]["history"] == reports[1]["history"]
 
 
+SHUFFLED = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(7 + rank)  # the order of rows is that of process 0
+x, y = data()
+made = lockstep.distribute(model())
+loader = DataLoader(TensorDataset(*map(torch.from_numpy, (x, y))), batch_size=7, shuffle=True)
+losses = [made.fit(loader, shuffle=False, epochs=2, verbose=0).history["loss"] for _ in range(2)]
+report(made, losses)
+"""
+
+
+def test_a_loader_that_pytorch_shuffles_has_the_order_of_the_first_process(tmp_path):
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    (first, second), _ = run_both(SHUFFLED, tmp_path)
+    assert first == second
+    torch.manual_seed(7)
+    one = model()
+    pairs = TensorDataset(*map(torch.from_numpy, data()))
+    loader = DataLoader(pairs, batch_size=7, shuffle=True)
+    for losses in first["history"]:
+        alone = one.fit(loader, shuffle=False, epochs=2, verbose=0).history["loss"]
+        assert_same(losses, alone)
+
+
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
@@ -770,3 +798,33 @@ def test_processes_with_more_devices_than_others_are_told(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda platform: devices)
     with pytest.raises(ProcessesDisagree, match="Process 0 has 2 devices, and process 1 has 1"):
         jax_group.check_devices(devices)
+
+
+def test_cpus_of_a_host_whose_name_has_no_address_are_told_what_to_add(monkeypatch):
+    """JAX has Gloo's text: "enforce fail at ... device.cc:99] rv == 0. -2 vs 0"."""
+    import socket
+
+    from lockstep.core.environment import Place
+    from lockstep.engines.jax.processes import joining
+    from lockstep.errors import ProcessesDisagree
+
+    def gloo():
+        raise RuntimeError("[enforce fail at external/gloo/gloo/transport/tcp/device.cc:99]")
+
+    def unknown(*_):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(joining.xla_bridge, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(joining.xla_bridge, "backends", gloo)
+    monkeypatch.setattr(joining, "_is_joined", lambda: True)
+    monkeypatch.setattr(joining.socket, "gethostname", lambda: "nowhere")
+    joining.at_first_use(Place(rank=1, size=2), lambda: None)
+    with monkeypatch.context() as within:
+        within.setattr(joining.socket, "getaddrinfo", unknown)
+        with pytest.raises(ProcessesDisagree) as raised:
+            joining.xla_bridge.backends()
+    assert "the CPUs of 2 processes by the names of their hosts" in str(raised.value)
+    assert "Add a line to /etc/hosts: the address of this host in its network, and nowhere." in str(
+        raised.value
+    )
+    assert len(str(raised.value).splitlines()) == 3

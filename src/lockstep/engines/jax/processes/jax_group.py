@@ -24,6 +24,7 @@ from lockstep.engines.jax.jax_compat import distributed
 from lockstep.errors import LockstepWarning, ProcessesDisagree, counted
 from lockstep.processes.coordination import once, patience
 from lockstep.processes.group import use
+from lockstep.processes.process_group import from_first
 from lockstep.processes.reads_of_all import agree_on_variable
 
 
@@ -81,7 +82,15 @@ class JaxGroup:
     _is_connected = False
 
     def share_random_state(self) -> None:
-        """Do nothing: JAX has no random state."""
+        """Give every process the state of PyTorch that the first one has: it orders a `DataLoader`.
+
+        JAX has no random state, and PyTorch's is of use where every process has imported it.
+        """
+        torch = sys.modules.get("torch")
+        (has_torch,), _ = once([int(hasattr(torch, "get_rng_state"))])
+        if has_torch and torch is not None:
+            (state,) = from_first([torch.get_rng_state().numpy()])
+            torch.set_rng_state(torch.from_numpy(state.copy()))
 
     def local(self, value: Any) -> Any:
         """Return this process's copy of a replicated array, on its first device."""

@@ -2,6 +2,7 @@
 
 import linecache
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -64,7 +65,12 @@ def at_first_use(place: Place, joined: Callable[[], None]) -> None:
                 _first_use.append(_line_of_user())
                 if _is_joined():
                     joined()
-        return start()
+        try:
+            return start()
+        except RuntimeError as error:
+            if _is_joined() and "gloo" in str(error) and not _has_address(socket.gethostname()):
+                raise _no_address(place) from error
+            raise
 
     xla_bridge.backends = start_joined
 
@@ -89,6 +95,23 @@ def _connect(place: Place) -> None:
             )
     except jax.errors.JaxRuntimeError as error:
         raise not_met(place, error) from error
+
+
+def _has_address(name: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(name, None))
+    except OSError:
+        return False
+
+
+def _no_address(place: Place) -> ProcessesDisagree:
+    name = socket.gethostname()
+    return ProcessesDisagree(
+        f"JAX connects the CPUs of {place.size} processes by the names of their hosts, and "
+        f"{name!r}, this one, has no address.\n"
+        f"Add a line to /etc/hosts: the address of this host in its network, and {name}.\n"
+        "If all processes are on this host, that is 127.0.0.1."
+    )
 
 
 def _too_late(place: Place) -> ProcessesDisagree:

@@ -146,6 +146,14 @@ raise error
     none_left(tmp_path)
 
 
+def test_who_asks_for_a_process_group_is_told_to_leave_the_sampler_out(tmp_path):
+    """PyTorch's own text says to call init_process_group, which lockstep refuses."""
+    words = "Default process group has not been initialized, please make sure to call init_process"
+    _, _, error = run(tmp_path, f"raise ValueError({words!r})", "--processes", "2")
+    assert "lockstep run: a DistributedSampler asked for that: leave it out." in error
+    none_left(tmp_path)
+
+
 @pytest.mark.parametrize("killed", [0, *rest(1)])
 def test_a_killed_process_ends_the_run_and_what_the_others_have_started(tmp_path, killed):
     body = """

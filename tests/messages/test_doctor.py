@@ -39,6 +39,15 @@ def test_several_devices():
     assert dict(found.rows())["CUDA"] == "4 NVIDIA GPUs"
 
 
+def test_tpus():
+    found = changed(devices=(*((f"tpu:{core}", "TPU v3") for core in range(8)), ("cpu:0", "cpu")))
+    first, second, third = found.advice().splitlines()
+    assert first == "Nothing has to change."
+    assert second.startswith("No TPU has run lockstep yet")
+    assert third.startswith("lockstep doctor --devices --train first")
+    assert "(TPU v3, cpu)" in dict(found.rows())["devices"]
+
+
 def test_a_backend_that_is_not_installed():
     found = Findings("tensorflow", "Keras's default", INSTALLED, failure="ModuleNotFoundError")
     assert not found.works

@@ -19,6 +19,7 @@ def environment(engine, devices, **more):
     """The environment of a process with so many pretended GPUs of its own."""
     ours = ("LOCKSTEP_", "JAX_", "KERAS_", "PRETENDED_", "PJRT_", "CUDA_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    own = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices)))}
     path = [str(SITE), str(ROOT / "src"), *filter(None, [clean.get("PYTHONPATH")])]
     return {
         **clean,
@@ -27,7 +28,7 @@ def environment(engine, devices, **more):
         "PRETENDED_GPUS": engine,
         "KERAS_BACKEND": engine,
         "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices))),
+        **({} if more.get("PRETENDED_TPUS") else own),
         **more,
     }
 

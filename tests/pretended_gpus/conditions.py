@@ -11,11 +11,16 @@ from pathlib import Path
 from typing import Any
 
 SOURCE = Path(__file__).parents[2] / "src" / "lockstep"
-KINDS = {"cpu", "gpu", "cuda", "mps", "xpu"}
-"""Texts that name a kind of device."""
+GPU, TPU = "gpu", "tpu"
+NAMES = {GPU: {"gpu", "cuda", "mps", "xpu"}, TPU: {"tpu"}}
+"""Texts that name a kind of device, by the kind that is pretended."""
+KINDS = {"cpu"}.union(*NAMES.values())
 
-OF_DEVICES = {"is_cuda": True, "draws_ahead": True, "_on_host": False}
-"""Attributes that depend on the kind of device, and what they are on GPUs."""
+OF_DEVICES = {
+    GPU: {"is_cuda": True, "draws_ahead": True, "_on_host": False},
+    TPU: {"is_cuda": False, "draws_ahead": True, "_on_host": False},
+}
+"""Attributes that depend on the kind of device, and what they are on a pretended device."""
 
 OF_PLACES = {"process_index", "is_fully_addressable", "local_rank", "divides_devices"}
 """Names that tell which process has a device."""
@@ -26,9 +31,9 @@ FUNCTIONS = {"is_gpu": True, "keras_uses_gpus": True, "exchanges_by_nccl": True}
 NOTE = "__noted_condition__"
 
 
-def conditions(source: str, name: str) -> dict[str, set[bool]]:
-    """Return the conditions of a file, and the values that pretended GPUs must give them."""
-    finder = _Finder(name)
+def conditions(source: str, name: str, kind: str = GPU) -> dict[str, set[bool]]:
+    """Return the conditions of a file, and the values that pretended devices must give them."""
+    finder = _Finder(name, kind=kind)
     finder.visit(ast.parse(source))
     return finder.found
 
@@ -39,26 +44,31 @@ def noted(source: str, name: str) -> ast.Module:
     return ast.fix_missing_locations(tree)
 
 
-def of_source() -> dict[str, set[bool]]:
+def of_source(kind: str = GPU) -> dict[str, set[bool]]:
     """Return the conditions of all files."""
     found: dict[str, set[bool]] = {}
     for path in sorted(SOURCE.rglob("*.py")):
-        found |= conditions(path.read_text(), str(path.relative_to(SOURCE)))
+        found |= conditions(path.read_text(), str(path.relative_to(SOURCE)), kind)
     return found
 
 
 def unseen(
-    notes: Path, elsewhere: Collection[str], within: str = "", but: Collection[str] = ()
+    notes: Path,
+    elsewhere: Collection[str],
+    within: str = "",
+    but: Collection[str] = (),
+    kind: str = GPU,
 ) -> dict[str, set[bool]]:
-    """Return the conditions that did not have the values of GPUs, and these values.
+    """Return the conditions that did not have the values of pretended devices, and these values.
 
     Args:
         notes: What processes have noted.
         elsewhere: How the conditions begin that no program reaches. Each of them has to be there.
         within: How the conditions begin that count.
         but: How others of them begin, of which other tests tell.
+        kind: The kind of device that is pretended.
     """
-    every = of_source()
+    every = of_source(kind)
     unused = [each for each in elsewhere if not any(c.startswith(each) for c in every)]
     assert not unused, unused
     had, left_out = read(notes), (*elsewhere, *but)
@@ -92,8 +102,9 @@ def read(path: Path) -> dict[str, set[bool]]:
 
 
 class _Finder(ast.NodeTransformer):
-    def __init__(self, name: str, wraps: bool = False) -> None:
+    def __init__(self, name: str, wraps: bool = False, kind: str = GPU) -> None:
         self._name = name
+        self._kind = kind
         self._wraps = wraps
         self._within: list[str] = []
         self.found: dict[str, set[bool]] = {}
@@ -111,7 +122,8 @@ class _Finder(ast.NodeTransformer):
         kinds = [each for each in _texts(node) if each in KINDS]
         if isinstance(node.ops[0], ast.Eq | ast.NotEq) and kinds:
             is_other = isinstance(node.ops[0], ast.NotEq)
-            return self._noted(node, {("cpu" not in kinds) != is_other})
+            is_named = not NAMES[self._kind].isdisjoint(kinds)
+            return self._noted(node, {is_named != is_other})
         if names & OF_PLACES or ("platform" in names and "sys" not in names):
             return self._noted(node, {True, False})
         return self.generic_visit(node)
@@ -141,8 +153,8 @@ class _Finder(ast.NodeTransformer):
     def _name_alone(self, node: Any) -> Any:
         if isinstance(node, ast.Name | ast.Attribute):
             name = node.id if isinstance(node, ast.Name) else node.attr
-            if name in OF_DEVICES:
-                return self._noted(node, {OF_DEVICES[name]})
+            if name in OF_DEVICES[self._kind]:
+                return self._noted(node, {OF_DEVICES[self._kind][name]})
             if name in OF_PLACES:
                 return self._noted(node, {True, False})
         return node

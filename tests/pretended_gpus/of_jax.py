@@ -1,8 +1,9 @@
-"""JAX's CPU devices under the name of GPUs.
+"""JAX's CPU devices under the name of GPUs, or of TPUs.
 
 Each process has as many GPUs as `CUDA_VISIBLE_DEVICES` names, and one CPU: the last CPU device of
 JAX. Lockstep and Keras's iterators see GPUs; JAX itself and its compiler see the CPU devices that
-they are. `PRETENDED_NO_CPU` hides the CPU, as `JAX_PLATFORMS=cuda` does.
+they are. `PRETENDED_NO_CPU` hides the CPU, as `JAX_PLATFORMS=cuda` does. `PRETENDED_TPUS=4` makes
+four devices that are named TPUs, where no variable of CUDA is set.
 """
 
 import os
@@ -25,7 +26,10 @@ def _asks(depth: int = 2) -> bool:
 def _pretend() -> None:
     import jax
 
-    jax.config.update("jax_num_cpu_devices", 1 + len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")))
+    tpus = int(os.environ.get("PRETENDED_TPUS", 0))
+    count = tpus or len(os.environ["CUDA_VISIBLE_DEVICES"].split(","))
+    name = "tpu" if tpus else "gpu"
+    jax.config.update("jax_num_cpu_devices", 1 + count)
     kind: Any = jax.Device
     platform, stats, number = kind.platform, kind.memory_stats, kind.id
     found = jax.devices
@@ -56,7 +60,7 @@ def _pretend() -> None:
         return {"bytes_limit": MEMORY}
 
     kind.platform = property(
-        lambda self: "gpu" if _asks() and self in gpus() else platform.__get__(self)
+        lambda self: name if _asks() and self in gpus() else platform.__get__(self)
     )
     kind.id = property(
         lambda self: gpus().index(self) if _asks() and self in gpus() else number.__get__(self)
@@ -69,7 +73,7 @@ def _pretend() -> None:
     ]
     jax.local_device_count = lambda backend=None: len(jax.local_devices())
     jax.device_count = lambda backend=None: len(gpus())
-    jax.default_backend = lambda: "gpu" if _asks() else default()
+    jax.default_backend = lambda: name if _asks() else default()
 
 
 def _nccl() -> None:

@@ -19,6 +19,7 @@ from lockstep.keras_compat import compute_in_float64
 from tests.conformance.zoo import ZOO
 from tests.every_backend.on_a_gpu import BOUND, ROWS, built, difference, left_by
 
+KIND = "tpu" if os.environ.get("PRETENDED_TPUS") else "gpu"
 SAMPLE = ("cnn", "masked_lstm", "added_losses")
 
 
@@ -40,7 +41,9 @@ def numbers(**options):
         x, y, stock = _stock(name)
         right = left_by(stock, x, y)
         model = lockstep.distribute(_stock(name)[-1], **options)
-        assert all(each.startswith("gpu:") for each in model_devices(model)), model_devices(model)
+        assert all(each.startswith(f"{KIND}:") for each in model_devices(model)), model_devices(
+            model
+        )
         _agrees(name, left_by(model, x, y), right)
         x, y = (keras.tree.map_structure(lambda rows: rows[:5], each) for each in (x, y))
         stepped = [each.train_on_batch(x, y) for each in (stock, model)]
@@ -134,7 +137,7 @@ def branches():
 
     x, y = ZOO["mlp"].data(ROWS, np.random.default_rng(1))
     right = left_by(two(), x, y)
-    model = lockstep.place(two(), {"left": "gpu:0", "right": "gpu:1"})
+    model = lockstep.place(two(), {"left": f"{KIND}:0", "right": f"{KIND}:1"})
     with tempfile.TemporaryDirectory() as folder:
         _agrees("branches", left_by(model, x, y, callbacks=[lockstep.Checkpoint(folder)]), right)
 
@@ -161,14 +164,15 @@ def several_steps():
 def refusals():
     """What a script does that takes these GPUs for others."""
     model = _stock("mlp")[-1]
-    for devices in ("gpu:9", "cpu:3", "gpu0", "qpu:1"):
+    for devices in (f"{KIND}:9", "cpu:3", "gpu0", "qpu:1"):
         _refused(lambda named=devices: lockstep.distribute(model, named))
     _refused(lambda: lockstep.rehearse(7))
     if int(os.environ.get("LOCKSTEP_PROCESSES", "1")) > 1:
         _refused(lambda: lockstep.distribute(model, [0]))
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    _refused(lambda: lockstep.distribute(model))
-    del os.environ["CUDA_VISIBLE_DEVICES"]
+    if KIND == "gpu":  # the variable says nothing of TPUs
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        _refused(lambda: lockstep.distribute(model))
+        del os.environ["CUDA_VISIBLE_DEVICES"]
     os.environ["LOCKSTEP_REHEARSE"] = "2"
     _refused(lambda: lockstep.distribute(model))
 

@@ -25,6 +25,11 @@ NOT_REACHED = {
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     """A function that runs Python on pretended GPUs, each command once."""
+    return runner(tmp_path_factory)
+
+
+def runner(tmp_path_factory, tpus=False):
+    """A function that runs Python on pretended GPUs or TPUs, each command once."""
     notes = tmp_path_factory.mktemp("notes")
 
     @functools.cache
@@ -32,6 +37,8 @@ def ran(tmp_path_factory):
         folder = tmp_path_factory.mktemp("run")
         if processes > 1:
             environment["RUN"] = str(folder)
+        if tpus:
+            environment["PRETENDED_TPUS"] = str(devices)
         return run(
             *arguments,
             engine="jax",

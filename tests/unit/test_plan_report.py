@@ -99,6 +99,13 @@ def not_traceable():
         ),
         (
             wide,
+            {"gpu": "TPU v3"},
+            DeviceError,
+            "gpu='TPU v3' was asked for, and a step is compiled here for GPUs alone.\n"
+            'For a TPU give the memory of one of its cores, such as memory="16GB".',
+        ),
+        (
+            wide,
             {"gpu": "v100", "find_largest_batch": True},
             DeviceError,
             "The largest batch was asked for, and XLA compiles no step for gpu='v100'.\n"

@@ -35,6 +35,11 @@ def test_two_lines_tell_it():
     ]
 
 
+def test_on_tpus_it_says_that_none_has_been_timed():
+    assert "TPU" not in str(replace(FOUND, platform="gpu"))
+    assert str(replace(FOUND, platform="tpu")).splitlines()[2].startswith("No TPU has been timed")
+
+
 def test_what_is_nothing_is_left_out_and_what_is_other_is_told_above_two_percent():
     found = replace(FOUND, validation=0.0, checkpoint=0.01, callbacks=0.0, by_callback={})
     assert found.verdict == "of 41.2 s: waiting for data 18.9, steps 12.4, compiling 5.2"

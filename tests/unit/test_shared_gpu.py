@@ -62,6 +62,13 @@ def test_other_numbers_of_processes_or_gpus_are_refused(processes, gpus, kind, s
     assert said in str(caught.value)
 
 
+def test_a_tpu_is_not_known_to_be_several_devices():
+    with pytest.raises(DeviceError) as caught:
+        shared_gpu.check_one_gpu(2, 0, tpus=8)
+    assert "the devices here are TPUs" in str(caught.value)
+    assert "to train on 8 TPUs, or set LOCKSTEP_REHEARSE=2" in str(caught.value)
+
+
 def test_a_rehearsal_comes_before_a_shared_gpu(one_gpu):
     given = {"LOCKSTEP_SHARE_GPU": "3", "LOCKSTEP_REHEARSE": "1"}
     assert devices_of_each(2, None, given, one_gpu) == [{}, {}]

@@ -38,18 +38,26 @@ def shares_of_gpu(environ: Mapping[str, str]) -> int | None:
     return count_of_devices(asked, f"{SHARE_GPU}={asked}", "a shared GPU") if asked else None
 
 
-def check_one_gpu(shares: int, gpus: int) -> None:
+def check_one_gpu(shares: int, gpus: int, tpus: int = 0) -> None:
     """Check that there is one GPU to share.
 
     Args:
         shares: The number of devices that are made of it.
         gpus: The number of GPUs that this process sees.
+        tpus: The number of TPUs that it sees.
 
     Raises:
         DeviceError: If there is another number of GPUs.
     """
     if gpus == 1:
         return
+    if tpus:
+        raise DeviceError(
+            f"{SHARE_GPU}={shares} was set, and the devices here are TPUs, of which none is known "
+            "to be several devices.\n"
+            f"Leave the variable out to train on {counted(tpus, 'TPU')}, or set "
+            f"LOCKSTEP_REHEARSE={shares}\nto rehearse on virtual CPU devices."
+        )
     remedy = (
         "Set CUDA_VISIBLE_DEVICES to one of them, or leave the variable out to train on all."
         if gpus

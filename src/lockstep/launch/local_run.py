@@ -206,9 +206,18 @@ def _wait(started: _Attempt, watch: ProgressWatch, stops: list[int]) -> None:
             return
 
 
+_ASKS_FOR_GROUP = "Default process group has not been initialized"
+"""What PyTorch raises for a `DistributedSampler`, for example, in a script under lockstep."""
+
+
 def _tell(cause: Failure, started: _Attempt) -> None:
     many = f" of {len(started.ranks)} failed first" if len(started.ranks) > 1 else " failed"
     print_line(f"process {cause.rank}{many}: {cause}")
+    if _ASKS_FOR_GROUP in str(cause):
+        print_line(
+            "a DistributedSampler asked for that: leave it out. Each process reads all rows, in "
+            "batches of the global size, and DataLoader(..., shuffle=True) shuffles"
+        )
     lines = started.ranks[cause.rank].last_lines()
     if cause.rank and lines:  # those of process 0 have just been printed plain
         print_line("its last lines:")

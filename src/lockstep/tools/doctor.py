@@ -110,7 +110,8 @@ class Findings:
         """
         names = PACKAGES.get(self.backend, ())
         version = next(filter(None, map(self.installed.get, names)), "")
-        return "\n".join(filter(None, (self._change(), untried(self.backend, version))))
+        tpus = NO_TPU_YET if any(name.startswith("tpu") for name, _ in self.devices) else ""
+        return "\n".join(filter(None, (self._change(), tpus, untried(self.backend, version))))
 
     def _change(self) -> str:
         gpus = [name for name, _ in self.devices if not name.startswith("cpu")]
@@ -233,6 +234,12 @@ def script_environment(chosen: str | None) -> dict[str, str]:
     environ = {name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"}
     return environ if chosen is None else {**environ, "KERAS_BACKEND": chosen}
 
+
+NO_TPU_YET = (
+    "No TPU has run lockstep yet: its code for TPUs was tried on devices that pretend to be some. "
+    "Run\nlockstep doctor --devices --train first, and lockstep verify on your model."
+)
+"""What the command says where TPUs are found."""
 
 VALUES = 2**22
 """Values of a pattern: 16 MiB, more than a device copies in one piece."""

@@ -157,6 +157,7 @@ class FitClock(Clock):
         ran: The executions by kind.
         is_data_seen: Whether the batches are drawn where this clock can time it.
         adapter: Keras's adapter of the training data.
+        platform: The kind of the devices, for example `"gpu"`.
         steps_per_execution: That of the training.
     """
 
@@ -166,6 +167,7 @@ class FitClock(Clock):
         self.ran = {TRAIN.name: Steps(), TEST.name: Steps()}
         self.is_data_seen = True
         self.adapter: Any = None
+        self.platform = ""
         self.steps_per_execution = 1
         self._times, self._part, self._since = self.parts, OTHER, now()
         self._below = self._times, self._part
@@ -246,7 +248,7 @@ class FitClock(Clock):
         if ran.ready is None:
             ran.ready = session.first_work(kind, 0) is None
         if trains:
-            self.adapter = batches.data_adapter
+            self.adapter, self.platform = batches.data_adapter, session.devices[0].split(":")[0]
             self.steps_per_execution = batches.steps_per_execution
             # Keras's iterator on TensorFlow is read within the step.
             self.is_data_seen = on_host or keras.backend.backend() != "tensorflow"

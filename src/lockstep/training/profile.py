@@ -194,6 +194,7 @@ def _report(clock: FitClock, ended_by: str | None) -> FitProfile:
         workers=workers,
         backend=keras.backend.backend(),
         ended_by=ended_by,
+        platform=clock.platform,
     )
 
 

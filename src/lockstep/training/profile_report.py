@@ -52,6 +52,7 @@ class FitProfile(Report):
         workers: The workers that prepare batches; `None` if that is unknown.
         backend: The backend of Keras.
         ended_by: The class of the error that ended the `fit`; `None` without one.
+        platform: The kind of the devices: `"cpu"`, `"gpu"` or `"tpu"`; empty if that is unknown.
     """
 
     wall: float
@@ -70,6 +71,7 @@ class FitProfile(Report):
     workers: int | None
     backend: str
     ended_by: str | None = None
+    platform: str = ""
 
     @property
     def verdict(self) -> str:
@@ -137,8 +139,9 @@ class FitProfile(Report):
         return {**asdict(self), "verdict": self.verdict, "advice": self.advice}
 
     def __str__(self) -> str:
-        """The verdict and the advice, a line each."""
-        return "\n".join(filter(None, (self.verdict, self.advice)))
+        """The verdict and the advice, a line each; on TPUs what is not known of them."""
+        unknown = _NO_TPU_YET if self.platform == "tpu" else ""
+        return "\n".join(filter(None, (self.verdict, self.advice, unknown)))
 
     def show(self, console: Console) -> None:
         """Print a table, then the advice."""
@@ -159,6 +162,10 @@ class FitProfile(Report):
             console.print(line, markup=False, highlight=False)
 
 
+_NO_TPU_YET = (
+    "No TPU has been timed by lockstep yet: whether its parts are these is not known. "
+    "`fit` took the whole."
+)
 _BAR = "ProgbarLogger"
 
 DATA = {

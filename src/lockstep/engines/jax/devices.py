@@ -54,7 +54,8 @@ def _check_share(own: list[Device]) -> None:
     shares = None if rehearsed_devices(os.environ) else shares_of_gpu(os.environ)
     if shares is None:
         return
-    check_one_gpu(shares, sum(each.platform == "gpu" for each in own))
+    gpus, tpus = (sum(each.platform == kind for each in own) for kind in ("gpu", "tpu"))
+    check_one_gpu(shares, gpus, tpus)
     if shares != jax.process_count():
         raise DeviceError(
             f"{SHARE_GPU}={shares} was set, and {counted(jax.process_count(), 'process')} "

@@ -255,8 +255,9 @@ def check_reduced_once(model: Any) -> None:
         raise UnsupportedBackend(
             "Several devices were asked for on 'torch' in a process that has called "
             "torch.distributed.init_process_group.\nOn PyTorch, lockstep connects the processes by "
-            "itself, also those of torchrun: leave that call out.\n"
-            "In Ray Train, use DataParallelTrainer in place of TorchTrainer."
+            "itself, also those of torchrun: leave that call out,\n"
+            "and a DistributedSampler (DataLoader(shuffle=True) shuffles). In Ray Train, use "
+            "DataParallelTrainer."
         )
     if keras.distribution.distribution() is not None:
         raise LayoutConflict(

@@ -31,6 +31,12 @@ def gpu_named(name: str) -> dict[str, Any]:
     """
     known = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text())
     found = known.get(str(name).lower())
+    if str(name).lower().startswith("tpu"):
+        raise DeviceError(
+            f"gpu={name!r} was asked for, and a step is compiled here for GPUs alone.\n"
+            'For a TPU give the memory of one of its cores, such as memory="16GB". The peak is '
+            "then an estimate,\nwithout what a TPU adds to fill its tiles. No TPU was measured."
+        )
     if found is None:
         raise DeviceError(
             f"gpu={name!r} was asked for, and its description is not known.\n"

@@ -213,12 +213,12 @@ _ASKS_FOR_GROUP = "Default process group has not been initialized"
 def _tell(cause: Failure, started: _Attempt) -> None:
     many = f" of {len(started.ranks)} failed first" if len(started.ranks) > 1 else " failed"
     print_line(f"process {cause.rank}{many}: {cause}")
-    if _ASKS_FOR_GROUP in str(cause):
+    lines = started.ranks[cause.rank].last_lines()
+    if any(_ASKS_FOR_GROUP in line for line in (str(cause), *lines)):
         print_line(
             "a DistributedSampler asked for that: leave it out. Each process reads all rows, in "
             "batches of the global size, and DataLoader(..., shuffle=True) shuffles"
         )
-    lines = started.ranks[cause.rank].last_lines()
     if cause.rank and lines:  # those of process 0 have just been printed plain
         print_line("its last lines:")
         for line in lines:

@@ -161,6 +161,14 @@ def several_steps():
     _agrees("several steps", left_by(model, x, y), right)
 
 
+def profiled():
+    """Where the time of a `fit` went, and on TPUs that none has been timed."""
+    x, y, model = _stock("mlp")
+    profile = lockstep.Profile(verbose=0)
+    lockstep.distribute(model).fit(x, y, batch_size=6, verbose=0, callbacks=[profile])
+    assert ("No TPU has been timed" in str(profile.report)) == (KIND == "tpu"), str(profile.report)
+
+
 def refusals():
     """What a script does that takes these GPUs for others."""
     model = _stock("mlp")[-1]
@@ -169,10 +177,12 @@ def refusals():
     _refused(lambda: lockstep.rehearse(7))
     if int(os.environ.get("LOCKSTEP_PROCESSES", "1")) > 1:
         _refused(lambda: lockstep.distribute(model, [0]))
-    if KIND == "gpu":  # the variable says nothing of TPUs
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if KIND == "gpu":
         _refused(lambda: lockstep.distribute(model))
-        del os.environ["CUDA_VISIBLE_DEVICES"]
+    else:  # the variable says nothing of TPUs
+        lockstep.release(lockstep.distribute(model))
+    del os.environ["CUDA_VISIBLE_DEVICES"]
     os.environ["LOCKSTEP_REHEARSE"] = "2"
     _refused(lambda: lockstep.distribute(model))
 

@@ -11,7 +11,14 @@ from tests.tiers import further
 
 PROGRAMS = "tests.pretended_gpus.programs"
 MODEL = "examples/minimal.py:build"
-OTHERS = ("numbers", "sharded", "in_parts", "checkpoints", "predictions", "several_steps refusals")
+OTHERS = (
+    "numbers",
+    "sharded",
+    "in_parts",
+    "checkpoints",
+    "predictions",
+    "several_steps profiled refusals",
+)
 NOT_REACHED = {
     "checkpoint/plain_state.py": "it asks PyTorch",
     "keras_compat/calls.py device_scope": "it asks PyTorch",
